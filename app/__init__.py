@@ -1,0 +1,1 @@
+"""The program: command line, REST server and benchmarks around the engine."""

@@ -1,0 +1,1 @@
+"""The engine: requests in, tokens out; scheduling, KV cache, execution and sampling."""

@@ -1,0 +1,1 @@
+"""The browser page: a client of the REST API like any other."""
