@@ -1,0 +1,28 @@
+// What this processor can do, and how many threads it may use.
+#pragma once
+
+#include <map>
+#include <string>
+
+namespace neo_desktop {
+
+// Instruction sets a kernel exists for, weakest first.
+enum class Isa { kScalar, kAvx2, kAvx512 };
+
+const char* isa_name(Isa isa);
+
+// The ISA called `name`. Throws std::invalid_argument if there is no such ISA or this CPU (or build) lacks it.
+Isa isa_from_name(const std::string& name);
+
+bool isa_available(Isa isa);
+
+// The strongest available ISA.
+Isa best_isa();
+
+// Feature name -> supported by CPU and operating system.
+std::map<std::string, bool> cpu_features();
+
+// Threads this process may keep busy: the affinity mask, capped by the cgroup's CPU quota; at least 1.
+int default_num_threads();
+
+}  // namespace neo_desktop
