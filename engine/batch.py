@@ -1,0 +1,109 @@
+"""The contracts between scheduler and executor: a plan goes in, a result comes out, both frozen."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInput:
+    """All that the sampler needs to choose one token."""
+
+    params: SamplingParams
+    seed: int  # with `choice` and `position`, fixes the random number
+    choice: int  # which of the n outputs of the prompt
+    position: int  # index of the chosen token in prompt + output
+    prompt_token_ids: tuple[int, ...]  # empty unless a penalty needs them
+    output_token_ids: tuple[int, ...]  # likewise
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One request's share of an iteration."""
+
+    request_id: str
+    token_ids: tuple[int, ...]  # the tokens whose KV this iteration computes
+    start: int  # position of the first of them = tokens already in the KV cache
+    place: Place  # where the KV lives
+    block_table: tuple[int, ...]  # blocks of that place, covering all `context_len` tokens
+    sampling: SamplingInput | None  # None: a part of the prompt that is not its last one
+
+    @property
+    def context_len(self) -> int:
+        """Tokens in the KV cache once this iteration is done."""
+        return self.start + len(self.token_ids)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the decode kernel computes its attention: one new token."""
+        return len(self.token_ids) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class SubBatch:
+    """Sequences that pass through the layers together."""
+
+    sequences: tuple[ScheduledSequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the linear stages of this sub-batch."""
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """One KV block, all layers, to be copied from one place to another."""
+
+    source: Place
+    source_block: int
+    target: Place
+    target_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class IterationPlan:
+    """What one iteration does: first the copies, in order, then the sub-batches.
+
+    Two sub-batches overlap (NEO, section 3.1: one computes linear stages on the GPU while the CPU computes
+    the attention of the other). With one, there is nothing to overlap.
+    """
+
+    sub_batches: tuple[SubBatch, ...]  # one or two
+    copies: tuple[BlockCopy, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.sub_batches) <= 2:
+            raise ValueError(f"a plan has one or two sub-batches, got {len(self.sub_batches)}")
+
+    @property
+    def sequences(self) -> Iterator[ScheduledSequence]:
+        """All sequences, those of sub-batch 0 first."""
+        return (sequence for sub_batch in self.sub_batches for sequence in sub_batch.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token and the natural logarithm of its probability under the model's unmodified logits."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """The token chosen for one sequence."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None  # None unless the request asked for log-probabilities
+    top_logprobs: tuple[TokenLogprob, ...] = ()  # the most probable tokens, in falling order
+
+
+@dataclass(frozen=True, slots=True)
+class IterationResult:
+    """What an iteration brought: `request_id -> its token`, and `request_id -> why it has none`."""
+
+    sampled: Mapping[str, SampledToken]
+    failed: Mapping[str, str]

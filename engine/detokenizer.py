@@ -1,0 +1,80 @@
+"""Tokens to text, one at a time, with stop strings."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class TextStream(Protocol):
+    """Decodes one request's tokens incrementally (`models.tokenizer`)."""
+
+    def step(self, token_id: int) -> str:
+        """Return the text that this token completes; empty while a character is unfinished."""
+        ...
+
+    def flush(self) -> str:
+        """Return what an unfinished character left behind."""
+        ...
+
+
+class IncrementalText:
+    """The output text of one request: grows with every token, ends before a stop string.
+
+    Text that may turn out to be the beginning of a stop string is held back until that is decided, so
+    that a streaming client never sees a part of it.
+    """
+
+    def __init__(self, stream: TextStream, stop: Sequence[str]) -> None:
+        self._stream = stream
+        self._stop = tuple(stop)
+        self._text = ""
+        self._num_taken = 0  # characters already handed out by take()
+        self._num_safe = 0  # characters that no stop string can claim any more
+        self._is_cut = False  # a stop string was found
+
+    def push(self, token_id: int) -> bool:
+        """Add one token; return True when a stop string is complete, which cuts the text before it."""
+        return self._append(self._stream.step(token_id))
+
+    def finish(self) -> bool:
+        """Release everything held back; return True when the last characters completed a stop string."""
+        if self._is_cut:
+            return False
+        stopped = self._append(self._stream.flush())
+        self._num_safe = len(self._text)
+        return stopped
+
+    def take(self) -> str:
+        """Return the text that became certain since the last call."""
+        delta = self._text[self._num_taken : self._num_safe]
+        self._num_taken = self._num_safe
+        return delta
+
+    @property
+    def text(self) -> str:
+        """The whole text so far, held-back characters included."""
+        return self._text
+
+    def _append(self, piece: str) -> bool:
+        if not piece:
+            return False
+        # A match can only end in the new piece; what is safe was already found to hold no beginning of one.
+        search_from = self._num_safe
+        self._text += piece
+        found = [at for stop in self._stop if (at := self._text.find(stop, search_from)) >= 0]
+        if found:
+            self._text = self._text[: min(found)]
+            self._num_safe = len(self._text)
+            self._is_cut = True
+            return True
+        self._num_safe = len(self._text) - self._longest_open_stop()
+        return False
+
+    def _longest_open_stop(self) -> int:
+        """Length of the longest suffix of the text that begins a stop string."""
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(self._text)), longest, -1):
+                if self._text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest

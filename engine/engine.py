@@ -1,0 +1,297 @@
+"""The engine: requests go in at any time, every step brings some tokens out."""
+
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from neo_desktop.engine.batch import SampledToken
+from neo_desktop.engine.budget import BLOCK_SIZE, pool_blocks
+from neo_desktop.engine.detokenizer import IncrementalText
+from neo_desktop.engine.executor import Executor, ModelExecutor
+from neo_desktop.engine.kv_cache import KVCache
+from neo_desktop.engine.kv_storage import KVPool, KVStorage
+from neo_desktop.engine.loading import BUILTIN, LoadedModel, Progress, load
+from neo_desktop.engine.placement import Place, get_policy
+from neo_desktop.engine.request import FinishReason, Request, RequestOutput
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.scheduler import Scheduler, SchedulerLimits
+from neo_desktop.engine.stats import EngineStats
+
+logger = logging.getLogger(__name__)
+
+MAX_BATCH_REQUESTS = 256
+MAX_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # a chunk of prefill must not hold decodes up for long
+
+
+class ContextLengthError(ValueError):
+    """A prompt, or prompt and max_tokens together, that no context can hold."""
+
+
+class EngineError(RuntimeError):
+    """A request that the engine had to give up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished output of `generate`."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    tokens: tuple[SampledToken, ...]  # the same tokens, with log-probabilities if they were asked for
+    num_prompt_tokens: int
+    num_cached_tokens: int  # prompt tokens whose KV was reused
+
+
+class Engine:
+    """Continuous batching over one model.
+
+    Not thread-safe: one thread makes the engine's calls (`app.service` owns such a thread).
+
+    Use `from_pretrained` to make one; the constructor takes parts, so that tests can put in fake ones.
+    """
+
+    def __init__(
+        self, model: LoadedModel, scheduler: Scheduler, kv_cache: KVCache, executor: Executor, policy: str
+    ) -> None:
+        self.model_name = model.name
+        self.config = model.config
+        self.tokenizer = model.tokenizer
+        self.max_context_tokens = min(model.config.max_context_tokens, scheduler.max_context_tokens)
+        self._decoder = model.decoder
+        self._scheduler = scheduler
+        self._kv_cache = kv_cache
+        self._executor = executor
+        self._policy = policy
+        self._num_arrivals = 0
+        self._num_iterations = 0
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path = BUILTIN,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        policy: str = "auto",
+        gpu_cache_tokens: int | None = None,
+        cpu_cache_tokens: int | None = None,
+        shape: str | None = None,
+        max_batch_tokens: int | None = None,
+        max_batch_requests: int = MAX_BATCH_REQUESTS,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Load a model and get the memory for its KV cache.
+
+        Args:
+            model: a folder with a Hugging Face checkpoint, or "builtin".
+            device: "auto", "cpu" or "cuda".
+            dtype: "auto", "float32", "float16" or "bfloat16", of weights and KV.
+            policy: where requests may live, see `placement.POLICIES`.
+            gpu_cache_tokens: size of the GPU-cache; None: as much as fits. Imitated where there is no GPU.
+            cpu_cache_tokens: size of the CPU-cache, likewise.
+            shape: name of a published model shape: random weights, no checkpoint is read.
+            max_batch_tokens: tokens per iteration at most; None: a good value for the device.
+            max_batch_requests: requests that run at the same time at most.
+            progress: called with the bytes loaded so far and in total.
+
+        Raises:
+            ModelError: the checkpoint cannot be used.
+            ValueError: an argument is out of range or names something unknown.
+            MemoryError: weights or caches do not fit.
+        """
+        cache_tokens = {Place.DEVICE: gpu_cache_tokens, Place.HOST: cpu_cache_tokens}
+        for name, tokens in zip(("gpu_cache_tokens", "cpu_cache_tokens"), cache_tokens.values(), strict=True):
+            if tokens is not None and tokens < 0:
+                raise ValueError(f"{name} must be at least 0, got {tokens}")
+        chosen_policy = get_policy(policy)
+        loaded = load(model, device=device, dtype=dtype, shape=shape, progress=progress)
+        decoder = loaded.decoder
+        limits = SchedulerLimits(
+            max_batch_tokens=max_batch_tokens or max(MAX_BATCH_TOKENS[decoder.device.type], max_batch_requests),
+            max_batch_requests=max_batch_requests,
+        )
+        num_blocks = pool_blocks(loaded.config, decoder.dtype, limits, decoder.device, cache_tokens)
+        num_blocks = {place: num_blocks[place] for place in chosen_policy.places}
+        if not any(num_blocks.values()):
+            raise MemoryError(
+                f"there is no room for KV under policy {policy!r}: it needs at least {BLOCK_SIZE} tokens of "
+                f"{' or '.join(chosen_policy.places)} cache"
+            )
+        kv_cache = KVCache(num_blocks, BLOCK_SIZE)
+        devices = {Place.DEVICE: decoder.device, Place.HOST: torch.device("cpu")}
+        storage = KVStorage(
+            {
+                place: KVPool(loaded.config, count, BLOCK_SIZE, decoder.dtype, devices[place])
+                for place, count in num_blocks.items()
+            }
+        )
+        scheduler = Scheduler(kv_cache, chosen_policy, limits)
+        return cls(loaded, scheduler, kv_cache, ModelExecutor(decoder, storage), policy)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended."""
+        return self._scheduler.num_waiting + self._scheduler.num_running > 0
+
+    def add_request(
+        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams
+    ) -> tuple[int, ...]:
+        """Queue a prompt, given as text or token ids, and return its token ids.
+
+        Raises:
+            ContextLengthError: prompt and output would not fit into the context.
+            ValueError: the prompt is empty or holds ids outside the vocabulary.
+        """
+        token_ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        self._check_prompt(token_ids, params)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        for choice in range(params.n):
+            self._num_arrivals += 1
+            request = Request(
+                request_id,
+                token_ids,
+                params,
+                choice=choice,
+                seed=seed,
+                arrival=self._num_arrivals,
+                max_context_tokens=self.max_context_tokens,
+                eos_token_ids=self.config.eos_token_ids,
+                text=IncrementalText(self.tokenizer.decode_stream(), params.stop),
+            )
+            self._scheduler.add(request)
+        return token_ids
+
+    def abort(self, request_id: str) -> list[RequestOutput]:
+        """End a request now and free its memory; return the last of its outputs, if it was still there."""
+        return self._scheduler.abort(request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one iteration and return what each request gained by it."""
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return []
+        self._num_iterations += 1
+        try:
+            result = self._executor.execute(plan)
+        except Exception as error:  # whatever broke, the other requests must go on
+            logger.exception("an iteration failed")
+            return self._scheduler.fail(plan, f"the engine failed: {error}")
+        return self._scheduler.update(plan, result)
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Complete all prompts together.
+
+        Args:
+            prompts: texts or token ids.
+            params: one for all prompts or one for each.
+
+        Returns:
+            The outputs in the order of the prompts; with `n` above 1, the n outputs of a prompt in a row.
+
+        Raises:
+            ValueError: a prompt or a setting cannot be used; nothing is run then.
+            EngineError: the engine had to give a request up.
+        """
+        if self.has_work:
+            raise RuntimeError("generate() needs the engine for itself, but requests are running")
+        each = _one_per_prompt(params or SamplingParams(), len(prompts))
+        collected: dict[tuple[str, int], list[RequestOutput]] = {}
+        try:
+            for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+                self.add_request(str(index), prompt, one)
+                collected |= {(str(index), choice): [] for choice in range(one.n)}
+            while self.has_work:
+                for output in self.step():
+                    collected[output.request_id, output.choice].append(output)
+        finally:
+            for index in range(len(prompts)):  # after an error or Ctrl-C; otherwise nothing is left
+                self.abort(str(index))
+        return [_completion(outputs) for outputs in collected.values()]
+
+    def stats(self) -> EngineStats:
+        """Return a snapshot of what the engine holds and has done."""
+        counters = self._scheduler.counters
+        return EngineStats(
+            model=self.model_name,
+            policy=self._policy,
+            device=self._decoder.device.type,
+            dtype=str(self._decoder.dtype).removeprefix("torch."),
+            max_context_tokens=self.max_context_tokens,
+            block_size=self._kv_cache.block_size,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_iterations=self._num_iterations,
+            num_prompt_tokens=counters.num_prompt_tokens,
+            num_cached_tokens=counters.num_cached_tokens,
+            num_output_tokens=counters.num_output_tokens,
+            num_preemptions=counters.num_preemptions,
+            num_moves=counters.num_moves,
+            pools=self._kv_cache.usage(),
+        )
+
+    def close(self) -> None:
+        """Drop weights and caches; the engine cannot be used afterwards."""
+        del self._decoder, self._executor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_prompt(self, token_ids: tuple[int, ...], params: SamplingParams) -> None:
+        if not token_ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        vocab_size = self.config.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"token id {token_id} is outside the vocabulary of {vocab_size} tokens")
+        num_tokens, limit = len(token_ids), self.max_context_tokens
+        if num_tokens >= limit:
+            raise ContextLengthError(
+                f"the prompt has {num_tokens} tokens, but the context holds {limit} including the answer: "
+                "shorten the prompt"
+            )
+        if params.max_tokens is not None and num_tokens + params.max_tokens > limit:
+            raise ContextLengthError(
+                f"the prompt has {num_tokens} tokens and max_tokens asks for {params.max_tokens} more, but the "
+                f"context holds {limit}: shorten the prompt or ask for at most {limit - num_tokens} tokens"
+            )
+
+
+def _one_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams], num_prompts: int
+) -> Sequence[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        raise ValueError(f"there are {num_prompts} prompts but {len(params)} sampling params")
+    return params
+
+
+def _completion(outputs: Sequence[RequestOutput]) -> Completion:
+    last = outputs[-1]
+    if last.finish_reason is None or last.error is not None:
+        raise EngineError(last.error or "the request did not end")
+    tokens = tuple(token for output in outputs for token in output.tokens)
+    return Completion(
+        text="".join(output.text for output in outputs),
+        token_ids=tuple(token.token_id for token in tokens),
+        finish_reason=last.finish_reason,
+        tokens=tokens,
+        num_prompt_tokens=last.num_prompt_tokens,
+        num_cached_tokens=last.num_cached_tokens,
+    )

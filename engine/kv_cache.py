@@ -1,0 +1,175 @@
+"""Which blocks hold whose KV: the only owner of block counts and block tables."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from neo_desktop.engine.batch import BlockCopy
+from neo_desktop.engine.block_pool import BlockHash, BlockPool, hash_block
+from neo_desktop.engine.placement import Place
+
+
+@dataclass(slots=True)
+class _Table:
+    """The blocks of one request, in the order of its tokens."""
+
+    place: Place
+    blocks: list[int]
+    hashes: list[BlockHash] = field(default_factory=list)  # of the leading full, computed blocks
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUsage:
+    """Blocks of one place: all, those in use, and unused ones kept for reuse by content."""
+
+    num_blocks: int
+    num_used_blocks: int
+    num_cached_blocks: int
+
+
+class KVCache:
+    """Block tables over one pool per place.
+
+    Mappings: `request_id -> (place, [block, ...])`, where block `i` holds tokens
+    `i * block_size .. (i + 1) * block_size - 1`. A request lives in one place at a time. Full blocks
+    whose KV is computed may be shared between requests with the same beginning; they are never written
+    again. The last, partly filled block always belongs to one request alone.
+
+    Args:
+        num_blocks: `place -> size of its pool`.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, num_blocks: Mapping[Place, int], block_size: int) -> None:
+        self.block_size = block_size
+        self._pools = {place: BlockPool(count) for place, count in num_blocks.items()}
+        self._tables: dict[str, _Table] = {}
+
+    def capacity_tokens(self, place: Place) -> int:
+        """Tokens that the place can hold when nothing else is there."""
+        return self._pools[place].num_blocks * self.block_size
+
+    def num_free_blocks(self, place: Place) -> int:
+        """Blocks that could be allocated there now."""
+        return self._pools[place].num_free_blocks
+
+    def usage(self) -> dict[Place, PoolUsage]:
+        """Return `place -> how full it is`."""
+        return {
+            place: PoolUsage(pool.num_blocks, pool.num_blocks - pool.num_free_blocks, pool.num_cached_blocks)
+            for place, pool in self._pools.items()
+        }
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._tables
+
+    def place_of(self, request_id: str) -> Place:
+        """Return where the request's KV lives."""
+        return self._tables[request_id].place
+
+    def block_table(self, request_id: str) -> tuple[int, ...]:
+        """Return the request's blocks."""
+        return tuple(self._tables[request_id].blocks)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that this many tokens need."""
+        return -(-num_tokens // self.block_size)
+
+    def admit(
+        self, request_id: str, token_ids: Sequence[int], place: Place, reserve_blocks: int = 0
+    ) -> int | None:
+        """Give a new request blocks for all its tokens, reusing the computed KV of an equal beginning.
+
+        The last token is always computed anew, since its logits are needed.
+
+        Args:
+            reserve_blocks: blocks that must remain free afterwards.
+
+        Returns:
+            The number of leading tokens whose KV is there already, or None (and nothing changed) when the
+            place has no room.
+        """
+        pool = self._pools[place]
+        hashes: list[BlockHash] = []
+        shared: list[int] = []
+        parent = b""
+        for start in range(0, len(token_ids) - self.block_size, self.block_size):
+            parent = hash_block(parent, token_ids[start : start + self.block_size])
+            block = pool.find(parent)
+            if block is None:
+                break
+            hashes.append(parent)
+            shared.append(block)
+
+        num_new = self.blocks_for(len(token_ids)) - len(shared)
+        num_revived = sum(not pool.is_used(block) for block in shared)
+        if num_new + num_revived + reserve_blocks > pool.num_free_blocks:
+            return None
+        for block in shared:
+            pool.share(block)
+        self._tables[request_id] = _Table(
+            place, shared + [pool.allocate() for _ in range(num_new)], hashes
+        )
+        return len(shared) * self.block_size
+
+    def extend(self, request_id: str, num_tokens: int) -> bool:
+        """Make the table cover `num_tokens`; return False (and change nothing) when there is no room."""
+        table = self._tables[request_id]
+        pool = self._pools[table.place]
+        num_new = self.blocks_for(num_tokens) - len(table.blocks)
+        if num_new > pool.num_free_blocks:
+            return False
+        table.blocks.extend(pool.allocate() for _ in range(num_new))
+        return True
+
+    def move(self, request_id: str, place: Place, num_tokens: int) -> list[BlockCopy] | None:
+        """Give the request blocks for `num_tokens` in another place.
+
+        Returns:
+            The copies that bring its KV there, to be carried out in order before anything is computed, or
+            None (and nothing changed) when that place has no room. The old blocks are free at once: whoever
+            gets them writes after the copies.
+        """
+        table = self._tables[request_id]
+        source, target = self._pools[table.place], self._pools[place]
+        num_blocks = max(self.blocks_for(num_tokens), len(table.blocks))
+        if num_blocks > target.num_free_blocks:
+            return None
+        blocks = [target.allocate() for _ in range(num_blocks)]
+        copies = [
+            BlockCopy(table.place, old, place, new) for old, new in zip(table.blocks, blocks, strict=False)
+        ]
+        # Backwards, so that the end of a prefix, the part least likely to be shared, is given up first.
+        for block in reversed(table.blocks):
+            source.release(block)
+        self._tables[request_id] = _Table(place, blocks)
+        return copies
+
+    def commit(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """Publish the full blocks among the computed tokens, so that later requests can reuse them."""
+        table = self._tables[request_id]
+        pool = self._pools[table.place]
+        for index in range(len(table.hashes), num_computed_tokens // self.block_size):
+            parent = table.hashes[-1] if table.hashes else b""
+            start = index * self.block_size
+            table.hashes.append(hash_block(parent, token_ids[start : start + self.block_size]))
+            pool.publish(table.blocks[index], table.hashes[-1])
+
+    def free(self, request_id: str) -> None:
+        """Give all blocks of a request back."""
+        table = self._tables.pop(request_id)
+        for block in reversed(table.blocks):
+            self._pools[table.place].release(block)
+
+    def check(self) -> None:
+        """Check the invariants of every pool against the block tables.
+
+        Raises:
+            AssertionError: a block is lost, owned twice or in two states.
+        """
+        for place, pool in self._pools.items():
+            num_owners = [0] * pool.num_blocks
+            for table in self._tables.values():
+                if table.place is place:
+                    for block in table.blocks:
+                        num_owners[block] += 1
+            pool.check(num_owners)

@@ -1,0 +1,120 @@
+"""From a model's name to the parts of an engine: device, dtype, weights, tokenizer, memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+import neo_desktop.models
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.registry import load_model, random_model
+from neo_desktop.models.shapes import shape as published_shape
+from neo_desktop.models.tokenizer import ByteTokenizer, Tokenizer
+
+BUILTIN = "builtin"
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in total)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run."""
+
+    name: str
+    config: ModelConfig
+    decoder: Decoder
+    tokenizer: Tokenizer | ByteTokenizer
+
+
+def load(
+    model: str | Path,
+    *,
+    device: str,
+    dtype: str,
+    shape: str | None,
+    progress: Progress | None,
+) -> LoadedModel:
+    """Load a checkpoint folder, the built-in model, or random weights of a published shape.
+
+    Raises:
+        ModelError: the checkpoint cannot be used.
+        ValueError: device, dtype or shape is unknown or not to be had here.
+        MemoryError: the weights do not fit.
+    """
+    torch_device = choose_device(device)
+    if shape is not None:
+        config = published_shape(shape)
+        torch_dtype = choose_dtype(dtype, config, torch_device)
+        _check_weights_fit(config, torch_dtype, torch_device)
+        decoder = random_model(config, dtype=torch_dtype, device=torch_device)
+        return LoadedModel(f"{shape} (random weights)", config, decoder, ByteTokenizer())
+
+    path = Path(neo_desktop.models.__file__).parent / BUILTIN if model == BUILTIN else Path(model).expanduser()
+    config = ModelConfig.from_pretrained(path)
+    tokenizer = Tokenizer.from_pretrained(path)
+    torch_dtype = choose_dtype(dtype, config, torch_device)
+    _check_weights_fit(config, torch_dtype, torch_device)
+    decoder = load_model(path, config, dtype=torch_dtype, device=torch_device, progress=progress)
+    name = "neo-desktop-guide" if model == BUILTIN else path.resolve().name
+    return LoadedModel(name, config, decoder, tokenizer)
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device of that name; "auto" takes a CUDA GPU if torch can use one.
+
+    Raises:
+        ValueError: the name is unknown, or there is no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "cuda":
+        raise ValueError(f"device {name!r} is unknown; choose one of: auto, cpu, cuda")
+    if not torch.cuda.is_available():
+        built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
+        raise ValueError(
+            f"device 'cuda' was asked for, but torch {torch.__version__} (built for {built_for}) finds no usable "
+            "GPU: check the driver with nvidia-smi, or use device 'cpu'"
+        )
+    return torch.device("cuda")
+
+
+def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype of weights and KV; "auto" loses no accuracy that the checkpoint has.
+
+    On a GPU that is the checkpoint's own dtype, or float16 instead of bfloat16 where the GPU has no bfloat16
+    (Turing). On a CPU it is float32, which every CPU computes at full speed, unless the weights would then
+    take more than half of the free memory.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if name in DTYPES:
+        return DTYPES[name]
+    if name != "auto":
+        raise ValueError(f"dtype {name!r} is unknown; choose one of: auto, {', '.join(DTYPES)}")
+    if device.type == "cuda":
+        has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.float16 if config.dtype is torch.bfloat16 and not has_bfloat16 else config.dtype
+    if config.weight_bytes(torch.float32) <= psutil.virtual_memory().available // 2:
+        return torch.float32
+    return config.dtype
+
+
+def _check_weights_fit(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    needed = config.weight_bytes(dtype)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        where = "GPU"
+    else:
+        free, where = psutil.virtual_memory().available, "host"
+    if needed > free:
+        raise MemoryError(
+            f"the weights take {needed / 1e9:.1f} GB in {dtype}, but only {free / 1e9:.1f} GB of {where} memory are "
+            "free: close other programs, choose a 16-bit dtype or a smaller model"
+        )

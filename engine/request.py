@@ -1,0 +1,143 @@
+"""A request on its way through the engine, and what its owner gets to see of it."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from neo_desktop.engine.batch import SampledToken, SamplingInput
+from neo_desktop.engine.detokenizer import IncrementalText
+from neo_desktop.engine.sampling_params import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # the model's end-of-sequence, a stop token or a stop string
+    LENGTH = "length"  # max_tokens reached or the context full
+    ABORT = "abort"  # its owner no longer wants it
+    ERROR = "error"  # the engine could not go on with it; `error` says why
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one iteration added to a request."""
+
+    request_id: str  # as its owner named it
+    choice: int  # which of the n outputs of the prompt
+    text: str  # new text; may be empty while a character or a possible stop string is unfinished
+    tokens: tuple[SampledToken, ...]  # new tokens
+    finish_reason: FinishReason | None  # None: more will follow
+    error: str | None  # set when finish_reason is ERROR
+    num_prompt_tokens: int
+    num_cached_tokens: int  # prompt tokens whose KV was reused from earlier requests
+    num_output_tokens: int  # so far
+
+
+class Request:
+    """One sequence of tokens that grows until it is finished.
+
+    Args:
+        owner_id: the request as its owner named it; its n outputs are n of these objects.
+        choice: which of the n outputs of the prompt this is.
+        seed: with `choice` and the position of a token, fixes the random number that chooses it.
+        arrival: ordinal that says who came first; it never changes, also when the request is preempted.
+        max_context_tokens: prompt and output together never exceed it.
+        eos_token_ids: the model's own end-of-sequence tokens.
+    """
+
+    def __init__(
+        self,
+        owner_id: str,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        *,
+        choice: int,
+        seed: int,
+        arrival: int,
+        max_context_tokens: int,
+        eos_token_ids: tuple[int, ...],
+        text: IncrementalText,
+    ) -> None:
+        self.request_id = f"{owner_id}#{choice}"
+        self.owner_id = owner_id
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.choice = choice
+        self.arrival = arrival
+        self.token_ids = list(prompt_token_ids)  # prompt and output
+        self.num_computed_tokens = 0  # how many of them have their KV in the cache
+        self.num_cached_tokens = 0  # how many prompt tokens were found there at first admission
+        self.num_preemptions = 0
+        self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
+        self._seed = seed
+        room = max_context_tokens - len(prompt_token_ids)
+        self._max_output_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        self._end_token_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        )
+        self._text = text
+        self._new_tokens: list[SampledToken] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose KV is still to be computed: the prompt's rest, or the one sampled last."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self.num_tokens - len(self.prompt_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason is not None
+
+    def sampling_input(self) -> SamplingInput:
+        """Return what the sampler needs to choose the next token."""
+        with_history = self.params.has_penalties
+        return SamplingInput(
+            params=self.params,
+            seed=self._seed,
+            choice=self.choice,
+            position=self.num_tokens,
+            prompt_token_ids=self.prompt_token_ids if with_history else (),
+            output_token_ids=tuple(self.token_ids[len(self.prompt_token_ids) :]) if with_history else (),
+        )
+
+    def append(self, token: SampledToken) -> None:
+        """Add a sampled token and find out whether it ends the request."""
+        self.token_ids.append(token.token_id)
+        self._new_tokens.append(token)
+        if token.token_id in self._end_token_ids:
+            self.finish(FinishReason.STOP)
+        elif self._text.push(token.token_id):
+            self.finish(FinishReason.STOP)
+        elif self.num_output_tokens >= self._max_output_tokens:
+            self.finish(FinishReason.LENGTH)
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> None:
+        """End the request; text that was held back is released."""
+        stopped = self._text.finish()
+        self.finish_reason = FinishReason.STOP if stopped and reason is FinishReason.LENGTH else reason
+        self.error = error
+
+    def take_output(self) -> RequestOutput:
+        """Return what is new since the last call."""
+        tokens, self._new_tokens = tuple(self._new_tokens), []
+        return RequestOutput(
+            request_id=self.owner_id,
+            choice=self.choice,
+            text=self._text.take(),
+            tokens=tokens,
+            finish_reason=self.finish_reason,
+            error=self.error,
+            num_prompt_tokens=len(self.prompt_token_ids),
+            num_cached_tokens=self.num_cached_tokens,
+            num_output_tokens=self.num_output_tokens,
+        )

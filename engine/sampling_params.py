@@ -1,0 +1,88 @@
+"""How the tokens of one request are chosen and when it ends."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling settings of one request; the defaults sample from the model's own distribution.
+
+    Raises:
+        ValueError: a value is out of range; the message names the field.
+    """
+
+    max_tokens: int | None = None  # output tokens at most; None: until the context is full
+    temperature: float = 1.0  # 0: greedy, the most probable token every time
+    top_k: int = 0  # keep only the k most probable tokens; 0: keep all
+    top_p: float = 1.0  # keep the smallest set of tokens with at least this probability
+    min_p: float = 0.0  # drop tokens less probable than min_p times the most probable one
+    repetition_penalty: float = 1.0  # divides the logits of tokens seen in prompt and output (CTRL)
+    presence_penalty: float = 0.0  # subtracted once from the logits of tokens in the output
+    frequency_penalty: float = 0.0  # subtracted once per occurrence in the output
+    seed: int | None = None  # same seed, same tokens, whatever else is in the batch
+    stop: Sequence[str] = ()  # text that ends the output and is left out of it
+    stop_token_ids: Sequence[int] = ()  # tokens that end the output, beside the model's own
+    logprobs: int | None = None  # return log-probabilities: of the chosen token and this many top ones
+    n: int = 1  # independent outputs for the one prompt
+    ignore_eos: bool = False  # go on after the model's end-of-sequence token
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+        if self.max_tokens is not None:
+            _check_integer("max_tokens", self.max_tokens, 1)
+        _check_number("temperature", self.temperature, 0.0, 100.0)
+        _check_integer("top_k", self.top_k, 0)
+        _check_number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0:
+            raise ValueError("top_p must be above 0 and at most 1, got 0")
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
+        if len(stop) > MAX_STOP_STRINGS:
+            raise ValueError(f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
+        if any(not isinstance(text, str) or not text for text in stop):
+            raise ValueError("stop must hold strings that are not empty")
+        for token_id in self.stop_token_ids:
+            _check_integer("stop_token_ids", token_id, 0)
+        if self.logprobs is not None:
+            _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_integer("n", self.n, 1, MAX_CHOICES)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is taken every time."""
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens change the logits, so that the sampler must see them."""
+        return (
+            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        )
+
+
+def _check_number(name: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value:g}")
+
+
+def _check_integer(name: str, value: int, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    if value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name} must be {bounds}, got {value}")

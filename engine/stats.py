@@ -1,0 +1,28 @@
+"""Figures about a running engine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from neo_desktop.engine.kv_cache import PoolUsage
+from neo_desktop.engine.placement import Place
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot; counters run since the engine was made."""
+
+    model: str
+    policy: str
+    device: str
+    dtype: str
+    max_context_tokens: int
+    block_size: int  # tokens per KV block
+    num_running: int  # requests that own KV
+    num_waiting: int  # requests that wait for it
+    num_iterations: int
+    num_prompt_tokens: int  # computed or reused
+    num_cached_tokens: int  # reused from earlier requests with the same beginning
+    num_output_tokens: int
+    num_preemptions: int  # requests whose KV had to be given up and computed again
+    num_moves: int  # requests whose KV was brought to another place
+    pools: Mapping[Place, PoolUsage]
