@@ -106,8 +106,8 @@ class BlockPool:
         free, cached = set(self._free), set(self._cached)
         used = {block for block, count in enumerate(self._num_references) if count}
         assert len(free) == len(self._free), "a block is free twice"
-        assert not (free & cached or free & used or cached & used), "a block is in two states"
-        assert len(free) + len(cached) + len(used) == self.num_blocks, "a block is lost"
+        assert len(free) + len(cached) + len(used) == self.num_blocks, "a block is lost or in two states"
+        assert free | cached | used == set(range(self.num_blocks)), "a block is lost or in two states"
         assert {h: b for b, h in self._hash_of_block.items()} == self._block_of_hash, "hash maps differ"
         assert cached <= self._hash_of_block.keys(), "a cached block has no hash"
         assert not free & self._hash_of_block.keys(), "a free block has a hash"

@@ -114,7 +114,8 @@ class Engine:
         loaded = load(model, device=device, dtype=dtype, shape=shape, progress=progress)
         decoder = loaded.decoder
         limits = SchedulerLimits(
-            max_batch_tokens=max_batch_tokens or max(MAX_BATCH_TOKENS[decoder.device.type], max_batch_requests),
+            max_batch_tokens=max_batch_tokens
+            or max(MAX_BATCH_TOKENS[decoder.device.type], max_batch_requests),
             max_batch_requests=max_batch_requests,
         )
         num_blocks = pool_blocks(loaded.config, decoder.dtype, limits, decoder.device, cache_tokens)
@@ -267,8 +268,8 @@ class Engine:
             )
         if params.max_tokens is not None and num_tokens + params.max_tokens > limit:
             raise ContextLengthError(
-                f"the prompt has {num_tokens} tokens and max_tokens asks for {params.max_tokens} more, but the "
-                f"context holds {limit}: shorten the prompt or ask for at most {limit - num_tokens} tokens"
+                f"the prompt has {num_tokens} tokens and max_tokens asks for {params.max_tokens} more, but "
+                f"the context holds {limit}: shorten the prompt or ask for at most {limit - num_tokens} tokens"
             )
 
 

@@ -106,9 +106,7 @@ class KVCache:
             return None
         for block in shared:
             pool.share(block)
-        self._tables[request_id] = _Table(
-            place, shared + [pool.allocate() for _ in range(num_new)], hashes
-        )
+        self._tables[request_id] = _Table(place, shared + [pool.allocate() for _ in range(num_new)], hashes)
         return len(shared) * self.block_size
 
     def extend(self, request_id: str, num_tokens: int) -> bool:

@@ -53,7 +53,9 @@ def load(
         decoder = random_model(config, dtype=torch_dtype, device=torch_device)
         return LoadedModel(f"{shape} (random weights)", config, decoder, ByteTokenizer())
 
-    path = Path(neo_desktop.models.__file__).parent / BUILTIN if model == BUILTIN else Path(model).expanduser()
+    path = (
+        Path(neo_desktop.models.__file__).parent / BUILTIN if model == BUILTIN else Path(model).expanduser()
+    )
     config = ModelConfig.from_pretrained(path)
     tokenizer = Tokenizer.from_pretrained(path)
     torch_dtype = choose_dtype(dtype, config, torch_device)
@@ -78,8 +80,8 @@ def choose_device(name: str) -> torch.device:
     if not torch.cuda.is_available():
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
         raise ValueError(
-            f"device 'cuda' was asked for, but torch {torch.__version__} (built for {built_for}) finds no usable "
-            "GPU: check the driver with nvidia-smi, or use device 'cpu'"
+            f"device 'cuda' was asked for, but torch {torch.__version__} (built for {built_for}) finds no "
+            "usable GPU: check the driver with nvidia-smi, or use device 'cpu'"
         )
     return torch.device("cuda")
 
@@ -115,6 +117,6 @@ def _check_weights_fit(config: ModelConfig, dtype: torch.dtype, device: torch.de
         free, where = psutil.virtual_memory().available, "host"
     if needed > free:
         raise MemoryError(
-            f"the weights take {needed / 1e9:.1f} GB in {dtype}, but only {free / 1e9:.1f} GB of {where} memory are "
-            "free: close other programs, choose a 16-bit dtype or a smaller model"
+            f"the weights take {needed / 1e9:.1f} GB in {dtype}, but only {free / 1e9:.1f} GB of {where} memory "
+            "are free: close other programs, choose a 16-bit dtype or a smaller model"
         )

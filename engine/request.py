@@ -114,9 +114,7 @@ class Request:
         """Add a sampled token and find out whether it ends the request."""
         self.token_ids.append(token.token_id)
         self._new_tokens.append(token)
-        if token.token_id in self._end_token_ids:
-            self.finish(FinishReason.STOP)
-        elif self._text.push(token.token_id):
+        if token.token_id in self._end_token_ids or self._text.push(token.token_id):
             self.finish(FinishReason.STOP)
         elif self.num_output_tokens >= self._max_output_tokens:
             self.finish(FinishReason.LENGTH)

@@ -68,9 +68,7 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         """Whether earlier tokens change the logits, so that the sampler must see them."""
-        return (
-            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        )
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 def _check_number(name: str, value: float, low: float, high: float) -> None:

@@ -142,9 +142,7 @@ class Scheduler:
             if request is None:  # aborted while the iteration ran
                 continue
             if sequence.request_id in result.failed:
-                outputs.append(
-                    self._finish(request, FinishReason.ERROR, result.failed[sequence.request_id])
-                )
+                outputs.append(self._finish(request, FinishReason.ERROR, result.failed[sequence.request_id]))
                 continue
             request.num_computed_tokens = sequence.context_len
             self._kv.commit(request.request_id, request.token_ids, request.num_computed_tokens)
