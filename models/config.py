@@ -1,0 +1,268 @@
+"""The shape of a model, read once from a checkpoint's JSON; nothing else ever sees that JSON."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from neo_desktop.models.json_file import JsonFile, ModelError
+from neo_desktop.models.rope import RopeConfig, YarnScaling
+
+__all__ = ["GenerationDefaults", "ModelConfig", "ModelError", "RopeConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Sampling that the model's makers recommend (generation_config.json); None where they say nothing."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    @classmethod
+    def from_json(cls, file: JsonFile) -> "GenerationDefaults":
+        """Read generation_config.json; ModelError for a value of the wrong kind."""
+
+        def number(key: str) -> float | None:
+            # Zero is a meaning of its own here: greedy for temperature, "off" for min_p and top_k.
+            return None if file.raw(key) is None else 0.0 if file.raw(key) == 0 else file.number(key)
+
+        top_k = number("top_k")
+        return cls(
+            do_sample=None if file.raw("do_sample") is None else file.boolean("do_sample", False),
+            temperature=number("temperature"),
+            top_k=None if top_k is None else int(top_k),
+            top_p=number("top_p"),
+            min_p=number("min_p"),
+            repetition_penalty=number("repetition_penalty"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One decoder-only transformer: sizes, and the flags in which the families differ."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context_tokens: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    layer_windows: tuple[int | None, ...]  # tokens each layer attends to, itself included; None = all
+    dtype: torch.dtype  # as stored in the checkpoint
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMS norm over each head of q and k, before the rotation
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    generation: GenerationDefaults = GenerationDefaults()
+
+    @classmethod
+    def from_pretrained(cls, path: Path) -> "ModelConfig":
+        """Read config.json and, where present, generation_config.json of a Hugging Face folder.
+
+        Raises ModelError for a file that is missing or broken and for a model that is not supported.
+        """
+        if not path.is_dir():
+            raise ModelError(f"{path} is not a folder: point at a downloaded Hugging Face model folder.")
+        file = JsonFile.read(path / "config.json")
+        family = _family(file)
+        _refuse_unsupported(file)
+
+        num_layers = file.integer("num_hidden_layers")
+        hidden_size = file.integer("hidden_size")
+        num_heads = file.integer("num_attention_heads")
+        head_dim = file.integer("head_dim", family.head_dim or max(hidden_size // num_heads, 1))
+        num_kv_heads = file.integer("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise ModelError(f"{file.path}: {num_heads} heads cannot share {num_kv_heads} key-value heads.")
+        if head_dim % 2:
+            raise ModelError(f"{file.path}: a head_dim of {head_dim} is odd and cannot be rotated in pairs.")
+
+        trained_tokens = file.integer("max_position_embeddings", family.max_position_embeddings)
+        rope = RopeConfig.from_config(file, trained_tokens)
+        attention_bias = family.reads_attention_bias and file.boolean("attention_bias", False)
+        generation = _generation_file(path)
+        eos_token_ids = file.token_ids("eos_token_id", family.eos_token_ids)
+        return cls(
+            architecture=family.architecture,
+            vocab_size=file.integer("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=file.integer("intermediate_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_context_tokens=_max_context_tokens(trained_tokens, rope),
+            rms_norm_eps=file.number("rms_norm_eps", 1e-6),
+            rope=rope,
+            tie_word_embeddings=file.boolean("tie_word_embeddings", False),
+            layer_windows=_layer_windows(file, family, num_layers),
+            dtype=_dtype(file),
+            qkv_bias=family.qkv_bias or attention_bias,
+            output_bias=attention_bias,
+            mlp_bias=family.reads_mlp_bias and file.boolean("mlp_bias", False),
+            qk_norm=family.qk_norm,
+            eos_token_ids=generation.token_ids("eos_token_id", eos_token_ids) or eos_token_ids,
+            bos_token_id=next(iter(file.token_ids("bos_token_id", family.bos_token_ids)), None),
+            generation=GenerationDefaults.from_json(generation),
+        )
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key-value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on q·k before the softmax."""
+        return float(self.head_dim**-0.5)
+
+    @property
+    def qkv_rows(self) -> int:
+        """Rows of the fused query, key and value matrix: heads of all three, times head_dim."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Distinct weights; tied embeddings count once."""
+        attention = self.hidden_size * (self.qkv_rows + self.num_heads * self.head_dim)
+        attention += self.qkv_bias * self.qkv_rows + self.output_bias * self.hidden_size
+        attention += self.qk_norm * 2 * self.head_dim
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+        embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
+        return self.num_layers * (attention + mlp + 2 * self.hidden_size) + embeddings + self.hidden_size
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes that the weights take in `dtype`."""
+        return self.num_parameters * dtype.itemsize
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of keys and values that one token takes over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What an architecture fixes, and what its config.json means where it is silent."""
+
+    architecture: str
+    model_type: str
+    max_position_embeddings: int
+    head_dim: int | None = None
+    reads_attention_bias: bool = False
+    reads_mlp_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    bos_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+
+
+_FAMILIES = (
+    _Family(
+        "LlamaForCausalLM",
+        "llama",
+        max_position_embeddings=2048,
+        reads_attention_bias=True,
+        reads_mlp_bias=True,
+        bos_token_ids=(1,),
+        eos_token_ids=(2,),
+    ),
+    _Family(
+        "MistralForCausalLM",
+        "mistral",
+        max_position_embeddings=131_072,
+        bos_token_ids=(1,),
+        eos_token_ids=(2,),
+    ),
+    _Family("Qwen2ForCausalLM", "qwen2", max_position_embeddings=32_768, qkv_bias=True),
+    _Family(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        max_position_embeddings=32_768,
+        head_dim=128,
+        reads_attention_bias=True,
+        qk_norm=True,
+    ),
+)
+_DEFAULT_WINDOW_TOKENS = 4096
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def _family(file: JsonFile) -> _Family:
+    names = file.raw("architectures") or [file.raw("model_type")]
+    for family in _FAMILIES:
+        if names in ([family.architecture], [family.model_type]):
+            return family
+    supported = ", ".join(family.architecture for family in _FAMILIES)
+    raise ModelError(f"{file.path} describes {names}, which is not supported: choose a model of {supported}.")
+
+
+def _refuse_unsupported(file: JsonFile) -> None:
+    quantization = file.section("quantization_config")
+    if quantization is not None:
+        raise ModelError(
+            f"{file.path} describes weights quantized by {quantization.raw('quant_method')!r}, which is not "
+            "supported: choose the original float16 or bfloat16 checkpoint of this model."
+        )
+    activation = file.text("hidden_act", "silu")
+    if activation != "silu":
+        raise ModelError(
+            f"{file.path} has hidden_act {activation!r}, which is not supported: choose a model with 'silu'."
+        )
+
+
+def _dtype(file: JsonFile) -> torch.dtype:
+    name = file.text("dtype", file.text("torch_dtype", "float32")).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ModelError(
+            f"{file.path} names the dtype {name!r}, which is not supported: {', '.join(_DTYPES)} are."
+        )
+    return _DTYPES[name]
+
+
+def _max_context_tokens(trained_tokens: int, rope: RopeConfig) -> int:
+    # Qwen's cards switch YaRN on and leave max_position_embeddings as it was: the stretched length is meant.
+    if isinstance(rope.scaling, YarnScaling):
+        return max(trained_tokens, int(rope.scaling.factor * rope.scaling.original_max_tokens))
+    return trained_tokens
+
+
+def _layer_windows(file: JsonFile, family: _Family, num_layers: int) -> tuple[int | None, ...]:
+    """Mistral: one window for all layers. Qwen: only with `use_sliding_window`, on the layers named."""
+    full: tuple[int | None, ...] = (None,) * num_layers
+    if family.model_type == "llama":
+        return full
+    if family.model_type == "mistral":
+        # `null` switches the window off; silence means the first Mistral's.
+        window = file.raw("sliding_window") if "sliding_window" in file else _DEFAULT_WINDOW_TOKENS
+        return full if window is None else (file.integer("sliding_window", window),) * num_layers
+    if not file.boolean("use_sliding_window", False):
+        return full
+    window = file.integer("sliding_window", _DEFAULT_WINDOW_TOKENS)
+    kinds = file.raw("layer_types")
+    if kinds is None:
+        first = file.integer("max_window_layers", 28, minimum=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if len(kinds) != num_layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+        raise ModelError(
+            f"{file.path} needs {num_layers} layer_types of 'full_attention' or 'sliding_attention': "
+            "correct the file."
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _generation_file(path: Path) -> JsonFile:
+    file = path / "generation_config.json"
+    return JsonFile.read(file) if file.exists() else JsonFile(file, {})

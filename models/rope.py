@@ -1,0 +1,149 @@
+"""Rotary position embedding: which frequencies a checkpoint rotates its heads with."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from neo_desktop.models.json_file import JsonFile, ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Positions divided by `factor` (position interpolation, arXiv 2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Long wavelengths slowed by `factor`, short ones kept, a smooth passage between (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """Interpolation by parts with an attention temperature (YaRN, arXiv 2309.00071, sections 3.2 to 3.4)."""
+
+    factor: float
+    original_max_tokens: int
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    attention_factor: float
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Base of the rotation frequencies and how they are stretched for longer contexts."""
+
+    theta: float = 10_000.0
+    scaling: Scaling | None = None
+
+    @classmethod
+    def from_config(cls, config: JsonFile, max_position_embeddings: int) -> "RopeConfig":
+        """Read config.json in either spelling: `rope_theta` + `rope_scaling`, or `rope_parameters`.
+
+        Raises ModelError for a rotation that the decoder cannot compute.
+        """
+        rope = config.section("rope_scaling") or config.section("rope_parameters")
+        rope = rope or JsonFile(config.path, {})
+        if any(isinstance(value, dict) for value in rope.values.values()):
+            raise ModelError(f"{config.path} sets rope_parameters per layer type, which is not supported.")
+        theta = rope.number("rope_theta", config.number("rope_theta", cls().theta))
+        for source in (config, rope):
+            if source.number("partial_rotary_factor", 1.0) != 1.0:
+                raise ModelError(f"{config.path} sets partial_rotary_factor, which is not supported.")
+        return cls(theta, _scaling(rope, max_position_embeddings))
+
+    @property
+    def attention_factor(self) -> float:
+        """Factor on cos and sin: 1 except for YaRN."""
+        return self.scaling.attention_factor if isinstance(self.scaling, YarnScaling) else 1.0
+
+    def inverse_frequencies(self, head_dim: int) -> Tensor:
+        """Radians per position of each pair of channels, `[head_dim / 2]` float32 on the CPU."""
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        frequencies = 1.0 / self.theta**exponents
+        match self.scaling:
+            case None:
+                return frequencies
+            case LinearScaling(factor):
+                return frequencies / factor
+            case Llama3Scaling(factor, low, high, original):
+                turns = original * frequencies / (2 * math.pi)  # over the original context
+                keep = ((turns - low) / (high - low)).clamp(0, 1)
+                return (1 - keep) * frequencies / factor + keep * frequencies
+            case YarnScaling() as yarn:
+                keep = 1 - _yarn_ramp(yarn, self.theta, head_dim)
+                return (1 - keep) * frequencies / yarn.factor + keep * frequencies
+
+
+def _scaling(rope: JsonFile, max_position_embeddings: int) -> Scaling | None:
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    original = rope.integer("original_max_position_embeddings", max_position_embeddings)
+    match kind:
+        case "default":
+            return None
+        case "linear":
+            return LinearScaling(rope.number("factor"))
+        case "llama3":
+            scaling = Llama3Scaling(
+                factor=rope.number("factor"),
+                low_freq_factor=rope.number("low_freq_factor"),
+                high_freq_factor=rope.number("high_freq_factor"),
+                original_max_tokens=original,
+            )
+            if scaling.low_freq_factor >= scaling.high_freq_factor:
+                raise ModelError(
+                    f"{rope.path} has low_freq_factor not below high_freq_factor: correct the file."
+                )
+            return scaling
+        case "yarn":
+            factor = rope.number("factor", max_position_embeddings / original)
+            return YarnScaling(
+                factor=factor,
+                original_max_tokens=original,
+                beta_fast=rope.number("beta_fast", 32.0),
+                beta_slow=rope.number("beta_slow", 1.0),
+                truncate=rope.boolean("truncate", True),
+                attention_factor=rope.number("attention_factor", _yarn_attention_factor(rope, factor)),
+            )
+    raise ModelError(
+        f"{rope.path} asks for the rope type {kind!r}, which is not supported: "
+        "choose a model with default, linear, llama3 or yarn."
+    )
+
+
+def _yarn_attention_factor(rope: JsonFile, factor: float) -> float:
+    """The temperature of section 3.4, or the ratio of two where both `mscale`s are given."""
+
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    mscale, mscale_all_dim = rope.raw("mscale"), rope.raw("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return temperature(rope.number("mscale")) / temperature(rope.number("mscale_all_dim"))
+    return temperature(1.0)
+
+
+def _yarn_ramp(yarn: YarnScaling, theta: float, head_dim: int) -> Tensor:
+    """0 for channels that turn more than `beta_fast` times over the original context, 1 below `beta_slow`."""
+
+    def channel(turns: float) -> float:
+        return head_dim * math.log(yarn.original_max_tokens / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = channel(yarn.beta_fast), channel(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = max(high - low, 0.001)  # never zero
+    return ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)

@@ -1,0 +1,111 @@
+"""Shapes of well-known models, for measurements with random weights and without a download."""
+
+import torch
+
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.rope import Llama3Scaling, RopeConfig
+
+
+def shape(name: str) -> ModelConfig:
+    """The shape called `name`; ValueError lists the names where there is none."""
+    if name not in SHAPES:
+        raise ValueError(f"There is no shape called {name!r}: choose one of {', '.join(SHAPES)}.")
+    return SHAPES[name]
+
+
+def _shape(
+    architecture: str,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    head_dim: int = 128,
+    max_context_tokens: int,
+    rope: RopeConfig,
+    rms_norm_eps: float = 1e-5,
+    tied: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> ModelConfig:
+    # No end-of-sequence tokens: random weights would stop by chance.
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_context_tokens=max_context_tokens,
+        rms_norm_eps=rms_norm_eps,
+        rope=rope,
+        tie_word_embeddings=tied,
+        layer_windows=(None,) * num_layers,
+        dtype=dtype,
+        qkv_bias=architecture == "Qwen2ForCausalLM",
+        qk_norm=architecture == "Qwen3ForCausalLM",
+    )
+
+
+def _llama2(*sizes: int) -> ModelConfig:
+    rope = RopeConfig(theta=10_000.0)
+    return _shape("LlamaForCausalLM", *sizes, max_context_tokens=4096, rope=rope, dtype=torch.float16)
+
+
+def _llama3(*sizes: int, factor: float, head_dim: int = 128, tied: bool = False) -> ModelConfig:
+    rope = RopeConfig(500_000.0, Llama3Scaling(factor, 1.0, 4.0, original_max_tokens=8192))
+    return _shape(
+        "LlamaForCausalLM", *sizes, head_dim=head_dim, max_context_tokens=131_072, rope=rope, tied=tied
+    )
+
+
+def _mistral(*sizes: int) -> ModelConfig:
+    return _shape("MistralForCausalLM", *sizes, max_context_tokens=32_768, rope=RopeConfig(1_000_000.0))
+
+
+def _qwen2(*sizes: int, head_dim: int = 128, tied: bool = False) -> ModelConfig:
+    return _shape(
+        "Qwen2ForCausalLM",
+        *sizes,
+        head_dim=head_dim,
+        max_context_tokens=32_768,
+        rope=RopeConfig(1_000_000.0),
+        rms_norm_eps=1e-6,
+        tied=tied,
+    )
+
+
+def _qwen3(*sizes: int, tied: bool = False) -> ModelConfig:
+    return _shape(
+        "Qwen3ForCausalLM",
+        *sizes,
+        max_context_tokens=40_960,
+        rope=RopeConfig(1_000_000.0),
+        rms_norm_eps=1e-6,
+        tied=tied,
+    )
+
+
+# vocabulary, hidden, intermediate, layers, heads, key-value heads: as in the config.json of each release
+SHAPES: dict[str, ModelConfig] = {
+    "llama-2-7b": _llama2(32_000, 4096, 11_008, 32, 32, 32),
+    "llama-2-13b": _llama2(32_000, 5120, 13_824, 40, 40, 40),
+    "llama-3.1-8b": _llama3(128_256, 4096, 14_336, 32, 32, 8, factor=8.0),
+    "llama-3.1-70b": _llama3(128_256, 8192, 28_672, 80, 64, 8, factor=8.0),
+    "llama-3.2-1b": _llama3(128_256, 2048, 8192, 16, 32, 8, factor=32.0, head_dim=64, tied=True),
+    "llama-3.2-3b": _llama3(128_256, 3072, 8192, 28, 24, 8, factor=32.0, tied=True),
+    "mistral-7b": _mistral(32_768, 4096, 14_336, 32, 32, 8),
+    "qwen2.5-0.5b": _qwen2(151_936, 896, 4864, 24, 14, 2, head_dim=64, tied=True),
+    "qwen2.5-1.5b": _qwen2(151_936, 1536, 8960, 28, 12, 2, tied=True),
+    "qwen2.5-7b": _qwen2(152_064, 3584, 18_944, 28, 28, 4),
+    "qwen2.5-14b": _qwen2(152_064, 5120, 13_824, 48, 40, 8),
+    "qwen3-0.6b": _qwen3(151_936, 1024, 3072, 28, 16, 8, tied=True),
+    "qwen3-1.7b": _qwen3(151_936, 2048, 6144, 28, 16, 8, tied=True),
+    "qwen3-4b": _qwen3(151_936, 2560, 9728, 36, 32, 8, tied=True),
+    "qwen3-8b": _qwen3(151_936, 4096, 12_288, 36, 32, 8),
+    "qwen3-14b": _qwen3(151_936, 5120, 17_408, 40, 40, 8),
+    "tiny": _llama2(257, 64, 160, 2, 4, 2),  # for tests: the vocabulary of ByteTokenizer
+}

@@ -1,0 +1,212 @@
+"""Text to token ids and back, from a checkpoint's tokenizer.json."""
+
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from neo_desktop.models.json_file import JsonFile, ModelError
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence decodes to
+_MAX_HELD_TOKENS = 64  # a run of broken bytes longer than this is passed on rather than held for ever
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint, with what chat templates need beside it.
+
+    `special_tokens` maps roles to texts ("bos_token" -> "<s>"); `chat_template` is Jinja source, or None.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: dict[str, str],
+        chat_template: str | None = None,
+    ) -> None:
+        self._backend = backend
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self.special_tokens = special_tokens
+        self.chat_template = chat_template
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self._added = {
+            token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()
+        }
+        special = [
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        ]
+        self._special_ids = frozenset(special)
+        self._byte_level = b'"ByteLevel"' in backend.decoder.__getstate__() if backend.decoder else False
+
+    @classmethod
+    def from_pretrained(cls, path: Path) -> "Tokenizer":
+        """Read tokenizer.json, tokenizer_config.json and the chat template of a Hugging Face folder.
+
+        Raises ModelError where tokenizer.json is missing or damaged.
+        """
+        file = path / "tokenizer.json"
+        if not file.exists():
+            raise ModelError(
+                f"{path} has no tokenizer.json: download it, or make it from tokenizer.model with "
+                "`AutoTokenizer.from_pretrained(...).save_pretrained(...)` of transformers."
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise ModelError(f"{file} is not a valid tokenizer ({error}): download it again.") from None
+        config = _optional_json(path / "tokenizer_config.json")
+        special_tokens = _special_tokens(config) or _special_tokens(
+            _optional_json(path / "special_tokens_map.json")
+        )
+        _apply_bos_eos_settings(backend, config, special_tokens)
+        return cls(backend, special_tokens, _chat_template(path, config))
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The token that starts a text, None where the model has none."""
+        return self._role_id("bos_token")
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokenizer's own end-of-text token; the model's configuration may name more."""
+        token_id = self._role_id("eos_token")
+        return () if token_id is None else (token_id,)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens written out in it are recognised as such."""
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; ids outside the vocabulary have no text."""
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def decode_stream(self) -> "DecodeStream":
+        """A new stream of text from token ids that arrive one by one."""
+        return DecodeStream(self)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, perhaps part of a character; none outside the vocabulary."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            return b"".join(_BYTE_OF.get(char, char.encode()) for char in token)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes.fromhex(token[3:5])
+        return token.replace("▁", " ").encode()
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text; bytes that are no whole character appear as U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether `decode` can give text for this token: not a special token, and inside the vocabulary."""
+        return token_id not in self._special_ids and self._backend.id_to_token(token_id) is not None
+
+    def _role_id(self, role: str) -> int | None:
+        token = self.special_tokens.get(role)
+        return None if token is None else self._backend.token_to_id(token)
+
+
+class ByteTokenizer(Tokenizer):
+    """One token per UTF-8 byte, its id the byte's value, and 256 for the end; needs no files."""
+
+    def __init__(self) -> None:
+        backend = tokenizers.Tokenizer(models.BPE(vocab={c: b[0] for c, b in _BYTE_OF.items()}, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+        super().__init__(backend, {"eos_token": "<|end|>"})
+
+
+class DecodeStream:
+    """Text of a growing sequence, each piece given out once no later token can change it.
+
+    A piece is held back while it ends inside a character. Special tokens give no text. The pieces and
+    `flush` together are `decode` of all the tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # Decoding starts one piece back: decoders treat a token by its left neighbour (spaces, bytes).
+        self._token_ids: list[int] = []
+        self._num_given_tokens = 0
+        self._given_text = ""
+
+    def step(self, token_id: int) -> str:
+        """Add a token; return the text that is complete now, often one word, possibly empty."""
+        if not self._tokenizer.has_text(token_id):
+            return ""
+        self._token_ids.append(token_id)
+        text = self._tokenizer.decode(self._token_ids)
+        num_held_tokens = len(self._token_ids) - self._num_given_tokens
+        if text.endswith(_REPLACEMENT) and num_held_tokens < _MAX_HELD_TOKENS:
+            return ""
+        piece = text[len(self._given_text) :]
+        del self._token_ids[: self._num_given_tokens]
+        self._num_given_tokens = len(self._token_ids)
+        self._given_text = self._tokenizer.decode(self._token_ids)
+        return piece
+
+    def flush(self) -> str:
+        """The text still held back; call once after the last token."""
+        piece = self._tokenizer.decode(self._token_ids)[len(self._given_text) :]
+        self._token_ids, self._num_given_tokens, self._given_text = [], 0, ""
+        return piece
+
+
+def _byte_alphabet() -> dict[str, bytes]:
+    """The character that stands for each byte in byte-level vocabularies (GPT-2): itself where printable."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): bytes([byte]) for byte in printable}
+    return alphabet | {chr(256 + index): bytes([byte]) for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _optional_json(file: Path) -> JsonFile:
+    return JsonFile.read(file) if file.exists() else JsonFile(file, {})
+
+
+def _special_tokens(config: JsonFile) -> dict[str, str]:
+    """Entries like "eos_token": either text or {"content": text}."""
+    found = {}
+    for role, value in config.values.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if role.endswith("_token") and isinstance(text, str):
+            found[role] = text
+    return found
+
+
+def _apply_bos_eos_settings(
+    backend: tokenizers.Tokenizer, config: JsonFile, special_tokens: dict[str, str]
+) -> None:
+    """Where tokenizer_config.json says which of the two `encode` adds, it wins over tokenizer.json."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    bos = special_tokens.get("bos_token") if config.boolean("add_bos_token", False) else None
+    eos = special_tokens.get("eos_token") if config.boolean("add_eos_token", False) else None
+    template = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
+    ids = [(token, backend.token_to_id(token)) for token in (bos, eos) if token]
+    if any(token_id is None for _, token_id in ids):
+        raise ModelError(
+            f"{config.path} names special tokens that tokenizer.json lacks: download both again."
+        )
+    backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+
+
+def _chat_template(path: Path, config: JsonFile) -> str | None:
+    file = path / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = config.raw("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"{config.path} has a chat_template that is not text: download it again.")
+    return template

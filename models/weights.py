@@ -1,0 +1,177 @@
+"""Weights from a folder of safetensors files: checked whole before use, then streamed tensor by tensor."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.json_file import JsonFile, ModelError
+
+Progress = Callable[[int, int], None]
+"""Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""
+
+_SUPPORTED_TYPES = {"F32": 4, "F16": 2, "BF16": 2}  # safetensors' names, bytes per value
+_PER_HEAD_NORMS = (".q_norm.weight", ".k_norm.weight")
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def named_weights(decoder: Decoder) -> dict[str, Tensor]:
+    """The decoder's weights under their names in Hugging Face checkpoints.
+
+    Fused matrices appear as views of their parts, so that writing to the parts fills the whole. The norm of
+    queries and keys is kept per head (`[heads, head_dim]`): a checkpoint's `[head_dim]` broadcasts into it.
+    """
+    config = decoder.config
+    q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    named: dict[str, Tensor | None] = {"model.embed_tokens.weight": decoder.embedding}
+    for index, layer in enumerate(decoder.layers):
+        prefix = f"model.layers.{index}."
+        named[prefix + "input_layernorm.weight"] = layer.input_norm
+        named[prefix + "post_attention_layernorm.weight"] = layer.post_attention_norm
+        if layer.qk_norm is not None:
+            named[prefix + "self_attn.q_norm.weight"] = layer.qk_norm[: config.num_heads]
+            named[prefix + "self_attn.k_norm.weight"] = layer.qk_norm[config.num_heads :]
+        for kind, qkv, gate_up, output, down in (
+            ("weight", layer.qkv, layer.gate_up, layer.output, layer.down),
+            ("bias", layer.qkv_bias, layer.gate_up_bias, layer.output_bias, layer.down_bias),
+        ):
+            if qkv is not None:
+                named[f"{prefix}self_attn.q_proj.{kind}"] = qkv[:q_rows]
+                named[f"{prefix}self_attn.k_proj.{kind}"] = qkv[q_rows : q_rows + kv_rows]
+                named[f"{prefix}self_attn.v_proj.{kind}"] = qkv[q_rows + kv_rows :]
+            if gate_up is not None:
+                named[f"{prefix}mlp.gate_proj.{kind}"] = gate_up[: config.intermediate_size]
+                named[f"{prefix}mlp.up_proj.{kind}"] = gate_up[config.intermediate_size :]
+            named[f"{prefix}self_attn.o_proj.{kind}"] = output
+            named[f"{prefix}mlp.down_proj.{kind}"] = down
+    named["model.norm.weight"] = decoder.final_norm
+    if not config.tie_word_embeddings:
+        named["lm_head.weight"] = decoder.lm_head
+    return {name: weight for name, weight in named.items() if weight is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredTensor:
+    """Where one tensor lies, read from the header of its file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    type_name: str  # safetensors' name of the dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes in the file."""
+        return int(torch.Size(self.shape).numel()) * _SUPPORTED_TYPES[self.type_name]
+
+
+class Checkpoint:
+    """The tensors of a folder: `model.safetensors`, or the files that `model.safetensors.index.json` names.
+
+    Opening it reads headers only. Raises ModelError for a file that is missing, truncated or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors: dict[str, _StoredTensor] = {}
+        for file in _weight_files(path):
+            with _open(file) as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a dict
+                    if name in self.tensors:
+                        raise ModelError(
+                            f"{name} is in {self.tensors[name].file} and in {file}: download the model again."
+                        )
+                    header = opened.get_slice(name)
+                    self.tensors[name] = _StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
+
+    def check(self, expected: dict[str, Tensor], *, tied_embeddings: bool) -> None:
+        """Raise ModelError unless names, shapes and dtypes are exactly those of `expected`.
+
+        Rotation buffers of old Llama checkpoints, and the copy of the embeddings that a tied checkpoint may
+        carry as its head, are dropped.
+        """
+        for name in list(self.tensors):
+            if name.endswith(".rotary_emb.inv_freq") or (tied_embeddings and name == "lm_head.weight"):
+                del self.tensors[name]
+        missing = [name for name in expected if name not in self.tensors]
+        if missing:
+            raise ModelError(f"{self.path} lacks the weights {_listed(missing)}: download the missing files.")
+        left_over = [name for name in self.tensors if name not in expected]
+        if left_over:
+            raise ModelError(
+                f"{self.path} holds weights that config.json does not describe, {_listed(left_over)}: "
+                "use the config.json that belongs to these weights."
+            )
+        for name, stored in self.tensors.items():
+            if stored.type_name not in _SUPPORTED_TYPES:
+                raise ModelError(
+                    f"{name} in {stored.file} is stored as {stored.type_name}, which is not supported: "
+                    "choose the original float16 or bfloat16 checkpoint of this model."
+                )
+            shape = tuple(expected[name].shape)
+            if name.endswith(_PER_HEAD_NORMS):
+                shape = shape[1:]
+            if stored.shape != shape:
+                raise ModelError(
+                    f"{name} in {stored.file} has the shape {list(stored.shape)}, but config.json describes "
+                    f"{list(shape)}: use the config.json that belongs to these weights."
+                )
+
+    def copy_to(self, destinations: dict[str, Tensor], progress: Progress | None) -> None:
+        """Cast and copy each tensor to the destination of its name, one at a time."""
+        total_bytes = sum(stored.size_bytes for stored in self.tensors.values())
+        done_bytes = 0
+        for file in dict.fromkeys(stored.file for stored in self.tensors.values()):
+            with _open(file) as opened:
+                for name, stored in self.tensors.items():
+                    if stored.file != file:
+                        continue
+                    destinations[name].copy_(opened.get_tensor(name))
+                    done_bytes += stored.size_bytes
+                    if progress is not None:
+                        progress(done_bytes, total_bytes)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if not index.exists():
+        single = path / "model.safetensors"
+        if not single.exists():
+            raise ModelError(_no_weights(path))
+        return [single]
+    weight_map = JsonFile.read(index).section("weight_map")
+    names = sorted(set(weight_map.values.values())) if weight_map else []
+    if not names:
+        raise ModelError(f"{index} names no weight files: download it again.")
+    for name in names:
+        # A name with folders in it could reach outside the checkpoint.
+        if Path(name).name != name or not (path / name).is_file():
+            raise ModelError(f"{path} has no {name}, which {index.name} names: complete the download.")
+    return [path / name for name in names]
+
+
+def _no_weights(path: Path) -> str:
+    if any(file.suffix in _PICKLE_SUFFIXES for file in path.iterdir()):
+        return (
+            f"{path} holds its weights only as pickle files, which can run code when opened: download the "
+            "safetensors files of this model, or convert it with `save_pretrained` of transformers."
+        )
+    if any(path.glob("*.safetensors")):
+        return f"{path} has no model.safetensors.index.json to go with its files: complete the download."
+    return f"{path} has no weights (model.safetensors): complete the download."
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} is truncated or damaged ({error}): download it again.") from None
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
