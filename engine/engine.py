@@ -269,7 +269,7 @@ class Engine:
         if params.max_tokens is not None and num_tokens + params.max_tokens > limit:
             raise ContextLengthError(
                 f"the prompt has {num_tokens} tokens and max_tokens asks for {params.max_tokens} more, but "
-                f"the context holds {limit}: shorten the prompt or ask for at most {limit - num_tokens} tokens"
+                f"the context holds {limit}: shorten the prompt or ask for {limit - num_tokens} at most"
             )
 
 

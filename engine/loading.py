@@ -117,6 +117,6 @@ def _check_weights_fit(config: ModelConfig, dtype: torch.dtype, device: torch.de
         free, where = psutil.virtual_memory().available, "host"
     if needed > free:
         raise MemoryError(
-            f"the weights take {needed / 1e9:.1f} GB in {dtype}, but only {free / 1e9:.1f} GB of {where} memory "
-            "are free: close other programs, choose a 16-bit dtype or a smaller model"
+            f"the weights take {needed / 1e9:.1f} GB in {dtype}, but only {free / 1e9:.1f} GB of {where} "
+            "memory are free: close other programs, choose a 16-bit dtype or a smaller model"
         )

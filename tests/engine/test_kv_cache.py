@@ -1,0 +1,172 @@
+"""No block is lost, none is owned twice, and equal beginnings share their KV."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from neo_desktop.engine.block_pool import BlockPool
+from neo_desktop.engine.kv_cache import KVCache
+from neo_desktop.engine.placement import Place
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = {Place.DEVICE: 9, Place.HOST: 6}
+
+places = st.sampled_from(list(Place))
+
+
+@dataclass
+class Owner:
+    token_ids: list[int]
+    place: Place
+    num_covered: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_covered = len(self.token_ids)
+
+
+class KVCacheMachine(RuleBasedStateMachine):
+    """Random operations against a model that also tracks the *content* of every block.
+
+    `content[place][block]` is the tuple of all tokens up to the end of that block, as an executor would have
+    computed it. A table whose blocks do not hold the request's own tokens would give wrong answers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv = KVCache(NUM_BLOCKS, BLOCK_SIZE)
+        self.owners: dict[str, Owner] = {}
+        self.content: dict[Place, dict[int, tuple[int, ...]]] = {place: {} for place in NUM_BLOCKS}
+        self.num_requests = 0
+
+    def compute(self, request_id: str, start: int) -> None:
+        """Write the KV of the tokens from `start` on, as an iteration does, and publish it."""
+        owner = self.owners[request_id]
+        for index, block in enumerate(self.kv.block_table(request_id)):
+            end = min((index + 1) * BLOCK_SIZE, len(owner.token_ids))
+            if end > start:
+                self.content[owner.place][block] = tuple(owner.token_ids[:end])
+        self.kv.commit(request_id, owner.token_ids, len(owner.token_ids))
+
+    # Two token values only, so that beginnings often coincide.
+    @rule(
+        token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=24),
+        place=places,
+        reserve=st.integers(0, 2),
+    )
+    def admit(self, token_ids: list[int], place: Place, reserve: int) -> None:
+        request_id = str(self.num_requests)
+        free_before = self.kv.num_free_blocks(place)
+        num_cached = self.kv.admit(request_id, token_ids, place, reserve)
+        if num_cached is None:
+            assert free_before < self.kv.blocks_for(len(token_ids)) + reserve
+            assert self.kv.num_free_blocks(place) == free_before
+            return
+        self.num_requests += 1
+        self.owners[request_id] = Owner(token_ids, place)
+        assert num_cached % BLOCK_SIZE == 0
+        assert num_cached < len(token_ids), "the last token must be computed, for its logits"
+        assert self.kv.num_free_blocks(place) >= reserve
+        self.compute(request_id, num_cached)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data(), num_new=st.integers(1, 6))
+    def extend(self, data: st.DataObject, num_new: int) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.owners)))
+        owner = self.owners[request_id]
+        start = len(owner.token_ids)
+        table = self.kv.block_table(request_id)
+        if self.kv.extend(request_id, start + num_new):
+            owner.token_ids += [1] * num_new
+            self.compute(request_id, start)
+        else:
+            assert self.kv.block_table(request_id) == table
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data(), place=places)
+    def move(self, data: st.DataObject, place: Place) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.owners)))
+        owner = self.owners[request_id]
+        if owner.place is place:
+            return
+        copies = self.kv.move(request_id, place, len(owner.token_ids))
+        if copies is None:
+            assert self.kv.num_free_blocks(place) < self.kv.blocks_for(len(owner.token_ids))
+            return
+        for copy in copies:
+            self.content[copy.target][copy.target_block] = self.content[copy.source][copy.source_block]
+        owner.place = place
+        self.kv.commit(request_id, owner.token_ids, len(owner.token_ids))
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.owners)))
+        del self.owners[request_id]
+        self.kv.free(request_id)
+
+    @invariant()
+    def nothing_is_lost_or_owned_twice(self) -> None:
+        self.kv.check()
+
+    @invariant()
+    def every_table_holds_the_tokens_of_its_request(self) -> None:
+        for request_id, owner in self.owners.items():
+            for index, block in enumerate(self.kv.block_table(request_id)):
+                end = min((index + 1) * BLOCK_SIZE, len(owner.token_ids))
+                assert self.content[owner.place][block][:end] == tuple(owner.token_ids[:end])
+
+    def teardown(self) -> None:
+        for request_id in self.owners:
+            self.kv.free(request_id)
+        self.kv.check()
+        for place, num_blocks in NUM_BLOCKS.items():
+            assert self.kv.num_free_blocks(place) == num_blocks
+
+
+TestKVCache = KVCacheMachine.TestCase
+TestKVCache.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+def test_an_equal_beginning_is_reused_but_the_last_token_is_computed_anew() -> None:
+    kv = KVCache(NUM_BLOCKS, BLOCK_SIZE)
+    prompt = list(range(12))
+    assert kv.admit("a", prompt, Place.DEVICE) == 0
+    kv.commit("a", prompt, len(prompt))
+    assert kv.admit("b", prompt, Place.DEVICE) == 8
+    assert kv.block_table("a")[:2] == kv.block_table("b")[:2]
+    assert kv.block_table("a")[2] != kv.block_table("b")[2]
+
+
+def test_a_finished_request_leaves_its_kv_for_the_next_one() -> None:
+    kv = KVCache(NUM_BLOCKS, BLOCK_SIZE)
+    kv.admit("a", range(9), Place.DEVICE)
+    kv.commit("a", range(9), 9)
+    kv.free("a")
+    assert kv.usage()[Place.DEVICE].num_cached_blocks == 2
+    assert kv.admit("b", range(9), Place.DEVICE) == 8
+
+
+def test_different_beginnings_share_nothing_even_when_a_later_block_is_equal() -> None:
+    kv = KVCache(NUM_BLOCKS, BLOCK_SIZE)
+    kv.admit("a", [1, 1, 1, 1, 7, 7, 7, 7, 0], Place.DEVICE)
+    kv.commit("a", [1, 1, 1, 1, 7, 7, 7, 7, 0], 9)
+    assert kv.admit("b", [2, 2, 2, 2, 7, 7, 7, 7, 0], Place.DEVICE) == 0
+
+
+def test_kv_is_not_shared_before_it_is_computed() -> None:
+    kv = KVCache(NUM_BLOCKS, BLOCK_SIZE)
+    kv.admit("a", range(9), Place.DEVICE)
+    assert kv.admit("b", range(9), Place.DEVICE) == 0
+
+
+def test_a_pool_refuses_to_give_what_it_has_not_and_to_take_back_twice() -> None:
+    pool = BlockPool(1)
+    block = pool.allocate()
+    with pytest.raises(MemoryError):
+        pool.allocate()
+    pool.release(block)
+    with pytest.raises(ValueError, match="more often"):
+        pool.release(block)

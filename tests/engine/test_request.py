@@ -1,0 +1,125 @@
+"""When a request ends, and what of its text is shown when."""
+
+import pytest
+from engine_fakes import make_request
+from hypothesis import given
+from hypothesis import strategies as st
+
+from neo_desktop.engine.batch import SampledToken
+from neo_desktop.engine.detokenizer import IncrementalText
+from neo_desktop.engine.request import FinishReason, Request
+from neo_desktop.engine.sampling_params import SamplingParams
+
+
+class PieceStream:
+    """Token `i` is the i-th of the given pieces of text."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self.pieces = pieces
+
+    def step(self, token_id: int) -> str:
+        return self.pieces[token_id]
+
+    def flush(self) -> str:
+        return ""
+
+
+letters = st.text(alphabet="ab", max_size=4)
+
+
+@given(pieces=st.lists(letters, max_size=12), stop=st.lists(letters.filter(bool), max_size=3))
+def test_text_ends_before_the_first_stop_string_and_no_part_of_one_is_ever_shown(
+    pieces: list[str], stop: list[str]
+) -> None:
+    text = IncrementalText(PieceStream(pieces), stop)
+    shown = ""
+    seen = ""
+    for token_id, piece in enumerate(pieces):
+        seen += piece
+        stopped = text.push(token_id)
+        shown += text.take()
+        assert seen.startswith(shown)
+        assert stopped == any(s in seen for s in stop)
+        if stopped:
+            break
+    text.finish()
+    shown += text.take()
+    # All stop strings that this last token completed: the text ends before the first of them.
+    ends = [seen.find(s) for s in stop if s in seen]
+    assert shown == seen[: min(ends, default=len(seen))]
+
+
+def run(request: Request, tokens: list[int]) -> str:
+    """Feed tokens until the request ends; return the text."""
+    text = ""
+    for token_id in tokens:
+        request.append(SampledToken(token_id))
+        text += request.take_output().text
+        if request.is_finished:
+            break
+    return text
+
+
+def test_the_models_end_token_ends_the_request_and_is_not_text() -> None:
+    request = make_request("r", [0], SamplingParams(), eos_token_ids=(3,))
+    assert run(request, [0, 1, 3, 2]) == "ab"
+    assert request.finish_reason is FinishReason.STOP
+    assert request.token_ids == [0, 0, 1, 3]
+
+
+def test_ignore_eos_goes_on_but_stop_token_ids_still_end() -> None:
+    params = SamplingParams(ignore_eos=True, stop_token_ids=[4])
+    request = make_request("r", [0], params, eos_token_ids=(3,))
+    assert run(request, [3, 3, 4, 1]) == "dd"
+    assert request.finish_reason is FinishReason.STOP
+
+
+def test_max_tokens_and_the_context_bound_the_output() -> None:
+    request = make_request("r", [0, 0], SamplingParams(max_tokens=3))
+    assert run(request, [0, 1, 2, 3]) == "abc"
+    assert request.finish_reason is FinishReason.LENGTH
+    request = make_request("r", [0, 0], SamplingParams(), max_context_tokens=4)
+    assert run(request, [0, 1, 2, 3]) == "ab"
+    assert request.finish_reason is FinishReason.LENGTH
+
+
+def test_text_held_back_for_a_stop_string_that_never_comes_is_released_at_the_end() -> None:
+    request = make_request("r", [0], SamplingParams(max_tokens=2, stop=["abc"]))
+    assert run(request, [0, 1]) == "ab"
+
+
+def test_an_abort_releases_the_text_too() -> None:
+    request = make_request("r", [0], SamplingParams(stop=["abc"]))
+    request.append(SampledToken(0))
+    assert request.take_output().text == ""
+    request.finish(FinishReason.ABORT)
+    assert request.take_output().text == "a"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", 1.5),
+        ("max_tokens", True),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", "hot"),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", 2.0),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 3.0),
+        ("frequency_penalty", -3.0),
+        ("seed", 2**64),
+        ("stop", [""]),
+        ("stop", ["x"] * 99),
+        ("stop_token_ids", [-1]),
+        ("logprobs", 21),
+        ("n", 0),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})  # type: ignore[arg-type]

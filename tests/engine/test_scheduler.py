@@ -1,0 +1,217 @@
+"""Every request ends with its own tokens, within the budgets, however scarce the memory."""
+
+from collections import defaultdict
+
+from engine_fakes import FakeExecutor, free_blocks, make_request, reference_output
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neo_desktop.engine.batch import IterationPlan
+from neo_desktop.engine.kv_cache import KVCache
+from neo_desktop.engine.placement import POLICIES, Place
+from neo_desktop.engine.request import FinishReason, Request, RequestOutput
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.scheduler import Scheduler, SchedulerLimits
+
+BLOCK_SIZE = 4
+
+
+class Harness:
+    """Scheduler, KV cache and fake model, with all outputs collected."""
+
+    def __init__(
+        self,
+        num_blocks: dict[Place, int],
+        policy: str = "auto",
+        max_batch_tokens: int = 16,
+        max_batch_requests: int = 8,
+    ) -> None:
+        self.kv = KVCache(num_blocks, BLOCK_SIZE)
+        self.scheduler = Scheduler(
+            self.kv, POLICIES[policy], SchedulerLimits(max_batch_tokens, max_batch_requests)
+        )
+        self.executor = FakeExecutor(BLOCK_SIZE, max_batch_tokens)
+        self.max_batch_requests = max_batch_requests
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[RequestOutput]] = defaultdict(list)
+        self.num_blocks = num_blocks
+
+    def add(self, prompt: list[int], max_tokens: int) -> str:
+        name = str(len(self.requests))
+        request = make_request(
+            name, prompt, SamplingParams(max_tokens=max_tokens), arrival=len(self.requests)
+        )
+        self.requests[name] = request
+        self.scheduler.add(request)
+        return name
+
+    def step(self) -> IterationPlan | None:
+        plan = self.scheduler.schedule()
+        self.kv.check()
+        if plan is None:
+            return None
+        assert self.scheduler.num_running <= self.max_batch_requests
+        names = [sequence.request_id for sequence in plan.sequences]
+        assert len(names) == len(set(names)), "a request is scheduled twice"
+        self.collect(self.scheduler.update(plan, self.executor.execute(plan)))
+        return plan
+
+    def collect(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            self.outputs[output.request_id].append(output)
+        self.kv.check()
+
+    def run(self, max_iterations: int = 5000) -> None:
+        for _ in range(max_iterations):
+            if self.step() is None:
+                return
+        raise AssertionError("the requests do not end")
+
+    def tokens(self, name: str) -> list[int]:
+        return [token.token_id for output in self.outputs[name] for token in output.tokens]
+
+    def assert_all_answered(self) -> None:
+        for name, request in self.requests.items():
+            last = self.outputs[name][-1]
+            if last.finish_reason is FinishReason.ABORT:
+                count = len(self.tokens(name))
+            else:
+                assert last.finish_reason is FinishReason.LENGTH
+                count = request.params.max_tokens or 0
+            assert self.tokens(name) == reference_output(request, count)
+        assert free_blocks(self.kv) == self.num_blocks
+
+
+jobs = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(1, 12)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    jobs=jobs,
+    policy=st.sampled_from(sorted(POLICIES)),
+    device_blocks=st.integers(8, 20),
+    host_blocks=st.integers(0, 20),
+    max_batch_requests=st.integers(1, 6),
+    extra_tokens=st.integers(0, 20),
+    data=st.data(),
+)
+def test_every_request_ends_with_the_tokens_it_would_get_alone(
+    jobs: list[tuple[list[int], int]],
+    policy: str,
+    device_blocks: int,
+    host_blocks: int,
+    max_batch_requests: int,
+    extra_tokens: int,
+    data: st.DataObject,
+) -> None:
+    """Requests arrive and are aborted at any time; memory is scarce; 8 blocks hold the longest request."""
+    num_blocks = {Place.DEVICE: device_blocks, Place.HOST: host_blocks}
+    places = POLICIES[policy].places
+    harness = Harness(
+        {place: num_blocks[place] for place in places},
+        policy,
+        max_batch_tokens=max_batch_requests + extra_tokens,
+        max_batch_requests=max_batch_requests,
+    )
+    pending = list(jobs)
+    while pending:
+        action = data.draw(st.sampled_from(("add", "add", "step", "abort")))
+        if action == "add":
+            harness.add(*pending.pop())
+        elif action == "step":
+            harness.step()
+        elif harness.requests:
+            victim = data.draw(st.sampled_from(sorted(harness.requests)))
+            harness.collect(harness.scheduler.abort(victim))
+    harness.run()
+    harness.assert_all_answered()
+
+
+def test_a_full_device_pool_spills_to_the_host_only_under_auto() -> None:
+    num_blocks = {Place.DEVICE: 8, Place.HOST: 64}
+    auto = Harness(num_blocks, "auto", max_batch_tokens=64)
+    for index in range(6):
+        auto.add([index] * 15, 10)
+    plan = auto.step()
+    assert plan is not None
+    assert {sequence.place for sequence in plan.sequences} == {Place.DEVICE, Place.HOST}
+    auto.run()
+    auto.assert_all_answered()
+    assert auto.scheduler.counters.num_preemptions == 0
+
+    gpu_only = Harness({Place.DEVICE: 8}, "gpu-only", max_batch_tokens=64)
+    for index in range(6):
+        gpu_only.add([index] * 15, 10)
+    gpu_only.run()
+    gpu_only.assert_all_answered()
+    assert [gpu_only.tokens(str(index)) for index in range(6)] == [
+        auto.tokens(str(index)) for index in range(6)
+    ]
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_while_others_go_on_decoding() -> None:
+    harness = Harness({Place.DEVICE: 64}, "gpu-only", max_batch_tokens=8)
+    harness.add([1, 2], 20)
+    harness.step()
+    long = harness.add(list(range(50)), 2)
+    num_chunks = 0
+    while not harness.outputs[long]:
+        before = len(harness.tokens("0"))
+        plan = harness.step()
+        assert plan is not None
+        assert len(harness.tokens("0")) == before + 1, "a decode waited for a prefill"
+        num_chunks += 1
+    assert num_chunks == 8  # 50 tokens, 7 a time beside the one decode
+
+
+def test_requests_are_admitted_in_the_order_of_their_arrival() -> None:
+    harness = Harness({Place.DEVICE: 8}, "gpu-only", max_batch_tokens=64)
+    big, bigger, small = harness.add([1] * 20, 4), harness.add([2] * 24, 4), harness.add([3], 1)
+    plan = harness.step()
+    assert plan is not None
+    # The second does not fit; the third would, but overtaking could starve the second.
+    assert [sequence.request_id for sequence in plan.sequences] == [f"{big}#0"]
+    harness.run()
+    assert len(harness.tokens(bigger)) == 4
+    assert len(harness.tokens(small)) == 1
+
+
+def test_the_youngest_is_preempted_and_still_gets_its_tokens() -> None:
+    harness = Harness({Place.DEVICE: 6}, "gpu-only", max_batch_tokens=64)
+    old, young = harness.add([1] * 8, 12), harness.add([2] * 6, 12)
+    harness.run()
+    assert harness.scheduler.counters.num_preemptions > 0
+    assert harness.outputs[old][-1].num_output_tokens == 12
+    finished = [name for name in (old, young) if harness.requests[name].num_preemptions]
+    assert finished == [young]
+    harness.assert_all_answered()
+
+
+def test_a_request_moves_up_to_the_device_when_there_is_ample_room() -> None:
+    harness = Harness({Place.DEVICE: 8, Place.HOST: 8}, "auto", max_batch_tokens=64)
+    harness.add([1] * 27, 2)
+    mover = harness.add([2] * 10, 12)
+    plan = harness.step()
+    assert plan is not None
+    assert [sequence.place for sequence in plan.sequences] == [Place.DEVICE, Place.HOST]
+    harness.run()
+    assert harness.scheduler.counters.num_moves == 1
+    harness.assert_all_answered()
+    assert harness.requests[mover].num_preemptions == 0
+
+
+def test_a_failed_iteration_ends_its_requests_and_frees_their_blocks() -> None:
+    harness = Harness({Place.DEVICE: 8}, "gpu-only")
+    harness.add([1, 2, 3], 4)
+    plan = harness.scheduler.schedule()
+    assert plan is not None
+    (output,) = harness.scheduler.fail(plan, "the card fell out")
+    assert (output.finish_reason, output.error) == (FinishReason.ERROR, "the card fell out")
+    assert free_blocks(harness.kv) == harness.num_blocks
+    harness.add([4], 2)
+    harness.run()
+    assert len(harness.tokens("1")) == 2

@@ -1,0 +1,95 @@
+"""Parts that stand in for a model, so that scheduling is tested in milliseconds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from neo_desktop.engine.batch import IterationPlan, IterationResult, SampledToken
+from neo_desktop.engine.detokenizer import IncrementalText
+from neo_desktop.engine.kv_cache import KVCache
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.request import Request
+from neo_desktop.engine.sampling_params import SamplingParams
+
+
+class LetterStream:
+    """Token 0 is "a", token 1 is "b", and so on."""
+
+    def step(self, token_id: int) -> str:
+        return chr(ord("a") + token_id % 26)
+
+    def flush(self) -> str:
+        return ""
+
+
+def make_request(
+    name: str,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    arrival: int = 0,
+    max_context_tokens: int = 10**6,
+    eos_token_ids: tuple[int, ...] = (),
+) -> Request:
+    return Request(
+        name,
+        tuple(prompt),
+        params,
+        choice=0,
+        seed=0,
+        arrival=arrival,
+        max_context_tokens=max_context_tokens,
+        eos_token_ids=eos_token_ids,
+        text=IncrementalText(LetterStream(), params.stop),
+    )
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """A "model": the next token depends on all tokens before it."""
+    return hash(tuple(tokens)) % 23
+
+
+@dataclass
+class FakeExecutor:
+    """Executes plans on lists of tokens instead of tensors, and checks each plan as it goes.
+
+    `slots[place][slot]` is the token whose KV lies there: attending means reading the slots of the block table.
+    A plan that names a wrong block, or copies in a wrong order, changes the tokens that come out.
+    """
+
+    block_size: int
+    max_batch_tokens: int
+    slots: dict[Place, dict[int, int]] = field(default_factory=lambda: {place: {} for place in Place})
+
+    def execute(self, plan: IterationPlan) -> IterationResult:
+        assert 0 < sum(sub_batch.num_tokens for sub_batch in plan.sub_batches) <= self.max_batch_tokens
+        for copy in plan.copies:
+            for offset in range(self.block_size):
+                source = copy.source_block * self.block_size + offset
+                if source in self.slots[copy.source]:
+                    target = copy.target_block * self.block_size + offset
+                    self.slots[copy.target][target] = self.slots[copy.source][source]
+        sampled = {}
+        for sequence in plan.sequences:
+            slots = self.slots[sequence.place]
+
+            def slot(position: int, table: tuple[int, ...] = sequence.block_table) -> int:
+                return table[position // self.block_size] * self.block_size + position % self.block_size
+
+            for position, token_id in enumerate(sequence.token_ids, start=sequence.start):
+                slots[slot(position)] = token_id
+            if sequence.sampling is not None:
+                context = [slots[slot(position)] for position in range(sequence.context_len)]
+                sampled[sequence.request_id] = SampledToken(next_token(context))
+        return IterationResult(sampled, {})
+
+
+def reference_output(request: Request, num_tokens: int) -> list[int]:
+    """What the fake model gives for a prompt on its own."""
+    tokens = list(request.prompt_token_ids)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(request.prompt_token_ids) :]
+
+
+def free_blocks(kv: KVCache) -> dict[Place, int]:
+    return {place: usage.num_blocks - usage.num_used_blocks for place, usage in kv.usage().items()}
