@@ -1,11 +1,64 @@
+// Python's way in. Tensors arrive as (address, dtype code, shape, strides): nothing here knows torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "neo_desktop/bandwidth.h"
 #include "neo_desktop/cpu.h"
+#include "neo_desktop/paged_attention.h"
 
 namespace py = pybind11;
+using namespace neo_desktop;
+
+namespace {
+
+using Tensor = std::tuple<uintptr_t, int, std::vector<int64_t>, std::vector<int64_t>>;
+
+TensorView view(const char* name, const Tensor& tensor) {
+  const auto& [address, dtype, shape, strides] = tensor;
+  return {name, reinterpret_cast<void*>(address), static_cast<DType>(dtype), shape, strides};
+}
+
+Isa choose_isa(const std::string& name) { return name.empty() ? best_isa() : isa_from_name(name); }
+
+}  // namespace
 
 PYBIND11_MODULE(_native, m) {
-  m.def("cpu_features", &neo_desktop::cpu_features);
-  m.def("default_num_threads", &neo_desktop::default_num_threads);
+  const py::call_guard<py::gil_scoped_release> without_gil;
+  m.def("cpu_features", &cpu_features);
+  m.def("default_num_threads", &default_num_threads);
+  m.def("available_isas", [] {
+    std::vector<std::string> names;
+    for (const Isa isa : {Isa::kScalar, Isa::kAvx2, Isa::kAvx512}) {
+      if (isa_available(isa)) names.emplace_back(isa_name(isa));
+    }
+    return names;
+  });
+  m.def(
+      "paged_attention_decode",
+      [](const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables,
+         const Tensor& context_lens, const Tensor& out, float scale, int64_t window, int num_threads,
+         const std::string& isa) {
+        paged_attention_decode(view("q", q), view("k_cache", k_cache), view("v_cache", v_cache),
+                               view("block_tables", block_tables), view("context_lens", context_lens),
+                               view("out", out), scale, window, num_threads, choose_isa(isa));
+      },
+      without_gil);
+  m.def(
+      "paged_kv_write",
+      [](const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots,
+         int num_threads, const std::string& isa) {
+        paged_kv_write(view("k", k), view("v", v), view("k_cache", k_cache), view("v_cache", v_cache),
+                       view("slots", slots), num_threads, choose_isa(isa));
+      },
+      without_gil);
+  m.def(
+      "read_seconds",
+      [](uintptr_t address, int64_t bytes, int num_threads) {
+        return read_seconds(reinterpret_cast<const void*>(address), bytes, check_num_threads(num_threads));
+      },
+      without_gil);
 }

@@ -133,4 +133,14 @@ int default_num_threads() {
   return std::max(threads, 1);
 }
 
+int check_num_threads(int num_threads) {
+  if (num_threads < 0 || num_threads > 1024) {
+    throw std::invalid_argument("num_threads is " + std::to_string(num_threads) +
+                                "; expected 0 (the default) to 1024");
+  }
+  // The default reads several files: once per process is enough.
+  static const int default_threads = default_num_threads();
+  return num_threads > 0 ? num_threads : default_threads;
+}
+
 }  // namespace neo_desktop

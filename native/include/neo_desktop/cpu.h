@@ -11,7 +11,8 @@ enum class Isa { kScalar, kAvx2, kAvx512 };
 
 const char* isa_name(Isa isa);
 
-// The ISA called `name`. Throws std::invalid_argument if there is no such ISA or this CPU (or build) lacks it.
+// The ISA called `name`. Throws std::invalid_argument if there is no such ISA or this CPU (or build) lacks
+// it.
 Isa isa_from_name(const std::string& name);
 
 bool isa_available(Isa isa);
@@ -24,5 +25,8 @@ std::map<std::string, bool> cpu_features();
 
 // Threads this process may keep busy: the affinity mask, capped by the cgroup's CPU quota; at least 1.
 int default_num_threads();
+
+// The number of threads a call asks for: 0 means the default. Throws std::invalid_argument outside [0, 1024].
+int check_num_threads(int num_threads);
 
 }  // namespace neo_desktop

@@ -1,5 +1,144 @@
-"""Native kernels: decode attention over a paged KV cache on the CPU."""
+"""Native kernels: decode attention over a paged KV cache on the CPU, run-time choice of instruction set.
 
-from neo_desktop.native._native import cpu_features, default_num_threads
+The environment variable NEO_DESKTOP_ISA (scalar, avx2 or avx512) forces an instruction set for a whole process.
 
-__all__ = ["cpu_features", "default_num_threads"]
+Threads: calls share one pool of workers, which sleep between calls; the calling thread takes part and the GIL is
+released. Any number of threads may call at once. A forked child makes its own pool on first use.
+"""
+
+import os
+
+import torch
+
+from neo_desktop.native import _native
+from neo_desktop.native._native import available_isas, cpu_features, default_num_threads
+
+__all__ = [
+    "available_isas",
+    "cpu_features",
+    "default_num_threads",
+    "paged_attention_decode",
+    "paged_kv_write",
+    "read_bandwidth",
+    "read_seconds",
+]
+
+_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3, torch.int64: 4}
+
+
+def paged_attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+    num_threads: int = 0,
+    *,
+    window: int = 0,
+    isa: str | None = None,
+) -> torch.Tensor:
+    """Attention of one new token per request over its paged context; returns `out`.
+
+    Work is split over requests, KV heads and chunks of context, whose partial softmaxes are merged in fp32
+    (Flash-Decoding). The result depends neither on the number of threads nor on the rest of the batch.
+
+    Args:
+        q: [batch, heads, head_dim], fp32, fp16 or bf16; may be strided in batch and heads.
+        k_cache: [num_blocks, kv_heads, block_size, head_dim], fp32, fp16 or bf16; may be strided in num_blocks and
+            kv_heads. Query head h reads KV head h // (heads // kv_heads). head_dim: a multiple of 8 up to 256.
+        v_cache: as k_cache.
+        block_tables: [batch, max_blocks] int32; entries past a request's context (or before its window) are not read.
+        context_lens: [batch] int32, tokens in the cache, the newest included; at least 1.
+        scale: multiplies q·k, usually head_dim ** -0.5.
+        out: [batch, heads, head_dim], fp32, fp16 or bf16; made in q's dtype when None. Must not overlap the inputs.
+        num_threads: 0 means `default_num_threads()`.
+        window: attend to the last `window` tokens only; 0 means all.
+        isa: "scalar", "avx2" or "avx512"; None means NEO_DESKTOP_ISA, else the best this CPU has.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape, stride or value is wrong; nothing was read or written.
+
+    Non-finite keys, values or queries make the heads that attend to them non-finite, and no others.
+    """
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype)
+    _native.paged_attention_decode(
+        _view("q", q),
+        _view("k_cache", k_cache),
+        _view("v_cache", v_cache),
+        _view("block_tables", block_tables),
+        _view("context_lens", context_lens),
+        _view("out", out),
+        scale,
+        window,
+        num_threads,
+        _isa(isa),
+    )
+    return out
+
+
+def paged_kv_write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    num_threads: int = 0,
+    *,
+    isa: str | None = None,
+) -> None:
+    """Write the keys and values of new tokens into their slots of the cache, cast to its dtype.
+
+    Args:
+        k: [n, kv_heads, head_dim], fp32, fp16 or bf16; may be strided in n and heads. v: likewise.
+        v: as k.
+        k_cache: [num_blocks, kv_heads, block_size, head_dim]; as in `paged_attention_decode`.
+        v_cache: as k_cache.
+        slots: [n] int64, block * block_size + offset; all different (of equal ones, any may win).
+        num_threads: 0 means `default_num_threads()`.
+        isa: as in `paged_attention_decode`.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape, stride or value is wrong; nothing was written.
+    """
+    _native.paged_kv_write(
+        _view("k", k),
+        _view("v", v),
+        _view("k_cache", k_cache),
+        _view("v_cache", v_cache),
+        _view("slots", slots),
+        num_threads,
+        _isa(isa),
+    )
+
+
+def read_seconds(tensor: torch.Tensor, num_threads: int = 0) -> float:
+    """Seconds that the kernels' thread pool takes to read a contiguous CPU tensor once."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError("tensor must be contiguous and on the CPU")
+    return _native.read_seconds(tensor.data_ptr(), tensor.nbytes, num_threads)
+
+
+def read_bandwidth(nbytes: int, num_threads: int = 0, repeats: int = 5) -> float:
+    """The best of `repeats` streaming reads of `nbytes` bytes, in GB/s (1e9 bytes per second)."""
+    if nbytes < 1 or repeats < 1:
+        raise ValueError(f"nbytes and repeats must be at least 1, not {nbytes} and {repeats}")
+    buffer = torch.ones(nbytes, dtype=torch.uint8)
+    return nbytes / min(read_seconds(buffer, num_threads) for _ in range(repeats)) / 1e9
+
+
+def _view(name: str, tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on {tensor.device}; expected a CPU tensor")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} has layout {tensor.layout}; expected torch.strided")
+    code = _DTYPE_CODES.get(tensor.dtype)
+    if code is None:
+        raise ValueError(f"{name} has dtype {tensor.dtype}, which the native kernels do not read")
+    return tensor.data_ptr(), code, tuple(tensor.shape), tensor.stride()
+
+
+def _isa(isa: str | None) -> str:
+    return isa if isa is not None else os.environ.get("NEO_DESKTOP_ISA", "")

@@ -1,2 +1,25 @@
+from typing import TypeAlias
+
+# (address, dtype code, shape, strides in elements); the codes are those of native/include/neo_desktop/dtype.h
+Tensor: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
 def cpu_features() -> dict[str, bool]: ...
 def default_num_threads() -> int: ...
+def available_isas() -> list[str]: ...
+def paged_attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+    scale: float,
+    window: int,
+    num_threads: int,
+    isa: str,
+    /,
+) -> None: ...
+def paged_kv_write(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, num_threads: int, isa: str, /
+) -> None: ...
+def read_seconds(address: int, nbytes: int, num_threads: int, /) -> float: ...

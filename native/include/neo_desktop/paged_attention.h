@@ -1,0 +1,34 @@
+// Decode attention over a paged KV cache, and the writing of new keys and values into it.
+#pragma once
+
+#include <cstdint>
+
+#include "neo_desktop/cpu.h"
+#include "neo_desktop/tensor_view.h"
+
+namespace neo_desktop {
+
+// out[b, h] = softmax(scale * q[b, h] · K) V over the last `window` (0: all) of request b's tokens.
+//
+//   q, out         [batch, heads, head_dim]    fp32, fp16 or bf16; rows contiguous
+//   k/v_cache      [num_blocks, kv_heads, block_size, head_dim]
+//   block_tables   [batch, max_blocks] int32; token t of request b is row t % block_size of
+//                  block block_tables[b, t / block_size]
+//   context_lens   [batch] int32, tokens in the cache, the newest included
+//
+// Query head h reads KV head h / (heads / kv_heads). Accumulates in fp32. The result does not depend on the
+// number of threads nor on the other requests of the batch. A non-finite key, value or query makes the heads
+// that attend to it non-finite, no others; rows of the cache that are not attended to are never read.
+// num_threads 0 means default_num_threads(). Throws std::invalid_argument before anything is read or written
+// if any shape, dtype, stride, length or block id is wrong.
+void paged_attention_decode(const TensorView& q, const TensorView& k_cache, const TensorView& v_cache,
+                            const TensorView& block_tables, const TensorView& context_lens,
+                            const TensorView& out, float scale, int64_t window, int num_threads, Isa isa);
+
+// Row i of k and v, [n, kv_heads, head_dim], goes to slot slots[i] (int64: block * block_size + offset) of
+// the caches, cast to their dtype. Slots must differ from each other; of equal ones any may win. Threads and
+// errors as above.
+void paged_kv_write(const TensorView& k, const TensorView& v, const TensorView& k_cache,
+                    const TensorView& v_cache, const TensorView& slots, int num_threads, Isa isa);
+
+}  // namespace neo_desktop

@@ -1,0 +1,95 @@
+// AVX2 with FMA and F16C.
+#include <immintrin.h>
+
+#include "kernel_simd.h"
+
+namespace neo_desktop {
+namespace {
+
+struct Avx2 {
+  using Reg = __m256;
+  static constexpr int kLanes = 8;
+
+  static Reg zero() { return _mm256_setzero_ps(); }
+  static Reg broadcast(float x) { return _mm256_set1_ps(x); }
+  static Reg add(Reg a, Reg b) { return _mm256_add_ps(a, b); }
+  static Reg subtract(Reg a, Reg b) { return _mm256_sub_ps(a, b); }
+  static Reg multiply(Reg a, Reg b) { return _mm256_mul_ps(a, b); }
+  static Reg multiply_add(Reg a, Reg b, Reg c) { return _mm256_fmadd_ps(a, b, c); }
+  static Reg max(Reg a, Reg b) { return _mm256_max_ps(a, b); }  // b where either is NaN
+  static bool any_differs(Reg a, Reg b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NEQ_UQ)) != 0; }
+
+  static Reg load(const float* p) { return _mm256_loadu_ps(p); }
+  static Reg load(const Half* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+  static Reg load(const BFloat16* p) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+  }
+  static void store(float* p, Reg x) { _mm256_storeu_ps(p, x); }
+  static void store(Half* p, Reg x) {
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  static void store(BFloat16* p, Reg x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i quiet_nan = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    const __m256i wide = _mm256_srli_epi32(_mm256_blendv_epi8(rounded, quiet_nan, nan), 16);
+    const __m128i low = _mm256_castsi256_si128(wide);
+    _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(low, _mm256_extracti128_si256(wide, 1)));
+  }
+
+  // Lane i of the result is the sum of the lanes of rows[i].
+  static Reg sum_each(const Reg* rows) {
+    Reg pairs[4];  // per 128-bit half: two partial sums of each of two rows
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      pairs[i] = _mm256_add_ps(_mm256_unpacklo_ps(rows[2 * i], rows[2 * i + 1]),
+                               _mm256_unpackhi_ps(rows[2 * i], rows[2 * i + 1]));
+    }
+    Reg quads[2];  // per half: one partial sum of each of four rows
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      const __m256d a = _mm256_castps_pd(pairs[2 * i]);
+      const __m256d b = _mm256_castps_pd(pairs[2 * i + 1]);
+      quads[i] = _mm256_add_ps(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)),
+                               _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)));
+    }
+    return _mm256_add_ps(_mm256_permute2f128_ps(quads[0], quads[1], 0x20),
+                         _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
+  }
+
+  // The maximum within each run of `width` lanes, in all of its lanes.
+  template <int width>
+  static Reg max_within(Reg x) {
+    if constexpr (width > 1) x = _mm256_max_ps(x, _mm256_permute_ps(x, 0xb1));
+    if constexpr (width > 2) x = _mm256_max_ps(x, _mm256_permute_ps(x, 0x4e));
+    if constexpr (width > 4) x = _mm256_max_ps(x, _mm256_permute2f128_ps(x, x, 0x01));
+    return x;
+  }
+
+  // 2^x for x <= 0, relative error below 1e-7, NaN for NaN. Below -126, where fp32 turns denormal, 0.
+  static Reg exp2(Reg x) {
+    const Reg tiny = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_LT_OQ);
+    x = _mm256_max_ps(_mm256_set1_ps(-126.0f), x);  // in this order NaN survives
+    const Reg whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const Reg part = _mm256_sub_ps(x, whole);
+    Reg power = _mm256_set1_ps(1.5453163e-4f);  // Chebyshev interpolation of 2^x on [-1/2, 1/2]
+    power = _mm256_fmadd_ps(power, part, _mm256_set1_ps(1.33908634e-3f));
+    power = _mm256_fmadd_ps(power, part, _mm256_set1_ps(9.61808256e-3f));
+    power = _mm256_fmadd_ps(power, part, _mm256_set1_ps(5.55035711e-2f));
+    power = _mm256_fmadd_ps(power, part, _mm256_set1_ps(2.40226508e-1f));
+    power = _mm256_fmadd_ps(power, part, _mm256_set1_ps(6.93147188e-1f));
+    power = _mm256_fmadd_ps(power, part, _mm256_set1_ps(1.0f));
+    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
+    power = _mm256_mul_ps(power, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+    return _mm256_andnot_ps(tiny, power);
+  }
+};
+
+}  // namespace
+
+constinit const Kernels kAvx2Kernels = make_kernels<Avx2>();
+
+}  // namespace neo_desktop

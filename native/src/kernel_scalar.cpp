@@ -1,0 +1,65 @@
+// The reference: plain loops that any CPU runs, and that the vector kernels are tested against.
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "neo_desktop/half.h"
+#include "neo_desktop/kernels.h"
+
+namespace neo_desktop {
+namespace {
+
+template <class T>
+void attend(const AttendTask& task) {
+  const int dim = task.head_dim;
+  for (int g = 0; g < task.group; ++g) {
+    task.max[g] = -std::numeric_limits<float>::infinity();
+    task.sum[g] = 0;
+    std::memset(task.acc + g * task.padded_head_dim, 0, sizeof(float) * task.padded_head_dim);
+  }
+  for (int64_t token = task.begin; token < task.end; ++token) {
+    const int64_t block = task.block_table[token / task.block_size];
+    const int64_t row = token % task.block_size * dim;
+    const T* k = static_cast<const T*>(task.k) + block * task.k_block_stride + row;
+    const T* v = static_cast<const T*>(task.v) + block * task.v_block_stride + row;
+    float key[kMaxHeadDim];
+    float value[kMaxHeadDim];
+    for (int i = 0; i < dim; ++i) key[i] = to_float(k[i]);
+    for (int i = 0; i < dim; ++i) value[i] = to_float(v[i]);
+    for (int g = 0; g < task.group; ++g) {
+      const float* q = task.q + g * task.padded_head_dim;
+      float* acc = task.acc + g * task.padded_head_dim;
+      float score = 0;
+      for (int i = 0; i < dim; ++i) score += q[i] * key[i];
+      if (score > task.max[g]) {  // false for NaN, which then reaches the output through the weight
+        const float correction = std::exp2(task.max[g] - score);
+        task.max[g] = score;
+        task.sum[g] *= correction;
+        for (int i = 0; i < dim; ++i) acc[i] *= correction;
+      }
+      const float weight = std::exp2(score - task.max[g]);
+      task.sum[g] += weight;
+      for (int i = 0; i < dim; ++i) acc[i] += weight * value[i];
+    }
+  }
+}
+
+template <class T>
+void widen(const void* source, float* target, int length) {
+  for (int i = 0; i < length; ++i) target[i] = to_float(static_cast<const T*>(source)[i]);
+}
+
+template <class T>
+void narrow(const float* source, void* target, int length) {
+  for (int i = 0; i < length; ++i) from_float(source[i], static_cast<T*>(target)[i]);
+}
+
+}  // namespace
+
+constinit const Kernels kScalarKernels = {
+    {attend<float>, attend<Half>, attend<BFloat16>},
+    {widen<float>, widen<Half>, widen<BFloat16>},
+    {narrow<float>, narrow<Half>, narrow<BFloat16>},
+};
+
+}  // namespace neo_desktop

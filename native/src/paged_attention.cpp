@@ -1,0 +1,295 @@
+// Shares decode attention out over threads.
+//
+// The work is cut into items (request, KV head, chunk of context). Chunks depend on the request's length
+// only, so a result never depends on the batch or on the number of threads. Threads take items from a
+// counter:
+//
+//   request 0, 700 tokens    head 0: [0,256) [256,512) [512,700)   head 1: ...
+//   request 1,  90 tokens    head 0: [0,90)                        head 1: ...
+//
+// A chunk's result is a partial softmax (max, sum, acc). Where a head has several chunks, the thread that
+// finishes the last of them merges all, in order, in fp32 (as in Flash-Decoding).
+#include "neo_desktop/paged_attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <memory>
+#include <numbers>
+#include <vector>
+
+#include "neo_desktop/kernels.h"
+#include "neo_desktop/paged_cache.h"
+#include "neo_desktop/thread_pool.h"
+
+namespace neo_desktop {
+namespace {
+
+constexpr int64_t kMinChunkTokens = 256;
+constexpr int64_t kMaxChunks = 64;  // per request and head: bounds the memory that partial results take
+
+// Waking a thread costs about as long as reading this much.
+constexpr int64_t kMinBytesPerThread = 32 << 10;
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
+
+struct Request {
+  int64_t begin;  // first token attended to
+  int64_t end;
+  int64_t chunk_tokens;
+  int64_t chunks;
+  int64_t first_item;
+  int64_t first_partial;  // where its partial results lie; unused with one chunk
+};
+
+// Memory that a calling thread keeps between its calls, so that calls in a row allocate nothing.
+class Scratch {
+ public:
+  float* floats(int64_t count) {
+    if (count > capacity_) {
+      memory_.reset();
+      memory_.reset(new (std::align_val_t{kAlignment}) float[count]);
+      capacity_ = count;
+    }
+    return memory_.get();
+  }
+
+ private:
+  static constexpr size_t kAlignment = 64;
+  struct Free {
+    void operator()(float* p) const { operator delete[](p, std::align_val_t{kAlignment}); }
+  };
+  std::unique_ptr<float[], Free> memory_;
+  int64_t capacity_ = 0;
+};
+
+class DecodeCall {
+ public:
+  DecodeCall(const TensorView& q, const PagedCache& cache, const TensorView& block_tables,
+             const TensorView& context_lens, const TensorView& out, float scale, int64_t window,
+             const Kernels& kernels)
+      : q_(q),
+        cache_(cache),
+        block_tables_(block_tables),
+        out_(out),
+        kernels_(kernels),
+        q_scale_(scale * std::numbers::log2e_v<float>),
+        group_(static_cast<int>(q.size(1) / cache.kv_heads)),
+        padded_group_(static_cast<int>(round_up(group_, kQueryTile))),
+        padded_head_dim_(static_cast<int>(round_up(cache.head_dim, kMaxLanes))),
+        partial_floats_(padded_group_ * (padded_head_dim_ + 2)),
+        lanes_floats_(padded_group_ / kQueryTile * 2 * kMaxLanes),
+        thread_floats_(padded_group_ * padded_head_dim_ + lanes_floats_ + partial_floats_) {
+    const auto* lens = static_cast<const int32_t*>(context_lens.data);
+    requests_.reserve(q.size(0));
+    for (int64_t b = 0; b < q.size(0); ++b) {
+      const int64_t end = lens[b];
+      const int64_t begin = window > 0 ? std::max<int64_t>(0, end - window) : 0;
+      const int64_t chunk_tokens =
+          std::max(kMinChunkTokens, round_up(divide_up(end - begin, kMaxChunks), kMinChunkTokens));
+      const int64_t chunks = divide_up(end - begin, chunk_tokens);
+      requests_.push_back({begin, end, chunk_tokens, chunks, items_, partials_});
+      items_ += chunks * cache.kv_heads;
+      if (chunks > 1) partials_ += chunks * cache.kv_heads;
+      tokens_ += end - begin;
+    }
+  }
+
+  void run(int num_threads) {
+    const int64_t bytes = tokens_ * cache_.kv_heads * cache_.head_dim * size_of(cache_.dtype) * 2;
+    const int threads = static_cast<int>(
+        std::min({static_cast<int64_t>(num_threads), items_, 1 + bytes / kMinBytesPerThread}));
+    thread_local Scratch scratch;
+    thread_memory_ = scratch.floats(threads * thread_floats_ + partials_ * partial_floats_);
+    partial_memory_ = thread_memory_ + threads * thread_floats_;
+    unfinished_ = std::make_unique<std::atomic<int>[]>(requests_.size() * cache_.kv_heads);
+    for (size_t b = 0; b < requests_.size(); ++b) {
+      for (int64_t head = 0; head < cache_.kv_heads; ++head) {
+        unfinished_[b * cache_.kv_heads + head] = static_cast<int>(requests_[b].chunks);
+      }
+    }
+    ThreadPool::shared().run(threads, [this](int participant) { work(participant); });
+  }
+
+ private:
+  struct Partial {
+    float* max;
+    float* sum;
+    float* acc;
+  };
+
+  Partial partial_at(float* memory) const {
+    return {memory + padded_group_ * padded_head_dim_, memory + padded_group_ * (padded_head_dim_ + 1),
+            memory};
+  }
+
+  void work(int participant) {
+    float* memory = thread_memory_ + participant * thread_floats_;
+    for (;;) {
+      const int64_t item = next_item_.fetch_add(1, std::memory_order_relaxed);
+      if (item >= items_) return;
+      const auto after = std::upper_bound(requests_.begin(), requests_.end(), item,
+                                          [](int64_t i, const Request& r) { return i < r.first_item; });
+      const int64_t b = after - requests_.begin() - 1;
+      const int64_t index = item - requests_[b].first_item;
+      attend(b, index / requests_[b].chunks, index % requests_[b].chunks, memory);
+    }
+  }
+
+  void attend(int64_t b, int64_t head, int64_t chunk, float* memory) {
+    const Request& request = requests_[b];
+    float* q = memory;
+    float* lanes = q + padded_group_ * padded_head_dim_;
+    float* own = lanes + lanes_floats_;
+    float* first = partial_memory_ + (request.first_partial + head * request.chunks) * partial_floats_;
+    const Partial result = partial_at(request.chunks == 1 ? own : first + chunk * partial_floats_);
+
+    load_queries(b, head, q);
+    AttendTask task;
+    task.q = q;
+    task.k = offset(cache_.k.data, cache_.dtype, head * cache_.k.head_stride);
+    task.v = offset(cache_.v.data, cache_.dtype, head * cache_.v.head_stride);
+    task.k_block_stride = cache_.k.block_stride;
+    task.v_block_stride = cache_.v.block_stride;
+    task.block_table = static_cast<const int32_t*>(block_tables_.data) + b * block_tables_.stride(0);
+    task.begin = request.begin + chunk * request.chunk_tokens;
+    task.end = std::min(task.begin + request.chunk_tokens, request.end);
+    task.block_size = cache_.block_size;
+    task.head_dim = cache_.head_dim;
+    task.group = group_;
+    task.padded_group = padded_group_;
+    task.padded_head_dim = padded_head_dim_;
+    task.lanes = lanes;
+    task.max = result.max;
+    task.sum = result.sum;
+    task.acc = result.acc;
+    kernels_.attend[static_cast<int>(cache_.dtype)](task);
+
+    if (request.chunks == 1) {
+      store_output(b, head, result);
+      return;
+    }
+    // The last to finish sees everybody's results: each decrement releases its own, the last acquires all.
+    if (unfinished_[b * cache_.kv_heads + head].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      const Partial merged = partial_at(own);
+      merge(first, request.chunks, merged);
+      store_output(b, head, merged);
+    }
+  }
+
+  void load_queries(int64_t b, int64_t head, float* q) const {
+    std::fill(q, q + padded_group_ * padded_head_dim_, 0.0f);
+    for (int g = 0; g < group_; ++g) {
+      float* row = q + g * padded_head_dim_;
+      const int64_t at = b * q_.stride(0) + (head * group_ + g) * q_.stride(1);
+      kernels_.widen[static_cast<int>(q_.dtype)](offset(q_.data, q_.dtype, at), row, cache_.head_dim);
+      for (int i = 0; i < cache_.head_dim; ++i) row[i] *= q_scale_;
+    }
+  }
+
+  void merge(float* first, int64_t chunks, const Partial& result) const {
+    for (int g = 0; g < group_; ++g) {
+      float max = partial_at(first).max[g];
+      for (int64_t c = 1; c < chunks; ++c)
+        max = std::max(max, partial_at(first + c * partial_floats_).max[g]);
+      float sum = 0;
+      float* acc = result.acc + g * padded_head_dim_;
+      std::fill(acc, acc + cache_.head_dim, 0.0f);
+      for (int64_t c = 0; c < chunks; ++c) {
+        const Partial part = partial_at(first + c * partial_floats_);
+        const float weight = std::exp2(part.max[g] - max);
+        const float* values = part.acc + g * padded_head_dim_;
+        sum += weight * part.sum[g];
+        for (int i = 0; i < cache_.head_dim; ++i) acc[i] += weight * values[i];
+      }
+      result.sum[g] = sum;
+    }
+  }
+
+  void store_output(int64_t b, int64_t head, const Partial& result) const {
+    for (int g = 0; g < group_; ++g) {
+      float* acc = result.acc + g * padded_head_dim_;
+      const float normalise = 1.0f / result.sum[g];
+      for (int i = 0; i < cache_.head_dim; ++i) acc[i] *= normalise;
+      const int64_t at = b * out_.stride(0) + (head * group_ + g) * out_.stride(1);
+      kernels_.narrow[static_cast<int>(out_.dtype)](acc, offset(out_.data, out_.dtype, at), cache_.head_dim);
+    }
+  }
+
+  const TensorView& q_;
+  const PagedCache& cache_;
+  const TensorView& block_tables_;
+  const TensorView& out_;
+  const Kernels& kernels_;
+  const float q_scale_;
+  const int group_;
+  const int padded_group_;
+  const int padded_head_dim_;
+  const int64_t partial_floats_;
+  const int64_t lanes_floats_;
+  const int64_t thread_floats_;
+  std::vector<Request> requests_;
+  int64_t items_ = 0;
+  int64_t partials_ = 0;
+  int64_t tokens_ = 0;
+  float* thread_memory_ = nullptr;
+  float* partial_memory_ = nullptr;
+  std::unique_ptr<std::atomic<int>[]> unfinished_;  // chunks of (request, KV head) still to come
+  std::atomic<int64_t> next_item_{0};
+};
+
+void check_context(const TensorView& block_tables, const TensorView& context_lens, const PagedCache& cache,
+                   int64_t window) {
+  const auto* lens = static_cast<const int32_t*>(context_lens.data);
+  const int64_t capacity = block_tables.size(1) * cache.block_size;
+  for (int64_t b = 0; b < context_lens.size(0); ++b) {
+    if (lens[b] < 1) fail("context_lens[", b, "] is ", lens[b], "; a request attends to at least 1 token");
+    if (lens[b] > capacity) {
+      fail("context_lens[", b, "] is ", lens[b], ", beyond the ", capacity, " tokens of its block table (",
+           block_tables.size(1), " blocks of ", cache.block_size, ")");
+    }
+    const auto* table = static_cast<const int32_t*>(block_tables.data) + b * block_tables.stride(0);
+    const int64_t first_token = window > 0 ? std::max<int64_t>(0, lens[b] - window) : 0;
+    for (int64_t i = first_token / cache.block_size; i < divide_up(lens[b], cache.block_size); ++i) {
+      if (table[i] < 0 || table[i] >= cache.num_blocks) {
+        fail("block_tables[", b, ", ", i, "] is ", table[i], ", outside the cache's blocks 0 to ",
+             cache.num_blocks - 1);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void paged_attention_decode(const TensorView& q, const TensorView& k_cache, const TensorView& v_cache,
+                            const TensorView& block_tables, const TensorView& context_lens,
+                            const TensorView& out, float scale, int64_t window, int num_threads, Isa isa) {
+  const PagedCache cache = check_cache(k_cache, v_cache);
+  check_dims(q, "[batch, heads, head_dim]", 3);
+  check_shape(q, "[batch, heads, head_dim of the cache]", {q.size(0), q.size(1), cache.head_dim});
+  if (q.size(1) < 1 || q.size(1) % cache.kv_heads != 0) {
+    fail("q has ", q.size(1), " heads; expected a multiple of the cache's ", cache.kv_heads, " KV heads");
+  }
+  check_dtype(q, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  check_packed(q, 1);
+  check_shape(out, "the shape of q", q.shape);
+  check_dtype(out, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  check_packed(out, 1);
+  check_no_overlap(out, 2);
+  check_dims(block_tables, "[batch, max_blocks]", 2);
+  check_shape(block_tables, "[batch of q, max_blocks]", {q.size(0), block_tables.size(1)});
+  check_dtype(block_tables, {DType::kInt32});
+  check_packed(block_tables, 1);
+  check_shape(context_lens, "[batch of q]", {q.size(0)});
+  check_dtype(context_lens, {DType::kInt32});
+  check_packed(context_lens, 1);
+  if (!std::isfinite(scale)) fail("scale is ", scale, "; expected a finite number");
+  if (window < 0) fail("window is ", window, "; expected 0 (all tokens) or a number of tokens");
+  const int threads = check_num_threads(num_threads);
+  check_context(block_tables, context_lens, cache, window);
+  if (q.size(0) == 0) return;
+  DecodeCall(q, cache, block_tables, context_lens, out, scale, window, kernels_for(isa)).run(threads);
+}
+
+}  // namespace neo_desktop
