@@ -27,14 +27,12 @@ class GenerationDefaults:
         """Read generation_config.json; ModelError for a value of the wrong kind."""
 
         def number(key: str) -> float | None:
-            # Zero is a meaning of its own here: greedy for temperature, "off" for min_p and top_k.
-            return None if file.raw(key) is None else 0.0 if file.raw(key) == 0 else file.number(key)
+            return None if file.raw(key) is None else file.number(key, allow_zero=True)
 
-        top_k = number("top_k")
         return cls(
             do_sample=None if file.raw("do_sample") is None else file.boolean("do_sample", False),
             temperature=number("temperature"),
-            top_k=None if top_k is None else int(top_k),
+            top_k=None if file.raw("top_k") is None else file.integer("top_k", minimum=0),
             top_p=number("top_p"),
             min_p=number("min_p"),
             repetition_penalty=number("repetition_penalty"),

@@ -51,10 +51,12 @@ class JsonFile:
             raise self._wrong(key, f"an integer of at least {minimum}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above zero."""
+    def number(self, key: str, default: float | None = None, *, allow_zero: bool = False) -> float:
+        """A finite number above zero, or zero where that is allowed."""
         value = self._present(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+            raise self._wrong(key, "a number above zero")
+        if value == 0 and not allow_zero:
             raise self._wrong(key, "a number above zero")
         return float(value)
 

@@ -50,10 +50,8 @@ def rotate(heads: Tensor, rotation: Rotary) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide by the root mean square of the last dimension, in float32 inside, and scale by `weight`."""
-    x_float = x.float()
-    normed = x_float * torch.rsqrt(x_float.square().mean(dim=-1, keepdim=True) + eps)
-    # Rounded before the scaling, as the models were trained: float16 logits then agree with the reference.
-    return normed.to(x.dtype) * weight
+    # Scaled after the rounding, as the models were trained: 16-bit logits then agree with the reference.
+    return torch.rms_norm(x, x.shape[-1:], eps=eps) * weight
 
 
 def gated_silu(gate_up: Tensor) -> Tensor:

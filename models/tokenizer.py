@@ -1,6 +1,7 @@
 """Text to token ids and back, from a checkpoint's tokenizer.json."""
 
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
@@ -29,13 +30,7 @@ class Tokenizer:
         self.special_tokens = special_tokens
         self.chat_template = chat_template
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        self._added = {
-            token_id: token.content for token_id, token in backend.get_added_tokens_decoder().items()
-        }
-        special = [
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
-        ]
-        self._special_ids = frozenset(special)
+        self._added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
         self._byte_level = b'"ByteLevel"' in backend.decoder.__getstate__() if backend.decoder else False
 
     @classmethod
@@ -54,10 +49,9 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower
             raise ModelError(f"{file} is not a valid tokenizer ({error}): download it again.") from None
-        config = _optional_json(path / "tokenizer_config.json")
-        special_tokens = _special_tokens(config) or _special_tokens(
-            _optional_json(path / "special_tokens_map.json")
-        )
+        config = _tokenizer_config(path)
+        special_tokens = _special_tokens(config)
+        _mark_special(backend, special_tokens)
         _apply_bos_eos_settings(backend, config, special_tokens)
         return cls(backend, special_tokens, _chat_template(path, config))
 
@@ -87,7 +81,7 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, perhaps part of a character; none outside the vocabulary."""
         if token_id in self._added:
-            return self._added[token_id].encode()
+            return self._added[token_id].content.encode()
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -103,7 +97,9 @@ class Tokenizer:
 
     def has_text(self, token_id: int) -> bool:
         """Whether `decode` can give text for this token: not a special token, and inside the vocabulary."""
-        return token_id not in self._special_ids and self._backend.id_to_token(token_id) is not None
+        if token_id in self._added:
+            return not self._added[token_id].special
+        return self._backend.id_to_token(token_id) is not None
 
     def _role_id(self, role: str) -> int | None:
         token = self.special_tokens.get(role)
@@ -168,8 +164,13 @@ def _byte_alphabet() -> dict[str, bytes]:
 _BYTE_OF = _byte_alphabet()
 
 
-def _optional_json(file: Path) -> JsonFile:
-    return JsonFile.read(file) if file.exists() else JsonFile(file, {})
+def _tokenizer_config(path: Path) -> JsonFile:
+    """tokenizer_config.json, with the roles of an older special_tokens_map.json where it names none."""
+    values: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (path / name).exists():
+            values |= JsonFile.read(path / name).values
+    return JsonFile(path / "tokenizer_config.json", values)
 
 
 def _special_tokens(config: JsonFile) -> dict[str, str]:
@@ -180,6 +181,13 @@ def _special_tokens(config: JsonFile) -> dict[str, str]:
         if role.endswith("_token") and isinstance(text, str):
             found[role] = text
     return found
+
+
+def _mark_special(backend: tokenizers.Tokenizer, special_tokens: dict[str, str]) -> None:
+    """A text with a role is a special token even where tokenizer.json lists it as an ordinary one."""
+    marked = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    texts = {text for text in special_tokens.values() if backend.token_to_id(text) is not None} - marked
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in sorted(texts)])
 
 
 def _apply_bos_eos_settings(
