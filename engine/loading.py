@@ -27,7 +27,7 @@ class LoadedModel:
     name: str
     config: ModelConfig
     decoder: Decoder
-    tokenizer: Tokenizer | ByteTokenizer
+    tokenizer: Tokenizer
 
 
 def load(

@@ -52,8 +52,8 @@ def next_token(tokens: Sequence[int]) -> int:
 class FakeExecutor:
     """Executes plans on lists of tokens instead of tensors, and checks each plan as it goes.
 
-    `slots[place][slot]` is the token whose KV lies there: attending means reading the slots of the block table.
-    A plan that names a wrong block, or copies in a wrong order, changes the tokens that come out.
+    `slots[place][slot]` is the token whose KV lies there: attending means reading the slots of the block
+    table. A plan that names a wrong block, or copies in a wrong order, changes the tokens that come out.
     """
 
     block_size: int

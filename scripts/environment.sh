@@ -1,0 +1,43 @@
+# Sourced by the scripts beside it: makes and updates the virtual environment in .venv.
+#
+# prepare_environment EXTRAS [pip arguments]
+#   EXTRAS is "" or e.g. "[dev]". Installs only when something that an install depends on has changed: Python
+#   edits are seen at once.
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+fail() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+find_python() {
+    local candidate
+    for candidate in python3 python3.13 python3.12 python3.11; do
+        if command -v "$candidate" >/dev/null &&
+            "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "Python 3.11 or newer is needed (Debian, Ubuntu: apt install python3 python3-venv python3-dev)"
+}
+
+prepare_environment() {
+    local extras="$1" python wanted
+    shift
+    command -v c++ >/dev/null || fail "a C++ compiler is needed (Debian, Ubuntu: apt install g++)"
+    if [ ! -x .venv/bin/pip ]; then
+        python=$(find_python)
+        echo "Making a virtual environment in .venv …"
+        "$python" -m venv .venv ||
+            fail "the virtual environment could not be made (Debian, Ubuntu: apt install python3-venv)"
+    fi
+    wanted=$({ echo "$*"; cat pyproject.toml; find native -type f -not -name '*.pyc' -print0 | sort -z | xargs -0 cat; } | sha256sum)
+    if [ "$(cat ".venv/installed$extras" 2>/dev/null)" != "$wanted" ]; then
+        echo "Installing neo-desktop$extras; the first time, this takes some minutes …"
+        .venv/bin/pip install --quiet --disable-pip-version-check "$@" -e ".$extras" ||
+            fail "the installation failed, see above"
+        echo "$wanted" | tee ".venv/installed$extras" > .venv/installed
+    fi
+}

@@ -1,0 +1,227 @@
+"""The whole engine against transformers, on small random checkpoints of every family."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import FAMILIES, VOCAB_SIZE, save_checkpoint
+from transformers import AutoModelForCausalLM
+
+from neo_desktop import Engine, SamplingParams
+from neo_desktop.engine.engine import ContextLengthError
+from neo_desktop.engine.request import FinishReason
+
+GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
+
+
+def prompts(count: int, seed: int = 1) -> list[list[int]]:
+    """Prompts of very different lengths, some across many blocks."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [1, 16, 17, 33, 7, 150, 64, 90][:count]
+    return [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.inference_mode()
+def transformers_greedy(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    token_ids = torch.tensor([prompt])
+    output = model.generate(
+        token_ids,
+        attention_mask=torch.ones_like(token_ids),
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: save_checkpoint(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def llama(checkpoints: dict[str, Path]) -> Iterator[Engine]:
+    with Engine.from_pretrained(checkpoints["llama"], device="cpu") as engine:
+        yield engine
+
+
+def assert_no_block_is_used(engine: Engine) -> None:
+    stats = engine.stats()
+    assert stats.num_running == stats.num_waiting == 0
+    assert all(pool.num_used_blocks == 0 for pool in stats.pools.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_64_greedy_tokens_are_those_of_transformers_alone_and_batched(
+    checkpoints: dict[str, Path], family: str
+) -> None:
+    batch = prompts(6)
+    with Engine.from_pretrained(
+        checkpoints[family], device="cpu", max_batch_tokens=100, max_batch_requests=6
+    ) as engine:
+        batched = engine.generate(batch, GREEDY)
+        alone = [engine.generate([prompt], GREEDY)[0] for prompt in batch]
+    for prompt, one, together in zip(batch, alone, batched, strict=True):
+        expected = transformers_greedy(checkpoints[family], prompt, 64)
+        assert list(one.token_ids) == expected
+        assert list(together.token_ids) == expected
+
+
+@pytest.mark.parametrize(
+    ("policy", "gpu_cache_tokens", "cpu_cache_tokens", "happens"),
+    [
+        ("gpu-only", 320, None, "num_preemptions"),
+        ("auto", 320, 2000, "num_moves"),
+        ("auto", 320, 64, "num_preemptions"),
+        ("auto", 0, 400, "num_preemptions"),
+        ("auto", 64, 320, "num_preemptions"),
+    ],
+)
+def test_every_policy_and_memory_gives_the_same_tokens(
+    checkpoints: dict[str, Path],
+    policy: str,
+    gpu_cache_tokens: int,
+    cpu_cache_tokens: int | None,
+    happens: str,
+) -> None:
+    """Requests wait, move between the pools, are preempted and recomputed; nobody can tell."""
+    batch = prompts(8)
+    expected = [transformers_greedy(checkpoints["llama"], prompt, 64) for prompt in batch]
+    with Engine.from_pretrained(
+        checkpoints["llama"],
+        device="cpu",
+        policy=policy,
+        gpu_cache_tokens=gpu_cache_tokens,
+        cpu_cache_tokens=cpu_cache_tokens,
+    ) as engine:
+        outputs = engine.generate(batch, GREEDY)
+        assert [list(output.token_ids) for output in outputs] == expected
+        assert_no_block_is_used(engine)
+        assert getattr(engine.stats(), happens) > 0, "the test did not reach what it is about"
+
+
+def test_a_repeated_beginning_is_not_computed_again_and_changes_nothing(llama: Engine) -> None:
+    prompt = prompts(6)[5]
+    first = llama.generate([prompt], GREEDY)[0]
+    again = llama.generate([prompt, [*prompt[:100], 5, 6]], GREEDY)
+    assert again[0].token_ids == first.token_ids
+    assert [output.num_cached_tokens for output in again] == [144, 96]
+    assert_no_block_is_used(llama)
+
+
+def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(llama: Engine) -> None:
+    seeded = SamplingParams(max_tokens=20, temperature=1.5, top_p=0.95, seed=7)
+    prompt = prompts(3)[2]
+    alone = llama.generate([prompt], seeded)[0]
+    others = SamplingParams(max_tokens=30, temperature=0.8)
+    batch = llama.generate([*prompts(3), prompt], [others, others, others, seeded])
+    assert batch[3].token_ids == alone.token_ids
+
+
+def test_n_outputs_differ_and_come_in_order(llama: Engine) -> None:
+    outputs = llama.generate(prompts(2), SamplingParams(n=3, max_tokens=8, temperature=2.0, seed=1))
+    assert len(outputs) == 6
+    assert [output.num_prompt_tokens for output in outputs] == [1, 1, 1, 16, 16, 16]
+    assert len({output.token_ids for output in outputs[:3]}) == 3
+
+
+def test_requests_join_and_leave_between_any_two_steps(llama: Engine) -> None:
+    first, second = prompts(5)[3:5]
+    expected = {"a": llama.generate([first], GREEDY)[0], "b": llama.generate([second], GREEDY)[0]}
+    seen: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+    llama.add_request("a", first, GREEDY)
+    for step in range(200):
+        if step == 5:
+            llama.add_request("b", second, GREEDY)
+            llama.add_request("c", second, GREEDY)
+        if step == 10:
+            (last,) = llama.abort("c")
+            assert last.finish_reason is FinishReason.ABORT
+            assert llama.abort("c") == []
+        for output in llama.step():
+            seen[output.request_id] += [token.token_id for token in output.tokens]
+    for name, completion in expected.items():
+        assert seen[name] == list(completion.token_ids)
+    assert seen["c"] == seen["b"][: len(seen["c"])]
+    assert_no_block_is_used(llama)
+
+
+def test_text_prompts_stop_strings_and_text_agree_with_the_tokenizer(llama: Engine) -> None:
+    free = llama.generate(["Hello"], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))[0]
+    assert free.text == llama.tokenizer.decode(list(free.token_ids))
+    stop = free.text[10:12]
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, stop=stop)
+    stopped = llama.generate(["Hello"], params)[0]
+    assert stopped.text == free.text[: free.text.find(stop)]
+    assert stopped.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "message"),
+    [
+        ([], GREEDY, ValueError, "empty"),
+        ([VOCAB_SIZE], GREEDY, ValueError, f"token id {VOCAB_SIZE}"),
+        ([-1], GREEDY, ValueError, "token id -1"),
+        ([1] * 512, GREEDY, ContextLengthError, "512 tokens"),
+        ([1] * 500, GREEDY, ContextLengthError, "max_tokens"),
+    ],
+)
+def test_a_prompt_that_cannot_be_run_is_refused_and_leaves_nothing_behind(
+    llama: Engine, prompt: list[int], params: SamplingParams, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        llama.generate([[1, 2, 3], prompt], params)
+    assert_no_block_is_used(llama)
+
+
+def test_a_context_longer_than_the_caches_is_refused_not_waited_for(checkpoints: dict[str, Path]) -> None:
+    with Engine.from_pretrained(
+        checkpoints["llama"], device="cpu", policy="gpu-only", gpu_cache_tokens=64
+    ) as engine:
+        assert engine.max_context_tokens == 64
+        with pytest.raises(ContextLengthError):
+            engine.generate([[1] * 64])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": "tpu"}, "device 'tpu'"),
+        ({"dtype": "int3"}, "dtype 'int3'"),
+        ({"policy": "magic"}, "policy 'magic'"),
+        ({"gpu_cache_tokens": -1}, "gpu_cache_tokens"),
+        ({"max_batch_requests": 0}, "max_batch_requests"),
+        ({"shape": "llama-9"}, "llama-9"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    checkpoints: dict[str, Path], arguments: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine.from_pretrained(checkpoints["llama"], **({"device": "cpu"} | arguments))  # type: ignore[arg-type]
+
+
+def test_caches_that_cannot_be_had_are_refused(checkpoints: dict[str, Path]) -> None:
+    with pytest.raises(MemoryError, match="ask for at most"):
+        Engine.from_pretrained(checkpoints["llama"], device="cpu", gpu_cache_tokens=10**10)
+    with pytest.raises(MemoryError, match="no room for KV"):
+        Engine.from_pretrained(checkpoints["llama"], device="cpu", policy="gpu-only", gpu_cache_tokens=0)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bit_logits_stay_close_to_float32(checkpoints: dict[str, Path], dtype: str) -> None:
+    """First-token distribution against transformers in float32."""
+    prompt = prompts(6)[5]
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(checkpoints["llama"], dtype=torch.float32)
+        reference = model(torch.tensor([prompt])).logits[0, -1].log_softmax(dim=-1)
+    with Engine.from_pretrained(checkpoints["llama"], device="cpu", dtype=dtype) as engine:
+        params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20)
+        (token,) = engine.generate([prompt], params)[0].tokens
+    tolerance = {"float16": 0.02, "bfloat16": 0.2}[dtype]
+    for top in token.top_logprobs:
+        assert top.logprob == pytest.approx(float(reference[top.token_id]), abs=tolerance)

@@ -1,0 +1,94 @@
+"""Small random checkpoints of every family, written by transformers."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB_SIZE = 320
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "eos_token_id": 256,
+    "bos_token_id": 257,
+    "initializer_range": 0.2,  # wide enough that greedy choices are clear-cut
+}
+_FAMILIES: dict[str, tuple[type[PreTrainedModel], type, dict[str, object]]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "llama3-tied": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "mistral": (MistralForCausalLM, MistralConfig, {}),
+    "mistral-window": (MistralForCausalLM, MistralConfig, {"sliding_window": 40}),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+}
+FAMILIES = tuple(_FAMILIES)
+
+
+def save_checkpoint(folder: Path, family: str, seed: int = 0, with_template: bool = True) -> Path:
+    """Write a checkpoint that transformers and this project can both load; return its folder."""
+    torch.manual_seed(seed)
+    model_class, config_class, changes = _FAMILIES[family]
+    model = model_class(config_class(**(_SIZES | changes)))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # transformers starts biases at zero, which would hide a missing one
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.eval().save_pretrained(folder)
+    save_tokenizer(folder, with_template)
+    return folder
+
+
+def save_tokenizer(folder: Path, with_template: bool = True) -> None:
+    """Write a byte-level tokenizer with chat tokens."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.train_from_iterator(
+        [], trainers.BpeTrainer(vocab_size=256, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    )
+    roles = ["<|user|>", "<|assistant|>", "<|system|>"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|end|>",
+        bos_token="<|begin|>",
+        additional_special_tokens=roles,
+    )
+    if with_template:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
