@@ -1,0 +1,64 @@
+"""The page as a user handles it."""
+
+import re
+from typing import Any
+from urllib.parse import urlsplit
+
+from playwright.sync_api import Page, expect
+
+
+class ChatPage:
+    """What a user sees and does; remembers every host that the page asks for anything."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        page.set_default_timeout(15_000)
+        self.hosts: set[str] = set()
+        self.problems: list[str] = []
+        page.on("request", lambda request: self._note_host(request.url))
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.on("response", self._note_failure)
+        self.box = page.get_by_role("textbox", name="Message")
+        self.send_button = page.get_by_role("button", name="Send", exact=True)
+        self.stop_button = page.get_by_role("button", name="Stop", exact=True)
+        self.new_button = page.get_by_role("button", name="New chat")
+        self.retry_button = page.get_by_role("button", name="Retry")
+        self.answers = page.get_by_test_id("bot")
+        self.questions = page.get_by_test_id("user")
+        self.last_answer = self.answers.last
+        self.chats = page.get_by_role("radio")
+
+    def _note_host(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("data", "blob"):
+            self.hosts.add(parts.hostname or url)
+
+    def _note_failure(self, response: Any) -> None:
+        if response.status >= 400:
+            self.problems.append(f"{response.status} {response.url}")
+
+    def open(self, url: str) -> None:
+        self.page.goto(url)
+        expect(self.send_button).to_be_visible()
+
+    def send(self, text: str) -> None:
+        self.box.fill(text)
+        self.box.press("Enter")
+
+    def ask(self, text: str) -> None:
+        """Send, and wait until the answer is complete."""
+        self.send(text)
+        expect(self.questions.last).to_contain_text(text)
+        self.wait_until_idle()
+
+    def wait_until_idle(self) -> None:
+        expect(self.last_answer).to_contain_text(re.compile(r"first token after|stopped|HTTP|server"))
+        expect(self.send_button).to_be_visible()
+
+    def set(self, label: str, value: str) -> None:
+        """Change a setting."""
+        field = self.page.get_by_label(label, exact=True)
+        if not field.is_visible():
+            self.page.get_by_role("button", name="Settings").click()
+        field.fill(value)
+        field.blur()

@@ -1,0 +1,103 @@
+"""A real Chromium on the real page, in front of a fake server."""
+
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from playwright.sync_api import Browser, expect, sync_playwright
+
+from neo_desktop.ui.app import mount
+
+from .chat_page import ChatPage
+from .fake_server import FakeServer
+
+CHROMIUM_ARGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        reason = "no Chromium: apt-get install -y --no-install-recommends chromium"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    expect.set_options(timeout=15_000)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=CHROMIUM_ARGS)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def serving(app: FastAPI, port: int) -> Iterator[str]:
+    """Serve app from a thread; yields its address."""
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=2))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def fake_and_url(browser: Browser) -> Iterator[tuple[FakeServer, str]]:
+    fake, port = FakeServer(), free_port()
+    with serving(mount(fake.app(), f"http://127.0.0.1:{port}/v1", "secret"), port) as url:
+        yield fake, url
+
+
+@pytest.fixture
+def fake(fake_and_url: tuple[FakeServer, str]) -> FakeServer:
+    """The server behind the page, as new."""
+    fake_and_url[0].reset()
+    return fake_and_url[0]
+
+
+@pytest.fixture
+def new_page(browser: Browser) -> Iterator[Callable[..., ChatPage]]:
+    """Open a page at an address, in a browser of its own; it must run without error to the end."""
+    opened: list[ChatPage] = []
+
+    def open_page(url: str, **options: Any) -> ChatPage:
+        opened.append(ChatPage(browser.new_context(**options).new_page()))
+        opened[-1].open(url)
+        return opened[-1]
+
+    yield open_page
+    for chat in opened:
+        chat.page.context.close()
+        assert chat.problems == []
+        assert chat.hosts == {"127.0.0.1"}
+
+
+@pytest.fixture
+def url(fake_and_url: tuple[FakeServer, str]) -> str:
+    return fake_and_url[1]
+
+
+@pytest.fixture
+def chat(fake: FakeServer, url: str, new_page: Callable[..., ChatPage]) -> ChatPage:
+    """The page in front of the fake server."""
+    return new_page(url)
