@@ -92,14 +92,15 @@ class AttentionBatch:
 def _place_batch(sequences: Sequence[ScheduledSequence], pool: KVPool, first_row: int) -> _PlaceBatch:
     block_size, device = pool.block_size, pool.device
     ends = list(accumulate((len(sequence.token_ids) for sequence in sequences), initial=first_row))
+    slots = [
+        sequence.block_table[position // block_size] * block_size + position % block_size
+        for sequence in sequences
+        for position in range(sequence.start, sequence.context_len)
+    ]
     prefills = []
-    slots = []
     for sequence, begin, end in zip(sequences, ends, ends[1:], strict=False):
-        table = torch.tensor(sequence.block_table, dtype=torch.int64)
-        positions = torch.arange(sequence.start, sequence.context_len)
-        slots.append(table[positions // block_size] * block_size + positions % block_size)
         if not sequence.is_decode:
-            used = table[: -(-sequence.context_len // block_size)].to(device)
+            used = torch.tensor(sequence.block_table[: -(-sequence.context_len // block_size)], device=device)
             prefills.append(_Prefill(slice(begin, end), sequence.start, sequence.context_len, used))
 
     decodes = sequences[len(prefills) :]
@@ -110,7 +111,7 @@ def _place_batch(sequences: Sequence[ScheduledSequence], pool: KVPool, first_row
     return _PlaceBatch(
         pool=pool,
         rows=slice(first_row, ends[-1]),
-        slots=torch.cat(slots).to(device),
+        slots=torch.tensor(slots, dtype=torch.int64, device=device),
         prefills=tuple(prefills),
         decode_rows=slice(ends[len(prefills)], ends[-1]),
         block_tables=torch.tensor(padded, dtype=torch.int32, device=device).reshape(len(decodes), width),
@@ -224,7 +225,7 @@ def gathered_decode_attention(
         mask &= positions >= context_lens.unsqueeze(1) - window
 
     def context(cache: Tensor) -> Tensor:  # [requests, kv_heads, max_tokens, head_dim]
-        blocks = cache[block_tables.flatten().long()].unflatten(0, (num_requests, max_blocks))
+        blocks = cache[block_tables.flatten().long()].view(num_requests, max_blocks, *cache.shape[1:])
         tokens = blocks.transpose(1, 2).flatten(2, 3)
         # Never-written memory may hold anything, and 0 * nan is nan.
         return tokens.masked_fill(~mask[:, None, :, None], 0.0).to(q.dtype)

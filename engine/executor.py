@@ -1,5 +1,6 @@
 """Carries out plans: copies blocks, runs the model with paged attention, samples."""
 
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -52,17 +53,17 @@ class ModelExecutor:
     def _forward(self, sub_batch: SubBatch) -> Tensor:
         """Return the logits [rows, vocab] of the sequences that are to be sampled, in their order."""
         model, sequences = self._model, sub_batch.sequences
-        token_ids = torch.tensor([t for s in sequences for t in s.token_ids], device=model.device)
-        positions = torch.cat([torch.arange(s.start, s.context_len) for s in sequences]).to(model.device)
+        token_ids = [token_id for s in sequences for token_id in s.token_ids]
+        positions = [position for s in sequences for position in range(s.start, s.context_len)]
         attention = AttentionBatch(sub_batch, self._storage)
 
-        hidden = model.embed(token_ids)
-        rotary = model.rotary(positions)
+        hidden = model.embed(torch.tensor(token_ids, device=model.device))
+        rotary = model.rotary(torch.tensor(positions, device=model.device))
         scale = model.config.attention_scale
         for layer, window in enumerate(model.config.layer_windows):
             q, k, v = model.pre_attention(layer, hidden, rotary)
             hidden = model.post_attention(layer, hidden, attention(layer, q, k, v, scale, window))
 
-        ends = torch.tensor([len(s.token_ids) for s in sequences]).cumsum(0) - 1
-        is_sampled = torch.tensor([s.sampling is not None for s in sequences])
-        return model.logits(hidden[ends[is_sampled].to(model.device)])
+        ends = accumulate(len(s.token_ids) for s in sequences)
+        rows = [end - 1 for s, end in zip(sequences, ends, strict=True) if s.sampling is not None]
+        return model.logits(hidden[torch.tensor(rows, dtype=torch.int64, device=model.device)])

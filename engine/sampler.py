@@ -46,16 +46,20 @@ def _apply_penalties(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
     logits = logits.clone()
     vocab_size = logits.shape[-1]
     for row in rows:
-        params = inputs[row].params
-        output = torch.tensor(inputs[row].output_token_ids, dtype=torch.int64, device=logits.device)
-        prompt = torch.tensor(inputs[row].prompt_token_ids, dtype=torch.int64, device=logits.device)
-        seen = torch.cat((prompt, output)).unique()
+        params, prompt, output = (
+            inputs[row].params,
+            inputs[row].prompt_token_ids,
+            inputs[row].output_token_ids,
+        )
+        seen = torch.tensor(sorted({*prompt, *output}), device=logits.device)
         values = logits[row, seen]
         # As in CTRL (Keskar et al., 2019): away from the token, whichever sign its logit has.
         logits[row, seen] = torch.where(
             values > 0, values / params.repetition_penalty, values * params.repetition_penalty
         )
-        counts = torch.bincount(output, minlength=vocab_size)
+        counts = torch.bincount(
+            torch.tensor(output, dtype=torch.int64, device=logits.device), minlength=vocab_size
+        )
         logits[row] -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
     return logits
 

@@ -1,0 +1,125 @@
+"""Paged attention equals dense attention, wherever the KV lies and however the work is cut."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.attention import AttentionBatch, causal_attention, gathered_decode_attention
+from neo_desktop.engine.batch import BlockCopy, ScheduledSequence, SubBatch
+from neo_desktop.engine.kv_storage import KVPool, KVStorage
+from neo_desktop.engine.placement import Place
+from neo_desktop.models.shapes import shape
+from neo_desktop.native import paged_attention_decode
+
+CONFIG = shape("qwen3-0.6b")
+HEADS, KV_HEADS, HEAD_DIM = CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim
+BLOCK_SIZE = 16
+SCALE = HEAD_DIM**-0.5
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Attention in float64 for the last `len(q)` tokens of one context; shapes as in `causal_attention`."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * SCALE
+    positions = torch.arange(len(k) - len(q), len(k)).unsqueeze(1)
+    past = torch.arange(len(k)).unsqueeze(0)
+    hidden = past > positions
+    if window is not None:
+        hidden |= past <= positions - window
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+
+
+def make_storage(num_blocks: int) -> KVStorage:
+    pools = {
+        place: KVPool(CONFIG, num_blocks, BLOCK_SIZE, torch.float32, torch.device("cpu")) for place in Place
+    }
+    for pool in pools.values():  # as fresh memory may be
+        pool.k.fill_(torch.nan)
+        pool.v.fill_(torch.nan)
+    return KVStorage(pools)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_prompts_in_chunks_and_decodes_in_two_places_equal_dense_attention(window: int | None) -> None:
+    """Each context is computed in several iterations with different cuts; every row must match."""
+    torch.manual_seed(0)
+    cuts = {
+        "a": (Place.DEVICE, [0, 5, 40, 41, 42]),
+        "b": (Place.DEVICE, [0, 1, 2, 33, 34]),
+        "c": (Place.HOST, [0, 16, 17, 18, 60]),
+        "d": (Place.HOST, [0, 31, 47, 63, 64]),
+    }
+    storage = make_storage(20)
+    order = torch.randperm(20).tolist()
+    tables = {name: tuple(order[4 * i : 4 * i + 4]) for i, name in enumerate(cuts)}
+    q, k, v = (
+        {name: torch.randn(64, heads, HEAD_DIM) for name in cuts} for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    for step in range(4):
+        sequences = []
+        for name, (place, ends) in cuts.items():
+            begin, end = list(pairwise(ends))[step]
+            sequences.append(
+                ScheduledSequence(name, tuple(range(begin, end)), begin, place, tables[name], None)
+            )
+        sequences.sort(key=lambda s: (s.place, s.is_decode))
+        batch = AttentionBatch(SubBatch(tuple(sequences)), storage)
+        rows = [torch.cat([x[s.request_id][s.start : s.context_len] for s in sequences]) for x in (q, k, v)]
+        out = batch(1, rows[0], rows[1], rows[2], SCALE, window)
+        row = 0
+        for s in sequences:
+            expected = dense(
+                q[s.request_id][s.start : s.context_len],
+                k[s.request_id][: s.context_len],
+                v[s.request_id][: s.context_len],
+                window,
+            )
+            got = out[row : row + len(expected)]
+            torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=1e-4)
+            row += len(expected)
+    for place in Place:  # the other layers were not touched
+        assert storage[place].k[0].isnan().all()
+        assert storage[place].v[2].isnan().all()
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_plain_torch_decode_agrees_with_the_native_kernel(dtype: torch.dtype, window: int | None) -> None:
+    """What a GPU computes from gathered blocks is what the CPU computes in place."""
+    torch.manual_seed(1)
+    lengths = torch.tensor([1, 15, 16, 17, 64], dtype=torch.int32)
+    cache = [torch.randn(20, KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(dtype) for _ in range(2)]
+    tables = torch.randperm(20)[: len(lengths) * 4].reshape(-1, 4).int()
+    q = torch.randn(len(lengths), HEADS, HEAD_DIM).to(dtype)
+    gathered = gathered_decode_attention(q, *cache, tables, lengths, SCALE, window)
+    native = paged_attention_decode(q, *cache, tables, lengths, SCALE, window=window or 0)
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(gathered, native, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (9, 9), (3, 9), (1, 9)])
+@pytest.mark.parametrize("window", [None, 4, 100])
+def test_causal_attention_equals_dense(num_queries: int, num_keys: int, window: int | None) -> None:
+    torch.manual_seed(2)
+    q = torch.randn(num_queries, HEADS, HEAD_DIM)
+    k, v = (torch.randn(num_keys, KV_HEADS, HEAD_DIM) for _ in range(2))
+    out = causal_attention(q, k, v, SCALE, window)
+    torch.testing.assert_close(out.double(), dense(q, k, v, window), atol=1e-5, rtol=1e-4)
+
+
+def test_block_copies_are_carried_out_in_their_order() -> None:
+    """A block given up by one move may be the target of the next."""
+    storage = make_storage(3)
+    for place, base in ((Place.DEVICE, 0.0), (Place.HOST, 10.0)):
+        for block in range(3):
+            storage[place].k[:, block] = base + block
+            storage[place].v[:, block] = -(base + block)
+    storage.copy_blocks(
+        [BlockCopy(Place.DEVICE, 1, Place.HOST, 2), BlockCopy(Place.HOST, 0, Place.DEVICE, 1)]
+    )
+    assert (storage[Place.HOST].k[:, 2] == 1).all()
+    assert (storage[Place.HOST].v[:, 2] == -1).all()
+    assert (storage[Place.DEVICE].k[:, 1] == 10).all()
