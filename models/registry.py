@@ -6,7 +6,6 @@ import torch
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.weights import Checkpoint, Progress, named_weights
 
 
@@ -21,20 +20,19 @@ def load_model(
     """Load a Hugging Face folder; `progress(done_bytes, total_bytes)` is called after each tensor.
 
     Everything is checked against `config` before memory is taken, and at most one tensor is held twice.
-    Raises ModelError for weights that are missing, left over, damaged or of another shape, and where the
-    device has too little memory.
+    Raises ModelError for weights that are missing, left over, damaged or of another shape.
     """
     checkpoint = Checkpoint(path)
     outline = Decoder(config, dtype=dtype, device=torch.device("meta"))
     checkpoint.check(named_weights(outline), tied_embeddings=config.tie_word_embeddings)
-    decoder = _allocate(config, dtype, device)
+    decoder = Decoder(config, dtype=dtype, device=device)
     checkpoint.copy_to(named_weights(decoder), progress)
     return decoder
 
 
 def random_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Decoder:
     """A decoder with norms of one and all else from normal(0, 0.02), the same for a seed and device."""
-    decoder = _allocate(config, dtype, device)
+    decoder = Decoder(config, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in named_weights(decoder).items():
         if name.endswith("norm.weight"):
@@ -42,14 +40,3 @@ def random_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         else:
             weight.normal_(0.0, 0.02, generator=generator)
     return decoder
-
-
-def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Decoder:
-    try:
-        return Decoder(config, dtype=dtype, device=device)
-    except torch.OutOfMemoryError:
-        gib = config.weight_bytes(dtype) / 2**30
-        raise ModelError(
-            f"The weights need {gib:.1f} GiB in {dtype}, more than is free on {device}: "
-            "choose a smaller model, a 16-bit dtype, or device='cpu'."
-        ) from None

@@ -50,9 +50,15 @@ def _shape(
     )
 
 
-def _llama2(*sizes: int) -> ModelConfig:
-    rope = RopeConfig(theta=10_000.0)
-    return _shape("LlamaForCausalLM", *sizes, max_context_tokens=4096, rope=rope, dtype=torch.float16)
+def _llama2(*sizes: int, head_dim: int = 128) -> ModelConfig:
+    return _shape(
+        "LlamaForCausalLM",
+        *sizes,
+        head_dim=head_dim,
+        max_context_tokens=4096,
+        rope=RopeConfig(10_000.0),
+        dtype=torch.float16,
+    )
 
 
 def _llama3(*sizes: int, factor: float, head_dim: int = 128, tied: bool = False) -> ModelConfig:
@@ -107,5 +113,5 @@ SHAPES: dict[str, ModelConfig] = {
     "qwen3-4b": _qwen3(151_936, 2560, 9728, 36, 32, 8, tied=True),
     "qwen3-8b": _qwen3(151_936, 4096, 12_288, 36, 32, 8),
     "qwen3-14b": _qwen3(151_936, 5120, 17_408, 40, 40, 8),
-    "tiny": _llama2(257, 64, 160, 2, 4, 2),  # for tests: the vocabulary of ByteTokenizer
+    "tiny": _llama2(257, 64, 160, 2, 4, 2, head_dim=16),  # for tests: the vocabulary of ByteTokenizer
 }

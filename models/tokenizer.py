@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from neo_desktop.models.json_file import JsonFile, ModelError
 
@@ -52,7 +52,6 @@ class Tokenizer:
         config = _tokenizer_config(path)
         special_tokens = _special_tokens(config)
         _mark_special(backend, special_tokens)
-        _apply_bos_eos_settings(backend, config, special_tokens)
         return cls(backend, special_tokens, _chat_template(path, config))
 
     @property
@@ -188,23 +187,6 @@ def _mark_special(backend: tokenizers.Tokenizer, special_tokens: dict[str, str])
     marked = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     texts = {text for text in special_tokens.values() if backend.token_to_id(text) is not None} - marked
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in sorted(texts)])
-
-
-def _apply_bos_eos_settings(
-    backend: tokenizers.Tokenizer, config: JsonFile, special_tokens: dict[str, str]
-) -> None:
-    """Where tokenizer_config.json says which of the two `encode` adds, it wins over tokenizer.json."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = special_tokens.get("bos_token") if config.boolean("add_bos_token", False) else None
-    eos = special_tokens.get("eos_token") if config.boolean("add_eos_token", False) else None
-    template = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
-    ids = [(token, backend.token_to_id(token)) for token in (bos, eos) if token]
-    if any(token_id is None for _, token_id in ids):
-        raise ModelError(
-            f"{config.path} names special tokens that tokenizer.json lacks: download both again."
-        )
-    backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
 
 
 def _chat_template(path: Path, config: JsonFile) -> str | None:

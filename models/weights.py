@@ -157,7 +157,7 @@ def _weight_files(path: Path) -> list[Path]:
             raise ModelError(_no_weights(path))
         return [single]
     weight_map = JsonFile.read(index).section("weight_map")
-    names = sorted(set(weight_map.values.values())) if weight_map else []
+    names = sorted({weight_map.text(weight) for weight in weight_map.values}) if weight_map else []
     if not names:
         raise ModelError(f"{index} names no weight files: download it again.")
     for name in names:

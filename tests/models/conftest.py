@@ -1,0 +1,47 @@
+"""Small random checkpoints, saved by `transformers`: the reference for everything the models do."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+MakeCheckpoint = Callable[..., tuple[Path, Any]]
+
+
+@pytest.fixture
+def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
+    """`make(architecture, dtype=..., **config)` saves one; returns its folder and the reference model."""
+
+    def make(
+        architecture: str = "LlamaForCausalLM",
+        *,
+        dtype: torch.dtype = torch.float32,
+        max_shard_size: str = "5GB",
+        **settings: Any,
+    ) -> tuple[Path, Any]:
+        config_class = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
+        config = config_class(**SIZES | {"attn_implementation": "eager"} | settings)
+        model = getattr(transformers, architecture)(config).eval()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            # Wide enough that every weight, bias and norm matters to the logits.
+            for name, weight in model.named_parameters():
+                weight.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.15, generator=generator)
+        model = model.to(dtype)
+        model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+        return tmp_path, model
+
+    return make

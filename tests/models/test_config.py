@@ -1,0 +1,166 @@
+"""config.json and generation_config.json: what is read from them, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from neo_desktop.models.config import GenerationDefaults, ModelConfig, ModelError
+from neo_desktop.models.rope import Llama3Scaling, RopeConfig, YarnScaling
+
+BASE: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def read(path: Path, generation: dict[str, Any] | None = None, **settings: Any) -> ModelConfig:
+    (path / "config.json").write_text(json.dumps(BASE | settings))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    return ModelConfig.from_pretrained(path)
+
+
+def test_both_spellings_of_transformers_mean_the_same(tmp_path):
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 128,
+    }
+    earlier = read(tmp_path, rope_theta=5e5, rope_scaling=scaling, torch_dtype="float16")
+    later = read(tmp_path, rope_parameters=scaling | {"rope_theta": 5e5}, dtype="float16")
+    assert earlier == later
+    assert later.dtype == torch.float16
+    assert later.rope == RopeConfig(5e5, Llama3Scaling(8.0, 1.0, 4.0, original_max_tokens=128))
+
+
+def test_silence_means_what_it_means_to_transformers(tmp_path):
+    config = read(tmp_path, num_key_value_heads=None)
+    assert config.num_kv_heads == 4
+    assert config.head_dim == 16
+    assert config.rms_norm_eps == 1e-6
+    assert config.rope == RopeConfig(10_000.0)
+    assert config.dtype == torch.float32
+    assert not config.tie_word_embeddings
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert config.generation == GenerationDefaults()
+
+
+def test_a_config_without_architectures_is_known_by_its_model_type(tmp_path):
+    assert read(tmp_path, architectures=None, model_type="qwen2").architecture == "Qwen2ForCausalLM"
+
+
+def test_generation_config_wins_over_config(tmp_path):
+    sampling = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    config = read(tmp_path, generation=sampling | {"eos_token_id": [5, 6]}, eos_token_id=4)
+    assert config.eos_token_ids == (5, 6)
+    assert config.generation == GenerationDefaults(**sampling)
+    assert read(tmp_path, generation={"eos_token_id": None}, eos_token_id=4).eos_token_ids == (4,)
+
+
+@pytest.mark.parametrize(
+    ("settings", "windows"),
+    [
+        ({"architectures": ["MistralForCausalLM"]}, (4096,) * 4),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None,) * 4),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 32}, (32,) * 4),
+        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "max_window_layers": 2}, (None,) * 4),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 32,
+                "max_window_layers": 2,
+            },
+            (None, None, 32, 32),
+        ),
+        ({"architectures": ["LlamaForCausalLM"], "sliding_window": 32}, (None,) * 4),
+    ],
+)
+def test_sliding_windows_of_each_layer(settings, windows, tmp_path):
+    assert read(tmp_path, **settings).layer_windows == windows
+
+
+def test_yarn_lengthens_the_context_even_where_max_position_embeddings_does_not_say_so(tmp_path):
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    config = read(tmp_path, rope_scaling=scaling)
+    assert isinstance(config.rope.scaling, YarnScaling)
+    assert config.max_context_tokens == 2048
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel.*not supported.*LlamaForCausalLM.*Qwen3"),
+        ({"architectures": None, "model_type": "bloom"}, "bloom.*not supported"),
+        ({"architectures": None}, "not supported"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized by 'gptq'.*choose"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized by 'fp8'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"dtype": "float8_e4m3fn"}, "'float8_e4m3fn'.*float16"),
+        ({"torch_dtype": "int8"}, "'int8'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'.*llama3"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "lacks 'factor'"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": -1}}, "'factor' = -1"),
+        ({"rope_scaling": 3}, "'rope_scaling' = 3.*an object"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "per layer type"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"vocab_size": "many"}, "'vocab_size' = 'many'.*integer"),
+        ({"num_hidden_layers": 0}, "'num_hidden_layers' = 0"),
+        ({"num_hidden_layers": True}, "'num_hidden_layers' = True"),
+        ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
+        ({"head_dim": 15}, "head_dim of 15 is odd"),
+        ({"rms_norm_eps": "small"}, "'rms_norm_eps'.*number"),
+        ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings'.*true or false"),
+        ({"eos_token_id": "</s>"}, "'eos_token_id'.*token id"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "layer_types": ["chunked"] * 4,
+            },
+            "layer_types",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_name(settings, message, tmp_path):
+    with pytest.raises(ModelError, match=message) as error:
+        read(tmp_path, **settings)
+    assert "config.json" in str(error.value)
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1, 2]", "null", '{"a": 1', "\x00", "[" * 100_000])
+def test_a_broken_file_is_named(damage, tmp_path):
+    (tmp_path / "config.json").write_text(damage)
+    with pytest.raises(ModelError, match=r"config\.json .*download"):
+        ModelConfig.from_pretrained(tmp_path)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ModelError, match=r"config\.json is not valid JSON"):
+        ModelConfig.from_pretrained(tmp_path)
+
+
+def test_a_missing_folder_or_file_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"nowhere is not a folder"):
+        ModelConfig.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"has no config\.json.*download"):
+        ModelConfig.from_pretrained(tmp_path)
+
+
+def test_a_bad_generation_config_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"generation_config\.json has 'temperature' = 'hot'"):
+        read(tmp_path, generation={"temperature": "hot"})

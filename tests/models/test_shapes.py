@@ -1,0 +1,157 @@
+"""The named shapes against what their makers publish."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.shapes import SHAPES, shape
+from neo_desktop.models.weights import named_weights
+
+PUBLISHED_PARAMETERS = {
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "mistral-7b": 7_248_023_552,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+}
+
+# As in the config.json of the releases, which earlier versions of transformers wrote.
+PUBLISHED_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 128256,
+    },
+    "mistral-7b": {
+        "architectures": ["MistralForCausalLM"],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 32768,
+    },
+    "qwen2.5-7b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 28,
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+    "qwen3-8b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 36,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_parameter_counts_are_the_published_ones(name):
+    assert shape(name).num_parameters == PUBLISHED_PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", PUBLISHED_CONFIGS)
+def test_shapes_are_what_the_published_config_describes(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_CONFIGS[name]))
+    published = ModelConfig.from_pretrained(tmp_path)
+    assert dataclasses.replace(published, eos_token_ids=(), bos_token_id=None) == shape(name)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_num_parameters_counts_the_decoders_weights(name):
+    decoder = Decoder(shape(name), dtype=torch.float16, device=torch.device("meta"))
+    copies = sum(  # the norms of queries and keys are kept once per head
+        norms.numel() - 2 * shape(name).head_dim
+        for layer in decoder.layers
+        if (norms := layer.qk_norm) is not None
+    )
+    assert (
+        sum(weight.numel() for weight in named_weights(decoder).values()) - copies
+        == shape(name).num_parameters
+    )
+
+
+def test_kv_bytes_per_token():
+    assert shape("llama-2-7b").kv_bytes_per_token(torch.float16) == 524_288
+    assert shape("llama-3.1-8b").kv_bytes_per_token(torch.bfloat16) == 131_072
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"'gpt-5'.*llama-2-7b.*qwen3-8b"):
+        shape("gpt-5")
