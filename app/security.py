@@ -1,0 +1,101 @@
+"""Who may talk to the server: programs and pages of this computer, unless its owner says more."""
+
+import ipaddress
+from collections.abc import Collection
+from secrets import compare_digest
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from neo_desktop.app.errors import ApiError
+
+_KEYED_PATHS = ("/v1", "/stats")
+_POLICY_VIOLATION = 1008  # WebSocket close code, RFC 6455 section 7.4.1
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, by name or address, is this computer and nothing else."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")  # RFC 6761, section 6.3
+
+
+def check_bind(host: str, api_key: str | None) -> None:
+    """Refuse to open the server to other computers without a key.
+
+    Raises:
+        ValueError: `host` is not a loopback address and there is no key.
+    """
+    if not is_loopback(host) and not api_key:
+        raise ValueError(
+            f"the address {host!r} can be reached from other computers: set an API key, or use 127.0.0.1"
+        )
+
+
+class AccessGuard:
+    """ASGI middleware that checks where a request comes from.
+
+    Host: a page on the internet can let its own name resolve to 127.0.0.1 (DNS rebinding); the browser then
+    sends that name. Origin: a page of another site can post here without reading the answer. Both end in 403.
+    The key, when there is one, is needed for the API: 401.
+
+    Args:
+        api_key: expected as `Authorization: Bearer KEY`.
+        allowed_hosts: names and addresses, without port, that count like loopback ones.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str | None = None, allowed_hosts: Collection[str] = ()) -> None:
+        self._app = app
+        self._authorization = f"Bearer {api_key}".encode() if api_key else None
+        self._allowed_hosts = frozenset(host.lower() for host in allowed_hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with the refusal."""
+        refusal = self._refusal(scope) if scope["type"] in ("http", "websocket") else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": refusal.message})
+        else:
+            await refusal.response()(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if not self._is_known(f"//{host}"):
+            return ApiError(
+                403,
+                f"the host {host!r} is not allowed: use http://127.0.0.1, or start the server with this host "
+                "among its allowed hosts",
+                code="host_not_allowed",
+            )
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != host and not self._is_known(origin):
+            return ApiError(
+                403,
+                f"pages of {origin!r} are not allowed to use this server",
+                code="origin_not_allowed",
+            )
+        if self._authorization is not None and _needs_key(scope["path"]):
+            given = headers.get("authorization", "").encode("latin-1")
+            if not compare_digest(given, self._authorization):
+                return ApiError(
+                    401,
+                    "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+        return None
+
+    def _is_known(self, url: str) -> bool:
+        try:
+            host = urlsplit(url).hostname or ""
+        except ValueError:
+            return False
+        return is_loopback(host) or host in self._allowed_hosts
+
+
+def _needs_key(path: str) -> bool:
+    return any(path == keyed or path.startswith(f"{keyed}/") for keyed in _KEYED_PATHS)

@@ -1,0 +1,108 @@
+"""The real engine around an executor that writes the alphabet, and that can be held or broken."""
+
+import threading
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+
+from neo_desktop.engine.batch import IterationPlan, IterationResult, SampledToken, SamplingInput, TokenLogprob
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.kv_cache import KVCache
+from neo_desktop.engine.loading import LoadedModel
+from neo_desktop.engine.placement import Place, get_policy
+from neo_desktop.engine.scheduler import Scheduler, SchedulerLimits
+from neo_desktop.models.config import GenerationDefaults, ModelConfig
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.rope import RopeConfig
+from neo_desktop.models.tokenizer import ByteTokenizer
+
+MODEL = "alphabet"
+CONTEXT_TOKENS = 512
+BLOCK_SIZE = 16
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if messages[0].content == 'refuse' %}{{ raise_exception('that I will not read') }}{% endif %}"
+    "<assistant>"
+)
+
+
+@dataclass
+class FakeExecutor:
+    """The n-th token of an output is the n-th letter; its last prompt token says nothing.
+
+    `open` unset holds every iteration; `error` breaks it; `num_iterations` counts those begun.
+    """
+
+    open: threading.Event = field(default_factory=threading.Event)
+    begun: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+    seen: list[SamplingInput] = field(default_factory=list)
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.open.set()
+
+    def execute(self, plan: IterationPlan) -> IterationResult:
+        self.begun.set()
+        assert self.open.wait(30), "an iteration was held and never let go"
+        if self.error is not None:
+            raise self.error
+        sampled = {}
+        for sequence in plan.sequences:
+            known = self.prompts.setdefault(sequence.request_id, [])
+            del known[sequence.start :]
+            known += sequence.token_ids
+            if sequence.sampling is not None:
+                self.seen.append(sequence.sampling)
+                sampled[sequence.request_id] = letter(sequence.sampling)
+        return IterationResult(sampled, {})
+
+
+def letter(sampling: SamplingInput) -> SampledToken:
+    """Which letter it is depends on position, seed and choice."""
+    shift = sampling.seed + sampling.choice if sampling.params.seed is not None else 0
+    token_id = ord("a") + (sampling.position + shift) % 26
+    if sampling.params.logprobs is None:
+        return SampledToken(token_id)
+    top = tuple(TokenLogprob(token_id + i, -0.5 - i) for i in range(sampling.params.logprobs))
+    return SampledToken(token_id, TokenLogprob(token_id, -0.5), top)
+
+
+class _NoDecoder:
+    device = torch.device("cpu")
+    dtype = torch.float32
+
+
+def make_engine(
+    executor: FakeExecutor,
+    *,
+    num_blocks: int = 64,
+    template: str | None = TEMPLATE,
+    generation: GenerationDefaults | None = None,
+) -> Engine:
+    config = ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=257,
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        max_context_tokens=CONTEXT_TOKENS,
+        rms_norm_eps=1e-6,
+        rope=cast("RopeConfig", None),
+        tie_word_embeddings=True,
+        layer_windows=(None,),
+        dtype=torch.float32,
+        eos_token_ids=(256,),
+        generation=generation or GenerationDefaults(),
+    )
+    tokenizer = ByteTokenizer()
+    tokenizer.chat_template = template
+    policy = get_policy("gpu-only")
+    kv_cache = KVCache({Place.DEVICE: num_blocks}, BLOCK_SIZE)
+    scheduler = Scheduler(kv_cache, policy, SchedulerLimits(max_batch_tokens=256, max_batch_requests=32))
+    model = LoadedModel(MODEL, config, cast("Decoder", _NoDecoder()), tokenizer)
+    return Engine(model, scheduler, kv_cache, executor, policy.name)
