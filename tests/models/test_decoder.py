@@ -53,8 +53,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn-temperature": (QWEN2, {"rope_parameters": YARN_ROPE | {"attention_factor": 1.3}}),
     "yarn-two-scales": (QWEN2, {"rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.5}}),
     "yarn-betas": (
-        QWEN2,
-        {"rope_parameters": YARN_ROPE | {"beta_fast": 8, "beta_slow": 2, "truncate": False}},
+        LLAMA,
+        {
+            "head_dim": 64,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 100.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 8.0,
+                "beta_slow": 2.0,
+                "truncate": False,
+            },
+        },
     ),
     "qwen3": (QWEN3, {"head_dim": 16}),
     "qwen3-tied": (QWEN3, {"head_dim": 32, "tie_word_embeddings": True}),
