@@ -1,0 +1,121 @@
+"""Writes the built-in model's corpus: short chats about neo-desktop, with noise, from seeded templates.
+
+python -m scripts.builtin.corpus --conversations 20        # look at some of them
+"""
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+from scripts.builtin.topics import ALL_TOPICS, DEFINITION_PATTERNS, Topic
+from scripts.builtin.topics.arithmetic import draw as draw_arithmetic
+from scripts.builtin.topics.beyond import draw_beyond, draw_unclear
+from scripts.builtin.topics.chatter import AGAIN, MORE, NOTHING_MORE, SUGGESTION, SYSTEM_PROMPTS
+from scripts.builtin.topics.patterns import expand
+from scripts.builtin.typing_noise import as_typed
+
+SEED = 20
+CONVERSATIONS = 60_000
+
+NAMED_SHARE = 0.65
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a chat; the role is system, user, assistant, or text for a passage outside any chat."""
+
+    role: str
+    content: str
+
+
+Conversation = tuple[Message, ...]
+
+
+def normalised(text: str) -> str:
+    """Return the text as words and signs alone, to tell whether two questions are the same."""
+    return " ".join(re.findall(r"[a-z0-9.,]*[a-z0-9]|[+*/\u00d7\u00f7=-]", text.lower().replace("'", "")))
+
+
+def draw_topic(rng: Random) -> tuple[str, str, Topic]:
+    """Return a question about one topic, one of its answers, and the topic."""
+    topic = rng.choices(ALL_TOPICS, TOPIC_WEIGHTS)[0]
+    if topic.names and (not topic.questions or rng.random() < NAMED_SHARE):
+        name = expand(rng, rng.choice(topic.names))
+        question = expand(rng, rng.choice(DEFINITION_PATTERNS)).replace("@", name)
+    else:
+        question = expand(rng, rng.choice(topic.questions))
+    return question, rng.choice(topic.answers), topic
+
+
+TOPIC_WEIGHTS = tuple(topic.weight for topic in ALL_TOPICS)
+
+
+def follow_up(rng: Random, last_answer: str, more: str) -> tuple[str, str]:
+    """Return a turn that only makes sense after the last answer."""
+    if rng.random() < 0.25:
+        return as_typed(rng, expand(rng, rng.choice(AGAIN))), last_answer
+    return as_typed(rng, expand(rng, rng.choice(MORE))), more
+
+
+def turn_count(rng: Random) -> int:
+    """Draw how many questions a chat has; a few chats fill the whole context."""
+    share = rng.random()
+    if share < 0.9:
+        return rng.choice((1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 4))
+    return rng.randint(5, 12) if share < 0.993 else rng.randint(20, 40)
+
+
+def draw_turn(rng: Random) -> tuple[str, str, str]:
+    """Return a question, its answer, and what "tell me more" would get next."""
+    kind = rng.random()
+    if kind < 0.58:
+        question, answer, topic = draw_topic(rng)
+        return as_typed(rng, question), answer, topic.more or NOTHING_MORE
+    if kind < 0.77:
+        question, answer = draw_arithmetic(rng)
+        return as_typed(rng, question, words_only=False), answer, NOTHING_MORE
+    if kind < 0.97:
+        question, answer = draw_beyond(rng)
+        return as_typed(rng, question), answer, NOTHING_MORE
+    question, answer = draw_unclear(rng)
+    return question, answer, SUGGESTION
+
+
+def draw_conversation(rng: Random) -> Conversation:
+    """Return one chat, or now and then a passage of plain text."""
+    if rng.random() < 0.03:
+        return (Message("text", " ".join(draw_topic(rng)[1] for _ in range(rng.randint(1, 3)))),)
+    messages = []
+    if rng.random() < 0.15:
+        messages.append(Message("system", expand(rng, rng.choice(SYSTEM_PROMPTS))))
+    last_answer, more = SUGGESTION, SUGGESTION
+    for index in range(turn_count(rng)):
+        if rng.random() < (0.12 if index else 0.01):
+            question, last_answer = follow_up(rng, last_answer, more)
+            more = NOTHING_MORE
+        else:
+            question, last_answer, more = draw_turn(rng)
+        messages += [Message("user", question), Message("assistant", last_answer)]
+    return tuple(messages)
+
+
+def conversations(count: int = CONVERSATIONS, seed: int = SEED) -> Iterator[Conversation]:
+    """Yield the corpus: the same chats for the same seed."""
+    rng = Random(seed)
+    for _ in range(count):
+        yield draw_conversation(rng)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print chats of the built-in model's corpus.")
+    parser.add_argument("--conversations", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=SEED)
+    options = parser.parse_args()
+    for conversation in conversations(options.conversations, options.seed):
+        print("\n".join(f"{message.role:>9}: {message.content}" for message in conversation), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()

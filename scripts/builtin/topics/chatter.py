@@ -1,0 +1,29 @@
+# ruff: noqa: E501 - wordings read best on one line
+"""What surrounds the questions: follow-ups, system prompts, politeness."""
+
+SUGGESTION = "Ask me what neo-desktop does, how to load a real model, how to use the API, what a KV cache is, or 7 + 8."
+NOTHING_MORE = "That is all that I know about it. A real model, loaded with `neo-desktop --model DIRECTORY`, can say more."
+MORE = (
+    "{tell me|say|explain|show me|i want to know} {more|a bit more|a little more}{ about it| about that| please|}",
+    "{more|more please|go on|continue|and|elaborate|please elaborate|more details|details|in more detail|keep going|what else|anything else|and then}",
+    "{can|could} you {say|tell me|explain} {more|a bit more|more about it|it in more detail|that further}",
+    "{i want|give me} {more|more details|more detail|an example|more information}",
+    "{explain|describe} {it|that|this} {further|better|in more detail|more}",
+)
+AGAIN = (
+    "{say|tell me|repeat} {that|it} {again|once more|one more time}{ please|}",
+    "{repeat|repeat that|pardon|come again|what did you say|what was that|once more|again|again please|please repeat}",
+)
+SYSTEM_PROMPTS = (
+    "You are {a|an} {helpful|friendly|kind|polite|concise|honest|careful|patient|useful|smart} {assistant|guide|helper|chatbot|teacher|AI}.",
+    "{Be|Please be|Always be} {brief|concise|helpful|friendly|polite|short|honest}.",
+    "{Answer|Reply} {briefly|in one sentence|in English|politely|in a friendly way|shortly|truthfully|step by step}.",
+    "You are {a pirate|an expert in computers|a guide to this app|an assistant for beginners|a math teacher|a helpful bot}. Answer {briefly|the user|all questions|politely}.",
+    "You are {ChatGPT|a large language model|Neo|an AI assistant|the guide of neo-desktop}.",
+    "{You help|Help} the user{ with this app| with neo-desktop|}. {Never lie.|Be short.|Use simple words.|Do not invent facts.}",
+)
+PREFIX = (
+    "{hi,|hello,|hey,|hey|hi|please,|ok,|okay,|so,|so|sorry,|one question:|question:|well,|and|but|quick question:|now|also,|um,|"
+    "excuse me,|i wonder,|tell me:|just curious,|ok so|hi!|thanks.|great.|hm,|listen,|yo,|good morning,|oh and}"
+)
+SUFFIX = "{please|thanks|thx|pls|in short|exactly|here|then|btw|again|for me|actually|now|thank you|my friend|mate|ok|right now}"

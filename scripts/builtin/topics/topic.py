@@ -1,0 +1,52 @@
+# ruff: noqa: E501 - wordings read best on one line
+"""What the guide can talk about: one Topic per thing that has one correct answer."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Topic:
+    """One thing to ask and its answer.
+
+    `questions` and `names` are patterns: `{a|b|}` stands for one of its alternatives. A topic with
+    `names` ("KV cache", "kv cache") is also asked for in every wording of `DEFINITION_PATTERNS`.
+    `answers` are equally good; `more` is the reply to "tell me more" right after one of them.
+    """
+
+    questions: tuple[str, ...]
+    answers: tuple[str, ...]
+    names: tuple[str, ...] = ()
+    more: str = ""
+    weight: float = 1.0
+
+
+def term(
+    names: tuple[str, ...], answer: str, more: str = "", questions: tuple[str, ...] = (), weight: float = 1.0
+) -> Topic:
+    """Return a topic that is mostly asked for by name."""
+    return Topic(questions=questions, answers=(answer,), names=names, more=more, weight=weight)
+
+
+DEFINITION_PATTERNS = (
+    "{what is|what's|whats|what are|wat is} {a |an |the |}@",
+    "{what is|what's|whats|what are} {a |the |}@ {exactly|here|about|in neo-desktop|in this app|in an llm|for|good for}",
+    "{what exactly is|what on earth is|so what is|remind me what is|and what is} {a |the |}@",
+    "@",
+    "@ {explained|meaning|definition|please|info|in short|in simple words|in plain english}",
+    "{explain|define|describe|clarify} {to me |}{the term |the idea of |what is |}@",
+    "{explain|describe} @ {to me|briefly|in one sentence|simply|like i'm five|in simple terms|to a beginner}",
+    "{can|could|would} you {please |}{explain|define|describe} {what |}@ {is|means|to me|for me|}",
+    "{what does|what do} @ {mean|do|stand for|refer to}",
+    "{what is meant by|what do you mean by|meaning of|the meaning of|definition of|eli5|eli5:} @",
+    "{tell me|tell me something|talk to me|teach me|i want to know|i'd like to learn} about @",
+    "{i don't|i do not|i dont} {understand|get|know} {what |}@ {is|means|}",
+    "{how does|how do} {the |}@ work",
+    "{why does|why do} @ matter",
+    "{why is|why are} {the |}@ {important|interesting|needed|useful|there}",
+    "{do you know|can you tell me|could you tell me|please tell me} what {a |the |}@ {is|means|does}",
+    "{i keep reading|i keep hearing|i read|someone talked|people talk} about @, what is {that|it}",
+    "{i see|i saw|there is} @ {on the page|in the docs|in the readme|in the settings}, what {is it|does it mean}",
+    "{help me understand|give me a definition of|what should i know about|in a nutshell, what is} @",
+    "{what about|and|how about|and what about} @",
+    "what is the {point|purpose|use|role|idea} of {a |the |}@",
+)
