@@ -89,6 +89,7 @@ class ModelConfig:
 
         trained_tokens = file.integer("max_position_embeddings", family.max_position_embeddings)
         rope = RopeConfig.from_config(file, trained_tokens)
+        max_context_tokens = _max_context_tokens(trained_tokens, rope)
         attention_bias = family.reads_attention_bias and file.boolean("attention_bias", False)
         generation = _generation_file(path)
         eos_token_ids = file.token_ids("eos_token_id", family.eos_token_ids)
@@ -101,11 +102,15 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            max_context_tokens=_max_context_tokens(trained_tokens, rope),
+            max_context_tokens=max_context_tokens,
             rms_norm_eps=file.number("rms_norm_eps", 1e-6),
             rope=rope,
             tie_word_embeddings=file.boolean("tie_word_embeddings", False),
-            layer_windows=_layer_windows(file, family, num_layers),
+            # A window as long as the context hides nothing.
+            layer_windows=tuple(
+                window if window is not None and window < max_context_tokens else None
+                for window in _layer_windows(file, family, num_layers)
+            ),
             dtype=_dtype(file),
             qkv_bias=family.qkv_bias or attention_bias,
             output_bias=attention_bias,
@@ -253,7 +258,8 @@ def _layer_windows(file: JsonFile, family: _Family, num_layers: int) -> tuple[in
     if kinds is None:
         first = file.integer("max_window_layers", 28, minimum=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
-    if len(kinds) != num_layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
         raise ModelError(
             f"{file.path} needs {num_layers} layer_types of 'full_attention' or 'sliding_attention': "
             "correct the file."

@@ -9,6 +9,21 @@ class ModelError(ValueError):
     """A checkpoint that cannot be used: one sentence that says what is wrong and what to do."""
 
 
+def read_text(path: Path) -> str:
+    """The text of a file of a checkpoint; ModelError where it is missing or not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path.parent} has no {path.name}: point at a Hugging Face model folder "
+            "(config.json, tokenizer.json, *.safetensors) and complete the download."
+        ) from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror}): check its permissions.") from None
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} is not text ({error}): download the file again.") from None
+
+
 class JsonFile:
     """One JSON object with typed reads; `null` and a missing key both give the default.
 
@@ -23,15 +38,8 @@ class JsonFile:
     def read(cls, path: Path) -> "JsonFile":
         """Parse the file; ModelError where it is missing, not JSON, or not an object."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ModelError(
-                f"{path.parent} has no {path.name}: point at a Hugging Face model folder "
-                "(config.json, tokenizer.json, *.safetensors) and complete the download."
-            ) from None
-        except OSError as error:
-            raise ModelError(f"{path} cannot be read: {error.strerror}.") from None
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            values = json.loads(read_text(path))
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ModelError(f"{path} is not valid JSON ({error}): download the file again.") from None
         if not isinstance(values, dict):
             raise ModelError(f"{path} holds no JSON object: download the file again.")
@@ -45,10 +53,10 @@ class JsonFile:
         return self.values.get(key)
 
     def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
-        """An integer of at least `minimum`."""
+        """An integer from `minimum` to 2**31 - 1."""
         value = self._present(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise self._wrong(key, f"an integer of at least {minimum}")
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value < 2**31:
+            raise self._wrong(key, f"an integer from {minimum} to {2**31 - 1}")
         return value
 
     def number(self, key: str, default: float | None = None, *, allow_zero: bool = False) -> float:

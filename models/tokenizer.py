@@ -6,7 +6,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from neo_desktop.models.json_file import JsonFile, ModelError
+from neo_desktop.models.json_file import JsonFile, ModelError, read_text
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence decodes to
 _MAX_HELD_TOKENS = 64  # a run of broken bytes longer than this is passed on rather than held for ever
@@ -66,8 +66,16 @@ class Tokenizer:
         return () if token_id is None else (token_id,)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in it are recognised as such."""
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        """Token ids of `text`; special tokens written out in it are recognised as such.
+
+        Raises ValueError for a lone surrogate, which Python and JSON can hold but no vocabulary can.
+        """
+        try:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError:
+            raise ValueError(
+                "The text holds half of a surrogate pair, which is no character: remove it."
+            ) from None
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; ids outside the vocabulary have no text."""
@@ -120,7 +128,8 @@ class DecodeStream:
     """Text of a growing sequence, each piece given out once no later token can change it.
 
     A piece is held back while it ends inside a character. Special tokens give no text. The pieces and
-    `flush` together are `decode` of all the tokens.
+    `flush` together are `decode` of all the tokens. (Where a byte-fallback vocabulary breaks off a character,
+    `decode` alone would blot out the whole characters before it too; the stream keeps them.)
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -192,7 +201,7 @@ def _mark_special(backend: tokenizers.Tokenizer, special_tokens: dict[str, str])
 def _chat_template(path: Path, config: JsonFile) -> str | None:
     file = path / "chat_template.jinja"
     if file.exists():
-        return file.read_text(encoding="utf-8")
+        return read_text(file)
     template = config.raw("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}

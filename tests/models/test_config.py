@@ -21,6 +21,8 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 512,
 }
 
+QWEN2_WINDOW = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 32}
+
 
 def read(path: Path, generation: dict[str, Any] | None = None, **settings: Any) -> ModelConfig:
     (path / "config.json").write_text(json.dumps(BASE | settings))
@@ -71,19 +73,13 @@ def test_generation_config_wins_over_config(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "windows"),
     [
-        ({"architectures": ["MistralForCausalLM"]}, (4096,) * 4),
+        ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}, (4096,) * 4),
+        ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 4096}, (None,) * 4),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None,) * 4),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 32}, (32,) * 4),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 32, "max_window_layers": 2}, (None,) * 4),
-        (
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "use_sliding_window": True,
-                "sliding_window": 32,
-                "max_window_layers": 2,
-            },
-            (None, None, 32, 32),
-        ),
+        (QWEN2_WINDOW | {"max_window_layers": 2}, (None, None, 32, 32)),
+        (QWEN2_WINDOW | {"max_window_layers": 0}, (32, 32, 32, 32)),
         ({"architectures": ["LlamaForCausalLM"], "sliding_window": 32}, (None,) * 4),
     ],
 )
@@ -119,20 +115,15 @@ def test_yarn_lengthens_the_context_even_where_max_position_embeddings_does_not_
         ({"hidden_size": None}, "lacks 'hidden_size'"),
         ({"vocab_size": "many"}, "'vocab_size' = 'many'.*integer"),
         ({"num_hidden_layers": 0}, "'num_hidden_layers' = 0"),
+        ({"intermediate_size": 10**20}, "'intermediate_size' = 1000"),
         ({"num_hidden_layers": True}, "'num_hidden_layers' = True"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
         ({"head_dim": 15}, "head_dim of 15 is odd"),
         ({"rms_norm_eps": "small"}, "'rms_norm_eps'.*number"),
         ({"tie_word_embeddings": "yes"}, "'tie_word_embeddings'.*true or false"),
         ({"eos_token_id": "</s>"}, "'eos_token_id'.*token id"),
-        (
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "use_sliding_window": True,
-                "layer_types": ["chunked"] * 4,
-            },
-            "layer_types",
-        ),
+        (QWEN2_WINDOW | {"layer_types": ["chunked"] * 4}, "layer_types"),
+        (QWEN2_WINDOW | {"layer_types": 4}, "layer_types"),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(settings, message, tmp_path):
@@ -150,7 +141,7 @@ def test_a_broken_file_is_named(damage, tmp_path):
 
 def test_bytes_that_are_no_text_are_refused(tmp_path):
     (tmp_path / "config.json").write_bytes(b"\xff\xfe{}")
-    with pytest.raises(ModelError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(ModelError, match=r"config\.json is not text"):
         ModelConfig.from_pretrained(tmp_path)
 
 

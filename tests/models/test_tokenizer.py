@@ -130,6 +130,14 @@ def test_no_piece_shows_half_a_character(tokenizer):
     assert len([piece for piece in pieces if piece]) >= 5
 
 
+def test_a_broken_byte_does_not_blot_out_the_characters_before_it():
+    tokenizer = Tokenizer(byte_fallback_backend(), ROLES)
+    token_ids = tokenizer.encode("日本")[-6:-1]
+    stream = tokenizer.decode_stream()
+    assert "".join([stream.step(token_id) for token_id in token_ids]) == "日"
+    assert set(stream.flush()) == {"\N{REPLACEMENT CHARACTER}"}
+
+
 def test_a_character_that_never_ends_is_flushed():
     tokenizer = ByteTokenizer()
     stream = tokenizer.decode_stream()
@@ -164,6 +172,11 @@ def test_the_byte_tokenizer_is_the_bytes():
     assert tokenizer.vocab_size == 257
     assert tokenizer.eos_token_ids == (256,)
     assert tokenizer.bos_token_id is None
+
+
+def test_half_a_surrogate_pair_is_refused():
+    with pytest.raises(ValueError, match="surrogate"):
+        ByteTokenizer().encode("a\ud83d")
 
 
 def test_padding_and_truncation_of_the_file_are_ignored(tmp_path):
@@ -225,4 +238,7 @@ def test_a_missing_tokenizer_is_named(tmp_path):
 def test_a_broken_tokenizer_config_is_named(tmp_path):
     save(tmp_path, byte_level_backend(), chat_template=3)
     with pytest.raises(ModelError, match=r"tokenizer_config\.json has a chat_template"):
+        Tokenizer.from_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja is not text"):
         Tokenizer.from_pretrained(tmp_path)
