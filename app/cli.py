@@ -1,0 +1,277 @@
+"""The command line: `neo-desktop [chat] | serve | bench | info`."""
+
+import json
+import logging
+import sys
+import webbrowser
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from neo_desktop.app import options as opt
+
+if TYPE_CHECKING:
+    from neo_desktop import Engine
+
+DEFAULT_COMMAND = "chat"
+
+stdout = Console()
+stderr = Console(stderr=True)
+
+
+app = typer.Typer(
+    name="neo-desktop",
+    help="Run large language models beyond what your GPU's memory should allow, at full accuracy.",
+    epilog="Without a command, the chat opens in your browser.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+
+
+def main() -> None:
+    """Run the command line: exit code 0 for success, 1 for failure, 2 for wrong use."""
+    arguments = sys.argv[1:]
+    # `neo-desktop --port 9000` means `neo-desktop chat --port 9000`.
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("--help", "-h", "--version")):
+        arguments = [DEFAULT_COMMAND, *arguments]
+    try:
+        app(arguments)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if "--debug" in arguments:
+            raise
+        # Errors that a person can mend have a sentence of ours; anything else at least gets its name.
+        is_expected = isinstance(error, ValueError | MemoryError | OSError | RuntimeError)
+        text = str(error) if is_expected else f"{type(error).__name__}: {error}"
+        stderr.print(f"[bold red]error:[/] {text}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from neo_desktop import __version__
+
+        stdout.print(f"neo-desktop {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Hold the options that stand before a command."""
+
+
+@app.command(epilog="Example: neo-desktop chat --model ~/models/Llama-3.2-1B-Instruct")
+def chat(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    host: opt.Host = opt.DEFAULT_HOST,
+    port: opt.Port = opt.DEFAULT_PORT,
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open the page in the default browser.")
+    ] = True,
+    api_key: opt.ApiKey = None,
+    allowed_hosts: opt.AllowedHosts = None,
+    policy: opt.PolicyOption = opt.PolicyName.AUTO,
+    device: opt.DeviceOption = opt.Device.AUTO,
+    dtype: opt.DtypeOption = opt.Dtype.AUTO,
+    gpu_cache_tokens: opt.GpuCacheTokens = None,
+    cpu_cache_tokens: opt.CpuCacheTokens = None,
+    shape: opt.Shape = None,
+    debug: opt.Debug = False,
+) -> None:
+    """Open the chat in a browser; the same port serves the OpenAI-compatible API."""
+    _serve(
+        _ServerSettings(host, port, api_key, allowed_hosts or [], with_page=True, open_browser=browser),
+        _EngineSettings(model, policy, device, dtype, gpu_cache_tokens, cpu_cache_tokens, shape),
+        debug,
+    )
+
+
+@app.command(epilog="Example: neo-desktop serve --model ~/models/Qwen3-8B --port 9000")
+def serve(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    host: opt.Host = opt.DEFAULT_HOST,
+    port: opt.Port = opt.DEFAULT_PORT,
+    api_key: opt.ApiKey = None,
+    allowed_hosts: opt.AllowedHosts = None,
+    policy: opt.PolicyOption = opt.PolicyName.AUTO,
+    device: opt.DeviceOption = opt.Device.AUTO,
+    dtype: opt.DtypeOption = opt.Dtype.AUTO,
+    gpu_cache_tokens: opt.GpuCacheTokens = None,
+    cpu_cache_tokens: opt.CpuCacheTokens = None,
+    shape: opt.Shape = None,
+    debug: opt.Debug = False,
+) -> None:
+    """Serve the OpenAI-compatible API without the page."""
+    _serve(
+        _ServerSettings(host, port, api_key, allowed_hosts or [], with_page=False, open_browser=False),
+        _EngineSettings(model, policy, device, dtype, gpu_cache_tokens, cpu_cache_tokens, shape),
+        debug,
+    )
+
+
+@app.command(epilog="Example: neo-desktop info --json machine.json")
+def info(json_file: opt.JsonFile = None, debug: opt.Debug = False) -> None:
+    """Show this computer's hardware, the versions in use and where things are."""
+    _set_up_logging(debug)
+    from neo_desktop.app.hardware import machine_info
+
+    machine = machine_info()
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("CPU", f"{machine.cpu}, {machine.physical_cores} cores ({machine.usable_cores} usable)")
+    table.add_row("Attention kernel", machine.isa)
+    table.add_row("Memory", f"{_gb(machine.memory_bytes)}, {_gb(machine.available_bytes)} available")
+    for gpu in machine.gpus:
+        table.add_row(
+            "GPU",
+            f"{gpu.name}, {_gb(gpu.memory_bytes)}, {_gb(gpu.free_bytes)} free, compute capability "
+            f"{gpu.capability}, driver {gpu.driver}",
+        )
+    if machine.gpu_note:
+        table.add_row("GPU", machine.gpu_note)
+    table.add_row("neo-desktop", machine.neo_desktop)
+    table.add_row("Python, torch", f"{machine.python}, {machine.torch}")
+    table.add_row("System", machine.platform)
+    table.add_row("Installed in", machine.package_folder)
+    stdout.print(table, highlight=False)
+    if json_file is not None:
+        json_file.write_text(json.dumps(asdict(machine), indent=2) + "\n", encoding="utf-8")
+
+
+class Suite(StrEnum):
+    """A benchmark."""
+
+    CPU_ATTENTION = "cpu-attention"
+
+
+@app.command(epilog="Example: neo-desktop bench --suite cpu-attention --json report.json")
+def bench(
+    suite: Annotated[Suite, typer.Option(help="What to measure.")] = Suite.CPU_ATTENTION,
+    json_file: opt.JsonFile = None,
+    debug: opt.Debug = False,
+) -> None:
+    """Measure this computer."""
+    _set_up_logging(debug)
+    from neo_desktop.app.bench import run_suites
+
+    with _progress() as progress:
+        task = progress.add_task("Measuring", total=1.0)
+        report = run_suites(
+            [suite.value], lambda share, what: progress.update(task, completed=share, description=what)
+        )
+    report.print(stdout)
+    if json_file is not None:
+        report.write_json(json_file)
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineSettings:
+    model: str
+    policy: opt.PolicyName
+    device: opt.Device
+    dtype: opt.Dtype
+    gpu_cache_tokens: int | None
+    cpu_cache_tokens: int | None
+    shape: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _ServerSettings:
+    host: str
+    port: int
+    api_key: str | None
+    allowed_hosts: list[str]
+    with_page: bool
+    open_browser: bool
+
+
+def _serve(server: _ServerSettings, engine: _EngineSettings, debug: bool) -> None:
+    """Claim the port, load the model, serve until Ctrl-C."""
+    _set_up_logging(debug)
+    from neo_desktop.app.security import check_bind
+    from neo_desktop.app.server import claim_port, create_app
+    from neo_desktop.app.server import serve as serve_app
+    from neo_desktop.app.service import EngineService
+
+    try:
+        check_bind(server.host, server.api_key)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--host") from None
+    # First the port: to find it busy after minutes of loading would be a poor joke.
+    with claim_port(server.host, server.port) as socket, _load_engine(engine) as loaded:
+        host = server.host if server.host not in ("0.0.0.0", "::") else "127.0.0.1"
+        url = f"http://{f'[{host}]' if ':' in host else host}:{socket.getsockname()[1]}"
+        web_app = create_app(
+            EngineService(loaded), api_key=server.api_key, allowed_hosts=server.allowed_hosts
+        )
+        if server.with_page:
+            from neo_desktop.ui.app import mount
+
+            mount(web_app, base_url=f"{url}/v1", api_key=server.api_key)
+
+        def announce() -> None:
+            if server.with_page:
+                stdout.print(f"Chat:  [bold]{url}[/]", highlight=False)
+            stdout.print(f"API:   [bold]{url}/v1[/]  (model {loaded.model_name})", highlight=False)
+            stdout.print("Ctrl-C ends the program.", highlight=False)
+            if server.open_browser:
+                webbrowser.open(url)
+
+        serve_app(web_app, socket, announce)
+    stdout.print("Stopped.")
+
+
+def _load_engine(settings: _EngineSettings) -> "Engine":
+    from neo_desktop import Engine
+
+    with _progress() as progress:
+        task = progress.add_task("Loading weights", total=None)
+        return Engine.from_pretrained(
+            settings.model,
+            device=settings.device.value,
+            dtype=settings.dtype.value,
+            policy=settings.policy.value,
+            gpu_cache_tokens=settings.gpu_cache_tokens,
+            cpu_cache_tokens=settings.cpu_cache_tokens,
+            shape=settings.shape,
+            progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        console=stderr,
+        transient=True,
+    )
+
+
+def _set_up_logging(debug: bool) -> None:
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.WARNING,
+        format="%(message)s",
+        handlers=[RichHandler(console=stderr, show_path=debug)],
+        force=True,
+    )
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"
+
+
+if __name__ == "__main__":
+    main()

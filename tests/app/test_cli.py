@@ -1,0 +1,157 @@
+"""The command line as a person uses it: real processes, exit codes, one clear line per error."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from checkpoints import save_checkpoint
+
+PROGRAM = Path(sys.executable).parent / "neo-desktop"
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("models") / "tiny-llama", "llama")
+
+
+@contextmanager
+def running(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server process and its address, once it answers."""
+    process = subprocess.Popen(
+        [PROGRAM, *arguments, "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if address := re.search(r"API:\s+(http://\S+)/v1", line):
+                yield process, address[1]
+                break
+        else:
+            raise AssertionError(f"no address printed: {lines} {process.communicate()[1]}")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_help_and_version() -> None:
+    assert "chat" in run("--help").stdout
+    for command in ("chat", "serve", "info", "bench"):
+        result = run(command, "--help")
+        assert result.returncode == 0
+        assert "Example" in result.stdout
+    assert re.fullmatch(r"neo-desktop \d+\.\d+\.\d+\n", run("--version").stdout)
+
+
+def test_info_tells_hardware_and_versions(tmp_path: Path) -> None:
+    result = run("info", "--json", tmp_path / "info.json")
+    assert result.returncode == 0
+    machine = json.loads((tmp_path / "info.json").read_text())
+    assert machine["usable_cores"] >= 1
+    assert machine["memory_bytes"] > 0
+    assert machine["torch"] in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--no-such-option",), ("fly",), ("serve", "--policy", "magic"), ("serve", "--port", "x")],
+)
+def test_wrong_use_exits_with_2(arguments: tuple[str, ...]) -> None:
+    assert run(*arguments).returncode == 2
+
+
+def test_an_open_address_without_a_key_is_wrong_use() -> None:
+    result = run("serve", "--host", "0.0.0.0")
+    assert result.returncode == 2
+    assert "API key" in re.sub(r"[\s│]+", " ", result.stderr)
+
+
+def damage(folder: Path, how: str) -> None:
+    weights = folder / "model.safetensors"
+    if how == "no weights":
+        weights.unlink()
+    elif how == "truncated weights":
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif how == "garbled weights":
+        weights.write_bytes(b"\xff" * 4096)
+    elif how == "broken config":
+        (folder / "config.json").write_text("{")
+    elif how == "unknown architecture":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    elif how == "no tokenizer":
+        (folder / "tokenizer.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "hint"),
+    [
+        ("no weights", "safetensors"),
+        ("truncated weights", "model.safetensors"),
+        ("garbled weights", "model.safetensors"),
+        ("broken config", "config.json"),
+        ("unknown architecture", "LlamaForCausalLM"),
+        ("no tokenizer", "tokenizer.json"),
+    ],
+)
+def test_a_damaged_checkpoint_gets_one_clear_line(tmp_path: Path, how: str, hint: str) -> None:
+    folder = save_checkpoint(tmp_path / "model", "llama")
+    damage(folder, how)
+    result = run("serve", "--model", folder, "--port", "0")
+    assert result.returncode == 1
+    assert hint in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stderr.strip().count("\n") == 0
+
+
+def test_a_busy_port_is_found_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("serve", "--port", str(port), "--model", "/no/such/model")
+    assert result.returncode == 1
+    assert f"127.0.0.1:{port} is in use" in result.stderr
+
+
+def test_serve_answers_and_ctrl_c_tells_running_requests_and_exits_with_0(checkpoint: Path) -> None:
+    with running("serve", "--model", checkpoint) as (process, address):
+        body = {
+            "model": "tiny-llama",
+            "prompt": "hello",
+            "max_tokens": 500,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            process.send_signal(signal.SIGINT)
+            rest = "\n".join(lines)
+        assert "shutting down" in rest
+        assert process.wait(timeout=20) == 0
+
+
+def test_an_idle_server_uses_almost_no_cpu(checkpoint: Path) -> None:
+    with running("serve", "--model", checkpoint) as (process, address):
+        httpx.post(f"{address}/v1/completions", json={"prompt": "hello", "max_tokens": 4}, timeout=60)
+
+        def cpu_s() -> float:
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / 100
+
+        before = cpu_s()
+        time.sleep(3)
+        assert cpu_s() - before < 0.15  # a thread that polls or spins uses 3 s
