@@ -163,7 +163,7 @@ class Engine:
                 seed=seed,
                 arrival=self._num_arrivals,
                 max_context_tokens=self.max_context_tokens,
-                eos_token_ids=self.config.eos_token_ids,
+                eos_token_ids=self.config.eos_token_ids or self.tokenizer.eos_token_ids,
                 text=IncrementalText(self.tokenizer.decode_stream(), params.stop),
             )
             self._scheduler.add(request)

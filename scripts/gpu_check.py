@@ -1,0 +1,101 @@
+"""Checks an installed neo-desktop on a GPU against its own CPU path, then measures it (see gpu_check.sh)."""
+
+import argparse
+import sys
+import time
+from itertools import product
+
+import torch
+
+from neo_desktop import Engine, SamplingParams
+
+GREEDY = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True, logprobs=20)
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in (1, 17, 40, 200, 600)]
+
+
+def first_logprobs(engine: Engine) -> list[dict[int, float]]:
+    """For each prompt, `token -> log-probability` of the most probable first tokens."""
+    outputs = engine.generate(prompts(engine.config.vocab_size), GREEDY)
+    return [{top.token_id: top.logprob for top in output.tokens[0].top_logprobs} for output in outputs]
+
+
+def check_logits(device: str) -> None:
+    """First-token log-probabilities equal those of float32 on the CPU, within the dtype's tolerance."""
+    with Engine.from_pretrained(device="cpu", dtype="float32") as engine:
+        reference = first_logprobs(engine)
+    for dtype, tolerance in (("float32", 1e-3), ("float16", 2e-2), ("bfloat16", 2e-1)):
+        with Engine.from_pretrained(device=device, dtype=dtype) as engine:
+            found = first_logprobs(engine)
+        error = max(
+            abs(expected[token] - logprob)
+            for expected, got in zip(reference, found, strict=True)
+            for token, logprob in got.items()
+            if token in expected
+        )
+        print(f"logits {dtype}: largest difference to the CPU in float32 {error:.1e} (tolerance {tolerance})")
+        assert error <= tolerance
+
+
+def check_policies(device: str) -> None:
+    """The same tokens wherever the KV lives."""
+    results = {}
+    caches = (("gpu-only", None, 0), ("gpu-only", 1024, 0), ("auto", 256, 4096), ("auto", 0, 4096))
+    for policy, gpu_cache_tokens, cpu_cache_tokens in caches:
+        with Engine.from_pretrained(
+            device=device,
+            dtype="float32",
+            policy=policy,
+            gpu_cache_tokens=gpu_cache_tokens,
+            cpu_cache_tokens=cpu_cache_tokens,
+        ) as engine:
+            outputs = engine.generate(prompts(engine.config.vocab_size), GREEDY)
+            results[policy, gpu_cache_tokens] = [output.token_ids for output in outputs]
+            stats = engine.stats()
+            print(
+                f"policy {policy}, GPU-cache {gpu_cache_tokens}: "
+                f"{stats.num_moves} moves, {stats.num_preemptions} preemptions"
+            )
+    first, *others = results.values()
+    assert all(other == first for other in others), "a policy changed the tokens"
+
+
+def measure(device: str, shape: str) -> None:
+    """Decode throughput with random weights, by batch size and by where the KV lives."""
+    for batch, (policy, gpu_cache_tokens) in product((1, 8), (("gpu-only", None), ("auto", 0))):
+        with Engine.from_pretrained(
+            device=device,
+            shape=shape,
+            policy=policy,
+            gpu_cache_tokens=gpu_cache_tokens,
+            cpu_cache_tokens=8192,
+        ) as engine:
+            tokens = [[7] * 400 for _ in range(batch)]
+            engine.generate(tokens, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+            started_s = time.perf_counter()
+            engine.generate(tokens, SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True))
+            elapsed_s = time.perf_counter() - started_s
+            where = "CPU-cache" if gpu_cache_tokens == 0 else "GPU-cache"
+            print(f"{shape}, batch {batch}, {where}: {batch * 64 / elapsed_s:.1f} output tok/s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--shape", default="llama-3.2-1b")
+    arguments = parser.parse_args()
+    if arguments.device == "cuda":
+        if not torch.cuda.is_available():
+            sys.exit("torch finds no GPU")
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    check_logits(arguments.device)
+    check_policies(arguments.device)
+    measure(arguments.device, arguments.shape)
+    print("all checks passed")
+
+
+if __name__ == "__main__":
+    main()

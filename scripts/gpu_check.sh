@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Builds neo-desktop on a machine with a CUDA GPU, checks the GPU path against the CPU path and measures it.
+#
+# Works offline, with torch, numpy, safetensors, tokenizers, psutil, pybind11 and scikit-build-core installed.
+# PYTHON chooses the interpreter; arguments go to gpu_check.py ("--device cpu" tries the script without a GPU).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python="${PYTHON:-python3}"
+target="$(mktemp -d)"
+trap 'rm -rf "$target"' EXIT
+"$python" -m pip install --quiet --no-build-isolation --no-deps --no-index --target "$target" .
+PYTHONPATH="$target" "$python" scripts/gpu_check.py "$@"
