@@ -1,0 +1,100 @@
+"""A real server on a free port, in front of the fake engine."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from neo_desktop.app.server import GRACE_S, Server, claim_port, create_app
+from neo_desktop.app.service import EngineService
+from neo_desktop.engine.engine import Engine
+
+from .fake_engine import FakeExecutor, make_engine
+
+
+@dataclass
+class RunningServer:
+    """A server in a thread, and clients for it."""
+
+    engine: Engine
+    service: EngineService
+    uvicorn: Server
+    thread: threading.Thread
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, api_key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=30)
+
+    def stop(self) -> None:
+        self.uvicorn.should_exit = True
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+
+@contextlib.contextmanager
+def running(engine: Engine, *, max_queued_requests: int = 64, **app_options: Any) -> Iterator[RunningServer]:
+    service = EngineService(engine, max_queued_requests)
+    sock = claim_port("127.0.0.1", 0)
+    is_ready = threading.Event()
+    config = uvicorn.Config(
+        create_app(service, **app_options), log_config=None, lifespan="on", timeout_graceful_shutdown=GRACE_S
+    )
+    server = Server(config, service, is_ready.set)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+    thread.start()
+    assert is_ready.wait(30)
+    running_server = RunningServer(engine, service, server, thread, sock.getsockname()[1])
+    try:
+        yield running_server
+    finally:
+        cast("FakeExecutor", engine._executor).open.set()
+        running_server.stop()
+
+
+@pytest.fixture
+def executor() -> FakeExecutor:
+    return FakeExecutor()
+
+
+@pytest.fixture
+def server(executor: FakeExecutor) -> Iterator[RunningServer]:
+    with running(make_engine(executor)) as running_server:
+        yield running_server
+
+
+@pytest.fixture
+def client(server: RunningServer) -> openai.OpenAI:
+    return server.client()
+
+
+@pytest.fixture
+def http(server: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30, trust_env=False) as plain:
+        yield plain
+
+
+def eventually(holds: Callable[[], bool], timeout_s: float = 30) -> None:
+    """Wait for something that another thread brings about."""
+    waiting = threading.Event()
+    for _ in range(int(timeout_s / 0.01)):
+        if holds():
+            return
+        waiting.wait(0.01)
+    raise AssertionError("it did not happen")
+
+
+def is_idle(service: EngineService) -> bool:
+    """Nobody runs or waits, and every block is free."""
+    stats = service.stats
+    used = [pool.num_used_blocks for pool in stats.pools.values()]
+    return stats.num_running == 0 and stats.num_waiting == 0 and not any(used)
