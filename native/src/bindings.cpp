@@ -6,8 +6,8 @@
 #include <tuple>
 #include <vector>
 
-#include "neo_desktop/bandwidth.h"
 #include "neo_desktop/cpu.h"
+#include "neo_desktop/memory.h"
 #include "neo_desktop/paged_attention.h"
 
 namespace py = pybind11;
@@ -61,4 +61,7 @@ PYBIND11_MODULE(_native, m) {
         return read_seconds(reinterpret_cast<const void*>(address), bytes, check_num_threads(num_threads));
       },
       without_gil);
+  m.def("advise_huge_pages", [](uintptr_t address, int64_t bytes) {
+    return advise_huge_pages(reinterpret_cast<void*>(address), bytes);
+  });
 }

@@ -1,9 +1,9 @@
-"""Native kernels: decode attention over a paged KV cache on the CPU, run-time choice of instruction set.
+"""Native kernels: decode attention over a paged KV cache on the CPU.
 
-The environment variable NEO_DESKTOP_ISA (scalar, avx2 or avx512) forces an instruction set for a whole process.
+The instruction set is chosen at run time; NEO_DESKTOP_ISA=scalar|avx2|avx512 in the environment forces one.
 
-Threads: calls share one pool of workers, which sleep between calls; the calling thread takes part and the GIL is
-released. Any number of threads may call at once. A forked child makes its own pool on first use.
+Threads: calls share one pool of workers, which sleep between calls; the calling thread takes part and the
+GIL is released. Any number of threads may call at once. A forked child makes its own pool on first use.
 """
 
 import os
@@ -14,6 +14,7 @@ from neo_desktop.native import _native
 from neo_desktop.native._native import available_isas, cpu_features, default_num_threads
 
 __all__ = [
+    "advise_huge_pages",
     "available_isas",
     "cpu_features",
     "default_num_threads",
@@ -46,13 +47,16 @@ def paged_attention_decode(
 
     Args:
         q: [batch, heads, head_dim], fp32, fp16 or bf16; may be strided in batch and heads.
-        k_cache: [num_blocks, kv_heads, block_size, head_dim], fp32, fp16 or bf16; may be strided in num_blocks and
-            kv_heads. Query head h reads KV head h // (heads // kv_heads). head_dim: a multiple of 8 up to 256.
+        k_cache: [num_blocks, kv_heads, block_size, head_dim], fp32, fp16 or bf16; may be strided in
+            num_blocks and kv_heads. Query head h reads KV head h // (heads // kv_heads). head_dim is a
+            multiple of 8 up to 256.
         v_cache: as k_cache.
-        block_tables: [batch, max_blocks] int32; entries past a request's context (or before its window) are not read.
+        block_tables: [batch, max_blocks] int32; token t is row t % block_size of block
+            block_tables[b, t // block_size]. Entries outside a request's context or window are not read.
         context_lens: [batch] int32, tokens in the cache, the newest included; at least 1.
         scale: multiplies q·k, usually head_dim ** -0.5.
-        out: [batch, heads, head_dim], fp32, fp16 or bf16; made in q's dtype when None. Must not overlap the inputs.
+        out: [batch, heads, head_dim], fp32, fp16 or bf16, made in q's dtype when None; must not overlap the
+            inputs.
         num_threads: 0 means `default_num_threads()`.
         window: attend to the last `window` tokens only; 0 means all.
         isa: "scalar", "avx2" or "avx512"; None means NEO_DESKTOP_ISA, else the best this CPU has.
@@ -92,7 +96,7 @@ def paged_kv_write(
     """Write the keys and values of new tokens into their slots of the cache, cast to its dtype.
 
     Args:
-        k: [n, kv_heads, head_dim], fp32, fp16 or bf16; may be strided in n and heads. v: likewise.
+        k: [n, kv_heads, head_dim], fp32, fp16 or bf16; may be strided in n and kv_heads.
         v: as k.
         k_cache: [num_blocks, kv_heads, block_size, head_dim]; as in `paged_attention_decode`.
         v_cache: as k_cache.
@@ -116,8 +120,7 @@ def paged_kv_write(
 
 def read_seconds(tensor: torch.Tensor, num_threads: int = 0) -> float:
     """Seconds that the kernels' thread pool takes to read a contiguous CPU tensor once."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError("tensor must be contiguous and on the CPU")
+    _check_contiguous(tensor)
     return _native.read_seconds(tensor.data_ptr(), tensor.nbytes, num_threads)
 
 
@@ -125,8 +128,24 @@ def read_bandwidth(nbytes: int, num_threads: int = 0, repeats: int = 5) -> float
     """The best of `repeats` streaming reads of `nbytes` bytes, in GB/s (1e9 bytes per second)."""
     if nbytes < 1 or repeats < 1:
         raise ValueError(f"nbytes and repeats must be at least 1, not {nbytes} and {repeats}")
-    buffer = torch.ones(nbytes, dtype=torch.uint8)
+    buffer = torch.empty(nbytes, dtype=torch.uint8)
+    advise_huge_pages(buffer)
+    buffer.fill_(1)
     return nbytes / min(read_seconds(buffer, num_threads) for _ in range(repeats)) / 1e9
+
+
+def advise_huge_pages(tensor: torch.Tensor) -> bool:
+    """Ask for huge pages behind a contiguous CPU tensor that was made but not yet written to.
+
+    Large caches are read faster then (fewer TLB misses). Returns whether the system agreed.
+    """
+    _check_contiguous(tensor)
+    return _native.advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
+
+
+def _check_contiguous(tensor: torch.Tensor) -> None:
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError("tensor must be contiguous and on the CPU")
 
 
 def _view(name: str, tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:

@@ -1,4 +1,7 @@
-#include "neo_desktop/bandwidth.h"
+#include "neo_desktop/memory.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -41,6 +44,17 @@ double read_seconds(const void* data, int64_t bytes, int num_threads) {
   });
   const std::chrono::duration<double> elapsed = std::chrono::steady_clock::now() - start;
   return elapsed.count();
+}
+
+bool advise_huge_pages(void* data, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
+  return begin < end && madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE) == 0;
+#else
+  return false;
+#endif
 }
 
 }  // namespace neo_desktop
