@@ -1,0 +1,194 @@
+"""Decode attention equals softmax(q·K)V in float64: all instruction sets, dtypes, shapes and lengths."""
+
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from paged_case import DTYPES, TOLERANCE, PagedCase, make_case
+
+from neo_desktop import native
+
+ISAS = native.available_isas()
+each_isa = pytest.mark.parametrize("isa", ISAS)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("group", [1, 4, 7, 8])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
+def test_equals_float64_for_every_shape(isa: str, dtype: torch.dtype, group: int, head_dim: int) -> None:
+    case = make_case([1, 15, 16, 17, 300, 1100], group=group, head_dim=head_dim, dtype=dtype)
+    assert case.error(case.run(isa=isa)) < TOLERANCE[dtype]
+
+
+@each_isa
+@pytest.mark.parametrize("head_dim", range(8, 64, 8))
+def test_heads_of_tiny_models(isa: str, head_dim: int) -> None:
+    case = make_case([5, 40], group=2, head_dim=head_dim)
+    assert case.error(case.run(isa=isa)) < TOLERANCE[torch.float32]
+
+
+@each_isa
+@pytest.mark.parametrize("block_size", [1, 3, 7, 64, 1000])
+def test_any_block_size(isa: str, block_size: int) -> None:
+    case = make_case([1, block_size, block_size + 1, 333], block_size=block_size, dtype=torch.float16)
+    assert case.error(case.run(isa=isa)) < TOLERANCE[torch.float16]
+
+
+@each_isa
+@pytest.mark.parametrize("group", [2, 3, 5, 12, 71])
+def test_any_group_size(isa: str, group: int) -> None:
+    case = make_case([2, 50], kv_heads=1, group=group, dtype=torch.bfloat16)
+    assert case.error(case.run(isa=isa)) < TOLERANCE[torch.bfloat16]
+
+
+@each_isa
+@each_dtype
+def test_thousands_of_tokens(isa: str, dtype: torch.dtype) -> None:
+    case = make_case([20_011, 4096, 33], kv_heads=1, group=4, dtype=dtype)
+    assert case.error(case.run(isa=isa)) < TOLERANCE[dtype]
+
+
+@each_isa
+@pytest.mark.parametrize("window", [1, 15, 16, 17, 400, 5000])
+def test_window_attends_to_the_last_tokens_only(isa: str, window: int) -> None:
+    case = make_case([1, 16, 17, 700, 1500], group=4, window=window)
+    assert case.error(case.run(isa=isa)) < TOLERANCE[torch.float32]
+
+
+@each_isa
+@pytest.mark.parametrize("q_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+def test_query_cache_and_output_may_differ_in_dtype(
+    isa: str, q_dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    case = make_case([40, 300], group=2, head_dim=72, dtype=torch.float16)
+    case.q = case.q.to(q_dtype)
+    out = torch.empty(case.q.shape, dtype=out_dtype)
+    assert case.run(isa=isa, out=out) is out
+    assert case.error(out) < TOLERANCE[out_dtype]
+
+
+def test_output_has_the_dtype_of_the_query() -> None:
+    case = make_case([10], dtype=torch.float16)
+    case.q = case.q.float()
+    assert case.run().dtype == torch.float32
+
+
+@each_isa
+def test_strided_inputs_and_output(isa: str) -> None:
+    case = make_case([9, 270], group=3, dtype=torch.float16)
+    expected = case.run(isa=isa)
+    batch, heads, head_dim = case.q.shape
+    fused = torch.full((batch, 2 * heads + 5, head_dim), torch.nan, dtype=torch.float16)
+    fused[:, 1 : 2 * heads : 2] = case.q
+    case.q = fused[:, 1 : 2 * heads : 2]
+    both = torch.stack([case.k_cache, case.v_cache], dim=1)  # K and V of a block side by side
+    case.k_cache, case.v_cache = both[:, 0], both[:, 1]
+    wide = torch.zeros(batch, heads + 2, head_dim, dtype=torch.float16)
+    case.run(isa=isa, out=wide[:, 1:-1])
+    assert torch.equal(wide[:, 1:-1], expected)
+    assert not wide[:, [0, -1]].any()
+
+
+def large_logits(case: PagedCase) -> None:
+    case.q = case.q * 40
+
+
+def equal_logits(case: PagedCase) -> None:
+    case.k_cache.fill_(0.5)
+
+
+def one_dominant_token(case: PagedCase) -> None:
+    case.k_cache[case.block_tables[1, 3], :, 2] = case.q[1, :2] * 8
+
+
+def denormal_keys_and_values(case: PagedCase) -> None:
+    tiny = torch.finfo(case.k_cache.dtype).smallest_normal
+    case.k_cache.mul_(tiny / 16)
+    if case.v_cache.dtype == torch.float16:  # smaller ones would leave no digits in an fp32 result either
+        case.v_cache.mul_(tiny / 16)
+
+
+def alternating_signs(case: PagedCase) -> None:
+    case.q[:, :, 1::2] *= -100
+    case.q[:, :, ::2] *= 100
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize(
+    "spoil", [large_logits, equal_logits, one_dominant_token, denormal_keys_and_values, alternating_signs]
+)
+def test_adversarial_inputs(isa: str, dtype: torch.dtype, spoil: Callable[[PagedCase], None]) -> None:
+    case = make_case([1, 600], dtype=dtype)
+    spoil(case)
+    out = case.run(isa=isa, out=torch.empty(case.q.shape))
+    largest_logit = max(
+        float(torch.einsum("hd,thd->ht", case.q[b].double(), case.context(case.k_cache, b)).abs().max())
+        for b in range(2)
+    )
+    # A logit of size x is known to x * 2^-24 at best, and a weight to as much relatively.
+    assert case.error(out) < 1e-5 + 2**-22 * largest_logit * case.scale
+
+
+@each_isa
+def test_non_finite_values_stay_with_the_heads_that_attend_to_them(isa: str) -> None:
+    case = make_case([40, 300], kv_heads=2, group=2)
+    clean = case.run(isa=isa)
+    case.k_cache[case.block_tables[1, 4], 1, 3] = torch.nan
+    case.v_cache[case.block_tables[0, 0], 0, 5] = torch.inf
+    out = case.run(isa=isa)
+    touched = torch.zeros(2, 4, dtype=torch.bool)
+    touched[1, 2:] = True  # query heads 2 and 3 share KV head 1
+    touched[0, :2] = True
+    assert not out[touched].isfinite().any()
+    assert torch.equal(out[~touched], clean[~touched])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 600), min_size=1, max_size=5),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 9),
+    head_dim=st.integers(1, 32).map(lambda n: 8 * n),
+    block_size=st.integers(1, 40),
+    dtype=st.sampled_from(DTYPES),
+    isa=st.sampled_from(ISAS),
+    window=st.one_of(st.just(0), st.integers(1, 700)),
+    seed=st.integers(0, 1000),
+)
+def test_equals_float64_for_random_problems(
+    lengths: list[int], dtype: torch.dtype, isa: str, window: int, seed: int, **shape: int
+) -> None:
+    case = make_case(lengths, dtype=dtype, window=window, seed=seed, **shape)
+    assert case.error(case.run(isa=isa)) < TOLERANCE[dtype]
+
+
+@each_isa
+def test_result_depends_neither_on_threads_nor_on_the_batch(isa: str) -> None:
+    case = make_case([3000, 1, 513, 256, 257], group=4, dtype=torch.float16)
+    out = case.run(isa=isa, num_threads=1)
+    for num_threads in (2, 3, 8):
+        assert torch.equal(case.run(isa=isa, num_threads=num_threads), out)
+    for b in range(5):
+        alone = PagedCase(
+            case.q[b : b + 1],
+            case.k_cache,
+            case.v_cache,
+            case.block_tables[b : b + 1],
+            case.context_lens[b : b + 1],
+            case.scale,
+        )
+        assert torch.equal(alone.run(isa=isa), out[b : b + 1])
+
+
+def test_empty_batch() -> None:
+    case = make_case([5])
+    out = native.paged_attention_decode(
+        case.q[:0], case.k_cache, case.v_cache, case.block_tables[:0], case.context_lens[:0], 1.0
+    )
+    assert out.shape == (0, 2, 64)

@@ -1,0 +1,80 @@
+"""The thread pool: many callers, forked children, and rest when there is nothing to do."""
+
+import multiprocessing
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from paged_case import PagedCase, make_case
+
+from neo_desktop import native
+
+
+def test_calls_at_the_same_time_get_their_own_answers() -> None:
+    cases = [
+        make_case([900 - 100 * n, 30 * n + 1], group=n + 1, head_dim=64 + 16 * n, seed=n) for n in range(6)
+    ]
+    expected = [case.run(num_threads=1) for case in cases]
+    with ThreadPoolExecutor(len(cases)) as callers:
+        for _ in range(20):
+            outputs = callers.map(lambda case: case.run(num_threads=4), cases)
+            assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+
+
+def run_in_child(case: PagedCase, expected: torch.Tensor) -> None:
+    os._exit(0 if torch.equal(case.run(num_threads=3), expected) else 1)
+
+
+def test_a_forked_child_makes_its_own_pool() -> None:
+    case = make_case([2000, 700])
+    expected = case.run(num_threads=3)  # the parent's pool has workers now; the child's has none
+    child = multiprocessing.get_context("fork").Process(target=run_in_child, args=(case, expected))
+    child.start()
+    child.join(timeout=30)
+    assert child.exitcode == 0
+    assert torch.equal(case.run(num_threads=3), expected)
+
+
+def test_idle_threads_sleep() -> None:
+    make_case([2000, 700]).run(num_threads=4)
+    before = time.process_time()
+    time.sleep(0.4)
+    assert time.process_time() - before < 0.2  # three spinning workers would burn 0.4 or more
+
+
+def test_default_thread_count_follows_the_affinity_mask() -> None:
+    assert 1 <= native.default_num_threads() <= len(os.sched_getaffinity(0))
+
+
+def test_environment_forces_an_isa(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case([300], group=4)
+    monkeypatch.setenv("NEO_DESKTOP_ISA", "scalar")
+    assert torch.equal(case.run(), case.run(isa="scalar"))
+    monkeypatch.setenv("NEO_DESKTOP_ISA", "mmx")
+    with pytest.raises(ValueError, match="isa 'mmx' is unknown"):
+        case.run()
+
+
+def test_features_agree_with_the_operating_system() -> None:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists() or "flags" not in cpuinfo.read_text():
+        pytest.skip("no x86 flags in /proc/cpuinfo to compare with")
+    flags = next(line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")).split()
+    names = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}
+    features = native.cpu_features()
+    assert features == {name: names.get(name, name) in flags for name in features}
+
+
+def test_read_bandwidth_is_a_positive_rate() -> None:
+    assert native.read_bandwidth(1 << 22, num_threads=2, repeats=2) > 0
+    with pytest.raises(ValueError, match="nbytes and repeats must be at least 1, not 0 and 5"):
+        native.read_bandwidth(0)
+
+
+def test_huge_pages_are_asked_for_once_the_tensor_holds_a_page() -> None:
+    assert not native.advise_huge_pages(torch.empty(8))
+    with pytest.raises(ValueError, match="contiguous"):
+        native.advise_huge_pages(torch.empty(4, 4).mT)
