@@ -27,7 +27,7 @@ AnyRequest = ChatCompletionRequest | CompletionRequest
 
 def create_api(service: EngineService) -> FastAPI:
     """Return the app to mount at /v1: OpenAI's API on this service's model."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     errors.install(app)
     app.add_middleware(ClientConnection, max_body_bytes=MAX_BODY_BYTES)
     template = ChatTemplate(service.tokenizer.chat_template, service.tokenizer.special_tokens)
@@ -77,7 +77,8 @@ def create_api(service: EngineService) -> FastAPI:
 
 async def _parse(request: Request, schema: type[Body]) -> Body:
     try:
-        return schema.model_validate_json(await request.body())
+        # In a thread: a body may be long.
+        return await asyncio.to_thread(schema.model_validate_json, await request.body())
     except ValidationError as error:
         raise errors.from_validation(error) from None
 

@@ -1,15 +1,16 @@
 """Who may talk to the server: programs and pages of this computer, unless its owner says more."""
 
 import ipaddress
+import re
 from collections.abc import Collection
 from secrets import compare_digest
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from neo_desktop.app.errors import ApiError
 
+_SITE = re.compile(r"(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d+)?")  # as in the Host header
 _KEYED_PATHS = ("/v1", "/stats")
 _POLICY_VIOLATION = 1008  # WebSocket close code, RFC 6455 section 7.4.1
 
@@ -64,7 +65,7 @@ class AccessGuard:
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if not self._is_known(f"//{host}"):
+        if not self._is_known(host):
             return ApiError(
                 403,
                 f"the host {host!r} is not allowed: use http://127.0.0.1, or start the server with this host "
@@ -72,7 +73,8 @@ class AccessGuard:
                 code="host_not_allowed",
             )
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host and not self._is_known(origin):
+        site = None if origin is None else origin.partition("://")[2]  # nothing is left of "null"
+        if site is not None and site != host and not self._is_known(site):
             return ApiError(
                 403,
                 f"pages of {origin!r} are not allowed to use this server",
@@ -89,12 +91,9 @@ class AccessGuard:
                 )
         return None
 
-    def _is_known(self, url: str) -> bool:
-        try:
-            host = urlsplit(url).hostname or ""
-        except ValueError:
-            return False
-        return is_loopback(host) or host in self._allowed_hosts
+    def _is_known(self, site: str) -> bool:
+        match = _SITE.fullmatch(site.lower())
+        return match is not None and (is_loopback(match["host"]) or match["host"] in self._allowed_hosts)
 
 
 def _needs_key(path: str) -> bool:

@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
+from neo_desktop.app import errors
 from neo_desktop.app.api import create_api
 from neo_desktop.app.security import AccessGuard
 from neo_desktop.app.service import EngineService, ServiceStoppedError
@@ -44,7 +45,8 @@ def create_app(
         finally:
             await service.stop()
 
-    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    errors.install(app)
     app.state.service = service
     app.add_middleware(AccessGuard, api_key=api_key, allowed_hosts=allowed_hosts)
     app.mount("/v1", create_api(service))
@@ -75,12 +77,11 @@ def claim_port(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OverflowError:
         raise PortError(f"port {port} does not exist: choose one from 0 to 65535") from None
-    except socket.gaierror:
-        raise PortError(f"the host {host!r} is unknown: use an address of this computer") from None
     except OSError as error:
         reason = {
             errno.EADDRINUSE: "is in use: stop the program that uses it, or choose another port",
             errno.EACCES: "may not be used: choose a port above 1023",
+            socket.EAI_NONAME: "is not known: use 127.0.0.1",
             errno.EADDRNOTAVAIL: "is not an address of this computer: use 127.0.0.1",
         }.get(error.errno or 0, f"cannot be used: {error.strerror}")
         raise PortError(f"{host}:{port} {reason}") from error

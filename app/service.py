@@ -124,7 +124,7 @@ class EngineService:
         self.max_context_tokens = engine.max_context_tokens
         self.tokenizer = engine.tokenizer
         self.sampling_defaults = engine.config.generation
-        self.stats: EngineStats = engine.stats()  # as of the end of the last iteration
+        self.stats: EngineStats = engine.stats()  # as of the last iteration or command
         self.max_queued_requests = max_queued_requests
         self._engine = engine
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None: stop
@@ -211,7 +211,7 @@ class EngineService:
         self._queued -= _choices(generation)
         for request_id in generation.request_ids:
             if self._generations.pop(request_id, None) is not None:
-                self._inbox.put(partial(self._engine.abort, request_id))
+                self._inbox.put(partial(self._abort, request_id))
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
@@ -236,7 +236,6 @@ class EngineService:
                 if command is None:
                     break
                 command()
-                self.stats = self._engine.stats()
         except Exception as error:
             # A failed iteration is the engine's own business (it ends the requests concerned). What comes
             # up to here is a defect, after which no state can be trusted.
@@ -254,6 +253,7 @@ class EngineService:
 
     def _step(self) -> None:
         outputs = self._engine.step()
+        self.stats = self._engine.stats()
         if outputs:
             self._post(self._deliver, outputs)
 
@@ -264,7 +264,12 @@ class EngineService:
                 self._engine.add_request(request_id, token_ids, params)
         except Exception as refused:  # told to the caller, who aborts the prompts before this one
             error = refused
+        self.stats = self._engine.stats()
         self._post(generation.settle, error)
+
+    def _abort(self, request_id: str) -> None:
+        self._engine.abort(request_id)
+        self.stats = self._engine.stats()
 
     def _post(self, function: Callable[..., object], *args: object) -> None:
         assert self._loop is not None

@@ -31,10 +31,12 @@ TEMPLATE = (
 class FakeExecutor:
     """The n-th token of an output is the n-th letter; its last prompt token says nothing.
 
-    `open` unset holds every iteration; `error` breaks it; `num_iterations` counts those begun.
+    An iteration needs `open` set or, where it is not, one of `steps`; `error` breaks it. `begun` is set from
+    the first iteration on, `seen` collects what was sampled, `prompts` what each request was computed from.
     """
 
     open: threading.Event = field(default_factory=threading.Event)
+    steps: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     begun: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
     seen: list[SamplingInput] = field(default_factory=list)
@@ -45,7 +47,11 @@ class FakeExecutor:
 
     def execute(self, plan: IterationPlan) -> IterationResult:
         self.begun.set()
-        assert self.open.wait(30), "an iteration was held and never let go"
+        for _ in range(3000):
+            if self.open.wait(0.005) or self.steps.acquire(timeout=0.005):
+                break
+        else:
+            raise AssertionError("an iteration was held and never let go")
         if self.error is not None:
             raise self.error
         sampled = {}

@@ -1,0 +1,403 @@
+"""The API as the openai client sees it."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import httpx
+import openai
+import pytest
+
+from neo_desktop.models.config import GenerationDefaults
+
+from .conftest import RunningServer, eventually, running
+from .fake_engine import CONTEXT_TOKENS, MODEL, FakeExecutor, make_engine
+
+QUESTION: Any = [{"role": "user", "content": "hello"}]
+PROMPT = "<user>hello<assistant>"  # what the template makes of it; one token per byte
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with running(make_engine(FakeExecutor())) as shared:
+        yield shared
+
+
+@pytest.fixture
+def executor(server: RunningServer) -> FakeExecutor:
+    return cast("FakeExecutor", server.engine._executor)
+
+
+def letters(prompt: str, count: int, shift: int = 0) -> str:
+    return "".join(chr(ord("a") + (len(prompt) + i + shift) % 26) for i in range(count))
+
+
+def ask(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(
+        **({"model": MODEL, "messages": QUESTION, "max_tokens": 5} | fields)
+    )
+
+
+def test_models_tell_their_context_length(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.object, model.owned_by) == (MODEL, "model", "neo-desktop")
+    assert model.model_extra == {"max_model_len": CONTEXT_TOKENS}
+    assert client.models.retrieve(MODEL) == model
+
+
+def test_health_and_stats() -> None:
+    with running(make_engine(FakeExecutor())) as server, httpx.Client(base_url=server.url) as http:
+        assert http.get("/health").json() == {"status": "ok", "model": MODEL}
+        ask(server.client())
+        stats = http.get("/stats").json()
+    assert (stats["num_prompt_tokens"], stats["num_output_tokens"]) == (len(PROMPT), 5)
+    assert stats["pools"]["device"]["num_used_blocks"] == 0
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = ask(client)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", letters(PROMPT, 5))
+    assert choice.finish_reason == "length"
+    assert (answer.object, answer.model) == ("chat.completion", MODEL)
+    assert answer.usage.prompt_tokens == len(PROMPT)
+    assert answer.usage.completion_tokens == 5
+    assert answer.usage.total_tokens == len(PROMPT) + 5
+
+
+def test_the_template_gets_all_messages(client: openai.OpenAI, executor: FakeExecutor) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    first = ask(client).choices[0].message.model_dump()  # with all its empty fields, as clients do it
+    messages = [
+        {"role": "developer", "content": "be kind"},
+        *QUESTION,
+        first,
+        {"role": "user", "content": parts},
+    ]
+    ask(client, messages=messages)
+    expected = f"<system>be kind<user>hello<assistant>{letters(PROMPT, 5)}<user>one\ntwo<assistant>"
+    assert bytes(list(executor.prompts.values())[-1][: len(expected)]).decode() == expected
+
+
+def test_chat_stream(client: openai.OpenAI) -> None:
+    first, *parts, last = ask(client, stream=True)
+    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+    assert "".join(part.choices[0].delta.content for part in parts) == letters(PROMPT, 5)
+    assert [part.choices[0].finish_reason for part in (first, *parts)] == [None] * 6
+    assert (last.choices[0].finish_reason, last.choices[0].delta.content) == ("length", None)
+    assert len({chunk.id for chunk in (first, *parts, last)}) == 1
+    assert first.object == "chat.completion.chunk"
+
+
+def test_a_stream_ends_with_usage_if_asked_for(client: openai.OpenAI) -> None:
+    *parts, last = ask(client, stream=True, n=2, stream_options={"include_usage": True})
+    assert all(part.usage is None and part.choices for part in parts)
+    assert last.choices == []
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (len(PROMPT), 10)
+
+
+def test_stream_and_whole_answer_are_the_same(client: openai.OpenAI) -> None:
+    fields = {"n": 3, "seed": 5, "stop": ["l", "xyz"], "max_tokens": 30, "logprobs": True, "top_logprobs": 2}
+    whole = {choice.index: choice for choice in ask(client, **fields).choices}
+    texts, logprobs, ends = {0: "", 1: "", 2: ""}, {0: [], 1: [], 2: []}, {}
+    for part in ask(client, stream=True, **fields):
+        (choice,) = part.choices
+        texts[choice.index] += choice.delta.content or ""
+        logprobs[choice.index] += choice.logprobs.content if choice.logprobs else []
+        ends[choice.index] = choice.finish_reason or ends.get(choice.index)
+    for index, choice in whole.items():
+        assert texts[index] == choice.message.content
+        assert [one.model_dump() for one in logprobs[index]] == [
+            one.model_dump() for one in choice.logprobs.content
+        ]
+        assert ends[index] == choice.finish_reason == "stop"
+        assert "l" not in texts[index]
+
+
+def test_seed_and_n(client: openai.OpenAI) -> None:
+    answers = [ask(client, seed=seed, n=2).choices for seed in (1, 1, 2)]
+    texts = [[choice.message.content for choice in choices] for choices in answers]
+    assert texts[0] == texts[1] == [letters(PROMPT, 5, 1), letters(PROMPT, 5, 2)]
+    assert texts[2] == [letters(PROMPT, 5, 2), letters(PROMPT, 5, 3)]
+
+
+def test_chat_logprobs(client: openai.OpenAI) -> None:
+    (choice,) = ask(client, logprobs=True, top_logprobs=3, max_tokens=2).choices
+    assert "".join(token.token for token in choice.logprobs.content) == choice.message.content
+    token = choice.logprobs.content[0]
+    assert bytes(token.bytes).decode() == token.token
+    assert [top.logprob for top in token.top_logprobs] == [-0.5, -1.5, -2.5]
+    assert ask(client).choices[0].logprobs is None
+    assert ask(client, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "lengths"),
+    [("abc", [3]), (["abc", "de"], [3, 2]), ([1, 2, 3, 4], [4]), ([[1], [2, 3]], [1, 2])],
+    ids=["text", "texts", "ids", "lists of ids"],
+)
+def test_completions(client: openai.OpenAI, prompt: Any, lengths: list[int]) -> None:
+    answer = client.completions.create(model=MODEL, prompt=prompt, n=2, seed=0)
+    expected = [letters("x" * length, 16, shift) for length in lengths for shift in (0, 1)]
+    assert [choice.text for choice in answer.choices] == expected  # 16 tokens are OpenAI's default
+    assert [choice.index for choice in answer.choices] == list(range(len(expected)))
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == sum(lengths)
+    assert answer.usage.completion_tokens == 16 * len(expected)
+
+
+def test_completion_stream_with_logprobs(client: openai.OpenAI) -> None:
+    fields: Any = {"model": MODEL, "prompt": ["abc", "d"], "max_tokens": 3, "logprobs": 2}
+    whole = client.completions.create(**fields)
+    assert whole.choices[0].logprobs is not None
+    assert whole.choices[0].logprobs.tokens == list(whole.choices[0].text)
+    assert whole.choices[0].logprobs.text_offset == [0, 1, 2]
+    streamed: dict[int, list[Any]] = {0: [], 1: []}
+    for part in client.completions.create(stream=True, **fields):
+        (choice,) = part.choices
+        streamed[choice.index] += (
+            zip(*choice.logprobs.model_dump().values(), strict=True) if choice.logprobs else []
+        )
+    for choice in whole.choices:
+        assert choice.logprobs is not None
+        assert streamed[choice.index] == list(zip(*choice.logprobs.model_dump().values(), strict=True))
+
+
+def test_stop_token_ids_and_ignore_eos_and_top_k(client: openai.OpenAI, executor: FakeExecutor) -> None:
+    stop_at = ord(letters(PROMPT, 3)[2])
+    extra = {
+        "stop_token_ids": [stop_at],
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.5,
+        "ignore_eos": True,
+    }
+    (choice,) = ask(client, extra_body=extra).choices
+    assert (choice.message.content, choice.finish_reason) == (letters(PROMPT, 2), "stop")
+    params = executor.seen[-1].params
+    assert (params.top_k, params.min_p, params.repetition_penalty, params.ignore_eos) == (7, 0.1, 1.5, True)
+    ask(client, extra_body={"top_k": -1})
+    assert executor.seen[-1].params.top_k == 0
+
+
+def test_unset_fields_follow_the_models_recommendation() -> None:
+    executor = FakeExecutor()
+    recommended = GenerationDefaults(do_sample=True, temperature=0.6, top_k=20, top_p=0.95)
+    with running(make_engine(executor, generation=recommended)) as server:
+        ask(server.client())
+        params = executor.seen[-1].params
+        assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.6, 20, 0.95, 0.0)
+        ask(server.client(), temperature=0.0, top_p=0.5)
+        params = executor.seen[-1].params
+        assert (params.temperature, params.top_k, params.top_p) == (0.0, 20, 0.5)
+
+
+def test_a_model_that_does_not_sample_is_greedy_unless_asked() -> None:
+    executor = FakeExecutor()
+    with running(
+        make_engine(executor, generation=GenerationDefaults(do_sample=False, temperature=0.6))
+    ) as server:
+        ask(server.client())
+        assert executor.seen[-1].params.temperature == 0.0
+        ask(server.client(), temperature=0.9)
+        assert executor.seen[-1].params.temperature == 0.9
+
+
+def test_without_recommendation_the_defaults_are_openais(
+    client: openai.OpenAI, executor: FakeExecutor
+) -> None:
+    ask(client)
+    params = executor.seen[-1].params
+    assert (params.temperature, params.top_p, params.top_k) == (1.0, 1.0, 0)
+
+
+def test_values_that_change_nothing_are_accepted(client: openai.OpenAI) -> None:
+    answer = ask(
+        client,
+        user="me",
+        store=False,
+        metadata={"a": "b"},
+        tools=[],
+        tool_choice="none",
+        parallel_tool_calls=True,
+        response_format={"type": "text"},
+        service_tier="auto",
+        modalities=["text"],
+        logit_bias={},
+        stream_options=None,
+        temperature=None,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    assert answer.choices[0].message.content == letters(PROMPT, 5)
+    answer = ask(client, max_tokens=None, max_completion_tokens=2)
+    assert answer.usage.completion_tokens == 2
+
+
+BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": 101.0}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0.0}, "top_p"),
+    ({"n": 0}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"stop": 5}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"seed": 2**70}, "seed"),
+    ({"presence_penalty": 3.0}, "presence_penalty"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"extra_body": {"top_k": -2}}, "top_k"),
+    ({"extra_body": {"stop_token_ids": ["x"]}}, "stop_token_ids[0]"),
+    ({"extra_body": {"beam_width": 4}}, "beam_width"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"logit_bias": {"5": 100}}, "logit_bias"),
+    ({"store": True}, "store"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [*QUESTION, {"role": "user", "content": [{"type": "image_url"}]}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_FIELDS, ids=[param for _, param in BAD_FIELDS])
+def test_a_bad_field_is_named(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        ask(client, **fields)
+    assert refusal.value.param == param
+    assert refusal.value.type == "invalid_request_error"
+    assert param.partition("[")[0] in refusal.value.body["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"echo": True}, {"best_of": 3}, {"suffix": "x"}, {"logprobs": 30}, {"prompt": []}, {"prompt": [1, "x"]},
+     {"prompt": ""}, {"prompt": [257]}, {"prompt": [[]]}],
+    ids=str,
+)  # fmt: skip
+def test_a_bad_field_of_completions_is_named(client: openai.OpenAI, fields: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        client.completions.create(**({"model": MODEL, "prompt": "x"} | fields))
+    assert refusal.value.param == next(iter(fields))
+
+
+@pytest.mark.parametrize(
+    "too_long", [{"messages": [{"role": "user", "content": "x" * 600}]}, {"max_tokens": 600}]
+)
+def test_what_does_not_fit_the_context_is_refused(client: openai.OpenAI, too_long: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError, match="shorten the prompt") as refusal:
+        ask(client, **too_long)
+    assert refusal.value.code == "context_length_exceeded"
+
+
+def test_a_chat_that_the_template_refuses(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="that I will not read") as refusal:
+        ask(client, messages=[{"role": "user", "content": "refuse"}])
+    assert refusal.value.param == "messages"
+
+
+def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
+    for call in (lambda: ask(client, model="gpt-x"), lambda: client.models.retrieve("org/gpt-x")):
+        with pytest.raises(openai.NotFoundError, match=f"'{MODEL}' is") as refusal:
+            call()
+        assert refusal.value.code == "model_not_found"
+
+
+def test_the_model_may_be_left_out(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
+    assert answer.json()["choices"][0]["text"] == letters("abc", 2)
+
+
+def test_a_model_without_template_still_completes() -> None:
+    with running(make_engine(FakeExecutor(), template=None)) as server:
+        with pytest.raises(openai.BadRequestError, match="/v1/completions"):
+            ask(server.client())
+        assert server.client().completions.create(model=MODEL, prompt="x").choices[0].text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/v1/chat/completions", b"{not json", 400),
+        ("POST", "/v1/chat/completions", b"\xff\xfe", 400),
+        ("POST", "/v1/chat/completions", b"", 400),
+        ("POST", "/v1/chat/completions", b"[]", 400),
+        ("POST", "/v1/chat/completions", b'{"messages": "hello"}', 400),
+        ("POST", "/v1/completions", b'{"prompt": "\\ud800"}', 400),
+        ("POST", "/v1/completions", b"[" * 100_000, 400),
+        ("POST", "/v1/completions", b"x" * (32 * 2**20 + 1), 413),
+        ("GET", "/v1/chat/completions", b"", 405),
+        ("POST", "/v1/models", b"", 405),
+        ("POST", "/v1/nothing", b"{}", 404),
+        ("GET", "/v1", b"", 404),
+        ("GET", "/v1/../v1/nothing", b"", 404),
+    ],
+    ids=lambda value: value[:24] if isinstance(value, bytes) else None,
+)
+def test_every_error_has_openais_shape(
+    http: httpx.Client, method: str, path: str, body: bytes, status: int
+) -> None:
+    answer = http.request(method, path, content=body)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+
+
+def test_a_full_queue_is_503() -> None:
+    executor = FakeExecutor()
+    with running(make_engine(executor), max_queued_requests=1) as server:
+        executor.open.clear()
+        with (
+            httpx.Client(base_url=server.url, trust_env=False) as http,
+            ThreadPoolExecutor() as in_background,
+        ):
+            first = in_background.submit(
+                server.client().completions.create, model=MODEL, prompt="x", max_tokens=2
+            )
+            eventually(executor.begun.is_set)
+            answer = http.post("/v1/completions", json={"prompt": "abc"})
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert answer.json()["error"]["code"] == "queue_full"
+            executor.open.set()
+            assert first.result(30).choices[0].text == letters("x", 2)
+            assert http.post("/v1/completions", json={"prompt": "abc"}).status_code == 200
+
+
+def test_an_engine_failure_is_500_or_an_event(client: openai.OpenAI, executor: FakeExecutor) -> None:
+    executor.error = RuntimeError("no memory left")
+    with pytest.raises(openai.InternalServerError, match="no memory left") as failure:
+        ask(client)
+    assert failure.value.status_code == 500
+    with pytest.raises(openai.APIError, match="no memory left"):
+        list(ask(client, stream=True))
+    executor.error = None
+    assert ask(client).choices[0].message.content == letters(PROMPT, 5)
+
+
+def test_a_defect_is_500_without_internals(
+    http: httpx.Client, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.engine.tokenizer, "encode", lambda *_: {}["secret"])
+    answer = http.post("/v1/completions", json={"prompt": "x"})
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    assert answer.json()["error"]["code"] == "internal_error"
+
+
+def test_events_are_one_line_of_json_each_and_end_with_done(http: httpx.Client) -> None:
+    def lines() -> Iterator[str]:
+        body = {"messages": QUESTION, "stream": True, "max_tokens": 3}
+        with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            yield from answer.iter_lines()
+
+    *events, done, end = lines()
+    assert (done, end) == ("data: [DONE]", "")
+    for event, blank in zip(events[::2], events[1::2], strict=True):
+        assert json.loads(event.removeprefix("data: "))["choices"]
+        assert blank == ""

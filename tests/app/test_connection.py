@@ -1,0 +1,87 @@
+"""Clients that leave, on real sockets."""
+
+import json
+import socket
+
+import httpx
+import pytest
+
+from .conftest import RunningServer, eventually, is_idle
+from .fake_engine import FakeExecutor
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+def send(server: RunningServer, path: str, body: object) -> socket.socket:
+    content = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": ["a" * 50, "b" * 50], "n": 3})],
+    ids=["chat", "completions"],
+)
+def test_a_client_that_leaves_frees_its_blocks(
+    server: RunningServer, executor: FakeExecutor, path: str, body: dict[str, object], stream: bool
+) -> None:
+    executor.open.clear()
+    connection = send(server, path, body | {"stream": stream, "max_tokens": 400})
+    eventually(executor.begun.is_set)
+    eventually(lambda: bool(server.service._generations))
+    connection.close()
+    eventually(lambda: not server.service._generations)
+    executor.open.set()
+    eventually(lambda: is_idle(server.service))
+    assert server.service.stats.num_output_tokens < 400
+
+
+def test_a_client_that_leaves_in_mid_stream_frees_its_blocks(
+    server: RunningServer, executor: FakeExecutor
+) -> None:
+    executor.open.clear()
+    connection = send(server, "/v1/chat/completions", CHAT | {"stream": True})
+    for _ in range(3):
+        executor.steps.release()
+    while b'"content":"w"' not in connection.recv(65536):
+        pass
+    connection.close()
+    eventually(lambda: not server.service._generations)
+    executor.open.set()
+    eventually(lambda: is_idle(server.service))
+
+
+def test_a_client_that_leaves_while_it_is_queued_is_forgotten(
+    server: RunningServer, executor: FakeExecutor
+) -> None:
+    executor.open.clear()
+    first = send(server, "/v1/chat/completions", CHAT)
+    eventually(executor.begun.is_set)
+    second = send(server, "/v1/chat/completions", CHAT)
+    eventually(lambda: len(server.service._generations) == 2)
+    second.close()
+    eventually(lambda: len(server.service._generations) == 1)
+    first.close()
+    executor.open.set()
+    eventually(lambda: is_idle(server.service))
+
+
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_request(server: RunningServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99\r\n\r\n{"
+        )
+    with httpx.Client(base_url=server.url, trust_env=False) as http:
+        assert http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 2}).status_code == 200
+    eventually(lambda: is_idle(server.service))
+
+
+def test_one_connection_serves_many_requests(http: httpx.Client) -> None:
+    for stream in (True, False, True):
+        answer = http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 2, "stream": stream})
+        assert answer.status_code == 200
+        assert answer.text.endswith("data: [DONE]\n\n") == stream

@@ -1,0 +1,142 @@
+"""The port, and the end of the server."""
+
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+
+import httpx
+import openai
+import pytest
+
+from neo_desktop.app.server import PortError, claim_port
+
+from .conftest import RunningServer, eventually, running
+from .fake_engine import MODEL, FakeExecutor, make_engine
+
+PROGRAM = """
+    import sys, threading
+    sys.path.insert(0, {tests!r})
+    from app.fake_engine import FakeExecutor, make_engine
+    from neo_desktop.app.server import claim_port, create_app, serve
+    from neo_desktop.app.service import EngineService
+
+    executor = FakeExecutor()
+    {prepare}
+    sock = claim_port("127.0.0.1", 0)
+    app = create_app(EngineService(make_engine(executor)))
+    serve(app, sock, lambda: print(sock.getsockname()[1], flush=True))
+    print("the end", flush=True)
+"""
+
+
+def test_a_claimed_port_is_nobody_elses() -> None:
+    with claim_port("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        with pytest.raises(PortError, match=f"127.0.0.1:{port} is in use.*choose another port"):
+            claim_port("127.0.0.1", port)
+    claim_port("127.0.0.1", port).close()
+
+
+def test_a_claimed_port_keeps_early_clients_waiting(executor: FakeExecutor) -> None:
+    with claim_port("127.0.0.1", 0) as sock, socket.create_connection(sock.getsockname(), timeout=5):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "reason"),
+    [("192.0.2.1", 0, "not an address of this computer"), ("no.such.host.invalid", 0, "not known|cannot be used"),
+     ("127.0.0.1", 70_000, "does not exist"), ("::2", 0, "not an address|cannot be used")],
+)  # fmt: skip
+def test_an_address_that_cannot_be_used_says_why(host: str, port: int, reason: str) -> None:
+    with pytest.raises(PortError, match=reason):
+        claim_port(host, port)
+
+
+def test_an_app_with_a_key_needs_it(executor: FakeExecutor) -> None:
+    with running(make_engine(executor), api_key="a-key", allowed_hosts=["box.lan"]) as server:
+        assert server.client("a-key").models.list().data[0].id == MODEL
+        with pytest.raises(openai.AuthenticationError):
+            server.client("wrong").models.list()
+        assert httpx.get(f"{server.url}/health", headers={"Host": "box.lan"}, trust_env=False).is_success
+        answer = httpx.get(f"{server.url}/health", headers={"Host": "evil.example"}, trust_env=False)
+        assert answer.status_code == 403
+
+
+def test_no_page_of_the_server_loads_from_elsewhere(http: httpx.Client) -> None:
+    assert [http.get(path).status_code for path in ("/docs", "/redoc", "/openapi.json")] == [404] * 3
+
+
+def test_the_end_is_told_to_streams_and_to_those_who_wait(
+    server: RunningServer, executor: FakeExecutor
+) -> None:
+    executor.open.clear()
+    body = {"prompt": "abc", "stream": True}
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body, trust_env=False, timeout=30
+    ) as stream:
+        executor.steps.release()
+        lines = stream.iter_lines()
+        assert '"text":"d"' in next(lines)
+        server.uvicorn.should_exit = True
+        *_, error, _, done, _ = lines
+    assert "the server is shutting down" in error
+    assert done == "data: [DONE]"
+    executor.open.set()
+    server.thread.join(30)
+    assert not server.engine.has_work
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/health", trust_env=False)
+
+
+def test_a_whole_answer_is_503_at_the_end(server: RunningServer, executor: FakeExecutor) -> None:
+    executor.open.clear()
+
+    def ends() -> None:
+        eventually(executor.begun.is_set)
+        server.uvicorn.should_exit = True
+
+    ending = Thread(target=ends)
+    ending.start()
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}, trust_env=False, timeout=30)
+    ending.join()
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "shutting_down"
+
+
+@contextmanager
+def program(tmp_path: Path, prepare: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    file = tmp_path / "program.py"
+    tests = str(Path(__file__).parent.parent)
+    file.write_text(textwrap.dedent(PROGRAM).format(tests=tests, prepare=prepare))
+    with subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, f"http://127.0.0.1:{process.stdout.readline().strip()}"
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_program_cleanly(tmp_path: Path, number: signal.Signals) -> None:
+    with program(tmp_path) as (process, url):
+        assert httpx.get(f"{url}/health", trust_env=False).is_success
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=30)
+        assert (output, process.returncode) == ("the end\n", 0)
+
+
+def test_a_second_signal_ends_the_program_at_once(tmp_path: Path) -> None:
+    with program(tmp_path, "executor.open.clear()") as (process, url):
+        body = {"prompt": "abc", "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, trust_env=False, timeout=30) as stream:
+            process.send_signal(signal.SIGINT)
+            assert "shutting down" in stream.read().decode()
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=30)
+        assert (output, process.returncode) == ("", -signal.SIGINT)
