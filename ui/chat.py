@@ -1,7 +1,7 @@
 """The chat as a client of an OpenAI-compatible server: what is sent, what comes back, how fast it came."""
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,7 +65,7 @@ async def stream_reply(
     model: str,
     messages: Sequence[Mapping[str, str]],
     settings: Mapping[str, float | None],
-) -> AsyncIterator[Reply]:
+) -> AsyncGenerator[Reply, None]:
     """Ask for an answer and yield it again whenever it has grown, last with the server's token count.
 
     A setting that is None is not sent: the server then follows the model's own recommendation.
@@ -120,7 +120,7 @@ def figures(reply: Reply) -> str:
 def explain(error: OpenAIError | ValueError, base_url: str) -> str:
     """What went wrong, in a sentence for the person at the page."""
     if isinstance(error, APIConnectionError):
-        return f"No connection to the server at {base_url}. Is it still running? Start it again, then regenerate."
+        return f"No connection to the server at {base_url}. Is it running? Start it, then ask again."
     if isinstance(error, APIStatusError):
         body = error.body if isinstance(error.body, dict) else {}
         return f"{body.get('message') or error.message} (HTTP {error.status_code})"

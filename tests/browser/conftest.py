@@ -47,7 +47,9 @@ def browser() -> Iterator[Browser]:
 @contextmanager
 def serving(app: FastAPI, port: int) -> Iterator[str]:
     """Serve app from a thread; yields its address."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=2))
+    server = uvicorn.Server(
+        uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=2)
+    )
     thread = threading.Thread(target=server.run)
     thread.start()
     yield f"http://127.0.0.1:{port}"

@@ -22,6 +22,7 @@ class FakeServer:
     refusal: tuple[int, str] | None = None  # HTTP status and message
     breaks_after: int | None = None  # words, then an error in the stream
     bodies: list[dict[str, Any]] = field(default_factory=list)  # of the requests, oldest first
+    authorization: str = ""  # of the last request
     disconnected: threading.Event = field(default_factory=threading.Event)
 
     def reset(self) -> None:
@@ -39,6 +40,7 @@ class FakeServer:
         return {"object": "list", "data": [model | {"max_model_len": 4096}]}
 
     async def chat_completions(self, request: Request) -> Response:
+        self.authorization = request.headers.get("authorization", "")
         self.bodies.append(await request.json())
         if self.refusal:
             status, message = self.refusal
