@@ -1,0 +1,32 @@
+"""The hardware self-test: suites that measure this computer and say what its limit is."""
+
+from collections.abc import Callable, Sequence
+
+from neo_desktop.app.bench.cpu_attention import CpuAttentionOptions, run_cpu_attention
+from neo_desktop.app.bench.report import Progress, Report, SuiteReport
+from neo_desktop.app.hardware import machine_info
+
+__all__ = ["SUITES", "CpuAttentionOptions", "Progress", "Report", "run_cpu_attention", "run_suites"]
+
+SUITES: dict[str, Callable[[Progress], SuiteReport]] = {
+    "cpu-attention": lambda progress: run_cpu_attention(CpuAttentionOptions(), progress),
+}
+
+
+def run_suites(names: Sequence[str], progress: Progress) -> Report:
+    """Run suites with their default options, one after the other.
+
+    `progress` is called with the share done, 0 to 1, and what is being measured. Raises ValueError for a
+    suite that does not exist, and MemoryError where too little memory is free to measure anything.
+    """
+    for name in names:
+        if name not in SUITES:
+            raise ValueError(f"no benchmark suite is called {name!r}; choose from {', '.join(SUITES)}")
+    suites = []
+    for index, name in enumerate(names):
+
+        def of_all(share: float, what: str, done: int = index) -> None:
+            progress((done + share) / len(names), what)
+
+        suites.append(SUITES[name](of_all))
+    return Report(machine_info(), tuple(suites))
