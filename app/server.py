@@ -1,5 +1,6 @@
 """The HTTP server: its routes, its port, its start and its end."""
 
+import asyncio
 import contextlib
 import dataclasses
 import errno
@@ -19,7 +20,7 @@ from neo_desktop.app.api import create_api
 from neo_desktop.app.security import AccessGuard
 from neo_desktop.app.service import EngineService, ServiceStoppedError
 
-GRACE_S = 2  # at the end, clients get this long to read what they were told
+GRACE_S = 1  # at the end, clients get this long to read what they were told
 
 
 class PortError(OSError):
@@ -95,25 +96,24 @@ def serve(app: FastAPI, sock: socket.socket, on_ready: Callable[[], None] | None
         sock: made by `claim_port`; closed in the end.
         on_ready: called once when requests are answered.
     """
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        lifespan="on",
-        server_header=False,
-        timeout_graceful_shutdown=GRACE_S,
-    )
-    Server(config, app.state.service, on_ready).run(sockets=[sock])
+    Server(app, on_ready).run(sockets=[sock])
 
 
 class Server(uvicorn.Server):
     """uvicorn, except that requests are ended rather than waited for, and signals are not raised again."""
 
-    def __init__(
-        self, config: uvicorn.Config, service: EngineService, on_ready: Callable[[], None] | None = None
-    ) -> None:
-        super().__init__(config)
-        self._service = service
+    def __init__(self, app: FastAPI, on_ready: Callable[[], None] | None = None) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="on",
+                server_header=False,
+                timeout_graceful_shutdown=2 * GRACE_S,
+            )
+        )
+        self._service: EngineService = app.state.service
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -125,7 +125,13 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Tell running requests before waiting for their connections to close."""
         await self._service.stop()
+        # A page keeps a connection open for as long as it is shown.
+        asyncio.get_running_loop().call_later(GRACE_S, self._hang_up)
         await super().shutdown(sockets)
+
+    def _hang_up(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

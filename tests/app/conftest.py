@@ -4,14 +4,14 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import openai
 import pytest
-import uvicorn
+from fastapi import FastAPI
 
-from neo_desktop.app.server import GRACE_S, Server, claim_port, create_app
+from neo_desktop.app.server import Server, claim_port, create_app
 from neo_desktop.app.service import EngineService
 from neo_desktop.engine.engine import Engine
 
@@ -24,7 +24,8 @@ class RunningServer:
 
     engine: Engine
     service: EngineService
-    uvicorn: Server
+    app: FastAPI
+    server: Server
     thread: threading.Thread
     port: int
 
@@ -36,7 +37,7 @@ class RunningServer:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=30)
 
     def stop(self) -> None:
-        self.uvicorn.should_exit = True
+        self.server.should_exit = True
         self.thread.join(30)
         assert not self.thread.is_alive()
 
@@ -46,18 +47,17 @@ def running(engine: Engine, *, max_queued_requests: int = 64, **app_options: Any
     service = EngineService(engine, max_queued_requests)
     sock = claim_port("127.0.0.1", 0)
     is_ready = threading.Event()
-    config = uvicorn.Config(
-        create_app(service, **app_options), log_config=None, lifespan="on", timeout_graceful_shutdown=GRACE_S
-    )
-    server = Server(config, service, is_ready.set)
+    app = create_app(service, **app_options)
+    server = Server(app, is_ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     assert is_ready.wait(30)
-    running_server = RunningServer(engine, service, server, thread, sock.getsockname()[1])
+    running_server = RunningServer(engine, service, app, server, thread, sock.getsockname()[1])
     try:
         yield running_server
     finally:
-        cast("FakeExecutor", engine._executor).open.set()
+        if isinstance(engine._executor, FakeExecutor):
+            engine._executor.open.set()
         running_server.stop()
 
 

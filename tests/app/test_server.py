@@ -13,6 +13,8 @@ from threading import Thread
 import httpx
 import openai
 import pytest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from neo_desktop.app.server import PortError, claim_port
 
@@ -50,9 +52,13 @@ def test_a_claimed_port_keeps_early_clients_waiting(executor: FakeExecutor) -> N
 
 @pytest.mark.parametrize(
     ("host", "port", "reason"),
-    [("192.0.2.1", 0, "not an address of this computer"), ("no.such.host.invalid", 0, "not known|cannot be used"),
-     ("127.0.0.1", 70_000, "does not exist"), ("::2", 0, "not an address|cannot be used")],
-)  # fmt: skip
+    [
+        ("192.0.2.1", 0, "not an address of this computer"),
+        ("no.such.host.invalid", 0, "not known|cannot be used"),
+        ("127.0.0.1", 70_000, "does not exist"),
+        ("::2", 0, "not an address|cannot be used"),
+    ],
+)
 def test_an_address_that_cannot_be_used_says_why(host: str, port: int, reason: str) -> None:
     with pytest.raises(PortError, match=reason):
         claim_port(host, port)
@@ -83,7 +89,7 @@ def test_the_end_is_told_to_streams_and_to_those_who_wait(
         executor.steps.release()
         lines = stream.iter_lines()
         assert '"text":"d"' in next(lines)
-        server.uvicorn.should_exit = True
+        server.server.should_exit = True
         *_, error, _, done, _ = lines
     assert "the server is shutting down" in error
     assert done == "data: [DONE]"
@@ -99,7 +105,7 @@ def test_a_whole_answer_is_503_at_the_end(server: RunningServer, executor: FakeE
 
     def ends() -> None:
         eventually(executor.begun.is_set)
-        server.uvicorn.should_exit = True
+        server.server.should_exit = True
 
     ending = Thread(target=ends)
     ending.start()
@@ -107,6 +113,25 @@ def test_a_whole_answer_is_503_at_the_end(server: RunningServer, executor: FakeE
     ending.join()
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "shutting_down"
+
+
+def test_a_page_that_stays_open_does_not_keep_the_server_up(
+    executor: FakeExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    class StaysOpen(Response):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"hello", "more_body": True})
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+    with running(make_engine(executor)) as server:
+        server.app.add_route("/page", lambda _: StaysOpen())
+        with httpx.stream("GET", f"{server.url}/page", trust_env=False) as page:
+            server.stop()
+            with pytest.raises(httpx.RemoteProtocolError):
+                page.read()
+    assert not caplog.records
 
 
 @contextmanager
