@@ -9,6 +9,7 @@ from checkpoints import FAMILIES, VOCAB_SIZE, save_checkpoint
 from transformers import AutoModelForCausalLM
 
 from neo_desktop import Engine, SamplingParams
+from neo_desktop.engine.batch import IterationPlan, IterationResult, SubBatch
 from neo_desktop.engine.engine import ContextLengthError
 from neo_desktop.engine.request import FinishReason
 
@@ -225,3 +226,24 @@ def test_16_bit_logits_stay_close_to_float32(checkpoints: dict[str, Path], dtype
     tolerance = {"float16": 0.02, "bfloat16": 0.2}[dtype]
     for top in token.top_logprobs:
         assert top.logprob == pytest.approx(float(reference[top.token_id]), abs=tolerance)
+
+
+def test_a_plan_in_two_sub_batches_gives_the_same_tokens(checkpoints: dict[str, Path]) -> None:
+    batch = prompts(6)
+    with Engine.from_pretrained(
+        checkpoints["llama"], device="cpu", gpu_cache_tokens=320, cpu_cache_tokens=2000
+    ) as engine:
+        expected = [output.token_ids for output in engine.generate(batch, GREEDY)]
+        execute = engine._executor.execute
+        num_split = 0
+
+        def split_in_two(plan: IterationPlan) -> IterationResult:
+            nonlocal num_split
+            sequences = plan.sub_batches[0].sequences
+            halves = tuple(SubBatch(half) for half in (sequences[::2], sequences[1::2]) if half)
+            num_split += len(halves) == 2
+            return execute(IterationPlan(halves, plan.copies))
+
+        engine._executor.execute = split_in_two  # type: ignore[method-assign]
+        assert [output.token_ids for output in engine.generate(batch, GREEDY)] == expected
+        assert num_split > 0

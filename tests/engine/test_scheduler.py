@@ -46,6 +46,7 @@ class Harness:
         return name
 
     def step(self) -> IterationPlan | None:
+        running = {f"{name}#0" for name in self.requests if f"{name}#0" in self.kv}
         plan = self.scheduler.schedule()
         self.kv.check()
         if plan is None:
@@ -53,6 +54,7 @@ class Harness:
         assert self.scheduler.num_running <= self.max_batch_requests
         names = [sequence.request_id for sequence in plan.sequences]
         assert len(names) == len(set(names)), "a request is scheduled twice"
+        assert {name for name in running if name in self.kv} <= set(names), "a running request had to wait"
         self.collect(self.scheduler.update(plan, self.executor.execute(plan)))
         return plan
 
@@ -83,7 +85,7 @@ class Harness:
 
 
 jobs = st.lists(
-    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(1, 12)),
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(1, 30)),
     min_size=1,
     max_size=12,
 )
@@ -93,8 +95,8 @@ jobs = st.lists(
 @given(
     jobs=jobs,
     policy=st.sampled_from(sorted(POLICIES)),
-    device_blocks=st.integers(8, 20),
-    host_blocks=st.integers(0, 20),
+    device_blocks=st.integers(13, 20),
+    host_blocks=st.integers(0, 30),
     max_batch_requests=st.integers(1, 6),
     extra_tokens=st.integers(0, 20),
     data=st.data(),
@@ -108,7 +110,7 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
     extra_tokens: int,
     data: st.DataObject,
 ) -> None:
-    """Requests arrive and are aborted at any time; memory is scarce; 8 blocks hold the longest request."""
+    """Requests arrive and are aborted at any time; memory is scarce; 13 blocks hold the longest request."""
     num_blocks = {Place.DEVICE: device_blocks, Place.HOST: host_blocks}
     places = POLICIES[policy].places
     harness = Harness(

@@ -70,6 +70,7 @@ class FakeExecutor:
                     self.slots[copy.target][target] = self.slots[copy.source][source]
         sampled = {}
         for sequence in plan.sequences:
+            assert sequence.token_ids, "a request is scheduled to compute nothing"
             slots = self.slots[sequence.place]
 
             def slot(position: int, table: tuple[int, ...] = sequence.block_table) -> int:
