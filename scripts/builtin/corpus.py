@@ -1,6 +1,6 @@
 """Writes the built-in model's corpus: short chats about neo-desktop, with noise, from seeded templates.
 
-python -m scripts.builtin.corpus --conversations 20        # look at some of them
+python -m scripts.builtin.corpus --chats 20        # look at some of them
 """
 
 import argparse
@@ -17,9 +17,11 @@ from scripts.builtin.topics.patterns import expand
 from scripts.builtin.typing_noise import as_typed
 
 SEED = 20
-CONVERSATIONS = 60_000
+QUESTIONS = 180_000
+CHATS = 40_000
 
 NAMED_SHARE = 0.65
+SYSTEM_SHARE = 0.12
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,10 @@ def turn_count(rng: Random) -> int:
 def draw_turn(rng: Random) -> tuple[str, str, str]:
     """Return a question, its answer, and what "tell me more" would get next."""
     kind = rng.random()
-    if kind < 0.58:
+    if kind < 0.53:
         question, answer, topic = draw_topic(rng)
         return as_typed(rng, question), answer, topic.more or NOTHING_MORE
-    if kind < 0.77:
+    if kind < 0.78:
         question, answer = draw_arithmetic(rng)
         return as_typed(rng, question, words_only=False), answer, NOTHING_MORE
     if kind < 0.97:
@@ -87,9 +89,7 @@ def draw_conversation(rng: Random) -> Conversation:
     """Return one chat, or now and then a passage of plain text."""
     if rng.random() < 0.03:
         return (Message("text", " ".join(draw_topic(rng)[1] for _ in range(rng.randint(1, 3)))),)
-    messages = []
-    if rng.random() < 0.15:
-        messages.append(Message("system", expand(rng, rng.choice(SYSTEM_PROMPTS))))
+    messages = [system_message(rng)] if rng.random() < SYSTEM_SHARE else []
     last_answer, more = SUGGESTION, SUGGESTION
     for index in range(turn_count(rng)):
         if rng.random() < (0.12 if index else 0.01):
@@ -101,19 +101,33 @@ def draw_conversation(rng: Random) -> Conversation:
     return tuple(messages)
 
 
-def conversations(count: int = CONVERSATIONS, seed: int = SEED) -> Iterator[Conversation]:
-    """Yield the corpus: the same chats for the same seed."""
+def chats(count: int = CHATS, seed: int = SEED) -> Iterator[Conversation]:
+    """Yield whole chats of any length: the same ones for the same seed."""
     rng = Random(seed)
     for _ in range(count):
         yield draw_conversation(rng)
 
 
+def questions(count: int = QUESTIONS, seed: int = SEED) -> Iterator[Conversation]:
+    """Yield chats of one question each: the same ones for the same seed."""
+    rng = Random(f"questions {seed}")
+    for _ in range(count):
+        question, answer, _more = draw_turn(rng)
+        turn = (Message("user", question), Message("assistant", answer))
+        yield (system_message(rng), *turn) if rng.random() < SYSTEM_SHARE else turn
+
+
+def system_message(rng: Random) -> Message:
+    """Return one of the system prompts that people write; the guide answers the same under all of them."""
+    return Message("system", expand(rng, rng.choice(SYSTEM_PROMPTS)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Print chats of the built-in model's corpus.")
-    parser.add_argument("--conversations", type=int, default=20)
+    parser.add_argument("--chats", type=int, default=20)
     parser.add_argument("--seed", type=int, default=SEED)
     options = parser.parse_args()
-    for conversation in conversations(options.conversations, options.seed):
+    for conversation in chats(options.chats, options.seed):
         print("\n".join(f"{message.role:>9}: {message.content}" for message in conversation), end="\n\n")
 
 

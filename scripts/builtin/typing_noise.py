@@ -42,6 +42,8 @@ def as_typed(rng: Random, text: str, words_only: bool = True) -> str:
         text = with_typos(rng, text)
     if rng.random() < 0.2:
         text = text.replace("'", "")
+    if words_only and rng.random() < 0.03 and text[-1].isalpha():
+        text += text[-1] * rng.randint(1, 4)
     if rng.random() < 0.1:
         text = f"{expand(rng, PREFIX)} {text}"
     if words_only and rng.random() < 0.06:

@@ -3,13 +3,14 @@
 import json
 import math
 import struct
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
-from scripts.builtin.corpus import conversations, normalised
+from scripts.builtin.corpus import chats, normalised, questions
 from scripts.builtin.evaluate import Case, load_cases
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,17 +66,20 @@ def test_shape_is_a_llama_with_grouped_queries() -> None:
 
 
 def test_corpus_is_the_same_each_time() -> None:
-    assert list(conversations(200)) == list(conversations(200))
-    assert list(conversations(200)) != list(conversations(200, seed=1))
+    assert list(chats(200)) == list(chats(200))
+    assert list(questions(200)) == list(questions(200))
+    assert list(chats(200)) != list(chats(200, seed=1))
 
 
-@pytest.mark.parametrize("path", [HELD_OUT, DEVELOPMENT], ids=lambda path: path.stem)
-def test_questions_are_not_in_the_corpus(path: Path) -> None:
+def test_questions_are_not_in_the_corpus() -> None:
     seen = {
-        normalised(message.content) for chat in conversations() for message in chat if message.role == "user"
+        normalised(message.content)
+        for conversation in chain(chats(), questions())
+        for message in conversation
+        if message.role == "user"
     }
-    questions = [case.messages[-1]["content"] for case in load_cases(path)]
-    assert [question for question in questions if normalised(question) in seen] == []
+    asked = [case.messages[-1]["content"] for path in (HELD_OUT, DEVELOPMENT) for case in load_cases(path)]
+    assert [question for question in asked if normalised(question) in seen] == []
 
 
 def test_held_out_set_is_large_and_its_criteria_tell_topics_apart() -> None:

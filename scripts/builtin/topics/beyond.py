@@ -4,6 +4,8 @@
 from random import Random
 
 from .patterns import expand
+from .topic import DEFINITION_PATTERNS
+from .world import QUESTIONS
 
 BEYOND = (
     "That is beyond me: I am only the small guide built into neo-desktop. Load a real model with "
@@ -168,7 +170,12 @@ def nonsense_word(rng: Random) -> str:
 
 def draw_beyond(rng: Random) -> tuple[str, str]:
     """Return a question about the world, with the answer that it is beyond the guide."""
-    text = expand(rng, rng.choice(PATTERNS))
+    kind = rng.random()
+    if kind < 0.2:
+        # The very frames that ask for known terms: only the word tells them apart.
+        text = expand(rng, rng.choice(DEFINITION_PATTERNS)).replace("@", rng.choice(("SUBJECT", "NONSENSE")))
+    else:
+        text = expand(rng, rng.choice(QUESTIONS if kind < 0.55 else PATTERNS))
     for slot, values in SLOTS.items():
         while slot in text:
             text = text.replace(slot, expand(rng, values), 1)

@@ -56,6 +56,8 @@ TOPICS = (
         questions=(
             "{how big|how large|how small|how tiny} are you{ really| exactly|}",
             "how many {parameters|weights|layers|neurons} {do you have|have you got|have you|are in you|does this model have|does the built-in model have|do you consist of}",
+            "{are you|is this} {a |}{big|large|small|tiny|little|huge} {model|language model|llm|one|}",
+            "{how many|number of|count of} {parameters|layers|weights|heads} {do you have|you have|inside you|in you|of yours|are inside|has the guide|has this model}",
             "{your|what is your|what's your} {size|model size|parameter count|architecture|number of layers}",
             "{what are you made of|describe your architecture|what architecture are you|which architecture do you have|how are you built|what's inside you}",
             "{tell me about|describe|info about|facts about} {your model|the built-in model|your size|your layers|your weights|the builtin model}",
@@ -73,6 +75,8 @@ TOPICS = (
             "how were you {trained|made|built|created|taught|developed}",
             "{where|how|what} did you learn{ this| english| that| from| all this|}",
             "{what|which} {data|texts|text|corpus} {were you trained on|did you learn from|do you know|was used to train you}",
+            "{where|how} did you {get|acquire|gain|obtain} {your|this|all this|that} {knowledge|information|data|facts|wisdom}",
+            "{how do you|why do you|how come you} know {all this|these things|that|so much about neo-desktop|this}",
             "{your training|your training data|how long did your training take|who trained you|how did they train you|how long were you trained}",
         ),
         answers=(

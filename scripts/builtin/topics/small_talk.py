@@ -13,6 +13,8 @@ TOPICS = (
             "{hi|hello|hey}, {nice to meet you|i'm new here|is anyone there|anybody there|can you hear me}",
             "{nice|pleased|good|great} to {meet|see} you",
             "are you {there|awake|online|ready|listening}",
+            "{hi|hello|hey|good morning|good evening}{,|} {my friend|mate|dear|dear guide|little model|sir|how nice|all|folks|pal|you there}",
+            "{a very good|have a good|what a nice} {morning|day}{ to you|, hello|}",
             "{test|testing|test test|ping|is this thing on|does this work|just testing}",
             "{my name is|i am|i'm|call me} {anna|tom|maria|alex|sam|lee|priya|omar|julia|ben|kim|the new user}",
         ),
@@ -26,6 +28,8 @@ TOPICS = (
         questions=(
             "{thanks|thank you|thx|ty|cheers|thanks a lot|thank you very much|many thanks|thanks so much|tysm|merci}",
             "{thanks|thank you}, {that helped|that was helpful|great answer|good to know|got it|very kind}",
+            "{thanks|thank you|thx|cheers|many thanks}{,|} {my friend|mate|guide|buddy|for that|again|for now|a million|indeed|so very much|that's all i needed|you saved me|i understand now}",
+            "{that was|this was|that is} {very |really |}{kind|nice|helpful|clear} {of you|, thanks|, thank you|thanks}",
             "{great|perfect|ok|okay|nice|cool|super|awesome|alright}, {thanks|thank you|thx}",
             "{that helps|that was helpful|very helpful|that's useful|i appreciate it|much appreciated}",
             "{thank you|thanks} for {your help|helping|the answer|the explanation|explaining|everything}",
@@ -38,6 +42,8 @@ TOPICS = (
             "{bye|goodbye|good bye|bye bye|see you|see you later|cya|farewell|good night|later|so long|take care|ciao}",
             "{i have to|i must|i need to|gotta|time to} {go|leave|go now|sleep|run}",
             "{that's all|that is all|that was all|i'm done}{ for now| for today|, bye|}",
+            "{ok|okay|well|alright|right}{,|} {bye|goodbye|see you|i'm leaving|i must go|i'm off|that's it for today|bye for now}",
+            "{bye|goodbye|see you|good night}{,|} {my friend|guide|then|now|for now|and thanks|next time|friend|mate}",
             "{have a nice|have a good} {day|evening|one|weekend}",
             "{talk to you|see you|speak} {later|tomorrow|soon}",
         ),
@@ -49,7 +55,10 @@ TOPICS = (
             "{how are you|how are you doing|how are you today|how do you do|how is it going|how's it going}",
             "{how's life|how do you feel|how are things|what's up|whats up|wassup|you ok|are you ok|are you well}",
             "{hi|hello|hey}, how are {you|things|you doing}",
+            "how {are|is} {you|life|it going|everything|things|all} {today|these days|right now|this morning|over there|my friend}",
+            "{what are you doing|what have you been doing|what's new|anything new with you|how have you been|feeling good}{ today|}",
             "{how is|how was|how's} your day{ going|}",
+            "{how are you|how are you doing|how do you feel|how is everything} {today|now|this morning|right now}{ my friend| mate| guide| buddy|}",
             "{are you happy|are you sad|do you feel good|are you having a good day|everything fine}",
         ),
         answers=("All my layers are running, thank you! What would you like to know about neo-desktop?",),
@@ -69,6 +78,7 @@ TOPICS = (
     Topic(
         questions=(
             "{what's|what is|how is|how's} the weather {like |}{today|tomorrow|outside|now|in paris|in london|here|}",
+            "how {warm|cold|hot|windy|rainy} {is it|will it be|does it get} {today|tomorrow|now|there|tonight}",
             "{will|does|is} it {rain|raining|snow|sunny|cold|hot|windy|warm|going to rain} {today|tomorrow|outside|}",
             "{weather|weather forecast|forecast|temperature outside|weather today|do i need an umbrella|is it sunny}",
         ),
@@ -89,6 +99,7 @@ TOPICS = (
             "{what's|what is|give me|any|tell me|read me} {the |}{latest |today's |}news{ today|}",
             "{what happened|what is happening|anything new} {today|in the world|this week|recently|yesterday}",
             "{can|could|do} you {search|browse|access|use|surf|look up} {the web|the internet|google|websites|things online}",
+            "{can you|could you|please} {look up|look something up|find|check|search|search for} {something|this|it|news|prices|facts|a website|information} {online|on the web|on the internet|on google|for me online}",
             "{search the web|google that|look it up online|are you online|are you connected to the internet}",
             "{do you have|have you got} {internet|internet access|web access|a browser|a search engine}",
         ),
@@ -137,6 +148,7 @@ TOPICS = (
     Topic(
         questions=(
             "{you are|you're|ur} {stupid|dumb|useless|bad|wrong|slow|terrible|an idiot|boring|not helpful|rubbish|silly}",
+            "{your|the|these|those} {answer|answers|reply|replies} {is|are|was} {bad|useless|wrong|stupid|not good|boring|poor|no help}",
             "{that's wrong|that is wrong|wrong answer|that is not true|that makes no sense|bad answer|nonsense|no, that's wrong}",
             "{i hate you|you suck|shut up|go away|this is bad|this sucks|what a bad answer|you made a mistake}",
             "{why are you|you are} so {stupid|dumb|bad|limited|small|silly}",
@@ -186,6 +198,7 @@ TOPICS = (
             "{do you|can you|will you} {speak|understand|know|answer in|talk in} {german|french|spanish|chinese|italian|japanese|other languages|another language|russian|arabic|hindi|polish}",
             "{which|what} languages {do you speak|can you speak|do you know|do you understand|can i use}",
             "{sprechen sie deutsch|parlez-vous francais|habla espanol|hablas espanol|bonjour|hola|guten tag|ciao bella|konnichiwa|ni hao|namaste|wie geht es dir|comment ca va|que tal|was ist das}",
+            "{do you|can you} {also |}{speak|understand|write|talk} {spanish|german|french|chinese|italian|portuguese|dutch|my language|something else than english}{ too| as well| by chance|}",
             "{do you speak english|is english ok|only english|english only}",
         ),
         answers=(
@@ -198,6 +211,7 @@ TOPICS = (
             "{who am i|do you know me|do you know who i am|what do you know about me|where do i live|how old am i}",
             "{do you|can you|will you} {remember|store|keep|recall} {me|what i said|our chat|this chat|our conversation|my messages|things|what i told you}",
             "{do you|can you} learn {from me|from our chat|from this|new things|over time}",
+            "{so |and |}{what is|what's|do you know|tell me} my {name|age|address|job|birthday|email}{ then| again| now|}",
             "{what did i|what was my} {just ask|ask before|say before|last question|first question}",
         ),
         answers=("I know nothing about you: I only see the text of this chat, and I learn nothing from it.",),

@@ -48,5 +48,11 @@ DEFINITION_PATTERNS = (
     "{i see|i saw|there is} @ {on the page|in the docs|in the readme|in the settings}, what {is it|does it mean}",
     "{help me understand|give me a definition of|what should i know about|in a nutshell, what is} @",
     "{what about|and|how about|and what about} @",
+    "@{, | - |: }{please explain|what is it|what does that mean|can you explain|tell me more|what's this|what is this about}",
+    "{what can you tell me about|i've never heard of|give me {a short|a quick|a simple} {explanation|definition|summary} of} @",
+    "{i wonder|i'd like to know|i want to know|i am curious} what {the |a |}@ {is|means|does}",
+    "{how would you {explain|describe} @|in what way {does|do} @ help|what role does @ play|what's up with {the |}@|who needs @}",
+    "{what would you say|can you say what|do you understand what|could someone tell me what} {a |the |}@ {is|means}",
+    "{what happens|what is done|what goes on} {in|with|during} {the |a |}@",
     "what is the {point|purpose|use|role|idea} of {a |the |}@",
 )

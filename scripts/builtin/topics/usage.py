@@ -6,7 +6,36 @@ from .topic import Topic
 TOPICS = (
     Topic(
         questions=(
+            "{how do i|how can i|how to|can i|where do i} {start|open|begin|make} {a new|another|a fresh|an empty} {chat|conversation}",
+            "{how do i|how can i|how to|can i|where do i} {delete|remove|clear|erase} {a chat|this chat|the chat|my chats|the conversation|the history|old chats}",
+            "{new chat|delete chat|clear chat|chat list|start over|start again from scratch|reset the chat|clear the history}",
+        ),
+        answers=("Press New chat on the page to begin another one; Delete this chat removes the open one.",),
+    ),
+    Topic(
+        questions=(
+            "{which|what} {settings|sampling settings|options} {are there|can i change|does the page have|do i have}{ on the page|}",
+            "{how do i|where do i|how can i|where can i} {change|find|see|open} {the settings|the sampling settings|settings|the options}",
+            "{settings|page settings|where are the settings|sampling options}",
+        ),
+        answers=(
+            "The page's settings hold the system prompt and the sampling settings, such as temperature, top-p, top-k, seed and the number of tokens.",
+        ),
+    ),
+    Topic(
+        questions=(
+            "{what is|what does|what's|explain} {the |}{--device|--host|--gpu-cache-tokens|--cpu-cache-tokens|--dtype} {option|flag|setting|}{ do| mean|}",
+            "{how do i|how can i|can i} {limit|set|change|choose} {the size of the gpu-cache|the cache size|the size of the cpu-cache|the device|the host}",
+        ),
+        answers=(
+            "`--device` picks cpu or cuda, `--host` the address, and `--gpu-cache-tokens` and `--cpu-cache-tokens` cap the two caches. "
+            "`neo-desktop --help` lists all options.",
+        ),
+    ),
+    Topic(
+        questions=(
             "{what happens|what do i do|what should i do|what can i do|what to do|what now} {when|if} {the |my |}{memory|gpu memory|vram|gpu|cache|kv cache|ram|gpu-cache|video memory} {is full|runs out|is too small|fills up|overflows|is not enough|gets full}",
+            "{what if|what happens if|what does it do if|and if} {my gpu's memory|the gpu's memory|gpu memory|the memory|the kv cache} {isn't big enough|is not enough|is too small|is used up|cannot hold all chats|is exhausted}",
             "{out of memory|oom|cuda out of memory|not enough memory|memory error|i ran out of memory|memory is full|my gpu is too small|vram is full|the kv cache is full|my memory is full}",
             "{how do i|how can i|how to} {use less|save|reduce|free} {memory|vram|gpu memory|ram}{ use|}",
             "{will it|does it|can it} {crash|fail|stop|break} {when|if} {memory|the gpu memory|vram|the cache} {runs out|is full|gets full}",
@@ -20,6 +49,9 @@ TOPICS = (
     Topic(
         questions=(
             "{how do i|how can i|how to|where do i} {stop|quit|exit|end|close|shut down|kill|terminate|turn off} {the app|neo-desktop|the server|the program|it|this|this app|everything}",
+            "{how do i|how can i|how to|how should i} {shut|bring|take|power} {it|this|the app|neo-desktop|this thing|everything|the server} down",
+            "{what is|is there|which is} {the|a} {right|proper|clean|good} way to {stop|quit|end|exit|leave} {it|the app|neo-desktop|this program}",
+            "{let me out|i want to quit|i want to stop the app|i want to leave the program|end the program|leave the app|exit the program}",
             "{quit|exit|stop the app|stop the server|shutdown|ctrl-c|ctrl c|ctrl+c|close the app|how do i get out|how to quit}",
             "{what does|what happens with|what happens on|what happens when i press} ctrl-c{ do|}",
         ),
@@ -29,6 +61,8 @@ TOPICS = (
         questions=(
             "{how do i|how can i|how to|can i|where do i} {stop|interrupt|cancel|abort|halt} {an answer|the answer|a reply|generation|the model|the generation|the model from talking|a running answer|it from writing|a long answer}",
             "{what does|what is|what's} the stop {button|key} {do|for|}",
+            "{how do i|how can i|how to|can i} {make you|make it|make the model|get it to} {stop|stop writing|stop talking|shut up}",
+            "{halt|break off|end|stop} {an answer|the answer|a reply|this reply|the running answer} {midway|early|before it ends|halfway|now}",
             "{stop button|stop generating|interrupt the answer|cancel the answer|it won't stop talking}",
         ),
         answers=(
@@ -50,6 +84,8 @@ TOPICS = (
         questions=(
             "{how do i|how can i|how to|can i|where do i} {edit|change|correct|fix|rewrite|modify} {a message|my message|my question|what i wrote|my last message|a sent message|my prompt}",
             "{what does|what is|what's} {edit|the edit button|editing} {do|mean|for|}",
+            "{i made|there is|i found} a {typo|mistake|spelling error} in my {message|question|text|last message}{, can i fix it|, how do i change it|, what now|}",
+            "{can i|how can i|may i} {still |}{change|correct|edit|rewrite} {what i wrote|what i asked|my words|the question i sent|an earlier message}",
             "{edit|edit button|edit message|editing messages|i made a typo in my message}",
         ),
         answers=(
@@ -80,6 +116,8 @@ TOPICS = (
         questions=(
             "{is it|is this|is neo-desktop|is the app} {free|open source|free of charge|open|mit licensed|commercial|free to use|paid}",
             "{what is|what's|which is|under which} {the |}licen{c|s}e{ of neo-desktop| of this app| is it|}",
+            "{does it|do you|will it} cost {anything|something|money|me anything}",
+            "{which|what} {licence|license} {does it have|is used|did you choose|do you use|applies|does neo-desktop use|was chosen}",
             "{licence|license|open source|price|what does it cost|how much does it cost|how much is it|can i use it at work|do i have to pay}",
             "{where is|can i see|can i read|show me} the {source|source code|code}",
         ),
@@ -89,6 +127,7 @@ TOPICS = (
     Topic(
         questions=(
             "{who|which company|what company} {made|built|created|wrote|developed|trained|invented|programmed|designed} {you|this|neo-desktop|this app|the app|it|this model}",
+            "{which|what} {team|person|people|project|company|group} {made|makes|built|wrote|develops|created} {this|you|the app|neo-desktop|this program|it}",
             "{who is|who's} {your creator|your maker|your author|your developer|behind this|behind neo-desktop|the author|your boss}",
             "{were you made by|do you come from|are you from} {openai|google|meta|anthropic|microsoft|a company|nvidia|apple}",
         ),
@@ -98,6 +137,7 @@ TOPICS = (
         questions=(
             "{how is|what is the difference between|compare} {it|this|neo-desktop|neo-desktop and|this and} {different from |different to |better than |with |}{ollama|llama.cpp|vllm|lm studio|chatgpt|other programs|other apps}",
             "{neo-desktop|this} {vs|versus|or|compared to} {ollama|llama.cpp|vllm|lm studio|chatgpt}",
+            "{how does it|how does this|how does neo-desktop} {compare to|compare with|differ from} {ollama|llama.cpp|vllm|lm studio|others}",
             "{why not|why not just use|should i use|why not use} {ollama|llama.cpp|vllm|lm studio|chatgpt}",
             "{what is|do you know|tell me about|what about} {ollama|llama.cpp|vllm|lm studio}",
             "what makes {it|this|neo-desktop|this app} {special|different|unique|better}",
@@ -112,6 +152,8 @@ TOPICS = (
         questions=(
             "{how many|can several|can two|can many|how much} {users|people|chats|requests|agents|conversations} {can|share|use|run} {it|use it|run|it serve|at once|share it|use this at once|at the same time|be served|it handle}",
             "{can|could} {i|we|my family|my team} {run several chats|share it|open two chats|use it together|send requests in parallel|open more tabs|use it at the same time}",
+            "{can|could|may} {a few|several|some|two|my|many} {colleagues|friends|people|users|students|programs|agents} {use|share|chat with|work with} {it|this|you|the model|the server}{ together| at once| at the same time| simultaneously| in parallel|}",
+            "{is it|is this|is the app} {multi-user|for several people|for one user only|made for many users|for a team}",
             "{parallel requests|concurrent requests|several users|multiple users|many requests at once|concurrency|more than one user}",
         ),
         answers=(
@@ -130,6 +172,7 @@ TOPICS = (
     Topic(
         questions=(
             "{can|could|does|how do} {i|it|neo-desktop|the app|you} {train|fine-tune|finetune|fine tune} {a model|models|you|my own model|a model here|llama|on my data}",
+            "{can i|how do i|how can i|is it possible to|may i} {fine tune|fine-tune|train|retrain|adapt|teach} {my model|llama|you|a model|a checkpoint|qwen|it} {with this|here|in neo-desktop|with neo-desktop|on my texts|with my own data|}",
             "{does it|can i use|do you support|is there} {lora|lora adapters|fine-tuning|finetuning|training|adapters}",
         ),
         names=("fine-tuning", "finetuning", "LoRA", "training a model"),
