@@ -1,5 +1,6 @@
 """Every request ends with its own tokens, within the budgets, however scarce the memory."""
 
+import random
 from collections import defaultdict
 
 from engine_fakes import FakeExecutor, free_blocks, make_request, reference_output
@@ -131,6 +132,22 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
             harness.collect(harness.scheduler.abort(victim))
     harness.run()
     harness.assert_all_answered()
+
+
+def test_many_long_requests_in_two_scarce_places_never_hold_each_other_up() -> None:
+    """Longer workloads than hypothesis finds by itself; the harness checks every plan."""
+    for seed in range(200):
+        rng = random.Random(seed)
+        max_batch_requests = rng.randint(2, 6)
+        harness = Harness(
+            {Place.DEVICE: rng.randint(15, 24), Place.HOST: rng.randint(15, 40)},
+            max_batch_tokens=max_batch_requests + rng.randint(0, 4),
+            max_batch_requests=max_batch_requests,
+        )
+        for _ in range(12):
+            harness.add([rng.randrange(100) for _ in range(rng.randint(1, 20))], rng.randint(1, 40))
+        harness.run()
+        harness.assert_all_answered()
 
 
 def test_a_full_device_pool_spills_to_the_host_only_under_auto() -> None:
