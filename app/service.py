@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Self
 
-from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.engine import ContextLengthError, Engine
 from neo_desktop.engine.request import FinishReason, RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.stats import EngineStats
@@ -28,6 +28,7 @@ from neo_desktop.engine.stats import EngineStats
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_REQUESTS = 1024
+CHARS_PER_TOKEN = 8  # more than texts have on average; prose has about 4
 STOP_TIMEOUT_S = 5.0  # how long stop() waits for the iteration that runs
 
 Prompt = str | Sequence[int]
@@ -204,8 +205,21 @@ class EngineService:
     async def _encode(self, prompt: Prompt, add_special_tokens: bool) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
-        # In a thread: megabytes of text take seconds.
-        return await asyncio.to_thread(self.tokenizer.encode, prompt, add_special_tokens)
+        # In a thread: long texts take seconds.
+        return await asyncio.to_thread(self._encode_text, prompt, add_special_tokens)
+
+    def _encode_text(self, text: str, add_special_tokens: bool) -> Sequence[int]:
+        # A text that is far too long is refused for its beginning; all of it might take minutes.
+        beginning = text[: self.max_context_tokens * CHARS_PER_TOKEN]
+        token_ids = self.tokenizer.encode(beginning, add_special_tokens)
+        if len(beginning) == len(text):
+            return token_ids
+        if len(token_ids) > self.max_context_tokens:
+            raise ContextLengthError(
+                f"the prompt has more tokens than the {self.max_context_tokens} that the context holds "
+                "including the answer: shorten the prompt"
+            )
+        return self.tokenizer.encode(text, add_special_tokens)
 
     def _close(self, generation: Generation) -> None:
         self._queued -= _choices(generation)

@@ -80,6 +80,19 @@ def test_the_template_gets_all_messages(client: openai.OpenAI, executor: FakeExe
     assert bytes(list(executor.prompts.values())[-1][: len(expected)]).decode() == expected
 
 
+def test_special_tokens_are_added_to_raw_prompts_only(
+    client: openai.OpenAI, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+        return [0] * add_special_tokens + list(text.encode())
+
+    monkeypatch.setattr(server.engine.tokenizer, "encode", encode)
+    assert ask(client).usage.prompt_tokens == len(PROMPT)  # the template wrote its own
+    answer = client.completions.create(model=MODEL, prompt=PROMPT)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 1 + len(PROMPT)
+
+
 def test_chat_stream(client: openai.OpenAI) -> None:
     first, *parts, last = ask(client, stream=True)
     assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")

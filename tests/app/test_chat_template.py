@@ -91,12 +91,12 @@ TEMPLATES = {
 """,
     "training marks": """\
 {% for message in messages %}
-{% if message.role == 'assistant' %}
+    {% if message.role == 'assistant' %}
 {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
 
-{% else %}
+    {% else %}
     {{ {"role": message.role, "text": message.content, "html": "<b>"} | tojson(indent=1) }}
-{% endif %}
+    {% endif %}
 {% endfor %}
 {{ messages | map(attribute='role') | join(',') }}
 """,

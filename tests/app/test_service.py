@@ -245,6 +245,30 @@ def test_one_bad_prompt_keeps_the_others_from_running(executor: FakeExecutor) ->
     asyncio.run(scenario())
 
 
+def test_of_a_text_that_is_far_too_long_only_the_beginning_is_tokenised(
+    executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        engine = make_engine(executor)
+        lengths: list[int] = []
+
+        def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+            lengths.append(len(text))
+            return [1] * len(text.split())  # blanks are no tokens
+
+        monkeypatch.setattr(engine.tokenizer, "encode", encode)
+        async with started(engine) as service:
+            with pytest.raises(ContextLengthError, match="shorten the prompt"):
+                await service.submit(["x " * 1_000_000], SamplingParams(max_tokens=1))
+            assert sum(lengths) < 10 * CONTEXT_TOKENS
+            sparse = "x" + " " * 100_000 + "y"
+            assert await collect(await service.submit([sparse], SamplingParams(max_tokens=1))) == {
+                0: letters(2, 1)
+            }
+
+    asyncio.run(scenario())
+
+
 def test_tokenising_does_not_hold_the_event_loop_up(
     executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
