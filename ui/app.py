@@ -55,9 +55,10 @@ def build_page(base_url: str, api_key: str | None, title: str = "neo-desktop") -
                 system_prompt = gr.Textbox(
                     "", label="System prompt", placeholder="none", lines=3, max_lines=12
                 )
+                # Not gr.Number: it turns an empty field into 0.
                 settings = [
-                    gr.Number(label=label, info=info, precision=digits, placeholder="as the model recommends")
-                    for _, label, info, digits in SETTINGS
+                    gr.Textbox("", label=label, info=info, placeholder="model's default")
+                    for _, label, info, _ in SETTINGS
                 ]
         header = gr.HTML(elem_id="model")
         chat = gr.Chatbot(

@@ -123,7 +123,9 @@ def explain(error: OpenAIError | ValueError, base_url: str) -> str:
         return f"No connection to the server at {base_url}. Is it running? Start it, then ask again."
     if isinstance(error, APIStatusError):
         body = error.body if isinstance(error.body, dict) else {}
-        return f"{body.get('message') or error.message} (HTTP {error.status_code})"
+        # A chat grows with every turn: what its user can do is not what the server advises.
+        advice = ". Or start a new chat" if error.code == "context_length_exceeded" else ""
+        return f"{body.get('message') or error.message}{advice} (HTTP {error.status_code})"
     if isinstance(error, APIError):
         return f"The server broke off: {error.message}"
     return str(error)

@@ -2,7 +2,7 @@
 
 import html
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -14,20 +14,32 @@ from neo_desktop.ui.messages import Message, answer, question, to_send, up_to_la
 
 FRAME_S = 1 / 30  # the page is redrawn at most this often: a faster model shows several tokens at once
 
-# field of the request, label, what it does, digits after the point (None: any)
-SETTINGS: list[tuple[str, str, str, int | None]] = [
-    ("temperature", "Temperature", "0 is the most predictable", None),
-    ("top_p", "Top-p", "Likeliest tokens up to this total", None),
-    ("top_k", "Top-k", "Likeliest tokens up to this many", 0),
-    ("min_p", "Min-p", "Share of the likeliest token's chance", None),
-    ("repetition_penalty", "Repetition penalty", "Above 1: fewer repeats", None),
-    ("max_tokens", "Max tokens", "Longest answer", 0),
-    ("seed", "Seed", "Same seed, same answer", 0),
+# field of the request, label, what it does, type
+SETTINGS: list[tuple[str, str, str, type[int] | type[float]]] = [
+    ("temperature", "Temperature", "0 is the most predictable", float),
+    ("top_p", "Top-p", "Likeliest tokens up to this total", float),
+    ("top_k", "Top-k", "Likeliest tokens up to this many", int),
+    ("min_p", "Min-p", "Share of the likeliest token's chance", float),
+    ("repetition_penalty", "Repetition penalty", "Above 1: fewer repeats", float),
+    ("max_tokens", "Max tokens", "Longest answer", int),
+    ("seed", "Seed", "Same seed, same answer", int),
 ]
 
 # For the controls (message box, new chat, list of chats, delete) and the conversation, in this order:
 # a value, gr.update() or gr.skip() each.
 Updates = list[Any]
+
+
+def parse_settings(texts: Sequence[str]) -> dict[str, float | None]:
+    """The settings as typed, in the order of SETTINGS; None where empty, ValueError where no number."""
+    settings: dict[str, float | None] = {}
+    for (field, label, _, number), text in zip(SETTINGS, texts, strict=True):
+        try:
+            settings[field] = number(text) if text.strip() else None
+        except ValueError:
+            kind = "a whole number" if number is int else "a number"
+            raise ValueError(f"{label} is {kind}, not {text.strip()!r}: change it in the settings.") from None
+    return settings
 
 
 def idle() -> Updates:
@@ -58,7 +70,7 @@ class Handlers:
         context = f" · {model.context_tokens:,} tokens of context" if model.context_tokens else ""
         return f"<strong>{html.escape(model.name)}</strong>{context}"
 
-    async def send(self, text: str, shown: list[Message], *settings: Any) -> AsyncGenerator[Updates, None]:
+    async def send(self, text: str, shown: list[Message], *settings: str) -> AsyncGenerator[Updates, None]:
         """A new question; an empty one is ignored."""
         if not text.strip():
             yield [gr.skip()] * 5
@@ -79,23 +91,23 @@ class Handlers:
             async for update in updates:
                 yield update
 
-    async def retry(self, shown: list[Message], *settings: Any) -> AsyncGenerator[Updates, None]:
+    async def retry(self, shown: list[Message], *settings: str) -> AsyncGenerator[Updates, None]:
         """Another answer to the last question."""
         async with aclosing(self._answer(up_to_last_question(shown), *settings)) as updates:
             async for update in updates:
                 yield update
 
     async def _answer(
-        self, shown: list[Message], system_prompt: str, *values: float | None
+        self, shown: list[Message], system_prompt: str, *settings: str
     ) -> AsyncGenerator[Updates, None]:
         # The conversation, which ends with a question, as the answer grows.
-        settings = {name: value for (name, *_), value in zip(SETTINGS, values, strict=True)}
         unchanged = [gr.skip()] * 4
         reply, drawn_s = Reply(), 0.0
         yield [*busy(), [*shown, answer("", "waiting for the first token", "waiting")]]
         try:
             model = await first_model(self._client)
-            replies = stream_reply(self._client, model.name, to_send(shown, system_prompt), settings)
+            messages = to_send(shown, system_prompt)
+            replies = stream_reply(self._client, model.name, messages, parse_settings(settings))
             async with aclosing(replies):
                 async for reply in replies:
                     if reply.text and time.monotonic() - drawn_s >= FRAME_S:

@@ -23,6 +23,7 @@ class ChatPage:
         self.stop_button = page.get_by_role("button", name="Stop", exact=True)
         self.new_button = page.get_by_role("button", name="New chat")
         self.retry_button = page.get_by_role("button", name="Retry")
+        self.temperature = page.get_by_role("textbox", name="Temperature")
         self.answers = page.get_by_test_id("bot")
         self.questions = page.get_by_test_id("user")
         self.last_answer = self.answers.last
@@ -55,10 +56,14 @@ class ChatPage:
         expect(self.last_answer).to_contain_text(re.compile(r"first token after|stopped|HTTP|server"))
         expect(self.send_button).to_be_visible()
 
+    def open_settings(self) -> None:
+        if not self.temperature.is_visible():
+            self.page.get_by_role("button", name="Settings").click()
+        expect(self.temperature).to_be_visible()
+
     def set(self, label: str, value: str) -> None:
         """Change a setting."""
-        field = self.page.get_by_label(label, exact=True)
-        if not field.is_visible():
-            self.page.get_by_role("button", name="Settings").click()
+        self.open_settings()
+        field = self.page.get_by_role("textbox", name=label)
         field.fill(value)
         field.blur()

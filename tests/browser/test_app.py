@@ -65,4 +65,5 @@ def test_built_in_model_answers_in_the_browser(
     # Ctrl-C ends the program, also while a page is open.
     process.send_signal(signal.SIGINT)
     process.wait(timeout=15)
-    chat.problems.clear()
+    chat.page.close()
+    chat.problems.clear()  # the page saw its server go

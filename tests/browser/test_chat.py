@@ -47,6 +47,7 @@ def test_history_is_what_was_said_and_nothing_of_the_page(chat: ChatPage, fake: 
 
 
 def test_unset_settings_are_not_sent(chat: ChatPage, fake: FakeServer) -> None:
+    chat.open_settings()  # looking at them sets none
     chat.ask("hi")
     assert fake.bodies == [
         {
@@ -85,6 +86,17 @@ def test_a_cleared_setting_is_unset_again(chat: ChatPage, fake: FakeServer) -> N
     chat.ask("again")
     assert fake.bodies[0]["temperature"] == 0
     assert "temperature" not in fake.bodies[1]
+
+
+def test_setting_that_is_no_number_is_refused(chat: ChatPage, fake: FakeServer) -> None:
+    chat.set("Max tokens", "many")
+    chat.send("hi")
+    expect(chat.last_answer).to_have_text(
+        "Max tokens is a whole number, not 'many': change it in the settings."
+    )
+    chat.set("Max tokens", "")
+    chat.ask("hi")
+    assert len(fake.bodies) == 1
 
 
 def test_stop_disconnects_and_keeps_what_was_said(chat: ChatPage, fake: FakeServer) -> None:
