@@ -10,38 +10,49 @@ namespace neo_desktop {
 namespace {
 
 template <class T>
-void attend(const AttendTask& task) {
+void attend_head(const AttendTask& task, int head) {
   const int dim = task.head_dim;
+  const float* queries = task.q + head * task.padded_group * task.padded_head_dim;
+  float* max = task.max + head * task.padded_group;
+  float* sum = task.sum + head * task.padded_group;
+  float* accs = task.acc + head * task.padded_group * task.padded_head_dim;
   for (int g = 0; g < task.group; ++g) {
-    task.max[g] = -std::numeric_limits<float>::infinity();
-    task.sum[g] = 0;
-    std::memset(task.acc + g * task.padded_head_dim, 0, sizeof(float) * task.padded_head_dim);
+    max[g] = -std::numeric_limits<float>::infinity();
+    sum[g] = 0;
+    std::memset(accs + g * task.padded_head_dim, 0, sizeof(float) * task.padded_head_dim);
   }
   for (int64_t token = task.begin; token < task.end; ++token) {
     const int64_t block = task.block_table[token / task.block_size];
     const int64_t row = token % task.block_size * dim;
-    const T* k = static_cast<const T*>(task.k) + block * task.k_block_stride + row;
-    const T* v = static_cast<const T*>(task.v) + block * task.v_block_stride + row;
+    const T* k =
+        static_cast<const T*>(task.k) + block * task.k_block_stride + head * task.k_head_stride + row;
+    const T* v =
+        static_cast<const T*>(task.v) + block * task.v_block_stride + head * task.v_head_stride + row;
     float key[kMaxHeadDim];
     float value[kMaxHeadDim];
     for (int i = 0; i < dim; ++i) key[i] = to_float(k[i]);
     for (int i = 0; i < dim; ++i) value[i] = to_float(v[i]);
     for (int g = 0; g < task.group; ++g) {
-      const float* q = task.q + g * task.padded_head_dim;
-      float* acc = task.acc + g * task.padded_head_dim;
+      const float* q = queries + g * task.padded_head_dim;
+      float* acc = accs + g * task.padded_head_dim;
       float score = 0;
       for (int i = 0; i < dim; ++i) score += q[i] * key[i];
-      if (score > task.max[g]) {  // false for NaN, which then reaches the output through the weight
-        const float correction = std::exp2(task.max[g] - score);
-        task.max[g] = score;
-        task.sum[g] *= correction;
+      if (score > max[g]) {  // false for NaN, which then reaches the output through the weight
+        const float correction = std::exp2(max[g] - score);
+        max[g] = score;
+        sum[g] *= correction;
         for (int i = 0; i < dim; ++i) acc[i] *= correction;
       }
-      const float weight = std::exp2(score - task.max[g]);
-      task.sum[g] += weight;
+      const float weight = std::exp2(score - max[g]);
+      sum[g] += weight;
       for (int i = 0; i < dim; ++i) acc[i] += weight * value[i];
     }
   }
+}
+
+template <class T>
+void attend(const AttendTask& task) {
+  for (int head = 0; head < task.kv_heads; ++head) attend_head<T>(task, head);
 }
 
 template <class T>
@@ -54,12 +65,24 @@ void narrow(const float* source, void* target, int length) {
   for (int i = 0; i < length; ++i) from_float(source[i], static_cast<T*>(target)[i]);
 }
 
+float read(const void* data, int64_t bytes) {
+  constexpr int64_t kCacheLineBytes = 64;
+  float sum = 0;
+  for (int64_t i = 0; i + kCacheLineBytes <= bytes; i += kCacheLineBytes) {
+    float word;
+    std::memcpy(&word, static_cast<const char*>(data) + i, sizeof word);
+    sum += word;
+  }
+  return sum;
+}
+
 }  // namespace
 
 constinit const Kernels kScalarKernels = {
     {attend<float>, attend<Half>, attend<BFloat16>},
     {widen<float>, widen<Half>, widen<BFloat16>},
     {narrow<float>, narrow<Half>, narrow<BFloat16>},
+    read,
 };
 
 }  // namespace neo_desktop

@@ -29,14 +29,23 @@ namespace {
 
 constexpr int kTile = 32;  // tokens
 constexpr int kCacheLineBytes = 64;
+constexpr int kSecondLevel = 2;  // in the terms of __builtin_prefetch
 
 inline int smaller(int64_t a, int64_t b) { return static_cast<int>(a < b ? a : b); }
 
-// Where the rows of a tile's tokens lie. A token's rows may be anywhere: any block size works.
+// Where the first head's rows of a tile's tokens lie. They may be anywhere: any block size works.
 template <class T>
-struct Rows {
+struct Tile {
   const T* k[kTile];
   const T* v[kTile];
+};
+
+// The rows of one head in a tile.
+template <class T>
+struct Rows {
+  const Tile<T>* tile;
+  int64_t k_offset;  // elements from the first head's row to this head's
+  int64_t v_offset;
 };
 
 // Walks a block table from token `begin` on, tile by tile. Never reads an entry past the last token's.
@@ -51,7 +60,7 @@ class RowWalker {
 
   // Fills in the next tile and returns its number of tokens, 0 at the end. Rows past the last token repeat
   // it.
-  int next(Rows<T>& rows) {
+  int next(Tile<T>& tile) {
     const int count = smaller(task_.end - next_, kTile);
     int filled = 0;
     while (filled < count) {
@@ -63,16 +72,16 @@ class RowWalker {
       const T* k = static_cast<const T*>(task_.k) + *entry_ * task_.k_block_stride + offset_ * task_.head_dim;
       const T* v = static_cast<const T*>(task_.v) + *entry_ * task_.v_block_stride + offset_ * task_.head_dim;
       for (int i = 0; i < run; ++i, k += task_.head_dim, v += task_.head_dim) {
-        rows.k[filled + i] = k;
-        rows.v[filled + i] = v;
+        tile.k[filled + i] = k;
+        tile.v[filled + i] = v;
       }
       filled += run;
       offset_ += run;
     }
     if (count > 0) {
       for (int i = count; i < kTile; ++i) {
-        rows.k[i] = rows.k[count - 1];
-        rows.v[i] = rows.v[count - 1];
+        tile.k[i] = tile.k[count - 1];
+        tile.v[i] = tile.v[count - 1];
       }
     }
     next_ += count;
@@ -86,16 +95,17 @@ class RowWalker {
   int64_t offset_;
 };
 
-// Asks for the cache lines that begin in columns [column, column + columns) of a row of the next tile, so
-// that loads from memory are spread over the computation.
+// Asks the second-level cache for the lines that begin in columns [column, column + columns) of a row that
+// is needed next, so that loads from memory are spread over the computation. (The first level has room for
+// fewer misses at a time, too few for the memory's full speed.)
 template <int columns, class T>
 inline void prefetch(const T* row, int column) {
   constexpr int kLine = kCacheLineBytes / sizeof(T);
   if constexpr (columns >= kLine) {
 #pragma GCC unroll 16
-    for (int i = 0; i < columns; i += kLine) __builtin_prefetch(row + column + i);
+    for (int i = 0; i < columns; i += kLine) __builtin_prefetch(row + column + i, 0, kSecondLevel);
   } else if (column % kLine == 0) {
-    __builtin_prefetch(row + column);
+    __builtin_prefetch(row + column, 0, kSecondLevel);
   }
 }
 
@@ -123,9 +133,9 @@ class Step {
                   const float* q, float* lanes, float* acc) {
     alignas(64) float weights[kGroups * V::kLanes];
     const int groups = (count + kTokens - 1) / kTokens;
-    scores(task, rows.k, ahead.k, groups, q, weights);
+    scores(task, rows, ahead, groups, q, weights);
     softmax(task, groups, count, weights, lanes, acc);
-    add_values<V::kLanes / Q>(task, 0, rows.v, ahead.v, count, weights, acc);
+    add_values<V::kLanes / Q>(task, 0, rows, ahead, count, weights, acc);
   }
 
   // Folds the lanes of each query head into one maximum and one sum.
@@ -138,10 +148,12 @@ class Step {
   }
 
  private:
-  static void scores(const AttendTask& task, const T* const* rows, const T* const* ahead, int groups,
+  static void scores(const AttendTask& task, const Rows<T>& rows, const Rows<T>& ahead, int groups,
                      const float* q, float* out) {
     const int64_t q_stride = task.padded_head_dim;
-    for (int n = 0; n < groups; ++n, rows += kTokens, ahead += kTokens) {
+    for (int n = 0; n < groups; ++n) {
+      const T* const* keys = rows.tile->k + n * kTokens;
+      const T* const* next_keys = ahead.tile->k + n * kTokens;
       Reg sums[V::kLanes];
 #pragma GCC unroll 16
       for (int i = 0; i < V::kLanes; ++i) sums[i] = V::zero();
@@ -149,8 +161,8 @@ class Step {
         Reg k[kTokens];
 #pragma GCC unroll 16
         for (int t = 0; t < kTokens; ++t) {
-          prefetch<V::kLanes>(ahead[t], column);
-          k[t] = load(rows[t] + column);
+          prefetch<V::kLanes>(next_keys[t] + ahead.k_offset, column);
+          k[t] = load(keys[t] + rows.k_offset + column);
         }
 #pragma GCC unroll 8
         for (int g = 0; g < Q; ++g) {
@@ -201,7 +213,7 @@ class Step {
   // Adds the weighted values to the accumulators from `column` on, W vectors of Q heads at a time; what is
   // left of the row is done with half the width.
   template <int W>
-  static void add_values(const AttendTask& task, int column, const T* const* rows, const T* const* ahead,
+  static void add_values(const AttendTask& task, int column, const Rows<T>& rows, const Rows<T>& ahead,
                          int count, const float* weights, float* acc) {
     for (; column + W * V::kLanes <= task.head_dim; column += W * V::kLanes) {
       add_columns<W>(task, column, rows, ahead, count, weights, acc, [](const T* p) { return V::load(p); });
@@ -216,7 +228,7 @@ class Step {
   }
 
   template <int W, class Load>
-  static void add_columns(const AttendTask& task, int column, const T* const* rows, const T* const* ahead,
+  static void add_columns(const AttendTask& task, int column, const Rows<T>& rows, const Rows<T>& ahead,
                           int count, const float* weights, float* acc, Load load) {
     acc += column;
     Reg sums[Q * W];
@@ -226,10 +238,11 @@ class Step {
       for (int w = 0; w < W; ++w) sums[g * W + w] = V::load(acc + g * task.padded_head_dim + w * V::kLanes);
     }
     for (int t = 0; t < count; ++t) {
-      prefetch<W * V::kLanes>(ahead[t], column);
+      prefetch<W * V::kLanes>(ahead.tile->v[t] + ahead.v_offset, column);
+      const T* row = rows.tile->v[t] + rows.v_offset + column;
       Reg v[W];
 #pragma GCC unroll 16
-      for (int w = 0; w < W; ++w) v[w] = load(rows[t] + column + w * V::kLanes);
+      for (int w = 0; w < W; ++w) v[w] = load(row + w * V::kLanes);
 #pragma GCC unroll 8
       for (int g = 0; g < Q; ++g) {
         const Reg weight = V::broadcast(weights[weight_index(g, t)]);
@@ -261,37 +274,70 @@ inline void with_step(int queries, Body body) {
   }
 }
 
+// The parts of a task that belong to query heads [g, g + kQueryTile) of one KV head.
+struct QueryTile {
+  QueryTile(const AttendTask& task, int head, int g) : g(g) {
+    const int64_t row = static_cast<int64_t>(head) * task.padded_group + g;
+    q = task.q + row * task.padded_head_dim;
+    lanes = task.lanes + (head * query_tiles(task.group) + g / kQueryTile) * 2 * kMaxLanes;
+    max = task.max + row;
+    sum = task.sum + row;
+    acc = task.acc + row * task.padded_head_dim;
+  }
+  int g;
+  const float* q;
+  float* lanes;
+  float* max;
+  float* sum;
+  float* acc;
+};
+
+template <class Body>
+inline void for_each_query_tile(const AttendTask& task, int head, Body body) {
+  for (int g = 0; g < task.group; g += kQueryTile) body(QueryTile(task, head, g));
+}
+
 template <class V, class T>
 void attend(const AttendTask& task) {
-  const int64_t acc_length = static_cast<int64_t>(task.padded_group) * task.padded_head_dim;
+  const int64_t acc_length = static_cast<int64_t>(task.kv_heads) * task.padded_group * task.padded_head_dim;
   for (int64_t i = 0; i < acc_length; i += V::kLanes) V::store(task.acc + i, V::zero());
-  for (int g = 0; g < task.group; g += kQueryTile) {
-    float* lanes = task.lanes + g / kQueryTile * 2 * kMaxLanes;
-    V::store(lanes, V::broadcast(-__builtin_inff()));
-    V::store(lanes + kMaxLanes, V::zero());
+  for (int head = 0; head < task.kv_heads; ++head) {
+    for_each_query_tile(task, head, [&](const QueryTile& queries) {
+      V::store(queries.lanes, V::broadcast(-__builtin_inff()));
+      V::store(queries.lanes + kMaxLanes, V::zero());
+    });
   }
   RowWalker<T> walker(task);
-  Rows<T> tiles[2];
+  Tile<T> tiles[2];
   int current = 0;
   int count = walker.next(tiles[0]);
   while (count > 0) {
-    const Rows<T>& rows = tiles[current];
     const int next_count = walker.next(tiles[1 - current]);
-    const Rows<T>& ahead = next_count > 0 ? tiles[1 - current] : rows;
-    for (int g = 0; g < task.group; g += kQueryTile) {
-      const int64_t offset = static_cast<int64_t>(g) * task.padded_head_dim;
-      with_step<V, T>(task.group - g, [&](auto step) {
-        step.run(task, rows, ahead, count, task.q + offset, task.lanes + g / kQueryTile * 2 * kMaxLanes,
-                 task.acc + offset);
+    // The heads of a block lie one after the other: memory is read in order, as far as the block goes.
+    for (int head = 0; head < task.kv_heads; ++head) {
+      const Rows<T> rows{&tiles[current], head * task.k_head_stride, head * task.v_head_stride};
+      Rows<T> ahead = rows;
+      if (head + 1 < task.kv_heads) {
+        ahead.k_offset += task.k_head_stride;
+        ahead.v_offset += task.v_head_stride;
+      } else if (next_count > 0) {
+        ahead = {&tiles[1 - current], 0, 0};
+      }
+      for_each_query_tile(task, head, [&](const QueryTile& queries) {
+        with_step<V, T>(task.group - queries.g, [&](auto step) {
+          step.run(task, rows, ahead, count, queries.q, queries.lanes, queries.acc);
+        });
       });
     }
     current = 1 - current;
     count = next_count;
   }
-  for (int g = 0; g < task.group; g += kQueryTile) {
-    with_step<V, T>(task.group - g, [&](auto step) {
-      step.finish(task.lanes + g / kQueryTile * 2 * kMaxLanes, smaller(task.group - g, kQueryTile),
-                  task.max + g, task.sum + g);
+  for (int head = 0; head < task.kv_heads; ++head) {
+    for_each_query_tile(task, head, [&](const QueryTile& queries) {
+      const int left = task.group - queries.g;
+      with_step<V, T>(left, [&](auto step) {
+        step.finish(queries.lanes, smaller(left, kQueryTile), queries.max, queries.sum);
+      });
     });
   }
 }
@@ -317,11 +363,23 @@ void narrow(const float* source, void* target, int length) {
 }
 
 template <class V>
+float read(const void* data, int64_t bytes) {
+  const float* from = static_cast<const float*>(data);
+  const int64_t length = bytes / static_cast<int64_t>(sizeof(float));
+  typename V::Reg any = V::zero();
+  for (int64_t i = 0; i + V::kLanes <= length; i += V::kLanes) any = V::max(V::load(from + i), any);
+  float lanes[V::kLanes];
+  V::store(lanes, any);
+  return lanes[0];
+}
+
+template <class V>
 constexpr Kernels make_kernels() {
   return {
       {attend<V, float>, attend<V, Half>, attend<V, BFloat16>},
       {widen<V, float>, widen<V, Half>, widen<V, BFloat16>},
       {narrow<V, float>, narrow<V, Half>, narrow<V, BFloat16>},
+      read<V>,
   };
 }
 

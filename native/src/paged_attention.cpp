@@ -1,14 +1,15 @@
 // Shares decode attention out over threads.
 //
-// The work is cut into items (request, KV head, chunk of context). Chunks depend on the request's length
-// only, so a result never depends on the batch or on the number of threads. Threads take items from a
-// counter:
+// The work is cut into items: a chunk of one request's context, for some of the KV heads. Chunks depend on
+// the request's length only, so a result never depends on the batch or on the number of threads. An item
+// takes as many KV heads as leave enough items for all threads: the heads of a block lie side by side in
+// memory, and reading on is faster than jumping. Threads take items from a counter:
 //
-//   request 0, 700 tokens    head 0: [0,256) [256,512) [512,700)   head 1: ...
-//   request 1,  90 tokens    head 0: [0,90)                        head 1: ...
+//   request 0, 700 tokens    [0,256) heads 0-3   [0,256) heads 4-7   [256,512) heads 0-3   ...
+//   request 1,  90 tokens    [0,90)  heads 0-3   [0,90)  heads 4-7
 //
-// A chunk's result is a partial softmax (max, sum, acc). Where a head has several chunks, the thread that
-// finishes the last of them merges all, in order, in fp32 (as in Flash-Decoding).
+// An item's result is a partial softmax (max, sum, acc) per query head. Where a request has several chunks,
+// the thread that finishes the last of them merges all, in order, in fp32 (as in Flash-Decoding).
 #include "neo_desktop/paged_attention.h"
 
 #include <algorithm>
@@ -31,8 +32,10 @@ constexpr int64_t kMaxChunks = 64;  // per request and head: bounds the memory t
 // Waking a thread costs about as long as reading this much.
 constexpr int64_t kMinBytesPerThread = 32 << 10;
 
+// Enough for the threads to end at about the same time.
+constexpr int64_t kItemsPerThread = 16;
+
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 
 struct Request {
   int64_t begin;  // first token attended to
@@ -68,7 +71,7 @@ class DecodeCall {
  public:
   DecodeCall(const TensorView& q, const PagedCache& cache, const TensorView& block_tables,
              const TensorView& context_lens, const TensorView& out, float scale, int64_t window,
-             const Kernels& kernels)
+             int num_threads, const Kernels& kernels)
       : q_(q),
         cache_(cache),
         block_tables_(block_tables),
@@ -76,52 +79,63 @@ class DecodeCall {
         kernels_(kernels),
         q_scale_(scale * std::numbers::log2e_v<float>),
         group_(static_cast<int>(q.size(1) / cache.kv_heads)),
-        padded_group_(static_cast<int>(round_up(group_, kQueryTile))),
-        padded_head_dim_(static_cast<int>(round_up(cache.head_dim, kMaxLanes))),
-        partial_floats_(padded_group_ * (padded_head_dim_ + 2)),
-        lanes_floats_(padded_group_ / kQueryTile * 2 * kMaxLanes),
-        thread_floats_(padded_group_ * padded_head_dim_ + lanes_floats_ + partial_floats_) {
+        padded_group_(neo_desktop::padded_group(group_)),
+        padded_head_dim_(static_cast<int>(divide_up(cache.head_dim, kMaxLanes) * kMaxLanes)) {
     const auto* lens = static_cast<const int32_t*>(context_lens.data);
-    requests_.reserve(q.size(0));
+    int64_t tokens = 0;
+    int64_t chunks = 0;
     for (int64_t b = 0; b < q.size(0); ++b) {
-      const int64_t end = lens[b];
-      const int64_t begin = window > 0 ? std::max<int64_t>(0, end - window) : 0;
-      const int64_t chunk_tokens =
-          std::max(kMinChunkTokens, round_up(divide_up(end - begin, kMaxChunks), kMinChunkTokens));
-      const int64_t chunks = divide_up(end - begin, chunk_tokens);
-      requests_.push_back({begin, end, chunk_tokens, chunks, items_, partials_});
-      items_ += chunks * cache.kv_heads;
-      if (chunks > 1) partials_ += chunks * cache.kv_heads;
-      tokens_ += end - begin;
+      const int64_t begin = window > 0 ? std::max<int64_t>(0, lens[b] - window) : 0;
+      const int64_t length = lens[b] - begin;
+      const int64_t chunk_tokens = divide_up(length, kMinChunkTokens * kMaxChunks) * kMinChunkTokens;
+      requests_.push_back({begin, lens[b], chunk_tokens, divide_up(length, chunk_tokens), 0, 0});
+      tokens += length;
+      chunks += requests_.back().chunks;
     }
+    const int64_t bytes = tokens * cache.kv_heads * cache.head_dim * size_of(cache.dtype) * 2;
+    const int64_t useful_threads = std::min<int64_t>(num_threads, 1 + bytes / kMinBytesPerThread);
+    const int64_t ranges = std::min(divide_up(useful_threads * kItemsPerThread, chunks), cache.kv_heads);
+    heads_per_item_ =
+        static_cast<int>(useful_threads > 1 ? divide_up(cache.kv_heads, ranges) : cache.kv_heads);
+    head_ranges_ = divide_up(cache.kv_heads, heads_per_item_);
+    for (Request& request : requests_) {
+      request.first_item = items_;
+      request.first_partial = partials_;
+      items_ += request.chunks * head_ranges_;
+      if (request.chunks > 1) partials_ += request.chunks * head_ranges_;
+    }
+    threads_ = static_cast<int>(std::min(useful_threads, items_));
   }
 
-  void run(int num_threads) {
-    const int64_t bytes = tokens_ * cache_.kv_heads * cache_.head_dim * size_of(cache_.dtype) * 2;
-    const int threads = static_cast<int>(
-        std::min({static_cast<int64_t>(num_threads), items_, 1 + bytes / kMinBytesPerThread}));
+  void run() {
+    const int64_t rows = heads_per_item_ * padded_group_;
+    q_floats_ = rows * padded_head_dim_;
+    lanes_floats_ = heads_per_item_ * query_tiles(group_) * 2 * kMaxLanes;
+    partial_floats_ = divide_up(rows * (padded_head_dim_ + 2), kMaxLanes) * kMaxLanes;
+    thread_floats_ = q_floats_ + lanes_floats_ + partial_floats_;
     thread_local Scratch scratch;
-    thread_memory_ = scratch.floats(threads * thread_floats_ + partials_ * partial_floats_);
-    partial_memory_ = thread_memory_ + threads * thread_floats_;
-    unfinished_ = std::make_unique<std::atomic<int>[]>(requests_.size() * cache_.kv_heads);
+    thread_memory_ = scratch.floats(threads_ * thread_floats_ + partials_ * partial_floats_);
+    partial_memory_ = thread_memory_ + threads_ * thread_floats_;
+    unfinished_ = std::make_unique<std::atomic<int>[]>(requests_.size() * head_ranges_);
     for (size_t b = 0; b < requests_.size(); ++b) {
-      for (int64_t head = 0; head < cache_.kv_heads; ++head) {
-        unfinished_[b * cache_.kv_heads + head] = static_cast<int>(requests_[b].chunks);
+      for (int64_t range = 0; range < head_ranges_; ++range) {
+        unfinished_[b * head_ranges_ + range] = static_cast<int>(requests_[b].chunks);
       }
     }
-    ThreadPool::shared().run(threads, [this](int participant) { work(participant); });
+    ThreadPool::shared().run(threads_, [this](int participant) { work(participant); });
   }
 
  private:
+  // One per row = (KV head of the item, query head of its group).
   struct Partial {
-    float* max;
-    float* sum;
-    float* acc;
+    float* acc;  // [rows, padded_head_dim]
+    float* max;  // [rows]
+    float* sum;  // [rows]
   };
 
   Partial partial_at(float* memory) const {
-    return {memory + padded_group_ * padded_head_dim_, memory + padded_group_ * (padded_head_dim_ + 1),
-            memory};
+    float* max = memory + q_floats_;
+    return {memory, max, max + heads_per_item_ * padded_group_};
   }
 
   void work(int participant) {
@@ -133,32 +147,37 @@ class DecodeCall {
                                           [](int64_t i, const Request& r) { return i < r.first_item; });
       const int64_t b = after - requests_.begin() - 1;
       const int64_t index = item - requests_[b].first_item;
-      attend(b, index / requests_[b].chunks, index % requests_[b].chunks, memory);
+      attend(b, index / head_ranges_, index % head_ranges_, memory);
     }
   }
 
-  void attend(int64_t b, int64_t head, int64_t chunk, float* memory) {
+  void attend(int64_t b, int64_t chunk, int64_t range, float* memory) {
     const Request& request = requests_[b];
-    float* q = memory;
-    float* lanes = q + padded_group_ * padded_head_dim_;
+    float* lanes = memory + q_floats_;
     float* own = lanes + lanes_floats_;
-    float* first = partial_memory_ + (request.first_partial + head * request.chunks) * partial_floats_;
+    // The partial results of one head range lie one after the other, chunk by chunk.
+    float* first = partial_memory_ + (request.first_partial + range * request.chunks) * partial_floats_;
     const Partial result = partial_at(request.chunks == 1 ? own : first + chunk * partial_floats_);
+    const int64_t head = range * heads_per_item_;
+    const int heads = static_cast<int>(std::min<int64_t>(heads_per_item_, cache_.kv_heads - head));
 
-    load_queries(b, head, q);
+    load_queries(b, head, heads, memory);
     AttendTask task;
-    task.q = q;
+    task.q = memory;
     task.k = offset(cache_.k.data, cache_.dtype, head * cache_.k.head_stride);
     task.v = offset(cache_.v.data, cache_.dtype, head * cache_.v.head_stride);
     task.k_block_stride = cache_.k.block_stride;
     task.v_block_stride = cache_.v.block_stride;
+    task.k_head_stride = cache_.k.head_stride;
+    task.v_head_stride = cache_.v.head_stride;
     task.block_table = static_cast<const int32_t*>(block_tables_.data) + b * block_tables_.stride(0);
     task.begin = request.begin + chunk * request.chunk_tokens;
     task.end = std::min(task.begin + request.chunk_tokens, request.end);
     task.block_size = cache_.block_size;
-    task.head_dim = cache_.head_dim;
+    task.kv_heads = heads;
     task.group = group_;
     task.padded_group = padded_group_;
+    task.head_dim = cache_.head_dim;
     task.padded_head_dim = padded_head_dim_;
     task.lanes = lanes;
     task.max = result.max;
@@ -167,53 +186,58 @@ class DecodeCall {
     kernels_.attend[static_cast<int>(cache_.dtype)](task);
 
     if (request.chunks == 1) {
-      store_output(b, head, result);
+      store_output(b, head, heads, result);
       return;
     }
     // The last to finish sees everybody's results: each decrement releases its own, the last acquires all.
-    if (unfinished_[b * cache_.kv_heads + head].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    if (unfinished_[b * head_ranges_ + range].fetch_sub(1, std::memory_order_acq_rel) == 1) {
       const Partial merged = partial_at(own);
-      merge(first, request.chunks, merged);
-      store_output(b, head, merged);
-    }
-  }
-
-  void load_queries(int64_t b, int64_t head, float* q) const {
-    std::fill(q, q + padded_group_ * padded_head_dim_, 0.0f);
-    for (int g = 0; g < group_; ++g) {
-      float* row = q + g * padded_head_dim_;
-      const int64_t at = b * q_.stride(0) + (head * group_ + g) * q_.stride(1);
-      kernels_.widen[static_cast<int>(q_.dtype)](offset(q_.data, q_.dtype, at), row, cache_.head_dim);
-      for (int i = 0; i < cache_.head_dim; ++i) row[i] *= q_scale_;
-    }
-  }
-
-  void merge(float* first, int64_t chunks, const Partial& result) const {
-    for (int g = 0; g < group_; ++g) {
-      float max = partial_at(first).max[g];
-      for (int64_t c = 1; c < chunks; ++c)
-        max = std::max(max, partial_at(first + c * partial_floats_).max[g]);
-      float sum = 0;
-      float* acc = result.acc + g * padded_head_dim_;
-      std::fill(acc, acc + cache_.head_dim, 0.0f);
-      for (int64_t c = 0; c < chunks; ++c) {
-        const Partial part = partial_at(first + c * partial_floats_);
-        const float weight = std::exp2(part.max[g] - max);
-        const float* values = part.acc + g * padded_head_dim_;
-        sum += weight * part.sum[g];
-        for (int i = 0; i < cache_.head_dim; ++i) acc[i] += weight * values[i];
+      for (int h = 0; h < heads; ++h) {
+        for (int g = 0; g < group_; ++g) merge(first, request.chunks, h * padded_group_ + g, merged);
       }
-      result.sum[g] = sum;
+      store_output(b, head, heads, merged);
     }
   }
 
-  void store_output(int64_t b, int64_t head, const Partial& result) const {
-    for (int g = 0; g < group_; ++g) {
-      float* acc = result.acc + g * padded_head_dim_;
-      const float normalise = 1.0f / result.sum[g];
-      for (int i = 0; i < cache_.head_dim; ++i) acc[i] *= normalise;
-      const int64_t at = b * out_.stride(0) + (head * group_ + g) * out_.stride(1);
-      kernels_.narrow[static_cast<int>(out_.dtype)](acc, offset(out_.data, out_.dtype, at), cache_.head_dim);
+  void load_queries(int64_t b, int64_t head, int heads, float* q) const {
+    std::fill(q, q + q_floats_, 0.0f);
+    for (int h = 0; h < heads; ++h) {
+      for (int g = 0; g < group_; ++g) {
+        float* row = q + (h * padded_group_ + g) * padded_head_dim_;
+        const int64_t at = b * q_.stride(0) + ((head + h) * group_ + g) * q_.stride(1);
+        kernels_.widen[static_cast<int>(q_.dtype)](offset(q_.data, q_.dtype, at), row, cache_.head_dim);
+        for (int i = 0; i < cache_.head_dim; ++i) row[i] *= q_scale_;
+      }
+    }
+  }
+
+  void merge(float* first, int64_t chunks, int row, const Partial& result) const {
+    float max = partial_at(first).max[row];
+    for (int64_t c = 1; c < chunks; ++c)
+      max = std::max(max, partial_at(first + c * partial_floats_).max[row]);
+    float* acc = result.acc + row * padded_head_dim_;
+    std::fill(acc, acc + cache_.head_dim, 0.0f);
+    result.sum[row] = 0;
+    for (int64_t c = 0; c < chunks; ++c) {
+      const Partial part = partial_at(first + c * partial_floats_);
+      const float weight = std::exp2(part.max[row] - max);
+      const float* values = part.acc + row * padded_head_dim_;
+      result.sum[row] += weight * part.sum[row];
+      for (int i = 0; i < cache_.head_dim; ++i) acc[i] += weight * values[i];
+    }
+  }
+
+  void store_output(int64_t b, int64_t head, int heads, const Partial& result) const {
+    for (int h = 0; h < heads; ++h) {
+      for (int g = 0; g < group_; ++g) {
+        const int row = h * padded_group_ + g;
+        float* acc = result.acc + row * padded_head_dim_;
+        const float normalise = 1.0f / result.sum[row];
+        for (int i = 0; i < cache_.head_dim; ++i) acc[i] *= normalise;
+        const int64_t at = b * out_.stride(0) + ((head + h) * group_ + g) * out_.stride(1);
+        kernels_.narrow[static_cast<int>(out_.dtype)](acc, offset(out_.data, out_.dtype, at),
+                                                      cache_.head_dim);
+      }
     }
   }
 
@@ -226,16 +250,22 @@ class DecodeCall {
   const int group_;
   const int padded_group_;
   const int padded_head_dim_;
-  const int64_t partial_floats_;
-  const int64_t lanes_floats_;
-  const int64_t thread_floats_;
+
   std::vector<Request> requests_;
+  int threads_;
+  int heads_per_item_;
+  int64_t head_ranges_;
   int64_t items_ = 0;
   int64_t partials_ = 0;
-  int64_t tokens_ = 0;
+
+  int64_t q_floats_ = 0;  // sizes of the parts of the scratch memory
+  int64_t lanes_floats_ = 0;
+  int64_t partial_floats_ = 0;
+  int64_t thread_floats_ = 0;
   float* thread_memory_ = nullptr;
   float* partial_memory_ = nullptr;
-  std::unique_ptr<std::atomic<int>[]> unfinished_;  // chunks of (request, KV head) still to come
+
+  std::unique_ptr<std::atomic<int>[]> unfinished_;  // chunks of (request, head range) still to come
   std::atomic<int64_t> next_item_{0};
 };
 
@@ -289,7 +319,7 @@ void paged_attention_decode(const TensorView& q, const TensorView& k_cache, cons
   const int threads = check_num_threads(num_threads);
   check_context(block_tables, context_lens, cache, window);
   if (q.size(0) == 0) return;
-  DecodeCall(q, cache, block_tables, context_lens, out, scale, window, kernels_for(isa)).run(threads);
+  DecodeCall(q, cache, block_tables, context_lens, out, scale, window, threads, kernels_for(isa)).run();
 }
 
 }  // namespace neo_desktop

@@ -8,8 +8,8 @@ namespace neo_desktop {
 // Seconds to read `bytes` bytes at `data` once, front to back, with this many threads.
 double read_seconds(const void* data, int64_t bytes, int num_threads);
 
-// Asks for huge pages behind [data, data + bytes), before its first use: scattered reads of a large cache then
-// miss the TLB far less. Returns false where the system has none to give.
+// Asks for huge pages behind [data, data + bytes), before its first use: scattered reads of a large cache
+// then miss the TLB far less. Returns false where the system has none to give.
 bool advise_huge_pages(void* data, int64_t bytes);
 
 }  // namespace neo_desktop
