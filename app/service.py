@@ -79,7 +79,7 @@ class Generation:
         while self._num_open:
             output = await self._arrived.get()
             if isinstance(output, ServiceError):
-                raise output
+                raise output.with_traceback(None)  # one error is told to many
             if output.finish_reason is FinishReason.ERROR:
                 raise EngineFailedError(output.error)
             if output.finish_reason is not None:
@@ -177,7 +177,7 @@ class EngineService:
             ContextLengthError, ValueError: the engine cannot take a prompt; none is run then.
         """
         if self._refusal is not None:
-            raise self._refusal
+            raise self._refusal.with_traceback(None)
         num_outputs = len(prompts) * params.n
         if num_outputs > self.max_queued_requests:
             raise ValueError(

@@ -1,12 +1,13 @@
 """The port, and the end of the server."""
 
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Thread
 
@@ -145,6 +146,19 @@ def program(tmp_path: Path, prepare: str = "") -> Iterator[tuple[subprocess.Pope
             yield process, f"http://127.0.0.1:{process.stdout.readline().strip()}"
         finally:
             process.kill()
+
+
+def test_more_clients_than_the_usual_limit_on_open_files(tmp_path: Path) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    lower = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard}))"
+    with program(tmp_path, lower) as (_, url), ExitStack() as connections:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        clients = [
+            connections.enter_context(socket.create_connection(address, timeout=30)) for _ in range(150)
+        ]
+        for client in clients:
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert all(client.recv(65536).startswith(b"HTTP/1.1 200") for client in clients)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
