@@ -10,18 +10,29 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 
 
+# An editable install finds modules through a hook that static tools do not understand. It comes with a tree of
+# links to the same folders, which they do.
+LINKED = REPOSITORY / "build" / "typing"
+LINT_IMPORTS = """
+import sys
+from importlinter.cli import lint_imports
+sys.meta_path = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
+sys.exit(lint_imports(no_cache=True))
+"""
+
+
 def test_every_folder_imports_only_what_is_below_it() -> None:
-    linked = REPOSITORY / "build" / "typing"  # the packages as plain folders: made by an editable install
-    assert linked.is_dir(), "install the project editable first: scripts/test does"
+    assert LINKED.is_dir(), "install the project editable first: scripts/test does"
     result = subprocess.run(
-        [Path(sys.executable).parent / "lint-imports", "--no-cache"],
+        [sys.executable, "-c", LINT_IMPORTS],
         cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(linked)},
+        env=os.environ | {"PYTHONPATH": str(LINKED)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    assert "Contracts: 3 kept" in result.stdout
 
 
 @pytest.mark.parametrize(
