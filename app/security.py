@@ -2,6 +2,7 @@
 
 import ipaddress
 import re
+from base64 import b64decode
 from collections.abc import Collection
 from secrets import compare_digest
 
@@ -11,7 +12,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from neo_desktop.app.errors import ApiError
 
 _SITE = re.compile(r"(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d+)?")  # as in the Host header
-_KEYED_PATHS = ("/v1", "/stats")
+_OPEN_PATHS = ("/health",)
+_API_PATHS = ("/v1", "/stats")
 _POLICY_VIOLATION = 1008  # WebSocket close code, RFC 6455 section 7.4.1
 
 
@@ -40,16 +42,18 @@ class AccessGuard:
 
     Host: a page on the internet can let its own name resolve to 127.0.0.1 (DNS rebinding); the browser then
     sends that name. Origin: a page of another site can post here without reading the answer. Both end in 403.
-    The key, when there is one, is needed for the API: 401.
+    The key, when there is one, is needed for everything but /health: 401. Programs send it as
+    `Authorization: Bearer KEY`; for the page, browsers ask for it as the password of a login (any name).
 
     Args:
-        api_key: expected as `Authorization: Bearer KEY`.
+        api_key: the key; with one, the server may also be addressed by any numeric address, since rebinding
+            needs a name.
         allowed_hosts: names and addresses, without port, that count like loopback ones.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None = None, allowed_hosts: Collection[str] = ()) -> None:
         self._app = app
-        self._authorization = f"Bearer {api_key}".encode() if api_key else None
+        self._api_key = api_key.encode() if api_key else None
         self._allowed_hosts = frozenset(host.lower() for host in allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,7 +69,7 @@ class AccessGuard:
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if not self._is_known(host):
+        if not self._is_known(host) and not (self._api_key and _is_address(host)):
             return ApiError(
                 403,
                 f"the host {host!r} is not allowed: use http://127.0.0.1, or start the server with this host "
@@ -80,21 +84,46 @@ class AccessGuard:
                 f"pages of {origin!r} are not allowed to use this server",
                 code="origin_not_allowed",
             )
-        if self._authorization is not None and _needs_key(scope["path"]):
-            given = headers.get("authorization", "").encode("latin-1")
-            if not compare_digest(given, self._authorization):
+        path = scope["path"]
+        if self._api_key is not None and path not in _OPEN_PATHS:
+            given = _given_key(headers.get("authorization", ""))
+            if not compare_digest(given, self._api_key):
+                is_api = any(path == api or path.startswith(f"{api}/") for api in _API_PATHS)
+                challenge = "Bearer" if is_api else 'Basic realm="neo-desktop: the API key as password"'
                 return ApiError(
                     401,
                     "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
                     code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
+                    headers={"WWW-Authenticate": challenge},
                 )
         return None
 
     def _is_known(self, site: str) -> bool:
-        match = _SITE.fullmatch(site.lower())
-        return match is not None and (is_loopback(match["host"]) or match["host"] in self._allowed_hosts)
+        host = _host_of(site)
+        return host is not None and (is_loopback(host) or host in self._allowed_hosts)
 
 
-def _needs_key(path: str) -> bool:
-    return any(path == keyed or path.startswith(f"{keyed}/") for keyed in _KEYED_PATHS)
+def _host_of(site: str) -> str | None:
+    match = _SITE.fullmatch(site.lower())
+    return match and match["host"]
+
+
+def _is_address(site: str) -> bool:
+    try:
+        ipaddress.ip_address((_host_of(site) or "").strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _given_key(authorization: str) -> bytes:
+    """The key in an Authorization header: a bearer's token, or the password of a login."""
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.encode("latin-1")
+    if scheme.lower() == "basic":
+        try:
+            return b64decode(value, validate=True).partition(b":")[2]
+        except ValueError:
+            pass  # not Base64: no key
+    return b""

@@ -256,10 +256,6 @@ class Engine:
     def _check_prompt(self, token_ids: tuple[int, ...], params: SamplingParams) -> None:
         if not token_ids:
             raise ValueError("the prompt is empty: give at least one token")
-        vocab_size = self.config.vocab_size
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(f"token id {token_id} is outside the vocabulary of {vocab_size} tokens")
         num_tokens, limit = len(token_ids), self.max_context_tokens
         if num_tokens >= limit:
             raise ContextLengthError(
@@ -271,6 +267,10 @@ class Engine:
                 f"the prompt has {num_tokens} tokens and max_tokens asks for {params.max_tokens} more, but "
                 f"the context holds {limit}: shorten the prompt or ask for {limit - num_tokens} at most"
             )
+        vocab_size = self.config.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(f"token id {token_id} is outside the vocabulary of {vocab_size} tokens")
 
 
 def _one_per_prompt(

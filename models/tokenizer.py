@@ -71,7 +71,8 @@ class Tokenizer:
         Raises ValueError for a lone surrogate, which Python and JSON can hold but no vocabulary can.
         """
         try:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            # encode() holds the GIL as long as it takes, seconds for a book; encode_batch() lets it go.
+            return list(self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
         except TypeError:
             raise ValueError(
                 "The text holds half of a surrogate pair, which is no character: remove it."

@@ -10,8 +10,8 @@ import pytest
 REPOSITORY = Path(__file__).parent.parent
 
 
-# An editable install finds modules through a hook that static tools do not understand. It comes with a tree of
-# links to the same folders, which they do.
+# An editable install finds modules through a hook that static tools do not understand. It comes with a tree
+# of links to the same folders, which they do.
 LINKED = REPOSITORY / "build" / "typing"
 LINT_IMPORTS = """
 import sys

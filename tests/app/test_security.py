@@ -1,6 +1,7 @@
 """Who is let in."""
 
 import asyncio
+from base64 import b64encode
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,6 +50,14 @@ def test_other_hosts_are_not(host: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("host", "status"), [("192.168.1.5:8000", 200), ("[fe80::1]", 200), ("box.lan", 403)]
+)
+def test_with_a_key_any_numeric_address_will_do(host: str, status: int) -> None:
+    headers = {"Host": host, "Authorization": f"Bearer {KEY}"}
+    assert get(headers, api_key=KEY).status_code == status
+
+
+@pytest.mark.parametrize(
     ("origin", "status"),
     [
         ("http://127.0.0.1:8000", 200),
@@ -75,8 +84,13 @@ def test_pages_of_other_sites_are_not_let_in(origin: str, status: int) -> None:
         ("/v1/models", "Bearer kéy", 401),
         ("/stats", None, 401),
         ("/v1", None, 401),
+        ("/v1/models", f"bearer {KEY}", 200),
+        ("/", None, 401),
+        ("/", f"Basic {b64encode(f'anna:{KEY}'.encode()).decode()}", 200),
+        ("/", f"Basic {b64encode(b'anna:wrong').decode()}", 401),
+        ("/", "Basic %%%", 401),
+        ("/gradio_api/queue/join", None, 401),
         ("/health", None, 200),
-        ("/", None, 200),
     ],
 )
 def test_the_api_needs_its_key(path: str, authorization: str | None, status: int) -> None:
