@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import torch
+from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from torch import Tensor
@@ -44,7 +45,7 @@ class CpuAttentionOptions:
     memory_bytes: int | None = (
         None  # for the KV cache; None: 4x the last-level cache, within a quarter of free memory
     )
-    seconds: float = 75.0  # for all calls together; a case makes at least three
+    seconds: float = 60.0  # for all calls together; a case makes at least three
     num_threads: int = 0  # 0: what the kernel takes by itself
 
 
@@ -86,16 +87,16 @@ class CpuAttentionReport:
             f"Decode attention on the CPU: {self.dtype} KV, blocks of {self.block_size} tokens, "
             f"{self.num_threads} threads, {self.isa}"
         )
-        table = Table(title=title, title_justify="left")
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
         headings = (
             "group",
-            "head_dim",
+            "head\ndim",
             "batch",
             "context",
             "KV MB",
             "ms",
             "GB/s",
-            "read GB/s",
+            "read\nGB/s",
             "reached",
             "error",
         )
@@ -150,7 +151,7 @@ def run_cpu_attention(options: CpuAttentionOptions, progress: Progress) -> CpuAt
         dtype=str(options.dtype).removeprefix("torch."),
         block_size=options.block_size,
         num_threads=options.num_threads or native.default_num_threads(),
-        isa=native.available_isas()[-1],
+        isa=native.default_isa(),
         cache_bytes=pool.nbytes,
         last_level_cache_bytes=last_level_bytes,
         huge_pages=pool.huge_pages,

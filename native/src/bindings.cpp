@@ -22,8 +22,6 @@ TensorView view(const char* name, const Tensor& tensor) {
   return {name, reinterpret_cast<void*>(address), static_cast<DType>(dtype), shape, strides};
 }
 
-Isa choose_isa(const std::string& name) { return name.empty() ? best_isa() : isa_from_name(name); }
-
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -44,7 +42,7 @@ PYBIND11_MODULE(_native, m) {
          const std::string& isa) {
         paged_attention_decode(view("q", q), view("k_cache", k_cache), view("v_cache", v_cache),
                                view("block_tables", block_tables), view("context_lens", context_lens),
-                               view("out", out), scale, window, num_threads, choose_isa(isa));
+                               view("out", out), scale, window, num_threads, isa_from_name(isa));
       },
       without_gil);
   m.def(
@@ -52,7 +50,7 @@ PYBIND11_MODULE(_native, m) {
       [](const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots,
          int num_threads, const std::string& isa) {
         paged_kv_write(view("k", k), view("v", v), view("k_cache", k_cache), view("v_cache", v_cache),
-                       view("slots", slots), num_threads, choose_isa(isa));
+                       view("slots", slots), num_threads, isa_from_name(isa));
       },
       without_gil);
   m.def(

@@ -52,6 +52,7 @@ def test_default_thread_count_follows_the_affinity_mask() -> None:
 def test_environment_forces_an_isa(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case([300], group=4)
     monkeypatch.setenv("NEO_DESKTOP_ISA", "scalar")
+    assert native.default_isa() == "scalar"
     assert torch.equal(case.run(), case.run(isa="scalar"))
     monkeypatch.setenv("NEO_DESKTOP_ISA", "mmx")
     with pytest.raises(ValueError, match="isa 'mmx' is unknown"):

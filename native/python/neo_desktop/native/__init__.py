@@ -17,6 +17,7 @@ __all__ = [
     "advise_huge_pages",
     "available_isas",
     "cpu_features",
+    "default_isa",
     "default_num_threads",
     "paged_attention_decode",
     "paged_kv_write",
@@ -59,7 +60,7 @@ def paged_attention_decode(
             inputs.
         num_threads: 0 means `default_num_threads()`.
         window: attend to the last `window` tokens only; 0 means all.
-        isa: "scalar", "avx2" or "avx512"; None means NEO_DESKTOP_ISA, else the best this CPU has.
+        isa: "scalar", "avx2" or "avx512"; None means `default_isa()`.
 
     Raises:
         ValueError: an argument's device, dtype, shape, stride or value is wrong; nothing was read or written.
@@ -78,7 +79,7 @@ def paged_attention_decode(
         scale,
         window,
         num_threads,
-        _isa(isa),
+        isa or default_isa(),
     )
     return out
 
@@ -114,8 +115,13 @@ def paged_kv_write(
         _view("v_cache", v_cache),
         _view("slots", slots),
         num_threads,
-        _isa(isa),
+        isa or default_isa(),
     )
+
+
+def default_isa() -> str:
+    """NEO_DESKTOP_ISA of the environment, else the strongest of `available_isas()`."""
+    return os.environ.get("NEO_DESKTOP_ISA") or available_isas()[-1]
 
 
 def read_seconds(tensor: torch.Tensor, num_threads: int = 0) -> float:
@@ -157,7 +163,3 @@ def _view(name: str, tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], t
     if code is None:
         raise ValueError(f"{name} has dtype {tensor.dtype}, which the native kernels do not read")
     return tensor.data_ptr(), code, tuple(tensor.shape), tensor.stride()
-
-
-def _isa(isa: str | None) -> str:
-    return isa if isa is not None else os.environ.get("NEO_DESKTOP_ISA", "")
