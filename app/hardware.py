@@ -52,7 +52,7 @@ def machine_info() -> MachineInfo:
         cpu=_cpu_name(),
         physical_cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
         usable_cores=native.default_num_threads(),
-        isa=native.available_isas()[-1],
+        isa=native.default_isa(),
         memory_bytes=memory.total,
         available_bytes=memory.available,
         gpus=gpus,

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from neo_desktop import native
 from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.config import ModelConfig
@@ -25,6 +26,10 @@ class KVPool:
         self.block_size = block_size
         self.k = torch.empty(size, dtype=dtype, device=device)
         self.v = torch.empty(size, dtype=dtype, device=device)
+        if device.type == "cpu":
+            # Scattered blocks in 4 KiB pages cost a TLB miss each; before the first write it costs nothing.
+            for tensor in (self.k, self.v):
+                native.advise_huge_pages(tensor)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Return K and V of one layer, [num_blocks, kv_heads, block_size, head_dim] each."""

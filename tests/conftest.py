@@ -2,5 +2,7 @@
 
 import os
 
-# Before torch is imported: two test processes on two cores must not fight over them.
+# Both must be set before torch and transformers are imported. Tests work on small tensors, for which handing
+# work to several threads costs more than it brings; and nothing may be looked for on the internet.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
