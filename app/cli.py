@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import sys
 import webbrowser
 from dataclasses import asdict, dataclass
@@ -225,7 +226,7 @@ def _serve(server: _ServerSettings, engine: _EngineSettings, debug: bool) -> Non
                 stdout.print(f"Chat:  [bold]{url}[/]", highlight=False)
             stdout.print(f"API:   [bold]{url}/v1[/]  (model {loaded.model_name})", highlight=False)
             stdout.print("Ctrl-C ends the program.", highlight=False)
-            if server.open_browser:
+            if server.open_browser and _has_screen():
                 webbrowser.open(url)
 
         serve_app(web_app, socket, announce)
@@ -247,6 +248,11 @@ def _load_engine(settings: _EngineSettings) -> "Engine":
             shape=settings.shape,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
+
+
+def _has_screen() -> bool:
+    """Without one, Python would open a text browser in this terminal."""
+    return sys.platform != "linux" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 def _progress() -> Progress:
