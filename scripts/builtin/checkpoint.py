@@ -17,6 +17,7 @@ def save_checkpoint(
     model: LlamaForCausalLM, config: LlamaConfig, tokenizer: Tokenizer, directory: Path
 ) -> None:
     """Write config, generation settings, fp16 weights and tokenizer; the model card is written by hand."""
+    config = model.config
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", _config_json(config))
     _write_json(directory / "generation_config.json", _generation_json(config))

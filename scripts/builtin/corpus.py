@@ -19,6 +19,14 @@ from scripts.builtin.typing_noise import as_typed
 SEED = 20
 QUESTIONS = 180_000
 CHATS = 40_000
+MORE_SUMS = 80_000
+MORE_CHATS = 20_000
+
+# Of all questions. What is left concerns the world at large, or nothing.
+TOPICS_SHARE = 0.53
+SUMS_SHARE = 0.25
+BEYOND_SHARE = 0.19
+MORE_SUMS_SHARE = 0.6
 
 NAMED_SHARE = 0.65
 SYSTEM_SHARE = 0.12
@@ -69,16 +77,19 @@ def turn_count(rng: Random) -> int:
     return rng.randint(5, 12) if share < 0.993 else rng.randint(20, 40)
 
 
-def draw_turn(rng: Random) -> tuple[str, str, str]:
+def draw_turn(rng: Random, sums_share: float = SUMS_SHARE) -> tuple[str, str, str]:
     """Return a question, its answer, and what "tell me more" would get next."""
+    scale = (1 - sums_share) / (1 - SUMS_SHARE)
+    topics_end = TOPICS_SHARE * scale
+    sums_end = topics_end + sums_share
     kind = rng.random()
-    if kind < 0.53:
+    if kind < topics_end:
         question, answer, topic = draw_topic(rng)
         return as_typed(rng, question), answer, topic.more or NOTHING_MORE
-    if kind < 0.78:
+    if kind < sums_end:
         question, answer = draw_arithmetic(rng)
         return as_typed(rng, question, words_only=False), answer, NOTHING_MORE
-    if kind < 0.97:
+    if kind < sums_end + BEYOND_SHARE * scale:
         question, answer = draw_beyond(rng)
         return as_typed(rng, question), answer, NOTHING_MORE
     question, answer = draw_unclear(rng)
@@ -108,13 +119,25 @@ def chats(count: int = CHATS, seed: int = SEED) -> Iterator[Conversation]:
         yield draw_conversation(rng)
 
 
-def questions(count: int = QUESTIONS, seed: int = SEED) -> Iterator[Conversation]:
+def questions(
+    count: int = QUESTIONS, seed: int = SEED, sums_share: float = SUMS_SHARE
+) -> Iterator[Conversation]:
     """Yield chats of one question each: the same ones for the same seed."""
     rng = Random(f"questions {seed}")
     for _ in range(count):
-        question, answer, _more = draw_turn(rng)
+        question, answer, _more = draw_turn(rng, sums_share)
         turn = (Message("user", question), Message("assistant", answer))
         yield (system_message(rng), *turn) if rng.random() < SYSTEM_SHARE else turn
+
+
+def more_questions(seed: int = SEED) -> Iterator[Conversation]:
+    """Yield the second round's questions: other ones, most of them sums."""
+    return questions(MORE_SUMS, seed + 1, MORE_SUMS_SHARE)
+
+
+def more_chats(seed: int = SEED) -> Iterator[Conversation]:
+    """Yield the second round's chats."""
+    return chats(MORE_CHATS, seed + 1)
 
 
 def system_message(rng: Random) -> Message:
