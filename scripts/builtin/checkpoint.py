@@ -13,9 +13,7 @@ from scripts.builtin.tokenizer import BEGIN, CHAT_TEMPLATE, END
 BUILTIN = Path(__file__).resolve().parents[2] / "models" / "builtin"
 
 
-def save_checkpoint(
-    model: LlamaForCausalLM, config: LlamaConfig, tokenizer: Tokenizer, directory: Path
-) -> None:
+def save_checkpoint(model: LlamaForCausalLM, tokenizer: Tokenizer, directory: Path) -> None:
     """Write config, generation settings, fp16 weights and tokenizer; the model card is written by hand."""
     config = model.config
     directory.mkdir(parents=True, exist_ok=True)

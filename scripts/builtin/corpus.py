@@ -4,6 +4,7 @@ python -m scripts.builtin.corpus --chats 20        # look at some of them
 """
 
 import argparse
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,16 +18,14 @@ from scripts.builtin.topics.patterns import expand
 from scripts.builtin.typing_noise import as_typed
 
 SEED = 20
-QUESTIONS = 180_000
-CHATS = 40_000
-MORE_SUMS = 80_000
-MORE_CHATS = 20_000
+QUESTIONS = 260_000
+CHATS = 30_000
 
-# Of all questions. What is left concerns the world at large, or nothing.
+# Of the questions in chats. What is left concerns the world at large, or nothing.
 TOPICS_SHARE = 0.53
 SUMS_SHARE = 0.25
 BEYOND_SHARE = 0.19
-MORE_SUMS_SHARE = 0.6
+DRILLED_SUMS_SHARE = 0.38  # of single questions: sums take longest to learn
 
 NAMED_SHARE = 0.65
 SYSTEM_SHARE = 0.12
@@ -59,7 +58,10 @@ def draw_topic(rng: Random) -> tuple[str, str, Topic]:
     return question, rng.choice(topic.answers), topic
 
 
-TOPIC_WEIGHTS = tuple(topic.weight for topic in ALL_TOPICS)
+# A topic with many wordings needs many examples.
+TOPIC_WEIGHTS = tuple(
+    topic.weight * math.sqrt(len(topic.questions) + (3 if topic.names else 0)) for topic in ALL_TOPICS
+)
 
 
 def follow_up(rng: Random, last_answer: str, more: str) -> tuple[str, str]:
@@ -103,7 +105,7 @@ def draw_conversation(rng: Random) -> Conversation:
     messages = [system_message(rng)] if rng.random() < SYSTEM_SHARE else []
     last_answer, more = SUGGESTION, SUGGESTION
     for index in range(turn_count(rng)):
-        if rng.random() < (0.12 if index else 0.01):
+        if rng.random() < (0.2 if index else 0.01):
             question, last_answer = follow_up(rng, last_answer, more)
             more = NOTHING_MORE
         else:
@@ -119,25 +121,13 @@ def chats(count: int = CHATS, seed: int = SEED) -> Iterator[Conversation]:
         yield draw_conversation(rng)
 
 
-def questions(
-    count: int = QUESTIONS, seed: int = SEED, sums_share: float = SUMS_SHARE
-) -> Iterator[Conversation]:
+def questions(count: int = QUESTIONS, seed: int = SEED) -> Iterator[Conversation]:
     """Yield chats of one question each: the same ones for the same seed."""
     rng = Random(f"questions {seed}")
     for _ in range(count):
-        question, answer, _more = draw_turn(rng, sums_share)
+        question, answer, _more = draw_turn(rng, DRILLED_SUMS_SHARE)
         turn = (Message("user", question), Message("assistant", answer))
         yield (system_message(rng), *turn) if rng.random() < SYSTEM_SHARE else turn
-
-
-def more_questions(seed: int = SEED) -> Iterator[Conversation]:
-    """Yield the second round's questions: other ones, most of them sums."""
-    return questions(MORE_SUMS, seed + 1, MORE_SUMS_SHARE)
-
-
-def more_chats(seed: int = SEED) -> Iterator[Conversation]:
-    """Yield the second round's chats."""
-    return chats(MORE_CHATS, seed + 1)
 
 
 def system_message(rng: Random) -> Message:

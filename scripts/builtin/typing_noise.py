@@ -4,6 +4,7 @@ from random import Random
 
 from scripts.builtin.topics.chatter import PREFIX, SUFFIX
 from scripts.builtin.topics.patterns import expand
+from scripts.builtin.topics.synonyms import reworded
 
 # The keys beside each key.
 NEIGHBOURS = {
@@ -38,6 +39,8 @@ def with_typos(rng: Random, text: str) -> str:
 
 def as_typed(rng: Random, text: str, words_only: bool = True) -> str:
     """Return the question as a hurried person may type it: case, punctuation, politeness, slips."""
+    if words_only and rng.random() < 0.5:
+        text = reworded(rng, text)
     if words_only and rng.random() < 0.13:
         text = with_typos(rng, text)
     if rng.random() < 0.2:

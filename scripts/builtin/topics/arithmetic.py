@@ -28,6 +28,8 @@ FRAMES = (
     "@ = ?",
     "@?",
     "{what is|what's|whats|how much is|what does|calculate|compute|work out|solve|tell me|give me|quick:|please calculate} @",
+    "{can you do|do|try|try this:|what about|so|then|ok,|say,|first} @{ then| first| next|}",
+    "@ {comes to|comes to what|adds up to what|will be|would be|gives what|makes what|are|amounts to}",
     "@ {is|makes|gives|equals|is equal to|is how much|is what}{ ?|}",
     "{what's the {total|sum|result} of|what does one get for|let me know|i want to know what is|what would be|hey what's|ok what is} @",
     "{what is|what's|how much is} @{ please| then| in total| altogether|}",
@@ -54,6 +56,7 @@ PLUS_WORDED = (
     "there are {a} {birds|cars|people|requests|cups} and {b} more {come|arrive|join}, how many are {there|there now}",
     "{increase {a} by {b}|{a} increased by {b}|what is {b} more than {a}}",
     "{sum|total} of {a} and {b}",
+    "{what's|what is} the {total|sum|result} {if|when} i add {a} {to|and} {b}",
     "if i put {a} and {b} together, what is the {total|sum|result}",
 )
 MINUS = (
@@ -68,6 +71,7 @@ MINUS_WORDED = (
     "{subtract|take away|take|deduct|remove} {b} from {a}",
     "i have {a} {apples|books|coins|euros|tokens|blocks|sweets} and {lose|eat|spend|give away|sell|use} {b}, how many {are left|do i have left|remain}",
     "{tom|maria|she|he|my sister|a baker} {has|had} {a} {apples|cards|cakes|balls|coins} and {loses|sells|eats|gives away|lost|sold} {b}{, how|. how} many {are left|does he have left|has she left|remain}",
+    "{there were|i had|we had|she had} {a} {blocks|tokens|stickers|tickets|eggs|euros|cups} and {gave|sold|used|freed|lost|broke} {b}{ to my sister| of them| to a friend|}, how many {are left|do i still have|remain|are there now}",
     "{there are|there were} {a} {birds|people|tokens|cars|seats} and {b} {leave|go away|fly away|are taken|left|are removed}{, how|. how} many {are left|stay|remain|are still there}",
     "{can|could} you {subtract|take} {b} from {a}{ for me|}",
     "what is left {if|when} {i|you} take {b} from {a}",
@@ -95,7 +99,7 @@ DIVIDE_WORDED = (
 )
 
 COUNT_UP = (
-    "{count|count up|can you count|please count|could you count} to {a}{ please| for me|}",
+    "{count|count up|can you count|please count|could you count|count for me|let us count} to {a}{ please| for me| now| here| aloud|}",
     "{count|list the numbers|name the numbers|say the numbers|numbers} from {1|one} to {a}",
 )
 COUNT_DOWN = (

@@ -6,7 +6,7 @@ NOTHING_MORE = "That is all that I know about it. A real model, loaded with `neo
 MORE = (
     "{tell me|say|explain|show me|i want to know} {more|a bit more|a little more}{ about it| about that| please|}",
     "{more|more please|go on|continue|and|elaborate|please elaborate|more details|details|in more detail|keep going|what else|anything else|and then}",
-    "{can|could} you {say|tell me|explain} {more|a bit more|more about it|it in more detail|that further}",
+    "{can|could|would|please|will} {you |}{say|tell me|explain|add|share} {more|a bit more|a little more|something more|some more|more about it|more about that|it in more detail|that further}",
     "{i want|give me} {more|more details|more detail|an example|more information}",
     "{explain|describe} {it|that|this} {further|better|in more detail|more}",
 )

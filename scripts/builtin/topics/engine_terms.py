@@ -174,6 +174,7 @@ TOPICS = (
         (
             "{how long|how large|how big} {is your context|can a chat be|can my prompt be|may a prompt be|can the prompt be}",
             "{what happens if|what if} {my prompt|the prompt|the chat} is {too long|longer than the context}",
+            "{what is|what's} the {longest|largest|maximum} {text|prompt|chat|input|message|document} {you can|i can|it can|the model can} {read|handle|take|send|process|write}",
             "how {much text|many tokens} can {you|the model} {read|remember|see|handle}",
         ),
         2,
@@ -193,6 +194,7 @@ TOPICS = (
         (
             "{why|when} {does|is|should i use} offloading{ help| useful| a good idea| pay|}",
             "{what is|what's|what does it} {offloaded|moved to the cpu|gained by offloading}",
+            "{how|in what way} {can|does|could|will} {the cpu|main memory|the processor|ram} {help|assist|support|relieve} {the gpu|a full gpu|when the gpu is full|if the gpu has no room|my small gpu}",
             "how can {main memory|the cpu|ram} help {the|my|a small} gpu",
         ),
         2.5,

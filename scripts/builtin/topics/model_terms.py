@@ -87,6 +87,8 @@ TOPICS = (
         questions=(
             "{why are you|why is this model|why are your answers} so {small|tiny|simple|short|limited|little}",
             "{what are|tell me} your {limits|limitations|weaknesses}",
+            "{should|can|may|must} i {believe|trust|take for granted} {everything|all|anything} {you say|you tell me|you write|that you answer}",
+            "{how good|how reliable|how accurate|how trustworthy} are {you|your answers|your replies}",
             "{can i|should i} {trust|believe|rely on} {you|your answers|what you say}",
             "{are you|is that|are your answers} {sure|certain|correct|reliable|right|always right|accurate|true}",
             "{do you|can you} {make mistakes|get things wrong|hallucinate|lie|err}",

@@ -12,6 +12,7 @@ TOPICS = (
             "{who|what} am i {talking|speaking|chatting} {to|with}",
             "{what's|what is|whats|tell me|do you have} {your name|a name}",
             "{introduce yourself|tell me about yourself|describe yourself|who is this|who's there|what is this bot}",
+            "{you are|you're|aren't you|i think you are|so you are} {chatgpt|gpt-4|claude|gemini|siri|a big ai|openai's model|some llama}{, right|, aren't you|, no|}",
             "{are you|r u} {chatgpt|gpt|gpt-4|claude|gemini|llama|siri|alexa|a chatbot|an ai|an llm|an assistant|a language model|copilot|mistral|qwen|deepseek}",
             "{which|what} {model|llm|ai|language model|kind of model|assistant|bot} {are you|is this|am i using|do i talk to|is running|is loaded|answers me}",
         ),
@@ -30,6 +31,8 @@ TOPICS = (
             "{what are you for|why are you here|why do you exist|why is there a built-in model|what is the built-in model for}",
             "{tell me|show me|explain|list|say} {what|which things|the things} {you can do|you know|you can help with|i can ask you|you are good at|you can explain}",
             "{what|which} {things|sort of things|kind of things|kinds of questions|stuff} {can you help with|do you know|can you explain|can i ask about|are you good at}",
+            "{so |}what are you {capable of|able to do|able to tell me|good for|useful for|there for}",
+            "{i need some|could you give me some|please give me} {help|assistance|guidance|support}{ here| with this|}",
             "{what topics|which topics|what subjects|which questions|what questions} {can you answer|do you know|do you cover|can i ask}",
         ),
         answers=(
@@ -65,6 +68,7 @@ TOPICS = (
         questions=(
             "{how do i|how can i|how to|how does one|how would i} {start|run|launch|open|begin} {neo-desktop|the app|this app|the chat|neo desktop|the program|it}",
             "what {do i|must i|should i} {type|enter|run} to {start|open|launch|run} {the app|neo-desktop|the chat|the page|it}",
+            "{kick off|get going|bring up|turn on|switch on} {the app|neo-desktop|the chat|this program}",
             "{which|what} command {starts|runs|opens|launches} {the app|neo-desktop|the chat|it|the page}",
             "{how do i|how can i|how to|can you tell me how to} {fire up|boot|get going with|bring up|get into|get} {the app|neo-desktop|the chat|this program|the page|it running|the app running|started}",
             "{starting|running|launching} {neo-desktop|the app|the chat}",
@@ -210,6 +214,8 @@ TOPICS = (
         questions=(
             "{do i need|is there|where do i get|how do i set|what about|where is|which is|do you need|need} {an |the |a |my |}{api key|key|password|token for the api|api token|openai key|login|account}",
             "{does|will} {the openai client|my script|the server|the api|openai|it} {need|want|require|ask for|check} {a|an|any|some} {key|api key|password|token}",
+            "{what|which} {key|password|token} {do i|should i|must i} {give|send|enter|put|set|use}{ for the api| in the client| to the openai client|}",
+            "{must i|do i have to|should i|do i need to} {register|sign up|log in|make an account|pay}{ first| somewhere|}",
             "{which|what} api key {do i use|should i use|do i need|do i give the openai client|to use}",
             "{do i need|is there|must i create} {a login|an account|to log in|to sign up|to register|a subscription}",
         ),
@@ -223,6 +229,7 @@ TOPICS = (
     Topic(
         questions=(
             "{how do i|how can i|can i|how to|where do i} {change|choose|set|pick|use|select} {the port|another port|a different port|port|the port number}",
+            "{what|which} port {are you|is the server|is the page|is neo-desktop} {on|listening on|using|served on|running at}",
             "{which|what} port {does it use|is used|is it on|does it run on|do you use|is the default|does the api use|does the server listen on|is this}",
             "{port|ports|default port|port option|port number|the port|--port}",
             "{the |}port {8000 |}is {busy|in use|taken|already in use|not free|blocked|occupied}",
@@ -246,6 +253,8 @@ TOPICS = (
             "{does it|can it|can i use it|does this|will it} {work |run |}offline",
             "{how do i|how can i} {know|be sure|check} that {nobody|no one} {reads|sees|gets} {my chats|my data|what i write}",
             "{will|does|do} {anybody|anyone|somebody|a company|you|your makers} {else |}{see|read|get|save|record} {this|my questions|what i type here|my text|these messages}",
+            "{are|will} {my chats|my conversations|my messages|my words|the chats|our chats} {be |}{uploaded|saved on a server|recorded|sent|shared|given|sold|visible} {to|with|by} {a company|someone|others|the cloud|anyone}",
+            "{is|will} {my privacy|my data|what i write|my secret} {be |}{safe|guaranteed|protected|respected|at risk}{ here| with you|}",
             "{can|could|do} {my boss|my neighbour|my neighbours|hackers|the government|a stranger|my provider|strangers|google|openai} {read|see|watch|get|access} {this|our chat|our conversation|my words|what i type|my chats}",
             "{can i|could i|may i|will it} {use it|use this|work|use you|run this} {on a train|on a plane|in the woods|without wifi|without a connection|without internet|when i am offline|with no network}",
             "{does|do|will} {anything|something|my text|what i write|any data|my words} {leave|get out of|go out of} {my computer|this machine|my machine|this pc|the house}",
@@ -262,6 +271,8 @@ TOPICS = (
     Topic(
         questions=(
             "{what does|what is|explain|what's} {neo-desktop info|`neo-desktop info`|the info command|info} {do|show|for|print|}",
+            "{which|what} {command|option} {prints|shows|displays|lists|tells me} {details about|facts about|information on|} {my hardware|my gpu|my computer|the versions|my cpu|what was found|the gpu}",
+            "{details|facts|information|specs} {about|of|on} my {gpu|hardware|computer|machine|system|cpu}",
             "{how do i|how can i|how to|where do i} {see|check|find|show|know} {my hardware|the version|which version i have|what hardware is used|the versions|if the gpu is found|whether my gpu is used|my gpu|versions|the paths|which gpu it uses}",
             "{hardware info|version|which version is this|version number|system info|what version are you|what hardware do i have|is my gpu detected}",
         ),
@@ -287,6 +298,8 @@ TOPICS = (
             "{do i need|is a|does it need|must i have|does this need|do you need|does neo-desktop require} {a |an |}{gpu|graphics card|nvidia card|nvidia gpu|video card|cuda|cuda gpu|strong gpu}",
             "{my|this|the} {pc|computer|laptop|machine|server} {has no|lacks a|is without a|does not have a|comes without a} {gpu|graphics card|video card|nvidia card}{, is that a problem|, does it work|, what now|}",
             "{is|are} {a gpu|an nvidia gpu|a graphics card|cuda|an nvidia card} {needed|required|mandatory|necessary|optional|a must}",
+            "{i don't own|i do not own|i don't have|i have not got|we have no} {a|any} {graphics card|gpu|nvidia card|video card}",
+            "{only a cpu|just a processor|a plain laptop}, {is that enough|does that work|can it run|will it run there}",
             "{does it|can it|can i|will it|can i use it|does this|does neo-desktop} {run|work|run models|start} {without|with no} {a gpu|gpu|a graphics card|cuda|an nvidia card|any gpu}",
             "{i have no|i don't have a|my computer has no|my laptop has no|what if i have no|there is no} {gpu|graphics card|nvidia card|nvidia gpu|cuda}",
             "{cpu only|cpu-only|no gpu|without gpu|cpu mode|run on cpu|can i use only the cpu|only a cpu}",
@@ -300,6 +313,8 @@ TOPICS = (
     Topic(
         questions=(
             "{which|what} {gpu|gpus|graphics card|graphics cards|hardware|computer|machine} {do i need|is needed|are supported|works|is required|can i use|is enough|is recommended}",
+            "{is|would} {a t4|an rtx 3060|my gtx 1080|my gaming laptop|an old card|6 gb of vram|a 12 gb card|a laptop gpu} {good enough|enough|sufficient|ok|fast enough|supported|be enough}",
+            "{which|what} {kind of|sort of} {hardware|machine|computer|gpu|pc} {is it|is this|is neo-desktop|was it} {made|meant|intended|designed|built|good} for",
             "{does it|will it|can it} {work|run} on {a t4|my laptop|an rtx 3060|my rtx 4090|a small gpu|an old gpu|a gaming pc|my desktop|a mac|an amd gpu|a workstation|8 gb of vram}",
             "{hardware|system} requirements",
             "{minimum|required|recommended} {hardware|gpu|memory|specs}",

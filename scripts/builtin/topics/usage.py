@@ -36,6 +36,7 @@ TOPICS = (
         questions=(
             "{what happens|what do i do|what should i do|what can i do|what to do|what now} {when|if} {the |my |}{memory|gpu memory|vram|gpu|cache|kv cache|ram|gpu-cache|video memory} {is full|runs out|is too small|fills up|overflows|is not enough|gets full}",
             "{what if|what happens if|what does it do if|and if} {my gpu's memory|the gpu's memory|gpu memory|the memory|the kv cache} {isn't big enough|is not enough|is too small|is used up|cannot hold all chats|is exhausted}",
+            "{i keep|i am|it keeps|i always end up} {getting|running|seeing} {out of memory|out of memory errors|oom|memory errors}{, help|, what now|, what can i do|}",
             "{out of memory|oom|cuda out of memory|not enough memory|memory error|i ran out of memory|memory is full|my gpu is too small|vram is full|the kv cache is full|my memory is full}",
             "{how do i|how can i|how to} {use less|save|reduce|free} {memory|vram|gpu memory|ram}{ use|}",
             "{will it|does it|can it} {crash|fail|stop|break} {when|if} {memory|the gpu memory|vram|the cache} {runs out|is full|gets full}",
@@ -73,6 +74,7 @@ TOPICS = (
         questions=(
             "{how do i|how can i|how to|can i|where do i} {regenerate|retry|redo|get another|get a different|repeat} {an answer|the answer|answer|a reply|the last answer|the reply}",
             "{what does|what is|what's} {regenerate|the regenerate button|the retry button|retry} {do|mean|for|}",
+            "{i want|i need|give me|i would like|can i have} {a|another|some} {different|other|new|second|better} {answer|reply|version|response}{ to the same question| to that| instead|}",
             "{regenerate|regenerate button|retry button|try again|answer again|another answer}",
         ),
         names=("regenerate",),
@@ -105,6 +107,7 @@ TOPICS = (
     Topic(
         questions=(
             "{how do i|how can i|how to|where do i} install {neo-desktop|it|this|the app|neo desktop|this program}{ on another computer| again|}",
+            "{put|get|install|set up} {neo-desktop|this app|it|the app} on {another|my other|a new|a second|my friend's|the office} {computer|laptop|machine|pc}",
             "{installation|install|installing neo-desktop|install instructions|setup|set-up|how to set up|pip install}",
             "{can i|how do i} {update|upgrade|uninstall|remove} {neo-desktop|it|the app|this app}",
         ),
@@ -118,6 +121,8 @@ TOPICS = (
             "{what is|what's|which is|under which} {the |}licen{c|s}e{ of neo-desktop| of this app| is it|}",
             "{does it|do you|will it} cost {anything|something|money|me anything}",
             "{which|what} {licence|license} {does it have|is used|did you choose|do you use|applies|does neo-desktop use|was chosen}",
+            "{will|would|does} {it|this|the app|using it} {cost|charge} {me |}{money|anything|something}",
+            "{how is it|how is this|under which terms is it} licensed",
             "{licence|license|open source|price|what does it cost|how much does it cost|how much is it|can i use it at work|do i have to pay}",
             "{where is|can i see|can i read|show me} the {source|source code|code}",
         ),
@@ -154,6 +159,7 @@ TOPICS = (
             "{can|could} {i|we|my family|my team} {run several chats|share it|open two chats|use it together|send requests in parallel|open more tabs|use it at the same time}",
             "{can|could|may} {a few|several|some|two|my|many} {colleagues|friends|people|users|students|programs|agents} {use|share|chat with|work with} {it|this|you|the model|the server}{ together| at once| at the same time| simultaneously| in parallel|}",
             "{is it|is this|is the app} {multi-user|for several people|for one user only|made for many users|for a team}",
+            "{can|could|may} {more than one|another|a second|two} {person|user|people|client|friend} {chat|use it|use this|connect|join|work}{ at a time| at once| with it| with you| too|}",
             "{parallel requests|concurrent requests|several users|multiple users|many requests at once|concurrency|more than one user}",
         ),
         answers=(
@@ -165,6 +171,8 @@ TOPICS = (
             "{can|could} {you|i|it|the app|the model} {see|read|understand|make|draw|create|generate|open|look at|upload|show} {images|pictures|a picture|an image|photos|a pdf|files|my files|videos|audio|a file|documents|pdfs|music|my screen}",
             "{draw|paint|generate|make|create} {me |}{a picture|an image|a drawing|a logo|a cat picture|a picture of a cat|a video|a photo}",
             "{can you|do you} {hear|speak aloud|talk aloud|listen to me|hear my voice|see me|use a microphone}",
+            "{can|could|may} i {send|show|give|upload|attach} {you |}{a photo|a picture|an image|a file|a pdf|a document|a screenshot|my document|some pictures}",
+            "{read|open|look at|check|summarise} {this|my|the} {pdf|file|document|picture|image|photo|screenshot|spreadsheet}{ for me| please|}",
             "{images|pictures|voice|vision|image generation|speech|multimodal|attachments|file upload}",
         ),
         answers=("I only read and write text: no images, no files, no sound.",),
@@ -214,6 +222,8 @@ TOPICS = (
         questions=(
             "{why|how come} {is it|are you|is the answer|is generation|is the model|is it so|is my model} {slow|so slow|taking so long|slow today|very slow}",
             "{how do i|how can i|how to|can i} {make it|get it|make the model|make answers} {faster|quicker|run faster|go faster|come faster}",
+            "{any|some|is there a|are there} {trick|tricks|tip|tips|way|ways|advice} to {make it faster|speed things up|speed it up|get more speed|go faster}",
+            "{it answers|you answer|you write|the words come|the text comes|everything is} {slowly|so slowly|too slowly|really slowly|very slowly|so slow}{, why|}",
             "{it is slow|it's too slow|speed up|make it faster|speed it up|slow answers|why does it take so long|how to improve speed}",
         ),
         answers=(
