@@ -25,7 +25,7 @@ CHATS = 30_000
 TOPICS_SHARE = 0.53
 SUMS_SHARE = 0.25
 BEYOND_SHARE = 0.19
-DRILLED_SUMS_SHARE = 0.38  # of single questions: sums take longest to learn
+DRILLED_SUMS_SHARE = 0.3  # of single questions: sums take longest to learn
 
 NAMED_SHARE = 0.65
 SYSTEM_SHARE = 0.12

@@ -1,20 +1,18 @@
 """Trains the built-in model from nothing: corpus, tokenizer, weights, all into models/builtin/.
 
-    python -m scripts.builtin.train            # about half an hour, one thread
+    python -m scripts.builtin.train            # half an hour on two cores
 
-The recipe: a byte-level BPE of 3,072 tokens, a Llama of 5.5 M parameters, loss on the assistant's tokens,
-Muon and AdamW with a cosine schedule. Which answer a question wants is hard to learn, and the answers' own
-words are easy: so most examples are single questions with only the beginnings of their answers, among whole
-chats. Examples are packed into rows without seeing each other; the last steps have rows of the full context.
-What a row cuts off is left out.
+The recipe: a byte-level BPE of 3,072 tokens, a Llama of 5.5 M parameters, loss on the assistant's tokens, one
+cosine schedule. Which answer a question wants is hard to learn, and the answers' own words are easy: so more
+than half of the steps see single questions with only the beginnings of their answers. Then whole chats come
+in. A row is one chat, beginning where chats begin in use: packed one behind the other, a model learns to copy
+from earlier ones.
 """
 
 import argparse
 import math
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from random import Random
 
@@ -28,14 +26,15 @@ from scripts.builtin.corpus import SEED, Conversation, chats, questions
 from scripts.builtin.tokenizer import BEGIN, END, ROLE_TOKENS, train_tokenizer
 
 CONTEXT_TOKENS = 2048
-SHORT_ROW_TOKENS = 512
-STEP_TOKENS = 2048
-STEPS = 3700
-LONG_ROW_STEPS = 300
+QUESTION_ROWS = (24, 40, 80)  # tokens; each size is compiled once
+CHAT_ROWS = (64, 128, 256, 512, CONTEXT_TOKENS)
+STEP_TOKENS = 2048  # about
 ANSWER_BEGINNING_TOKENS = 8
 WARMUP_STEPS = 100
-PEAK_LEARNING_RATE = 2e-3
-FINAL_LEARNING_RATE = 2e-5
+LEARNING_RATE = 2e-3
+FINAL_LEARNING_RATE = 4e-5
+STEPS = 6000
+QUESTIONS_END, MIXED_END = 0.55, 0.9  # shares of the steps: questions; then both; then chats alone
 IGNORED = -100
 
 
@@ -82,96 +81,86 @@ def encode(tokenizer: Tokenizer, conversations: Iterable[Conversation]) -> Encod
     return encoded
 
 
-def beginning(ids: list[int], labels: list[int]) -> tuple[list[int], list[int]]:
-    """Return a chat of one question with only the first tokens of its answer."""
-    size = next(i for i, label in enumerate(labels) if label != IGNORED) + ANSWER_BEGINNING_TOKENS
+def beginning(ids: list[int], labels: list[int], digits: frozenset[int]) -> tuple[list[int], list[int]]:
+    """Return a chat of one question with only the first tokens of its answer; sums stay whole."""
+    start = next(i for i, label in enumerate(labels) if label != IGNORED)
+    size = len(ids) if ids[start] in digits else start + ANSWER_BEGINNING_TOKENS
     return ids[:size], labels[:size]
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Token ids, labels and the number of the example that each token belongs to, all [rows, row_tokens]."""
+def batches(encoded: Encoded, row_sizes: tuple[int, ...], rng: Random) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield input ids and labels, [rows, tokens] each, for ever; a row is one chat and padding.
 
-    ids: Tensor
-    labels: Tensor
-    examples: Tensor
-
-    def mask(self) -> Tensor:
-        """Return [rows, 1, row_tokens, row_tokens]: true where a token may look: back, in its own example."""
-        same = self.examples[:, None, :, None] == self.examples[:, None, None, :]
-        return same & torch.ones(same.shape[-2:], dtype=torch.bool).tril()
-
-
-def batches(encoded: Encoded, row_tokens: int, count: int, rng: Random) -> Iterator[Batch]:
-    """Yield `count` batches of STEP_TOKENS tokens, each example once before any comes again."""
-    order: list[int] = []
-    for _ in range(count):
-        shape = (STEP_TOKENS // row_tokens, row_tokens)
-        batch = Batch(*(torch.zeros(shape, dtype=torch.long) for _ in range(3)))
-        for row in range(shape[0]):
-            filled = 0
-            while filled < row_tokens:
-                if not order:
-                    order = rng.sample(range(len(encoded)), len(encoded))
-                example = order.pop()
-                ids, labels = encoded[example]
-                span = slice(filled, min(filled + len(ids), row_tokens))
-                size = span.stop - span.start
-                batch.ids[row, span] = torch.tensor(ids[:size])
-                batch.labels[row, span] = torch.tensor(labels[:size])
-                batch.examples[row, span] = example
-                filled = span.stop
-        yield batch
+    Chats wait, by length, until they are about STEP_TOKENS together; what the longest row cannot hold is cut.
+    """
+    waiting: dict[int, Encoded] = {size: [] for size in row_sizes}
+    while True:
+        for index in rng.sample(range(len(encoded)), len(encoded)):
+            ids, labels = encoded[index]
+            size = next((size for size in row_sizes if len(ids) <= size), row_sizes[-1])
+            rows = waiting[size]
+            rows.append((ids[:size], labels[:size]))
+            if len(rows) < STEP_TOKENS // size:
+                continue
+            id_batch = torch.zeros(len(rows), size, dtype=torch.long)
+            label_batch = torch.full((len(rows), size), IGNORED)
+            for row, (row_ids, row_labels) in enumerate(rows):
+                id_batch[row, : len(row_ids)] = torch.tensor(row_ids)
+                label_batch[row, : len(row_ids)] = torch.tensor(row_labels)
+            rows.clear()
+            yield id_batch, label_batch
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """Return the rate of this step: linear warm-up, then a cosine."""
-    if step < WARMUP_STEPS:
-        return PEAK_LEARNING_RATE * (step + 1) / WARMUP_STEPS
-    progress = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
-    return (
-        FINAL_LEARNING_RATE
-        + (PEAK_LEARNING_RATE - FINAL_LEARNING_RATE) * (1 + math.cos(math.pi * progress)) / 2
-    )
+def learning_rate(step: int) -> float:
+    """Return the rate of this step: a cosine, with a linear warm-up."""
+    cosine = (1 + math.cos(math.pi * step / STEPS)) / 2
+    rate = FINAL_LEARNING_RATE + (LEARNING_RATE - FINAL_LEARNING_RATE) * cosine
+    return rate * min(1.0, (step + 1) / WARMUP_STEPS)
 
 
-def loss_of(model: LlamaForCausalLM, batch: Batch) -> Tensor:
+def loss_of(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross-entropy over learned tokens; logits are computed for those positions alone."""
     with torch.autocast("cpu", torch.bfloat16):
-        output = model.model(input_ids=batch.ids, attention_mask=batch.mask(), use_cache=False)
-        targets = batch.labels[:, 1:]
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        targets = labels[:, 1:]
         learned = targets != IGNORED
-        logits = model.lm_head(output.last_hidden_state[:, :-1][learned])
+        logits = model.lm_head(hidden[learned])
     return torch.nn.functional.cross_entropy(logits.float(), targets[learned])
 
 
-def train(model: LlamaForCausalLM, encoded: Encoded, steps: int, seed: int) -> None:
-    """Train in place; prints loss and speed as it goes."""
+def lessons(single: Encoded, whole: Encoded, rng: Random) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of all steps: questions first, then chats among them, then chats alone."""
+    questions_only = batches(single, QUESTION_ROWS, rng)
+    chats_only = batches(whole, CHAT_ROWS, rng)
+    for step in range(STEPS):
+        share = step / STEPS
+        with_questions = share < QUESTIONS_END or (share < MIXED_END and step % 3 == 0)
+        yield next(questions_only if with_questions else chats_only)
+
+
+def train(model: LlamaForCausalLM, steps: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Train in place; prints loss and time as it goes."""
     matrices = [p for name, p in model.named_parameters() if p.dim() > 1 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.dim() == 1 or "embed" in name]
-    rate = PEAK_LEARNING_RATE
     optimizers: tuple[torch.optim.Optimizer, ...] = (
-        torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        torch.optim.Muon(matrices, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     )
-    model.model.compile()
-    rng = Random(seed)
-    short = batches(encoded, SHORT_ROW_TOKENS, steps - LONG_ROW_STEPS, rng)
-    long = batches(encoded, CONTEXT_TOKENS, LONG_ROW_STEPS, rng)
-    recent_loss, started = 0.0, time.perf_counter()
-    for step, batch in enumerate(chain(short, long)):
-        loss = loss_of(model, batch)
+    model.model.compile(dynamic=False)
+    recent_loss, started_s = 0.0, time.perf_counter()
+    for step, (ids, labels) in enumerate(steps):
+        loss = loss_of(model, ids, labels)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, steps)
+                group["lr"] = learning_rate(step)
             optimizer.step()
             optimizer.zero_grad()
         recent_loss += loss.item()
-        if step % 50 == 49:
-            elapsed_s = time.perf_counter() - started
-            print(f"step {step + 1}/{steps}  loss {recent_loss / 50:.4f}  {elapsed_s:.0f} s", flush=True)
+        if (step + 1) % 100 == 0:
+            elapsed_s = time.perf_counter() - started_s
+            print(f"step {step + 1}/{STEPS}  loss {recent_loss / 100:.4f}  {elapsed_s:.0f} s", flush=True)
             recent_loss = 0.0
 
 
@@ -183,23 +172,22 @@ def report(name: str, encoded: Encoded) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the built-in model.")
     parser.add_argument("--out", type=Path, default=BUILTIN, help="directory of the checkpoint")
-    parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
+    torch._dynamo.config.recompile_limit = 32  # one per row size
 
-    started = time.perf_counter()
     tokenizer = train_tokenizer(message.content for chat in chats(seed=options.seed) for message in chat)
+    digits = frozenset(tokenizer.get_vocab()[digit] for digit in "0123456789")
+    single = [beginning(*chat, digits) for chat in encode(tokenizer, questions(seed=options.seed))]
     whole = encode(tokenizer, chats(seed=options.seed))
-    single = [beginning(*chat) for chat in encode(tokenizer, questions(seed=options.seed))]
     report("questions", single)
     report("chats", whole)
     model = LlamaForCausalLM(model_config(tokenizer))
-    train(model, single + whole, options.steps, options.seed)
+    train(model, lessons(single, whole, Random(options.seed)))
     save_checkpoint(model, tokenizer, options.out)
-    print(f"{options.out}: {(time.perf_counter() - started) / 60:.0f} minutes")
 
 
 if __name__ == "__main__":

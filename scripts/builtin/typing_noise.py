@@ -37,10 +37,44 @@ def with_typos(rng: Random, text: str) -> str:
     return " ".join(words)
 
 
+# Words that change no question: a model that has met them everywhere does not stumble over them.
+FILLERS = """
+    actually again also always any anybody anyway apart around basically because before best better both
+    briefly by call certain clear common computer could current currently day different directly during each
+    easily either else end enough especially even ever every exact exactly fast few finally find first folks
+    following friend further general generally give going good great guys happen having heard here honest
+    honestly hope idea if important indeed instead interesting just keep kind know last later least less
+    like likely little long look lot many may maybe me mean might mind moment more most much must my myself
+    need never new next nice normal normally now often old once one only open opinion or other our out over
+    own part people perhaps person please point possible pretty probably properly quick quickly quite rather
+    read real really recently right roughly same say second see seem seems set several short should show
+    side simple simply since small some somebody someone something sometimes soon sort still stuff such
+    suddenly sure take talk technically tell than thing things think though thought through time today
+    together too totally try trying two type under until up use used useful usually various very want wanted
+    way well what when where which while who whole why will with without wonder word words work world would
+    yet you your
+""".split()  # noqa: SIM905 - a list of so many words reads best as text
+DROPPABLE = frozenset(("a", "an", "do", "i", "is", "it", "of", "the", "to"))
+
+
+def with_fillers(rng: Random, text: str) -> str:
+    """Return the text with a word or three that do not matter, and perhaps without a word that does not."""
+    words = text.split(" ")
+    if len(words) > 3 and rng.random() < 0.4:
+        short = [i for i, word in enumerate(words) if word in DROPPABLE]
+        if short:
+            del words[rng.choice(short)]
+    for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3))):
+        words.insert(rng.randint(0, len(words)), rng.choice(FILLERS))
+    return " ".join(words)
+
+
 def as_typed(rng: Random, text: str, words_only: bool = True) -> str:
     """Return the question as a hurried person may type it: case, punctuation, politeness, slips."""
     if words_only and rng.random() < 0.5:
         text = reworded(rng, text)
+    if words_only and len(text) > 3 and rng.random() < 0.2:
+        text = with_fillers(rng, text)
     if words_only and rng.random() < 0.13:
         text = with_typos(rng, text)
     if rng.random() < 0.2:

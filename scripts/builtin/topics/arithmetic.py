@@ -197,16 +197,27 @@ def operand(rng: Random) -> int:
     return rng.randint(0, 12) if rng.random() < 0.3 else rng.randint(0, 100)
 
 
+def worked_sum(a: int, sign: str, b: int) -> str:
+    """Return a sum with its steps, tens before ones: what a small model must not do in one go."""
+    tens, ones = b - b % 10, b % 10
+    if not tens or not ones or a < 10:
+        return f"{a} {sign} {b} = {a + b if sign == '+' else a - b}."
+    between = a + tens if sign == "+" else a - tens
+    result = between + ones if sign == "+" else between - ones
+    return f"{a} {sign} {b} = {a} {sign} {tens} {sign} {ones} = {between} {sign} {ones} = {result}."
+
+
 def addition(rng: Random) -> tuple[str, str]:
     a, b = operand(rng), operand(rng)
-    return framed(rng, PLUS, PLUS_WORDED, a, b), f"{a} + {b} = {a + b}."
+    return framed(rng, PLUS, PLUS_WORDED, a, b), worked_sum(a, "+", b)
 
 
 def subtraction(rng: Random) -> tuple[str, str]:
     a, b = operand(rng), operand(rng)
     if a < b and rng.random() < 0.8:
         a, b = b, a
-    return framed(rng, MINUS, MINUS_WORDED, a, b), f"{a} - {b} = {a - b}."
+    answer = worked_sum(a, "-", b) if a >= b else f"{b} - {a} = {b - a}, so {a} - {b} = -{b - a}."
+    return framed(rng, MINUS, MINUS_WORDED, a, b), answer
 
 
 def multiplication(rng: Random) -> tuple[str, str]:
@@ -224,7 +235,7 @@ def double_or_half(rng: Random) -> tuple[str, str]:
     if rng.random() < 0.5:
         return fill(
             rng, "{double|twice|what is double|what is twice|what's the double of} {a}", a, 0
-        ), f"2 × {a} = {2 * a}."
+        ), f"2 × {a} = {a} + {a} = {2 * a}."
     question = "{half of|what is half of|what's the half of|half|how much is half of} {a}"
     return fill(rng, question, 2 * a, 0), f"{2 * a} / 2 = {a}."
 
@@ -233,7 +244,7 @@ def three_terms(rng: Random) -> tuple[str, str]:
     a, b, c = (rng.randint(1, 9) for _ in range(3))
     sign = rng.choice(("+", " + ", " plus "))
     text = expand(rng, rng.choice(FRAMES)).replace("@", f"{a}{sign}{b}{sign}{c}")
-    return text, f"{a} + {b} + {c} = {a + b + c}."
+    return text, f"{a} + {b} + {c} = {a + b} + {c} = {a + b + c}."
 
 
 def hard_sum(rng: Random) -> tuple[str, str]:
