@@ -91,7 +91,10 @@ def test_held_out_set_is_large_and_its_criteria_tell_topics_apart() -> None:
 
 
 def test_held_out_questions_are_answered() -> None:
-    """The engine's greedy answers, all in one batch; the share is the model card's figure."""
+    """The engine's greedy answers, all in one batch; the share is the model card's figure.
+
+    The goal is 90 %. The shipped weights reach 88.6 %; the bound keeps them from getting worse.
+    """
     from neo_desktop import Engine, SamplingParams  # noqa: PLC0415 - needs the built package
     from neo_desktop.app.chat_template import ChatTemplate  # noqa: PLC0415
 
@@ -107,7 +110,7 @@ def test_held_out_questions_are_answered() -> None:
         for case, output in zip(cases, outputs, strict=True)
         if not case.accepts(output.text)
     ]
-    assert len(wrong) <= 0.13 * len(cases), "\n".join(wrong)
+    assert len(wrong) <= 0.12 * len(cases), "\n".join(wrong)
 
 
 def describe(case: Case, answer: str) -> str:
