@@ -18,7 +18,6 @@ from torch import Tensor
 from neo_desktop import native
 from neo_desktop.engine.batch import ScheduledSequence, SubBatch
 from neo_desktop.engine.kv_storage import KVPool, KVStorage
-from neo_desktop.engine.placement import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class AttentionBatch:
         self._batches: list[_PlaceBatch] = []
         row = 0
         for place, group in groupby(sub_batch.sequences, key=lambda sequence: sequence.place):
-            batch = _place_batch(tuple(group), storage[Place(place)], row)
+            batch = _place_batch(tuple(group), storage[place], row)
             self._batches.append(batch)
             row = batch.rows.stop
 
