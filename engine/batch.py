@@ -65,14 +65,17 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class IterationPlan:
-    """What one iteration does: first the copies, in order, then the sub-batches.
+    """What one iteration does: the copies, in order, then the sub-batches.
 
-    Two sub-batches overlap (NEO, section 3.1: one computes linear stages on the GPU while the CPU computes
-    the attention of the other). With one, there is nothing to overlap.
+    A layer of the copies is done before anything of that layer is computed or stored; later layers may still
+    be on their way. Two sub-batches overlap (NEO, section 3.1: one computes linear stages on the GPU while
+    the CPU computes the attention of the other). With one, its own attention overlaps at most.
     """
 
     sub_batches: tuple[SubBatch, ...]  # one or two
     copies: tuple[BlockCopy, ...] = ()
+    predicted_ms: float = 0.0  # how long it should take
+    predicted_cpu_ms: float = 0.0  # CPU attention in it, all layers, without hand-off
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sub_batches) <= 2:
@@ -102,8 +105,21 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True)
+class IterationTiming:
+    """How long an iteration really took."""
+
+    total_ms: float
+    cpu_attention_ms: float  # while the CPU computed decode attention, all layers; 0 where there was none
+
+
+@dataclass(frozen=True, slots=True)
 class IterationResult:
     """What an iteration brought: `request_id -> its token`, and `request_id -> why it has none`."""
 
     sampled: Mapping[str, SampledToken]
     failed: Mapping[str, str]
+    timing: IterationTiming | None = None  # None: not measured
+
+
+class DeviceMemoryError(MemoryError):
+    """The device had no memory left in the middle of an iteration; it can be tried again, smaller."""

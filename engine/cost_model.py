@@ -1,0 +1,348 @@
+"""How long the parts of an iteration take: the interface, and a model that interpolates measured tables."""
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+FILE_VERSION = 1  # of the JSON form of the tables
+
+
+class CostModel(Protocol):
+    """Predicted times in milliseconds; those of a stage are for one layer.
+
+    The names of NEO's section 3.2 stand beside them. Nothing takes no time: 0 tokens or requests give 0.
+    """
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether CPU attention runs beside the device's work; False where both share one processor."""
+
+    @property
+    def iteration_ms(self) -> float:
+        """What an iteration costs beside its layers: scheduling, launching, copying tokens back."""
+
+    def linear_ms(self, tokens: int) -> float:
+        """T_l: everything in a layer but attention, for this many tokens."""
+
+    def prefill_attention_ms(self, tokens: int, start: int) -> float:
+        """T_pf: attention of a prompt chunk of `tokens` tokens that `start` tokens precede."""
+
+    def gpu_attention_ms(self, requests: int, context_tokens: int) -> float:
+        """T_ga: decode attention on the device; `context_tokens` is the sum over the requests."""
+
+    def cpu_attention_ms(self, requests: int, context_tokens: int) -> float:
+        """T_ca: decode attention on the CPU, with the append of the new K and V."""
+
+    def hand_off_ms(self, requests: int) -> float:
+        """What bringing q, k, v to the CPU and the attention output back takes."""
+
+    def transfer_ms(self, tokens: int) -> float:
+        """T_x: the KV of this many tokens over the bus, one way."""
+
+    def head_ms(self, rows: int) -> float:
+        """Final norm, logits and sampling for this many requests; once per iteration."""
+
+
+class ZeroCostModel:
+    """Everything is free: every inequality holds, no plan is better than another. For tests."""
+
+    num_layers = 1
+    overlaps = True
+    iteration_ms = 0.0
+
+    def linear_ms(self, tokens: int) -> float:
+        """Return 0."""
+        return 0.0
+
+    def prefill_attention_ms(self, tokens: int, start: int) -> float:
+        """Return 0."""
+        return 0.0
+
+    def gpu_attention_ms(self, requests: int, context_tokens: int) -> float:
+        """Return 0."""
+        return 0.0
+
+    def cpu_attention_ms(self, requests: int, context_tokens: int) -> float:
+        """Return 0."""
+        return 0.0
+
+    def hand_off_ms(self, requests: int) -> float:
+        """Return 0."""
+        return 0.0
+
+    def transfer_ms(self, tokens: int) -> float:
+        """Return 0."""
+        return 0.0
+
+    def head_ms(self, rows: int) -> float:
+        """Return 0."""
+        return 0.0
+
+
+class Curve:
+    """A piecewise linear, non-decreasing function through measured points.
+
+    Left of the first point it stays level: one token streams the same weights as eight. Right of the last one
+    it goes on with the slope of the last half of the measured range, which one noisy point cannot bend.
+
+    Args:
+        x: rising, positive.
+        ms: a time for each; where one is below its predecessor, noise made it so, and it is raised.
+    """
+
+    def __init__(self, x: Sequence[float], ms: Sequence[float]) -> None:
+        _check_axis(x)
+        if len(ms) != len(x):
+            raise ValueError(f"a curve needs one time for each of its {len(x)} points, got {len(ms)}")
+        self.x = tuple(x)
+        self.ms = tuple(accumulate(_checked_times(ms), max))
+        half = min(bisect_right(self.x, self.x[-1] / 2), len(self.x) - 1)
+        start = max(half - 1, 0)
+        run = self.x[-1] - self.x[start]
+        self._tail_slope = (self.ms[-1] - self.ms[start]) / run if run else self.ms[-1] / self.x[-1]
+        self._known: dict[float, float] = {}
+
+    def __call__(self, x: float) -> float:
+        """Return the time at x; 0 where there is nothing to do."""
+        known = self._known.get(x)
+        if known is None:
+            known = self._known[x] = self._at(x)
+        return known
+
+    def _at(self, x: float) -> float:
+        if x <= 0:
+            return 0.0
+        if x <= self.x[0]:
+            return self.ms[0]
+        if x >= self.x[-1]:
+            return self.ms[-1] + (x - self.x[-1]) * self._tail_slope
+        i = bisect_right(self.x, x)
+        share = (x - self.x[i - 1]) / (self.x[i] - self.x[i - 1])
+        return self.ms[i - 1] + share * (self.ms[i] - self.ms[i - 1])
+
+
+class Surface:
+    """A bilinear function over a grid of measured points, non-decreasing along both axes.
+
+    Bilinear is exact for `a + b*x + c*y + d*x*y`, which is how attention grows with requests and context.
+    Outside the grid the nearest cell goes on, but never below the grid's edge.
+
+    Args:
+        x: rising, positive.
+        y: likewise.
+        ms: [len(x)][len(y)] times.
+    """
+
+    def __init__(self, x: Sequence[float], y: Sequence[float], ms: Sequence[Sequence[float]]) -> None:
+        _check_axis(x)
+        _check_axis(y)
+        if len(x) < 2 or len(y) < 2:
+            raise ValueError("a surface needs at least two points along each axis")
+        if len(ms) != len(x) or any(len(row) != len(y) for row in ms):
+            raise ValueError(f"a surface over {len(x)} x {len(y)} points needs as many times")
+        self.x, self.y = tuple(x), tuple(y)
+        along_y = [tuple(accumulate(_checked_times(row), max)) for row in ms]
+        columns = [tuple(accumulate(column, max)) for column in zip(*along_y, strict=True)]
+        self.ms = tuple(zip(*columns, strict=True))
+
+    def __call__(self, x: float, y: float) -> float:
+        """Return the time at (x, y); 0 where there is nothing to do."""
+        if x <= 0:
+            return 0.0
+        i, u = _cell(self.x, x)
+        j, w = _cell(self.y, max(y, self.y[0]))
+        near, far = self.ms[i], self.ms[i + 1]
+        low = near[j] + w * (near[j + 1] - near[j])
+        high = far[j] + w * (far[j + 1] - far[j])
+        # To the left of the grid, fewer requests can take less time, but not less than none.
+        return max(low + u * (high - low), 0.0 if u < 0 else near[0])
+
+
+@dataclass(frozen=True)
+class TableCostModel:
+    """Interpolates in measured tables; see `Curve` and `Surface` for what happens outside them.
+
+    Attention is tabulated over (requests, mean context of a request), so that every point of the grid can
+    occur; prefill over (tokens of the chunk, mean number of tokens that each of them sees).
+    """
+
+    num_layers: int
+    overlaps: bool
+    iteration_ms: float
+    linear: Curve
+    head: Curve
+    hand_off: Curve
+    transfer: Curve
+    prefill_attention: Surface
+    gpu_attention: Surface
+    cpu_attention: Surface
+
+    def linear_ms(self, tokens: int) -> float:
+        """See `CostModel`."""
+        return self.linear(tokens)
+
+    def prefill_attention_ms(self, tokens: int, start: int) -> float:
+        """See `CostModel`."""
+        return self.prefill_attention(tokens, start + tokens / 2)
+
+    def gpu_attention_ms(self, requests: int, context_tokens: int) -> float:
+        """See `CostModel`."""
+        return self.gpu_attention(requests, context_tokens / requests) if requests else 0.0
+
+    def cpu_attention_ms(self, requests: int, context_tokens: int) -> float:
+        """See `CostModel`."""
+        return self.cpu_attention(requests, context_tokens / requests) if requests else 0.0
+
+    def hand_off_ms(self, requests: int) -> float:
+        """See `CostModel`."""
+        return self.hand_off(requests)
+
+    def transfer_ms(self, tokens: int) -> float:
+        """See `CostModel`."""
+        return self.transfer(tokens)
+
+    def head_ms(self, rows: int) -> float:
+        """See `CostModel`."""
+        return self.head(rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data that `from_json` understands."""
+        data: dict[str, Any] = {"version": FILE_VERSION}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Curve):
+                value = {"x": value.x, "ms": value.ms}
+            elif isinstance(value, Surface):
+                value = {"x": value.x, "y": value.y, "ms": value.ms}
+            data[field.name] = value
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """Make a model from what `to_json` gave.
+
+        Raises:
+            ValueError: something is missing, of another version or out of range.
+        """
+        if data.get("version") != FILE_VERSION:
+            raise ValueError(
+                f"cost tables of version {data.get('version')!r}; this program reads {FILE_VERSION}"
+            )
+        makers: dict[Any, Callable[[Any], Any]] = {
+            Curve: lambda value: Curve(value["x"], value["ms"]),
+            Surface: lambda value: Surface(value["x"], value["y"], value["ms"]),
+        }
+        try:
+            return cls(**{f.name: makers.get(f.type, lambda value: value)(data[f.name]) for f in fields(cls)})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"these cost tables are damaged: {error!r}") from None
+
+    def save(self, path: Path) -> None:
+        """Write the tables to a file."""
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read tables from a file; see `from_json`."""
+        return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+
+
+class CorrectedCostModel:
+    """A cost model that learns from iterations: one factor for the device's stages, one for the CPU's.
+
+    The tables know how times depend on sizes; what changes while a program runs (clocks, heat, other
+    programs) moves all of them together.
+    """
+
+    SMOOTHING = 0.05  # weight of the newest iteration
+    LOWEST, HIGHEST = 0.25, 4.0
+
+    def __init__(self, base: CostModel) -> None:
+        self._base = base
+        self.device_factor = 1.0
+        self.cpu_factor = 1.0
+
+    @property
+    def num_layers(self) -> int:
+        """See `CostModel`."""
+        return self._base.num_layers
+
+    @property
+    def overlaps(self) -> bool:
+        """See `CostModel`."""
+        return self._base.overlaps
+
+    @property
+    def iteration_ms(self) -> float:
+        """See `CostModel`."""
+        return self._base.iteration_ms * self.device_factor
+
+    def linear_ms(self, tokens: int) -> float:
+        """See `CostModel`."""
+        return self._base.linear_ms(tokens) * self.device_factor
+
+    def prefill_attention_ms(self, tokens: int, start: int) -> float:
+        """See `CostModel`."""
+        return self._base.prefill_attention_ms(tokens, start) * self.device_factor
+
+    def gpu_attention_ms(self, requests: int, context_tokens: int) -> float:
+        """See `CostModel`."""
+        return self._base.gpu_attention_ms(requests, context_tokens) * self.device_factor
+
+    def cpu_attention_ms(self, requests: int, context_tokens: int) -> float:
+        """See `CostModel`."""
+        return self._base.cpu_attention_ms(requests, context_tokens) * self.cpu_factor
+
+    def hand_off_ms(self, requests: int) -> float:
+        """See `CostModel`."""
+        return self._base.hand_off_ms(requests)
+
+    def transfer_ms(self, tokens: int) -> float:
+        """See `CostModel`."""
+        return self._base.transfer_ms(tokens)
+
+    def head_ms(self, rows: int) -> float:
+        """See `CostModel`."""
+        return self._base.head_ms(rows) * self.device_factor
+
+    def observe_device(self, predicted_ms: float, measured_ms: float) -> None:
+        """Learn from an iteration that the device alone bounded."""
+        self.device_factor = self._corrected(self.device_factor, predicted_ms, measured_ms)
+
+    def observe_cpu(self, predicted_ms: float, measured_ms: float) -> None:
+        """Learn from the CPU attention of an iteration, all layers together."""
+        self.cpu_factor = self._corrected(self.cpu_factor, predicted_ms, measured_ms)
+
+    def _corrected(self, factor: float, predicted_ms: float, measured_ms: float) -> float:
+        if predicted_ms <= 0 or measured_ms <= 0:
+            return factor
+        # A factor is a ratio: averaging its logarithm treats twice and half alike. Outliers (a page fault,
+        # another program) move it no further than a doubling would.
+        ratio = min(max(measured_ms / predicted_ms, 0.5), 2.0)
+        return float(min(max(factor * ratio**self.SMOOTHING, self.LOWEST), self.HIGHEST))
+
+
+def _cell(axis: Sequence[float], value: float) -> tuple[int, float]:
+    """Return the index of the cell that holds or is nearest to the value, and where in it (0 to 1 inside)."""
+    i = min(max(bisect_right(axis, value), 1), len(axis) - 1) - 1
+    return i, (value - axis[i]) / (axis[i + 1] - axis[i])
+
+
+def _check_axis(axis: Sequence[float]) -> None:
+    if not axis or axis[0] <= 0 or any(b <= a for a, b in pairwise(axis)):
+        raise ValueError(f"the points of an axis must be positive and rising, got {list(axis)}")
+
+
+def _checked_times(times: Iterable[float]) -> Iterable[float]:
+    for ms in times:
+        if not 0 <= ms < float("inf"):
+            raise ValueError(f"a time must be at least 0 and finite, got {ms}")
+        yield float(ms)
