@@ -126,7 +126,7 @@ def serve(
 def info(json_file: opt.JsonFile = None, debug: opt.Debug = False) -> None:
     """Show this computer's hardware, the versions in use and where things are."""
     _set_up_logging(debug)
-    from neo_desktop.app.hardware import machine_info
+    from neo_desktop.engine.hardware import machine_info
 
     machine = machine_info()
     table = Table(show_header=False, box=None, pad_edge=False)

@@ -45,6 +45,10 @@ class KVStorage:
     def __getitem__(self, place: Place) -> KVPool:
         return self._pools[place]
 
+    def get(self, place: Place) -> KVPool | None:
+        """Return the pool of a place; None where the policy does not use it."""
+        return self._pools.get(place)
+
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Carry out the copies in their order: a block may be read here and written by a later copy."""
         for copy in copies:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from neo_desktop.app.bench.cpu_attention import CpuAttentionOptions, run_cpu_attention
 from neo_desktop.app.bench.report import Progress, Report, SuiteReport
-from neo_desktop.app.hardware import machine_info
+from neo_desktop.engine.hardware import machine_info
 
 __all__ = ["SUITES", "CpuAttentionOptions", "Progress", "Report", "run_cpu_attention", "run_suites"]
 

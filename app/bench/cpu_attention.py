@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.app.bench.report import Progress
+from neo_desktop.engine.hardware import last_level_cache_bytes
 
 _MIN_CALLS = 3
 _READ_BYTES = 256 << 20  # read before and after every call
@@ -128,7 +128,7 @@ def run_cpu_attention(options: CpuAttentionOptions, progress: Progress) -> CpuAt
     Raises MemoryError where the cache could not hold even the short requests.
     """
     progress(0.0, "making the KV cache")
-    last_level_bytes = _last_level_cache_bytes()
+    last_level_bytes = last_level_cache_bytes()
     pool = _Pool(_cache_bytes(options, last_level_bytes), options)
     notes = [_cache_note(pool.nbytes, last_level_bytes)]
     cases: list[CpuAttentionCase] = []
@@ -308,12 +308,3 @@ def _cache_note(cache_bytes: int, last_level_bytes: int) -> str:
     if times >= 4:
         return f"{size}."
     return f"{size}: too small to rule out that part of it was read from there instead of from memory."
-
-
-def _last_level_cache_bytes() -> int:
-    """The largest cache of the first CPU, 0 where the system does not say."""
-    sizes = [0]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text().strip()
-        sizes.append(int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]])
-    return max(sizes)

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +10,7 @@ import psutil
 import pynvml
 import torch
 
+import neo_desktop.engine
 from neo_desktop import native
 
 
@@ -61,7 +61,7 @@ def machine_info() -> MachineInfo:
         python=platform.python_version(),
         torch=torch.__version__,
         platform=platform.platform(),
-        package_folder=str(Path(sys.modules["neo_desktop.app"].__path__[0]).resolve()),
+        package_folder=str(Path(neo_desktop.engine.__path__[0]).resolve()),
     )
 
 
@@ -101,3 +101,12 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def last_level_cache_bytes() -> int:
+    """Return the size of the largest cache of the first CPU; 0 where the system does not say."""
+    sizes = [0]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        sizes.append(int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]])
+    return max(sizes)
