@@ -17,6 +17,13 @@ def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     return blake2b(parent + array("I", token_ids).tobytes(), digest_size=16).digest()
 
 
+def extend_hashes(hashes: list[BlockHash], token_ids: Sequence[int], block_size: int) -> None:
+    """Append the hashes of those full blocks of `token_ids` that are not there yet."""
+    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
+        parent = hashes[-1] if hashes else b""
+        hashes.append(hash_block(parent, token_ids[start : start + block_size]))
+
+
 class BlockPool:
     """Reference-counted blocks `0 .. num_blocks - 1`.
 

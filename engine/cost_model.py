@@ -151,7 +151,7 @@ class Surface:
         self.x, self.y = tuple(x), tuple(y)
         along_y = [tuple(accumulate(_checked_times(row), max)) for row in ms]
         columns = [tuple(accumulate(column, max)) for column in zip(*along_y, strict=True)]
-        self.ms = tuple(zip(*columns, strict=True))
+        self.ms: tuple[tuple[float, ...], ...] = tuple(zip(*columns, strict=True))
 
     def __call__(self, x: float, y: float) -> float:
         """Return the time at (x, y); 0 where there is nothing to do."""

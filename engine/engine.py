@@ -58,7 +58,12 @@ class Engine:
     """
 
     def __init__(
-        self, model: LoadedModel, scheduler: Scheduler, kv_cache: KVCache, executor: Executor, policy: str
+        self,
+        model: LoadedModel,
+        scheduler: Scheduler[Request],
+        kv_cache: KVCache,
+        executor: Executor,
+        policy: str,
     ) -> None:
         self.model_name = model.name
         self.config = model.config
@@ -133,7 +138,7 @@ class Engine:
                 for place, count in num_blocks.items()
             }
         )
-        scheduler = Scheduler(kv_cache, chosen_policy, limits)
+        scheduler: Scheduler[Request] = Scheduler(kv_cache, chosen_policy, limits)
         return cls(loaded, scheduler, kv_cache, ModelExecutor(decoder, storage), policy)
 
     @property

@@ -1,10 +1,10 @@
 """Which blocks hold whose KV: the only owner of block counts and block tables."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from neo_desktop.engine.batch import BlockCopy
-from neo_desktop.engine.block_pool import BlockHash, BlockPool, hash_block
+from neo_desktop.engine.block_pool import BlockHash, BlockPool
 from neo_desktop.engine.placement import Place
 
 
@@ -14,7 +14,7 @@ class _Table:
 
     place: Place
     blocks: list[int]
-    hashes: list[BlockHash] = field(default_factory=list)  # of the leading full, computed blocks
+    num_published: int = 0  # leading blocks that are full, computed and findable by their hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,19 @@ class KVCache:
         return -(-num_tokens // self.block_size)
 
     def admit(
-        self, request_id: str, token_ids: Sequence[int], place: Place, reserve_blocks: int = 0
+        self,
+        request_id: str,
+        num_tokens: int,
+        hashes: Sequence[BlockHash],
+        place: Place,
+        reserve_blocks: int = 0,
     ) -> int | None:
         """Give a new request blocks for all its tokens, reusing the computed KV of an equal beginning.
 
         The last token is always computed anew, since its logits are needed.
 
         Args:
+            hashes: of its leading full blocks, as many as are known.
             reserve_blocks: blocks that must remain free afterwards.
 
         Returns:
@@ -89,38 +95,39 @@ class KVCache:
             place has no room.
         """
         pool = self._pools[place]
-        hashes: list[BlockHash] = []
         shared: list[int] = []
-        parent = b""
-        for start in range(0, len(token_ids) - self.block_size, self.block_size):
-            parent = hash_block(parent, token_ids[start : start + self.block_size])
-            block = pool.find(parent)
+        for block_hash in hashes[: (num_tokens - 1) // self.block_size]:
+            block = pool.find(block_hash)
             if block is None:
                 break
-            hashes.append(parent)
             shared.append(block)
 
-        num_new = self.blocks_for(len(token_ids)) - len(shared)
+        num_new = self.blocks_for(num_tokens) - len(shared)
         num_revived = sum(not pool.is_used(block) for block in shared)
         if num_new + num_revived + reserve_blocks > pool.num_free_blocks:
             return None
         for block in shared:
             pool.share(block)
-        self._tables[request_id] = _Table(place, shared + [pool.allocate() for _ in range(num_new)], hashes)
+        blocks = shared + [pool.allocate() for _ in range(num_new)]
+        self._tables[request_id] = _Table(place, blocks, len(shared))
         return len(shared) * self.block_size
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
         """Make the table cover `num_tokens`; return False (and change nothing) when there is no room."""
         table = self._tables[request_id]
+        num_new = -(-num_tokens // self.block_size) - len(table.blocks)
+        if num_new <= 0:
+            return True
         pool = self._pools[table.place]
-        num_new = self.blocks_for(num_tokens) - len(table.blocks)
         if num_new > pool.num_free_blocks:
             return False
         table.blocks.extend(pool.allocate() for _ in range(num_new))
         return True
 
-    def move(self, request_id: str, place: Place, num_tokens: int) -> list[BlockCopy] | None:
-        """Give the request blocks for `num_tokens` in another place.
+    def move(
+        self, request_id: str, place: Place, num_tokens: int, reserve_blocks: int = 0
+    ) -> list[BlockCopy] | None:
+        """Give the request blocks for `num_tokens` in another place, where `reserve_blocks` must stay free.
 
         Returns:
             The copies that bring its KV there, to be carried out in order before anything is computed, or
@@ -130,7 +137,7 @@ class KVCache:
         table = self._tables[request_id]
         source, target = self._pools[table.place], self._pools[place]
         num_blocks = max(self.blocks_for(num_tokens), len(table.blocks))
-        if num_blocks > target.num_free_blocks:
+        if num_blocks + reserve_blocks > target.num_free_blocks:
             return None
         blocks = [target.allocate() for _ in range(num_blocks)]
         copies = [
@@ -142,15 +149,17 @@ class KVCache:
         self._tables[request_id] = _Table(place, blocks)
         return copies
 
-    def commit(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
-        """Publish the full blocks among the computed tokens, so that later requests can reuse them."""
+    def commit(self, request_id: str, hashes: Sequence[BlockHash], num_computed_tokens: int) -> None:
+        """Publish the full blocks among the computed tokens, so that later requests can reuse them.
+
+        Args:
+            hashes: of the request's leading full blocks; those beyond `num_computed_tokens` are ignored.
+        """
         table = self._tables[request_id]
         pool = self._pools[table.place]
-        for index in range(len(table.hashes), num_computed_tokens // self.block_size):
-            parent = table.hashes[-1] if table.hashes else b""
-            start = index * self.block_size
-            table.hashes.append(hash_block(parent, token_ids[start : start + self.block_size]))
-            pool.publish(table.blocks[index], table.hashes[-1])
+        for index in range(table.num_published, min(num_computed_tokens // self.block_size, len(hashes))):
+            pool.publish(table.blocks[index], hashes[index])
+            table.num_published += 1
 
     def free(self, request_id: str) -> None:
         """Give all blocks of a request back."""

@@ -1,9 +1,11 @@
 """A request on its way through the engine, and what its owner gets to see of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from neo_desktop.engine.batch import SampledToken, SamplingInput
+from neo_desktop.engine.block_pool import BlockHash, extend_hashes
 from neo_desktop.engine.detokenizer import IncrementalText
 from neo_desktop.engine.sampling_params import SamplingParams
 
@@ -32,14 +34,56 @@ class RequestOutput:
     num_output_tokens: int  # so far
 
 
-class Request:
+class RequestState:
+    """What the scheduler knows of a request: how many tokens it has, and how many of them are computed.
+
+    Args:
+        request_id: unique.
+        owner_id: the request as its owner named it; its n outputs are n of these objects.
+        arrival: ordinal that says who came first; it never changes, also when the request is preempted.
+        num_prompt_tokens: at least 1.
+    """
+
+    def __init__(self, request_id: str, owner_id: str, arrival: int, num_prompt_tokens: int) -> None:
+        self.request_id = request_id
+        self.owner_id = owner_id
+        self.arrival = arrival
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_tokens = num_prompt_tokens  # prompt and output so far
+        self.num_computed_tokens = 0  # how many of them have their KV in the cache
+        self.num_cached_tokens = 0  # how many prompt tokens were found there at first admission
+        self.num_preemptions = 0
+        self.num_skipped = 0  # iterations in a row that a CPU decode had to wait
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose KV is still to be computed: the prompt's rest, or the one sampled last."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason is not None
+
+    def block_hashes(self, block_size: int) -> Sequence[BlockHash]:
+        """Return the hashes of its full blocks, for reuse of their KV; none where the content is unknown."""
+        return ()
+
+
+class Request(RequestState):
     """One sequence of tokens that grows until it is finished.
 
     Args:
-        owner_id: the request as its owner named it; its n outputs are n of these objects.
+        owner_id: see `RequestState`.
         choice: which of the n outputs of the prompt this is.
         seed: with `choice` and the position of a token, fixes the random number that chooses it.
-        arrival: ordinal that says who came first; it never changes, also when the request is preempted.
+        arrival: see `RequestState`.
         max_context_tokens: prompt and output together never exceed it.
         eos_token_ids: the model's own end-of-sequence tokens.
     """
@@ -57,17 +101,11 @@ class Request:
         eos_token_ids: tuple[int, ...],
         text: IncrementalText,
     ) -> None:
-        self.request_id = f"{owner_id}#{choice}"
-        self.owner_id = owner_id
+        super().__init__(f"{owner_id}#{choice}", owner_id, arrival, len(prompt_token_ids))
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.choice = choice
-        self.arrival = arrival
         self.token_ids = list(prompt_token_ids)  # prompt and output
-        self.num_computed_tokens = 0  # how many of them have their KV in the cache
-        self.num_cached_tokens = 0  # how many prompt tokens were found there at first admission
-        self.num_preemptions = 0
-        self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         self._seed = seed
         room = max_context_tokens - len(prompt_token_ids)
@@ -77,26 +115,12 @@ class Request:
         )
         self._text = text
         self._new_tokens: list[SampledToken] = []
+        self._block_hashes: list[BlockHash] = []
 
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and output tokens so far."""
-        return len(self.token_ids)
-
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        """Tokens whose KV is still to be computed: the prompt's rest, or the one sampled last."""
-        return self.num_tokens - self.num_computed_tokens
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
-        return self.num_tokens - len(self.prompt_token_ids)
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether nothing more will come."""
-        return self.finish_reason is not None
+    def block_hashes(self, block_size: int) -> Sequence[BlockHash]:
+        """Return the hashes of its full blocks; each is computed once."""
+        extend_hashes(self._block_hashes, self.token_ids, block_size)
+        return self._block_hashes
 
     def sampling_input(self) -> SamplingInput:
         """Return what the sampler needs to choose the next token."""
@@ -107,12 +131,13 @@ class Request:
             choice=self.choice,
             position=self.num_tokens,
             prompt_token_ids=self.prompt_token_ids if with_history else (),
-            output_token_ids=tuple(self.token_ids[len(self.prompt_token_ids) :]) if with_history else (),
+            output_token_ids=tuple(self.token_ids[self.num_prompt_tokens :]) if with_history else (),
         )
 
     def append(self, token: SampledToken) -> None:
         """Add a sampled token and find out whether it ends the request."""
         self.token_ids.append(token.token_id)
+        self.num_tokens += 1
         self._new_tokens.append(token)
         if token.token_id in self._end_token_ids or self._text.push(token.token_id):
             self.finish(FinishReason.STOP)
@@ -135,7 +160,7 @@ class Request:
             tokens=tokens,
             finish_reason=self.finish_reason,
             error=self.error,
-            num_prompt_tokens=len(self.prompt_token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
         )

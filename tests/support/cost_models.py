@@ -1,0 +1,59 @@
+"""Cost models for tests: simple formulas in tables, and a hypothesis strategy over them."""
+
+from hypothesis import strategies as st
+
+from neo_desktop.engine.cost_model import CostModel, Curve, Surface, TableCostModel, ZeroCostModel
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+CONTEXTS = (1, 16, 256, 4096)
+
+
+def machine(
+    *,
+    weights_ms: float = 0.4,
+    token_ms: float = 0.008,
+    gpu_token_ms: float = 0.00003,
+    cpu_token_ms: float = 0.00015,
+    hand_off_ms: float = 0.02,
+    transfer_token_ms: float = 0.001,
+    overlaps: bool = True,
+    num_layers: int = 32,
+) -> TableCostModel:
+    """A machine by formulas; the defaults are about Llama-2-7B on a T4-class slice (times per layer)."""
+
+    def surface(token_ms: float) -> Surface:
+        return Surface(
+            SIZES, CONTEXTS, [[0.002 * bool(token_ms) + x * y * token_ms for y in CONTEXTS] for x in SIZES]
+        )
+
+    return TableCostModel(
+        num_layers=num_layers,
+        overlaps=overlaps,
+        iteration_ms=0.2,
+        linear=Curve(SIZES, [max(weights_ms, n * token_ms) for n in SIZES]),
+        head=Curve(SIZES, [0.3 + 0.001 * n for n in SIZES]),
+        hand_off=Curve(SIZES, [hand_off_ms] * len(SIZES)),
+        transfer=Curve(SIZES, [n * transfer_token_ms for n in SIZES]),
+        prefill_attention=surface(gpu_token_ms / 10),
+        gpu_attention=surface(gpu_token_ms),
+        cpu_attention=surface(cpu_token_ms),
+    )
+
+
+def cost_models() -> st.SearchStrategy[CostModel]:
+    """Machines of all kinds, the sensible ones and the odd."""
+    times = st.sampled_from((0.0, 1e-5, 1e-3, 0.1, 10.0))
+    return st.one_of(
+        st.just(ZeroCostModel()),
+        st.builds(
+            machine,
+            weights_ms=times,
+            token_ms=times,
+            gpu_token_ms=times,
+            cpu_token_ms=times,
+            hand_off_ms=times,
+            transfer_token_ms=times,
+            overlaps=st.booleans(),
+            num_layers=st.integers(1, 40),
+        ),
+    )
