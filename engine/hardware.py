@@ -49,7 +49,7 @@ def machine_info() -> MachineInfo:
     memory = psutil.virtual_memory()
     gpus, note = _gpus()
     return MachineInfo(
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
         physical_cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
         usable_cores=native.default_num_threads(),
         isa=native.default_isa(),
@@ -94,7 +94,8 @@ def _gpu(handle: object, driver: str) -> Gpu:
     )
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Return the model name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -110,3 +111,15 @@ def last_level_cache_bytes() -> int:
         text = path.read_text().strip()
         sizes.append(int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]])
     return max(sizes)
+
+
+def driver_version() -> str:
+    """Return the version of the NVIDIA driver, or why it cannot be asked."""
+    try:
+        pynvml.nvmlInit()
+        try:
+            return str(pynvml.nvmlSystemGetDriverVersion())
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        return f"unknown: {error}"

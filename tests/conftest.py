@@ -1,8 +1,20 @@
 """Shared by all tests."""
 
 import os
+import tempfile
+from collections.abc import Iterator
+
+import pytest
 
 # Both must be set before torch and transformers are imported. Tests work on small tensors, for which handing
 # work to several threads costs more than it brings; and nothing may be looked for on the internet.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache() -> Iterator[None]:
+    """Keep measurements of this computer out of the user's cache, for child processes, too."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NEO_DESKTOP_CACHE", folder)
+        yield

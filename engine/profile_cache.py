@@ -1,0 +1,167 @@
+"""Measured cost tables on disk, under a key that names everything they depend on.
+
+One JSON file per key, `<hash of the key>.json`, with the key itself and the tables. The whole key is compared
+when a file is read: another GPU, driver, CPU, model or version never gets these tables.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+
+from neo_desktop import __version__, native
+from neo_desktop.engine import hardware
+from neo_desktop.engine.budget import BLOCK_SIZE
+from neo_desktop.engine.cost_model import TableCostModel
+from neo_desktop.engine.kv_storage import KVStorage
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.profiler import Progress, profile
+from neo_desktop.engine.scheduler import SchedulerLimits
+from neo_desktop.engine.stage_timer import measured_blocks
+from neo_desktop.models.decoder import Decoder
+
+logger = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "NEO_DESKTOP_CACHE"  # environment variable that moves the folder
+PROFILER_VERSION = 1  # raise it when what is measured, or how, changes
+
+Key = Mapping[str, Any]  # plain JSON values
+
+
+def load_or_profile(
+    decoder: Decoder,
+    storage: KVStorage,
+    limits: SchedulerLimits,
+    progress: Progress | None = None,
+    *,
+    refresh: bool = False,
+) -> TableCostModel:
+    """Return the tables of an earlier start on this computer, or measure them now and keep them.
+
+    Trouble with the files is logged and never an error.
+
+    Args:
+        decoder: the loaded model.
+        storage: the KV pools, before the first request: measuring overwrites them.
+        limits: bound what is measured.
+        progress: called with the share done and what is being measured; not at all if nothing is.
+        refresh: measure in any case.
+    """
+    key = profile_key(decoder, storage, limits)
+    path = profile_path(key)
+    tables = None if refresh else read_profile(path, key)
+    if tables is None:
+        started = time.perf_counter()
+        tables = profile(decoder, storage, limits, progress=progress)
+        logger.debug("measured this computer in %.1f s", time.perf_counter() - started)
+        write_profile(path, key, tables)
+    return tables
+
+
+def profile_key(decoder: Decoder, storage: KVStorage, limits: SchedulerLimits) -> dict[str, Any]:
+    """Return everything that the tables depend on, as plain JSON values."""
+    config = decoder.config
+    gpu = None
+    if decoder.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(decoder.device)
+        gpu = {
+            "name": properties.name,
+            "sms": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "driver": hardware.driver_version(),
+        }
+    return {
+        "neo_desktop": __version__,
+        "profiler": PROFILER_VERSION,
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "gpu": gpu,
+        "cpu": hardware.cpu_name(),
+        "cores": native.default_num_threads(),
+        "isa": native.default_isa(),
+        "device": decoder.device.type,
+        "dtype": str(decoder.dtype).removeprefix("torch."),
+        "block_size": BLOCK_SIZE,
+        "model": {
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_layers": config.num_layers,
+            "num_heads": config.num_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "vocab_size": config.vocab_size,
+            "max_context_tokens": config.max_context_tokens,
+            "layer_windows": list(config.layer_windows),
+            "qkv_bias": config.qkv_bias,
+            "output_bias": config.output_bias,
+            "mlp_bias": config.mlp_bias,
+            "qk_norm": config.qk_norm,
+        },
+        # How far the tables reach. Sizes of pools only roughly: what is free differs a little at every start.
+        "max_batch_tokens": limits.max_batch_tokens,
+        "max_batch_requests": limits.max_batch_requests,
+        "blocks_log2": {
+            place.value: measured_blocks(decoder, storage, place).bit_length() for place in Place
+        },
+    }
+
+
+def profile_path(key: Key) -> Path:
+    """Return where the tables of a key are kept, whether they exist or not."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return cache_folder() / f"{digest[:32]}.json"
+
+
+def cache_folder() -> Path:
+    """Return the folder of the files: the user's cache folder, or what NEO_DESKTOP_CACHE names."""
+    named = os.environ.get(CACHE_VARIABLE)
+    root = Path(named).expanduser() if named else Path(platformdirs.user_cache_dir("neo-desktop"))
+    return root / "profiles"
+
+
+def read_profile(path: Path, key: Key) -> TableCostModel | None:
+    """Return the tables of a file; None where there is none, and with a warning where it is no good."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["key"] != key:
+            raise ValueError("it was measured on something else")
+        return TableCostModel.from_json(data["tables"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s cannot be used, so this computer is measured again: %s", path, error)
+        return None
+
+
+def write_profile(path: Path, key: Key, tables: TableCostModel) -> None:
+    """Keep tables in a file, all or nothing; a folder that cannot be written to is only worth a warning."""
+    text = json.dumps({"key": key, "tables": tables.to_json()}, indent=1) + "\n"
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may write the same file: each writes its own, and the last one to rename wins.
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False
+        ) as file:
+            temporary = Path(file.name)
+            file.write(text)
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning(
+            "the measurements of this computer cannot be kept, so the next start repeats them: %s; "
+            "set %s to a folder that can be written to",
+            error,
+            CACHE_VARIABLE,
+        )
+        if temporary is not None:
+            with suppress(OSError):
+                temporary.unlink()

@@ -1,0 +1,284 @@
+"""Measures this computer with the loaded model: the tables behind `TableCostModel`.
+
+What is measured, and how it stays cheap:
+
+- One layer stands for all, in turn another one, on a grid of sizes that grows by factors: times bend at small
+  sizes and are straight lines at large ones.
+- Every table has a share of the time. Its points are first run once each, to warm up and to learn what they
+  cost: a few that span the range, then those between. One that would take too long, or does not fit into
+  memory, is left out, and the model interpolates or extrapolates. The rest of the time goes to repetitions,
+  all points in turn, so that a disturbance of a moment hits single repetitions and not single points.
+- A point's time is the lower quartile of its repetitions: other programs only ever make things slower. Where
+  a larger size still took less time than a smaller one, both get their mean.
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import torch
+
+from neo_desktop.engine.cost_model import Curve, Surface, TableCostModel
+from neo_desktop.engine.kv_storage import KVStorage
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.scheduler import SchedulerLimits
+from neo_desktop.engine.stage_timer import Point, Stage, StageTimer
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.decoder import Decoder
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[float, str], None]  # share done, 0 to 1; what is being measured
+
+MAX_SECONDS = 8.0
+MAX_ROUNDS = 9
+_WARM_UP_SHARE = 0.4  # of a table's time
+_SECONDS_PER_WEIGHT_BYTE = 3e-9
+_MIN_SECONDS = 0.3
+_SHARES = {  # of the time; the device's attention is only measured where there is a GPU
+    Stage.LINEAR: 0.35,
+    Stage.CPU_ATTENTION: 0.2,
+    Stage.PREFILL_ATTENTION: 0.15,
+    Stage.HEAD: 0.12,
+    Stage.GPU_ATTENTION: 0.1,
+    Stage.TRANSFER: 0.05,
+    Stage.HAND_OFF: 0.03,
+}
+_WHAT = {
+    Stage.LINEAR: "linear layers",
+    Stage.CPU_ATTENTION: "attention on the CPU",
+    Stage.PREFILL_ATTENTION: "attention of prompts",
+    Stage.HEAD: "sampling",
+    Stage.GPU_ATTENTION: "attention on the GPU",
+    Stage.TRANSFER: "transfers",
+    Stage.HAND_OFF: "hand-off",
+}
+
+
+def profile(
+    decoder: Decoder,
+    storage: KVStorage,
+    limits: SchedulerLimits,
+    *,
+    seconds: float | None = None,
+    progress: Progress | None = None,
+) -> TableCostModel:
+    """Measure the loaded model on this computer; what the KV pools held is lost.
+
+    Args:
+        decoder: the model; its device and dtype are what is measured.
+        storage: the KV pools, before the first request.
+        limits: bound the grid.
+        seconds: about how long it may take; None: more for a larger model, `MAX_SECONDS` at most.
+        progress: called with the share done and what is being measured.
+    """
+    started = time.perf_counter()
+    if seconds is None:
+        weight_bytes = decoder.config.weight_bytes(decoder.dtype)
+        seconds = min(_MIN_SECONDS + weight_bytes * _SECONDS_PER_WEIGHT_BYTE, MAX_SECONDS)
+    report = progress or (lambda share, what: None)
+    report(0.0, "memory")
+    timer = StageTimer(decoder, storage, limits)
+    grids = stage_grids(timer, decoder.config, limits)
+    seconds_left = max(seconds - (time.perf_counter() - started), seconds / 2)
+    total = sum(_SHARES[stage] for stage in grids)
+    times: dict[Point, float] = {}
+    done = 0.0
+    for stage, points in grids.items():
+        report(done / total, _WHAT[stage])
+        times |= measure(timer, points, seconds_left * _SHARES[stage] / total, decoder.config)
+        done += _SHARES[stage]
+    report(1.0, "done")
+    logger.debug("profiled %d points in %.2f s", len(times), time.perf_counter() - started)
+
+    def curve(stage: Stage) -> Curve:
+        found = sorted((point.x, ms) for point, ms in times.items() if point.stage is stage)
+        return Curve([x for x, _ in found], rising([ms for _, ms in found]))
+
+    cpu_attention = _surface(grids[Stage.CPU_ATTENTION], times)
+    return TableCostModel(
+        num_layers=decoder.config.num_layers,
+        overlaps=timer.is_cuda,
+        iteration_ms=statistics.median(timer.iteration_ms() for _ in range(5)),
+        linear=curve(Stage.LINEAR),
+        head=curve(Stage.HEAD),
+        hand_off=curve(Stage.HAND_OFF),
+        transfer=curve(Stage.TRANSFER),
+        prefill_attention=_surface(grids[Stage.PREFILL_ATTENTION], times),
+        # Without a GPU both caches lie in the same memory and the same kernel reads them.
+        gpu_attention=_surface(grids[Stage.GPU_ATTENTION], times) if timer.is_cuda else cpu_attention,
+        cpu_attention=cpu_attention,
+    )
+
+
+def stage_grids(timer: StageTimer, config: ModelConfig, limits: SchedulerLimits) -> dict[Stage, list[Point]]:
+    """Return `stage -> its points`, in the order of the work that they are."""
+    tokens, requests = limits.max_batch_tokens, limits.max_batch_requests
+    grids = {
+        Stage.LINEAR: _line(Stage.LINEAR, tokens),
+        Stage.CPU_ATTENTION: _decode_grid(Stage.CPU_ATTENTION, timer, Place.HOST, config, requests),
+        Stage.PREFILL_ATTENTION: _prefill_grid(timer, config, tokens),
+        Stage.HEAD: _line(Stage.HEAD, requests),
+        Stage.TRANSFER: _line(Stage.TRANSFER, tokens),
+        Stage.HAND_OFF: _line(Stage.HAND_OFF, requests),
+    }
+    if timer.is_cuda:
+        grids[Stage.GPU_ATTENTION] = _decode_grid(Stage.GPU_ATTENTION, timer, Place.DEVICE, config, requests)
+    return grids
+
+
+def _line(stage: Stage, most: int) -> list[Point]:
+    sizes = {1, 2, 3, 4, 6, 8, most}
+    size = 8
+    while size < most:
+        sizes |= {size, size * 3 // 2}
+        size *= 2
+    xs = sorted(size for size in sizes if size <= most)
+    return _by_importance([Point(stage, x) for x in xs], xs, [1])
+
+
+def _decode_grid(
+    stage: Stage, timer: StageTimer, place: Place, config: ModelConfig, most_requests: int
+) -> list[Point]:
+    """Requests times mean context; only what the pool can hold, and at least two of each."""
+    capacity = timer.capacity_tokens(place)
+    contexts = _axis(16, 4, min(config.max_context_tokens, capacity))
+    requests = _axis(1, 4, min(most_requests, capacity // contexts[0]))
+    points = [
+        Point(stage, x, y)
+        for x, y in product(requests, contexts)
+        if x * y <= capacity or (x in requests[:2] and y in contexts[:2])
+    ]
+    return _by_importance(points, requests, contexts)
+
+
+def _prefill_grid(timer: StageTimer, config: ModelConfig, most_tokens: int) -> list[Point]:
+    """Tokens of a chunk times the mean number that each sees: half the chunk and all that precedes it."""
+    most_context = min(config.max_context_tokens, timer.capacity_tokens(Place.DEVICE))
+    chunks = _axis(8, 2, min(most_tokens, most_context))
+    visible = sorted({chunk // 2 for chunk in chunks} | set(_axis(max(chunks), 4, max(most_context, 2))))
+    points = [
+        Point(Stage.PREFILL_ATTENTION, x, y)
+        for x, y in product(chunks, visible)
+        if x // 2 <= y and (y + x // 2 <= most_context or (x in chunks[:2] and y in visible[:2]))
+    ]
+    return _by_importance(points, chunks, visible)
+
+
+def _axis(first: int, factor: int, last: int) -> list[int]:
+    """Return sizes that grow by a factor and end with `last`; at least two, one made up if need be."""
+    sizes = []
+    size = first
+    while size * 1.5 < last:
+        sizes.append(size)
+        size *= factor
+    sizes.append(max(last, 1))
+    return sizes if len(sizes) > 1 else [sizes[0], 2 * sizes[0]]
+
+
+def _by_importance(points: list[Point], xs: Sequence[int], ys: Sequence[int]) -> list[Point]:
+    """Put points that span the grid first, then those between them; within each group by their work."""
+
+    def rank(axis: Sequence[int], value: int) -> int:
+        i = axis.index(value)
+        if i % 4 == 0 or i == len(axis) - 1 or (i == 1 and len(ys) > 1):  # a surface needs two of each
+            return 0
+        return 1 if i % 2 == 0 else 2
+
+    return sorted(points, key=lambda p: (max(rank(xs, p.x), rank(ys, p.y)), p.work, p.x))
+
+
+def measure(
+    timer: StageTimer, points: Sequence[Point], seconds: float, config: ModelConfig
+) -> dict[Point, float]:
+    """Return `point -> ms` of the points that fit into the time and the memory; see the module's text.
+
+    Args:
+        points: of one stage, the most important first; the first four are measured in any case.
+    """
+    start = time.perf_counter()
+    first_ms: dict[Point, float] = {}
+    for point in points:
+        is_needed = len(first_ms) < 4
+        spent_s = time.perf_counter() - start
+        if not is_needed and spent_s + _expected_ms(point, first_ms) / 1e3 > seconds * _WARM_UP_SHARE:
+            continue
+        try:
+            first_ms[point] = timer.time_ms(point, 0)
+        except torch.OutOfMemoryError:
+            if is_needed:
+                raise
+            logger.debug("no memory for %s", point)
+
+    samples: dict[Point, list[float]] = {point: [] for point in first_ms}
+    for turn in range(1, MAX_ROUNDS + 1):
+        for point, values in samples.items():
+            if first_ms[point] / 1e3 <= seconds - (time.perf_counter() - start):
+                values.append(timer.time_ms(point, turn))
+
+    def typical(point: Point) -> float:
+        values = sorted(samples[point]) or [first_ms[point]]
+        if point.stage.is_attention and len(set(config.layer_windows)) > 1:
+            return statistics.mean(values)  # over layers with and without a window
+        return values[len(values) // 4]
+
+    return {point: typical(point) for point in first_ms}
+
+
+def _expected_ms(point: Point, known: dict[Point, float]) -> float:
+    """A bound on the time of a point: times grow with work, but no faster than it."""
+    smaller = [(other.work, ms) for other, ms in known.items() if other.work <= point.work]
+    larger = [ms for other, ms in known.items() if other.work > point.work]
+    work, ms = max(smaller, default=(point.work, 0.0))
+    return min([ms * point.work / work, *larger])
+
+
+def _surface(grid: Sequence[Point], times: dict[Point, float]) -> Surface:
+    """Put the measured points of a grid into a rectangle, its missing corners extrapolated."""
+    stage = grid[0].stage
+    known = {(point.x, point.y): ms for point, ms in times.items() if point.stage is stage}
+    xs, ys = sorted({x for x, _ in known}), sorted({y for _, y in known})
+    rows = [rising(row) for row in fill(xs, ys, known)]
+    columns = [rising(column) for column in zip(*rows, strict=True)]
+    return Surface(xs, ys, list(zip(*columns, strict=True)))
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """Return the non-decreasing values nearest to the given ones (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []  # mean, number of values
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, before_count = pools.pop()
+            mean = (mean * count + before * before_count) / (count + before_count)
+            count += before_count
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]
+
+
+def fill(xs: Sequence[int], ys: Sequence[int], known: dict[tuple[int, int], float]) -> list[list[float]]:
+    """Complete a grid: with `a + b*x + c*x*y` through all that is known, scaled to the nearest known points.
+
+    The work of attention is the product of its two sizes; a least-squares fit of relative errors says what
+    the rest costs, and the ratio at the nearest measured points what the fit does not.
+    """
+    points = torch.tensor([[1.0, x, x * y] for x, y in known], dtype=torch.float64)
+    ms = torch.tensor(list(known.values()), dtype=torch.float64).clamp(min=1e-6)
+    weights = torch.linalg.lstsq(
+        points / ms[:, None], torch.ones(len(known), 1, dtype=torch.float64)
+    ).solution
+    factors = [max(float(weight), 0.0) for weight in weights.flatten()]
+
+    def fitted(x: int, y: int) -> float:
+        return max(factors[0] + factors[1] * x + factors[2] * x * y, 1e-6)
+
+    def at(x: int, y: int) -> float:
+        if (x, y) in known:
+            return known[x, y]
+        beside = [other for other in known if other[0] == x or other[1] == y] or list(known)
+        nearest = min(beside, key=lambda other: abs(other[0] * other[1] - x * y))
+        return known[nearest] * fitted(x, y) / fitted(*nearest)
+
+    return [[at(x, y) for y in ys] for x in xs]

@@ -1,0 +1,319 @@
+"""Times single stages of an iteration on the loaded model: what the profiler tabulates and the bench checks.
+
+Every measurement works on other memory than the one before: another layer's weights, other KV blocks. In a
+real iteration they come from memory, too, and not from a cache that the last repetition has filled.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.attention import PlaceBatch, Prefill
+from neo_desktop.engine.batch import SamplingInput
+from neo_desktop.engine.budget import BLOCK_SIZE
+from neo_desktop.engine.hardware import last_level_cache_bytes
+from neo_desktop.engine.kv_storage import CopyGroup, KVPool, KVStorage
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.sampler import sample
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.scheduler import SchedulerLimits
+from neo_desktop.engine.transfer import Carrier
+from neo_desktop.models.decoder import Decoder
+
+LAYERS_AT_ONCE = 4  # on a GPU: what runs ahead of the GPU hides the launch of the first kernel
+GPU_REGION_BYTES = 256 * 1024**2  # several times the L2 cache of any GPU
+MIN_HOST_REGION_BYTES, MAX_HOST_REGION_BYTES = 64 * 1024**2, 1024**3
+
+
+class Stage(StrEnum):
+    """A part of an iteration, under the name of its table in `TableCostModel`."""
+
+    LINEAR = "linear"  # x: tokens
+    HEAD = "head"  # x: rows
+    HAND_OFF = "hand_off"  # x: requests
+    TRANSFER = "transfer"  # x: tokens
+    PREFILL_ATTENTION = "prefill_attention"  # x: tokens, y: mean number of tokens that each of them sees
+    GPU_ATTENTION = "gpu_attention"  # x: requests, y: mean context
+    CPU_ATTENTION = "cpu_attention"  # likewise
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether it depends on two sizes."""
+        return self in (Stage.PREFILL_ATTENTION, Stage.GPU_ATTENTION, Stage.CPU_ATTENTION)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A stage at one size; see `Stage` for what x and y count."""
+
+    stage: Stage
+    x: int
+    y: int = 1
+
+    @property
+    def work(self) -> int:
+        """What its time is nearly proportional to where it is large."""
+        return self.x * self.y
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """The blocks of a pool that measurements use, the same in a few of its layers."""
+
+    pool: KVPool
+    layers: tuple[int, ...]
+    order: Tensor  # [blocks] int64, shuffled, on the pool's device
+
+
+class StageTimer:
+    """Prepares and times stages of one iteration; one layer of those that every layer has.
+
+    The KV pools of `storage` are used where they lie (whatever they held is lost), so this must happen before
+    the first request. A pool that the policy does not have is imitated by a small one.
+    """
+
+    def __init__(self, decoder: Decoder, storage: KVStorage, limits: SchedulerLimits) -> None:
+        self._decoder = decoder
+        self._config = decoder.config
+        self.is_cuda = decoder.device.type == "cuda"
+        self._regions = {
+            place: _region(decoder, storage, place, device)
+            for place, device in ((Place.DEVICE, decoder.device), (Place.HOST, torch.device("cpu")))
+        }
+        generator = torch.Generator(decoder.device).manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=decoder.device, dtype=decoder.dtype)
+
+        config, rows = self._config, limits.max_batch_tokens
+        self._hidden = random(rows, config.hidden_size)
+        self._q = random(rows, config.num_heads, config.head_dim)
+        self._k = random(rows, config.num_kv_heads, config.head_dim)
+        self._v = random(rows, config.num_kv_heads, config.head_dim)
+        self._carrier = Carrier(decoder.device)
+        self._random = torch.Generator().manual_seed(0)
+
+    def capacity_tokens(self, place: Place) -> int:
+        """Return how many tokens' KV the attention of one layer can be measured over."""
+        region = self._regions[place]
+        return len(region.order) * BLOCK_SIZE
+
+    @torch.inference_mode()
+    def time_ms(self, point: Point, turn: int) -> float:
+        """Measure a point once, in milliseconds.
+
+        Args:
+            point: what to measure.
+            turn: number of this measurement; decides which layer and which blocks are used.
+
+        Raises:
+            torch.OutOfMemoryError: the GPU has not enough memory left for it.
+        """
+        call = self._prepare(point, turn)
+        on_gpu = self.is_cuda and point.stage not in (Stage.HEAD, Stage.HAND_OFF, Stage.CPU_ATTENTION)
+        if on_gpu:
+            return _gpu_ms(call, LAYERS_AT_ONCE)
+        if point.stage is Stage.CPU_ATTENTION or not self.is_cuda:
+            # As in an iteration: torch's threads have just worked, and still keep cores busy for a while.
+            torch.add(self._hidden, 1.0)
+        if self.is_cuda:
+            torch.cuda.synchronize(self._decoder.device)
+        start = time.perf_counter()
+        call(0)
+        if self.is_cuda:
+            torch.cuda.synchronize(self._decoder.device)
+        return (time.perf_counter() - start) * 1e3
+
+    @torch.inference_mode()
+    def iteration_ms(self) -> float:
+        """Measure once what a sub-batch costs before its first layer: its tensors, embedding, rotation."""
+        device = self._decoder.device
+        start = time.perf_counter()
+        tensor = torch.tensor([0] * 8, dtype=torch.int64, device=device)
+        self._decoder.embed(tensor)
+        self._decoder.rotary(tensor)
+        if self.is_cuda:
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - start) * 1e3
+
+    def _prepare(self, point: Point, turn: int) -> Callable[[int], object]:
+        """Return what is to be timed; it takes the number of the layer, counted from that of this turn."""
+        makers: dict[Stage, Callable[[], Callable[[int], object]]] = {
+            Stage.LINEAR: lambda: self._linear(point.x, turn),
+            Stage.HEAD: lambda: self._head(point.x),
+            Stage.HAND_OFF: lambda: self._hand_off(point.x),
+            Stage.TRANSFER: lambda: self._transfer(point.x, turn),
+            Stage.PREFILL_ATTENTION: lambda: self._prefill(point.x, point.y, turn),
+            Stage.GPU_ATTENTION: lambda: self._decode(Place.DEVICE, point.x, point.y, turn),
+            Stage.CPU_ATTENTION: lambda: self._decode(Place.HOST, point.x, point.y, turn),
+        }
+        return makers[point.stage]()
+
+    def _linear(self, tokens: int, turn: int) -> Callable[[int], object]:
+        decoder, num_layers = self._decoder, self._config.num_layers
+        hidden, attention_out = self._hidden[:tokens], self._q[:tokens]
+        rotation = decoder.rotary(torch.arange(tokens, device=decoder.device))
+
+        def call(step: int) -> None:
+            layer = (turn * LAYERS_AT_ONCE + step) % num_layers
+            decoder.pre_attention(layer, hidden, rotation)
+            decoder.post_attention(layer, hidden, attention_out)
+
+        return call
+
+    def _head(self, rows: int) -> Callable[[int], object]:
+        params = SamplingParams(temperature=0.0)
+        inputs = [SamplingInput(params, 0, 0, row, (), ()) for row in range(rows)]
+        index = torch.arange(rows, device=self._decoder.device)
+        return lambda _: sample(self._decoder.logits(self._hidden[index]), inputs)
+
+    def _hand_off(self, requests: int) -> Callable[[int], object]:
+        q, k, v = self._q[:requests], self._k[:requests], self._v[:requests]
+        out = torch.empty_like(q)
+        if not self.is_cuda:  # nothing crosses a bus: only the output goes to its rows
+            return lambda _: out.copy_(q)
+        on_host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (q, k, v)]
+
+        def call(_: int) -> None:
+            for source, target in zip((q, k, v), on_host, strict=True):
+                target.copy_(source, non_blocking=True)
+            torch.cuda.current_stream(q.device).synchronize()
+            out.copy_(on_host[0], non_blocking=True)
+
+        return call
+
+    def _transfer(self, tokens: int, turn: int) -> Callable[[int], object]:
+        """The KV of `tokens` tokens in whole blocks, one way and next time the other."""
+        places = (Place.DEVICE, Place.HOST) if turn % 2 == 0 else (Place.HOST, Place.DEVICE)
+        source, target = (self._regions[place] for place in places)
+        num_blocks = min(-(-tokens // BLOCK_SIZE), len(source.order), len(target.order))
+        group = CopyGroup(
+            source.pool,
+            self._blocks(source, 1, num_blocks * BLOCK_SIZE, turn)[0].long(),
+            target.pool,
+            self._blocks(target, 1, num_blocks * BLOCK_SIZE, turn)[0].long(),
+        )
+        layer = source.layers[turn % len(source.layers)]
+        return lambda _: group.copy_layer(layer, self._carrier)
+
+    def _prefill(self, tokens: int, visible: int, turn: int) -> Callable[[int], object]:
+        region = self._regions[Place.DEVICE]
+        start = max(visible - tokens // 2, 0)
+        table = self._blocks(region, 1, start + tokens, turn)[0].long()
+        positions = torch.arange(start, start + tokens, device=table.device)
+        chunk = Prefill(slice(0, tokens), start, table[: -(-start // BLOCK_SIZE)])
+        batch = PlaceBatch(
+            pool=region.pool,
+            prefills=(chunk,),
+            prefill_rows=slice(0, tokens),
+            decode_rows=slice(tokens, tokens),
+            slots=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+            block_tables=table.new_empty((0, 0), dtype=torch.int32),
+            context_lens=table.new_empty(0, dtype=torch.int32),
+        )
+        q, k, v = self._q[:tokens], self._k[:tokens], self._v[:tokens]
+        return self._attention(region, turn, batch.attend, q, k, v)
+
+    def _decode(self, place: Place, requests: int, mean_context: int, turn: int) -> Callable[[int], object]:
+        region = self._regions[place]
+        lens = self._context_lens(requests, mean_context)
+        tables = self._blocks(region, requests, int(lens.max()), turn)
+        last = (lens - 1).to(tables.device)
+        blocks = tables[torch.arange(requests, device=tables.device), last // BLOCK_SIZE].long()
+        batch = PlaceBatch(
+            pool=region.pool,
+            prefills=(),
+            prefill_rows=slice(0, 0),
+            decode_rows=slice(0, requests),
+            slots=blocks * BLOCK_SIZE + last % BLOCK_SIZE,
+            block_tables=tables,
+            context_lens=lens.int().to(tables.device),
+        )
+        q, k, v = (tensor[:requests].to(tables.device) for tensor in (self._q, self._k, self._v))
+        return self._attention(region, turn, batch.attend_decodes, q, k, v)
+
+    def _attention(
+        self, region: _Region, turn: int, attend: Callable[..., None], q: Tensor, k: Tensor, v: Tensor
+    ) -> Callable[[int], object]:
+        out = torch.empty_like(q)
+        config = self._config
+
+        def call(step: int) -> None:
+            layer = region.layers[(turn + step) % len(region.layers)]
+            attend(layer, q, k, v, out, config.attention_scale, config.layer_windows[layer])
+
+        return call
+
+    def _context_lens(self, requests: int, mean_context: int) -> Tensor:
+        """Contexts between half and one and a half times their mean: requests are never all alike."""
+        if requests == 1:
+            return torch.tensor([mean_context])
+        share = 0.5 + torch.rand(requests, generator=self._random)
+        return (share * (mean_context / share.mean())).round().long().clamp(min=1)
+
+    def _blocks(self, region: _Region, requests: int, max_context: int, turn: int) -> Tensor:
+        """Block tables [requests, blocks] int32; those of one turn after another go through the region."""
+        width = -(-max_context // BLOCK_SIZE)
+        index = torch.arange(requests * width, device=region.order.device) + turn * requests * width
+        return region.order[index % len(region.order)].int().view(requests, width)
+
+
+def measured_blocks(decoder: Decoder, storage: KVStorage, place: Place) -> int:
+    """Return how many blocks of a place measurements use in each layer; 0 without such a pool."""
+    try:
+        pool = storage[place]
+    except KeyError:  # the policy does not use this place
+        return 0
+    return min(int(pool.k.shape[1]), max(_region_bytes(pool.device) // _block_bytes(decoder), 4))
+
+
+def _region(decoder: Decoder, storage: KVStorage, place: Place, device: torch.device) -> _Region:
+    """Choose layers and blocks of a place's pool, or of one made for the purpose, and write to them.
+
+    Memory that was never written is read from one shared page of zeros: that would be a cache's speed.
+    """
+    config, region_bytes, block_bytes = decoder.config, _region_bytes(device), _block_bytes(decoder)
+    num_blocks = measured_blocks(decoder, storage, place)
+    if num_blocks:
+        pool = storage[place]
+    else:
+        num_blocks = min(max(region_bytes // 4 // block_bytes // config.num_layers, 4), 4096)
+        pool = KVPool(config, num_blocks, BLOCK_SIZE, decoder.dtype, device)
+    num_layers = max(region_bytes // (num_blocks * block_bytes), 1)
+    if len(set(config.layer_windows)) > 1:
+        num_layers = max(num_layers, 8)  # layers of both kinds, in about their proportion
+    num_layers = min(num_layers, config.num_layers)
+    layers = tuple(i * config.num_layers // num_layers for i in range(num_layers))
+    for layer in layers:
+        for cache in pool.layer(layer):
+            cache[:num_blocks].zero_()
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).to(device)
+    return _Region(pool, layers, order)
+
+
+def _region_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return GPU_REGION_BYTES
+    return min(max(3 * last_level_cache_bytes(), MIN_HOST_REGION_BYTES), MAX_HOST_REGION_BYTES)
+
+
+def _block_bytes(decoder: Decoder) -> int:
+    """K and V of one block in one layer."""
+    config = decoder.config
+    return config.kv_bytes_per_token(decoder.dtype) // config.num_layers * BLOCK_SIZE
+
+
+def _gpu_ms(call: Callable[[int], object], repeats: int) -> float:
+    """The time of one call among `repeats` that follow each other without waiting."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    start.record()
+    for step in range(repeats):
+        call(step)
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / repeats
