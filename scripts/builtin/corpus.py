@@ -18,7 +18,7 @@ from scripts.builtin.topics.patterns import expand
 from scripts.builtin.typing_noise import as_typed
 
 SEED = 20
-QUESTIONS = 260_000
+QUESTIONS = 320_000
 CHATS = 30_000
 
 # Of the questions in chats. What is left concerns the world at large, or nothing.

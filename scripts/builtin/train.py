@@ -33,7 +33,7 @@ ANSWER_BEGINNING_TOKENS = 8
 WARMUP_STEPS = 100
 LEARNING_RATE = 2e-3
 FINAL_LEARNING_RATE = 4e-5
-STEPS = 6000
+STEPS = 7000
 QUESTIONS_END, MIXED_END = 0.55, 0.9  # shares of the steps: questions; then both; then chats alone
 IGNORED = -100
 

@@ -54,16 +54,25 @@ FILLERS = """
     way well what when where which while who whole why will with without wonder word words work world would
     yet you your
 """.split()  # noqa: SIM905 - a list of so many words reads best as text
-DROPPABLE = frozenset(("a", "an", "do", "i", "is", "it", "of", "the", "to"))
+# Words that a hurried person leaves out.
+SMALL_WORDS = frozenset(
+    ("a", "an", "are", "do", "does", "for", "i", "in", "is", "it", "me", "my", "of", "the", "to", "you")
+)
 
 
 def with_fillers(rng: Random, text: str) -> str:
-    """Return the text with a word or three that do not matter, and perhaps without a word that does not."""
+    """Return the text with a few words that do not matter, and perhaps without others."""
     words = text.split(" ")
-    if len(words) > 3 and rng.random() < 0.4:
-        short = [i for i, word in enumerate(words) if word in DROPPABLE]
-        if short:
-            del words[rng.choice(short)]
+    if len(words) > 3:
+        chance = rng.random()
+        if chance < 0.2:  # telegram style
+            words = [word for word in words if word.lower() not in SMALL_WORDS] or words
+        elif chance < 0.5:
+            small = [i for i, word in enumerate(words) if word.lower() in SMALL_WORDS]
+            if small:
+                del words[rng.choice(small)]
+        elif chance < 0.58:
+            del words[rng.randrange(len(words))]
     for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 3))):
         words.insert(rng.randint(0, len(words)), rng.choice(FILLERS))
     return " ".join(words)
@@ -73,7 +82,7 @@ def as_typed(rng: Random, text: str, words_only: bool = True) -> str:
     """Return the question as a hurried person may type it: case, punctuation, politeness, slips."""
     if words_only and rng.random() < 0.5:
         text = reworded(rng, text)
-    if words_only and len(text) > 3 and rng.random() < 0.2:
+    if words_only and len(text) > 3 and rng.random() < 0.25:
         text = with_fillers(rng, text)
     if words_only and rng.random() < 0.13:
         text = with_typos(rng, text)

@@ -24,6 +24,13 @@ SYSTEM_PROMPTS = (
 )
 PREFIX = (
     "{hi,|hello,|hey,|hey|hi|please,|ok,|okay,|so,|so|sorry,|one question:|question:|well,|and|but|quick question:|now|also,|um,|"
-    "excuse me,|i wonder,|tell me:|just curious,|ok so|hi!|thanks.|great.|hm,|listen,|yo,|good morning,|oh and}"
+    "excuse me,|i wonder,|tell me:|just curious,|ok so|hi!|thanks.|great.|hm,|listen,|yo,|good morning,|oh and|alright,|look,|dude,|bro,|"
+    "{stupid|silly|dumb|simple|another|short|last|first|next} question{:|,| maybe but}|i'm {new here|a beginner|no expert|confused},|"
+    "{my boss|my friend|my colleague|my teacher|somebody} {asks|wants to know}{:|,}|{sorry for my english,|sorry to bother you,|one more thing:|by the way,|"
+    "before i start,|just out of curiosity,|help!|help:|help me,|no idea,|be honest,|in short:|for my notes:|i was wondering,|so tell me,|i don't get it,|i forgot,}}"
 )
-SUFFIX = "{please|thanks|thx|pls|in short|exactly|here|then|btw|again|for me|actually|now|thank you|my friend|mate|ok|right now}"
+SUFFIX = (
+    "{please|thanks|thx|pls|plz|in short|exactly|here|then|btw|again|for me|actually|now|thank you|my friend|mate|ok|right now|man|bro|dude|sir|buddy|"
+    "i wonder|i'm curious|just asking|if i may ask|if you know|in one line|in simple english|any idea|do you know|can you tell me|tell me|anyone|lol|yes or no|"
+    "i need to know|quickly|honestly|really|these days|at all|for beginners|so i can tell my friend}"
+)

@@ -107,55 +107,10 @@ WORDS = {
     "what happens": "{what goes on|what does it do|what will happen|what takes place}",
 }
 _KNOWN = re.compile(r"\b(" + "|".join(sorted(map(re.escape, WORDS), key=len, reverse=True)) + r")\b")
-FILLERS = (
-    "actually",
-    "just",
-    "really",
-    "please",
-    "maybe",
-    "simply",
-    "basically",
-    "now",
-    "then",
-    "somehow",
-    "quickly",
-    "here",
-    "also",
-    "even",
-)
-SMALL_WORDS = {
-    "the",
-    "a",
-    "an",
-    "is",
-    "are",
-    "do",
-    "does",
-    "of",
-    "to",
-    "i",
-    "you",
-    "it",
-    "for",
-    "in",
-    "my",
-    "me",
-}
-SHORT_WORDS = 4
 
 
 def reworded(rng: Random, text: str) -> str:
-    """Return the question in other words: frames, synonyms, fillers, now and then in telegram style."""
+    """Return the question in other words: frames and synonyms."""
     if (match := HOW_TO.match(text)) is not None and rng.random() < 0.35:
         text = f"{expand(rng, rng.choice(HOW_TO_FRAMES))} {text[match.end() :]}"
-    text = _KNOWN.sub(lambda found: expand(rng, WORDS[found[0]]) if rng.random() < 0.3 else found[0], text)
-    words = text.split(" ")
-    if len(words) >= SHORT_WORDS:
-        chance = rng.random()
-        if chance < 0.07:
-            words.insert(rng.randrange(1, len(words)), rng.choice(FILLERS))
-        elif chance < 0.12:
-            words = [word for word in words if word not in SMALL_WORDS] or words
-        elif chance < 0.16:
-            del words[rng.randrange(len(words))]
-    return " ".join(words)
+    return _KNOWN.sub(lambda found: expand(rng, WORDS[found[0]]) if rng.random() < 0.3 else found[0], text)
