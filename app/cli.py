@@ -176,6 +176,70 @@ def bench(
         report.write_json(json_file)
 
 
+@app.command(
+    epilog="Examples:\n\n"
+    "neo-desktop simulate --gpu t4 --model llama-2-7b --trace osc.json --rate 2 --json report.json\n\n"
+    "neo-desktop simulate --gpu a10g --cpu g5.16xlarge --model llama-3.1-8b --input 1000 --output 200\n\n"
+    "neo-desktop simulate --tables tables.json --gpu-cache-tokens 3000 --cpu-cache-tokens 60000 "
+    "--trace conv.csv"
+)
+def simulate(
+    gpu: opt.SimulatedGpu = None,
+    cpu: opt.SimulatedCpu = None,
+    tables: opt.Tables = None,
+    model: opt.SimulatedModel = "llama-2-7b",
+    dtype: opt.SimulatedDtype = opt.SimulatedDtypeName.FLOAT16,
+    gpu_cache_tokens: opt.GpuCacheTokens = None,
+    cpu_cache_tokens: opt.CpuCacheTokens = None,
+    trace: opt.Trace = None,
+    input_tokens: opt.InputTokens = None,
+    output_tokens: opt.OutputTokens = None,
+    num_requests: opt.NumRequests = None,
+    rate: opt.Rate = None,
+    seed: opt.Seed = 0,
+    policy: opt.SimulatedPolicy = None,
+    max_context_tokens: opt.MaxContextTokens = None,
+    max_batch_tokens: opt.MaxBatchTokens = 2048,
+    max_batch_requests: opt.MaxBatchRequests = 256,
+    json_file: opt.JsonFile = None,
+    debug: opt.Debug = False,
+) -> None:
+    """Run a workload on a virtual clock: what each policy would bring on a machine that you need not own."""
+    _set_up_logging(debug)
+    from neo_desktop.app.simulate import SimulationOptions, UsageError, run_simulation
+
+    options = SimulationOptions(
+        gpu=gpu,
+        cpu=cpu,
+        tables=tables,
+        model=model,
+        dtype=dtype.value,
+        trace=trace,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        num_requests=num_requests,
+        rate=rate,
+        seed=seed,
+        policy=policy,
+        gpu_cache_tokens=gpu_cache_tokens,
+        cpu_cache_tokens=cpu_cache_tokens,
+        max_context_tokens=max_context_tokens,
+        max_batch_tokens=max_batch_tokens,
+        max_batch_requests=max_batch_requests,
+    )
+    try:
+        with _progress() as progress:
+            task = progress.add_task("Simulating", total=1.0)
+            report = run_simulation(
+                options, lambda share, what: progress.update(task, completed=share, description=what)
+            )
+    except UsageError as error:
+        raise typer.BadParameter(str(error)) from None
+    if json_file is not None:
+        report.write_json(json_file)
+    report.print(stdout)
+
+
 @dataclass(frozen=True, slots=True)
 class _EngineSettings:
     model: str

@@ -103,3 +103,116 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug 
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures to this file.")
 ]
+
+_MACHINE, _WORKLOAD = "Machine", "Workload"
+
+
+class SimulatedDtypeName(StrEnum):
+    """Number format of weights and KV on the simulated GPU."""
+
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+
+
+SimulatedGpu = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu", metavar="NAME", help="t4, a10g, rtx-3060, rtx-4090 or h100.", rich_help_panel=_MACHINE
+    ),
+]
+SimulatedCpu = Annotated[
+    str | None,
+    typer.Option(
+        "--cpu",
+        metavar="NAME",
+        help="A host: g4dn.4xlarge, g5.2xlarge … g5.16xlarge, ddr4-desktop, ddr5-desktop, "
+        "hgx-h100-numa-node; default: one that fits the GPU.",
+        rich_help_panel=_MACHINE,
+    ),
+]
+Tables = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="Measured cost tables instead of a datasheet: what 'profile --json' wrote.",
+        rich_help_panel=_MACHINE,
+    ),
+]
+SimulatedModel = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="SHAPE",
+        help="A published shape, or a model folder.",
+        rich_help_panel=_MACHINE,
+    ),
+]
+SimulatedDtype = Annotated[
+    SimulatedDtypeName,
+    typer.Option("--dtype", help="Number format of weights and KV.", rich_help_panel=_MACHINE),
+]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help="An Azure CSV (TIMESTAMP, ContextTokens, GeneratedTokens: real arrival times) or a JSON list "
+        'of {"prompt": tokens, "max_tokens": tokens} (all at once).',
+        rich_help_panel=_WORKLOAD,
+    ),
+]
+InputTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--input", min=1, help="Synthetic prompts of 0.9 to 1.1 of this.", rich_help_panel=_WORKLOAD
+    ),
+]
+OutputTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--output", min=1, help="Synthetic answers of 0.9 to 1.1 of this.", rich_help_panel=_WORKLOAD
+    ),
+]
+NumRequests = Annotated[
+    int | None,
+    typer.Option(
+        "--requests",
+        min=1,
+        help="The first so many of the trace; synthetic ones, 200 unless given.",
+        rich_help_panel=_WORKLOAD,
+    ),
+]
+Rate = Annotated[
+    float | None,
+    typer.Option(
+        help="Poisson arrivals of so many requests per second instead; inf: all at once.",
+        rich_help_panel=_WORKLOAD,
+    ),
+]
+Seed = Annotated[
+    int, typer.Option(help="Of synthetic lengths and Poisson arrivals.", rich_help_panel=_WORKLOAD)
+]
+MaxContextTokens = Annotated[
+    int | None,
+    typer.Option(min=2, help="Refuse longer requests under every policy alike.", rich_help_panel=_WORKLOAD),
+]
+SimulatedPolicy = Annotated[
+    str | None,
+    typer.Option(
+        "--policy",
+        metavar="NAME",
+        help="Only this one: gpu-only, fastdecode, neo or auto; default: all.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+MaxBatchTokens = Annotated[
+    int, typer.Option(min=1, help="Tokens of an iteration at most.", rich_help_panel=_ENGINE)
+]
+MaxBatchRequests = Annotated[
+    int, typer.Option(min=1, help="Requests that run at the same time at most.", rich_help_panel=_ENGINE)
+]

@@ -1,0 +1,116 @@
+"""A cost model and KV budgets from a machine's datasheet: a roofline with the presets' shares."""
+
+from dataclasses import dataclass
+
+import torch
+
+from neo_desktop.engine.budget import BLOCK_SIZE, DEVICE_RESERVE_BYTES, HOST_SHARE, activation_bytes
+from neo_desktop.engine.cost_model import Curve, Surface, TableCostModel
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.scheduler import SchedulerLimits
+from neo_desktop.engine.simulation.presets import GpuPreset, HostPreset
+from neo_desktop.models.config import ModelConfig
+
+# What the software costs. Measured on an H200: a kernel replayed from a CUDA graph starts every 2 µs or so, a
+# hand-off GPU -> CPU -> GPU by stream memory operations takes 22 µs, any small copy over the bus 10.7 µs.
+KERNEL_MS = 0.002
+LINEAR_KERNELS = 10  # of a layer: norms, products, rotation, cache write, activation
+HAND_OFF_MS = 0.022
+BUS_LATENCY_MS = 0.0107
+CPU_CALL_MS = 0.005  # waking the pool's threads
+ITERATION_MS = 1.0  # scheduling, launching the graph, copying sampled tokens back
+HEAD_KERNELS = 12
+SAMPLING_PASSES = 6  # over the float32 logits
+
+LONGEST_CHUNK = 1 << 16  # tokens; the last point of the linear table
+
+
+@dataclass(frozen=True, slots=True)
+class KVBudget:
+    """Tokens of KV that the two places hold."""
+
+    gpu_tokens: int
+    cpu_tokens: int
+
+    def num_blocks(self) -> dict[Place, int]:
+        """Return `place -> blocks`."""
+        return {Place.DEVICE: self.gpu_tokens // BLOCK_SIZE, Place.HOST: self.cpu_tokens // BLOCK_SIZE}
+
+
+def kv_budget(
+    gpu: GpuPreset, host: HostPreset, config: ModelConfig, dtype: torch.dtype, limits: SchedulerLimits
+) -> KVBudget:
+    """Return what is left for KV beside weights, activations and reserve, and the host's share.
+
+    Raises:
+        MemoryError: the weights do not fit, or nothing is left for KV.
+    """
+    weights = config.weight_bytes(dtype)
+    rest = gpu.memory_bytes - weights - DEVICE_RESERVE_BYTES - activation_bytes(config, limits, dtype)
+    tokens = rest // config.kv_bytes_per_token(dtype)
+    if tokens < BLOCK_SIZE:
+        raise MemoryError(
+            f"the model's weights take {weights / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}, and "
+            f"the {gpu.name} has {gpu.memory_bytes / 1e9:.1f} GB, of which "
+            f"{(gpu.memory_bytes - weights - rest) / 1e9:.1f} GB are needed for activations and the driver: "
+            "choose a smaller model or a larger GPU"
+        )
+    host_tokens = int(host.memory_bytes * HOST_SHARE) // config.kv_bytes_per_token(dtype)
+    return KVBudget(tokens // BLOCK_SIZE * BLOCK_SIZE, host_tokens // BLOCK_SIZE * BLOCK_SIZE)
+
+
+def analytic_cost_model(
+    gpu: GpuPreset, host: HostPreset, config: ModelConfig, dtype: torch.dtype
+) -> TableCostModel:
+    """Build the tables that a profiler would have measured on an ideal machine of these figures.
+
+    Linear stages take the longer of reading the weights and of multiplying; decode attention is bound by
+    reading KV, on the CPU also by arithmetic, once for every query head of a group.
+    """
+    kv_bytes = config.kv_bytes_per_token(dtype) / config.num_layers  # of one layer, per token
+    embeddings = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
+    layer_parameters = (config.num_parameters - embeddings - config.hidden_size) / config.num_layers
+    head_parameters = config.vocab_size * config.hidden_size
+    streaming = gpu.memory_bytes_per_s * gpu.streaming_share
+    matmul = gpu.tensor_flops * gpu.matmul_share
+    bus = gpu.bus_bytes_per_s * gpu.bus_share
+
+    def product_ms(parameters: float, rows: float) -> float:
+        return max(parameters * dtype.itemsize / streaming, 2 * parameters * rows / matmul) * 1e3
+
+    def roofline(parameters: float, most_rows: int, fixed_ms: float, row_ms: float = 0.0) -> Curve:
+        """Two straight lines; the corner between them is a point of the curve."""
+        corner = matmul * dtype.itemsize / (2 * streaming)
+        rows = sorted({1.0, corner, 2 * corner, float(max(most_rows, int(4 * corner)))})
+        return Curve(rows, [fixed_ms + row_ms * n + product_ms(parameters, n) for n in rows])
+
+    def attention(fixed_ms: float, ms_per_token: float) -> Surface:
+        """Time grows with requests x mean context: a bilinear surface is exact."""
+        requests, contexts = (1, 1024), (1, 1 << 17)
+        return Surface(
+            requests, contexts, [[fixed_ms + n * c * ms_per_token for c in contexts] for n in requests]
+        )
+
+    # Per token of context: q·k and p·v, two multiply-adds for each element of a query head.
+    attention_flops = 4 * config.num_heads * config.head_dim
+    query_bytes = config.num_heads * config.head_dim * dtype.itemsize
+    logits_ms = SAMPLING_PASSES * config.vocab_size * 4 / streaming * 1e3
+    host_token_ms = (kv_bytes / host.attention_bytes_per_s + attention_flops / host.attention_flops) * 1e3
+    hand_off_bytes = 2 * query_bytes + kv_bytes  # q, k and v there, the output back
+    most = LONGEST_CHUNK
+    return TableCostModel(
+        num_layers=config.num_layers,
+        overlaps=True,
+        iteration_ms=ITERATION_MS,
+        linear=roofline(layer_parameters, LONGEST_CHUNK, LINEAR_KERNELS * KERNEL_MS),
+        head=roofline(head_parameters, 1024, HEAD_KERNELS * KERNEL_MS, logits_ms),
+        hand_off=Curve((1, 1024), [HAND_OFF_MS + n * hand_off_bytes / bus * 1e3 for n in (1, 1024)]),
+        transfer=Curve((1, most), [BUS_LATENCY_MS + n * kv_bytes / bus * 1e3 for n in (1, most)]),
+        prefill_attention=attention(
+            2 * KERNEL_MS, attention_flops / (gpu.tensor_flops * gpu.prefill_attention_share) * 1e3
+        ),
+        gpu_attention=attention(
+            2 * KERNEL_MS, kv_bytes / (gpu.memory_bytes_per_s * gpu.attention_share) * 1e3
+        ),
+        cpu_attention=attention(CPU_CALL_MS, host_token_ms),
+    )

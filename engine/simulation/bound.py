@@ -1,0 +1,95 @@
+"""How fast any schedule can be: a closed bound from the same cost tables, without simulating anything.
+
+Every token passes the linear stages; each decode reads its context once, on the GPU or on the CPU; an
+iteration that decodes on the GPU reads all weights once and serves no more context than the GPU-cache holds.
+With `x` the share of decode attention done on the CPU, `C` the context tokens of all decodes together and `N`
+those that the GPU-cache holds, a run takes at least
+
+    min over x of max( linear + prefill attention + (1 - x) * C * gpu,  x * C * cpu )
+    where linear = max( tokens * cheapest linear per token,  (1 - x) * C / N * linear of one token )
+
+with perfect overlap and no waiting, no hand-off, no moves.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from neo_desktop.engine.cost_model import Curve, Surface, TableCostModel
+from neo_desktop.engine.simulation.workload import WorkloadRequest
+
+STEPS = 1000  # of x; the error is on the safe side, see `Bound.makespan_ms`
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The bound for one workload on one machine.
+
+    Args:
+        cost: the tables.
+        requests: arrival times are ignored: waiting only makes a run longer.
+        gpu_tokens: what the GPU-cache holds.
+    """
+
+    cost: TableCostModel
+    requests: Sequence[WorkloadRequest]
+    gpu_tokens: int
+
+    def makespan_ms(self, smallest_cpu_share: float = 0.0, largest_cpu_share: float = 1.0) -> float:
+        """Return the least time; the shares confine x: (0, 0) for gpu-only, (1, 1) for fastdecode."""
+        cost = self.cost
+        outputs = sum(r.output_tokens for r in self.requests)
+        tokens = sum(r.prompt_tokens + r.output_tokens - 1 for r in self.requests)
+        context = sum(_decode_context(r) for r in self.requests)
+        linear = cost.num_layers * _least_per_unit(cost.linear)
+        prefill = cost.num_layers * _least_per_product(cost.prefill_attention)
+        fixed_ms = outputs * _least_per_unit(cost.head)
+        fixed_ms += prefill * sum(r.prompt_tokens**2 / 2 for r in self.requests)
+        gpu = cost.num_layers * _least_per_product(cost.gpu_attention)
+        cpu = cost.num_layers * _least_per_product(cost.cpu_attention)
+        weights = cost.num_layers * cost.linear(1) + cost.iteration_ms
+
+        def at_least(on_gpu: float, on_cpu: float) -> float:
+            iterations = on_gpu * context / self.gpu_tokens if self.gpu_tokens else 0.0
+            device_ms = fixed_ms + max(tokens * linear, iterations * weights) + on_gpu * context * gpu
+            cpu_ms = on_cpu * context * cpu
+            return max(device_ms, cpu_ms) if cost.overlaps else device_ms + cpu_ms
+
+        low, high = smallest_cpu_share, largest_cpu_share if self.gpu_tokens else 1.0
+        width = (high - low) / STEPS
+        # Over a step of x, what falls with x is taken at its end, what rises at its beginning: never too long.
+        return min(
+            at_least(1 - min(low + (step + 1) * width, high), low + step * width) for step in range(STEPS)
+        )
+
+    def output_tokens_per_s(self, smallest_cpu_share: float = 0.0, largest_cpu_share: float = 1.0) -> float:
+        """Return the most output tokens per second; see `makespan_ms`."""
+        outputs = sum(request.output_tokens for request in self.requests)
+        return outputs / self.makespan_ms(smallest_cpu_share, largest_cpu_share) * 1e3
+
+
+def _decode_context(request: WorkloadRequest) -> int:
+    """Return the context tokens of all its decodes: the prompt's iteration gives the first token."""
+    decodes = request.output_tokens - 1
+    return decodes * request.prompt_tokens + decodes * (decodes + 1) // 2
+
+
+def _least_per_unit(curve: Curve) -> float:
+    """Return the least of time / x anywhere: between two points it lies between theirs."""
+    beyond = curve(2 * curve.x[-1]) - curve(curve.x[-1])
+    return min([ms / x for x, ms in zip(curve.x, curve.ms, strict=True)] + [beyond / curve.x[-1]])
+
+
+def _least_per_product(surface: Surface) -> float:
+    """Return the least of time / (x * y) over the grid and far beyond it.
+
+    Inside a cell a bilinear function is an average of its corners, and so is x * y with the same weights.
+    """
+    ratios = [
+        ms / (x * y)
+        for x, row in zip(surface.x, surface.ms, strict=True)
+        for y, ms in zip(surface.y, row, strict=True)
+    ]
+    far = 1e3
+    x, y = surface.x[-1], surface.y[-1]
+    ratios += [surface(a, b) / (a * b) for a in (x, far * x) for b in (y, far * y)]
+    return min(ratios)

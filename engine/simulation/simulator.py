@@ -1,0 +1,124 @@
+"""The scheduler on a virtual clock: the same decisions and KV accounting as in the engine, no computation."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from neo_desktop.engine.cost_model import CostModel
+from neo_desktop.engine.estimate import device_attention_ms
+from neo_desktop.engine.kv_cache import KVCache
+from neo_desktop.engine.placement import Place, Policy
+from neo_desktop.engine.request import FinishReason, RequestState
+from neo_desktop.engine.scheduler import Decision, Scheduler, SchedulerLimits
+from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult, Totals
+from neo_desktop.engine.simulation.workload import WorkloadRequest
+
+PROGRESS_EVERY = 256  # iterations
+
+Progress = Callable[[int, int], None]  # (requests ended, requests in total)
+
+
+class SimulatedRequest(RequestState):
+    """A request of known length without content: no prefix of it can be reused."""
+
+    def __init__(self, ordinal: int, request: WorkloadRequest) -> None:
+        name = str(ordinal)
+        super().__init__(name, name, ordinal, request.prompt_tokens)
+        self.arrival_ms = request.arrival_ms
+        self.first_token_ms = 0.0
+        self.last_num_tokens = request.total_tokens
+
+
+def simulate(
+    requests: Sequence[WorkloadRequest],
+    policy: Policy,
+    cost: CostModel,
+    num_blocks: Mapping[Place, int],
+    block_size: int,
+    limits: SchedulerLimits,
+    *,
+    max_context_tokens: int | None = None,
+    progress: Progress | None = None,
+) -> SimulationResult:
+    """Run a workload to its end.
+
+    Iterations take exactly what the scheduler's cost model predicts. Requests whose prompt and output exceed
+    `max_context_tokens`, or what the policy's places can hold, are refused on arrival and counted.
+
+    Args:
+        requests: by arrival.
+        num_blocks: `place -> size of its pool`.
+        block_size: tokens per block.
+
+    Raises:
+        RuntimeError: the scheduler finds nothing to do while requests wait, or loses blocks.
+    """
+    kv_cache = KVCache(num_blocks, block_size)
+    scheduler: Scheduler[SimulatedRequest] = Scheduler(kv_cache, policy, limits, cost)
+    longest = scheduler.max_context_tokens
+    if max_context_tokens is not None:
+        longest = min(longest, max_context_tokens)
+    coming = [
+        SimulatedRequest(ordinal, request)
+        for ordinal, request in enumerate(requests)
+        if request.total_tokens <= longest
+    ]
+    totals = Totals()
+    finished: list[FinishedRequest] = []
+    clock_ms = 0.0
+    num_added = 0
+    while len(finished) < len(coming):
+        while num_added < len(coming) and coming[num_added].arrival_ms <= clock_ms:
+            scheduler.add(coming[num_added])
+            num_added += 1
+        decision = scheduler.decide()
+        if decision is None:
+            if num_added == len(coming):
+                raise RuntimeError(
+                    f"policy {policy.name}: nothing to do, but {len(coming) - len(finished)} requests wait"
+                )
+            clock_ms = coming[num_added].arrival_ms
+            continue
+        clock_ms += decision.predicted_ms
+        _count(totals, decision, cost)
+        for request in scheduler.advance(decision):
+            request.num_tokens += 1
+            num_output_tokens = request.num_tokens - request.num_prompt_tokens
+            if num_output_tokens == 1:
+                request.first_token_ms = clock_ms
+            if request.num_tokens == request.last_num_tokens:
+                request.finish_reason = FinishReason.LENGTH
+                scheduler.remove(request)
+                finished.append(
+                    FinishedRequest(
+                        request.arrival_ms,
+                        request.first_token_ms,
+                        clock_ms,
+                        request.num_prompt_tokens,
+                        num_output_tokens,
+                    )
+                )
+        if progress is not None and totals.num_iterations % PROGRESS_EVERY == 0:
+            progress(len(finished), len(coming))
+    _check_empty(kv_cache)
+    totals.num_preemptions = scheduler.counters.num_preemptions
+    totals.num_moves = scheduler.counters.num_moves
+    return SimulationResult(policy.name, finished, len(requests) - len(coming), totals)
+
+
+def _count(totals: Totals, decision: Decision[SimulatedRequest], cost: CostModel) -> None:
+    load, split = decision.load, decision.split
+    num_first, num_second = len(split.first), len(split.second)
+    totals.num_iterations += 1
+    totals.num_sequences += sum(map(len, decision.sub_batches))
+    totals.num_pipelined += split.is_double
+    totals.iterating_ms += decision.predicted_ms
+    totals.cpu_busy_ms += decision.predicted_cpu_ms
+    layer_ms = cost.linear_ms(load.tokens + num_first) + device_attention_ms(cost, load)
+    if num_second:
+        layer_ms += cost.linear_ms(num_second)
+    totals.gpu_busy_ms += cost.num_layers * layer_ms + cost.head_ms(load.rows + num_first + num_second)
+
+
+def _check_empty(kv_cache: KVCache) -> None:
+    for place, usage in kv_cache.usage().items():
+        if usage.num_used_blocks:
+            raise RuntimeError(f"{usage.num_used_blocks} blocks of the {place}-cache were never given back")
