@@ -3,7 +3,7 @@
 from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Generic, TypeVar
 
@@ -16,14 +16,14 @@ from neo_desktop.engine.batch import (
     SubBatch,
 )
 from neo_desktop.engine.cost_model import CostModel, ZeroCostModel
-from neo_desktop.engine.estimate import Load, iteration_ms
+from neo_desktop.engine.estimate import Load, cpu_ms, device_attention_ms, iteration_ms
 from neo_desktop.engine.kv_cache import KVCache
 from neo_desktop.engine.placement import Batching, Place, Policy
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput, RequestState
 
 PATIENCE = 16  # iterations that a CPU decode waits before it joins at any price
 SMALLEST_CHUNK_TOKENS = 64  # of a prompt, where CPU decodes set the pace
-PACE_TOLERANCE = 0.02  # a larger chunk may cost this share of the best rate: the prompt is done sooner
+REREAD_SHARE = 0.12  # of an iteration's linear stages that reading the weights a second time may take
 
 R = TypeVar("R", bound=RequestState)
 
@@ -246,7 +246,7 @@ class Scheduler(Generic[R]):
         if not unfinished and not may_admit:
             return
         if self._policy.batching is Batching.BEST and draft.queue:
-            draft.budget = self._pace(draft, unfinished, may_admit)
+            draft.budget = self._pace(draft)
         for request in unfinished:
             self._join_chunk(draft, request)
         while may_admit and draft.budget and self._waiting:
@@ -319,48 +319,57 @@ class Scheduler(Generic[R]):
         return True
 
     def _cpu_has_time(self, draft: _Draft[R], request: R) -> bool:
-        """Step 5 for `auto`: whether the best plan would take one more CPU decode, this prompt's."""
+        """Step 5 for `auto`: whether the CPU could hide one more decode, this prompt's, and whether it pays.
+
+        What it hides behind is an iteration with a chunk of a prompt if more prompts wait, without one
+        otherwise. It pays if the best plan takes the decodes of a CPU that is full: a few decodes alone
+        never make up for reading the weights a second time, but they must come before the many.
+        """
         if self._policy.batching is not Batching.BEST:
             return True
-        load = Load(**{name: getattr(draft.load, name) for name in Load.__slots__})
-        self._add_chunk(load, 0, min(request.num_tokens, draft.budget), on_cpu=False)
         soon = [r.num_tokens for r, _ in draft.chunks if self._kv.place_of(r.request_id) is Place.HOST]
-        queue = CpuQueue([*(r.num_tokens for r in draft.queue), *soon, request.num_tokens])
-        split, _ = self._balance(draft).best(load, draft.prefill_worth_ms, queue)
-        return len(split.first) + len(split.second) == len(queue)
+        contexts = [*(r.num_tokens for r in draft.queue), *soon, request.num_tokens]
+        chunk = self._least_chunk_tokens() if len(self._waiting) > 1 else 0
+        load = replace(draft.load, tokens=len(draft.decodes) + chunk, prefill_ms=0.0)
+        space_ms = (
+            self._cost.linear_ms(load.tokens)
+            + self._cost.linear_ms(len(contexts))
+            + device_attention_ms(self._cost, load)
+        )
+        needed_ms = cpu_ms(self._cost, Load(cpu_requests=len(contexts), cpu_context_tokens=sum(contexts)))
+        if needed_ms > space_ms:
+            return not load.tokens and not contexts[1:]  # somebody must begin
+        full = max(int(len(contexts) * min(space_ms / needed_ms if needed_ms else 1.0, 1e3)), len(contexts))
+        queue = CpuQueue([sum(contexts) // len(contexts)] * min(full, self._limits.max_batch_requests))
+        split, _ = self._balance(draft).best(load, self._chunks_worth_ms(chunk, 0.0), queue)
+        return bool(split.first or split.second)
 
-    def _pace(self, draft: _Draft[R], unfinished: list[R], may_admit: bool) -> int:
-        """Return how many prompt tokens make the best iteration beside the CPU decodes.
+    def _least_chunk_tokens(self) -> int:
+        """Prompt tokens beside which a second sub-batch costs little: it reads the weights once more."""
+        tokens = SMALLEST_CHUNK_TOKENS
+        enough_ms = self._cost.linear_ms(1) / REREAD_SHARE
+        while tokens < self._limits.max_batch_tokens and self._cost.linear_ms(tokens) < enough_ms:
+            tokens += SMALLEST_CHUNK_TOKENS
+        return tokens
 
-        A large chunk makes CPU decodes wait for the device, a small one makes the device read its weights
-        for little work; the rate knows both.
+    def _pace(self, draft: _Draft[R]) -> int:
+        """Return how many prompt tokens join beside CPU decodes.
+
+        A large chunk makes CPU decodes wait for the device; a small one makes the device read its weights
+        for little work. So: as many as keep the device busy for as long as the CPU is, but not so few that
+        the weights are most of the work.
         """
-        chunks = [(r.num_computed_tokens, r.num_uncomputed_tokens) for r in unfinished]
-        if may_admit:
-            available = sum(tokens for _, tokens in chunks)
-            for request in self._waiting:
-                if available >= draft.budget:
-                    break
-                chunks.append((0, request.num_tokens))
-                available += request.num_tokens
-        balance, queue = self._balance(draft), CpuQueue([r.num_tokens for r in draft.queue])
-        size = min(draft.budget, sum(tokens for _, tokens in chunks))
-        rates: list[tuple[int, float]] = []
-        while size and (not rates or size >= SMALLEST_CHUNK_TOKENS):
-            load = Load(**{name: getattr(draft.load, name) for name in Load.__slots__})
-            left = size
-            for start, num_tokens in chunks:
-                taken = min(left, num_tokens)
-                left -= taken
-                if taken > 1:
-                    self._add_chunk(load, start, taken, on_cpu=False)
-            _, rate = balance.best(load, self._chunks_worth_ms(size, load.prefill_ms), queue)
-            if rates and rate < rates[-1][1]:
-                break  # it rises, then falls
-            rates.append((size, rate))
-            size //= 2
-        enough = max((rate for _, rate in rates), default=0.0) * (1 - PACE_TOLERANCE)
-        return next((size for size, rate in rates if rate >= enough), draft.budget)
+        tokens = self._least_chunk_tokens()
+        num_decodes, num_cpu = len(draft.decodes), len(draft.queue)
+        context_tokens = sum(request.num_tokens for request in draft.queue)
+        missing_ms = (
+            cpu_ms(self._cost, Load(cpu_requests=num_cpu, cpu_context_tokens=context_tokens))
+            - self._cost.linear_ms(num_cpu)
+            - device_attention_ms(self._cost, draft.load)
+        )
+        while tokens < draft.budget and self._cost.linear_ms(num_decodes + tokens) < missing_ms:
+            tokens += SMALLEST_CHUNK_TOKENS
+        return min(tokens, draft.budget)
 
     def _divide(self, draft: _Draft[R]) -> Split:
         """Steps 4 to 6."""
@@ -408,7 +417,7 @@ class Scheduler(Generic[R]):
         return split
 
     def _without(self, draft: _Draft[R], request: R) -> Load:
-        load = Load(**{name: getattr(draft.load, name) for name in Load.__slots__})
+        load = replace(draft.load)
         num_tokens = next(tokens for chunk, tokens in draft.chunks if chunk is request)
         load.tokens -= num_tokens
         load.rows -= num_tokens == request.num_uncomputed_tokens
