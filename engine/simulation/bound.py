@@ -56,7 +56,7 @@ class Bound:
 
         low, high = smallest_cpu_share, largest_cpu_share if self.gpu_tokens else 1.0
         width = (high - low) / STEPS
-        # Over a step of x, what falls with x is taken at its end, what rises at its beginning: never too long.
+        # Over a step of x, what falls with x is taken at its end, what rises at its start: never too long.
         return min(
             at_least(1 - min(low + (step + 1) * width, high), low + step * width) for step in range(STEPS)
         )

@@ -147,9 +147,9 @@ GPUS = {
 }
 
 # AMD EPYC 7002 product brief and NEO, table 1: EPYC 7R32, Zen 2 (2 FMA units of 8 lanes, about 3.0 GHz),
-# eight channels of DDR4-3200 = 204.8 GB/s per socket. A die of 8 cores reads 32 bytes per fabric clock of 1.6 GHz
-# = 51.2 GB/s, so an instance sees one die's share per eight cores. NEO, section 5.5, found the same steps:
-# g5.2xlarge about as fast as g5.4xlarge, then twice, then twice again.
+# eight channels of DDR4-3200 = 204.8 GB/s per socket. A die of 8 cores reads 32 bytes per fabric clock of 1.6
+# GHz = 51.2 GB/s, so an instance sees one die's share per eight cores. NEO, section 5.5, found the same
+# steps: g5.2xlarge about as fast as g5.4xlarge, then twice, then twice again.
 _ZEN2_DIE = 51.2 * GB
 
 
@@ -186,8 +186,8 @@ HOSTS = {
             "ddr5-desktop", 64 * GIB, 89.6 * GB, 8, core_bytes_per_s=35.0 * GB, core_flops=2 * 8 * 2 * 4.8e9
         ),
         # Intel ARK and NEO, table 1: a quarter of two Xeon Platinum 8462Y+ (Sapphire Rapids, eight channels
-        # of DDR5-4800 = 307.2 GB/s per socket, two NUMA nodes each): 16 cores, 153.6 GB/s, 512 GB. One core was
-        # measured to read 12 GB/s.
+        # of DDR5-4800 = 307.2 GB/s per socket, two NUMA nodes each): 16 cores, 153.6 GB/s, 512 GB. One core
+        # was measured to read 12 GB/s.
         HostPreset(
             "hgx-h100-numa-node",
             512 * GIB,
