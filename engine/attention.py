@@ -18,77 +18,93 @@ from torch import Tensor
 from neo_desktop import native
 from neo_desktop.engine.batch import ScheduledSequence, SubBatch
 from neo_desktop.engine.kv_storage import KVPool, KVStorage
+from neo_desktop.engine.placement import Place
+
+Earlier = tuple[Tensor, Tensor]  # K and V of whole blocks, [blocks, kv_heads, block_size, head_dim] each
 
 
 @dataclass(frozen=True, slots=True)
-class _Prefill:
+class Prefill:
     """A prompt chunk: rows of the sub-batch, where its KV lies, and what precedes it."""
 
     rows: slice
     start: int  # tokens in the cache before this chunk
-    context_len: int  # tokens in the cache after it
-    block_table: Tensor  # [blocks] int64 on the pool's device
+    earlier_blocks: Tensor  # [blocks] int64 on the pool's device: where those tokens are
 
 
 @dataclass(frozen=True, slots=True)
-class _PlaceBatch:
-    """The sequences of one sub-batch that live in one place."""
+class PlaceBatch:
+    """The sequences of one sub-batch that live in one place; built once, used by every layer.
+
+    The methods take q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] of the whole sub-batch
+    or of the rows they name; `scale` is the factor on q·k, and with a `window` each token sees only the last
+    `window` tokens, itself included.
+    """
 
     pool: KVPool
-    rows: slice
-    slots: Tensor  # [rows] int64: block * block_size + offset, where each row's K and V go
-    prefills: tuple[_Prefill, ...]
+    prefills: tuple[Prefill, ...]
+    prefill_rows: slice
     decode_rows: slice
+    num_prefill_tokens: int
+    slots: Tensor  # [rows] int64: block * block_size + offset, where each row's K and V go
     block_tables: Tensor  # [decodes, max_blocks] int32, padded with 0
     context_lens: Tensor  # [decodes] int32
 
+    @property
+    def rows(self) -> slice:
+        """All rows: prompts, then decodes."""
+        return slice(self.prefill_rows.start, self.decode_rows.stop)
 
-class AttentionBatch:
-    """The paged attention of one sub-batch; built once, used by every layer."""
+    @property
+    def num_decodes(self) -> int:
+        """Rows of decodes."""
+        return len(self.context_lens)
 
-    def __init__(self, sub_batch: SubBatch, storage: KVStorage) -> None:
-        self._batches: list[_PlaceBatch] = []
-        row = 0
-        for place, group in groupby(sub_batch.sequences, key=lambda sequence: sequence.place):
-            batch = _place_batch(tuple(group), storage[place], row)
-            self._batches.append(batch)
-            row = batch.rows.stop
+    def store_prefills(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store K and V of the prompt chunks' rows."""
+        _write(k, v, *self.pool.layer(layer), self.slots[: self.num_prefill_tokens])
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-    ) -> Tensor:
-        """Store K and V of the new tokens, then attend to the whole context of each.
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, window: int | None
+    ) -> None:
+        """Store K and V of all rows, then attend next to the KV; q, k, v and out are the sub-batch's."""
+        k_cache, v_cache = self.pool.layer(layer)
+        _write(k[self.rows], v[self.rows], k_cache, v_cache, self.slots)
+        for chunk in self.prefills:
+            blocks = chunk.earlier_blocks
+            earlier = (k_cache[blocks], v_cache[blocks]) if chunk.start else None
+            attend_prefill(chunk, q, k, v, earlier, out, scale, window)
+        if self.num_decodes:
+            self._decode(layer, q[self.decode_rows], out[self.decode_rows], scale, window)
 
-        Args:
-            q: [tokens, heads, head_dim]
-            k: [tokens, kv_heads, head_dim]
-            v: [tokens, kv_heads, head_dim]
-            scale: factor on q·k.
-            window: each token sees only the last `window` tokens, itself included; None: all.
+    def attend_decodes(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, window: int | None
+    ) -> None:
+        """Store K and V of the decodes, then attend; q, k, v and out are their rows, next to the KV."""
+        _write(k, v, *self.pool.layer(layer), self.slots[self.num_prefill_tokens :])
+        self._decode(layer, q, out, scale, window)
 
-        Returns:
-            [tokens, heads, head_dim] on q's device.
-        """
-        out = torch.empty_like(q)
-        for batch in self._batches:
-            k_cache, v_cache = batch.pool.layer(layer)
-            _write(k[batch.rows], v[batch.rows], k_cache, v_cache, batch.slots)
-            for prefill in batch.prefills:
-                out[prefill.rows] = _prefill(prefill, q, k, v, k_cache, v_cache, scale, window)
-            if len(batch.context_lens):
-                out[batch.decode_rows] = decode_attention(
-                    q[batch.decode_rows].to(batch.pool.device),
-                    k_cache,
-                    v_cache,
-                    batch.block_tables,
-                    batch.context_lens,
-                    scale,
-                    window,
-                )
-        return out
+    def _decode(self, layer: int, q: Tensor, out: Tensor, scale: float, window: int | None) -> None:
+        decode_attention(q, *self.pool.layer(layer), self.block_tables, self.context_lens, out, scale, window)
 
 
-def _place_batch(sequences: Sequence[ScheduledSequence], pool: KVPool, first_row: int) -> _PlaceBatch:
+def place_batches(sub_batch: SubBatch, storage: KVStorage) -> dict[Place, PlaceBatch]:
+    """Cut a sub-batch by place.
+
+    Raises:
+        ValueError: its order is not the one that plans have.
+    """
+    batches: dict[Place, PlaceBatch] = {}
+    row = 0
+    for place, group in groupby(sub_batch.sequences, key=lambda sequence: sequence.place):
+        if place in batches:
+            raise ValueError("a plan must keep the sequences of a place together")
+        batches[place] = _place_batch(tuple(group), storage[place], row)
+        row = batches[place].rows.stop
+    return batches
+
+
+def _place_batch(sequences: Sequence[ScheduledSequence], pool: KVPool, first_row: int) -> PlaceBatch:
     block_size, device = pool.block_size, pool.device
     ends = list(accumulate((len(sequence.token_ids) for sequence in sequences), initial=first_row))
     slots = [
@@ -99,28 +115,30 @@ def _place_batch(sequences: Sequence[ScheduledSequence], pool: KVPool, first_row
     prefills = []
     for sequence, begin, end in zip(sequences, ends, ends[1:], strict=False):
         if not sequence.is_decode:
-            used = torch.tensor(sequence.block_table[: -(-sequence.context_len // block_size)], device=device)
-            prefills.append(_Prefill(slice(begin, end), sequence.start, sequence.context_len, used))
+            earlier = sequence.block_table[: -(-sequence.start // block_size)]
+            blocks = torch.tensor(earlier, dtype=torch.int64, device=device)
+            prefills.append(Prefill(slice(begin, end), sequence.start, blocks))
 
     decodes = sequences[len(prefills) :]
     if any(not sequence.is_decode for sequence in decodes):
         raise ValueError("a plan must order the prompts of a place before its decodes")
     width = max((len(sequence.block_table) for sequence in decodes), default=0)
     padded = [sequence.block_table + (0,) * (width - len(sequence.block_table)) for sequence in decodes]
-    return _PlaceBatch(
+    first_decode_row = ends[len(prefills)]
+    return PlaceBatch(
         pool=pool,
-        rows=slice(first_row, ends[-1]),
-        slots=torch.tensor(slots, dtype=torch.int64, device=device),
         prefills=tuple(prefills),
-        decode_rows=slice(ends[len(prefills)], ends[-1]),
+        prefill_rows=slice(first_row, first_decode_row),
+        decode_rows=slice(first_decode_row, ends[-1]),
+        num_prefill_tokens=first_decode_row - first_row,
+        slots=torch.tensor(slots, dtype=torch.int64, device=device),
         block_tables=torch.tensor(padded, dtype=torch.int32, device=device).reshape(len(decodes), width),
         context_lens=torch.tensor([s.context_len for s in decodes], dtype=torch.int32, device=device),
     )
 
 
 def _write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Put K and V, [tokens, kv_heads, head_dim], into their slots, wherever the cache is."""
-    k, v = k.to(k_cache.device), v.to(v_cache.device)
+    """Put K and V, [tokens, kv_heads, head_dim], into their slots, on the cache's device."""
     if k_cache.device.type == "cpu":
         native.paged_kv_write(k, v, k_cache, v_cache, slots)
         return
@@ -129,28 +147,30 @@ def _write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
     v_cache[blocks, :, offsets] = v
 
 
-def _prefill(
-    chunk: _Prefill,
+def attend_prefill(
+    chunk: Prefill,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    earlier: Earlier | None,
+    out: Tensor,
     scale: float,
     window: int | None,
-) -> Tensor:
-    """Attend from a prompt chunk to itself and to what precedes it, on q's device."""
-    if chunk.start == 0:  # all there is to see was just computed: no need to read it back
-        keys, values = k[chunk.rows], v[chunk.rows]
-    else:
-        keys = gather(k_cache, chunk.block_table, chunk.context_len).to(q.device, q.dtype)
-        values = gather(v_cache, chunk.block_table, chunk.context_len).to(q.device, q.dtype)
-    return causal_attention(q[chunk.rows], keys, values, scale, window)
+) -> None:
+    """Attend from a prompt chunk to itself and to what precedes it, all of it on q's device.
 
-
-def gather(cache: Tensor, block_table: Tensor, num_tokens: int) -> Tensor:
-    """Bring the first `num_tokens` tokens of one block table together, [num_tokens, kv_heads, head_dim]."""
-    return cache[block_table].transpose(1, 2).flatten(0, 1)[:num_tokens]
+    Args:
+        q: [tokens, heads, head_dim] of the sub-batch; k, v, out likewise.
+        earlier: the blocks that hold the tokens before the chunk (what else they hold is ignored), or None
+            if there are none.
+    """
+    keys, values = k[chunk.rows], v[chunk.rows]
+    if earlier is not None:
+        k_before, v_before = (
+            blocks.transpose(1, 2).flatten(0, 1)[: chunk.start].to(q.dtype) for blocks in earlier
+        )
+        keys, values = torch.cat((k_before, keys)), torch.cat((v_before, values))
+    out[chunk.rows] = causal_attention(q[chunk.rows], keys, values, scale, window)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
@@ -188,9 +208,10 @@ def decode_attention(
     v_cache: Tensor,
     block_tables: Tensor,
     context_lens: Tensor,
+    out: Tensor,
     scale: float,
     window: int | None,
-) -> Tensor:
+) -> None:
     """Attend from one new token per request to its whole context, on the cache's device.
 
     Args:
@@ -199,12 +220,14 @@ def decode_attention(
         v_cache: likewise
         block_tables: [requests, max_blocks] int32
         context_lens: [requests] int32
+        out: [requests, heads, head_dim]
     """
     if k_cache.device.type == "cpu":
-        return native.paged_attention_decode(
-            q, k_cache, v_cache, block_tables, context_lens, scale, window=window or 0
+        native.paged_attention_decode(
+            q, k_cache, v_cache, block_tables, context_lens, scale, out, window=window or 0
         )
-    return gathered_decode_attention(q, k_cache, v_cache, block_tables, context_lens, scale, window)
+    else:
+        out.copy_(gathered_decode_attention(q, k_cache, v_cache, block_tables, context_lens, scale, window))
 
 
 def gathered_decode_attention(

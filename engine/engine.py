@@ -13,10 +13,11 @@ import torch
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.budget import BLOCK_SIZE, pool_blocks
 from neo_desktop.engine.detokenizer import IncrementalText
-from neo_desktop.engine.executor import Executor, ModelExecutor
+from neo_desktop.engine.executor import Executor
 from neo_desktop.engine.kv_cache import KVCache
 from neo_desktop.engine.kv_storage import KVPool, KVStorage
 from neo_desktop.engine.loading import BUILTIN, LoadedModel, Progress, load
+from neo_desktop.engine.pipeline import PipelineExecutor
 from neo_desktop.engine.placement import Place, get_policy
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -139,7 +140,7 @@ class Engine:
             }
         )
         scheduler: Scheduler[Request] = Scheduler(kv_cache, chosen_policy, limits)
-        return cls(loaded, scheduler, kv_cache, ModelExecutor(decoder, storage), policy)
+        return cls(loaded, scheduler, kv_cache, PipelineExecutor(decoder, storage), policy)
 
     @property
     def has_work(self) -> bool:

@@ -1,6 +1,7 @@
 """The memory behind the KV cache: one pair of tensors per place. Knows blocks, not whose they are."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from torch import Tensor
 from neo_desktop import native
 from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.transfer import Carrier
 from neo_desktop.models.config import ModelConfig
 
 
@@ -36,6 +38,22 @@ class KVPool:
         return self.k[index], self.v[index]
 
 
+@dataclass(frozen=True, slots=True)
+class CopyGroup:
+    """Copies that can be carried out at once: all read, then all written."""
+
+    source: KVPool
+    source_blocks: Tensor  # [n] int64 on the source's device
+    target: KVPool
+    target_blocks: Tensor  # [n] int64 on the target's device
+
+    def copy_layer(self, layer: int, carrier: Carrier) -> None:
+        """Carry them out for one layer."""
+        for source, target in zip(self.source.layer(layer), self.target.layer(layer), strict=True):
+            blocks = carrier.blocks(source, self.source_blocks, self.target.device)
+            target.index_copy_(0, self.target_blocks, blocks)
+
+
 class KVStorage:
     """`place -> KVPool`."""
 
@@ -45,13 +63,34 @@ class KVStorage:
     def __getitem__(self, place: Place) -> KVPool:
         return self._pools[place]
 
-    def get(self, place: Place) -> KVPool | None:
-        """Return the pool of a place; None where the policy does not use it."""
-        return self._pools.get(place)
+    def copy_groups(self, copies: Sequence[BlockCopy]) -> list[CopyGroup]:
+        """Cut copies that must be carried out in their order into groups to be carried out in theirs.
 
-    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        """Carry out the copies in their order: a block may be read here and written by a later copy."""
+        A block may be read by one copy and written by a later one: such copies may share a group. Not so
+        those that read or write what an earlier one wrote.
+        """
+        groups: list[list[BlockCopy]] = []
+        written: set[tuple[Place, int]] = set()
         for copy in copies:
-            source, target = self._pools[copy.source], self._pools[copy.target]
-            target.k[:, copy.target_block].copy_(source.k[:, copy.source_block])
-            target.v[:, copy.target_block].copy_(source.v[:, copy.source_block])
+            target = (copy.target, copy.target_block)
+            fits = (
+                groups
+                and (copy.source, copy.target) == (groups[-1][0].source, groups[-1][0].target)
+                and (copy.source, copy.source_block) not in written
+                and target not in written
+            )
+            if not fits:
+                groups.append([])
+                written.clear()
+            groups[-1].append(copy)
+            written.add(target)
+        return [self._group(group) for group in groups]
+
+    def _group(self, copies: Sequence[BlockCopy]) -> CopyGroup:
+        source, target = self._pools[copies[0].source], self._pools[copies[0].target]
+        return CopyGroup(
+            source,
+            torch.tensor([copy.source_block for copy in copies], device=source.device),
+            target,
+            torch.tensor([copy.target_block for copy in copies], device=target.device),
+        )

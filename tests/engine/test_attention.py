@@ -1,15 +1,17 @@
 """Paged attention equals dense attention, wherever the KV lies and however the work is cut."""
 
+import random
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.attention import AttentionBatch, causal_attention, gathered_decode_attention
+from neo_desktop.engine.attention import causal_attention, gathered_decode_attention, place_batches
 from neo_desktop.engine.batch import BlockCopy, ScheduledSequence, SubBatch
 from neo_desktop.engine.kv_storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.transfer import Carrier
 from neo_desktop.models.shapes import shape
 from neo_desktop.native import paged_attention_decode
 
@@ -66,9 +68,11 @@ def test_prompts_in_chunks_and_decodes_in_two_places_equal_dense_attention(windo
                 ScheduledSequence(name, tuple(range(begin, end)), begin, place, tables[name], None)
             )
         sequences.sort(key=lambda s: (s.place, s.is_decode))
-        batch = AttentionBatch(SubBatch(tuple(sequences)), storage)
+        batches = place_batches(SubBatch(tuple(sequences)), storage)
         rows = [torch.cat([x[s.request_id][s.start : s.context_len] for s in sequences]) for x in (q, k, v)]
-        out = batch(1, rows[0], rows[1], rows[2], SCALE, window)
+        out = torch.empty_like(rows[0])
+        for batch in batches.values():
+            batch.attend(1, rows[0], rows[1], rows[2], out, SCALE, window)
         row = 0
         for s in sequences:
             expected = dense(
@@ -110,16 +114,44 @@ def test_causal_attention_equals_dense(num_queries: int, num_keys: int, window: 
     torch.testing.assert_close(out.double(), dense(q, k, v, window), atol=1e-5, rtol=1e-4)
 
 
-def test_block_copies_are_carried_out_in_their_order() -> None:
-    """A block given up by one move may be the target of the next."""
-    storage = make_storage(3)
-    for place, base in ((Place.DEVICE, 0.0), (Place.HOST, 10.0)):
-        for block in range(3):
-            storage[place].k[:, block] = base + block
-            storage[place].v[:, block] = -(base + block)
-    storage.copy_blocks(
-        [BlockCopy(Place.DEVICE, 1, Place.HOST, 2), BlockCopy(Place.HOST, 0, Place.DEVICE, 1)]
-    )
-    assert (storage[Place.HOST].k[:, 2] == 1).all()
-    assert (storage[Place.HOST].v[:, 2] == -1).all()
-    assert (storage[Place.DEVICE].k[:, 1] == 10).all()
+@pytest.mark.parametrize("seed", range(20))
+def test_block_copies_are_carried_out_in_their_order(seed: int) -> None:
+    """A block given up by one move may be the target of the next, and so on."""
+    rng = random.Random(seed)
+    storage = make_storage(4)
+    expected = {}
+    for place in Place:
+        for block in range(4):
+            value = float(len(expected))
+            expected[place, block] = value
+            storage[place].k[:, block] = value
+            storage[place].v[:, block] = -value
+    blocks = list(expected)
+    copies = []
+    for _ in range(rng.randint(0, 12)):
+        source, target = rng.choice(blocks), rng.choice(blocks)
+        copies.append(BlockCopy(*source, *target))
+        expected[target] = expected[source]
+    groups = storage.copy_groups(copies)
+    carrier = Carrier(torch.device("cpu"))
+    for layer in (0, 2):
+        for group in groups:
+            group.copy_layer(layer, carrier)
+        for (place, block), value in expected.items():
+            assert (storage[place].k[layer, block] == value).all()
+            assert (storage[place].v[layer, block] == -value).all()
+
+
+def test_a_move_of_many_blocks_is_one_group() -> None:
+    storage = make_storage(8)
+    swapped = [BlockCopy(Place.DEVICE, block, Place.HOST, 7 - block) for block in range(8)]
+    assert len(storage.copy_groups(swapped)) == 1
+
+
+def test_a_place_torn_apart_is_refused() -> None:
+    def decode(name: str, place: Place) -> ScheduledSequence:
+        return ScheduledSequence(name, (1,), 0, place, (0,), None)
+
+    torn = SubBatch((decode("a", Place.DEVICE), decode("b", Place.HOST), decode("c", Place.DEVICE)))
+    with pytest.raises(ValueError, match="keep the sequences of a place together"):
+        place_batches(torn, make_storage(1))

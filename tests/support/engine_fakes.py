@@ -83,6 +83,9 @@ class FakeExecutor:
                 sampled[sequence.request_id] = SampledToken(next_token(context))
         return IterationResult(sampled, {})
 
+    def close(self) -> None:
+        pass
+
 
 def reference_output(request: Request, num_tokens: int) -> list[int]:
     """What the fake model gives for a prompt on its own."""

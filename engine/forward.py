@@ -1,0 +1,237 @@
+"""One sub-batch's way through the layers; `pipeline` draws how two of them overlap."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.attention import Earlier, PlaceBatch, attend_prefill, place_batches
+from neo_desktop.engine.batch import SubBatch
+from neo_desktop.engine.kv_storage import KVStorage
+from neo_desktop.engine.lanes import Lanes, Signal
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.timeline import Stage
+from neo_desktop.engine.transfer import Carrier, HostBuffer
+from neo_desktop.models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class HandOff:
+    """Buffers in host memory for what crosses over in one layer of one sub-batch."""
+
+    inputs: HostBuffer  # q, k and v
+    outputs: HostBuffer  # attention outputs
+
+
+@dataclass(slots=True)
+class _Attention:
+    """One layer's attention of a sub-batch, under way; k and v are [tokens, kv_heads, head_dim]."""
+
+    layer: int
+    q: Tensor  # [tokens, heads, head_dim]
+    k: Tensor
+    v: Tensor
+    out: Tensor  # as q
+    on_cpu: Signal | None = None  # the end of the CPU's part, if there is one
+
+
+class ForwardPass:
+    """One sub-batch on its way through the layers.
+
+    Args:
+        index: of the sub-batch.
+        hand_off: buffers that nobody uses.
+        carrier: of the swap lane.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        sub_batch: SubBatch,
+        model: Decoder,
+        storage: KVStorage,
+        lanes: Lanes,
+        hand_off: HandOff,
+        carrier: Carrier,
+    ) -> None:
+        self._index = index
+        self._num_tokens = sub_batch.num_tokens
+        self._model = model
+        self._lanes = lanes
+        self._carrier = carrier
+        self.cpu_attention_ns = 0
+
+        batches = place_batches(sub_batch, storage)
+        self._on_device = batches.get(Place.DEVICE)
+        self._on_host = batches.get(Place.HOST)
+        self._num_cpu_decodes = 0 if self._on_host is None else self._on_host.num_decodes
+
+        sequences = sub_batch.sequences
+        ends = accumulate(len(sequence.token_ids) for sequence in sequences)
+        self._sampled_rows = [
+            end - 1 for sequence, end in zip(sequences, ends, strict=True) if sequence.sampling is not None
+        ]
+        token_ids = [token_id for s in sequences for token_id in s.token_ids]
+        positions = [position for s in sequences for position in range(s.start, s.context_len)]
+        self._hidden = model.embed(torch.tensor(token_ids, device=model.device))
+        self._rotation = model.rotary(torch.tensor(positions, device=model.device))
+        self._attention: _Attention | None = None  # of the layer reached
+        self._stored: list[Signal] = []  # by layer, where there are prompts in host memory
+
+        config = model.config
+        shape = (self._num_cpu_decodes, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        self._inputs = hand_off.inputs.view(shape, model.dtype)
+        shape = (self._num_cpu_decodes, config.num_heads, config.head_dim)
+        self._outputs = hand_off.outputs.view(shape, model.dtype)
+
+        # Two buffers: one is read by the attention of a layer while the other is filled for the next.
+        self._earlier = [self._earlier_buffers() for _ in range(2)]
+        self._fetched: list[Signal | None] = [None, None]  # by buffer
+        self._earlier_read = lanes.device.mark()
+
+    def fetch_earlier(self, layer: int) -> None:
+        """Start bringing what precedes the chunks in host memory to the device."""
+        if self._on_host is None or not (tokens := sum(chunk.start for chunk in self._on_host.prefills)):
+            return
+        self._fetched[layer % 2] = self._lanes.swap.submit(
+            self._stage("fetch earlier KV", layer, tokens),
+            partial(self._fetch, layer, self._on_host),
+            (self._earlier_read,),
+        )
+
+    def step(self, layer: int, window: int | None, copied: Sequence[Signal]) -> None:
+        """Go from the attention of the layer before to that of this one.
+
+        Args:
+            window: tokens that each token sees, itself included; None: all before it.
+            copied: signals to wait for before KV of this layer is stored or read.
+        """
+        attention = self._linear(layer)
+        host = self._on_host
+        if host is not None and host.num_decodes:
+            self._hand_over(attention, host, window, copied)
+        if host is not None and host.prefills:
+            self._start_storing(attention, host, copied)
+        if self._on_device is not None or (host is not None and host.prefills):
+            self._attend_on_device(attention, window, copied)
+        self._attention = attention
+
+    def finish(self) -> Tensor:
+        """Return the last hidden states [rows, hidden] of the sequences that are to be sampled, in order."""
+        rows = torch.tensor(self._sampled_rows, dtype=torch.int64, device=self._hidden.device)
+        attention = self._collect()
+        if attention is None:
+            return self._hidden[rows]
+        with self._lanes.device.span(self._stage("linear", attention.layer + 1, len(rows))):
+            return self._model.post_attention(attention.layer, self._hidden[rows], attention.out[rows])
+
+    def _linear(self, layer: int) -> _Attention:
+        """Compute the linear stages between two layers' attention."""
+        model, before = self._model, self._collect()
+        with self._lanes.device.span(self._stage("linear", layer, self._num_tokens)):
+            if before is not None:
+                self._hidden = model.post_attention(before.layer, self._hidden, before.out)
+            q, k, v = model.pre_attention(layer, self._hidden, self._rotation)
+            # Made here, not later: then nothing that is still to run before the hand-over's signal can be
+            # using this memory when the CPU's part arrives in it.
+            return _Attention(layer, q, k, v, torch.empty(q.shape, dtype=q.dtype, device=q.device))
+
+    def _hand_over(
+        self, attention: _Attention, host: PlaceBatch, window: int | None, copied: Sequence[Signal]
+    ) -> None:
+        """Bring q, k and v of the decodes in host memory there, and attend."""
+        lanes, rows = self._lanes, host.decode_rows
+        there = lanes.to_host.submit(
+            self._stage("q, k, v", attention.layer, host.num_decodes),
+            partial(self._send, attention.q[rows], attention.k[rows], attention.v[rows]),
+            (lanes.device.mark(),),
+        )
+        attention.on_cpu = lanes.cpu.submit(
+            self._stage("CPU attention", attention.layer, host.num_decodes),
+            partial(self._attend_on_cpu, attention.layer, host, window),
+            (there, *copied),
+        )
+
+    def _start_storing(self, attention: _Attention, host: PlaceBatch, copied: Sequence[Signal]) -> None:
+        """Store K and V of the prompts in host memory there."""
+        if attention.layer >= 2:
+            self._stored[attention.layer - 2].wait()
+        rows = host.prefill_rows
+        stored = self._lanes.swap.submit(
+            self._stage("store prompts' KV", attention.layer, host.num_prefill_tokens),
+            partial(self._store, attention.layer, host, attention.k[rows], attention.v[rows]),
+            (self._lanes.device.mark(), *copied),
+        )
+        self._stored.append(stored)
+
+    def _attend_on_device(self, attention: _Attention, window: int | None, copied: Sequence[Signal]) -> None:
+        layer, device, host = attention.layer, self._lanes.device, self._on_host
+        q, k, v, out = attention.q, attention.k, attention.v, attention.out
+        scale = self._model.config.attention_scale
+        fetched = self._fetched[layer % 2]
+        device.wait(*copied, *(() if fetched is None else (fetched,)))
+        with device.span(self._stage("attention", layer, self._num_tokens - self._num_cpu_decodes)):
+            if self._on_device is not None:
+                self._on_device.attend(layer, q, k, v, out, scale, window)
+            if host is not None:
+                for chunk, earlier in zip(host.prefills, self._earlier[layer % 2], strict=True):
+                    attend_prefill(chunk, q, k, v, earlier, out, scale, window)
+        if fetched is not None:
+            self._earlier_read = device.mark()
+
+    def _collect(self) -> _Attention | None:
+        """Let the device wait for the rest of the attention under way, and return it."""
+        attention, host = self._attention, self._on_host
+        if attention is not None and attention.on_cpu is not None and host is not None:
+            arrived = self._lanes.to_device.submit(
+                self._stage("o", attention.layer, host.num_decodes),
+                partial(attention.out[host.decode_rows].copy_, self._outputs, non_blocking=True),
+                (attention.on_cpu,),
+            )
+            self._lanes.device.wait(arrived)
+        return attention
+
+    # What the other lanes run.
+
+    def _send(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self._inputs.copy_(torch.cat((q, k, v), dim=1), non_blocking=True)
+
+    def _attend_on_cpu(self, layer: int, host: PlaceBatch, window: int | None) -> None:
+        started_ns = time.perf_counter_ns()
+        config = self._model.config
+        k_head, v_head = config.num_heads, config.num_heads + config.num_kv_heads
+        q, k, v = self._inputs[:, :k_head], self._inputs[:, k_head:v_head], self._inputs[:, v_head:]
+        host.attend_decodes(layer, q, k, v, self._outputs, config.attention_scale, window)
+        self.cpu_attention_ns += time.perf_counter_ns() - started_ns
+
+    def _store(self, layer: int, host: PlaceBatch, k: Tensor, v: Tensor) -> None:
+        there, num_kv_heads = self._carrier.to_host(torch.cat((k, v), dim=1)), k.shape[1]
+        host.store_prefills(layer, there[:, :num_kv_heads], there[:, num_kv_heads:])
+
+    def _fetch(self, layer: int, host: PlaceBatch) -> None:
+        for chunk, earlier in zip(host.prefills, self._earlier[layer % 2], strict=True):
+            if earlier is not None:
+                for cache, buffer in zip(host.pool.layer(layer), earlier, strict=True):
+                    buffer.copy_(self._carrier.blocks(cache, chunk.earlier_blocks, buffer.device))
+
+    def _earlier_buffers(self) -> list[Earlier | None]:
+        """Make room on the device for one layer of what precedes each chunk in host memory."""
+        if self._on_host is None:
+            return []
+        cache, _ = self._on_host.pool.layer(0)
+
+        def room(num_blocks: int) -> Tensor:
+            shape = (num_blocks, *cache.shape[1:])
+            return torch.empty(shape, dtype=cache.dtype, device=self._model.device)
+
+        return [
+            (room(len(chunk.earlier_blocks)), room(len(chunk.earlier_blocks))) if chunk.start else None
+            for chunk in self._on_host.prefills
+        ]
+
+    def _stage(self, name: str, layer: int, tokens: int) -> Stage:
+        return Stage(name, layer, self._index, tokens)

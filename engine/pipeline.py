@@ -1,0 +1,195 @@
+"""Carries out plans: two sub-batches whose GPU and CPU work overlap (NEO, sections 3.1 and 3.3).
+
+Time runs to the right; `i,l` is sub-batch i in layer l. Between the linear stages of two layers a sub-batch
+needs its attention: that of decodes whose KV is in host memory is computed there, by the CPU, while the
+device works for the other sub-batch.
+
+    device    |linear 0,l|attention 0,l|linear 1,l|attention 1,l|linear 0,l+1|attention 0,l+1|linear 1,l+1|..
+    to-host              |qkv 0,l|                |qkv 1,l|                  |qkv 0,l+1|
+    cpu                          |CPU attention 0,l |    |CPU attention 1,l          |CPU attention 0,l+1 |..
+    to-device                                       |o 0,l|                          |o 1,l|
+    swap      |copies of layer l+1, earlier KV of l+1|prompts' KV of l out|copies of layer l+2, ..
+
+`linear i,l+1` waits for `o i,l`: the second half of layer l and the first of layer l+1, as one stage. With
+one sub-batch its CPU attention runs beside its own attention on the device, and the linear stages wait for
+both. Without KV in host memory and without copies only `device` is used, and no other thread wakes.
+
+Prompts are always attended to on the device. Those whose KV lives in host memory have it stored there layer
+by layer, behind the computation of later layers; what precedes such a chunk is fetched one layer ahead.
+
+Who waits for whom, besides the chain linear → to-host → cpu → to-device → linear of a sub-batch:
+
+- whatever computes or stores in layer l: the copies of layer l. They run one layer ahead, in the plan's
+  order, so a block that a move gives up can be given to somebody else in the same iteration;
+- attention of a chunk in layer l: the earlier KV of layer l;
+- fetching the earlier KV of layer l: the attention of layer l - 2, which reads the same one of two buffers;
+- storing the prompts' KV of layer l: the storing of layer l - 2, so that tensors do not pile up.
+
+Each sub-batch has one set of buffers for q, k, v and o, used by all layers: the chain orders all its uses.
+Tensors that another lane reads are referred to until the signal of that lane has come: torch's allocator
+does not know of uses on other streams.
+"""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from neo_desktop.engine.batch import (
+    DeviceMemoryError,
+    IterationPlan,
+    IterationResult,
+    IterationTiming,
+)
+from neo_desktop.engine.forward import ForwardPass, HandOff
+from neo_desktop.engine.kv_storage import CopyGroup, KVStorage
+from neo_desktop.engine.lanes import Lanes, Signal
+from neo_desktop.engine.sampler import sample
+from neo_desktop.engine.timeline import Stage, Timeline
+from neo_desktop.engine.transfer import Carrier, HostBuffer
+from neo_desktop.models.decoder import Decoder
+
+NO_SUB_BATCH = -1
+
+
+class PipelineExecutor:
+    """Runs plans on a model's device and the CPU beside it.
+
+    `execute` is called by one thread, `close` by any.
+
+    Args:
+        model: gives the linear stages.
+        storage: holds the KV.
+        timeline: records what every lane does.
+        lanes: for tests; None: those that fit the model's device.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        storage: KVStorage,
+        timeline: Timeline | None = None,
+        *,
+        lanes: Lanes | None = None,
+    ) -> None:
+        self._model = model
+        self._storage = storage
+        self._timeline = timeline
+        self._lanes = lanes or Lanes.for_device(model.device, timeline)
+        self._carrier = Carrier(model.device)
+        self._hand_offs = tuple(HandOff(HostBuffer(model.device), HostBuffer(model.device)) for _ in range(2))
+        self._is_closed = False
+
+    @torch.inference_mode()
+    def execute(self, plan: IterationPlan) -> IterationResult:
+        """Carry out one iteration.
+
+        When this raises, nothing of the iteration is still under way, and the next one can be executed.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory for this plan now.
+            RuntimeError: the executor is closed, before or meanwhile.
+        """
+        if self._is_closed:
+            raise RuntimeError("the executor is closed")
+        completed = False
+        if self._timeline is not None:
+            self._timeline.begin_iteration(self._model.device)
+        try:
+            result = self._run(plan)
+            completed = True
+            return result
+        except torch.OutOfMemoryError as error:
+            reason = str(error)
+        except Exception as error:
+            if self._is_closed:
+                raise RuntimeError("the executor was closed in the middle of an iteration") from error
+            raise
+        finally:
+            if not completed:
+                self._lanes.abandon()
+            if self._timeline is not None:
+                self._timeline.end_iteration(completed)
+        # Here the frames of the attempt are gone, and with them its tensors.
+        torch.cuda.empty_cache()
+        raise DeviceMemoryError(reason)
+
+    def close(self) -> None:
+        """End all threads, also in the middle of an iteration, and write the timeline if it has a file."""
+        self._is_closed = True
+        self._lanes.close()
+        if self._timeline is not None:
+            self._timeline.close()
+
+    def _run(self, plan: IterationPlan) -> IterationResult:
+        started_ns = time.perf_counter_ns()
+        model, lanes = self._model, self._lanes
+        passes = [
+            ForwardPass(index, sub_batch, model, self._storage, lanes, hand_off, self._carrier)
+            for index, (sub_batch, hand_off) in enumerate(
+                zip(plan.sub_batches, self._hand_offs, strict=False)
+            )
+            if sub_batch.sequences
+        ]
+        copies = _Copies(self._storage.copy_groups(plan.copies), lanes, self._carrier)
+        set_up = lanes.device.mark()
+
+        def fetch(layer: int) -> None:
+            copies.submit(layer, set_up)
+            for sub_batch in passes:
+                sub_batch.fetch_earlier(layer)
+
+        num_layers = model.config.num_layers
+        fetch(0)
+        for layer, window in enumerate(model.config.layer_windows):
+            if layer + 1 < num_layers:
+                fetch(layer + 1)
+            for sub_batch in passes:
+                sub_batch.step(layer, window, copies.done[layer])
+
+        sampling = [(s.request_id, s.sampling) for s in plan.sequences if s.sampling is not None]
+        tokens = []
+        if sampling:
+            last = torch.cat([sub_batch.finish() for sub_batch in passes])
+            with lanes.device.span(Stage("sample", num_layers, NO_SUB_BATCH, len(sampling))):
+                tokens = sample(model.logits(last), [item for _, item in sampling])
+        lanes.join()
+
+        by_request = {request_id: token for (request_id, _), token in zip(sampling, tokens, strict=True)}
+        return IterationResult(
+            sampled={request_id: token for request_id, token in by_request.items() if token is not None},
+            failed={
+                request_id: "the model's output is not finite: its weights may be damaged, or the numbers "
+                f"exceed {model.dtype}; try another dtype"
+                for request_id, token in by_request.items()
+                if token is None
+            },
+            timing=IterationTiming(
+                total_ms=(time.perf_counter_ns() - started_ns) / 1e6,
+                cpu_attention_ms=sum(sub_batch.cpu_attention_ns for sub_batch in passes) / 1e6,
+            ),
+        )
+
+
+class _Copies:
+    """The block copies of an iteration, layer by layer."""
+
+    def __init__(self, groups: Sequence[CopyGroup], lanes: Lanes, carrier: Carrier) -> None:
+        self._groups = groups
+        self._lanes = lanes
+        self._carrier = carrier
+        self._num_tokens = sum(len(group.source_blocks) * group.source.block_size for group in groups)
+        self.done: list[tuple[Signal, ...]] = []  # by layer: what to wait for
+
+    def submit(self, layer: int, set_up: Signal) -> None:
+        """Start a layer's copies."""
+        if not self._groups:
+            self.done.append(())
+            return
+        stage = Stage("copy blocks", layer, NO_SUB_BATCH, self._num_tokens)
+        self.done.append((self._lanes.swap.submit(stage, partial(self._copy, layer), (set_up,)),))
+
+    def _copy(self, layer: int) -> None:
+        for group in self._groups:
+            group.copy_layer(layer, self._carrier)

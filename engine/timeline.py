@@ -1,0 +1,230 @@
+"""Who was busy when: spans of every lane, for people (Chrome's trace viewer) and for measurements."""
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+MAX_SPANS = 200_000  # some 50 MB of memory and as much of JSON
+
+
+class Stage(NamedTuple):
+    """A piece of work of one lane."""
+
+    name: str
+    layer: int
+    sub_batch: int  # -1: of no sub-batch
+    tokens: int  # rows, or tokens of the blocks that are copied
+
+
+class Span(NamedTuple):
+    """When a lane was busy with a stage; times are those of `time.perf_counter_ns`."""
+
+    lane: str
+    stage: Stage
+    iteration: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedEvents:
+    """A span on a CUDA stream whose times are not known yet."""
+
+    lane: str
+    stage: Stage
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+def timed_event() -> torch.cuda.Event:
+    """Make a CUDA event whose time can be read."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class Timeline:
+    """Records spans; the newest `max_spans` of them are kept.
+
+    Recording takes one list append: `add` may be called from any thread, everything else by the thread that
+    runs the iterations.
+
+    Args:
+        path: where `close` writes the trace; an empty one is written at once, so that a path that cannot be
+            written to is known before the work begins.
+        max_spans: what is kept.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
+
+    def __init__(self, path: str | Path | None = None, max_spans: int = MAX_SPANS) -> None:
+        self._path = None if path is None else Path(path)
+        self._spans: deque[Span] = deque(maxlen=max_spans)
+        self._num_recorded = 0
+        self._new: list[tuple[str, Stage, int, int]] = []  # of this iteration
+        self._new_events: list[_TimedEvents] = []
+        self._iteration = 0
+        self._origin_ns = time.perf_counter_ns()
+        self._anchor: tuple[torch.cuda.Event, int] | None = None
+        if self._path is not None:
+            self.write_chrome_trace(self._path)
+
+    @property
+    def spans(self) -> list[Span]:
+        """The spans of all iterations that have ended, in the order of their start within each."""
+        return list(self._spans)
+
+    @property
+    def num_dropped_spans(self) -> int:
+        """Spans that had to make room for newer ones."""
+        return self._num_recorded - len(self._spans)
+
+    def begin_iteration(self, device: torch.device) -> None:
+        """Start an iteration; on a CUDA device nothing may be under way."""
+        if device.type == "cuda":
+            # The device is idle: it reaches this event now, which ties its clock to ours.
+            event = timed_event()
+            event.record()
+            self._anchor = event, time.perf_counter_ns()
+
+    def add(self, lane: str, stage: Stage, start_ns: int, end_ns: int) -> None:
+        """Record a span of the running iteration."""
+        self._new.append((lane, stage, start_ns, end_ns))
+
+    def add_events(self, lane: str, stage: Stage, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        """Record a span between two timed CUDA events; their times are read when the iteration ends."""
+        self._new_events.append(_TimedEvents(lane, stage, start, end))
+
+    def end_iteration(self, completed: bool = True) -> None:
+        """Take in the iteration's spans; all its work has ended. Events of a failed one cannot be read."""
+        new, events = self._new, self._new_events
+        self._new, self._new_events = [], []
+        if completed and self._anchor is not None:
+            anchor, anchor_ns = self._anchor
+            for pair in events:
+                start_ns = anchor_ns + round(anchor.elapsed_time(pair.start) * 1e6)
+                end_ns = anchor_ns + round(anchor.elapsed_time(pair.end) * 1e6)
+                new.append((pair.lane, pair.stage, start_ns, end_ns))
+        new.sort(key=lambda span: span[2])
+        self._spans.extend(
+            Span(lane, stage, self._iteration, start_ns, end_ns) for lane, stage, start_ns, end_ns in new
+        )
+        self._num_recorded += len(new)
+        self._iteration += 1
+
+    def write_chrome_trace(self, path: str | Path) -> None:
+        """Write all spans in Chrome's trace-event format (chrome://tracing, ui.perfetto.dev).
+
+        Times are microseconds since the timeline was made. The file is replaced as a whole: whoever reads it
+        never sees half of it.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        spans = self.spans
+        tracks = {lane: number for number, lane in enumerate(dict.fromkeys(span.lane for span in spans))}
+        events: list[dict[str, object]] = [
+            {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "neo-desktop"}}
+        ]
+        for lane, number in tracks.items():
+            track = {"ph": "M", "pid": 1, "tid": number}
+            events.append(track | {"name": "thread_name", "args": {"name": lane}})
+            events.append(track | {"name": "thread_sort_index", "args": {"sort_index": number}})
+        for span in spans:
+            stage = span.stage
+            events.append(
+                {
+                    "ph": "X",
+                    "name": stage.name if stage.sub_batch < 0 else f"{stage.name} {stage.sub_batch}",
+                    "cat": span.lane,
+                    "pid": 1,
+                    "tid": tracks[span.lane],
+                    "ts": (span.start_ns - self._origin_ns) / 1000,
+                    "dur": (span.end_ns - span.start_ns) / 1000,
+                    "args": {
+                        "iteration": span.iteration,
+                        "layer": stage.layer,
+                        "sub_batch": stage.sub_batch,
+                        "tokens": stage.tokens,
+                    },
+                }
+            )
+        trace = {
+            "displayTimeUnit": "ms",
+            "otherData": {
+                "iterations": self._iteration,
+                "dropped_spans": self.num_dropped_spans,
+                "note": "dropped_spans counts the oldest spans, which had to make room",
+            },
+            "traceEvents": events,
+        }
+        path = Path(path)
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_text(json.dumps(trace))
+        os.replace(partial, path)
+
+    def close(self) -> None:
+        """Write the trace, if a path was given."""
+        if self._path is not None:
+            self.write_chrome_trace(self._path)
+
+
+def busy_ns(spans: Iterable[Span], lane: str) -> int:
+    """Nanoseconds in which a lane was busy; what overlaps within the lane counts once."""
+    return sum(end - start for start, end in _busy_intervals(spans, lane))
+
+
+def busy_shares(spans: Iterable[Span]) -> dict[str, float]:
+    """Return `lane -> share of the time in which it was busy`, between the first start and the last end."""
+    spans = list(spans)
+    if not spans:
+        return {}
+    period_ns = max(span.end_ns for span in spans) - min(span.start_ns for span in spans)
+    lanes = dict.fromkeys(span.lane for span in spans)
+    return {lane: busy_ns(spans, lane) / max(period_ns, 1) for lane in lanes}
+
+
+def overlap_ns(spans: Iterable[Span], first: str, second: str) -> int:
+    """Nanoseconds in which both lanes were busy."""
+    spans = list(spans)
+    ends = sorted({end for lane in (first, second) for one in _busy_intervals(spans, lane) for end in one})
+    firsts, seconds = (_Cover(_busy_intervals(spans, lane)) for lane in (first, second))
+    return sum(end - start for start, end in pairwise(ends) if start in firsts and start in seconds)
+
+
+class _Cover:
+    """Whether a time lies in one of the intervals, asked for rising times."""
+
+    def __init__(self, intervals: Iterator[tuple[int, int]]) -> None:
+        self._intervals = intervals
+        self._start, self._end = next(intervals, (0, 0))
+
+    def __contains__(self, time_ns: int) -> bool:
+        while self._end <= time_ns:
+            following = next(self._intervals, None)
+            if following is None:
+                return False
+            self._start, self._end = following
+        return self._start <= time_ns
+
+
+def _busy_intervals(spans: Iterable[Span], lane: str) -> Iterator[tuple[int, int]]:
+    """Yield the union of a lane's spans as intervals that do not touch, in rising order."""
+    begin = end = None
+    for start_ns, end_ns in sorted((span.start_ns, span.end_ns) for span in spans if span.lane == lane):
+        if begin is None or end is None:
+            begin, end = start_ns, end_ns
+        elif start_ns <= end:
+            end = max(end, end_ns)
+        else:
+            yield begin, end
+            begin, end = start_ns, end_ns
+    if begin is not None and end is not None:
+        yield begin, end

@@ -1,0 +1,223 @@
+"""Random iterations over a tiny model, and what they must give: dense attention over the whole context."""
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.batch import (
+    BlockCopy,
+    IterationPlan,
+    IterationResult,
+    SamplingInput,
+    ScheduledSequence,
+    SubBatch,
+)
+from neo_desktop.engine.kv_storage import KVPool, KVStorage
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.registry import random_model
+from neo_desktop.models.shapes import shape
+
+BLOCK_SIZE = 8
+NUM_LAYERS = 4
+PARAMS = SamplingParams(temperature=0.0, logprobs=3)
+
+
+def tiny_config(windows: tuple[int | None, ...] = (None, 11, None, 3)) -> ModelConfig:
+    """Grouped-query attention, and a sliding window in some layers."""
+    return replace(shape("tiny"), num_layers=len(windows), layer_windows=windows)
+
+
+def tiny_model(
+    windows: tuple[int | None, ...] = (None, 11, None, 3), device: str = "cpu", seed: int = 0
+) -> Decoder:
+    model = random_model(tiny_config(windows), dtype=torch.float32, device=torch.device("cpu"), seed=seed)
+    for layer in model.layers:  # wide enough that attention decides which token comes next
+        for weight in (layer.qkv, layer.output, layer.gate_up, layer.down):
+            weight.mul_(8.0)
+    if device == "cpu":
+        return model
+    there = Decoder(model.config, dtype=torch.float32, device=torch.device(device))
+    there.embedding.copy_(model.embedding)
+    there.lm_head.copy_(model.lm_head)
+    there.final_norm.copy_(model.final_norm)
+    for target, source in zip(there.layers, model.layers, strict=True):
+        for name in ("input_norm", "qkv", "output", "post_attention_norm", "gate_up", "down"):
+            getattr(target, name).copy_(getattr(source, name))
+    return there
+
+
+def make_storage(model: Decoder, num_blocks: Mapping[Place, int]) -> KVStorage:
+    """Pools full of NaN: whatever is read before it was written shows."""
+    devices = {Place.DEVICE: model.device, Place.HOST: torch.device("cpu")}
+    pools = {
+        place: KVPool(model.config, count, BLOCK_SIZE, model.dtype, devices[place])
+        for place, count in num_blocks.items()
+    }
+    for pool in pools.values():
+        pool.k.fill_(torch.nan)
+        pool.v.fill_(torch.nan)
+    return KVStorage(pools)
+
+
+def sampling_input(position: int) -> SamplingInput:
+    return SamplingInput(PARAMS, 0, 0, position, (), ())
+
+
+@torch.inference_mode()
+def reference_logprobs(model: Decoder, token_ids: list[int]) -> Tensor:
+    """Log-probabilities of what follows, without a KV cache, a batch or a kernel."""
+    config = model.config
+    hidden = model.embed(torch.tensor(token_ids, device=model.device))
+    positions = torch.arange(len(token_ids), device=model.device)
+    rotation = model.rotary(positions)
+    distance = positions.unsqueeze(1) - positions.unsqueeze(0)
+    for layer, window in enumerate(config.layer_windows):
+        q, k, v = model.pre_attention(layer, hidden, rotation)
+        k, v = (x.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()) * config.attention_scale
+        unseen = (distance < 0) | (distance >= (window or len(token_ids)))
+        weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+        out = torch.einsum("hqk,khd->qhd", weights, v.double()).to(hidden.dtype)
+        hidden = model.post_attention(layer, hidden, out)
+    return model.logits(hidden[-1:])[0].log_softmax(-1)
+
+
+@dataclass
+class _Request:
+    name: str
+    token_ids: list[int]
+    place: Place
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class RandomIterations:
+    """Requests that come, are computed in chunks of any size, move between places and go, at random.
+
+    There are few blocks, and the one given up last is taken first: within one iteration a block is given up
+    by a move and taken by another move, by a prompt or by a decode.
+    """
+
+    def __init__(self, seed: int, num_blocks: int = 24, places: tuple[Place, ...] = tuple(Place)) -> None:
+        self._rng = random.Random(seed)
+        self._places = places
+        self._free = {place: list(range(num_blocks)) for place in places}
+        for blocks in self._free.values():
+            self._rng.shuffle(blocks)
+        self._requests: list[_Request] = []
+        self._num_made = 0
+
+    def plans(self, count: int) -> Iterator[tuple[IterationPlan, dict[str, list[int]]]]:
+        """Yield plans, each with the whole context of each of its sequences."""
+        for _ in range(count):
+            self._leave()
+            copies = self._move()
+            self._join()
+            sequences = [s for request in self._requests if (s := self._schedule(request)) is not None]
+            if not sequences:
+                continue
+            yield (
+                IterationPlan(self._split(sequences), tuple(copies)),
+                {
+                    request.name: request.token_ids[: s.context_len]
+                    for s in sequences
+                    for request in self._requests
+                    if request.name == s.request_id
+                },
+            )
+
+    def take_in(self, result: IterationResult) -> None:
+        """Append the sampled tokens where a request has no more of its own."""
+        for request in self._requests:
+            if request.num_computed == len(request.token_ids) and request.name in result.sampled:
+                request.token_ids.append(result.sampled[request.name].token_id)
+
+    def _leave(self) -> None:
+        for request in list(self._requests):
+            if len(request.token_ids) > 60 or self._rng.random() < 0.1:
+                self._requests.remove(request)
+                self._give_up(request)
+
+    def _give_up(self, request: _Request) -> None:
+        self._rng.shuffle(request.blocks)
+        self._free[request.place].extend(request.blocks)
+        request.blocks = []
+
+    def _move(self) -> list[BlockCopy]:
+        copies = []
+        for request in self._rng.sample(self._requests, len(self._requests)):
+            place = self._rng.choice(self._places)
+            if place is request.place or self._rng.random() < 0.5:
+                continue
+            if len(self._free[place]) < len(request.blocks):
+                continue
+            taken = [self._free[place].pop() for _ in request.blocks]
+            copies += [
+                BlockCopy(request.place, old, place, new)
+                for old, new in zip(request.blocks, taken, strict=True)
+            ]
+            self._give_up(request)
+            request.place, request.blocks = place, taken
+        return copies
+
+    def _join(self) -> None:
+        while len(self._requests) < 6 and self._rng.random() < 0.8:
+            self._num_made += 1
+            tokens = [self._rng.randrange(257) for _ in range(self._rng.randint(1, 40))]
+            self._requests.append(
+                _Request(f"request {self._num_made}", tokens, self._rng.choice(self._places))
+            )
+
+    def _schedule(self, request: _Request) -> ScheduledSequence | None:
+        rest = len(request.token_ids) - request.num_computed
+        count = self._rng.choice((rest, self._rng.randint(0, rest)))
+        context_len = request.num_computed + count
+        free = self._free[request.place]
+        needed = -(-context_len // BLOCK_SIZE) - len(request.blocks)
+        if count == 0 or needed > len(free):
+            return None
+        request.blocks += [free.pop() for _ in range(needed)]
+        start, request.num_computed = request.num_computed, context_len
+        is_sampled = context_len == len(request.token_ids) or self._rng.random() < 0.5
+        return ScheduledSequence(
+            request.name,
+            tuple(request.token_ids[start:context_len]),
+            start,
+            request.place,
+            tuple(request.blocks),
+            sampling_input(context_len) if is_sampled else None,
+        )
+
+    def _split(self, sequences: list[ScheduledSequence]) -> tuple[SubBatch, ...]:
+        """Cut at random into one or two sub-batches, either of which may be empty of anything."""
+        parts: list[list[ScheduledSequence]] = [[] for _ in range(self._rng.choice((1, 2, 2, 2)))]
+        for sequence in sequences:
+            self._rng.choice(parts).append(sequence)
+        order = list(Place)
+        for part in parts:
+            part.sort(key=lambda s: (order.index(s.place), s.is_decode))
+        return tuple(SubBatch(tuple(part)) for part in parts)
+
+
+def check_result(
+    model: Decoder,
+    plan: IterationPlan,
+    contexts: Mapping[str, list[int]],
+    result: IterationResult,
+    tolerance: float = 2e-4,
+) -> None:
+    """Every sampled sequence has the reference's token, and its logits."""
+    assert not result.failed
+    sampled = {s.request_id for s in plan.sequences if s.sampling is not None}
+    assert result.sampled.keys() == sampled
+    for name, token in result.sampled.items():
+        expected = reference_logprobs(model, contexts[name])
+        assert token.token_id == int(expected.argmax())
+        for top in token.top_logprobs:
+            assert abs(top.logprob - float(expected[top.token_id])) < tolerance
