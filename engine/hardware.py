@@ -1,17 +1,44 @@
-"""What this computer has, as far as the engine cares."""
+"""What this computer has, as far as the engine cares.
+
+Nothing here fails because something is missing: a GPU, its driver, a file of the system. Notes say what could
+not be found out.
+"""
 
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pynvml
 import torch
 
-import neo_desktop.engine
+import neo_desktop
 from neo_desktop import native
+
+_ROOT = Path("/")
+# CUDA cores of one multiprocessor by compute capability, from NVIDIA's programming guide; 128 in all others.
+_CORES_PER_SM = {(6, 0): 64, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """Another program that uses a GPU."""
+
+    pid: int
+    name: str
+    memory_bytes: int | None  # None: the driver does not say
+
+
+@dataclass(frozen=True, slots=True)
+class PcieLink:
+    """One state of the way between GPU and host."""
+
+    generation: int
+    width: int  # lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +46,42 @@ class Gpu:
     """One NVIDIA GPU, as the driver describes it."""
 
     name: str
+    sms: int | None  # streaming multiprocessors
     memory_bytes: int
     free_bytes: int
     driver: str
     capability: str  # compute capability, "8.6"
+    pcie: PcieLink | None  # now: an idle GPU lowers it to save power
+    pcie_max: PcieLink | None  # what GPU and slot can do
+    other_processes: tuple[GpuProcess, ...]  # those that the driver lets this process see
+
+
+@dataclass(frozen=True, slots=True)
+class CpuCaches:
+    """Caches as the first core sees them; None where the system does not say."""
+
+    l1d_bytes: int | None
+    l2_bytes: int | None
+    l3_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    """Memory and the CPUs that are near it."""
+
+    node: int
+    cpus: str  # as Linux writes it, "0-7,16-23"
+    memory_bytes: int
+    free_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Host memory that this process can have, a container's limit taken into account."""
+
+    total_bytes: int
+    available_bytes: int
+    limit_bytes: int | None  # of the cgroup; None: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +90,19 @@ class MachineInfo:
 
     cpu: str
     physical_cores: int
+    logical_cores: int
     usable_cores: int  # what affinity mask and cgroup leave to this process
     isa: str  # the instruction set of the attention kernel
+    caches: CpuCaches
+    numa_nodes: tuple[NumaNode, ...]
     memory_bytes: int
     available_bytes: int
+    memory_limit_bytes: int | None
+    swap_bytes: int
+    swap_free_bytes: int
     gpus: tuple[Gpu, ...]
     gpu_note: str  # why there are no GPUs, or why torch cannot use them; empty if all is well
+    notes: tuple[str, ...]  # what could not be found out
     neo_desktop: str
     python: str
     torch: str
@@ -46,71 +112,99 @@ class MachineInfo:
 
 def machine_info() -> MachineInfo:
     """Look at this computer; never fails for want of a GPU or its driver."""
-    memory = psutil.virtual_memory()
-    gpus, note = _gpus()
+    memory, swap = host_memory(), psutil.swap_memory()
+    gpus, gpu_note, notes = find_gpus()
     return MachineInfo(
         cpu=cpu_name(),
         physical_cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
+        logical_cores=os.cpu_count() or 1,
         usable_cores=native.default_num_threads(),
         isa=native.default_isa(),
-        memory_bytes=memory.total,
-        available_bytes=memory.available,
+        caches=cpu_caches(),
+        numa_nodes=numa_nodes(),
+        memory_bytes=memory.total_bytes,
+        available_bytes=memory.available_bytes,
+        memory_limit_bytes=memory.limit_bytes,
+        swap_bytes=swap.total,
+        swap_free_bytes=swap.free,
         gpus=gpus,
-        gpu_note=note,
+        gpu_note=gpu_note,
+        notes=notes,
         neo_desktop=version("neo-desktop"),
         python=platform.python_version(),
         torch=torch.__version__,
         platform=platform.platform(),
-        package_folder=str(Path(neo_desktop.engine.__path__[0]).resolve()),
+        package_folder=str(Path(neo_desktop.__file__).resolve().parent),
     )
 
 
-def _gpus() -> tuple[tuple[Gpu, ...], str]:
+def find_gpus() -> tuple[tuple[Gpu, ...], str, tuple[str, ...]]:
+    """Return the GPUs, why there are none or torch cannot use them, and what the driver would not tell."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return (), f"no NVIDIA driver: {error}"
+        return (), f"no NVIDIA driver: {error}", ()
+    gpus: list[Gpu] = []
+    notes: list[str] = []
     try:
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        gpus = tuple(_gpu(handle, driver) for handle in handles)
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            try:
+                gpus.append(_gpu(pynvml.nvmlDeviceGetHandleByIndex(index), driver, notes))
+            except pynvml.NVMLError as error:
+                notes.append(f"GPU {index} cannot be asked: {error}")
+    except pynvml.NVMLError as error:
+        notes.append(f"the NVIDIA driver cannot be asked: {error}")
     finally:
         pynvml.nvmlShutdown()
+    note = "" if gpus else "the NVIDIA driver lists no GPU"
     if gpus and not torch.cuda.is_available():
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
-        return gpus, f"torch {torch.__version__} (built for {built_for}) cannot use the GPU with this driver"
-    return gpus, "" if gpus else "the NVIDIA driver lists no GPU"
+        note = f"torch {torch.__version__} (built for {built_for}) cannot use the GPU with this driver"
+    return tuple(gpus), note, tuple(notes)
 
 
-def _gpu(handle: object, driver: str) -> Gpu:
+def _gpu(handle: object, driver: str, notes: list[str]) -> Gpu:
+    name = _text(pynvml.nvmlDeviceGetName(handle))
+
+    def ask(what: str, *functions: Callable[[object], Any]) -> list[Any] | None:
+        try:
+            return [function(handle) for function in functions]
+        except pynvml.NVMLError as error:
+            notes.append(f"{name}: {what} unknown: {error}")
+            return None
+
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
+    capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle))
+    cores = ask("number of SMs", pynvml.nvmlDeviceGetNumGpuCores)
+    now = ask("PCIe link", pynvml.nvmlDeviceGetCurrPcieLinkGeneration, pynvml.nvmlDeviceGetCurrPcieLinkWidth)
+    best = ask(
+        "best PCIe link", pynvml.nvmlDeviceGetMaxPcieLinkGeneration, pynvml.nvmlDeviceGetMaxPcieLinkWidth
+    )
+    lists = ask(
+        "other programs",
+        pynvml.nvmlDeviceGetComputeRunningProcesses,
+        pynvml.nvmlDeviceGetGraphicsRunningProcesses,
+    )
+    memory_of = {
+        process.pid: process.usedGpuMemory
+        for processes in lists or ()
+        for process in processes
+        if process.pid != os.getpid()
+    }
     return Gpu(
-        name=pynvml.nvmlDeviceGetName(handle),
+        name=name,
+        sms=cores[0] // _CORES_PER_SM.get(capability, 128) if cores else None,
         memory_bytes=memory.total,
         free_bytes=memory.free,
         driver=driver,
-        capability=f"{major}.{minor}",
+        capability=".".join(map(str, capability)),
+        pcie=PcieLink(*now) if now else None,
+        pcie_max=PcieLink(*best) if best else None,
+        other_processes=tuple(
+            GpuProcess(pid, _process_name(pid), used) for pid, used in sorted(memory_of.items())
+        ),
     )
-
-
-def cpu_name() -> str:
-    """Return the model name of the CPU."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def last_level_cache_bytes() -> int:
-    """Return the size of the largest cache of the first CPU; 0 where the system does not say."""
-    sizes = [0]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text().strip()
-        sizes.append(int(text[:-1]) << {"K": 10, "M": 20, "G": 30}[text[-1]])
-    return max(sizes)
 
 
 def driver_version() -> str:
@@ -118,8 +212,111 @@ def driver_version() -> str:
     try:
         pynvml.nvmlInit()
         try:
-            return str(pynvml.nvmlSystemGetDriverVersion())
+            return _text(pynvml.nvmlSystemGetDriverVersion())
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         return f"unknown: {error}"
+
+
+def cpu_name() -> str:
+    """Return the model name of the CPU."""
+    text = _read(_ROOT / "proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def cpu_caches(root: Path = _ROOT) -> CpuCaches:
+    """Return the caches of the first CPU."""
+    sizes: dict[tuple[str, str], int] = {}
+    for folder in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        size = _read(folder / "size")
+        if size[:-1].isdigit():
+            kind = _read(folder / "level"), _read(folder / "type")
+            sizes[kind] = int(size[:-1]) << {"K": 10, "M": 20, "G": 30}.get(size[-1], 0)
+    return CpuCaches(
+        l1d_bytes=sizes.get(("1", "Data")),
+        l2_bytes=sizes.get(("2", "Unified")),
+        l3_bytes=sizes.get(("3", "Unified")),
+    )
+
+
+def last_level_cache_bytes() -> int:
+    """Return the size of the largest cache of the first CPU; 0 where the system does not say."""
+    caches = cpu_caches()
+    return caches.l3_bytes or caches.l2_bytes or 0
+
+
+def numa_nodes(root: Path = _ROOT) -> tuple[NumaNode, ...]:
+    """Return the NUMA nodes; none where the system does not say."""
+    nodes = []
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        # Lines like "Node 0 MemTotal:  24737340 kB".
+        words = [line.split() for line in _read(folder / "meminfo").splitlines()]
+        kib = {line[2].rstrip(":"): int(line[3]) for line in words if len(line) > 3}
+        nodes.append(
+            NumaNode(
+                node=int(folder.name.removeprefix("node")),
+                cpus=_read(folder / "cpulist"),
+                memory_bytes=kib.get("MemTotal", 0) * 1024,
+                free_bytes=kib.get("MemFree", 0) * 1024,
+            )
+        )
+    return tuple(sorted(nodes, key=lambda node: node.node))
+
+
+def host_memory(root: Path = _ROOT) -> HostMemory:
+    """Return the memory that this process can have: the machine's, or its container's if that is less."""
+    memory = psutil.virtual_memory()
+    total, available, limit = memory.total, memory.available, None
+    for folder, limit_file, used_file in _memory_cgroups(root):
+        text = _read(folder / limit_file)
+        if not text.isdigit() or int(text) >= memory.total:  # "max", or the huge number of cgroup v1
+            continue
+        used = _read(folder / used_file)
+        stat = dict(line.split() for line in _read(folder / "memory.stat").splitlines())
+        # What it holds of files that were read once is given back when somebody needs the room.
+        reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+        room = int(text) - (int(used) if used.isdigit() else 0) + reclaimable
+        limit = min(int(text), limit or int(text))
+        total, available = min(total, int(text)), min(available, max(room, 0))
+    return HostMemory(total, available, limit)
+
+
+def _memory_cgroups(root: Path) -> list[tuple[Path, str, str]]:
+    """The folders of this process's memory cgroup and of all above it, with the names of their files.
+
+    In a container the path that the kernel tells may be the host's, which is not to be seen there: then the
+    mounted top is the container's own group.
+    """
+    found = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers == "":
+            top, files = root / "sys/fs/cgroup", ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            top, files = root / "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        parts = Path(path.lstrip("/")).parts
+        found += [(top.joinpath(*parts[:depth]), *files) for depth in range(len(parts) + 1)]
+    return found
+
+
+def _process_name(pid: int) -> str:
+    try:
+        return psutil.Process(pid).name()
+    except (psutil.Error, OSError):  # it has ended, or it lives outside this container
+        return "unknown"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _text(value: str | bytes) -> str:
+    """Older versions of pynvml give bytes."""
+    return value.decode() if isinstance(value, bytes) else value

@@ -4,19 +4,21 @@ Every measurement works on other memory than the one before: another layer's wei
 real iteration they come from memory, too, and not from a cache that the last repetition has filled.
 """
 
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.attention import PlaceBatch, Prefill
-from neo_desktop.engine.batch import SamplingInput
+from neo_desktop.engine.attention import PlaceBatch, place_batches
+from neo_desktop.engine.batch import BlockCopy, SamplingInput, ScheduledSequence, SubBatch
 from neo_desktop.engine.budget import BLOCK_SIZE
 from neo_desktop.engine.hardware import last_level_cache_bytes
-from neo_desktop.engine.kv_storage import CopyGroup, KVPool, KVStorage
+from neo_desktop.engine.kv_storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampler import sample
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -26,6 +28,7 @@ from neo_desktop.models.decoder import Decoder
 
 LAYERS_AT_ONCE = 4  # on a GPU: what runs ahead of the GPU hides the launch of the first kernel
 GPU_REGION_BYTES = 256 * 1024**2  # several times the L2 cache of any GPU
+TOY_REGION_BYTES = 8 * 1024**2
 MIN_HOST_REGION_BYTES, MAX_HOST_REGION_BYTES = 64 * 1024**2, 1024**3
 
 
@@ -66,7 +69,7 @@ class _Region:
 
     pool: KVPool
     layers: tuple[int, ...]
-    order: Tensor  # [blocks] int64, shuffled, on the pool's device
+    order: Sequence[int]  # the blocks, shuffled
 
 
 class StageTimer:
@@ -86,16 +89,16 @@ class StageTimer:
         }
         generator = torch.Generator(decoder.device).manual_seed(0)
 
-        def random(*shape: int) -> Tensor:
+        def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=decoder.device, dtype=decoder.dtype)
 
         config, rows = self._config, limits.max_batch_tokens
-        self._hidden = random(rows, config.hidden_size)
-        self._q = random(rows, config.num_heads, config.head_dim)
-        self._k = random(rows, config.num_kv_heads, config.head_dim)
-        self._v = random(rows, config.num_kv_heads, config.head_dim)
+        self._hidden = normal(rows, config.hidden_size)
+        self._q = normal(rows, config.num_heads, config.head_dim)
+        self._k = normal(rows, config.num_kv_heads, config.head_dim)
+        self._v = normal(rows, config.num_kv_heads, config.head_dim)
         self._carrier = Carrier(decoder.device)
-        self._random = torch.Generator().manual_seed(0)
+        self._random = random.Random(0)
 
     def capacity_tokens(self, place: Place) -> int:
         """Return how many tokens' KV the attention of one layer can be measured over."""
@@ -189,52 +192,47 @@ class StageTimer:
     def _transfer(self, tokens: int, turn: int) -> Callable[[int], object]:
         """The KV of `tokens` tokens in whole blocks, one way and next time the other."""
         places = (Place.DEVICE, Place.HOST) if turn % 2 == 0 else (Place.HOST, Place.DEVICE)
-        source, target = (self._regions[place] for place in places)
-        num_blocks = min(-(-tokens // BLOCK_SIZE), len(source.order), len(target.order))
-        group = CopyGroup(
-            source.pool,
-            self._blocks(source, 1, num_blocks * BLOCK_SIZE, turn)[0].long(),
-            target.pool,
-            self._blocks(target, 1, num_blocks * BLOCK_SIZE, turn)[0].long(),
+        regions = [self._regions[place] for place in places]
+        num_blocks = min(-(-tokens // BLOCK_SIZE), *(len(region.order) for region in regions))
+        blocks = zip(*(region.order[:num_blocks] for region in regions), strict=True)
+        storage = KVStorage({place: self._regions[place].pool for place in places})
+        (group,) = storage.copy_groups(
+            [BlockCopy(places[0], source, places[1], target) for source, target in blocks]
         )
-        layer = source.layers[turn % len(source.layers)]
+        layer = regions[0].layers[turn % len(regions[0].layers)]
         return lambda _: group.copy_layer(layer, self._carrier)
 
     def _prefill(self, tokens: int, visible: int, turn: int) -> Callable[[int], object]:
-        region = self._regions[Place.DEVICE]
         start = max(visible - tokens // 2, 0)
-        table = self._blocks(region, 1, start + tokens, turn)[0].long()
-        positions = torch.arange(start, start + tokens, device=table.device)
-        chunk = Prefill(slice(0, tokens), start, table[: -(-start // BLOCK_SIZE)])
-        batch = PlaceBatch(
-            pool=region.pool,
-            prefills=(chunk,),
-            prefill_rows=slice(0, tokens),
-            decode_rows=slice(tokens, tokens),
-            slots=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
-            block_tables=table.new_empty((0, 0), dtype=torch.int32),
-            context_lens=table.new_empty(0, dtype=torch.int32),
-        )
+        region = self._regions[Place.DEVICE]
+        batch = self._batch(Place.DEVICE, tokens, [start + tokens], turn)
         q, k, v = self._q[:tokens], self._k[:tokens], self._v[:tokens]
         return self._attention(region, turn, batch.attend, q, k, v)
 
     def _decode(self, place: Place, requests: int, mean_context: int, turn: int) -> Callable[[int], object]:
         region = self._regions[place]
-        lens = self._context_lens(requests, mean_context)
-        tables = self._blocks(region, requests, int(lens.max()), turn)
-        last = (lens - 1).to(tables.device)
-        blocks = tables[torch.arange(requests, device=tables.device), last // BLOCK_SIZE].long()
-        batch = PlaceBatch(
-            pool=region.pool,
-            prefills=(),
-            prefill_rows=slice(0, 0),
-            decode_rows=slice(0, requests),
-            slots=blocks * BLOCK_SIZE + last % BLOCK_SIZE,
-            block_tables=tables,
-            context_lens=lens.int().to(tables.device),
-        )
-        q, k, v = (tensor[:requests].to(tables.device) for tensor in (self._q, self._k, self._v))
+        batch = self._batch(place, 1, self._context_lens(requests, mean_context), turn)
+        device = region.pool.device
+        q, k, v = (tensor[:requests].to(device) for tensor in (self._q, self._k, self._v))
         return self._attention(region, turn, batch.attend_decodes, q, k, v)
+
+    def _batch(self, place: Place, new_tokens: int, context_lens: Sequence[int], turn: int) -> PlaceBatch:
+        """The sequences of one place as in a plan; blocks of one turn follow those of another."""
+        region = self._regions[place]
+        widths = [-(-context_len // BLOCK_SIZE) for context_len in context_lens]
+        blocks = islice(cycle(region.order), turn * sum(widths) % len(region.order), None)
+        sequences = tuple(
+            ScheduledSequence(
+                str(index),
+                (0,) * new_tokens,
+                context_len - new_tokens,
+                place,
+                tuple(islice(blocks, width)),
+                None,
+            )
+            for index, (context_len, width) in enumerate(zip(context_lens, widths, strict=True))
+        )
+        return place_batches(SubBatch(sequences), KVStorage({place: region.pool}))[place]
 
     def _attention(
         self, region: _Region, turn: int, attend: Callable[..., None], q: Tensor, k: Tensor, v: Tensor
@@ -248,18 +246,13 @@ class StageTimer:
 
         return call
 
-    def _context_lens(self, requests: int, mean_context: int) -> Tensor:
+    def _context_lens(self, requests: int, mean_context: int) -> list[int]:
         """Contexts between half and one and a half times their mean: requests are never all alike."""
         if requests == 1:
-            return torch.tensor([mean_context])
-        share = 0.5 + torch.rand(requests, generator=self._random)
-        return (share * (mean_context / share.mean())).round().long().clamp(min=1)
-
-    def _blocks(self, region: _Region, requests: int, max_context: int, turn: int) -> Tensor:
-        """Block tables [requests, blocks] int32; those of one turn after another go through the region."""
-        width = -(-max_context // BLOCK_SIZE)
-        index = torch.arange(requests * width, device=region.order.device) + turn * requests * width
-        return region.order[index % len(region.order)].int().view(requests, width)
+            return [mean_context]
+        shares = [0.5 + self._random.random() for _ in range(requests)]
+        factor = mean_context * requests / sum(shares)
+        return [max(round(share * factor), 1) for share in shares]
 
 
 def measured_blocks(decoder: Decoder, storage: KVStorage, place: Place) -> int:
@@ -268,7 +261,7 @@ def measured_blocks(decoder: Decoder, storage: KVStorage, place: Place) -> int:
         pool = storage[place]
     except KeyError:  # the policy does not use this place
         return 0
-    return min(int(pool.k.shape[1]), max(_region_bytes(pool.device) // _block_bytes(decoder), 4))
+    return min(int(pool.k.shape[1]), max(_region_bytes(decoder, pool.device) // _block_bytes(decoder), 4))
 
 
 def _region(decoder: Decoder, storage: KVStorage, place: Place, device: torch.device) -> _Region:
@@ -276,7 +269,7 @@ def _region(decoder: Decoder, storage: KVStorage, place: Place, device: torch.de
 
     Memory that was never written is read from one shared page of zeros: that would be a cache's speed.
     """
-    config, region_bytes, block_bytes = decoder.config, _region_bytes(device), _block_bytes(decoder)
+    config, region_bytes, block_bytes = decoder.config, _region_bytes(decoder, device), _block_bytes(decoder)
     num_blocks = measured_blocks(decoder, storage, place)
     if num_blocks:
         pool = storage[place]
@@ -291,14 +284,15 @@ def _region(decoder: Decoder, storage: KVStorage, place: Place, device: torch.de
     for layer in layers:
         for cache in pool.layer(layer):
             cache[:num_blocks].zero_()
-    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).to(device)
-    return _Region(pool, layers, order)
+    return _Region(pool, layers, random.Random(0).sample(range(num_blocks), num_blocks))
 
 
-def _region_bytes(device: torch.device) -> int:
+def _region_bytes(decoder: Decoder, device: torch.device) -> int:
+    """Several times what caches hold; less for a toy, for whose sake nobody should wait."""
     if device.type == "cuda":
         return GPU_REGION_BYTES
-    return min(max(3 * last_level_cache_bytes(), MIN_HOST_REGION_BYTES), MAX_HOST_REGION_BYTES)
+    wanted = min(max(3 * last_level_cache_bytes(), MIN_HOST_REGION_BYTES), MAX_HOST_REGION_BYTES)
+    return min(wanted, max(decoder.config.weight_bytes(decoder.dtype), TOY_REGION_BYTES))
 
 
 def _block_bytes(decoder: Decoder) -> int:
