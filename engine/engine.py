@@ -61,7 +61,7 @@ class Engine:
     def __init__(
         self,
         model: LoadedModel,
-        scheduler: Scheduler[Request],
+        scheduler: Scheduler,
         kv_cache: KVCache,
         executor: Executor,
         policy: str,
@@ -139,7 +139,7 @@ class Engine:
                 for place, count in num_blocks.items()
             }
         )
-        scheduler: Scheduler[Request] = Scheduler(kv_cache, chosen_policy, limits)
+        scheduler = Scheduler(kv_cache, chosen_policy, limits)
         return cls(loaded, scheduler, kv_cache, PipelineExecutor(decoder, storage), policy)
 
     @property

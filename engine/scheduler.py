@@ -1,108 +1,19 @@
-"""Decides at every iteration which tokens of which requests are computed, and where their KV lives."""
+"""From requests to plans, and from results back to requests."""
 
-from bisect import insort
-from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from operator import attrgetter
-from typing import Generic, TypeVar
 
-from neo_desktop.engine.balance import Balance, CpuQueue, Split, asymmetric, symmetric
-from neo_desktop.engine.batch import (
-    BlockCopy,
-    IterationPlan,
-    IterationResult,
-    ScheduledSequence,
-    SubBatch,
-)
-from neo_desktop.engine.cost_model import CostModel, ZeroCostModel
-from neo_desktop.engine.estimate import Load, cpu_ms, device_attention_ms, iteration_ms
+from neo_desktop.engine.batch import IterationPlan, IterationResult, ScheduledSequence, SubBatch
+from neo_desktop.engine.cost_model import CostModel
 from neo_desktop.engine.kv_cache import KVCache
-from neo_desktop.engine.placement import Batching, Place, Policy
-from neo_desktop.engine.request import FinishReason, Request, RequestOutput, RequestState
+from neo_desktop.engine.load_aware import LoadAwareScheduler, SchedulerLimits
+from neo_desktop.engine.placement import Policy
+from neo_desktop.engine.request import FinishReason, Request, RequestOutput
 
-PATIENCE = 16  # iterations that a CPU decode waits before it joins at any price
-SMALLEST_CHUNK_TOKENS = 64  # of a prompt, where CPU decodes set the pace
-REREAD_SHARE = 0.12  # of an iteration's linear stages that reading the weights a second time may take
-
-R = TypeVar("R", bound=RequestState)
+__all__ = ["Scheduler", "SchedulerLimits"]
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Bounds on one iteration."""
-
-    max_batch_tokens: int  # tokens in the linear stages; longer prompts are prefilled in chunks
-    max_batch_requests: int  # requests that run at the same time
-
-    def __post_init__(self) -> None:
-        if self.max_batch_requests < 1 or self.max_batch_tokens < self.max_batch_requests:
-            raise ValueError(
-                "max_batch_requests must be at least 1 and max_batch_tokens at least max_batch_requests, got "
-                f"{self.max_batch_requests} and {self.max_batch_tokens}"
-            )
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """What happened since the start."""
-
-    num_preemptions: int = 0
-    num_moves: int = 0  # requests whose KV was brought to another place
-    num_prompt_tokens: int = 0  # computed or reused
-    num_cached_tokens: int = 0  # reused
-    num_output_tokens: int = 0
-    num_cpu_decodes: int = 0  # tokens whose attention the CPU computed
-    num_double_iterations: int = 0  # with two sub-batches
-
-
-@dataclass(slots=True)
-class Decision(Generic[R]):
-    """What one iteration is to do, in terms of requests."""
-
-    sub_batches: list[list[tuple[R, int]]]  # (request, how many tokens of it)
-    copies: list[BlockCopy]
-    split: Split
-    load: Load  # sub-batch 0 without its CPU decodes
-    num_waiting_decodes: int  # CPU decodes that wait for the next iteration
-    predicted_ms: float
-    predicted_cpu_ms: float  # of it, CPU attention of all layers
-
-
-@dataclass(slots=True)
-class _Draft(Generic[R]):
-    """An iteration in the making."""
-
-    budget: int  # tokens that may still be added
-    decodes: list[R] = field(default_factory=list)  # on the device
-    chunks: list[tuple[R, int]] = field(default_factory=list)  # of prompts, in any place
-    admitted: list[R] = field(default_factory=list)  # of those, new in the CPU-cache
-    queue: list[R] = field(default_factory=list)  # decodes on the CPU, those that waited longest first
-    load: Load = field(default_factory=Load)
-    prefill_worth_ms: float = 0.0
-
-
-class Scheduler(Generic[R]):
-    """Continuous batching over several places; the load-aware scheduler of NEO (section 3.2).
-
-    NOTE on the algorithm. There is no prefill phase and no decode phase: a request has some tokens (prompt
-    and output), some of them have their KV computed, and an iteration computes more of the rest. Each one:
-
-    1. Room: every decode needs a slot for its new token. Where a place is full, its youngest request moves
-       to another place that has room, or is preempted: its blocks are freed and it waits again, to be
-       recomputed. The oldest request can never be preempted by others, so every request ends.
-    2. The decodes of the device join sub-batch 0. If there is ample room on the device, the oldest request
-       of the CPU-cache moves there; the room must be so ample that it will not have to go back soon.
-    3. Prompts join sub-batch 0, in the order of their arrival, cut into chunks by the token budget. Their KV
-       stays on the device if it fits, else it goes to the CPU-cache layer by layer.
-    4. CPU decodes join sub-batch 0 or 1, or wait: how many and where depends on the policy (`balance.py`).
-       Those that waited longest come first.
-    5. As long as the CPU has more decodes than it can do, no prompt joins the CPU-cache.
-    6. The plan is compared with others by predicted throughput: the device alone, a single batch, …
-
-    `decide` is the algorithm; `schedule` and `update` are its form for real executors, `advance` that for the
-    simulator. Pure bookkeeping: no tensors here, and blocks are counted by `KVCache` alone.
-    """
+class Scheduler(LoadAwareScheduler[Request]):
+    """The load-aware scheduler in the form that the engine needs: plans out, results in."""
 
     def __init__(
         self,
@@ -111,416 +22,20 @@ class Scheduler(Generic[R]):
         limits: SchedulerLimits,
         cost_model: CostModel | None = None,
     ) -> None:
-        self._kv = kv_cache
-        self._policy = policy
-        self._limits = limits
-        self._cost: CostModel = ZeroCostModel() if cost_model is None else cost_model
-        self._requests: dict[str, R] = {}
-        self._waiting: deque[R] = deque()  # by arrival
-        self._running: dict[Place, list[R]] = {place: [] for place in policy.places}  # by arrival, each
-        self._copies: list[BlockCopy] = []  # of the iteration in the making
-        self._moved: list[R] = []  # likewise
-        self._batch_tokens = limits.max_batch_tokens  # less while memory is short
-        self._cpu_is_loaded = False  # whether CPU decodes had to wait in the last iteration
-        self.counters = SchedulerCounters()
+        super().__init__(kv_cache, policy, limits, cost_model)
+        self._requests: dict[str, Request] = {}
 
-    @property
-    def max_context_tokens(self) -> int:
-        """The longest context that some place can hold alone."""
-        return max(self._kv.capacity_tokens(place) for place in self._policy.places)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests without KV."""
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Requests that own KV."""
-        return sum(map(len, self._running.values()))
-
-    def add(self, request: R) -> None:
+    def add(self, request: Request) -> None:
         """Queue a request."""
         self._requests[request.request_id] = request
-        self._waiting.append(request)
+        super().add(request)
 
-    def remove(self, request: R) -> None:
+    def remove(self, request: Request) -> None:
         """Forget a request and free its blocks."""
         del self._requests[request.request_id]
-        if request.request_id in self._kv:
-            self._running[self._kv.place_of(request.request_id)].remove(request)
-            self._kv.free(request.request_id)
-        else:
-            self._waiting.remove(request)
+        super().remove(request)
 
-    # ---- the algorithm ----
-
-    def decide(self) -> Decision[R] | None:
-        """Choose what the next iteration does; None when there is nothing to do."""
-        self._copies, self._moved = [], []
-        num_preemptions = self.counters.num_preemptions
-        self._make_room()
-        is_scarce = self.counters.num_preemptions > num_preemptions
-        if not is_scarce:
-            self._promote_one()
-        draft = self._draft_decodes()
-        self._join_chunks(draft, may_admit=not is_scarce)
-        if not draft.load.tokens and not draft.queue:
-            return None
-        split = self._divide(draft)
-        return self._decision(draft, split)
-
-    def advance(self, decision: Decision[R]) -> list[R]:
-        """Book an iteration as carried out; return the requests that now get their next token."""
-        sampled = []
-        for batch in decision.sub_batches:
-            for request, num_tokens in batch:
-                request.num_computed_tokens += num_tokens
-                if request.num_computed_tokens == request.num_tokens:
-                    sampled.append(request)
-        self._grow_budget()
-        return sampled
-
-    def _make_room(self) -> None:
-        """Step 1."""
-        for place in self._policy.places:
-            for request in tuple(self._running[place]):
-                # A request behind others may have been moved or preempted for their sake.
-                while request.request_id in self._kv and not self._kv.extend(
-                    request.request_id, request.num_tokens
-                ):
-                    self._evict_youngest(self._kv.place_of(request.request_id))
-
-    def _evict_youngest(self, place: Place) -> None:
-        victim = self._running[place][-1]
-        for other in self._policy.places:
-            if other is not place and self._move(victim, other, reserve_blocks=len(self._running[other])):
-                return
-        self._preempt(victim)
-
-    def _promote_one(self) -> None:
-        """Step 2: move the oldest request of a less preferred place up, if there is ample room.
-
-        Ample is a quarter of the place left free after the move: it will not be moved back soon. Requests
-        that wait for admission take the room otherwise, unless the CPU has more to do than it can.
-        """
-        best, *others = self._policy.places
-        if self._waiting and not self._cpu_is_loaded:
-            return
-        request = min(
-            (running[0] for place in others if (running := self._running[place])),
-            key=attrgetter("arrival"),
-            default=None,
-        )
-        if request is not None:
-            self._move(request, best, self._kv.capacity_tokens(best) // self._kv.block_size // 4)
-
-    def _draft_decodes(self) -> _Draft[R]:
-        """Collect what can be decoded; sub-batch 0 gets what is on the device."""
-        draft: _Draft[R] = _Draft(self._batch_tokens)
-        for place, running in self._running.items():
-            decodes = [r for r in running if r.num_tokens - r.num_computed_tokens == 1]
-            if place is Place.HOST:
-                draft.queue = decodes
-            else:
-                draft.decodes = decodes[: draft.budget]
-        if any(request.num_skipped for request in draft.queue):
-            draft.queue.sort(key=attrgetter("num_skipped"), reverse=True)  # stable: then by arrival
-        num_decodes = len(draft.decodes)
-        draft.queue = draft.queue[: draft.budget - num_decodes]
-        draft.budget -= num_decodes + len(draft.queue)
-        draft.load.tokens = draft.load.rows = draft.load.gpu_requests = num_decodes
-        draft.load.gpu_context_tokens = sum([r.num_tokens for r in draft.decodes])
-        return draft
-
-    def _join_chunks(self, draft: _Draft[R], may_admit: bool) -> None:
-        """Step 3: chunks of running prompts, then of waiting ones."""
-        unfinished = [
-            request
-            for running in self._running.values()
-            for request in running
-            if request.num_tokens - request.num_computed_tokens > 1
-        ]
-        unfinished.sort(key=attrgetter("arrival"))
-        may_admit = may_admit and bool(self._waiting) and self._has_room(self._waiting[0])
-        if not unfinished and not may_admit:
-            return
-        if self._policy.batching is Batching.BEST and draft.queue:
-            draft.budget = self._pace(draft)
-        for request in unfinished:
-            self._join_chunk(draft, request)
-        while may_admit and draft.budget and self._waiting:
-            request = self._waiting[0]
-            if self.num_running >= self._limits.max_batch_requests or not self._admit(draft, request):
-                break
-            self._join_chunk(draft, request)
-
-    def _join_chunk(self, draft: _Draft[R], request: R) -> None:
-        num_tokens = min(request.num_uncomputed_tokens, draft.budget)
-        if num_tokens == 0:
-            return
-        draft.budget -= num_tokens
-        draft.chunks.append((request, num_tokens))
-        on_cpu = self._kv.place_of(request.request_id) is Place.HOST
-        self._add_chunk(draft.load, request.num_computed_tokens, num_tokens, on_cpu)
-        draft.load.rows += num_tokens == request.num_uncomputed_tokens
-        draft.prefill_worth_ms = self._worth_ms(draft)
-
-    def _add_chunk(self, load: Load, start: int, num_tokens: int, on_cpu: bool) -> None:
-        load.tokens += num_tokens
-        if num_tokens > 1:
-            load.prefill_ms += self._cost.prefill_attention_ms(num_tokens, start)
-        elif on_cpu:  # for the kernels, a single token is a decode
-            load.cpu_requests += 1
-            load.cpu_context_tokens += start + 1
-        else:
-            load.gpu_requests += 1
-            load.gpu_context_tokens += start + 1
-
-    def _has_room(self, request: R) -> bool:
-        """Whether some place may have room for a waiting request (reuse of KV is not counted)."""
-        if self.num_running >= self._limits.max_batch_requests:
-            return False
-        num_blocks = self._kv.blocks_for(request.num_tokens)
-        return any(
-            num_blocks + len(self._running[place]) <= self._kv.num_free_blocks(place)
-            for place in self._policy.places
-        ) or bool(request.block_hashes(self._kv.block_size))
-
-    def _admit(self, draft: _Draft[R], request: R) -> bool:
-        """Give the oldest waiting request blocks in the first place that has room for it."""
-        best = self._policy.places[0]
-        for place in self._policy.places:
-            fits_better_place = request.num_tokens < self._kv.capacity_tokens(best)
-            if place is not best and fits_better_place and not self._cpu_has_time(draft, request):
-                continue
-            # Each request there may need one more block soon: admitting the last block away would only
-            # preempt somebody in the next iteration.
-            num_cached = self._kv.admit(
-                request.request_id,
-                request.num_tokens,
-                request.block_hashes(self._kv.block_size),
-                place,
-                reserve_blocks=len(self._running[place]),
-            )
-            if num_cached is not None:
-                break
-        else:
-            return False
-        self._waiting.popleft()
-        insort(self._running[place], request, key=attrgetter("arrival"))
-        request.num_computed_tokens = num_cached
-        if place is not best:
-            draft.admitted.append(request)
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = num_cached
-            self.counters.num_prompt_tokens += request.num_prompt_tokens
-            self.counters.num_cached_tokens += num_cached
-        return True
-
-    def _cpu_has_time(self, draft: _Draft[R], request: R) -> bool:
-        """Step 5 for `auto`: whether the CPU could hide one more decode, this prompt's, and whether it pays.
-
-        What it hides behind is an iteration with a chunk of a prompt if more prompts wait, without one
-        otherwise. It pays if the best plan takes the decodes of a CPU that is full: a few decodes alone
-        never make up for reading the weights a second time, but they must come before the many.
-        """
-        if self._policy.batching is not Batching.BEST:
-            return True
-        soon = [r.num_tokens for r, _ in draft.chunks if self._kv.place_of(r.request_id) is Place.HOST]
-        contexts = [*(r.num_tokens for r in draft.queue), *soon, request.num_tokens]
-        chunk = self._least_chunk_tokens() if len(self._waiting) > 1 else 0
-        load = replace(draft.load, tokens=len(draft.decodes) + chunk, prefill_ms=0.0)
-        space_ms = (
-            self._cost.linear_ms(load.tokens)
-            + self._cost.linear_ms(len(contexts))
-            + device_attention_ms(self._cost, load)
-        )
-        needed_ms = cpu_ms(self._cost, Load(cpu_requests=len(contexts), cpu_context_tokens=sum(contexts)))
-        if needed_ms > space_ms:
-            return not load.tokens and not contexts[1:]  # somebody must begin
-        full = max(int(len(contexts) * min(space_ms / needed_ms if needed_ms else 1.0, 1e3)), len(contexts))
-        queue = CpuQueue([sum(contexts) // len(contexts)] * min(full, self._limits.max_batch_requests))
-        split, _ = self._balance(draft).best(load, self._chunks_worth_ms(chunk, 0.0), queue)
-        return bool(split.first or split.second)
-
-    def _least_chunk_tokens(self) -> int:
-        """Prompt tokens beside which a second sub-batch costs little: it reads the weights once more."""
-        tokens = SMALLEST_CHUNK_TOKENS
-        enough_ms = self._cost.linear_ms(1) / REREAD_SHARE
-        while tokens < self._limits.max_batch_tokens and self._cost.linear_ms(tokens) < enough_ms:
-            tokens += SMALLEST_CHUNK_TOKENS
-        return tokens
-
-    def _pace(self, draft: _Draft[R]) -> int:
-        """Return how many prompt tokens join beside CPU decodes.
-
-        A large chunk makes CPU decodes wait for the device; a small one makes the device read its weights
-        for little work. So: as many as keep the device busy for as long as the CPU is, but not so few that
-        the weights are most of the work.
-        """
-        tokens = self._least_chunk_tokens()
-        num_decodes, num_cpu = len(draft.decodes), len(draft.queue)
-        context_tokens = sum(request.num_tokens for request in draft.queue)
-        missing_ms = (
-            cpu_ms(self._cost, Load(cpu_requests=num_cpu, cpu_context_tokens=context_tokens))
-            - self._cost.linear_ms(num_cpu)
-            - device_attention_ms(self._cost, draft.load)
-        )
-        while tokens < draft.budget and self._cost.linear_ms(num_decodes + tokens) < missing_ms:
-            tokens += SMALLEST_CHUNK_TOKENS
-        return min(tokens, draft.budget)
-
-    def _divide(self, draft: _Draft[R]) -> Split:
-        """Steps 4 to 6."""
-        queue = CpuQueue([request.num_tokens for request in draft.queue])
-        swapped = self._swapped_tokens(draft)
-        match self._policy.batching:
-            case Batching.ONE:
-                return Split((), tuple(range(len(queue))), iteration_ms(self._cost, draft.load), False)
-            case Batching.SYMMETRIC:
-                return symmetric(self._cost, draft.load, queue, swapped)
-            case Batching.ASYMMETRIC:
-                return self._divide_asymmetric(draft, queue, swapped)
-            case Batching.BEST:
-                must_decode = bool(draft.queue) and draft.queue[0].num_skipped >= PATIENCE
-                balance = self._balance(draft)
-                return balance.best(draft.load, draft.prefill_worth_ms, queue, swapped, must_decode)[0]
-
-    def _divide_asymmetric(self, draft: _Draft[R], queue: CpuQueue, swapped: int) -> Split:
-        is_due = [request.num_skipped >= PATIENCE for request in draft.queue]
-        split = asymmetric(self._cost, draft.load, queue, is_due, swapped)
-
-        def num_decodes(of: Split) -> int:
-            return len(of.first) + len(of.second)
-
-        # Step 5: the CPU has enough to do; fewer prompts join it as long as it hides all the same.
-        while draft.admitted and num_decodes(split) < len(queue):
-            request = draft.admitted.pop()
-            shorter = self._without(draft, request)
-            new_split = asymmetric(self._cost, shorter, queue, is_due, swapped)
-            if num_decodes(new_split) < num_decodes(split):
-                break
-            draft.load, split = shorter, new_split
-            draft.chunks = [chunk for chunk in draft.chunks if chunk[0] is not request]
-            self._withdraw(request)
-
-        # Step 6, with NEO's measure: requests over time.
-        if num_decodes(split) and draft.load.tokens and not any(is_due):
-            alone_ms = iteration_ms(self._cost, draft.load, None, swapped)
-            num_alone = len(draft.decodes) + len(draft.chunks)
-            if num_alone * split.predicted_ms > (num_alone + num_decodes(split)) * alone_ms:
-                return Split((), (), alone_ms, False)
-        if not num_decodes(split) and not draft.load.tokens:
-            # Nothing for the CPU to hide behind: waiting would not help anybody.
-            return symmetric(self._cost, draft.load, queue, swapped)
-        return split
-
-    def _without(self, draft: _Draft[R], request: R) -> Load:
-        load = replace(draft.load)
-        num_tokens = next(tokens for chunk, tokens in draft.chunks if chunk is request)
-        load.tokens -= num_tokens
-        load.rows -= num_tokens == request.num_uncomputed_tokens
-        if num_tokens > 1:
-            load.prefill_ms -= self._cost.prefill_attention_ms(num_tokens, request.num_computed_tokens)
-        else:
-            load.cpu_requests -= 1
-            load.cpu_context_tokens -= request.num_computed_tokens + 1
-        return load
-
-    def _swapped_tokens(self, draft: _Draft[R]) -> int:
-        """Tokens whose KV crosses the bus in this iteration, beside that of CPU decodes."""
-        moved = len(self._copies) * self._kv.block_size
-        if len(self._policy.places) == 1 and self._policy.places[0] is Place.DEVICE:
-            return moved
-        return moved + sum(
-            tokens for r, tokens in draft.chunks if self._kv.place_of(r.request_id) is Place.HOST
-        )
-
-    def _balance(self, draft: _Draft[R]) -> Balance:
-        """What a decode is worth: its share of an iteration of the device's decodes alone."""
-        num_decodes = max(len(draft.decodes), 1)
-        context_tokens = draft.load.gpu_context_tokens
-        if not draft.decodes:
-            context_tokens = draft.queue[0].num_tokens if draft.queue else 1
-        alone = Load(num_decodes, num_decodes, gpu_requests=num_decodes, gpu_context_tokens=context_tokens)
-        return Balance(self._cost, iteration_ms(self._cost, alone) / num_decodes)
-
-    def _worth_ms(self, draft: _Draft[R]) -> float:
-        return self._chunks_worth_ms(sum(tokens for _, tokens in draft.chunks), draft.load.prefill_ms)
-
-    def _chunks_worth_ms(self, num_tokens: int, prefill_ms: float) -> float:
-        """What prompt tokens are worth: the time that they add to a large batch on the device."""
-        large = self._limits.max_batch_tokens
-        slope_ms = (self._cost.linear_ms(large) - self._cost.linear_ms(large // 2)) / (large - large // 2)
-        return self._cost.num_layers * (num_tokens * slope_ms + prefill_ms)
-
-    def _decision(self, draft: _Draft[R], split: Split) -> Decision[R]:
-        first = [draft.queue[i] for i in split.first]
-        second = [draft.queue[i] for i in split.second]
-        sub_batches = [draft.chunks + [(r, 1) for r in draft.decodes] + [(r, 1) for r in first]]
-        if second:
-            sub_batches.append([(r, 1) for r in second])
-        num_joined = len(first) + len(second)
-        if num_joined < len(draft.queue):
-            for request in draft.queue:
-                request.num_skipped += 1
-        for request in (*first, *second):
-            request.num_skipped = 0
-        self._cpu_is_loaded = num_joined < len(draft.queue)
-        self.counters.num_cpu_decodes += num_joined
-        self.counters.num_double_iterations += len(sub_batches) == 2
-        attention_ms = sum(
-            self._cost.cpu_attention_ms(len(part), sum(r.num_tokens for r in part))
-            for part in (first, second)
-        )
-        return Decision(
-            sub_batches=sub_batches,
-            copies=self._copies,
-            split=split,
-            load=draft.load,
-            num_waiting_decodes=len(draft.queue) - num_joined,
-            predicted_ms=split.predicted_ms,
-            predicted_cpu_ms=attention_ms * self._cost.num_layers,
-        )
-
-    # ---- moving, preempting ----
-
-    def _move(self, request: R, place: Place, reserve_blocks: int) -> bool:
-        source = self._kv.place_of(request.request_id)
-        copies = self._kv.move(request.request_id, place, request.num_tokens, reserve_blocks)
-        if copies is None:
-            return False
-        self._running[source].remove(request)
-        insort(self._running[place], request, key=attrgetter("arrival"))
-        self._copies.extend(copies)
-        self._moved.append(request)
-        self.counters.num_moves += 1
-        return True
-
-    def _preempt(self, request: R) -> None:
-        """Free a request's blocks and let it wait, before everybody who came later."""
-        self._release(request)
-        request.num_preemptions += 1
-        self.counters.num_preemptions += 1
-
-    def _withdraw(self, request: R) -> None:
-        """Take an admission of this iteration back."""
-        if request.num_preemptions == 0:
-            self.counters.num_prompt_tokens -= request.num_prompt_tokens
-            self.counters.num_cached_tokens -= request.num_cached_tokens
-        self._release(request)
-
-    def _release(self, request: R) -> None:
-        self._running[self._kv.place_of(request.request_id)].remove(request)
-        self._kv.free(request.request_id)
-        request.num_computed_tokens = 0
-        request.num_skipped = 0
-        insort(self._waiting, request, key=attrgetter("arrival"))
-
-    # ---- the form for real executors ----
-
-    def schedule(self: "Scheduler[Request]") -> IterationPlan | None:
+    def schedule(self) -> IterationPlan | None:
         """Plan the next iteration; None when there is nothing to do."""
         decision = self.decide()
         if decision is None:
@@ -532,27 +47,23 @@ class Scheduler(Generic[R]):
             decision.predicted_cpu_ms,
         )
 
-    def _sequences(
-        self: "Scheduler[Request]", batch: Iterable[tuple[Request, int]]
-    ) -> Iterator[ScheduledSequence]:
+    def _sequences(self, batch: Iterable[tuple[Request, int]]) -> Iterator[ScheduledSequence]:
         """Yield a sub-batch in the one order for all readers: by place; there, prompts before decodes."""
         rank = {place: index for index, place in enumerate(self._policy.places)}
         for request, num_tokens in sorted(
-            batch, key=lambda item: (rank[self._kv.place_of(item[0].request_id)], item[1] == 1)
+            batch, key=lambda item: (rank[self._residency.place_of(item[0])], item[1] == 1)
         ):
             start = request.num_computed_tokens
             yield ScheduledSequence(
                 request_id=request.request_id,
                 token_ids=tuple(request.token_ids[start : start + num_tokens]),
                 start=start,
-                place=self._kv.place_of(request.request_id),
+                place=self._residency.place_of(request),
                 block_table=self._kv.block_table(request.request_id),
                 sampling=request.sampling_input() if start + num_tokens == request.num_tokens else None,
             )
 
-    def update(
-        self: "Scheduler[Request]", plan: IterationPlan, result: IterationResult
-    ) -> list[RequestOutput]:
+    def update(self, plan: IterationPlan, result: IterationResult) -> list[RequestOutput]:
         """Take in what an iteration brought; return what each of its requests gained."""
         outputs = []
         for sequence in plan.sequences:
@@ -577,19 +88,19 @@ class Scheduler(Generic[R]):
         self._grow_budget()
         return outputs
 
-    def abort(self: "Scheduler[Request]", owner_id: str) -> list[RequestOutput]:
+    def abort(self, owner_id: str) -> list[RequestOutput]:
         """End all outputs of a request now and free their blocks; nothing happens if there are none left."""
         requests = [request for request in self._requests.values() if request.owner_id == owner_id]
         return [self._finish(request, FinishReason.ABORT) for request in requests]
 
-    def fail(self: "Scheduler[Request]", plan: IterationPlan, error: str) -> list[RequestOutput]:
+    def fail(self, plan: IterationPlan, error: str) -> list[RequestOutput]:
         """End the requests of an iteration that could not be carried out."""
         requests = [self._requests[sequence.request_id] for sequence in plan.sequences]
         outputs = [self._finish(request, FinishReason.ERROR, error) for request in requests]
-        self._give_up_moved()
+        self._residency.give_up_moved()
         return outputs
 
-    def shrink(self: "Scheduler[Request]", plan: IterationPlan) -> bool:
+    def shrink(self, plan: IterationPlan) -> bool:
         """Book an iteration that the device had no memory for as not done: smaller ones follow.
 
         Returns:
@@ -599,25 +110,10 @@ class Scheduler(Generic[R]):
         if num_tokens == 1:
             return False
         self._batch_tokens = num_tokens // 2
-        self._give_up_moved()
+        self._residency.give_up_moved()
         return True
 
-    def _give_up_moved(self) -> None:
-        """Nobody knows whether the KV of a moved request has arrived: it is computed again."""
-        for request in self._moved:
-            if request.request_id in self._kv:
-                self._preempt(request)
-        self._moved = []
-
-    def _grow_budget(self) -> None:
-        """After memory was short, return to the full budget step by step."""
-        largest = self._limits.max_batch_tokens
-        if self._batch_tokens < largest:
-            self._batch_tokens = min(self._batch_tokens + max(largest // 64, 1), largest)
-
-    def _finish(
-        self: "Scheduler[Request]", request: Request, reason: FinishReason, error: str | None = None
-    ) -> RequestOutput:
+    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
         request.finish(reason, error)
         self.remove(request)
         return request.take_output()

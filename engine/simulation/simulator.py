@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from neo_desktop.engine.cost_model import CostModel
 from neo_desktop.engine.estimate import device_attention_ms
 from neo_desktop.engine.kv_cache import KVCache
+from neo_desktop.engine.load_aware import Decision, LoadAwareScheduler, SchedulerLimits
 from neo_desktop.engine.placement import Place, Policy
 from neo_desktop.engine.request import FinishReason, RequestState
-from neo_desktop.engine.scheduler import Decision, Scheduler, SchedulerLimits
 from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult, Totals
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 
@@ -52,7 +52,7 @@ def simulate(
         RuntimeError: the scheduler finds nothing to do while requests wait, or loses blocks.
     """
     kv_cache = KVCache(num_blocks, block_size)
-    scheduler: Scheduler[SimulatedRequest] = Scheduler(kv_cache, policy, limits, cost)
+    scheduler: LoadAwareScheduler[SimulatedRequest] = LoadAwareScheduler(kv_cache, policy, limits, cost)
     longest = scheduler.max_context_tokens
     if max_context_tokens is not None:
         longest = min(longest, max_context_tokens)

@@ -31,7 +31,7 @@ class Harness:
         cost_model: CostModel | None = None,
     ) -> None:
         self.kv = KVCache(num_blocks, BLOCK_SIZE)
-        self.scheduler: Scheduler[Request] = Scheduler(
+        self.scheduler = Scheduler(
             self.kv, POLICIES[policy], SchedulerLimits(max_batch_tokens, max_batch_requests), cost_model
         )
         self.executor = FakeExecutor(BLOCK_SIZE, max_batch_tokens)

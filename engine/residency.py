@@ -1,0 +1,172 @@
+"""Which requests wait and which live where: admission, moves, preemption."""
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Generic, TypeVar
+
+from neo_desktop.engine.batch import BlockCopy
+from neo_desktop.engine.kv_cache import KVCache
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.request import RequestState
+
+R = TypeVar("R", bound=RequestState)
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """What happened since the start."""
+
+    num_preemptions: int = 0
+    num_moves: int = 0  # requests whose KV was brought to another place
+    num_prompt_tokens: int = 0  # computed or reused
+    num_cached_tokens: int = 0  # reused
+    num_output_tokens: int = 0
+    num_cpu_decodes: int = 0  # output tokens whose attention the CPU computed
+    num_double_iterations: int = 0  # with two sub-batches
+
+
+class Residency(Generic[R]):
+    """A queue of requests that wait for memory, and those that live in each place, all by arrival.
+
+    The oldest request is never preempted for others, so every request ends.
+
+    Args:
+        places: the most preferred one first.
+    """
+
+    def __init__(self, kv_cache: KVCache, places: tuple[Place, ...]) -> None:
+        self.kv = kv_cache
+        self.places = places
+        self.waiting: deque[R] = deque()
+        self.running: dict[Place, list[R]] = {place: [] for place in places}
+        self.copies: list[BlockCopy] = []  # that the moves since `begin_iteration` need
+        self.moved: list[R] = []  # whom they concern
+        self.counters = SchedulerCounters()
+
+    @property
+    def num_running(self) -> int:
+        """Requests that own KV."""
+        return sum(map(len, self.running.values()))
+
+    def place_of(self, request: R) -> Place:
+        """Return where the request's KV lives."""
+        return self.kv.place_of(request.request_id)
+
+    def remove(self, request: R) -> None:
+        """Forget a request and free its blocks."""
+        if request.request_id in self.kv:
+            self.running[self.place_of(request)].remove(request)
+            self.kv.free(request.request_id)
+        else:
+            self.waiting.remove(request)
+
+    def begin_iteration(self) -> None:
+        """Forget the moves of the last iteration: they were carried out."""
+        self.copies, self.moved = [], []
+
+    def make_room(self) -> bool:
+        """Give every request blocks for all its tokens, at the cost of the youngest where a place is full.
+
+        The youngest moves to another place that has room, or is preempted. Returns whether nobody had to be.
+        """
+        num_preemptions = self.counters.num_preemptions
+        for place in self.places:
+            for request in tuple(self.running[place]):
+                # One behind others may have been moved or preempted for their sake.
+                while request.request_id in self.kv and not self.kv.extend(
+                    request.request_id, request.num_tokens
+                ):
+                    self._evict_youngest(self.place_of(request))
+        return self.counters.num_preemptions == num_preemptions
+
+    def promote_one(self) -> None:
+        """Move the oldest request of a less preferred place up, if there is ample room.
+
+        Ample is a quarter of the place left free after the move: it will not have to go back soon.
+        """
+        best, *others = self.places
+        request = min(
+            (running[0] for place in others if (running := self.running[place])),
+            key=attrgetter("arrival"),
+            default=None,
+        )
+        if request is not None:
+            self._move(request, best, self.kv.capacity_tokens(best) // self.kv.block_size // 4)
+
+    def may_have_room(self, request: R) -> bool:
+        """Whether some place may have room for a waiting request; quick, and wrong on the hopeful side."""
+        num_blocks = self.kv.blocks_for(request.num_tokens)
+        return any(
+            num_blocks + len(self.running[place]) <= self.kv.num_free_blocks(place) for place in self.places
+        ) or bool(request.block_hashes(self.kv.block_size))
+
+    def admit(self, place: Place) -> bool:
+        """Give the request that waited longest blocks in a place; False if there are not enough."""
+        request = self.waiting[0]
+        num_cached = self.kv.admit(
+            request.request_id,
+            request.num_tokens,
+            request.block_hashes(self.kv.block_size),
+            place,
+            # Each request there may need one more block soon: admitting the last block away would only
+            # preempt somebody in the next iteration.
+            reserve_blocks=len(self.running[place]),
+        )
+        if num_cached is None:
+            return False
+        self.waiting.popleft()
+        insort(self.running[place], request, key=attrgetter("arrival"))
+        request.num_computed_tokens = num_cached
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = num_cached
+            self.counters.num_prompt_tokens += request.num_prompt_tokens
+            self.counters.num_cached_tokens += num_cached
+        return True
+
+    def withdraw(self, request: R) -> None:
+        """Take an admission of this iteration back."""
+        if request.num_preemptions == 0:
+            self.counters.num_prompt_tokens -= request.num_prompt_tokens
+            self.counters.num_cached_tokens -= request.num_cached_tokens
+        self._release(request)
+
+    def give_up_moved(self) -> None:
+        """After a failed iteration nobody knows whether moved KV has arrived: it is computed again."""
+        for request in self.moved:
+            if request.request_id in self.kv:
+                self._preempt(request)
+        self.moved = []
+
+    def _evict_youngest(self, place: Place) -> None:
+        victim = self.running[place][-1]
+        for other in self.places:
+            if other is not place and self._move(victim, other, reserve_blocks=len(self.running[other])):
+                return
+        self._preempt(victim)
+
+    def _move(self, request: R, place: Place, reserve_blocks: int) -> bool:
+        source = self.place_of(request)
+        copies = self.kv.move(request.request_id, place, request.num_tokens, reserve_blocks)
+        if copies is None:
+            return False
+        self.running[source].remove(request)
+        insort(self.running[place], request, key=attrgetter("arrival"))
+        self.copies.extend(copies)
+        self.moved.append(request)
+        self.counters.num_moves += 1
+        return True
+
+    def _preempt(self, request: R) -> None:
+        """Free a request's blocks and let it wait, before everybody who came later."""
+        self._release(request)
+        request.num_preemptions += 1
+        self.counters.num_preemptions += 1
+
+    def _release(self, request: R) -> None:
+        self.running[self.place_of(request)].remove(request)
+        self.kv.free(request.request_id)
+        request.num_computed_tokens = 0
+        request.num_skipped = 0
+        insort(self.waiting, request, key=attrgetter("arrival"))
