@@ -1,15 +1,49 @@
-"""How much memory the KV cache may take, and how it is divided among the places."""
+"""How much memory the KV cache may take, and how it is divided among the places.
 
-import psutil
+    GPU memory                                    host memory
+    | others | weights | KV | activations | reserve |     | others | weights* | KV and buffers | left alone |
+             <---------- gpu cap ------------------>                          <--- cpu cap ---->
+
+What others use is seen in what is free once the weights are loaded. (*) Only where there is no GPU; then both
+pools lie in host memory, and each cap is one for the KV of its pool alone.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
 import torch
 
+from neo_desktop.engine.hardware import find_gpus, host_memory
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
 
 BLOCK_SIZE = 16  # tokens per KV block
 DEVICE_RESERVE_BYTES = 512 * 1024**2  # of a GPU: CUDA context, libraries' workspaces, fragmentation
-HOST_SHARE = 0.5  # of the available host memory, at most, for the KV cache
+HOST_SHARE = 0.5  # of the available host memory, for KV and buffers, unless a cap says how much it may be
+MOST_HOST_SHARE = 0.9  # of the available host memory, whatever a cap says
+LONG_CONTEXT_TOKENS = 32_768  # prompts that are longer may have to be tried again in smaller chunks
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCaps:
+    """The most memory to take; None: what fits."""
+
+    gpu_bytes: int | None = None  # weights, activations, KV and reserve; without a GPU: KV of the GPU-cache
+    cpu_bytes: int | None = None  # KV in host memory, and what transfers go through
+
+    @classmethod
+    def from_gib(cls, gpu: float | None, cpu: float | None) -> Self:
+        """Make caps from GiB.
+
+        Raises:
+            ValueError: one is not above 0.
+        """
+        for name, gib in (("GPU", gpu), ("CPU", cpu)):
+            if gib is not None and not 0 < gib < float("inf"):
+                raise ValueError(f"the cap on {name} memory must be above 0 GiB and finite, got {gib:g}")
+        return cls(*(None if gib is None else int(gib * GIB) for gib in (gpu, cpu)))
 
 
 def pool_blocks(
@@ -18,26 +52,20 @@ def pool_blocks(
     limits: SchedulerLimits,
     device: torch.device,
     cache_tokens: dict[Place, int | None],
+    caps: MemoryCaps | None = None,
 ) -> dict[Place, int]:
     """Return `place -> blocks`, from the memory that is free now that the weights are loaded.
 
-    Where there is no GPU, both places share the host's memory. No place gets more than the most requests
-    with the longest contexts could use.
+    No place gets more than the most requests with the longest contexts could use.
 
     Args:
         cache_tokens: `place -> tokens asked for`; None: as many as fit.
+        caps: bounds on what fits.
 
     Raises:
-        MemoryError: not even one block fits, or more was asked for than there is.
+        MemoryError: the GPU has no room for one iteration, or more was asked for than there is.
     """
-    host_bytes = int(psutil.virtual_memory().available * HOST_SHARE)
-    if device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        device_bytes = free_bytes - DEVICE_RESERVE_BYTES - activation_bytes(config, limits, dtype)
-        available = {Place.DEVICE: max(device_bytes, 0), Place.HOST: host_bytes}
-    else:
-        available = {Place.DEVICE: host_bytes // 2, Place.HOST: host_bytes // 2}
-
+    available = kv_bytes(config, dtype, limits, device, caps or MemoryCaps())
     bytes_per_token = config.kv_bytes_per_token(dtype)
     most_tokens = limits.max_batch_requests * config.max_context_tokens
     blocks = {}
@@ -53,13 +81,100 @@ def pool_blocks(
     return blocks
 
 
+def kv_bytes(
+    config: ModelConfig, dtype: torch.dtype, limits: SchedulerLimits, device: torch.device, caps: MemoryCaps
+) -> dict[Place, int]:
+    """Return `place -> bytes for KV`; see `pool_blocks`."""
+    host = host_memory().available_bytes
+    if device.type != "cuda":  # the GPU-cache is imitated: both places share the host's memory
+        halves = {Place.DEVICE: caps.gpu_bytes, Place.HOST: caps.cpu_bytes}
+        return {place: _host_bytes(host // 2, cap) for place, cap in halves.items()}
+    free, _ = torch.cuda.mem_get_info(device)
+    buffers = host_buffer_bytes(config, limits, dtype)
+    return {
+        Place.DEVICE: _device_bytes(config, dtype, limits, free, caps.gpu_bytes),
+        Place.HOST: max(_host_bytes(host, caps.cpu_bytes) - buffers, 0),
+    }
+
+
+def check_weights_fit(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, caps: MemoryCaps
+) -> None:
+    """Check before they are loaded.
+
+    Raises:
+        MemoryError: they do not fit into what is free, or not under the cap.
+    """
+    needed = config.weight_bytes(dtype)
+    is_gpu = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if is_gpu else host_memory().available_bytes
+    where = "GPU" if is_gpu else "host"
+    if needed > free:
+        raise MemoryError(
+            f"the weights take {needed / 1e9:.1f} GB in {dtype}, but only {free / 1e9:.1f} GB of {where} "
+            f"memory are free{_other_programs() if is_gpu else ''}: close other programs, choose a 16-bit "
+            "dtype or a smaller model"
+        )
+    if is_gpu and caps.gpu_bytes is not None and needed > caps.gpu_bytes:
+        raise MemoryError(
+            f"the weights take {needed / GIB:.1f} GiB in {dtype}, but GPU memory is capped at "
+            f"{caps.gpu_bytes / GIB:.1f} GiB: raise the cap, choose a 16-bit dtype or a smaller model"
+        )
+
+
 def activation_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.dtype) -> int:
     """Return the most memory that one iteration needs beside weights and KV.
 
     In the widest stage a token has its residual and normalised state, the gate-up product and its
-    activation; attention is narrower. Each sampled request has its logits in float32, and the sampler a few
-    copies of them.
+    activation. Attention is narrower, but a chunk of a long prompt needs the KV before it in one piece, twice
+    while it is put together, and a mask. Each sampled request has its logits in float32, and the sampler a
+    few copies of them.
     """
+    tokens, context = limits.max_batch_tokens, min(config.max_context_tokens, LONG_CONTEXT_TOKENS)
     per_token = 4 * config.hidden_size + 4 * config.intermediate_size
+    layer_kv_bytes = config.kv_bytes_per_token(dtype) // config.num_layers
+    attention = context * (2 * layer_kv_bytes + tokens * (1 + dtype.itemsize))
     per_request = 8 * config.vocab_size * torch.float32.itemsize
-    return limits.max_batch_tokens * per_token * dtype.itemsize + limits.max_batch_requests * per_request
+    linear = tokens * per_token * dtype.itemsize
+    return max(linear, attention) + limits.max_batch_requests * per_request
+
+
+def host_buffer_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.dtype) -> int:
+    """Return the host memory that transfers go through: q, k, v and output of two sub-batches."""
+    return 2 * limits.max_batch_tokens * 2 * config.qkv_rows * dtype.itemsize
+
+
+def _device_bytes(
+    config: ModelConfig, dtype: torch.dtype, limits: SchedulerLimits, free: int, cap: int | None
+) -> int:
+    needed = activation_bytes(config, limits, dtype) + DEVICE_RESERVE_BYTES
+    if free < needed:
+        raise MemoryError(
+            f"with the weights loaded, {free / 1e9:.2f} GB of GPU memory are free, but an iteration needs "
+            f"{needed / 1e9:.2f} GB beside KV{_other_programs()}: close other programs, choose a "
+            "smaller model or smaller iterations (max_batch_tokens)"
+        )
+    if cap is None:
+        return free - needed
+    weights = config.weight_bytes(dtype)
+    if cap < weights + needed:
+        raise MemoryError(
+            f"GPU memory is capped at {cap / GIB:.2f} GiB, but the weights take {weights / GIB:.2f} GiB and "
+            f"an iteration {needed / GIB:.2f} GiB beside KV: raise the cap above "
+            f"{(weights + needed) / GIB:.2f} GiB or choose a smaller model"
+        )
+    return min(free, cap - weights) - needed
+
+
+def _host_bytes(available: int, cap: int | None) -> int:
+    """What may be taken of the available memory: a cap says that more than half of it is welcome, too."""
+    if cap is None:
+        return int(available * HOST_SHARE)
+    return min(cap, int(available * MOST_HOST_SHARE))
+
+
+def _other_programs() -> str:
+    """Who else has GPU memory, for error messages."""
+    processes = [process for gpu in find_gpus()[0] for process in gpu.other_processes]
+    named = [f"{p.name} (process {p.pid})" for p in processes[:3]]
+    return f" (other programs there: {', '.join(named)})" if named else ""

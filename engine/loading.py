@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 import neo_desktop.models
+from neo_desktop.engine.budget import MemoryCaps, check_weights_fit
+from neo_desktop.engine.hardware import host_memory
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.registry import load_model, random_model
@@ -36,7 +37,8 @@ def load(
     device: str,
     dtype: str,
     shape: str | None,
-    progress: Progress | None,
+    caps: MemoryCaps | None = None,
+    progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a checkpoint folder, the built-in model, or random weights of a published shape.
 
@@ -46,10 +48,11 @@ def load(
         MemoryError: the weights do not fit.
     """
     torch_device = choose_device(device)
+    caps = caps or MemoryCaps()
     if shape is not None:
         config = published_shape(shape)
         torch_dtype = choose_dtype(dtype, config, torch_device)
-        _check_weights_fit(config, torch_dtype, torch_device)
+        check_weights_fit(config, torch_dtype, torch_device, caps)
         decoder = random_model(config, dtype=torch_dtype, device=torch_device)
         return LoadedModel(f"{shape} (random weights)", config, decoder, ByteTokenizer())
 
@@ -59,7 +62,7 @@ def load(
     config = ModelConfig.from_pretrained(path)
     tokenizer = Tokenizer.from_pretrained(path)
     torch_dtype = choose_dtype(dtype, config, torch_device)
-    _check_weights_fit(config, torch_dtype, torch_device)
+    check_weights_fit(config, torch_dtype, torch_device, caps)
     decoder = load_model(path, config, dtype=torch_dtype, device=torch_device, progress=progress)
     name = "neo-desktop-guide" if model == BUILTIN else path.resolve().name
     return LoadedModel(name, config, decoder, tokenizer)
@@ -103,20 +106,6 @@ def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.
     if device.type == "cuda":
         has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.float16 if config.dtype is torch.bfloat16 and not has_bfloat16 else config.dtype
-    if config.weight_bytes(torch.float32) <= psutil.virtual_memory().available // 2:
+    if config.weight_bytes(torch.float32) <= host_memory().available_bytes // 2:
         return torch.float32
     return config.dtype
-
-
-def _check_weights_fit(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-    needed = config.weight_bytes(dtype)
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        where = "GPU"
-    else:
-        free, where = psutil.virtual_memory().available, "host"
-    if needed > free:
-        raise MemoryError(
-            f"the weights take {needed / 1e9:.1f} GB in {dtype}, but only {free / 1e9:.1f} GB of {where} "
-            "memory are free: close other programs, choose a 16-bit dtype or a smaller model"
-        )

@@ -1,0 +1,123 @@
+"""How much memory KV gets, from what is free, what others use and what caps allow."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from neo_desktop.engine import budget
+from neo_desktop.engine.budget import BLOCK_SIZE, DEVICE_RESERVE_BYTES, GIB, MemoryCaps, activation_bytes
+from neo_desktop.engine.hardware import HostMemory
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.scheduler import SchedulerLimits
+from neo_desktop.models.shapes import shape
+
+CONFIG = shape("llama-2-7b")
+DTYPE = torch.float16
+LIMITS = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=256)
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+ALL_THAT_FITS = {Place.DEVICE: None, Place.HOST: None}
+WEIGHTS = CONFIG.weight_bytes(DTYPE)
+ITERATION = activation_bytes(CONFIG, LIMITS, DTYPE) + DEVICE_RESERVE_BYTES
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What is free, to be changed by the test."""
+    free = SimpleNamespace(gpu=8 * GIB, host=64 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free.gpu, 80 * GIB))
+    monkeypatch.setattr(budget, "host_memory", lambda: HostMemory(free.host, free.host, None))
+    monkeypatch.setattr(budget, "find_gpus", lambda: ((), "", ()))
+    return free
+
+
+def kv(device: torch.device, caps: MemoryCaps | None = None) -> dict[Place, int]:
+    return budget.kv_bytes(CONFIG, DTYPE, LIMITS, device, caps or MemoryCaps())
+
+
+def test_gpu_kv_is_what_is_free_less_what_an_iteration_needs(machine: SimpleNamespace) -> None:
+    assert kv(CUDA)[Place.DEVICE] == machine.gpu - ITERATION
+
+
+def test_what_other_programs_take_is_missing_in_the_gpu_cache(machine: SimpleNamespace) -> None:
+    before = kv(CUDA)[Place.DEVICE]
+    machine.gpu -= 3 * GIB
+    assert before - kv(CUDA)[Place.DEVICE] == 3 * GIB
+
+
+def test_a_gpu_cap_bounds_weights_activations_kv_and_reserve_together(machine: SimpleNamespace) -> None:
+    cap = WEIGHTS + ITERATION + 2 * GIB
+    assert kv(CUDA, MemoryCaps(gpu_bytes=cap))[Place.DEVICE] == 2 * GIB
+    machine.gpu = ITERATION + GIB  # less is free than the cap would allow
+    assert kv(CUDA, MemoryCaps(gpu_bytes=cap))[Place.DEVICE] == GIB
+
+
+def test_a_generous_cap_changes_nothing(machine: SimpleNamespace) -> None:
+    assert kv(CUDA, MemoryCaps(gpu_bytes=1000 * GIB)) == kv(CUDA)
+
+
+def test_a_gpu_cap_below_the_weights_is_refused_with_what_is_needed(machine: SimpleNamespace) -> None:
+    with pytest.raises(MemoryError, match=r"capped at 5\.00 GiB.*raise the cap above 13\.\d\d GiB"):
+        kv(CUDA, MemoryCaps(gpu_bytes=5 * GIB))
+
+
+def test_a_full_gpu_is_refused_instead_of_failing_later(machine: SimpleNamespace) -> None:
+    machine.gpu = ITERATION - 1
+    with pytest.raises(MemoryError, match="close other programs"):
+        kv(CUDA)
+
+
+def test_host_kv_is_half_of_what_is_available_unless_a_cap_allows_more(machine: SimpleNamespace) -> None:
+    buffers = budget.host_buffer_bytes(CONFIG, LIMITS, DTYPE)
+    assert kv(CUDA)[Place.HOST] == 32 * GIB - buffers
+    assert kv(CUDA, MemoryCaps(cpu_bytes=10 * GIB))[Place.HOST] == 10 * GIB - buffers
+    assert kv(CUDA, MemoryCaps(cpu_bytes=48 * GIB))[Place.HOST] == 48 * GIB - buffers
+    assert kv(CUDA, MemoryCaps(cpu_bytes=640 * GIB))[Place.HOST] == int(0.9 * 64 * GIB) - buffers
+
+
+def test_without_a_gpu_both_pools_share_the_host_and_each_cap_is_for_its_kv(machine: SimpleNamespace) -> None:
+    assert kv(CPU) == {Place.DEVICE: 16 * GIB, Place.HOST: 16 * GIB}
+    capped = kv(CPU, MemoryCaps(gpu_bytes=2 * GIB, cpu_bytes=1000 * GIB))
+    assert capped[Place.DEVICE] == 2 * GIB
+    assert sum(capped.values()) < 64 * GIB
+
+
+def test_blocks_never_hold_more_than_the_bytes(machine: SimpleNamespace) -> None:
+    caps = MemoryCaps(gpu_bytes=WEIGHTS + ITERATION + GIB, cpu_bytes=7 * GIB)
+    blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, caps)
+    block_bytes = BLOCK_SIZE * CONFIG.kv_bytes_per_token(DTYPE)
+    available = kv(CUDA, caps)
+    for place, count in blocks.items():
+        assert count * block_bytes <= available[place] < (count + 1) * block_bytes
+
+
+def test_tokens_that_do_not_fit_under_the_cap_are_refused(machine: SimpleNamespace) -> None:
+    caps = MemoryCaps(gpu_bytes=WEIGHTS + ITERATION + GIB)
+    asked = ALL_THAT_FITS | {Place.DEVICE: 4096}  # 2 GiB
+    with pytest.raises(MemoryError, match="ask for at most 2048 tokens"):
+        budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, asked, caps)
+
+
+def test_no_pool_is_larger_than_all_requests_could_use(machine: SimpleNamespace) -> None:
+    machine.host = 10_000 * GIB
+    few = SchedulerLimits(max_batch_tokens=64, max_batch_requests=2)
+    blocks = budget.pool_blocks(CONFIG, DTYPE, few, CPU, ALL_THAT_FITS)
+    assert set(blocks.values()) == {2 * CONFIG.max_context_tokens // BLOCK_SIZE}
+
+
+def test_weights_must_fit_into_what_is_free_and_under_the_cap(machine: SimpleNamespace) -> None:
+    machine.gpu = 80 * GIB
+    budget.check_weights_fit(CONFIG, DTYPE, CUDA, MemoryCaps(gpu_bytes=20 * GIB))
+    with pytest.raises(MemoryError, match=r"capped at 8\.0 GiB"):
+        budget.check_weights_fit(CONFIG, DTYPE, CUDA, MemoryCaps(gpu_bytes=8 * GIB))
+    machine.gpu = 8 * GIB
+    with pytest.raises(MemoryError, match=r"8\.6 GB of GPU memory are free"):
+        budget.check_weights_fit(CONFIG, DTYPE, CUDA, MemoryCaps())
+
+
+@pytest.mark.parametrize("gib", [0, -1.5, float("nan")])
+def test_a_cap_must_be_positive(gib: float) -> None:
+    with pytest.raises(ValueError, match="above 0 GiB"):
+        MemoryCaps.from_gib(gib, None)
+    with pytest.raises(ValueError, match="above 0 GiB"):
+        MemoryCaps.from_gib(None, gib)
