@@ -247,7 +247,8 @@ def _cost_model(
         assert host is not None
         return analytic_cost_model(gpu, host, config, dtype)
     try:
-        cost = TableCostModel.load(options.tables)
+        data = json.loads(options.tables.read_text(encoding="utf-8"))
+        cost = TableCostModel.from_json(data if isinstance(data, dict) else {})
     except ValueError as error:
         raise ValueError(f"{options.tables}: {error}") from None
     if cost.num_layers != config.num_layers:

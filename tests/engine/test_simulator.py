@@ -1,0 +1,326 @@
+"""The simulator: clock, accounting and figures, against hand arithmetic and a closed bound."""
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neo_desktop.engine.budget import activation_bytes
+from neo_desktop.engine.cost_model import Curve, Surface, TableCostModel
+from neo_desktop.engine.placement import POLICIES, Place
+from neo_desktop.engine.scheduler import SchedulerLimits
+from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
+from neo_desktop.engine.simulation.bound import Bound
+from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult, Totals, percentile
+from neo_desktop.engine.simulation.presets import GPUS, HOSTS, get_gpu, get_host
+from neo_desktop.engine.simulation.simulator import simulate
+from neo_desktop.engine.simulation.workload import WorkloadRequest, synthetic, with_rate
+from neo_desktop.models.shapes import shape
+
+BLOCK_SIZE = 16
+LIMITS = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=256)
+SHARES_OF_CPU = {"gpu-only": (0.0, 0.0), "fastdecode": (1.0, 1.0), "neo": (0.0, 1.0), "auto": (0.0, 1.0)}
+
+
+def flat_cost(linear_ms: float = 1.0, iteration_ms: float = 0.0) -> TableCostModel:
+    """One layer whose linear stage takes the same for any batch; everything else is free."""
+    free = Surface((1, 2), (1, 2), ((0, 0), (0, 0)))
+    nothing = Curve((1, 2), (0, 0))
+    return TableCostModel(
+        1,
+        True,
+        iteration_ms,
+        Curve((1, 2), (linear_ms, linear_ms)),
+        nothing,
+        nothing,
+        nothing,
+        free,
+        free,
+        free,
+    )
+
+
+def machine(gpu: str = "t4", model: str = "llama-2-7b") -> TableCostModel:
+    return analytic_cost_model(get_gpu(gpu), get_host(get_gpu(gpu).host), shape(model), torch.float16)
+
+
+def run(
+    requests: list[WorkloadRequest],
+    policy: str,
+    cost: TableCostModel,
+    gpu_tokens: int,
+    cpu_tokens: int = 65_536,
+    max_context_tokens: int | None = None,
+) -> SimulationResult:
+    blocks = {Place.DEVICE: gpu_tokens // BLOCK_SIZE, Place.HOST: cpu_tokens // BLOCK_SIZE}
+    return simulate(
+        requests, POLICIES[policy], cost, blocks, BLOCK_SIZE, LIMITS, max_context_tokens=max_context_tokens
+    )
+
+
+# ---- the clock ----
+
+
+def test_a_lone_request_gets_a_token_per_iteration() -> None:
+    """Prompt: 1 iteration of 3 ms, then 4 more tokens."""
+    result = run([WorkloadRequest(0.0, 20, 5)], "gpu-only", flat_cost(2.0, iteration_ms=1.0), 64)
+    (request,) = result.finished
+    assert request == FinishedRequest(0.0, 3.0, 15.0, 20, 5)
+    assert (request.ttft_ms, request.tpot_ms, request.latency_per_token_ms) == (3.0, 3.0, 3.0)
+    figures = result.to_json()
+    assert figures["num_iterations"] == 5
+    assert figures["mean_batch"] == 1.0
+    assert figures["output_tokens_per_s"] == pytest.approx(5 / 0.015)
+    assert figures["total_tokens_per_s"] == pytest.approx(25 / 0.015)
+    assert figures["gpu_busy_share"] == pytest.approx(10 / 15)
+
+
+def test_the_clock_jumps_to_the_next_arrival_and_waiting_counts_as_latency() -> None:
+    """The second comes during the first's second iteration; the third when nothing runs."""
+    requests = [WorkloadRequest(0.0, 16, 3), WorkloadRequest(1.5, 16, 1), WorkloadRequest(100.0, 16, 2)]
+    result = run(requests, "gpu-only", flat_cost(), 1024)
+    assert sorted(result.finished, key=lambda request: request.arrival_ms) == [
+        FinishedRequest(0.0, 1.0, 3.0, 16, 3),
+        FinishedRequest(1.5, 3.0, 3.0, 16, 1),
+        FinishedRequest(100.0, 101.0, 102.0, 16, 2),
+    ]
+    assert result.makespan_ms == 102.0
+
+
+def test_percentiles_are_values_that_occur() -> None:
+    values = [float(value) for value in range(1, 201)]
+    assert percentile(values, 50) == 100
+    assert percentile(values, 99) == 198
+    assert percentile([7.0], 99) == 7
+    assert percentile([], 50) == 0
+
+
+def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
+    finished = [FinishedRequest(0.0, 5.0, 5.0, 10, 1), FinishedRequest(0.0, 5.0, 25.0, 10, 3)]
+    figures = SimulationResult("auto", finished, 0, Totals()).to_json()
+    assert figures["tpot_ms"] == 10.0
+    assert figures["latency_per_token_ms"]["mean"] == pytest.approx((5 + 25 / 3) / 2)
+
+
+# ---- accounting ----
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    policy=st.sampled_from(sorted(POLICIES)),
+    lengths=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 60)), min_size=1, max_size=25),
+    gpu_blocks=st.integers(4, 60),
+    cpu_blocks=st.integers(4, 200),
+    rate=st.sampled_from([0.5, 5.0, inf]),
+)
+def test_every_request_ends_with_all_its_tokens_or_is_refused_and_no_bound_is_broken(
+    policy: str, lengths: list[tuple[int, int]], gpu_blocks: int, cpu_blocks: int, rate: float
+) -> None:
+    """`simulate` itself checks that no block is left. Refused is what fits no place; nothing else is."""
+    requests = with_rate([WorkloadRequest(0.0, *pair) for pair in lengths], rate)
+    cost = machine()
+    gpu_tokens, cpu_tokens = gpu_blocks * BLOCK_SIZE, cpu_blocks * BLOCK_SIZE
+    result = run(requests, policy, cost, gpu_tokens, cpu_tokens)
+    capacity = {Place.DEVICE: gpu_tokens, Place.HOST: cpu_tokens}
+    longest = max(capacity[place] for place in POLICIES[policy].places)
+    fitting = [request for request in requests if request.total_tokens <= longest]
+    assert sorted((r.arrival_ms, r.prompt_tokens, r.output_tokens) for r in result.finished) == sorted(
+        (r.arrival_ms, r.prompt_tokens, r.output_tokens) for r in fitting
+    )
+    assert result.num_refused == len(requests) - len(fitting)
+    for request in result.finished:
+        assert request.arrival_ms < request.first_token_ms <= request.finish_ms
+    if fitting:
+        bound_ms = Bound(cost, fitting, gpu_tokens).makespan_ms(*SHARES_OF_CPU[policy])
+        assert result.makespan_ms >= bound_ms * (1 - 1e-9)
+        assert result.totals.gpu_busy_ms <= result.makespan_ms
+        assert result.totals.cpu_busy_ms <= result.makespan_ms
+
+
+def test_what_exceeds_the_models_context_is_refused_and_counted() -> None:
+    requests = [WorkloadRequest(0.0, 90, 10), WorkloadRequest(0.0, 91, 10)]
+    result = run(requests, "gpu-only", flat_cost(), 1024, max_context_tokens=100)
+    assert (len(result.finished), result.num_refused) == (1, 1)
+
+
+def test_a_run_without_requests_that_fit_has_zeros() -> None:
+    result = run([WorkloadRequest(0.0, 500, 500)], "gpu-only", flat_cost(), 64)
+    assert result.num_refused == 1
+    assert result.to_json()["output_tokens_per_s"] == 0
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_the_same_workload_gives_the_same_figures(policy: str) -> None:
+    requests = with_rate(synthetic(60, 300, 40, seed=3), 2.0, seed=3)
+    cost = machine()
+    assert run(requests, policy, cost, 1008).to_json() == run(requests, policy, machine(), 1008).to_json()
+
+
+# ---- policies ----
+
+
+@pytest.mark.parametrize(
+    ("gpu", "model", "prompt", "output", "gpu_tokens"),
+    [
+        ("t4", "llama-2-7b", 370, 45, 1008),
+        ("t4", "llama-2-7b", 370, 45, 3008),
+        ("a10g", "llama-3.1-8b", 1000, 100, 47_360),
+        ("a10g", "llama-3.1-8b", 1000, 400, 26_400),
+        ("rtx-3060", "qwen3-4b", 1200, 200, 19_376),
+        ("h100", "llama-3.1-8b", 500, 50, 503_040),
+    ],
+)
+def test_auto_is_never_much_below_gpu_only(
+    gpu: str, model: str, prompt: int, output: int, gpu_tokens: int
+) -> None:
+    requests = synthetic(300, prompt, output)
+    cost = machine(gpu, model)
+    alone, auto = (run(requests, name, cost, gpu_tokens, 262_144) for name in ("gpu-only", "auto"))
+    assert auto.output_tokens_per_s >= 0.97 * alone.output_tokens_per_s
+
+
+def test_offloading_wins_where_the_gpu_cache_is_small() -> None:
+    requests = synthetic(200, 370, 45)
+    cost = machine()
+    alone, neo, auto = (run(requests, name, cost, 1008) for name in ("gpu-only", "neo", "auto"))
+    assert neo.output_tokens_per_s > 3 * alone.output_tokens_per_s
+    assert auto.output_tokens_per_s > 3 * alone.output_tokens_per_s
+
+
+def test_at_low_load_offloading_changes_nothing() -> None:
+    """Requests that come one by one all live on the GPU."""
+    requests = with_rate(synthetic(10, 300, 20), 0.02)
+    cost = machine()
+    alone, auto = (run(requests, name, cost, 3008) for name in ("gpu-only", "auto"))
+    assert auto.finished == alone.finished
+
+
+# ---- the closed bound ----
+
+
+def test_the_bound_equals_the_formula_of_the_roofline() -> None:
+    """Equal requests, and a cost model of straight lines: each term can be written down."""
+    requests = [WorkloadRequest(0.0, 100, 11)] * 10
+    cost = TableCostModel(
+        2,
+        True,
+        0.0,
+        linear=Curve((1, 10, 100), (5.0, 5.0, 50.0)),  # 5 ms to read the weights, 0.5 ms a token
+        head=Curve((1, 2), (0, 0)),
+        hand_off=Curve((1, 2), (0, 0)),
+        transfer=Curve((1, 2), (0, 0)),
+        prefill_attention=Surface((1, 2), (1, 2), ((0, 0), (0, 0))),
+        gpu_attention=Surface((1, 2), (1, 2), ((0.01, 0.02), (0.02, 0.04))),
+        cpu_attention=Surface((1, 2), (1, 2), ((0.1, 0.2), (0.2, 0.4))),
+    )
+    context = 10 * sum(range(101, 111))  # of the decodes: the first token comes with the prompt
+    tokens = 10 * (100 + 10)
+    gpu_tokens = 150
+
+    def at(x: float) -> float:
+        linear = max(2 * 0.5 * tokens, (1 - x) * context / gpu_tokens * 2 * 5.0)
+        return max(linear + 2 * 0.01 * (1 - x) * context, 2 * 0.1 * x * context)
+
+    expected = min(at(step / 10_000) for step in range(10_001))
+    assert Bound(cost, requests, gpu_tokens).makespan_ms() == pytest.approx(expected, rel=2e-3)
+    assert Bound(cost, requests, gpu_tokens).makespan_ms() <= expected
+    assert Bound(cost, requests, gpu_tokens).makespan_ms(0, 0) == pytest.approx(at(0))
+    shared = replace(cost, overlaps=False)
+    assert Bound(shared, requests, gpu_tokens).makespan_ms(1, 1) == pytest.approx(
+        2 * 0.5 * tokens + 2 * 0.1 * context
+    )
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("gpu_tokens", [1008, 3008, 20_000])
+def test_no_policy_exceeds_its_bound(policy: str, gpu_tokens: int) -> None:
+    requests = synthetic(200, 370, 60)
+    cost = machine()
+    result = run(requests, policy, cost, gpu_tokens)
+    bound = Bound(cost, requests, gpu_tokens).output_tokens_per_s(*SHARES_OF_CPU[policy])
+    assert result.output_tokens_per_s <= bound
+
+
+# ---- machines ----
+
+
+def test_what_is_left_for_kv_is_what_hand_arithmetic_leaves() -> None:
+    """T4 and Llama-2-7B: 16.1 GB - 13.5 GB of weights - 0.5 GB reserve - activations, 0.5 MB per token."""
+    config = shape("llama-2-7b")
+    budget = kv_budget(GPUS["t4"], HOSTS["g4dn.4xlarge"], config, torch.float16, LIMITS)
+    weights = 2 * (2 * 32_000 * 4096 + 32 * (4 * 4096 * 4096 + 3 * 4096 * 11_008 + 2 * 4096) + 4096)
+    activations = activation_bytes(config, LIMITS, torch.float16)
+    rest = 15 * 2**30 - weights - 512 * 2**20 - activations
+    assert budget.gpu_tokens == rest // (2 * 32 * 4096 * 2) // 16 * 16
+    assert budget.cpu_tokens == 32 * 2**30 // (2 * 32 * 4096 * 2)
+    assert budget.num_blocks() == {Place.DEVICE: budget.gpu_tokens // 16, Place.HOST: budget.cpu_tokens // 16}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "model", "left_gb", "token_mb"),
+    [  # memory - weights, and 2 x layers x KV heads x head_dim x 2 bytes, by hand
+        ("t4", "llama-2-7b", 16.1 - 13.5, 0.524),
+        ("a10g", "llama-3.1-8b", 24.2 - 16.1, 0.131),
+        ("rtx-3060", "qwen3-4b", 12.9 - 8.0, 0.147),
+        ("rtx-4090", "llama-3.1-8b", 25.8 - 16.1, 0.131),
+        ("h100", "llama-2-13b", 83.9 - 26.0, 0.819),
+    ],
+)
+def test_most_of_what_the_weights_leave_is_for_kv(
+    gpu: str, model: str, left_gb: float, token_mb: float
+) -> None:
+    preset = get_gpu(gpu)
+    budget = kv_budget(preset, get_host(preset.host), shape(model), torch.float16, LIMITS)
+    assert 0.5 * left_gb < budget.gpu_tokens * token_mb / 1e3 < left_gb - 0.5
+
+
+def test_weights_that_do_not_fit_are_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(MemoryError, match="choose a smaller model or a larger GPU"):
+        kv_budget(GPUS["t4"], HOSTS["g4dn.4xlarge"], shape("llama-3.1-8b"), torch.float16, LIMITS)
+
+
+@pytest.mark.parametrize("name", sorted(GPUS))
+def test_a_preset_is_a_possible_machine(name: str) -> None:
+    gpu = GPUS[name]
+    host = get_host(gpu.host)
+    for share in (
+        gpu.matmul_share,
+        gpu.streaming_share,
+        gpu.attention_share,
+        gpu.prefill_attention_share,
+        gpu.bus_share,
+        host.read_share,
+        host.kernel_share,
+        host.arithmetic_share,
+    ):
+        assert 0 < share < 1
+    assert host.attention_bytes_per_s < host.memory_bytes_per_s < gpu.memory_bytes_per_s
+
+
+def test_names_are_found_as_people_write_them() -> None:
+    for name in ("T4", "A10G", "RTX 3060 12GB", "rtx3060", "RTX 4090", "H100"):
+        get_gpu(name)
+    with pytest.raises(ValueError, match="choose one of t4, a10g"):
+        get_gpu("t5")
+    with pytest.raises(ValueError, match="choose one of g4dn"):
+        get_host("laptop")
+
+
+def test_the_analytic_model_is_the_roofline() -> None:
+    """A10G and Llama-3.1-8B by hand: 218 M parameters a layer, 4 KB of KV per token and layer."""
+    cost = machine("a10g", "llama-3.1-8b")
+    parameters = 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14_336 + 2 * 4096
+    assert cost.linear_ms(1) == pytest.approx(parameters * 2 / (600e9 * 0.8) * 1e3 + 0.02)
+    assert cost.linear_ms(2048) == pytest.approx(2 * parameters * 2048 / (70e12 * 0.75) * 1e3 + 0.02)
+    assert cost.gpu_attention_ms(10, 10_000) == pytest.approx(10_000 * 4096 / (600e9 * 0.6) * 1e3 + 0.004)
+    reading_ms = 10_000 * 4096 / (51.2e9 * 0.8 * 0.9) * 1e3
+    multiplying_ms = 10_000 * 4 * 4096 / (7 * 96e9 * 0.75) * 1e3
+    assert cost.cpu_attention_ms(10, 10_000) == pytest.approx(reading_ms + multiplying_ms + 0.005)
+    assert cost.transfer_ms(1000) == pytest.approx(1000 * 4096 / (31.5e9 * 0.8) * 1e3 + 0.0107)
+
+
+def test_budgets_are_whole_blocks() -> None:
+    assert KVBudget(100, 40).num_blocks() == {Place.DEVICE: 6, Place.HOST: 2}
