@@ -8,6 +8,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from neo_desktop.engine.batch import IterationPlan, IterationTiming
+
 FILE_VERSION = 1  # of the JSON form of the tables
 
 
@@ -313,13 +315,12 @@ class CorrectedCostModel:
         """See `CostModel`."""
         return self._base.head_ms(rows) * self.device_factor
 
-    def observe_device(self, predicted_ms: float, measured_ms: float) -> None:
-        """Learn from an iteration that the device alone bounded."""
-        self.device_factor = self._corrected(self.device_factor, predicted_ms, measured_ms)
-
-    def observe_cpu(self, predicted_ms: float, measured_ms: float) -> None:
-        """Learn from the CPU attention of an iteration, all layers together."""
-        self.cpu_factor = self._corrected(self.cpu_factor, predicted_ms, measured_ms)
+    def learn(self, plan: IterationPlan, timing: IterationTiming) -> None:
+        """Compare an iteration with its prediction."""
+        if plan.predicted_cpu_ms > 0:
+            self.cpu_factor = self._corrected(self.cpu_factor, plan.predicted_cpu_ms, timing.cpu_attention_ms)
+        if plan.predicted_cpu_ms < plan.predicted_ms / 2:  # the device bounded it
+            self.device_factor = self._corrected(self.device_factor, plan.predicted_ms, timing.total_ms)
 
     def _corrected(self, factor: float, predicted_ms: float, measured_ms: float) -> float:
         if predicted_ms <= 0 or measured_ms <= 0:

@@ -10,8 +10,10 @@ from typing import Self
 
 import torch
 
-from neo_desktop.engine.batch import SampledToken
-from neo_desktop.engine.budget import BLOCK_SIZE, pool_blocks
+from neo_desktop.engine import profiler
+from neo_desktop.engine.batch import DeviceMemoryError, SampledToken
+from neo_desktop.engine.budget import BLOCK_SIZE, MemoryCaps, pool_blocks
+from neo_desktop.engine.cost_model import CorrectedCostModel, CostModel
 from neo_desktop.engine.detokenizer import IncrementalText
 from neo_desktop.engine.executor import Executor
 from neo_desktop.engine.kv_cache import KVCache
@@ -19,10 +21,12 @@ from neo_desktop.engine.kv_storage import KVPool, KVStorage
 from neo_desktop.engine.loading import BUILTIN, LoadedModel, Progress, load
 from neo_desktop.engine.pipeline import PipelineExecutor
 from neo_desktop.engine.placement import Place, get_policy
+from neo_desktop.engine.profile_cache import load_or_profile
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.scheduler import Scheduler, SchedulerLimits
 from neo_desktop.engine.stats import EngineStats
+from neo_desktop.engine.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +69,7 @@ class Engine:
         kv_cache: KVCache,
         executor: Executor,
         policy: str,
+        cost_model: CorrectedCostModel | None = None,
     ) -> None:
         self.model_name = model.name
         self.config = model.config
@@ -75,6 +80,7 @@ class Engine:
         self._kv_cache = kv_cache
         self._executor = executor
         self._policy = policy
+        self._cost_model = cost_model
         self._num_arrivals = 0
         self._num_iterations = 0
 
@@ -88,10 +94,15 @@ class Engine:
         policy: str = "auto",
         gpu_cache_tokens: int | None = None,
         cpu_cache_tokens: int | None = None,
+        gpu_memory_gib: float | None = None,
+        cpu_memory_gib: float | None = None,
         shape: str | None = None,
         max_batch_tokens: int | None = None,
         max_batch_requests: int = MAX_BATCH_REQUESTS,
+        cost_model: CostModel | None = None,
+        trace_timeline: str | Path | None = None,
         progress: Progress | None = None,
+        profile_progress: profiler.Progress | None = None,
     ) -> Self:
         """Load a model and get the memory for its KV cache.
 
@@ -102,10 +113,17 @@ class Engine:
             policy: where requests may live, see `placement.POLICIES`.
             gpu_cache_tokens: size of the GPU-cache; None: as much as fits. Imitated where there is no GPU.
             cpu_cache_tokens: size of the CPU-cache, likewise.
+            gpu_memory_gib: the most GPU memory to take, for weights, activations, KV and a reserve. Without
+                a GPU: the most for the imitated GPU-cache. None: what is free.
+            cpu_memory_gib: the most host memory to take for KV and transfers; None: half of what is free.
             shape: name of a published model shape: random weights, no checkpoint is read.
             max_batch_tokens: tokens per iteration at most; None: a good value for the device.
             max_batch_requests: requests that run at the same time at most.
+            cost_model: what the scheduler predicts with; None: measured on this computer at the first start
+                with this model, and kept on disk.
+            trace_timeline: file for a trace of who was busy when, in Chrome's format, written by `close`.
             progress: called with the bytes loaded so far and in total.
+            profile_progress: called with the share measured so far, 0 to 1, and what is being measured.
 
         Raises:
             ModelError: the checkpoint cannot be used.
@@ -116,15 +134,16 @@ class Engine:
         for name, tokens in zip(("gpu_cache_tokens", "cpu_cache_tokens"), cache_tokens.values(), strict=True):
             if tokens is not None and tokens < 0:
                 raise ValueError(f"{name} must be at least 0, got {tokens}")
+        caps = MemoryCaps.from_gib(gpu_memory_gib, cpu_memory_gib)
         chosen_policy = get_policy(policy)
-        loaded = load(model, device=device, dtype=dtype, shape=shape, progress=progress)
+        loaded = load(model, device=device, dtype=dtype, shape=shape, caps=caps, progress=progress)
         decoder = loaded.decoder
         limits = SchedulerLimits(
             max_batch_tokens=max_batch_tokens
             or max(MAX_BATCH_TOKENS[decoder.device.type], max_batch_requests),
             max_batch_requests=max_batch_requests,
         )
-        num_blocks = pool_blocks(loaded.config, decoder.dtype, limits, decoder.device, cache_tokens)
+        num_blocks = pool_blocks(loaded.config, decoder.dtype, limits, decoder.device, cache_tokens, caps)
         num_blocks = {place: num_blocks[place] for place in chosen_policy.places}
         if not any(num_blocks.values()):
             raise MemoryError(
@@ -139,8 +158,14 @@ class Engine:
                 for place, count in num_blocks.items()
             }
         )
-        scheduler = Scheduler(kv_cache, chosen_policy, limits)
-        return cls(loaded, scheduler, kv_cache, PipelineExecutor(decoder, storage), policy)
+        # With a single place to live there is nothing to predict.
+        if cost_model is None and chosen_policy.needs_predictions and all(num_blocks.values()):
+            cost_model = load_or_profile(decoder, storage, limits, profile_progress)
+        corrected = None if cost_model is None else CorrectedCostModel(cost_model)
+        scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected)
+        timeline = None if trace_timeline is None else Timeline(trace_timeline)
+        executor = PipelineExecutor(decoder, storage, timeline)
+        return cls(loaded, scheduler, kv_cache, executor, policy, corrected)
 
     @property
     def has_work(self) -> bool:
@@ -187,9 +212,16 @@ class Engine:
         self._num_iterations += 1
         try:
             result = self._executor.execute(plan)
+        except DeviceMemoryError as error:
+            if self._scheduler.shrink(plan):
+                logger.warning("the device is short of memory: going on with smaller iterations (%s)", error)
+                return []
+            return self._scheduler.fail(plan, f"the device has no memory left: {error}")
         except Exception as error:  # whatever broke, the other requests must go on
             logger.exception("an iteration failed")
             return self._scheduler.fail(plan, f"the engine failed: {error}")
+        if self._cost_model is not None and result.timing is not None:
+            self._cost_model.learn(plan, result.timing)
         return self._scheduler.update(plan, result)
 
     def generate(
@@ -244,11 +276,14 @@ class Engine:
             num_output_tokens=counters.num_output_tokens,
             num_preemptions=counters.num_preemptions,
             num_moves=counters.num_moves,
+            num_cpu_decodes=counters.num_cpu_decodes,
+            num_double_iterations=counters.num_double_iterations,
             pools=self._kv_cache.usage(),
         )
 
     def close(self) -> None:
-        """Drop weights and caches; the engine cannot be used afterwards."""
+        """End all threads, drop weights and caches; the engine cannot be used afterwards."""
+        self._executor.close()
         del self._decoder, self._executor
 
     def __enter__(self) -> Self:

@@ -25,4 +25,6 @@ class EngineStats:
     num_output_tokens: int
     num_preemptions: int  # requests whose KV had to be given up and computed again
     num_moves: int  # requests whose KV was brought to another place
+    num_cpu_decodes: int  # output tokens whose attention the CPU computed
+    num_double_iterations: int  # iterations with two sub-batches
     pools: Mapping[Place, PoolUsage]
