@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import FAMILIES, VOCAB_SIZE, save_checkpoint
+from cost_models import machine
 from transformers import AutoModelForCausalLM
 
 from neo_desktop import Engine, SamplingParams
-from neo_desktop.engine.batch import IterationPlan, IterationResult, SubBatch
-from neo_desktop.engine.engine import ContextLengthError
+from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan, IterationResult, SubBatch
+from neo_desktop.engine.engine import ContextLengthError, EngineError
+from neo_desktop.engine.pipeline import PipelineExecutor
+from neo_desktop.engine.placement import POLICIES
 from neo_desktop.engine.request import FinishReason
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
@@ -80,16 +83,25 @@ def test_64_greedy_tokens_are_those_of_transformers_alone_and_batched(
         ("auto", 320, 64, "num_preemptions"),
         ("auto", 0, 400, "num_preemptions"),
         ("auto", 64, 320, "num_preemptions"),
+        ("auto", 320, 2000, "num_cpu_decodes"),
+        ("neo", 320, 2000, "num_moves"),
+        ("neo", 320, 2000, "num_double_iterations"),
+        ("neo", 320, 64, "num_preemptions"),
+        ("fastdecode", None, 400, "num_preemptions"),
+        ("fastdecode", None, 2000, "num_double_iterations"),
     ],
 )
 def test_every_policy_and_memory_gives_the_same_tokens(
     checkpoints: dict[str, Path],
     policy: str,
-    gpu_cache_tokens: int,
+    gpu_cache_tokens: int | None,
     cpu_cache_tokens: int | None,
     happens: str,
 ) -> None:
-    """Requests wait, move between the pools, are preempted and recomputed; nobody can tell."""
+    """Requests wait, move between the pools, are preempted and recomputed; nobody can tell.
+
+    Predictions for an imaginary machine, so that what is tested happens on any.
+    """
     batch = prompts(8)
     expected = [transformers_greedy(checkpoints["llama"], prompt, 64) for prompt in batch]
     with Engine.from_pretrained(
@@ -98,11 +110,70 @@ def test_every_policy_and_memory_gives_the_same_tokens(
         policy=policy,
         gpu_cache_tokens=gpu_cache_tokens,
         cpu_cache_tokens=cpu_cache_tokens,
+        cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
     ) as engine:
         outputs = engine.generate(batch, GREEDY)
         assert [list(output.token_ids) for output in outputs] == expected
         assert_no_block_is_used(engine)
         assert getattr(engine.stats(), happens) > 0, "the test did not reach what it is about"
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_predictions_measured_here_change_nothing_but_the_speed(
+    checkpoints: dict[str, Path], policy: str
+) -> None:
+    batch = prompts(8)
+    expected = [transformers_greedy(checkpoints["llama"], prompt, 64) for prompt in batch]
+    with Engine.from_pretrained(
+        checkpoints["llama"], device="cpu", policy=policy, gpu_cache_tokens=320, cpu_cache_tokens=3200
+    ) as engine:
+        outputs = engine.generate(batch, GREEDY)
+        assert [list(output.token_ids) for output in outputs] == expected
+        assert_no_block_is_used(engine)
+
+
+def test_a_device_short_of_memory_gets_smaller_iterations_and_no_request_is_lost(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device refuses what is large, now and then, also in the middle of moves between the pools."""
+    batch = prompts(8)
+    expected = [transformers_greedy(checkpoints["llama"], prompt, 64) for prompt in batch]
+    execute = PipelineExecutor.execute
+    sizes = []
+
+    def short_of_memory(self: PipelineExecutor, plan: IterationPlan) -> IterationResult:
+        num_tokens = sum(sub_batch.num_tokens for sub_batch in plan.sub_batches)
+        sizes.append(num_tokens)
+        if num_tokens > 40 or (plan.copies and len(sizes) % 2):
+            raise DeviceMemoryError("another program took it")
+        return execute(self, plan)
+
+    monkeypatch.setattr(PipelineExecutor, "execute", short_of_memory)
+    with Engine.from_pretrained(
+        checkpoints["llama"],
+        device="cpu",
+        policy="neo",
+        gpu_cache_tokens=320,
+        cpu_cache_tokens=2000,
+        cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
+    ) as engine:
+        outputs = engine.generate(batch, GREEDY)
+        assert [list(output.token_ids) for output in outputs] == expected
+        assert_no_block_is_used(engine)
+    assert max(sizes) > 40, "the test did not reach what it is about"
+
+
+def test_a_device_without_any_memory_ends_its_requests_with_a_reason(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(self: PipelineExecutor, plan: IterationPlan) -> IterationResult:
+        raise DeviceMemoryError("another program took it all")
+
+    monkeypatch.setattr(PipelineExecutor, "execute", no_memory)
+    with Engine.from_pretrained(checkpoints["llama"], device="cpu") as engine:
+        with pytest.raises(EngineError, match="no memory left: another program took it all"):
+            engine.generate(prompts(3), GREEDY)
+        assert_no_block_is_used(engine)
 
 
 def test_a_repeated_beginning_is_not_computed_again_and_changes_nothing(llama: Engine) -> None:
