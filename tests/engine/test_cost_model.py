@@ -1,0 +1,148 @@
+"""Tables interpolate exactly what is linear, grow where the truth grows, and learn from iterations."""
+
+import json
+from pathlib import Path
+
+import pytest
+from cost_models import cost_models, machine
+from hypothesis import given
+from hypothesis import strategies as st
+
+from neo_desktop.engine.batch import IterationPlan, IterationTiming, SubBatch
+from neo_desktop.engine.cost_model import CorrectedCostModel, CostModel, Curve, Surface, TableCostModel
+from neo_desktop.engine.estimate import Load, iteration_ms
+
+times = st.floats(0, 1e3, allow_nan=False)
+
+
+def test_a_curve_is_exact_for_lines_and_level_before_its_first_point() -> None:
+    curve = Curve([4, 8, 64, 512], [1 + 0.5 * x for x in (4, 8, 64, 512)])
+    for x in (4, 5, 63, 100, 512, 10_000):
+        assert curve(x) == pytest.approx(1 + 0.5 * x)
+    assert curve(1) == curve(4) == 3.0
+    assert curve(0) == 0.0
+
+
+def test_a_surface_is_exact_for_attention() -> None:
+    """a + b·requests + c·tokens, with tokens = requests · context, is bilinear."""
+
+    def truth(requests: float, context: float) -> float:
+        return 2 + 0.25 * requests + 0.125 * requests * context
+
+    xs, ys = [1, 8, 64], [16, 128, 4096]
+    surface = Surface(xs, ys, [[truth(x, y) for y in ys] for x in xs])
+    for x, y in ((1, 16), (5, 77), (64, 4096), (100, 50), (3, 9000), (300, 10_000)):
+        assert surface(x, y) == pytest.approx(truth(x, y))
+    assert surface(0, 100) == 0.0
+
+
+@given(
+    ms=st.lists(times, min_size=4, max_size=4),
+    a=st.floats(0, 5000, allow_nan=False),
+    b=st.floats(0, 5000, allow_nan=False),
+)
+def test_a_curve_never_falls_whatever_noise_it_was_made_from(ms: list[float], a: float, b: float) -> None:
+    curve = Curve([1, 10, 100, 1000], ms)
+    low, high = sorted((a, b))
+    assert 0 <= curve(low) <= curve(high) * (1 + 1e-9) + 1e-9
+
+
+@given(
+    ms=st.lists(st.lists(times, min_size=3, max_size=3), min_size=3, max_size=3),
+    x=st.floats(1, 64),
+    y=st.floats(16, 4096),
+    more=st.floats(0, 10),
+)
+def test_a_surface_never_falls_inside_its_grid(
+    ms: list[list[float]], x: float, y: float, more: float
+) -> None:
+    surface = Surface([1, 8, 64], [16, 128, 4096], ms)
+    here = surface(x, y)
+    assert 0 <= here <= surface(min(x + more, 64), y) * (1 + 1e-9) + 1e-9
+    assert here <= surface(x, min(y + more, 4096)) * (1 + 1e-9) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("x", "ms", "message"),
+    [
+        ([], [], "positive and rising"),
+        ([0, 1], [1, 2], "positive and rising"),
+        ([2, 1], [1, 2], "positive and rising"),
+        ([1, 2], [1], "one time for each"),
+        ([1, 2], [1, float("nan")], "at least 0 and finite"),
+        ([1, 2], [-1, 2], "at least 0 and finite"),
+    ],
+)
+def test_damaged_measurements_are_refused(x: list[float], ms: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Curve(x, ms)
+
+
+def test_tables_survive_a_file(tmp_path: Path) -> None:
+    tables = machine()
+    tables.save(tmp_path / "tables.json")
+    again = TableCostModel.load(tmp_path / "tables.json")
+    assert again.to_json() == tables.to_json()
+    assert again.cpu_attention_ms(7, 3000) == tables.cpu_attention_ms(7, 3000)
+
+
+@pytest.mark.parametrize("change", [{"version": 99}, {"linear": None}, {"linear": {"x": [1]}}])
+def test_foreign_or_damaged_tables_are_refused(change: dict[str, object]) -> None:
+    data = json.loads(json.dumps(machine().to_json())) | change
+    with pytest.raises(ValueError, match="cost tables"):
+        TableCostModel.from_json(data)
+
+
+@given(
+    cost=cost_models(),
+    requests=st.integers(1, 300),
+    context=st.integers(1, 5000),
+    tokens=st.integers(1, 3000),
+)
+def test_nothing_costs_nothing_and_more_never_costs_less(
+    cost: CostModel, requests: int, context: int, tokens: int
+) -> None:
+    assert cost.linear_ms(0) == cost.gpu_attention_ms(0, 0) == cost.cpu_attention_ms(0, 0) == 0
+    assert cost.hand_off_ms(0) == cost.head_ms(0) == cost.transfer_ms(0) == 0
+    load = Load(tokens, requests, gpu_requests=requests, gpu_context_tokens=requests * context)
+    more = load.with_cpu_decodes(1, context)
+    assert iteration_ms(cost, load) <= iteration_ms(cost, more) * (1 + 1e-9) + 1e-9
+
+
+def test_two_sub_batches_take_what_the_papers_formula_says() -> None:
+    """T = L · (max{T_l0, T_ca1} + max{T_l1 + T_ga0, T_ca0}), NEO section 3.2."""
+    cost = machine(hand_off_ms=0.0)
+    load_0 = Load(200, 8, 0.3, gpu_requests=6, gpu_context_tokens=5000).with_cpu_decodes(2, 900)
+    load_1 = Load().with_cpu_decodes(20, 9000)
+    expected = 32 * (
+        max(cost.linear_ms(202), cost.cpu_attention_ms(20, 9000))
+        + max(cost.linear_ms(20) + cost.gpu_attention_ms(6, 5000) + 0.3, cost.cpu_attention_ms(2, 900))
+    )
+    extra = cost.head_ms(30) + cost.iteration_ms
+    assert iteration_ms(cost, load_0, load_1) == pytest.approx(expected + extra)
+
+
+def plan(predicted_ms: float, predicted_cpu_ms: float) -> IterationPlan:
+    return IterationPlan((SubBatch(()),), (), predicted_ms, predicted_cpu_ms)
+
+
+def test_predictions_follow_a_machine_that_became_slower() -> None:
+    """The GPU throttles to half its speed, the CPU gets a busy neighbour."""
+    corrected = CorrectedCostModel(machine())
+    for _ in range(300):
+        device_ms = 32 * corrected.linear_ms(100)
+        corrected.learn(plan(device_ms, 0.0), IterationTiming(2 * 32 * machine().linear_ms(100), 0.0))
+        cpu_ms = 32 * corrected.cpu_attention_ms(10, 5000)
+        true_ms = 3 * 32 * machine().cpu_attention_ms(10, 5000)
+        corrected.learn(plan(cpu_ms, cpu_ms), IterationTiming(cpu_ms, true_ms))
+    assert corrected.linear_ms(500) == pytest.approx(2 * machine().linear_ms(500), rel=0.05)
+    assert corrected.cpu_attention_ms(50, 9000) == pytest.approx(
+        3 * machine().cpu_attention_ms(50, 9000), rel=0.05
+    )
+
+
+def test_one_odd_iteration_hardly_changes_a_prediction() -> None:
+    corrected = CorrectedCostModel(machine())
+    before = corrected.linear_ms(100)
+    corrected.learn(plan(10.0, 0.0), IterationTiming(5000.0, 0.0))
+    assert corrected.linear_ms(100) < before * 1.05
