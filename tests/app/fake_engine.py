@@ -64,6 +64,9 @@ class FakeExecutor:
                 sampled[sequence.request_id] = letter(sequence.sampling)
         return IterationResult(sampled, {})
 
+    def close(self) -> None:
+        pass
+
 
 def letter(sampling: SamplingInput) -> SampledToken:
     """Which letter it is depends on position, seed and choice."""

@@ -148,6 +148,12 @@ def test_a_move_of_many_blocks_is_one_group() -> None:
     assert len(storage.copy_groups(swapped)) == 1
 
 
+def test_blocks_written_twice_are_not_written_at_once() -> None:
+    """Which of two writes at the same time wins is undefined on a GPU."""
+    copies = [BlockCopy(Place.DEVICE, 0, Place.HOST, 1), BlockCopy(Place.DEVICE, 2, Place.HOST, 1)]
+    assert len(make_storage(3).copy_groups(copies)) == 2
+
+
 def test_a_place_torn_apart_is_refused() -> None:
     def decode(name: str, place: Place) -> ScheduledSequence:
         return ScheduledSequence(name, (1,), 0, place, (0,), None)

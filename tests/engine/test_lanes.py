@@ -1,0 +1,196 @@
+"""Lanes keep their order, wait for each other, and never leave anybody waiting."""
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import CancelledError
+from pathlib import Path
+
+import pytest
+import torch
+
+from neo_desktop.engine.lanes import CallerLane, Lanes, ThreadLane
+from neo_desktop.engine.timeline import Stage, Timeline
+
+CPU = torch.device("cpu")
+STAGE = Stage("work", 0, 0, 1)
+PATIENCE_S = 20.0  # for what must come at once; only a defect waits for so long
+
+
+def threads_of_lanes() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("neo-desktop-")}
+
+
+def test_a_lane_keeps_the_order_of_its_tasks() -> None:
+    lane, done = ThreadLane("a"), []
+    for number in range(100):
+        last = lane.submit(STAGE, lambda number=number: done.append(number))
+    last.wait()
+    assert done == list(range(100))
+    lane.close()
+
+
+def test_a_task_waits_for_the_signals_of_other_lanes() -> None:
+    first, second, gate, done = ThreadLane("a"), ThreadLane("b"), threading.Event(), []
+
+    def slow() -> None:
+        assert gate.wait(PATIENCE_S)
+        done.append("first")
+
+    signal = first.submit(STAGE, slow)
+    dependent = second.submit(STAGE, lambda: done.append("second"), (signal,))
+    gate.set()
+    dependent.wait()
+    assert done == ["first", "second"]
+    first.close()
+    second.close()
+
+
+def test_what_depends_on_a_failed_task_fails_with_its_error_and_does_not_run() -> None:
+    first, second, ran = ThreadLane("a"), ThreadLane("b"), []
+    error = ValueError("broken")
+
+    def fail() -> None:
+        raise error
+
+    failed = first.submit(STAGE, fail)
+    dependent = second.submit(STAGE, lambda: ran.append("dependent"), (failed,))
+    later = second.submit(STAGE, lambda: ran.append("later"), (dependent,))
+    independent = first.submit(STAGE, lambda: ran.append("independent"))
+    for signal in (failed, dependent, later):
+        with pytest.raises(ValueError, match="broken") as caught:
+            signal.wait()
+        assert caught.value is error
+    independent.wait()
+    assert ran == ["independent"]
+    with pytest.raises(ValueError, match="broken"):
+        first.join()
+    first.close()
+    second.close()
+
+
+def test_tasks_run_in_inference_mode() -> None:
+    lane, seen = ThreadLane("a"), []
+    lane.submit(STAGE, lambda: seen.append(torch.is_inference_mode_enabled())).wait()
+    assert seen == [True]
+    lane.close()
+
+
+def test_after_abandoning_nothing_runs_any_more_and_the_lanes_can_be_used_again() -> None:
+    lanes = Lanes.for_device(CPU, None)
+    begun, gate, ran = threading.Event(), threading.Event(), []
+
+    def slow() -> None:
+        begun.set()
+        assert gate.wait(PATIENCE_S)
+        ran.append("slow")
+
+    running = lanes.to_host.submit(STAGE, slow)
+    lanes.cpu.submit(STAGE, lambda: ran.append("waiting"), (running,))
+    queued = lanes.to_host.submit(STAGE, lambda: ran.append("queued"))
+    behind = lanes.swap.submit(STAGE, lambda: ran.append("behind"), (queued,))
+    assert begun.wait(PATIENCE_S)
+    threading.Timer(0.05, gate.set).start()
+    lanes.abandon()
+    assert ran[0] == "slow"
+    assert "queued" not in ran
+    assert "behind" not in ran
+    for signal in (queued, behind):
+        with pytest.raises(CancelledError):
+            signal.wait()
+    waiting_ran = len(ran)
+    lanes.cpu.submit(STAGE, lambda: ran.append("new")).wait()
+    assert ran[waiting_ran:] == ["new"]
+    lanes.join()
+    lanes.close()
+
+
+def test_closing_ends_all_threads_and_whoever_waits_for_dropped_tasks() -> None:
+    others = threads_of_lanes()
+    lanes = Lanes.for_device(CPU, None)
+    begun, gate = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        assert gate.wait(PATIENCE_S)
+
+    running = lanes.to_device.submit(STAGE, slow)
+    queued = lanes.to_device.submit(STAGE, lambda: None)
+    lanes.cpu.submit(STAGE, lambda: None, (queued,))
+    lanes.swap.submit(STAGE, lambda: None, (running,))
+    assert begun.wait(PATIENCE_S)
+    threading.Timer(0.05, gate.set).start()
+    assert len(threads_of_lanes() - others) == 3
+    lanes.close()
+    assert not threads_of_lanes() - others
+    with pytest.raises(CancelledError):
+        queued.wait()
+    with pytest.raises(RuntimeError):
+        lanes.cpu.submit(STAGE, lambda: None)
+    lanes.close()  # again
+    lanes.abandon()  # as the thread does whose iteration was closed
+
+
+def test_lanes_that_nobody_uses_have_no_threads() -> None:
+    others = threads_of_lanes()
+    lanes = Lanes.for_device(CPU, None)
+    assert not threads_of_lanes() - others
+    lanes.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads a thread's CPU time from /proc")
+def test_an_idle_lane_uses_no_cpu() -> None:
+    lane, ids = ThreadLane("a"), []
+    lane.submit(STAGE, lambda: ids.append(threading.get_native_id())).wait()
+    lane.join()
+
+    def ticks() -> list[str]:
+        fields = Path(f"/proc/self/task/{ids[0]}/stat").read_text().rpartition(")")[2].split()
+        return fields[11:13]  # user and system time
+
+    time.sleep(0.05)
+    before = ticks()
+    time.sleep(0.3)
+    assert ticks() == before
+    lane.close()
+
+
+def test_a_forgotten_lane_ends_its_thread() -> None:
+    others = threads_of_lanes()
+    lane = ThreadLane("a")
+    lane.submit(STAGE, lambda: None).wait()
+    (thread,) = threads_of_lanes() - others
+    del lane
+    gc.collect()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def test_a_program_that_forgets_to_close_ends() -> None:
+    program = (
+        "from neo_desktop.engine.lanes import ThreadLane\n"
+        "from neo_desktop.engine.timeline import Stage\n"
+        "lane = ThreadLane('a')\n"
+        "lane.submit(Stage('work', 0, 0, 1), lambda: print('ran')).wait()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ended.stdout == "ran\n"
+
+
+def test_spans_begin_when_the_waiting_has_ended() -> None:
+    timeline = Timeline()
+    first, second = ThreadLane("a", timeline), ThreadLane("b", timeline)
+    signal = first.submit(STAGE, lambda: time.sleep(0.01))
+    second.submit(STAGE, lambda: None, (signal,)).wait()
+    with CallerLane("device", timeline, CPU).span(STAGE):
+        pass
+    timeline.end_iteration()
+    waited, waiting, device = timeline.spans
+    assert [span.lane for span in timeline.spans] == ["a", "b", "device"]
+    assert waited.end_ns <= waiting.start_ns <= waiting.end_ns <= device.start_ns <= device.end_ns
+    first.close()
+    second.close()

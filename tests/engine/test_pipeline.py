@@ -1,0 +1,423 @@
+"""The pipeline gives the tokens of a plain computation, overlaps, and ends cleanly whatever fails."""
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from pipeline_case import (
+    BLOCK_SIZE,
+    NUM_LAYERS,
+    RandomIterations,
+    check_result,
+    make_storage,
+    sampling_input,
+    tiny_model,
+)
+
+from neo_desktop.engine.batch import (
+    BlockCopy,
+    DeviceMemoryError,
+    IterationPlan,
+    ScheduledSequence,
+    SubBatch,
+)
+from neo_desktop.engine.lanes import CallerLane, Lanes, Signal, ThreadLane, Work
+from neo_desktop.engine.pipeline import PipelineExecutor
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.timeline import Stage, Timeline, overlap_ns
+from neo_desktop.models.decoder import Decoder
+
+CPU = torch.device("cpu")
+PATIENCE_S = 20.0  # for what must come at once; only a defect waits for so long
+NUM_BLOCKS = 24
+LANES = ("device", "to-host", "cpu", "to-device", "swap")
+
+Hook = Callable[[str, Stage], None]  # called by a lane at the start of a stage
+
+
+class HookedThread(ThreadLane):
+    def __init__(self, name: str, timeline: Timeline | None, hook: Hook) -> None:
+        super().__init__(name, timeline)
+        self._hook = hook
+        self.num_active = 0
+
+    def submit(self, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
+        def hooked() -> None:
+            self.num_active += 1
+            try:
+                self._hook(self.name, stage)
+                work()
+            finally:
+                self.num_active -= 1
+
+        return super().submit(stage, hooked, after)
+
+
+class HookedCaller(CallerLane):
+    def __init__(self, timeline: Timeline | None, hook: Hook) -> None:
+        super().__init__("device", timeline, CPU)
+        self._hook = hook
+
+    def span(self, stage: Stage) -> AbstractContextManager[None]:
+        @contextmanager
+        def hooked() -> Iterator[None]:
+            with super(HookedCaller, self).span(stage):
+                self._hook(self.name, stage)
+                yield
+
+        return hooked()
+
+
+def hooked_lanes(hook: Hook, timeline: Timeline | None = None) -> Lanes:
+    to_host, cpu, to_device, swap = (HookedThread(name, timeline, hook) for name in LANES[1:])
+    return Lanes(HookedCaller(timeline, hook), to_host, cpu, to_device, swap)
+
+
+def make_executor(
+    model: Decoder, hook: Hook | None = None, timeline: Timeline | None = None
+) -> PipelineExecutor:
+    storage = make_storage(model, dict.fromkeys(Place, NUM_BLOCKS))
+    lanes = None if hook is None else hooked_lanes(hook, timeline)
+    return PipelineExecutor(model, storage, timeline, lanes=lanes)
+
+
+def sequence(
+    name: str, tokens: Sequence[int], start: int, place: Place, first_block: int
+) -> ScheduledSequence:
+    num_blocks = -(-(start + len(tokens)) // BLOCK_SIZE)
+    blocks = tuple(range(first_block, first_block + num_blocks))
+    return ScheduledSequence(name, tuple(tokens), start, place, blocks, sampling_input(start + len(tokens)))
+
+
+# Two iterations; the second uses every lane in every layer, for both sub-batches.
+TOKENS = {name: [(7 * ord(name) + 3 * i) % 257 for i in range(30)] for name in "abcdef"}
+HOMES = {
+    "a": (Place.DEVICE, 0),
+    "b": (Place.HOST, 0),
+    "c": (Place.HOST, 4),
+    "d": (Place.HOST, 8),
+    "e": (Place.HOST, 12),
+}
+
+
+def prompts() -> IterationPlan:
+    """Compute the first tokens of all, where they live."""
+    return IterationPlan(
+        (SubBatch(tuple(sequence(name, TOKENS[name][:20], 0, *home) for name, home in HOMES.items())),)
+    )
+
+
+def mixed() -> IterationPlan:
+    """Decode some, prefill others further, move `a` to the host, give its blocks to a new prompt."""
+    parts = (
+        (
+            sequence("f", TOKENS["f"][:9], 0, Place.DEVICE, 0),
+            sequence("b", TOKENS["b"][20:30], 20, *HOMES["b"]),
+            sequence("c", TOKENS["c"][20:21], 20, *HOMES["c"]),
+        ),
+        (
+            sequence("d", TOKENS["d"][20:25], 20, *HOMES["d"]),
+            sequence("e", TOKENS["e"][20:21], 20, *HOMES["e"]),
+            sequence("a", TOKENS["a"][20:21], 20, Place.HOST, 20),
+        ),
+    )
+    copies = tuple(BlockCopy(Place.DEVICE, block, Place.HOST, 20 + block) for block in range(3))
+    return IterationPlan(tuple(SubBatch(part) for part in parts), copies)
+
+
+def run_and_check(model: Decoder, executor: PipelineExecutor, plan: IterationPlan) -> None:
+    contexts = {s.request_id: TOKENS[s.request_id][: s.context_len] for s in plan.sequences}
+    check_result(model, plan, contexts, executor.execute(plan))
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return tiny_model()
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_plans_give_the_tokens_of_a_plain_computation(model: Decoder, seed: int) -> None:
+    """Prompts in chunks, decodes, moves both ways, in one or two sub-batches: the logits are right."""
+    iterations, executor = RandomIterations(seed, NUM_BLOCKS), make_executor(model)
+    for plan, contexts in iterations.plans(12):
+        result = executor.execute(plan)
+        check_result(model, plan, contexts, result)
+        iterations.take_in(result)
+        assert result.timing is not None
+        has_cpu_decodes = any(s.place is Place.HOST and s.is_decode for s in plan.sequences)
+        assert (result.timing.cpu_attention_ms > 0) == has_cpu_decodes
+        assert result.timing.cpu_attention_ms < result.timing.total_ms
+    executor.close()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_lanes_of_any_speed_change_no_token(model: Decoder, seed: int) -> None:
+    rng = random.Random(seed)
+    slow = rng.choice(LANES)  # one lane far behind all others, and everybody hesitates now and then
+
+    def hesitate(lane: str, stage: Stage) -> None:
+        if lane == slow:
+            time.sleep(0.002)
+        elif rng.random() < 0.3:
+            time.sleep(rng.random() * 0.002)
+
+    iterations, executor = RandomIterations(100 + seed, NUM_BLOCKS), make_executor(model, hesitate)
+    for plan, contexts in iterations.plans(6):
+        result = executor.execute(plan)
+        check_result(model, plan, contexts, result)
+        iterations.take_in(result)
+    executor.close()
+
+
+@pytest.mark.parametrize("place", Place)
+@pytest.mark.parametrize("num_sub_batches", [1, 2])
+def test_the_same_tokens_wherever_all_live(model: Decoder, place: Place, num_sub_batches: int) -> None:
+    """`gpu-only` and `fastdecode`: prompts and decodes in either sub-batch, all KV in one place."""
+    executor = make_executor(model)
+    tokens = {name: [(ord(name) * 11 + 5 * i) % 257 for i in range(12)] for name in "abcd"}
+    for begin, end in ((0, 10), (10, 11), (11, 12)):
+        all_of_them = [
+            sequence(name, context[begin:end], begin, place, 3 * index)
+            for index, (name, context) in enumerate(tokens.items())
+        ]
+        parts = [tuple(all_of_them[i::num_sub_batches]) for i in range(num_sub_batches)]
+        plan = IterationPlan(tuple(SubBatch(part) for part in parts))
+        check_result(model, plan, {n: t[:end] for n, t in tokens.items()}, executor.execute(plan))
+    executor.close()
+
+
+@pytest.mark.parametrize("slow", LANES)
+@pytest.mark.parametrize("target", Place)
+def test_requests_decode_in_the_iteration_that_moves_them(model: Decoder, target: Place, slow: str) -> None:
+    """Nothing but the copies' own signals can make the attention wait for a swap lane that lags behind."""
+    (source,) = set(Place) - {target}
+    names, is_slow = "abcd", False
+
+    def hesitate(lane: str, stage: Stage) -> None:
+        if is_slow and lane == slow:
+            time.sleep(0.005)
+
+    executor = make_executor(model, hesitate)
+    before = [sequence(name, TOKENS[name][:20], 0, source, 3 * i) for i, name in enumerate(names)]
+    executor.execute(IterationPlan((SubBatch(tuple(before)),)))
+    is_slow = True
+    after = [sequence(name, TOKENS[name][20:21], 20, target, 3 * i) for i, name in enumerate(names)]
+    copies = tuple(BlockCopy(source, block, target, block) for block in range(12))
+    run_and_check(
+        model, executor, IterationPlan((SubBatch(tuple(after[:2])), SubBatch(tuple(after[2:]))), copies)
+    )
+    executor.close()
+
+
+class Meeting:
+    """Lets named stages wait until others have begun: without overlap, nothing would ever go on."""
+
+    def __init__(self, waits: Callable[[str, Stage], tuple[str, str, int, int] | None]) -> None:
+        self._waits = waits
+        self._begun: set[tuple[str, str, int, int]] = set()
+        self._changed = threading.Condition()
+        self.num_meetings = 0
+
+    def __call__(self, lane: str, stage: Stage) -> None:
+        with self._changed:
+            self._begun.add((lane, stage.name, stage.layer, stage.sub_batch))
+            self._changed.notify_all()
+            awaited = self._waits(lane, stage)
+            if awaited is not None:
+                assert self._changed.wait_for(lambda: awaited in self._begun, PATIENCE_S), (
+                    f"{stage} on {lane} is over before {awaited} begins"
+                )
+                self.num_meetings += 1
+
+    def forget(self) -> None:
+        self._begun.clear()
+        self.num_meetings = 0
+
+
+def test_cpu_attention_of_one_sub_batch_runs_beside_the_device_work_of_the_other(model: Decoder) -> None:
+    """Each waits inside its stage for the other to have begun, in every layer."""
+
+    def waits(lane: str, stage: Stage) -> tuple[str, str, int, int] | None:
+        if lane == "cpu" and stage.sub_batch == 0:
+            return "device", "linear", stage.layer, 1
+        if lane == "cpu" and stage.layer + 1 < NUM_LAYERS:
+            return "device", "linear", stage.layer + 1, 0
+        if (lane, stage.name, stage.sub_batch) == ("device", "linear", 1) and stage.layer < NUM_LAYERS:
+            return "cpu", "CPU attention", stage.layer, 0
+        return None
+
+    meeting, timeline = Meeting(waits), Timeline()
+    executor = make_executor(model, meeting, timeline)
+    executor.execute(prompts())
+    meeting.forget()
+    run_and_check(model, executor, mixed())
+    assert meeting.num_meetings == 3 * NUM_LAYERS - 1
+    assert overlap_ns(timeline.spans, "cpu", "device") > 0
+    executor.close()
+
+
+def test_cpu_attention_runs_beside_the_device_attention_of_its_only_sub_batch(model: Decoder) -> None:
+    def waits(lane: str, stage: Stage) -> tuple[str, str, int, int] | None:
+        if lane == "cpu":
+            return "device", "attention", stage.layer, 0
+        if (lane, stage.name) == ("device", "attention"):
+            return "cpu", "CPU attention", stage.layer, 0
+        return None
+
+    meeting = Meeting(waits)
+    executor = make_executor(model, meeting)
+    one = SubBatch((sequence("a", [1], 0, Place.DEVICE, 0), sequence("b", [2], 0, Place.HOST, 0)))
+    executor.execute(IterationPlan((one,)))
+    assert meeting.num_meetings == 2 * NUM_LAYERS
+    executor.close()
+
+
+def test_swapping_runs_beside_the_computation_of_other_layers(model: Decoder) -> None:
+    """Prompts' KV leaves behind the next layer's computation; copies and earlier KV come a layer ahead."""
+
+    def waits(lane: str, stage: Stage) -> tuple[str, str, int, int] | None:
+        if lane != "swap":
+            return None
+        if stage.name == "store prompts' KV" and stage.layer + 1 < NUM_LAYERS:
+            return "device", "linear", stage.layer + 1, stage.sub_batch
+        if stage.name in ("copy blocks", "fetch earlier KV") and stage.layer > 0:
+            return "device", "linear", stage.layer - 1, 0
+        return None
+
+    meeting = Meeting(waits)
+    executor = make_executor(model, meeting)
+    executor.execute(prompts())
+    meeting.forget()
+    run_and_check(model, executor, mixed())
+    assert meeting.num_meetings == 5 * (NUM_LAYERS - 1)  # stores, fetches of two sub-batches; copies
+    executor.close()
+
+
+def test_without_kv_on_the_host_no_other_thread_is_used(model: Decoder) -> None:
+    before = threading.active_count()
+    timeline = Timeline()
+    executor = make_executor(model, timeline=timeline)
+    tokens = list(range(9))
+    plan = IterationPlan((SubBatch((sequence("a", tokens, 0, Place.DEVICE, 0),)),))
+    check_result(model, plan, {"a": tokens}, executor.execute(plan))
+    assert threading.active_count() == before
+    assert {span.lane for span in timeline.spans} == {"device"}
+    executor.close()
+
+
+def stages_of_the_mixed_iteration(model: Decoder) -> list[tuple[str, Stage]]:
+    stages: list[tuple[str, Stage]] = []
+    executor = make_executor(model, lambda lane, stage: stages.append((lane, stage)))
+    executor.execute(prompts())
+    stages.clear()
+    executor.execute(mixed())
+    executor.close()
+    return stages
+
+
+@pytest.mark.parametrize("error_type", [ValueError, torch.OutOfMemoryError, KeyboardInterrupt])
+def test_whatever_fails_the_error_arrives_and_the_next_iteration_works(
+    model: Decoder, error_type: type[BaseException]
+) -> None:
+    """Every stage of every lane, layer and sub-batch fails once; nothing is under way then."""
+    stages = stages_of_the_mixed_iteration(model)
+    assert {lane for lane, _ in stages} == set(LANES)
+    if error_type is KeyboardInterrupt:  # comes to the main thread only
+        stages = [(lane, stage) for lane, stage in stages if lane == "device"]
+    failing: list[tuple[str, Stage]] = []
+
+    def hook(lane: str, stage: Stage) -> None:
+        if failing == [(lane, stage)]:
+            raise error_type(f"{stage.name} is broken")
+        if failing and lane != "device":
+            time.sleep(0.001)  # likely to be at work when another lane fails
+
+    lanes = hooked_lanes(hook)
+    executor = PipelineExecutor(model, make_storage(model, dict.fromkeys(Place, NUM_BLOCKS)), lanes=lanes)
+    expected = DeviceMemoryError if error_type is torch.OutOfMemoryError else error_type
+    for lane, stage in stages:
+        executor.execute(prompts())
+        failing[:] = [(lane, stage)]
+        with pytest.raises(expected, match=f"{stage.name} is broken"):
+            executor.execute(mixed())
+        assert [lane.num_active for lane in (lanes.to_host, lanes.cpu, lanes.to_device, lanes.swap)] == [
+            0
+        ] * 4
+        failing.clear()
+        run_and_check(model, executor, prompts())
+        run_and_check(model, executor, mixed())
+    executor.close()
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_closing_in_the_middle_of_an_iteration_ends_it_and_all_threads(model: Decoder, lane: str) -> None:
+    before = threading.active_count()
+    reached, gate = threading.Event(), threading.Event()
+
+    def hook(at: str, stage: Stage) -> None:
+        if at == lane and stage.layer == 1:
+            reached.set()
+            assert gate.wait(PATIENCE_S)
+
+    executor = make_executor(model, hook)
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            executor.execute(prompts())
+            executor.execute(mixed())
+        except RuntimeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert reached.wait(PATIENCE_S)
+    threading.Timer(0.05, gate.set).start()
+    executor.close()
+    thread.join(PATIENCE_S)
+    assert [str(error) for error in raised] == ["the executor was closed in the middle of an iteration"]
+    deadline = time.monotonic() + PATIENCE_S
+    while threading.active_count() > before and time.monotonic() < deadline:  # the timer's own thread
+        time.sleep(0.001)
+    assert threading.active_count() == before
+    with pytest.raises(RuntimeError, match="is closed"):
+        executor.execute(prompts())
+    executor.close()  # again
+
+
+def test_the_trace_shows_all_lanes_of_all_iterations(model: Decoder, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    executor = make_executor(model, timeline=Timeline(path))
+    run_and_check(model, executor, prompts())
+    run_and_check(model, executor, mixed())
+    executor.close()
+    events = json.loads(path.read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == set(LANES)
+    spans = [e for e in events if e["ph"] == "X"]
+    assert {span["args"]["iteration"] for span in spans} == {0, 1}
+    attention = [s["args"] for s in spans if s["cat"] == "cpu" and s["args"]["iteration"] == 1]
+    assert sorted((a["layer"], a["sub_batch"], a["tokens"]) for a in attention) == [
+        (layer, sub_batch, tokens) for layer in range(NUM_LAYERS) for sub_batch, tokens in ((0, 1), (1, 2))
+    ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("seed", range(10))
+def test_on_a_gpu_random_plans_give_the_tokens_of_a_plain_computation(tmp_path: Path, seed: int) -> None:
+    model, path = tiny_model(device="cuda"), tmp_path / "trace.json"
+    iterations, executor = RandomIterations(seed, NUM_BLOCKS), make_executor(model, timeline=Timeline(path))
+    for plan, contexts in iterations.plans(12):
+        result = executor.execute(plan)
+        check_result(model, plan, contexts, result, tolerance=2e-3)
+        iterations.take_in(result)
+    executor.close()
+    spans = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {span["cat"] for span in spans} == set(LANES)
+    assert all(span["dur"] >= 0 for span in spans)
