@@ -84,7 +84,8 @@ class Residency(Generic[R]):
     def promote_one(self) -> None:
         """Move the oldest request of a less preferred place up, if there is ample room.
 
-        Ample is a quarter of the place left free after the move: it will not have to go back soon.
+        Ample is a block left for everybody there, so that it will not have to go back within the next
+        `block_size` iterations; it is what admission asks for, too.
         """
         best, *others = self.places
         request = min(
@@ -93,7 +94,7 @@ class Residency(Generic[R]):
             default=None,
         )
         if request is not None:
-            self._move(request, best, self.kv.capacity_tokens(best) // self.kv.block_size // 4)
+            self._move(request, best, reserve_blocks=len(self.running[best]))
 
     def may_have_room(self, request: R) -> bool:
         """Whether some place may have room for a waiting request; quick, and wrong on the hopeful side."""
