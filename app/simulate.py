@@ -248,7 +248,8 @@ def _cost_model(
         return analytic_cost_model(gpu, host, config, dtype)
     try:
         data = json.loads(options.tables.read_text(encoding="utf-8"))
-        cost = TableCostModel.from_json(data if isinstance(data, dict) else {})
+        tables = data.get("tables", data) if isinstance(data, dict) else {}  # a profile has more around them
+        cost = TableCostModel.from_json(tables)
     except ValueError as error:
         raise ValueError(f"{options.tables}: {error}") from None
     if cost.num_layers != config.num_layers:
