@@ -158,15 +158,17 @@ def asymmetric(
     second: list[int] = []
     load_0, load_1 = load, Load()
     misses = 0
+    attention_ms = device_attention_ms(cost, load)
     for position, context_tokens in enumerate(queue.context_tokens):
-        longer_1 = load_1.with_cpu_decodes(1, context_tokens)
-        longer_0 = load_0.with_cpu_decodes(1, context_tokens)
-        if cpu_ms(cost, longer_1) <= cost.linear_ms(load_0.tokens) or is_due[position]:
+        longer = load_1.with_cpu_decodes(1, context_tokens)
+        if is_due[position] or cpu_ms(cost, longer) <= cost.linear_ms(load_0.tokens):
             second.append(position)
-            load_1 = longer_1
-        elif cpu_ms(cost, longer_0) <= cost.linear_ms(load_1.tokens) + device_attention_ms(cost, load_0):
+            load_1 = longer
+            continue
+        longer = load_0.with_cpu_decodes(1, context_tokens)
+        if cpu_ms(cost, longer) <= cost.linear_ms(load_1.tokens) + attention_ms:
             first.append(position)
-            load_0 = longer_0
+            load_0 = longer
         else:
             misses += 1
             if misses == 8 and not any(is_due[position:]):  # both are full; nothing much shorter will come
