@@ -1,5 +1,6 @@
 """The load-aware scheduler: which tokens of which requests an iteration computes, and in which sub-batch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Generic, TypeVar
@@ -126,7 +127,7 @@ class LoadAwareScheduler(Generic[R]):
         """Choose what the next iteration does; None when there is nothing to do."""
         residency = self._residency
         residency.begin_iteration()
-        has_room = residency.make_room()
+        has_room = residency.make_room(self._may_spill)
         # Requests that wait take free room first, unless the CPU has more to do than it can.
         if has_room and (self._cpu_is_loaded or not residency.waiting):
             residency.promote_one()
@@ -231,27 +232,52 @@ class LoadAwareScheduler(Generic[R]):
         """Step 5 for `auto`: whether the CPU could hide one more decode, this prompt's, and whether it pays.
 
         What it hides behind is an iteration with a chunk of a prompt if more prompts wait, without one
-        otherwise. It pays if the best plan takes the decodes of a CPU that is full: a few decodes alone
-        never make up for reading the weights a second time, but they must come before the many.
+        otherwise. Nothing is gained either if the bus takes longer for the prompt than the device does.
         """
         if self._policy.batching is not Batching.BEST:
             return True
-        soon = [r.num_tokens for r, _ in draft.chunks if self._residency.place_of(r) is Place.HOST]
-        contexts = [*(r.num_tokens for r in draft.queue), *soon, request.num_tokens]
-        chunk = self._least_chunk_tokens() if len(self._residency.waiting) > 1 else 0
-        load = replace(draft.load, tokens=len(draft.decodes) + chunk, prefill_ms=0.0)
+        on_cpu, on_device = [r.num_tokens for r in draft.queue], [r.num_tokens for r in draft.decodes]
+        for prompt, _ in draft.chunks:
+            soon = on_cpu if self._residency.place_of(prompt) is Place.HOST else on_device
+            soon.append(prompt.num_tokens)
+        on_cpu.append(request.num_tokens)
+        load = _decode_load(on_device)
+        num_chunk_tokens = self._least_chunk_tokens() if len(self._residency.waiting) > 1 else 0
+        load.tokens += num_chunk_tokens
         space_ms = (
             self._cost.linear_ms(load.tokens)
-            + self._cost.linear_ms(len(contexts))
+            + self._cost.linear_ms(len(on_cpu))
             + device_attention_ms(self._cost, load)
         )
-        needed_ms = cpu_ms(self._cost, Load(cpu_requests=len(contexts), cpu_context_tokens=sum(contexts)))
-        if needed_ms > space_ms:
-            return not load.tokens and not contexts[1:]  # somebody must begin
-        full = max(int(len(contexts) * min(space_ms / needed_ms if needed_ms else 1.0, 1e3)), len(contexts))
-        queue = CpuQueue([sum(contexts) // len(contexts)] * min(full, self._limits.max_batch_requests))
-        split, _ = self._balance(draft).best(load, self._chunks_worth_ms(chunk, 0.0), queue)
+        needed_ms = cpu_ms(self._cost, Load(cpu_requests=len(on_cpu), cpu_context_tokens=sum(on_cpu)))
+        num_tokens = min(request.num_tokens, draft.budget)
+        bus_ms = self._cost.transfer_ms(num_tokens + self._swapped_tokens(draft))
+        if needed_ms > space_ms or bus_ms > self._cost.linear_ms(draft.load.tokens + num_tokens):
+            return False
+        return self._cpu_pays(load, num_chunk_tokens, on_cpu)
+
+    def _cpu_pays(self, load: Load, num_chunk_tokens: int, contexts: Sequence[int]) -> bool:
+        """Whether the best plan takes the decodes of a CPU that is as full as the device hides.
+
+        A few decodes alone never make up for reading the weights a second time, but they must come before
+        the many.
+        """
+        cost, mean = self._cost, sum(contexts) // len(contexts)
+        space_ms = 2 * cost.linear_ms(load.tokens) + device_attention_ms(cost, load)
+        one_ms = cpu_ms(cost, Load(cpu_requests=1, cpu_context_tokens=mean))
+        num_full = int(space_ms / one_ms) if one_ms else self._limits.max_batch_requests
+        num_full = min(max(num_full, len(contexts)), self._limits.max_batch_requests)
+        worth_ms = self._chunks_worth_ms(num_chunk_tokens, 0.0)
+        split, _ = self._balance_for(load, mean).best(load, worth_ms, CpuQueue([mean] * num_full))
         return bool(split.first or split.second)
+
+    def _may_spill(self, victim: R) -> bool:
+        """Whether a request for which the device has no room may go to the CPU-cache, rather than wait."""
+        best = self._policy.places[0]
+        if self._policy.batching is not Batching.BEST or victim.num_tokens >= self._kv.capacity_tokens(best):
+            return True
+        load = _decode_load([r.num_tokens for r in self._residency.running[best] if r is not victim])
+        return self._cpu_pays(load, 0, [victim.num_tokens])
 
     def _least_chunk_tokens(self) -> int:
         """Prompt tokens beside which a second sub-batch costs little: it reads the weights once more."""
@@ -345,13 +371,19 @@ class LoadAwareScheduler(Generic[R]):
         return moved + sum(tokens for r, tokens in draft.chunks if self._residency.place_of(r) is Place.HOST)
 
     def _balance(self, draft: _Draft[R]) -> Balance:
-        """What a decode is worth: its share of an iteration of the device's decodes alone."""
-        num_decodes = max(len(draft.decodes), 1)
-        context_tokens = draft.load.gpu_context_tokens
-        if not draft.decodes:
-            context_tokens = draft.queue[0].num_tokens if draft.queue else 1
-        alone = Load(num_decodes, num_decodes, gpu_requests=num_decodes, gpu_context_tokens=context_tokens)
-        return Balance(self._cost, iteration_ms(self._cost, alone) / num_decodes)
+        return self._balance_for(draft.load, draft.queue[0].num_tokens if draft.queue else 1)
+
+    def _balance_for(self, load: Load, other_context_tokens: int) -> Balance:
+        """What a decode is worth: its share of an iteration of the device's decodes alone.
+
+        Args:
+            other_context_tokens: the context of the single decode in it where the device has none.
+        """
+        requests = load.gpu_requests
+        alone = Load(requests, requests, 0.0, requests, load.gpu_context_tokens)
+        if not requests:
+            alone = Load(1, 1, 0.0, 1, other_context_tokens)
+        return Balance(self._cost, iteration_ms(self._cost, alone) / alone.gpu_requests)
 
     def _worth_ms(self, draft: _Draft[R]) -> float:
         return self._chunks_worth_ms(sum(tokens for _, tokens in draft.chunks), draft.load.prefill_ms)
@@ -396,3 +428,9 @@ class LoadAwareScheduler(Generic[R]):
         largest = self._limits.max_batch_tokens
         if self._batch_tokens < largest:
             self._batch_tokens = min(self._batch_tokens + max(largest // 64, 1), largest)
+
+
+def _decode_load(contexts: Sequence[int]) -> Load:
+    """Return the load of decodes on the device."""
+    num = len(contexts)
+    return Load(tokens=num, rows=num, gpu_requests=num, gpu_context_tokens=sum(contexts))

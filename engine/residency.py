@@ -2,6 +2,7 @@
 
 from bisect import insort
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Generic, TypeVar
@@ -66,10 +67,16 @@ class Residency(Generic[R]):
         """Forget the moves of the last iteration: they were carried out."""
         self.copies, self.moved = [], []
 
-    def make_room(self) -> bool:
+    def make_room(self, may_spill: Callable[[R], bool]) -> bool:
         """Give every request blocks for all its tokens, at the cost of the youngest where a place is full.
 
-        The youngest moves to another place that has room, or is preempted. Returns whether nobody had to be.
+        The youngest moves to another place that has room, or is preempted.
+
+        Args:
+            may_spill: whether it may move to a less preferred place.
+
+        Returns:
+            Whether nobody had to be preempted.
         """
         num_preemptions = self.counters.num_preemptions
         for place in self.places:
@@ -78,7 +85,7 @@ class Residency(Generic[R]):
                 while request.request_id in self.kv and not self.kv.extend(
                     request.request_id, request.num_tokens
                 ):
-                    self._evict_youngest(self.place_of(request))
+                    self._evict_youngest(self.place_of(request), may_spill)
         return self.counters.num_preemptions == num_preemptions
 
     def promote_one(self) -> None:
@@ -140,10 +147,12 @@ class Residency(Generic[R]):
                 self._preempt(request)
         self.moved = []
 
-    def _evict_youngest(self, place: Place) -> None:
+    def _evict_youngest(self, place: Place, may_spill: Callable[[R], bool]) -> None:
         victim = self.running[place][-1]
         for other in self.places:
-            if other is not place and self._move(victim, other, reserve_blocks=len(self.running[other])):
+            if other is place or (other is not self.places[0] and not may_spill(victim)):
+                continue
+            if self._move(victim, other, reserve_blocks=len(self.running[other])):
                 return
         self._preempt(victim)
 
