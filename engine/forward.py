@@ -113,7 +113,7 @@ class ForwardPass:
         attention = self._linear(layer)
         host = self._on_host
         if host is not None and host.num_decodes:
-            self._hand_over(attention, host, window, copied)
+            self._hand_off(attention, host, window, copied)
         if host is not None and host.prefills:
             self._start_storing(attention, host, copied)
         if self._on_device is not None or (host is not None and host.prefills):
@@ -136,11 +136,11 @@ class ForwardPass:
             if before is not None:
                 self._hidden = model.post_attention(before.layer, self._hidden, before.out)
             q, k, v = model.pre_attention(layer, self._hidden, self._rotation)
-            # Made here, not later: then nothing that is still to run before the hand-over's signal can be
+            # Made here, not later: then nothing that is still to run before the hand-off's signal can be
             # using this memory when the CPU's part arrives in it.
             return _Attention(layer, q, k, v, torch.empty(q.shape, dtype=q.dtype, device=q.device))
 
-    def _hand_over(
+    def _hand_off(
         self, attention: _Attention, host: PlaceBatch, window: int | None, copied: Sequence[Signal]
     ) -> None:
         """Bring q, k and v of the decodes in host memory there, and attend."""

@@ -133,9 +133,11 @@ class ThreadLane:
         start_ns = time.perf_counter_ns()
         on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         with torch.inference_mode(), on_stream:  # both belong to the thread
-            work()
-        if self._stream is not None:
-            self._stream.synchronize()
+            try:
+                work()
+            finally:
+                if self._stream is not None:
+                    self._stream.synchronize()
         if self._timeline is not None:
             self._timeline.add(self.name, stage, start_ns, time.perf_counter_ns())
 

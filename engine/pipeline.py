@@ -19,7 +19,7 @@ by layer, behind the computation of later layers; what precedes such a chunk is 
 
 Who waits for whom, besides the chain linear → to-host → cpu → to-device → linear of a sub-batch:
 
-- whatever computes or stores in layer l: the copies of layer l. They run one layer ahead, in the plan's
+- whatever attends or stores in layer l: the copies of layer l. They run one layer ahead, in the plan's
   order, so a block that a move gives up can be given to somebody else in the same iteration;
 - attention of a chunk in layer l: the earlier KV of layer l;
 - fetching the earlier KV of layer l: the attention of layer l - 2, which reads the same one of two buffers;
@@ -30,6 +30,7 @@ Tensors that another lane reads are referred to until the signal of that lane ha
 does not know of uses on other streams.
 """
 
+import gc
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -93,25 +94,25 @@ class PipelineExecutor:
         """
         if self._is_closed:
             raise RuntimeError("the executor is closed")
-        completed = False
         if self._timeline is not None:
             self._timeline.begin_iteration(self._model.device)
         try:
             result = self._run(plan)
-            completed = True
-            return result
-        except torch.OutOfMemoryError as error:
-            reason = str(error)
-        except Exception as error:
-            if self._is_closed:
-                raise RuntimeError("the executor was closed in the middle of an iteration") from error
-            raise
-        finally:
-            if not completed:
-                self._lanes.abandon()
+        except BaseException as error:
+            self._lanes.abandon()
             if self._timeline is not None:
-                self._timeline.end_iteration(completed)
-        # Here the frames of the attempt are gone, and with them its tensors.
+                self._timeline.end_iteration(completed=False)
+            if self._is_closed and isinstance(error, Exception):
+                raise RuntimeError("the executor was closed in the middle of an iteration") from error
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = str(error)
+        else:
+            if self._timeline is not None:
+                self._timeline.end_iteration()
+            return result
+        # The error held the attempt's frames, and they its tensors; some still do in a circle.
+        gc.collect()
         torch.cuda.empty_cache()
         raise DeviceMemoryError(reason)
 
