@@ -16,6 +16,7 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -34,7 +35,8 @@ Progress = Callable[[float, str], None]  # share done, 0 to 1; what is being mea
 
 MAX_SECONDS = 8.0
 MAX_ROUNDS = 9
-_WARM_UP_SHARE = 0.4  # of a table's time
+# How much of a table's time may pass before a point is run for the first time.
+_SPANNING_SHARE, _BETWEEN_SHARE = 0.7, 0.35
 _SECONDS_PER_WEIGHT_BYTE = 3e-9
 _MIN_SECONDS = 0.3
 _SHARES = {  # of the time; the device's attention is only measured where there is a GPU
@@ -55,6 +57,24 @@ _WHAT = {
     Stage.TRANSFER: "transfers",
     Stage.HAND_OFF: "hand-off",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The points of one stage: a few that span the range, and those between them."""
+
+    spanning: Sequence[Point]
+    between: Sequence[Point]
+
+    @property
+    def stage(self) -> Stage:
+        """Whose points they are."""
+        return self.spanning[0].stage
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """All of them."""
+        return (*self.spanning, *self.between)
 
 
 def profile(
@@ -86,9 +106,9 @@ def profile(
     total = sum(_SHARES[stage] for stage in grids)
     times: dict[Point, float] = {}
     done = 0.0
-    for stage, points in grids.items():
+    for stage, grid in grids.items():
         report(done / total, _WHAT[stage])
-        times |= measure(timer, points, seconds_left * _SHARES[stage] / total, decoder.config)
+        times |= measure(timer, grid, seconds_left * _SHARES[stage] / total, decoder.config)
         done += _SHARES[stage]
     report(1.0, "done")
     logger.debug("profiled %d points in %.2f s", len(times), time.perf_counter() - started)
@@ -97,7 +117,7 @@ def profile(
         found = sorted((point.x, ms) for point, ms in times.items() if point.stage is stage)
         return Curve([x for x, _ in found], rising([ms for _, ms in found]))
 
-    cpu_attention = _surface(grids[Stage.CPU_ATTENTION], times)
+    cpu_attention = _surface(Stage.CPU_ATTENTION, times)
     return TableCostModel(
         num_layers=decoder.config.num_layers,
         overlaps=timer.is_cuda,
@@ -106,15 +126,15 @@ def profile(
         head=curve(Stage.HEAD),
         hand_off=curve(Stage.HAND_OFF),
         transfer=curve(Stage.TRANSFER),
-        prefill_attention=_surface(grids[Stage.PREFILL_ATTENTION], times),
+        prefill_attention=_surface(Stage.PREFILL_ATTENTION, times),
         # Without a GPU both caches lie in the same memory and the same kernel reads them.
-        gpu_attention=_surface(grids[Stage.GPU_ATTENTION], times) if timer.is_cuda else cpu_attention,
+        gpu_attention=_surface(Stage.GPU_ATTENTION, times) if timer.is_cuda else cpu_attention,
         cpu_attention=cpu_attention,
     )
 
 
-def stage_grids(timer: StageTimer, config: ModelConfig, limits: SchedulerLimits) -> dict[Stage, list[Point]]:
-    """Return `stage -> its points`, in the order of the work that they are."""
+def stage_grids(timer: StageTimer, config: ModelConfig, limits: SchedulerLimits) -> dict[Stage, Grid]:
+    """Return `stage -> its points`."""
     tokens, requests = limits.max_batch_tokens, limits.max_batch_requests
     grids = {
         Stage.LINEAR: _line(Stage.LINEAR, tokens),
@@ -129,19 +149,19 @@ def stage_grids(timer: StageTimer, config: ModelConfig, limits: SchedulerLimits)
     return grids
 
 
-def _line(stage: Stage, most: int) -> list[Point]:
+def _line(stage: Stage, most: int) -> Grid:
     sizes = {1, 2, 3, 4, 6, 8, most}
     size = 8
     while size < most:
         sizes |= {size, size * 3 // 2}
         size *= 2
     xs = sorted(size for size in sizes if size <= most)
-    return _by_importance([Point(stage, x) for x in xs], xs, [1])
+    return _grid([Point(stage, x) for x in xs], xs, [1])
 
 
 def _decode_grid(
     stage: Stage, timer: StageTimer, place: Place, config: ModelConfig, most_requests: int
-) -> list[Point]:
+) -> Grid:
     """Requests times mean context; only what the pool can hold, and at least two of each."""
     capacity = timer.capacity_tokens(place)
     contexts = _axis(16, 4, min(config.max_context_tokens, capacity))
@@ -151,20 +171,20 @@ def _decode_grid(
         for x, y in product(requests, contexts)
         if x * y <= capacity or (x in requests[:2] and y in contexts[:2])
     ]
-    return _by_importance(points, requests, contexts)
+    return _grid(points, requests, contexts)
 
 
-def _prefill_grid(timer: StageTimer, config: ModelConfig, most_tokens: int) -> list[Point]:
+def _prefill_grid(timer: StageTimer, config: ModelConfig, most_tokens: int) -> Grid:
     """Tokens of a chunk times the mean number that each sees: half the chunk and all that precedes it."""
     most_context = min(config.max_context_tokens, timer.capacity_tokens(Place.DEVICE))
-    chunks = _axis(8, 2, min(most_tokens, most_context))
+    chunks = _axis(8, 4, min(most_tokens, most_context))
     visible = sorted({chunk // 2 for chunk in chunks} | set(_axis(max(chunks), 4, max(most_context, 2))))
     points = [
         Point(Stage.PREFILL_ATTENTION, x, y)
         for x, y in product(chunks, visible)
         if x // 2 <= y and (y + x // 2 <= most_context or (x in chunks[:2] and y in visible[:2]))
     ]
-    return _by_importance(points, chunks, visible)
+    return _grid(points, chunks, visible)
 
 
 def _axis(first: int, factor: int, last: int) -> list[int]:
@@ -178,39 +198,34 @@ def _axis(first: int, factor: int, last: int) -> list[int]:
     return sizes if len(sizes) > 1 else [sizes[0], 2 * sizes[0]]
 
 
-def _by_importance(points: list[Point], xs: Sequence[int], ys: Sequence[int]) -> list[Point]:
-    """Put points that span the grid first, then those between them; within each group by their work."""
+def _grid(points: list[Point], xs: Sequence[int], ys: Sequence[int]) -> Grid:
+    """Divide the points of a grid with these axes; each part by its work."""
 
-    def rank(axis: Sequence[int], value: int) -> int:
+    def spans(axis: Sequence[int], value: int) -> bool:
         i = axis.index(value)
-        if i % 4 == 0 or i == len(axis) - 1 or (i == 1 and len(ys) > 1):  # a surface needs two of each
-            return 0
-        return 1 if i % 2 == 0 else 2
+        return i % 4 == 0 or i == len(axis) - 1 or (i == 1 and len(ys) > 1)  # a surface needs two of each
 
-    return sorted(points, key=lambda p: (max(rank(xs, p.x), rank(ys, p.y)), p.work, p.x))
+    points = sorted(points, key=lambda point: (point.work, point.x))
+    spanning = [point for point in points if spans(xs, point.x) and spans(ys, point.y)]
+    return Grid(spanning, [point for point in points if point not in spanning])
 
 
-def measure(
-    timer: StageTimer, points: Sequence[Point], seconds: float, config: ModelConfig
-) -> dict[Point, float]:
-    """Return `point -> ms` of the points that fit into the time and the memory; see the module's text.
-
-    Args:
-        points: of one stage, the most important first; the first four are measured in any case.
-    """
+def measure(timer: StageTimer, grid: Grid, seconds: float, config: ModelConfig) -> dict[Point, float]:
+    """Return `point -> ms` of the points that fit into the time and the memory; see the module's text."""
     start = time.perf_counter()
     first_ms: dict[Point, float] = {}
-    for point in points:
-        is_needed = len(first_ms) < 4
-        spent_s = time.perf_counter() - start
-        if not is_needed and spent_s + _expected_ms(point, first_ms) / 1e3 > seconds * _WARM_UP_SHARE:
-            continue
-        try:
-            first_ms[point] = timer.time_ms(point, 0)
-        except torch.OutOfMemoryError:
-            if is_needed:
-                raise
-            logger.debug("no memory for %s", point)
+    for points, share in ((grid.spanning, _SPANNING_SHARE), (grid.between, _BETWEEN_SHARE)):
+        for point in points:
+            is_needed = len(first_ms) < 4
+            expected_s = time.perf_counter() - start + _expected_ms(point, first_ms) / 1e3
+            if not is_needed and expected_s > seconds * share:
+                continue
+            try:
+                first_ms[point] = timer.time_ms(point, 0)
+            except torch.OutOfMemoryError:
+                if is_needed:
+                    raise
+                logger.debug("no memory for %s", point)
 
     samples: dict[Point, list[float]] = {point: [] for point in first_ms}
     for turn in range(1, MAX_ROUNDS + 1):
@@ -218,13 +233,15 @@ def measure(
             if first_ms[point] / 1e3 <= seconds - (time.perf_counter() - start):
                 values.append(timer.time_ms(point, turn))
 
-    def typical(point: Point) -> float:
-        values = sorted(samples[point]) or [first_ms[point]]
-        if point.stage.is_attention and len(set(config.layer_windows)) > 1:
-            return statistics.mean(values)  # over layers with and without a window
-        return values[len(values) // 4]
+    # Layers with and without a window differ: then the mean over layers is what an iteration pays.
+    is_mixed = grid.stage.is_attention and len(set(config.layer_windows)) > 1
+    middle = statistics.fmean if is_mixed else typical_ms
+    return {point: middle(values or [first_ms[point]]) for point, values in samples.items()}
 
-    return {point: typical(point) for point in first_ms}
+
+def typical_ms(values: Sequence[float]) -> float:
+    """Return the lower quartile: other programs only ever make things slower."""
+    return sorted(values)[len(values) // 4]
 
 
 def _expected_ms(point: Point, known: dict[Point, float]) -> float:
@@ -235,9 +252,8 @@ def _expected_ms(point: Point, known: dict[Point, float]) -> float:
     return min([ms * point.work / work, *larger])
 
 
-def _surface(grid: Sequence[Point], times: dict[Point, float]) -> Surface:
+def _surface(stage: Stage, times: dict[Point, float]) -> Surface:
     """Put the measured points of a grid into a rectangle, its missing corners extrapolated."""
-    stage = grid[0].stage
     known = {(point.x, point.y): ms for point, ms in times.items() if point.stage is stage}
     xs, ys = sorted({x for x, _ in known}), sorted({y for _, y in known})
     rows = [rising(row) for row in fill(xs, ys, known)]

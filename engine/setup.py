@@ -1,0 +1,62 @@
+"""Model, limits and memory together: what an engine is made of, and what a measurement needs of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from neo_desktop.engine.budget import BLOCK_SIZE, MemoryCaps, pool_blocks
+from neo_desktop.engine.kv_storage import KVPool, KVStorage
+from neo_desktop.engine.loading import LoadedModel, Progress, load
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.scheduler import SchedulerLimits
+
+MAX_BATCH_REQUESTS = 256
+MAX_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # a chunk of prefill must not hold decodes up for long
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A loaded model and the memory for its KV."""
+
+    model: LoadedModel
+    limits: SchedulerLimits
+    num_blocks: dict[Place, int]  # of the places asked for
+    storage: KVStorage
+
+
+def set_up(
+    model: str | Path,
+    *,
+    device: str,
+    dtype: str,
+    shape: str | None,
+    places: Sequence[Place],
+    cache_tokens: dict[Place, int | None],
+    caps: MemoryCaps,
+    max_batch_tokens: int | None = None,
+    max_batch_requests: int = MAX_BATCH_REQUESTS,
+    progress: Progress | None = None,
+) -> Setup:
+    """Load a model and take the memory for its KV; see `Engine.from_pretrained` for arguments and errors."""
+    loaded = load(model, device=device, dtype=dtype, shape=shape, caps=caps, progress=progress)
+    decoder = loaded.decoder
+    limits = SchedulerLimits(
+        max_batch_tokens=max_batch_tokens or max(MAX_BATCH_TOKENS[decoder.device.type], max_batch_requests),
+        max_batch_requests=max_batch_requests,
+    )
+    fitting = pool_blocks(loaded.config, decoder.dtype, limits, decoder.device, cache_tokens, caps)
+    num_blocks = {place: fitting[place] for place in places}
+    if not any(num_blocks.values()):
+        raise MemoryError(
+            f"there is no room for KV: it needs at least {BLOCK_SIZE} tokens of {' or '.join(places)} cache"
+        )
+    devices = {Place.DEVICE: decoder.device, Place.HOST: torch.device("cpu")}
+    storage = KVStorage(
+        {
+            place: KVPool(loaded.config, count, BLOCK_SIZE, decoder.dtype, devices[place])
+            for place, count in num_blocks.items()
+        }
+    )
+    return Setup(loaded, limits, num_blocks, storage)
