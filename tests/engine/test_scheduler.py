@@ -2,7 +2,9 @@
 
 import random
 from collections import defaultdict
+from collections.abc import Iterator
 
+import pytest
 from cost_models import cost_models, machine
 from engine_fakes import FakeExecutor, free_blocks, make_request, reference_output
 from hypothesis import given, settings
@@ -11,8 +13,9 @@ from hypothesis import strategies as st
 from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.cost_model import CostModel
 from neo_desktop.engine.kv_cache import KVCache
+from neo_desktop.engine.load_aware import PATIENCE, Decision, LoadAwareScheduler
 from neo_desktop.engine.placement import POLICIES, Place
-from neo_desktop.engine.request import FinishReason, Request, RequestOutput
+from neo_desktop.engine.request import FinishReason, Request, RequestOutput, RequestState
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.scheduler import Scheduler, SchedulerLimits
 from neo_desktop.engine.simulation.metrics import SimulationResult
@@ -303,3 +306,67 @@ def test_auto_never_falls_behind_the_device_alone(
     auto, alone = (virtual_run(policy, cost, workload) for policy in ("auto", "gpu-only"))
     assert len(auto.finished) == len(workload)
     assert auto.makespan_ms <= alone.makespan_ms / 0.85
+
+
+class LightRequest(RequestState):
+    """A request of known length without content."""
+
+    def __init__(self, ordinal: int, prompt_tokens: int, output_tokens: int) -> None:
+        super().__init__(str(ordinal), str(ordinal), ordinal, prompt_tokens)
+        self.last_num_tokens = prompt_tokens + output_tokens
+
+
+def decisions(
+    policy: str, cost: CostModel, num_requests: int = 40
+) -> Iterator[tuple[LoadAwareScheduler[LightRequest], Decision[LightRequest]]]:
+    """Carry a workload out whose KV exceeds the GPU-cache tenfold; yield each decision."""
+    kv_cache = KVCache({Place.DEVICE: 60, Place.HOST: 5000}, 16)
+    scheduler: LoadAwareScheduler[LightRequest] = LoadAwareScheduler(kv_cache, POLICIES[policy], LIMITS, cost)
+    for ordinal in range(num_requests):
+        scheduler.add(LightRequest(ordinal, 300 + ordinal % 7 * 10, 60))
+    while (decision := scheduler.decide()) is not None:
+        yield scheduler, decision
+        for request in scheduler.advance(decision):
+            request.num_tokens += 1
+            if request.num_tokens == request.last_num_tokens:
+                scheduler.remove(request)
+    assert scheduler.num_running == scheduler.num_waiting == 0
+    kv_cache.check()
+
+
+@pytest.mark.parametrize("policy", ["neo", "auto"])
+def test_the_cpu_does_not_idle_once_all_prompts_are_in(policy: str) -> None:
+    """Llama-2-7B on a small card: some CPU decodes are worth reading the weights twice, so they join."""
+    num_seen = 0
+    for scheduler, decision in decisions(policy, machine()):
+        num_joined = len(decision.split.first) + len(decision.split.second)
+        if not scheduler.num_waiting and num_joined + decision.num_waiting_decodes >= 4:
+            num_seen += 1
+            assert num_joined > 0, "CPU requests wait for nothing"
+    assert num_seen > 20
+
+
+@pytest.mark.parametrize("policy", ["neo", "auto"])
+@pytest.mark.parametrize("cpu_token_ms", [1e-5, 1.5e-4, 1e-3, 0.1])
+def test_no_request_in_the_cpu_cache_waits_for_ever(policy: str, cpu_token_ms: float) -> None:
+    """Those that waited longest come first: the wait is bounded by patience and by who is in front."""
+    longest = 0
+    for scheduler, decision in decisions(policy, machine(cpu_token_ms=cpu_token_ms)):
+        running = {id(r): r for batch in decision.sub_batches for r, _ in batch}.values()
+        longest = max([longest, *(request.num_skipped for request in running)])
+        assert scheduler.num_running <= LIMITS.max_batch_requests
+        assert sum(tokens for batch in decision.sub_batches for _, tokens in batch) <= LIMITS.max_batch_tokens
+    assert longest <= PATIENCE * LIMITS.max_batch_requests
+
+
+def test_prompts_are_as_long_as_the_cpu_needs_and_no_shorter_than_pays() -> None:
+    """Beside CPU decodes, a chunk neither makes them wait long nor reads the weights for little work."""
+    cost = machine()
+    chunks = [
+        sum(tokens for r, tokens in decision.sub_batches[0] if tokens > 1)
+        for scheduler, decision in decisions("auto", cost, num_requests=60)
+        if decision.split.second and scheduler.num_waiting > 2
+    ]
+    assert len(chunks) > 5
+    weights_ms = cost.linear_ms(1)
+    assert all(weights_ms <= cost.linear_ms(tokens) <= 12 * weights_ms for tokens in chunks)
