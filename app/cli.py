@@ -1,4 +1,4 @@
-"""The command line: `neo-desktop [chat] | serve | bench | info`."""
+"""The command line: `neo-desktop [chat] | serve | bench | profile | simulate | info`."""
 
 import json
 import logging
@@ -7,13 +7,13 @@ import sys
 import webbrowser
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from neo_desktop.app import options as opt
 
@@ -88,13 +88,27 @@ def chat(
     dtype: opt.DtypeOption = opt.Dtype.AUTO,
     gpu_cache_tokens: opt.GpuCacheTokens = None,
     cpu_cache_tokens: opt.CpuCacheTokens = None,
+    gpu_memory: opt.GpuMemory = None,
+    cpu_memory: opt.CpuMemory = None,
     shape: opt.Shape = None,
+    trace_timeline: opt.TraceTimeline = None,
     debug: opt.Debug = False,
 ) -> None:
     """Open the chat in a browser; the same port serves the OpenAI-compatible API."""
     _serve(
         _ServerSettings(host, port, api_key, allowed_hosts or [], with_page=True, open_browser=browser),
-        _EngineSettings(model, policy, device, dtype, gpu_cache_tokens, cpu_cache_tokens, shape),
+        _EngineSettings(
+            model=model,
+            shape=shape,
+            device=device,
+            dtype=dtype,
+            gpu_cache_tokens=gpu_cache_tokens,
+            cpu_cache_tokens=cpu_cache_tokens,
+            gpu_memory_gib=gpu_memory,
+            cpu_memory_gib=cpu_memory,
+            policy=policy,
+            trace_timeline=trace_timeline,
+        ),
         debug,
     )
 
@@ -111,13 +125,27 @@ def serve(
     dtype: opt.DtypeOption = opt.Dtype.AUTO,
     gpu_cache_tokens: opt.GpuCacheTokens = None,
     cpu_cache_tokens: opt.CpuCacheTokens = None,
+    gpu_memory: opt.GpuMemory = None,
+    cpu_memory: opt.CpuMemory = None,
     shape: opt.Shape = None,
+    trace_timeline: opt.TraceTimeline = None,
     debug: opt.Debug = False,
 ) -> None:
     """Serve the OpenAI-compatible API without the page."""
     _serve(
         _ServerSettings(host, port, api_key, allowed_hosts or [], with_page=False, open_browser=False),
-        _EngineSettings(model, policy, device, dtype, gpu_cache_tokens, cpu_cache_tokens, shape),
+        _EngineSettings(
+            model=model,
+            shape=shape,
+            device=device,
+            dtype=dtype,
+            gpu_cache_tokens=gpu_cache_tokens,
+            cpu_cache_tokens=cpu_cache_tokens,
+            gpu_memory_gib=gpu_memory,
+            cpu_memory_gib=cpu_memory,
+            policy=policy,
+            trace_timeline=trace_timeline,
+        ),
         debug,
     )
 
@@ -126,26 +154,11 @@ def serve(
 def info(json_file: opt.JsonFile = None, debug: opt.Debug = False) -> None:
     """Show this computer's hardware, the versions in use and where things are."""
     _set_up_logging(debug)
+    from neo_desktop.app.machine_table import print_machine
     from neo_desktop.engine.hardware import machine_info
 
     machine = machine_info()
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("CPU", f"{machine.cpu}, {machine.physical_cores} cores ({machine.usable_cores} usable)")
-    table.add_row("Attention kernel", machine.isa)
-    table.add_row("Memory", f"{_gb(machine.memory_bytes)}, {_gb(machine.available_bytes)} available")
-    for gpu in machine.gpus:
-        table.add_row(
-            "GPU",
-            f"{gpu.name}, {_gb(gpu.memory_bytes)}, {_gb(gpu.free_bytes)} free, compute capability "
-            f"{gpu.capability}, driver {gpu.driver}",
-        )
-    if machine.gpu_note:
-        table.add_row("GPU", machine.gpu_note)
-    table.add_row("neo-desktop", machine.neo_desktop)
-    table.add_row("Python, torch", f"{machine.python}, {machine.torch}")
-    table.add_row("System", machine.platform)
-    table.add_row("Installed in", machine.package_folder)
-    stdout.print(table, highlight=False)
+    print_machine(machine, stdout)
     if json_file is not None:
         json_file.write_text(json.dumps(asdict(machine), indent=2) + "\n", encoding="utf-8")
 
@@ -154,22 +167,88 @@ class Suite(StrEnum):
     """A benchmark."""
 
     CPU_ATTENTION = "cpu-attention"
+    COST_MODEL = "cost-model"
 
 
-@app.command(epilog="Example: neo-desktop bench --suite cpu-attention --json report.json")
+@app.command(
+    epilog="Examples:\n\n"
+    "neo-desktop bench --suite cpu-attention --json report.json\n\n"
+    "neo-desktop bench --suite cost-model --shape qwen2.5-0.5b"
+)
 def bench(
     suite: Annotated[Suite, typer.Option(help="What to measure.")] = Suite.CPU_ATTENTION,
+    model: opt.Model = opt.DEFAULT_MODEL,
+    shape: opt.Shape = None,
+    device: opt.DeviceOption = opt.Device.AUTO,
+    dtype: opt.DtypeOption = opt.Dtype.AUTO,
+    gpu_cache_tokens: opt.GpuCacheTokens = None,
+    cpu_cache_tokens: opt.CpuCacheTokens = None,
+    gpu_memory: opt.GpuMemory = None,
+    cpu_memory: opt.CpuMemory = None,
     json_file: opt.JsonFile = None,
     debug: opt.Debug = False,
 ) -> None:
-    """Measure this computer."""
+    """Measure this computer; the model matters where a suite needs one."""
     _set_up_logging(debug)
-    from neo_desktop.app.bench import run_suites
+    from neo_desktop.app.bench import CostModelOptions, run_suites
 
+    model_options = CostModelOptions(
+        model=model,
+        shape=shape,
+        device=device.value,
+        dtype=dtype.value,
+        gpu_cache_tokens=gpu_cache_tokens,
+        cpu_cache_tokens=cpu_cache_tokens,
+        gpu_memory_gib=gpu_memory,
+        cpu_memory_gib=cpu_memory,
+    )
     with _progress() as progress:
         task = progress.add_task("Measuring", total=1.0)
         report = run_suites(
-            [suite.value], lambda share, what: progress.update(task, completed=share, description=what)
+            [suite.value],
+            lambda share, what: progress.update(task, completed=share, description=what),
+            model_options,
+        )
+    report.print(stdout)
+    if json_file is not None:
+        report.write_json(json_file)
+
+
+@app.command(epilog="Example: neo-desktop profile --shape llama-3.2-1b --json tables.json")
+def profile(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    shape: opt.Shape = None,
+    device: opt.DeviceOption = opt.Device.AUTO,
+    dtype: opt.DtypeOption = opt.Dtype.AUTO,
+    gpu_cache_tokens: opt.GpuCacheTokens = None,
+    cpu_cache_tokens: opt.CpuCacheTokens = None,
+    gpu_memory: opt.GpuMemory = None,
+    cpu_memory: opt.CpuMemory = None,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Measure again, even if tables are there.")
+    ] = False,
+    json_file: opt.JsonFile = None,
+    debug: opt.Debug = False,
+) -> None:
+    """Show how long the parts of an iteration take here; the first time, measure them."""
+    _set_up_logging(debug)
+    from neo_desktop.app.profile import ProfileOptions, run_profile
+
+    options = ProfileOptions(
+        model=model,
+        shape=shape,
+        device=device.value,
+        dtype=dtype.value,
+        gpu_cache_tokens=gpu_cache_tokens,
+        cpu_cache_tokens=cpu_cache_tokens,
+        gpu_memory_gib=gpu_memory,
+        cpu_memory_gib=cpu_memory,
+        refresh=refresh,
+    )
+    with _progress() as progress:
+        task = progress.add_task("Loading weights", total=1.0)
+        report = run_profile(
+            options, lambda share, what: progress.update(task, completed=share, description=what)
         )
     report.print(stdout)
     if json_file is not None:
@@ -243,12 +322,15 @@ def simulate(
 @dataclass(frozen=True, slots=True)
 class _EngineSettings:
     model: str
-    policy: opt.PolicyName
+    shape: str | None
     device: opt.Device
     dtype: opt.Dtype
     gpu_cache_tokens: int | None
     cpu_cache_tokens: int | None
-    shape: str | None
+    gpu_memory_gib: float | None
+    cpu_memory_gib: float | None
+    policy: opt.PolicyName
+    trace_timeline: Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,16 +383,26 @@ def _load_engine(settings: _EngineSettings) -> "Engine":
     from neo_desktop import Engine
 
     with _progress() as progress:
-        task = progress.add_task("Loading weights", total=None)
+        loading = progress.add_task("Loading weights", total=None)
+        measuring = progress.add_task("Measuring this computer", total=1.0, visible=False)
+
+        def measured(share: float, what: str) -> None:
+            text = f"Measuring this computer: {what}"
+            progress.update(measuring, visible=True, completed=share, description=text)
+
         return Engine.from_pretrained(
             settings.model,
+            shape=settings.shape,
             device=settings.device.value,
             dtype=settings.dtype.value,
             policy=settings.policy.value,
             gpu_cache_tokens=settings.gpu_cache_tokens,
             cpu_cache_tokens=settings.cpu_cache_tokens,
-            shape=settings.shape,
-            progress=lambda done, total: progress.update(task, completed=done, total=total),
+            gpu_memory_gib=settings.gpu_memory_gib,
+            cpu_memory_gib=settings.cpu_memory_gib,
+            trace_timeline=settings.trace_timeline,
+            progress=lambda done, total: progress.update(loading, completed=done, total=total),
+            profile_progress=measured,
         )
 
 
@@ -337,10 +429,6 @@ def _set_up_logging(debug: bool) -> None:
         handlers=[RichHandler(console=stderr, show_path=debug)],
         force=True,
     )
-
-
-def _gb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB"
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ class PolicyName(StrEnum):
     """Where requests may live."""
 
     AUTO = "auto"
+    NEO = "neo"
+    FASTDECODE = "fastdecode"
     GPU_ONLY = "gpu-only"
 
 
@@ -64,7 +66,8 @@ PolicyOption = Annotated[
     PolicyName,
     typer.Option(
         "--policy",
-        help="Where requests may live: in GPU memory only, or in both.",
+        help="Where requests may live: in GPU memory (gpu-only), in host memory (fastdecode), in both (neo); "
+        "auto does what is predicted to be fastest.",
         rich_help_panel=_ENGINE,
     ),
 ]
@@ -75,6 +78,34 @@ GpuCacheTokens = Annotated[
 CpuCacheTokens = Annotated[
     int | None,
     typer.Option(min=0, help="Size of the CPU-cache in tokens; default: what fits.", rich_help_panel=_ENGINE),
+]
+GpuMemory = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-memory",
+        metavar="GIB",
+        help="The most GPU memory to take: weights, activations, KV and a reserve; without a GPU, KV of the "
+        "imitated GPU-cache. Default: what is free.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+CpuMemory = Annotated[
+    float | None,
+    typer.Option(
+        "--cpu-memory",
+        metavar="GIB",
+        help="The most host memory to take for KV and transfers. Default: half of what is available.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+TraceTimeline = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace-timeline",
+        metavar="FILE",
+        help="Write who was busy when in every iteration, in Chrome's trace format (see it in Perfetto).",
+        rich_help_panel=_ENGINE,
+    ),
 ]
 Host = Annotated[
     str,
