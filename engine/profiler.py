@@ -179,7 +179,9 @@ def _prefill_grid(timer: StageTimer, config: ModelConfig, most_tokens: int) -> G
     """Tokens of a chunk times the mean number that each sees: half the chunk and all that precedes it."""
     most_context = min(config.max_context_tokens, timer.capacity_tokens(Place.DEVICE))
     chunks = _axis(8, 4, min(most_tokens, most_context))
-    visible = sorted({chunk // 2 for chunk in chunks} | set(_axis(max(chunks), 4, max(most_context, 2))))
+    visible = sorted(
+        {max(chunk // 2, 1) for chunk in chunks} | set(_axis(max(chunks), 4, max(most_context, 2)))
+    )
     points = [
         Point(Stage.PREFILL_ATTENTION, x, y)
         for x, y in product(chunks, visible)

@@ -27,6 +27,7 @@ from neo_desktop.engine.transfer import Carrier
 from neo_desktop.models.decoder import Decoder
 
 LAYERS_AT_ONCE = 4  # on a GPU: what runs ahead of the GPU hides the launch of the first kernel
+MIN_ROWS = 32  # a grid has at least two points along each axis, whatever the limits
 GPU_REGION_BYTES = 256 * 1024**2  # several times the L2 cache of any GPU
 TOY_REGION_BYTES = 8 * 1024**2
 MIN_HOST_REGION_BYTES, MAX_HOST_REGION_BYTES = 64 * 1024**2, 1024**3
@@ -92,7 +93,7 @@ class StageTimer:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=decoder.device, dtype=decoder.dtype)
 
-        config, rows = self._config, limits.max_batch_tokens
+        config, rows = self._config, max(limits.max_batch_tokens, MIN_ROWS)
         self._hidden = normal(rows, config.hidden_size)
         self._q = normal(rows, config.num_heads, config.head_dim)
         self._k = normal(rows, config.num_kv_heads, config.head_dim)

@@ -1,0 +1,238 @@
+"""Measured tables are found again for exactly what they were measured on, and bad files do no harm."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from neo_desktop.engine import profile_cache
+from neo_desktop.engine.budget import BLOCK_SIZE
+from neo_desktop.engine.cost_model import Curve, Surface, TableCostModel
+from neo_desktop.engine.kv_storage import KVPool, KVStorage
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.profile_cache import load_or_profile, profile_key, profile_path
+from neo_desktop.engine.scheduler import SchedulerLimits
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.shapes import shape
+
+CONFIG = shape("tiny")
+CPU = torch.device("cpu")
+LIMITS = SchedulerLimits(max_batch_tokens=64, max_batch_requests=16)
+
+
+def tables(ms: float) -> TableCostModel:
+    curve, surface = Curve([1, 8], [ms, 2 * ms]), Surface([1, 8], [16, 64], [[ms, ms], [ms, ms]])
+    return TableCostModel(2, False, 0.1, curve, curve, curve, curve, surface, surface, surface)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NEO_DESKTOP_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "profiles"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[TableCostModel]:
+    """What was measured so far; every measurement gives other times."""
+    results: list[TableCostModel] = []
+
+    def profile(*_: Any, progress: profile_cache.Progress | None) -> TableCostModel:
+        results.append(tables(1.0 + len(results)))
+        return results[-1]
+
+    monkeypatch.setattr(profile_cache, "profile", profile)
+    return results
+
+
+@pytest.fixture
+def decoder() -> Decoder:
+    return Decoder(CONFIG, dtype=torch.float32, device=CPU)
+
+
+@pytest.fixture
+def storage() -> KVStorage:
+    return storage_of({Place.DEVICE: 8, Place.HOST: 8})
+
+
+def storage_of(blocks: dict[Place, int]) -> KVStorage:
+    return KVStorage(
+        {place: KVPool(CONFIG, count, BLOCK_SIZE, torch.float32, CPU) for place, count in blocks.items()}
+    )
+
+
+def same(first: TableCostModel, second: TableCostModel) -> bool:
+    return json.dumps(first.to_json()) == json.dumps(second.to_json())
+
+
+def test_what_was_measured_is_found_at_the_next_start(
+    decoder: Decoder, storage: KVStorage, measured: list[TableCostModel], folder: Path
+) -> None:
+    first = load_or_profile(decoder, storage, LIMITS)
+    second = load_or_profile(decoder, storage, LIMITS)
+    assert len(measured) == 1
+    assert same(first, second)
+    assert [path.suffix for path in folder.iterdir()] == [".json"]  # no temporary file is left
+
+
+def test_refresh_measures_and_replaces(
+    decoder: Decoder, storage: KVStorage, measured: list[TableCostModel]
+) -> None:
+    load_or_profile(decoder, storage, LIMITS)
+    fresh = load_or_profile(decoder, storage, LIMITS, refresh=True)
+    assert len(measured) == 2
+    assert same(load_or_profile(decoder, storage, LIMITS), fresh)
+
+
+MODEL_CHANGES = [
+    {"hidden_size": 128},
+    {"intermediate_size": 192},
+    {"num_layers": 3, "layer_windows": (None,) * 3},
+    {"num_heads": 8},
+    {"num_kv_heads": 1},
+    {"head_dim": 32},
+    {"vocab_size": 300},
+    {"max_context_tokens": 8192},
+    {"layer_windows": (None, 128)},
+    {"qkv_bias": True},
+    {"output_bias": True},
+    {"mlp_bias": True},
+    {"qk_norm": True},
+]
+
+
+@pytest.mark.parametrize("changes", MODEL_CHANGES, ids=lambda changes: next(iter(changes)))
+def test_another_model_has_another_key(storage: KVStorage, changes: dict[str, Any]) -> None:
+    one = Decoder(CONFIG, dtype=torch.float32, device=CPU)
+    other = Decoder(replace(CONFIG, **changes), dtype=torch.float32, device=torch.device("meta"))
+    other.device = CPU
+    assert profile_key(one, storage, LIMITS)["model"] != profile_key(other, storage, LIMITS)["model"]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "neo_desktop.engine.profile_cache.__version__",
+        "neo_desktop.engine.profile_cache.PROFILER_VERSION",
+        "neo_desktop.engine.profile_cache.BLOCK_SIZE",
+        "neo_desktop.engine.hardware.cpu_name",
+        "neo_desktop.native.default_num_threads",
+        "neo_desktop.native.default_isa",
+        "torch.__version__",
+        "torch.get_num_threads",
+    ],
+)
+def test_another_machine_or_version_has_another_key(
+    target: str, decoder: Decoder, storage: KVStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = profile_key(decoder, storage, LIMITS)
+    is_value = target.rpartition(".")[2] in ("__version__", "PROFILER_VERSION", "BLOCK_SIZE")
+    monkeypatch.setattr(target, 99 if is_value else lambda: "another")
+    after = profile_key(decoder, storage, LIMITS)
+    assert sum(before[name] != after[name] for name in before) == 1
+    assert profile_path(before) != profile_path(after)
+
+
+def test_another_dtype_limit_or_size_of_pools_has_another_key(decoder: Decoder, storage: KVStorage) -> None:
+    half = Decoder(CONFIG, dtype=torch.float16, device=CPU)
+    few = storage_of({Place.DEVICE: 8, Place.HOST: 2})
+    keys = [
+        profile_key(decoder, storage, LIMITS),
+        profile_key(half, storage, LIMITS),
+        profile_key(decoder, storage, SchedulerLimits(128, 16)),
+        profile_key(decoder, storage, SchedulerLimits(64, 8)),
+        profile_key(decoder, few, LIMITS),
+        profile_key(decoder, storage_of({Place.HOST: 8}), LIMITS),
+    ]
+    assert len({profile_path(key) for key in keys}) == len(keys)
+    a_little_more = storage_of({Place.DEVICE: 9, Place.HOST: 10})
+    assert profile_key(decoder, a_little_more, LIMITS) == keys[0]
+
+
+def test_another_gpu_or_driver_has_another_key(storage: KVStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(CONFIG, dtype=torch.float16, device=torch.device("meta"))
+    decoder.device = torch.device("cuda")
+    gpu = SimpleNamespace(name="Tesla T4", multi_processor_count=40, total_memory=15 << 30)
+    driver = ["570.1"]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(profile_cache.hardware, "driver_version", lambda: driver[0])
+    paths = {profile_path(profile_key(decoder, storage, LIMITS))}
+    for field, value in (("name", "NVIDIA L4"), ("multi_processor_count", 8), ("total_memory", 24 << 30)):
+        setattr(gpu, field, value)
+        paths.add(profile_path(profile_key(decoder, storage, LIMITS)))
+    driver[0] = "580.2"
+    paths.add(profile_path(profile_key(decoder, storage, LIMITS)))
+    assert len(paths) == 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "{}",
+        '{"key": {}, "tables": {}}',
+        "\x00\xff" * 100,
+    ],
+)
+def test_a_damaged_file_is_told_and_measured_again(
+    text: str,
+    decoder: Decoder,
+    storage: KVStorage,
+    measured: list[TableCostModel],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    load_or_profile(decoder, storage, LIMITS)
+    path = profile_path(profile_key(decoder, storage, LIMITS))
+    path.write_bytes(text.encode("latin-1"))
+    with caplog.at_level(logging.WARNING):
+        second = load_or_profile(decoder, storage, LIMITS)
+    assert str(path) in caplog.text
+    assert len(measured) == 2
+    assert same(load_or_profile(decoder, storage, LIMITS), second)  # and the file is whole again
+
+
+@pytest.mark.parametrize("damage", ["cut", "negative", "other version", "other key"])
+def test_tables_that_make_no_sense_are_never_used(
+    damage: str, decoder: Decoder, storage: KVStorage, measured: list[TableCostModel]
+) -> None:
+    load_or_profile(decoder, storage, LIMITS)
+    path = profile_path(profile_key(decoder, storage, LIMITS))
+    data = json.loads(path.read_text())
+    if damage == "cut":
+        del data["tables"]["cpu_attention"]
+    elif damage == "negative":
+        data["tables"]["linear"]["ms"] = [-1.0, 2.0]
+    elif damage == "other version":
+        data["tables"]["version"] = -1
+    else:
+        data["key"]["cpu"] = "a file that was copied from another computer"
+    path.write_text(json.dumps(data))
+    load_or_profile(decoder, storage, LIMITS)
+    assert len(measured) == 2
+
+
+def test_a_folder_that_cannot_be_written_to_is_only_a_warning(
+    tmp_path: Path,
+    decoder: Decoder,
+    storage: KVStorage,
+    measured: list[TableCostModel],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "a file").write_text("not a folder")
+    monkeypatch.setenv("NEO_DESKTOP_CACHE", str(tmp_path / "a file"))
+    with caplog.at_level(logging.WARNING):
+        assert same(load_or_profile(decoder, storage, LIMITS), measured[0])
+    assert "NEO_DESKTOP_CACHE" in caplog.text
+
+
+def test_the_users_cache_folder_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NEO_DESKTOP_CACHE")
+    assert profile_cache.cache_folder().parts[-2:] == ("neo-desktop", "profiles")

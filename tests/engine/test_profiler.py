@@ -1,0 +1,213 @@
+"""The profiler's tables are finite, never fall, and span what the scheduler may ask for."""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from neo_desktop.engine import profiler
+from neo_desktop.engine.budget import BLOCK_SIZE
+from neo_desktop.engine.cost_model import TableCostModel
+from neo_desktop.engine.kv_storage import KVPool, KVStorage
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.profiler import fill, measure, profile, rising, stage_grids
+from neo_desktop.engine.scheduler import SchedulerLimits
+from neo_desktop.engine.stage_timer import Point, Stage, StageTimer
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.registry import random_model
+from neo_desktop.models.shapes import shape
+
+CONFIG = shape("tiny")
+CPU = torch.device("cpu")
+LIMITS = SchedulerLimits(max_batch_tokens=64, max_batch_requests=16)
+CURVES = ("linear", "head", "hand_off", "transfer")
+SURFACES = ("prefill_attention", "gpu_attention", "cpu_attention")
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return random_model(CONFIG, dtype=torch.float32, device=CPU)
+
+
+def storage_of(**blocks: int) -> KVStorage:
+    pools = {
+        Place(name): KVPool(CONFIG, count, BLOCK_SIZE, torch.float32, CPU) for name, count in blocks.items()
+    }
+    return KVStorage(pools)
+
+
+def check(tables: TableCostModel) -> None:
+    for name in CURVES:
+        curve = getattr(tables, name)
+        assert all(math.isfinite(ms) and ms >= 0 for ms in curve.ms)
+        assert all(a <= b for a, b in pairwise(curve.ms)), name
+    for name in SURFACES:
+        surface = getattr(tables, name)
+        assert all(math.isfinite(ms) and ms >= 0 for row in surface.ms for ms in row)
+        for line in (*surface.ms, *zip(*surface.ms, strict=True)):
+            assert all(a <= b for a, b in pairwise(line)), name
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        {"device": 64, "host": 256},
+        {"device": 4096, "host": 1},  # one of them all but empty
+        {"device": 1, "host": 1},
+        {"host": 32},  # fastdecode
+        {"device": 32},
+        {"device": 0, "host": 8},
+    ],
+    ids=str,
+)
+def test_tables_are_finite_and_never_fall_whatever_the_pools(
+    decoder: Decoder, blocks: dict[str, int]
+) -> None:
+    tables = profile(decoder, storage_of(**blocks), LIMITS, seconds=0.1)
+    check(tables)
+    assert tables.num_layers == CONFIG.num_layers
+    assert not tables.overlaps
+    assert tables.iteration_ms > 0
+    assert 0 < tables.linear_ms(1) <= tables.linear_ms(64)
+    assert tables.cpu_attention_ms(1, 16) > 0
+
+
+def test_more_work_is_predicted_to_take_longer(decoder: Decoder) -> None:
+    tables = profile(decoder, storage_of(device=4096, host=4096), LIMITS, seconds=0.5)
+    assert tables.cpu_attention_ms(16, 16 * 4000) > 2 * tables.cpu_attention_ms(1, 16)
+    assert tables.linear_ms(64) > tables.linear_ms(1)
+
+
+def test_limits_of_one_are_enough(decoder: Decoder) -> None:
+    check(profile(decoder, storage_of(device=4, host=4), SchedulerLimits(1, 1), seconds=0.1))
+
+
+def test_progress_runs_from_start_to_end(decoder: Decoder) -> None:
+    shares: list[float] = []
+    profile(
+        decoder,
+        storage_of(device=8, host=8),
+        LIMITS,
+        seconds=0.1,
+        progress=lambda share, _: shares.append(share),
+    )
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+
+
+class FakeTimer(StageTimer):
+    """Times by a formula and a clock of its own."""
+
+    def __init__(self, cost_ms: Callable[[Point], float], clock: list[float]) -> None:
+        self.is_cuda = False
+        self.cost_ms = cost_ms
+        self.clock = clock
+        self.calls: list[Point] = []
+
+    def capacity_tokens(self, place: Place) -> int:
+        return 1 << 16
+
+    def time_ms(self, point: Point, turn: int) -> float:
+        self.calls.append(point)
+        ms = self.cost_ms(point)
+        self.clock[0] += ms / 1e3
+        return ms
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(profiler.time, "perf_counter", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize("ms_per_token", [0.001, 1.0, 30.0])
+def test_measuring_keeps_to_its_time(clock: list[float], ms_per_token: float) -> None:
+    timer = FakeTimer(lambda point: ms_per_token * point.work, clock)
+    grids = stage_grids(timer, shape("llama-2-7b"), SchedulerLimits(2048, 256))
+    for grid in grids.values():
+        clock[0] = 0.0
+        times = measure(timer, grid, 2.0, CONFIG)
+        needed = sum(ms_per_token * point.work for point in grid.spanning[:4]) / 1e3
+        assert clock[0] <= max(2.0, 3 * needed)
+        assert len(times) >= 4
+        assert all(ms == ms_per_token * point.work for point, ms in times.items())
+
+
+def test_short_time_costs_density_before_range(clock: list[float]) -> None:
+    timer = FakeTimer(lambda point: 0.1 * point.x, clock)
+    (grid,) = (stage_grids(timer, CONFIG, SchedulerLimits(512, 256))[stage] for stage in (Stage.LINEAR,))
+    times = measure(timer, grid, 0.15, CONFIG)
+    assert Point(Stage.LINEAR, 512) in times
+    assert len(times) < len(grid.points)
+
+
+def test_points_without_memory_are_left_out(clock: list[float]) -> None:
+    def cost_ms(point: Point) -> float:
+        if point.x > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 0.01 * point.x
+
+    timer = FakeTimer(cost_ms, clock)
+    grid = stage_grids(timer, CONFIG, SchedulerLimits(2048, 256))[Stage.LINEAR]
+    times = measure(timer, grid, 10.0, CONFIG)
+    assert max(point.x for point in times) == 96
+
+
+def test_one_disturbance_does_not_show(clock: list[float]) -> None:
+    seen: list[Point] = []
+
+    def cost_ms(point: Point) -> float:
+        seen.append(point)
+        return 1000.0 if len(seen) == 30 else 0.01 * point.x
+
+    grid = stage_grids(FakeTimer(cost_ms, clock), CONFIG, SchedulerLimits(512, 256))[Stage.LINEAR]
+    times = measure(FakeTimer(cost_ms, clock), grid, 10.0, CONFIG)
+    assert all(ms == 0.01 * point.x for point, ms in times.items())
+
+
+def test_grids_span_what_the_scheduler_may_ask_for() -> None:
+    timer = FakeTimer(lambda _: 1.0, [0.0])
+    grids = stage_grids(timer, shape("llama-2-7b"), SchedulerLimits(2048, 256))
+    assert Stage.GPU_ATTENTION not in grids  # no GPU here
+    assert {grids[stage].points[0].x for stage in grids} <= {1, 8}
+    assert max(point.x for point in grids[Stage.LINEAR].points) == 2048
+    assert max(point.x for point in grids[Stage.HEAD].points) == 256
+    decode = grids[Stage.CPU_ATTENTION].points
+    assert max(point.x for point in decode) == 256
+    assert max(point.y for point in decode) == 4096
+    assert all(point.work <= timer.capacity_tokens(Place.HOST) for point in decode)
+    for grid in grids.values():
+        assert len(set(grid.points)) == len(grid.points)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30))
+def test_rising_never_falls_and_keeps_the_sum(values: list[float]) -> None:
+    result = rising(values)
+    assert all(a <= b * (1 + 1e-12) for a, b in pairwise(result))
+    assert sum(result) == pytest.approx(sum(values), abs=1e-6)
+    assert rising(sorted(values)) == sorted(values)
+
+
+@given(
+    constant=st.floats(0.001, 1),
+    per_request=st.floats(0, 0.1),
+    per_token=st.floats(1e-6, 1e-3),
+    capacity=st.integers(2_000, 200_000),
+)
+def test_missing_corners_follow_the_law_of_the_known_points(
+    constant: float, per_request: float, per_token: float, capacity: int
+) -> None:
+    xs, ys = (1, 4, 16, 64, 256), (16, 128, 1024, 8192)
+
+    def truth(x: int, y: int) -> float:
+        return constant + per_request * x + per_token * x * y
+
+    known = {(x, y): truth(x, y) for x in xs for y in ys if x * y <= capacity}
+    for x, row in zip(xs, fill(xs, ys, known), strict=True):
+        for y, ms in zip(ys, row, strict=True):
+            assert ms == pytest.approx(truth(x, y), rel=1e-3)
