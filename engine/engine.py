@@ -282,9 +282,10 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End all threads, drop weights and caches; the engine cannot be used afterwards."""
-        self._executor.close()
-        del self._decoder, self._executor
+        """End all threads, drop weights and caches; nothing can be generated afterwards."""
+        if (executor := vars(self).pop("_executor", None)) is not None:
+            executor.close()
+            del self._decoder
 
     def __enter__(self) -> Self:
         return self
