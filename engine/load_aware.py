@@ -16,7 +16,7 @@ from neo_desktop.engine.residency import Residency
 
 PATIENCE = 16  # iterations that a CPU decode waits before it joins at any price
 SMALLEST_CHUNK_TOKENS = 64  # of a prompt, where CPU decodes set the pace
-REREAD_SHARE = 0.12  # of an iteration's linear stages that reading the weights a second time may take
+MAX_REREAD_SHARE = 0.12  # of an iteration with prompts that reading the weights again may take
 
 R = TypeVar("R", bound=RequestState)
 
@@ -280,12 +280,14 @@ class LoadAwareScheduler(Generic[R]):
         return self._cpu_pays(load, 0, [victim.num_tokens])
 
     def _least_chunk_tokens(self) -> int:
-        """Prompt tokens beside which a second sub-batch costs little: it reads the weights once more."""
-        tokens = SMALLEST_CHUNK_TOKENS
-        enough_ms = self._cost.linear_ms(1) / REREAD_SHARE
-        while tokens < self._limits.max_batch_tokens and self._cost.linear_ms(tokens) < enough_ms:
-            tokens += SMALLEST_CHUNK_TOKENS
-        return tokens
+        """Return how many prompt tokens should join at least beside CPU decodes.
+
+        A second sub-batch reads the weights once more: next to a large chunk that costs little.
+        """
+        token_ms = self._token_ms()
+        if token_ms <= 0:
+            return self._limits.max_batch_tokens
+        return min(int(self._cost.linear_ms(1) / token_ms / MAX_REREAD_SHARE), self._limits.max_batch_tokens)
 
     def _pace(self, draft: _Draft[R]) -> int:
         """Return how many prompt tokens join beside CPU decodes.
@@ -390,9 +392,12 @@ class LoadAwareScheduler(Generic[R]):
 
     def _chunks_worth_ms(self, num_tokens: int, prefill_ms: float) -> float:
         """What prompt tokens are worth: the time that they add to a large batch on the device."""
+        return self._cost.num_layers * (num_tokens * self._token_ms() + prefill_ms)
+
+    def _token_ms(self) -> float:
+        """What one more token adds to the linear stages of a layer in a large batch."""
         large = self._limits.max_batch_tokens
-        slope_ms = (self._cost.linear_ms(large) - self._cost.linear_ms(large // 2)) / (large - large // 2)
-        return self._cost.num_layers * (num_tokens * slope_ms + prefill_ms)
+        return (self._cost.linear_ms(large) - self._cost.linear_ms(large // 2)) / (large - large // 2)
 
     def _decision(self, draft: _Draft[R], split: Split) -> Decision[R]:
         first = [draft.queue[i] for i in split.first]
