@@ -8,30 +8,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
-
 from neo_desktop.engine import profiler
 from neo_desktop.engine.batch import DeviceMemoryError, SampledToken
-from neo_desktop.engine.budget import BLOCK_SIZE, MemoryCaps, pool_blocks
+from neo_desktop.engine.budget import BLOCK_SIZE, MemoryCaps
 from neo_desktop.engine.cost_model import CorrectedCostModel, CostModel
 from neo_desktop.engine.detokenizer import IncrementalText
 from neo_desktop.engine.executor import Executor
 from neo_desktop.engine.kv_cache import KVCache
-from neo_desktop.engine.kv_storage import KVPool, KVStorage
-from neo_desktop.engine.loading import BUILTIN, LoadedModel, Progress, load
+from neo_desktop.engine.loading import BUILTIN, LoadedModel, Progress
 from neo_desktop.engine.pipeline import PipelineExecutor
 from neo_desktop.engine.placement import Place, get_policy
 from neo_desktop.engine.profile_cache import load_or_profile
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.scheduler import Scheduler, SchedulerLimits
+from neo_desktop.engine.scheduler import Scheduler
+from neo_desktop.engine.setup import MAX_BATCH_REQUESTS, set_up
 from neo_desktop.engine.stats import EngineStats
 from neo_desktop.engine.timeline import Timeline
 
 logger = logging.getLogger(__name__)
-
-MAX_BATCH_REQUESTS = 256
-MAX_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # a chunk of prefill must not hold decodes up for long
 
 
 class ContextLengthError(ValueError):
@@ -136,36 +131,28 @@ class Engine:
                 raise ValueError(f"{name} must be at least 0, got {tokens}")
         caps = MemoryCaps.from_gib(gpu_memory_gib, cpu_memory_gib)
         chosen_policy = get_policy(policy)
-        loaded = load(model, device=device, dtype=dtype, shape=shape, caps=caps, progress=progress)
-        decoder = loaded.decoder
-        limits = SchedulerLimits(
-            max_batch_tokens=max_batch_tokens
-            or max(MAX_BATCH_TOKENS[decoder.device.type], max_batch_requests),
+        setup = set_up(
+            model,
+            device=device,
+            dtype=dtype,
+            shape=shape,
+            places=chosen_policy.places,
+            cache_tokens=cache_tokens,
+            caps=caps,
+            max_batch_tokens=max_batch_tokens,
             max_batch_requests=max_batch_requests,
+            progress=progress,
         )
-        num_blocks = pool_blocks(loaded.config, decoder.dtype, limits, decoder.device, cache_tokens, caps)
-        num_blocks = {place: num_blocks[place] for place in chosen_policy.places}
-        if not any(num_blocks.values()):
-            raise MemoryError(
-                f"there is no room for KV under policy {policy!r}: it needs at least {BLOCK_SIZE} tokens of "
-                f"{' or '.join(chosen_policy.places)} cache"
-            )
-        kv_cache = KVCache(num_blocks, BLOCK_SIZE)
-        devices = {Place.DEVICE: decoder.device, Place.HOST: torch.device("cpu")}
-        storage = KVStorage(
-            {
-                place: KVPool(loaded.config, count, BLOCK_SIZE, decoder.dtype, devices[place])
-                for place, count in num_blocks.items()
-            }
-        )
+        decoder, limits, storage = setup.model.decoder, setup.limits, setup.storage
+        kv_cache = KVCache(setup.num_blocks, BLOCK_SIZE)
         # With a single place to live there is nothing to predict.
-        if cost_model is None and chosen_policy.needs_predictions and all(num_blocks.values()):
+        if cost_model is None and chosen_policy.needs_predictions and all(setup.num_blocks.values()):
             cost_model = load_or_profile(decoder, storage, limits, profile_progress)
         corrected = None if cost_model is None else CorrectedCostModel(cost_model)
         scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected)
         timeline = None if trace_timeline is None else Timeline(trace_timeline)
         executor = PipelineExecutor(decoder, storage, timeline)
-        return cls(loaded, scheduler, kv_cache, executor, policy, corrected)
+        return cls(setup.model, scheduler, kv_cache, executor, policy, corrected)
 
     @property
     def has_work(self) -> bool:
