@@ -118,7 +118,7 @@ _COLUMNS = (
     "TPOT, ms\nmean/p99",
     "mean\nbatch",
     "busy\nGPU/CPU",
-    "moves/\npreempted",
+    "moves/\npreempts",
 )
 
 
@@ -130,12 +130,16 @@ def _row(result: SimulationResult, baseline: SimulationResult | None) -> list[st
         result.policy,
         f"{result.output_tokens_per_s:,.1f}",
         f"{result.output_tokens_per_s / base:.2f}x" if base else "-",
-        f"{ttft['p50'] / 1e3:.1f}/{ttft['p99'] / 1e3:.1f}",
+        f"{_seconds(ttft['p50'])}/{_seconds(ttft['p99'])}",
         f"{figures['tpot_ms']:.0f}/{figures['tpot_percentiles_ms']['p99']:.0f}",
         f"{figures['mean_batch']:.1f}",
         f"{figures['gpu_busy_share']:.0%}/{figures['cpu_busy_share']:.0%}",
         f"{figures['num_moves']}/{figures['num_preemptions']}",
     ]
+
+
+def _seconds(ms: float) -> str:
+    return f"{ms / 1e3:.1f}" if ms < 1e5 else f"{ms / 1e3:.0f}"
 
 
 def run_simulation(options: SimulationOptions, progress: Progress) -> SimulationReport:
