@@ -84,6 +84,7 @@ GpuMemory = Annotated[
     typer.Option(
         "--gpu-memory",
         metavar="GIB",
+        min=0.001,
         help="The most GPU memory to take: weights, activations, KV and a reserve; without a GPU, KV of the "
         "imitated GPU-cache. Default: what is free.",
         rich_help_panel=_ENGINE,
@@ -94,6 +95,7 @@ CpuMemory = Annotated[
     typer.Option(
         "--cpu-memory",
         metavar="GIB",
+        min=0.001,
         help="The most host memory to take for KV and transfers. Default: half of what is available.",
         rich_help_panel=_ENGINE,
     ),

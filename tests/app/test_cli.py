@@ -15,6 +15,8 @@ import httpx
 import pytest
 from checkpoints import save_checkpoint
 
+from neo_desktop.engine.cost_model import TableCostModel
+
 PROGRAM = Path(sys.executable).parent / "neo-desktop"
 
 
@@ -50,7 +52,7 @@ def running(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[str], str
 
 def test_help_and_version() -> None:
     assert "chat" in run("--help").stdout
-    for command in ("chat", "serve", "info", "bench"):
+    for command in ("chat", "serve", "info", "bench", "profile", "simulate"):
         result = run(command, "--help")
         assert result.returncode == 0
         assert "Example" in result.stdout
@@ -64,11 +66,42 @@ def test_info_tells_hardware_and_versions(tmp_path: Path) -> None:
     assert machine["usable_cores"] >= 1
     assert machine["memory_bytes"] > 0
     assert machine["torch"] in result.stdout
+    assert machine.keys() >= {"caches", "numa_nodes", "swap_bytes", "memory_limit_bytes", "gpus", "notes"}
+
+
+SMALL = ("--shape", "tiny", "--device", "cpu", "--gpu-cache-tokens", "256", "--cpu-cache-tokens", "1024")
+
+
+def test_profile_measures_once_and_tells_where_the_tables_are(tmp_path: Path) -> None:
+    first = run("profile", *SMALL, "--json", tmp_path / "first.json")
+    assert first.returncode == 0, first.stderr
+    profiled = json.loads((tmp_path / "first.json").read_text())
+    assert profiled["path"] in first.stdout
+    assert TableCostModel.from_json(profiled["tables"]).num_layers == 2
+    run("profile", *SMALL, "--json", tmp_path / "second.json")
+    assert json.loads((tmp_path / "second.json").read_text()) == profiled
+    run("profile", *SMALL, "--refresh", "--json", tmp_path / "third.json")
+    assert json.loads((tmp_path / "third.json").read_text())["tables"] != profiled["tables"]
+
+
+def test_bench_of_the_cost_model_takes_a_model(tmp_path: Path) -> None:
+    result = run("bench", "--suite", "cost-model", *SMALL, "--json", tmp_path / "report.json")
+    assert result.returncode == 0, result.stderr
+    assert "Median error over all points" in result.stdout
+    (suite,) = json.loads((tmp_path / "report.json").read_text())["suites"]
+    assert suite["model"] == "tiny (random weights)"
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--no-such-option",), ("fly",), ("serve", "--policy", "magic"), ("serve", "--port", "x")],
+    [
+        ("--no-such-option",),
+        ("fly",),
+        ("serve", "--policy", "magic"),
+        ("serve", "--port", "x"),
+        ("chat", "--gpu-memory", "-1"),
+        ("profile", "--cpu-memory", "0"),
+    ],
 )
 def test_wrong_use_exits_with_2(arguments: tuple[str, ...]) -> None:
     assert run(*arguments).returncode == 2
@@ -126,8 +159,11 @@ def test_a_busy_port_is_found_before_the_model_is_loaded() -> None:
     assert f"127.0.0.1:{port} is in use" in result.stderr
 
 
-def test_serve_answers_and_ctrl_c_tells_running_requests_and_exits_with_0(checkpoint: Path) -> None:
-    with running("serve", "--model", checkpoint) as (process, address):
+def test_serve_answers_and_ctrl_c_tells_running_requests_and_exits_with_0(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    timeline = tmp_path / "timeline.json"
+    with running("serve", "--model", checkpoint, "--trace-timeline", timeline) as (process, address):
         body = {
             "model": "tiny-llama",
             "prompt": "hello",
@@ -142,6 +178,7 @@ def test_serve_answers_and_ctrl_c_tells_running_requests_and_exits_with_0(checkp
             rest = "\n".join(lines)
         assert "shutting down" in rest
         assert process.wait(timeout=20) == 0
+    assert json.loads(timeline.read_text())
 
 
 def test_an_idle_server_uses_almost_no_cpu(checkpoint: Path) -> None:
