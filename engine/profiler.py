@@ -111,6 +111,8 @@ def profile(
         report(done / total, _WHAT[stage])
         times |= measure(timer, grid, seconds_left * _SHARES[stage] / total, decoder.config)
         done += _SHARES[stage]
+    if timer.is_cuda:
+        torch.cuda.empty_cache()  # the largest sizes may have taken all that was free
     report(1.0, "done")
     logger.debug("profiled %d points in %.2f s", len(times), time.perf_counter() - started)
 
@@ -214,7 +216,11 @@ def _grid(points: list[Point], xs: Sequence[int], ys: Sequence[int]) -> Grid:
 
 
 def measure(timer: StageTimer, grid: Grid, seconds: float, config: ModelConfig) -> dict[Point, float]:
-    """Return `point -> ms` of the points that fit into the time and the memory; see the module's text."""
+    """Return `point -> ms` of the points that fit into the time and the memory; see the module's text.
+
+    Raises:
+        MemoryError: not even the smallest points fit into the GPU's memory.
+    """
     start = time.perf_counter()
     first_ms: dict[Point, float] = {}
     for points, share in ((grid.spanning, _SPANNING_SHARE), (grid.between, _BETWEEN_SHARE)):
@@ -223,27 +229,38 @@ def measure(timer: StageTimer, grid: Grid, seconds: float, config: ModelConfig) 
             expected_ms = _expected_ms(point, first_ms)
             if not is_needed and time.perf_counter() - start + expected_ms / 1e3 > seconds * share:
                 continue
-            try:
-                ms = timer.time_ms(point, 0)
-                for _ in range(_SECOND_CHANCES):
-                    if ms > 2 * expected_ms:  # the first of its kind, or a disturbance
-                        ms = min(ms, timer.time_ms(point, 0))
+            ms = _try(timer, point, 0)
+            for _ in range(_SECOND_CHANCES):
+                if ms is not None and ms > 2 * expected_ms:  # the first of its kind, or a disturbance
+                    ms = min(ms, _try(timer, point, 0) or ms)
+            if ms is not None:
                 first_ms[point] = ms
-            except torch.OutOfMemoryError:
-                if is_needed:
-                    raise
-                logger.debug("no memory for %s", point)
 
+    if len(first_ms) < min(4, len(grid.points)):
+        raise MemoryError(
+            f"there is too little GPU memory left to measure this computer ({_WHAT[grid.stage]}): close other "
+            "programs, or leave more room with a lower cap on GPU memory"
+        )
     samples: dict[Point, list[float]] = {point: [] for point in first_ms}
     for turn in range(1, MAX_ROUNDS + 1):
         for point, values in samples.items():
             if first_ms[point] / 1e3 <= seconds - (time.perf_counter() - start):
-                values.append(timer.time_ms(point, turn))
+                ms = _try(timer, point, turn)
+                if ms is not None:
+                    values.append(ms)
 
     # Layers with and without a window differ: then the mean over layers is what an iteration pays.
     is_mixed = grid.stage.is_attention and len(set(config.layer_windows)) > 1
     middle = statistics.fmean if is_mixed else typical_ms
     return {point: middle(values or [first_ms[point]]) for point, values in samples.items()}
+
+
+def _try(timer: StageTimer, point: Point, turn: int) -> float | None:
+    try:
+        return timer.time_ms(point, turn)
+    except torch.OutOfMemoryError:  # of the GPU: sizes that do not fit now will not be asked for either
+        logger.debug("no memory for %s", point)
+        return None
 
 
 def typical_ms(values: Sequence[float]) -> float:

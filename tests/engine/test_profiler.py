@@ -158,6 +158,16 @@ def test_points_without_memory_are_left_out(clock: list[float]) -> None:
     assert max(point.x for point in times) == 96
 
 
+def test_no_memory_at_all_is_told(clock: list[float]) -> None:
+    def cost_ms(point: Point) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    timer = FakeTimer(cost_ms, clock)
+    grid = stage_grids(timer, CONFIG, SchedulerLimits(2048, 256))[Stage.LINEAR]
+    with pytest.raises(MemoryError, match="close other programs"):
+        measure(timer, grid, 10.0, CONFIG)
+
+
 def test_one_disturbance_does_not_show(clock: list[float]) -> None:
     seen: list[Point] = []
 
