@@ -238,8 +238,8 @@ def measure(timer: StageTimer, grid: Grid, seconds: float, config: ModelConfig) 
 
     if len(first_ms) < min(4, len(grid.points)):
         raise MemoryError(
-            f"too little GPU memory is left to measure this computer ({_WHAT[grid.stage]}): close other programs, "
-            "or leave more room with a lower cap on GPU memory"
+            f"too little GPU memory is left to measure this computer ({_WHAT[grid.stage]}): close other "
+            "programs, or leave more room with a lower cap on GPU memory"
         )
     samples: dict[Point, list[float]] = {point: [] for point in first_ms}
     for turn in range(1, MAX_ROUNDS + 1):
