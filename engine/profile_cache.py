@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 import torch
 
 from neo_desktop import __version__, native
@@ -124,8 +123,11 @@ def profile_path(key: Key) -> Path:
 def cache_folder() -> Path:
     """Return the folder of the files: the user's cache folder, or what NEO_DESKTOP_CACHE names."""
     named = os.environ.get(CACHE_VARIABLE)
-    root = Path(named).expanduser() if named else Path(platformdirs.user_cache_dir("neo-desktop"))
-    return root / "profiles"
+    if named:
+        return Path(named).expanduser() / "profiles"
+    import platformdirs  # noqa: PLC0415 - a machine that is only measured may lack it
+
+    return Path(platformdirs.user_cache_dir("neo-desktop")) / "profiles"
 
 
 def read_profile(path: Path, key: Key) -> TableCostModel | None:

@@ -1,6 +1,7 @@
 """Checks an installed neo-desktop on a GPU against its own CPU path, then measures it (see gpu_check.sh)."""
 
 import argparse
+import random
 import sys
 import time
 from itertools import product
@@ -41,31 +42,40 @@ def check_logits(device: str) -> None:
 
 
 def check_policies(device: str) -> None:
-    """The same tokens wherever the KV lives."""
-    results = {}
-    caches = (("gpu-only", None, 0), ("gpu-only", 1024, 0), ("auto", 256, 4096), ("auto", 0, 4096))
-    for policy, gpu_cache_tokens, cpu_cache_tokens in caches:
+    """The same tokens wherever the KV lives, with KV of up to ten times the GPU-cache."""
+    batch = [prompt for _ in range(4) for prompt in prompts(3000)]
+    results: dict[tuple[str, int | None], list[tuple[int, ...]]] = {}
+    caches = (
+        ("gpu-only", None),
+        ("gpu-only", 1024),
+        ("fastdecode", None),
+        ("neo", 400),
+        ("auto", 400),
+        ("auto", 0),
+    )
+    for policy, gpu_cache_tokens in caches:
         with Engine.from_pretrained(
             device=device,
             dtype="float32",
             policy=policy,
             gpu_cache_tokens=gpu_cache_tokens,
-            cpu_cache_tokens=cpu_cache_tokens,
+            cpu_cache_tokens=16_384,
         ) as engine:
-            outputs = engine.generate(prompts(engine.config.vocab_size), GREEDY)
+            outputs = engine.generate(batch, GREEDY)
             results[policy, gpu_cache_tokens] = [output.token_ids for output in outputs]
             stats = engine.stats()
             print(
-                f"policy {policy}, GPU-cache {gpu_cache_tokens}: "
+                f"policy {policy}, GPU-cache {gpu_cache_tokens}: {stats.num_cpu_decodes} CPU decodes, "
+                f"{stats.num_double_iterations} of {stats.num_iterations} iterations with two sub-batches, "
                 f"{stats.num_moves} moves, {stats.num_preemptions} preemptions"
             )
     first, *others = results.values()
     assert all(other == first for other in others), "a policy changed the tokens"
 
 
-def measure(device: str, shape: str) -> None:
+def measure_decode(device: str, shape: str) -> None:
     """Decode throughput with random weights, by batch size and by where the KV lives."""
-    for batch, (policy, gpu_cache_tokens) in product((1, 8), (("gpu-only", None), ("auto", 0))):
+    for batch, (policy, gpu_cache_tokens) in product((1, 8), (("gpu-only", None), ("fastdecode", None))):
         with Engine.from_pretrained(
             device=device,
             shape=shape,
@@ -78,14 +88,48 @@ def measure(device: str, shape: str) -> None:
             started_s = time.perf_counter()
             engine.generate(tokens, SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True))
             elapsed_s = time.perf_counter() - started_s
-            where = "CPU-cache" if gpu_cache_tokens == 0 else "GPU-cache"
-            print(f"{shape}, batch {batch}, {where}: {batch * 64 / elapsed_s:.1f} output tok/s")
+            print(f"{shape}, batch {batch}, {policy}: {batch * 64 / elapsed_s:.1f} output tok/s")
+
+
+def measure_policies(device: str, shape: str, num_requests: int, gpu_cache_tokens: int) -> None:
+    """All requests at once, of the lengths of summaries: what offloading gains where GPU memory is scarce."""
+    rng = random.Random(0)
+    lengths = [(rng.randint(300, 440), rng.randint(30, 60)) for _ in range(num_requests)]
+    requests = [[rng.randrange(200) for _ in range(size)] for size, _ in lengths]
+    params = [SamplingParams(max_tokens=size, temperature=0.0, ignore_eos=True) for _, size in lengths]
+    num_tokens = sum(size for _, size in lengths)
+    baseline = None
+    for policy in ("gpu-only", "neo", "auto"):
+        started_s = time.perf_counter()
+        with Engine.from_pretrained(
+            device=device,
+            shape=shape,
+            policy=policy,
+            gpu_cache_tokens=gpu_cache_tokens,
+            cpu_cache_tokens=None if policy == "gpu-only" else 500 * num_requests,
+        ) as engine:
+            ready_s = time.perf_counter()
+            outputs = engine.generate(requests, params)
+            elapsed_s = time.perf_counter() - ready_s
+            assert all(
+                len(output.token_ids) == size for output, (_, size) in zip(outputs, lengths, strict=True)
+            )
+            baseline = baseline or elapsed_s
+            stats = engine.stats()
+            print(
+                f"{shape}, {num_requests} requests, GPU-cache {gpu_cache_tokens} tokens, {policy}: "
+                f"{num_tokens / elapsed_s:.1f} output tok/s, {baseline / elapsed_s:.2f}x gpu-only "
+                f"({stats.num_iterations} iterations, {stats.num_double_iterations} with two sub-batches, "
+                f"{stats.num_cpu_decodes} CPU decodes; start-up {ready_s - started_s:.1f} s)"
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--shape", default="llama-3.2-1b")
+    parser.add_argument("--shape", default="llama-2-7b", help="for the measurements")
+    parser.add_argument("--requests", type=int, default=100)
+    parser.add_argument("--gpu-cache-tokens", type=int, default=1000)
     arguments = parser.parse_args()
     if arguments.device == "cuda":
         if not torch.cuda.is_available():
@@ -93,7 +137,8 @@ def main() -> None:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     check_logits(arguments.device)
     check_policies(arguments.device)
-    measure(arguments.device, arguments.shape)
+    measure_decode(arguments.device, arguments.shape)
+    measure_policies(arguments.device, arguments.shape, arguments.requests, arguments.gpu_cache_tokens)
     print("all checks passed")
 
 
