@@ -280,6 +280,9 @@ def simulate(
     max_context_tokens: opt.MaxContextTokens = None,
     max_batch_tokens: opt.MaxBatchTokens = 2048,
     max_batch_requests: opt.MaxBatchRequests = 256,
+    gpu_slowdown: opt.GpuSlowdown = 1.0,
+    cpu_slowdown: opt.CpuSlowdown = 1.0,
+    noise: opt.Noise = 0.0,
     json_file: opt.JsonFile = None,
     debug: opt.Debug = False,
 ) -> None:
@@ -305,6 +308,9 @@ def simulate(
         max_context_tokens=max_context_tokens,
         max_batch_tokens=max_batch_tokens,
         max_batch_requests=max_batch_requests,
+        gpu_slowdown=gpu_slowdown,
+        cpu_slowdown=cpu_slowdown,
+        noise=noise,
     )
     try:
         with _progress() as progress:

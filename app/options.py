@@ -249,3 +249,15 @@ MaxBatchTokens = Annotated[
 MaxBatchRequests = Annotated[
     int, typer.Option(min=1, help="Requests that run at the same time at most.", rich_help_panel=_ENGINE)
 ]
+GpuSlowdown = Annotated[
+    float,
+    typer.Option(help="GPU stages truly take so many times what is predicted.", rich_help_panel=_MACHINE),
+]
+CpuSlowdown = Annotated[
+    float,
+    typer.Option(help="CPU attention truly takes so many times what is predicted.", rich_help_panel=_MACHINE),
+]
+Noise = Annotated[
+    float,
+    typer.Option(help="Relative deviation of single iterations, e.g. 0.1.", rich_help_panel=_MACHINE),
+]

@@ -19,6 +19,7 @@ from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model
 from neo_desktop.engine.simulation.bound import Bound
 from neo_desktop.engine.simulation.metrics import SimulationResult
 from neo_desktop.engine.simulation.presets import GpuPreset, HostPreset, get_gpu, get_host
+from neo_desktop.engine.simulation.reality import Mismatch
 from neo_desktop.engine.simulation.simulator import simulate
 from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic, with_rate
 from neo_desktop.models.config import ModelConfig
@@ -54,6 +55,9 @@ class SimulationOptions:
     max_context_tokens: int | None = None
     max_batch_tokens: int = 2048
     max_batch_requests: int = 256
+    gpu_slowdown: float = 1.0
+    cpu_slowdown: float = 1.0
+    noise: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +162,7 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
     requests = _workload(options)
     if options.policy is not None and options.policy not in POLICIES:
         raise UsageError(f"there is no policy {options.policy!r}: choose one of {', '.join(POLICIES)}")
+    mismatch = _mismatch(options)
     gpu, host = _machine(options)
     cost = _cost_model(options, gpu, host, config, dtype)
     budget = _budget(options, gpu, host, config, dtype, limits)
@@ -177,6 +182,8 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
             BLOCK_SIZE,
             limits,
             max_context_tokens=context,
+            mismatch=mismatch,
+            seed=options.seed,
             progress=report,
         )
     fitting = [r for r in requests if r.total_tokens <= context]
@@ -202,6 +209,14 @@ def _model(name: str) -> ModelConfig:
 def _limits(options: SimulationOptions) -> SchedulerLimits:
     try:
         return SchedulerLimits(options.max_batch_tokens, options.max_batch_requests)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _mismatch(options: SimulationOptions) -> Mismatch | None:
+    factors = (options.gpu_slowdown, options.cpu_slowdown, options.noise)
+    try:
+        return None if factors == (1.0, 1.0, 0.0) else Mismatch(*factors)
     except ValueError as error:
         raise UsageError(str(error)) from None
 

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from neo_desktop.engine.cost_model import CostModel
-from neo_desktop.engine.estimate import device_attention_ms
+from neo_desktop.engine.estimate import Load, device_attention_ms
 from neo_desktop.engine.kv_cache import KVCache
 from neo_desktop.engine.load_aware import Decision, LoadAwareScheduler, SchedulerLimits
 from neo_desktop.engine.placement import Place, Policy
 from neo_desktop.engine.request import FinishReason, RequestState
 from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult, Totals
+from neo_desktop.engine.simulation.reality import Mismatch, Reality
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 
 PROGRESS_EVERY = 256  # iterations
@@ -36,22 +37,30 @@ def simulate(
     limits: SchedulerLimits,
     *,
     max_context_tokens: int | None = None,
+    mismatch: Mismatch | None = None,
+    seed: int = 0,
     progress: Progress | None = None,
 ) -> SimulationResult:
     """Run a workload to its end.
 
-    Iterations take exactly what the scheduler's cost model predicts. Requests whose prompt and output exceed
-    `max_context_tokens`, or what the policy's places can hold, are refused on arrival and counted.
+    Iterations take exactly what the scheduler's cost model predicts, unless there is a mismatch. Requests
+    whose prompt and output exceed `max_context_tokens`, or what the policy's places can hold, are refused on
+    arrival and counted.
 
     Args:
         requests: by arrival.
         num_blocks: `place -> size of its pool`.
         block_size: tokens per block.
+        mismatch: how the machine differs from the cost model.
+        seed: of the mismatch's noise.
 
     Raises:
         RuntimeError: the scheduler finds nothing to do while requests wait, or loses blocks.
     """
     kv_cache = KVCache(num_blocks, block_size)
+    reality = Reality(cost, mismatch, seed) if mismatch is not None else None
+    if reality is not None:
+        cost = reality.believed
     scheduler: LoadAwareScheduler[SimulatedRequest] = LoadAwareScheduler(kv_cache, policy, limits, cost)
     longest = scheduler.max_context_tokens
     if max_context_tokens is not None:
@@ -77,7 +86,12 @@ def simulate(
                 )
             clock_ms = coming[num_added].arrival_ms
             continue
-        clock_ms += decision.predicted_ms
+        if reality is None:
+            clock_ms += decision.predicted_ms
+        else:
+            timing = reality.carry_out(*_loads(decision, kv_cache))
+            reality.learn(decision.predicted_ms, decision.predicted_cpu_ms, timing)
+            clock_ms += timing.total_ms
         _count(totals, decision, cost)
         for request in scheduler.advance(decision):
             request.num_tokens += 1
@@ -116,6 +130,23 @@ def _count(totals: Totals, decision: Decision[SimulatedRequest], cost: CostModel
     if num_second:
         layer_ms += cost.linear_ms(num_second)
     totals.gpu_busy_ms += cost.num_layers * layer_ms + cost.head_ms(load.rows + num_first + num_second)
+
+
+def _loads(decision: Decision[SimulatedRequest], kv_cache: KVCache) -> tuple[Load, Load | None, int]:
+    """Return what the sub-batches hold, and how many tokens' KV crosses the bus beside them."""
+    split, first = decision.split, decision.sub_batches[0]
+    joined = first[len(first) - len(split.first) :]
+    load = decision.load.with_cpu_decodes(len(joined), sum(request.num_tokens for request, _ in joined))
+    other = None
+    if split.is_double:
+        second = decision.sub_batches[1]
+        other = Load().with_cpu_decodes(len(second), sum(request.num_tokens for request, _ in second))
+    swapped = len(decision.copies) * kv_cache.block_size + sum(
+        num_tokens
+        for request, num_tokens in first
+        if num_tokens > 1 and kv_cache.place_of(request.request_id) is Place.HOST
+    )
+    return load, other, swapped
 
 
 def _check_empty(kv_cache: KVCache) -> None:

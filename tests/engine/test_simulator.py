@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neo_desktop.engine.budget import activation_bytes
-from neo_desktop.engine.cost_model import Curve, Surface, TableCostModel
+from neo_desktop.engine.cost_model import CorrectedCostModel, Curve, Surface, TableCostModel
 from neo_desktop.engine.placement import POLICIES, Place
 from neo_desktop.engine.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
 from neo_desktop.engine.simulation.bound import Bound
 from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult, Totals, percentile
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS, get_gpu, get_host
+from neo_desktop.engine.simulation.reality import Mismatch
 from neo_desktop.engine.simulation.simulator import simulate
 from neo_desktop.engine.simulation.workload import WorkloadRequest, synthetic, with_rate
 from neo_desktop.models.shapes import shape
@@ -176,7 +177,7 @@ def test_the_same_workload_gives_the_same_figures(policy: str) -> None:
 def test_auto_is_never_much_below_gpu_only(
     gpu: str, model: str, prompt: int, output: int, gpu_tokens: int
 ) -> None:
-    requests = synthetic(300, prompt, output)
+    requests = synthetic(120, prompt, output)
     cost = machine(gpu, model)
     alone, auto = (run(requests, name, cost, gpu_tokens, 262_144) for name in ("gpu-only", "auto"))
     assert auto.output_tokens_per_s >= 0.97 * alone.output_tokens_per_s
@@ -196,6 +197,68 @@ def test_at_low_load_offloading_changes_nothing() -> None:
     cost = machine()
     alone, auto = (run(requests, name, cost, 3008) for name in ("gpu-only", "auto"))
     assert auto.finished == alone.finished
+
+
+# ---- wrong predictions ----
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_machine_that_is_as_predicted_takes_the_predicted_times(policy: str) -> None:
+    """The true times are computed anew from what was decided."""
+    requests = with_rate(synthetic(80, 400, 40), 3.0)
+    cost = machine()
+    blocks = {Place.DEVICE: 63, Place.HOST: 400}
+    exact, same = (
+        simulate(requests, POLICIES[policy], cost, blocks, BLOCK_SIZE, LIMITS, mismatch=mismatch)
+        for mismatch in (None, Mismatch())
+    )
+    assert same.makespan_ms == pytest.approx(exact.makespan_ms, rel=1e-9)
+    assert same.totals.num_iterations == exact.totals.num_iterations
+
+
+@pytest.mark.parametrize("slowdowns", [(1.0, 2.5), (1.0, 0.5), (2.0, 1.0), (0.5, 1.0)])
+def test_the_scheduler_learns_what_the_machine_truly_does(slowdowns: tuple[float, float]) -> None:
+    """After learning, it does nearly as well as one whose tables were right from the start."""
+    requests = synthetic(400, 370, 45)
+    tables = machine()
+    blocks = {Place.DEVICE: 63, Place.HOST: 4096}
+    gpu, cpu = slowdowns
+    wrong = simulate(
+        requests, POLICIES["auto"], tables, blocks, BLOCK_SIZE, LIMITS, mismatch=Mismatch(gpu, cpu)
+    )
+    right = CorrectedCostModel(tables)
+    right.device_factor, right.cpu_factor = gpu, cpu
+    knowing = simulate(requests, POLICIES["auto"], right, blocks, BLOCK_SIZE, LIMITS)
+    assert wrong.output_tokens_per_s == pytest.approx(knowing.output_tokens_per_s, rel=0.1)
+    assert wrong.output_tokens_per_s != knowing.output_tokens_per_s
+
+
+def test_noise_repeats_with_the_seed() -> None:
+    requests, cost = synthetic(30, 300, 20), machine()
+    blocks = {Place.DEVICE: 63, Place.HOST: 400}
+    first, again, other = (
+        simulate(
+            requests,
+            POLICIES["neo"],
+            cost,
+            blocks,
+            BLOCK_SIZE,
+            LIMITS,
+            mismatch=Mismatch(noise=0.2),
+            seed=seed,
+        ).makespan_ms
+        for seed in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize(
+    "wrong", [(0.0, 1.0, 0.0), (1.0, -1.0, 0.0), (1.0, 1.0, 1.0), (1.0, float("nan"), 0.0)]
+)
+def test_a_mismatch_must_be_possible(wrong: tuple[float, float, float]) -> None:
+    with pytest.raises(ValueError, match="slowdown"):
+        Mismatch(*wrong)
 
 
 # ---- the closed bound ----
