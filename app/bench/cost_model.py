@@ -49,7 +49,7 @@ class CostModelOptions:
     points: int = 24  # per table
     repeated: int = 6  # per table: points of the grid that are measured again
     rounds: int = 9  # repetitions of each point
-    seconds: float = 30.0  # for all points together; each is repeated at least twice
+    seconds: float = 60.0  # for all points together; each is measured at least once, after a warm-up
     seed: int = 0
 
 
@@ -231,7 +231,7 @@ def _measure(
         for done, point in enumerate(points):
             share = (turn - 1 + done / len(points)) / options.rounds
             progress(_PROFILE_SHARE + (1 - _PROFILE_SHARE) * share, "sizes that the tables have not seen")
-            if turn <= 2 or time.perf_counter() - start < options.seconds:
+            if turn == 1 or time.perf_counter() - start < options.seconds:
                 samples[point].append(timer.time_ms(point, turn))
     return {point: typical_ms(values) for point, values in samples.items()}
 
