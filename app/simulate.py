@@ -12,7 +12,7 @@ from rich.table import Table
 
 from neo_desktop.engine.budget import BLOCK_SIZE
 from neo_desktop.engine.cost_model import TableCostModel
-from neo_desktop.engine.loading import DTYPES
+from neo_desktop.engine.loading import DTYPES, model_folder
 from neo_desktop.engine.placement import POLICIES
 from neo_desktop.engine.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
@@ -201,8 +201,9 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
 def _model(name: str) -> ModelConfig:
     if name in SHAPES:
         return shape(name)
-    if Path(name).expanduser().is_dir():
-        return ModelConfig.from_pretrained(Path(name).expanduser())
+    folder = model_folder(name)
+    if folder.is_dir():
+        return ModelConfig.from_pretrained(folder)
     raise UsageError(f"{name!r} is neither a shape nor a model folder: choose one of {', '.join(SHAPES)}")
 
 

@@ -56,9 +56,7 @@ def load(
         decoder = random_model(config, dtype=torch_dtype, device=torch_device)
         return LoadedModel(f"{shape} (random weights)", config, decoder, ByteTokenizer())
 
-    path = (
-        Path(neo_desktop.models.__file__).parent / BUILTIN if model == BUILTIN else Path(model).expanduser()
-    )
+    path = model_folder(model)
     config = ModelConfig.from_pretrained(path)
     tokenizer = Tokenizer.from_pretrained(path)
     torch_dtype = choose_dtype(dtype, config, torch_device)
@@ -66,6 +64,13 @@ def load(
     decoder = load_model(path, config, dtype=torch_dtype, device=torch_device, progress=progress)
     name = "neo-desktop-guide" if model == BUILTIN else path.resolve().name
     return LoadedModel(name, config, decoder, tokenizer)
+
+
+def model_folder(model: str | Path) -> Path:
+    """Return the folder of a checkpoint, or of the built-in model; whether it is there is not checked."""
+    if model == BUILTIN:
+        return Path(neo_desktop.models.__file__).parent / BUILTIN
+    return Path(model).expanduser()
 
 
 def choose_device(name: str) -> torch.device:

@@ -152,6 +152,9 @@ def test_measured_tables_replace_the_datasheet(tmp_path: Path) -> None:
     caches = {"gpu_cache_tokens": 1008, "cpu_cache_tokens": 65_536}
     measured = replace(SMALL, gpu=None, tables=tables, **caches)
     assert simulated(measured) == simulated(replace(SMALL, **caches))
+    profile = tmp_path / "profile.json"  # as `neo-desktop profile --json` writes it
+    profile.write_text(json.dumps({"key": {}, "path": "x", "tables": cost.to_json()}), encoding="utf-8")
+    assert simulated(replace(measured, tables=profile)) == simulated(measured)
     with pytest.raises(UsageError, match="must say what fits"):
         run_simulation(replace(SMALL, gpu=None, tables=tables), ignore)
     with pytest.raises(UsageError, match="has 40"):
@@ -168,6 +171,7 @@ def test_a_model_folder_gives_its_shape(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "tiny", "llama")
     figures = simulated(replace(SMALL, model=str(folder), input_tokens=8, output_tokens=4, policy="auto"))
     assert figures["auto"]["num_finished"] == 30
+    assert simulated(replace(SMALL, model="builtin", input_tokens=8, output_tokens=4, policy="auto"))
     (folder / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ModelError, match=r"config\.json"):
         run_simulation(replace(SMALL, model=str(folder)), ignore)
