@@ -20,6 +20,7 @@ from neo_desktop.engine.batch import ScheduledSequence, SubBatch
 from neo_desktop.engine.kv_storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
 
+GATHERED_TOKENS = 8192  # whose KV is brought together at once for decodes on a GPU, unless one has more
 Earlier = tuple[Tensor, Tensor]  # K and V of whole blocks, [blocks, kv_heads, block_size, head_dim] each
 
 
@@ -239,7 +240,27 @@ def gathered_decode_attention(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """The same in plain torch, on any device: copies the KV of all requests together, then attends."""
+    """The same in plain torch, on any device: copies the KV of some requests together, attends, goes on."""
+    num_slots = block_tables.shape[1] * k_cache.shape[2]  # of each request: those of the longest one
+    num_at_once = max(GATHERED_TOKENS // num_slots, 1)
+    parts = (tensor.split(num_at_once) for tensor in (q, block_tables, context_lens))
+    return torch.cat(
+        [
+            _gathered_attention(part, k_cache, v_cache, tables, lens, scale, window)
+            for part, tables, lens in zip(*parts, strict=True)
+        ]
+    )
+
+
+def _gathered_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
     num_requests, max_blocks = block_tables.shape
     positions = torch.arange(max_blocks * k_cache.shape[2], device=q.device)
     mask = positions < context_lens.unsqueeze(1)

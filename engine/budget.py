@@ -13,6 +13,7 @@ from typing import Self
 
 import torch
 
+from neo_desktop.engine.attention import GATHERED_TOKENS
 from neo_desktop.engine.hardware import find_gpus, host_memory
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.scheduler import SchedulerLimits
@@ -127,10 +128,11 @@ def activation_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.
 
     In the widest stage a token has its residual and normalised state, the gate-up product and its
     activation. Attention is narrower, but a chunk of a long prompt needs the KV before it in one piece, twice
-    while it is put together, and a mask. Each sampled request has its logits in float32, and the sampler a
-    few copies of them.
+    while it is put together, and a mask; decodes need theirs in one piece, too. Each sampled request has its
+    logits in float32, and the sampler a few copies of them.
     """
-    tokens, context = limits.max_batch_tokens, min(config.max_context_tokens, LONG_CONTEXT_TOKENS)
+    tokens = limits.max_batch_tokens
+    context = max(min(config.max_context_tokens, LONG_CONTEXT_TOKENS), GATHERED_TOKENS)
     per_token = 4 * config.hidden_size + 4 * config.intermediate_size
     layer_kv_bytes = config.kv_bytes_per_token(dtype) // config.num_layers
     attention = context * (2 * layer_kv_bytes + tokens * (1 + dtype.itemsize))

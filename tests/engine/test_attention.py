@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from neo_desktop.engine import attention
 from neo_desktop.engine.attention import causal_attention, gathered_decode_attention, place_batches
 from neo_desktop.engine.batch import BlockCopy, ScheduledSequence, SubBatch
 from neo_desktop.engine.kv_storage import KVPool, KVStorage
@@ -89,10 +90,14 @@ def test_prompts_in_chunks_and_decodes_in_two_places_equal_dense_attention(windo
         assert storage[place].v[2].isnan().all()
 
 
+@pytest.mark.parametrize("at_once", [1, 130, 8192])
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_plain_torch_decode_agrees_with_the_native_kernel(dtype: torch.dtype, window: int | None) -> None:
-    """What a GPU computes from gathered blocks is what the CPU computes in place."""
+def test_plain_torch_decode_agrees_with_the_native_kernel(
+    dtype: torch.dtype, window: int | None, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU computes from gathered blocks is what the CPU computes in place, some requests at a time."""
+    monkeypatch.setattr(attention, "GATHERED_TOKENS", at_once)
     torch.manual_seed(1)
     lengths = torch.tensor([1, 15, 16, 17, 64], dtype=torch.int32)
     cache = [torch.randn(20, KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(dtype) for _ in range(2)]
