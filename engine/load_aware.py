@@ -14,7 +14,7 @@ from neo_desktop.engine.placement import Batching, Place, Policy
 from neo_desktop.engine.request import RequestState
 from neo_desktop.engine.residency import Residency
 
-PATIENCE = 16  # iterations that a CPU decode waits before it joins at any price
+PATIENCE = 128  # iterations that a CPU decode waits before it joins at any price
 SMALLEST_CHUNK_TOKENS = 64  # of a prompt, where CPU decodes set the pace
 MAX_REREAD_SHARE = 0.12  # of an iteration with prompts that reading the weights again may take
 
