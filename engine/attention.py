@@ -243,7 +243,7 @@ def gathered_decode_attention(
     """The same in plain torch, on any device: copies the KV of some requests together, attends, goes on."""
     num_slots = block_tables.shape[1] * k_cache.shape[2]  # of each request: those of the longest one
     num_at_once = max(GATHERED_TOKENS // num_slots, 1)
-    parts = (tensor.split(num_at_once) for tensor in (q, block_tables, context_lens))
+    parts = (torch.split(tensor, num_at_once) for tensor in (q, block_tables, context_lens))
     return torch.cat(
         [
             _gathered_attention(part, k_cache, v_cache, tables, lens, scale, window)
