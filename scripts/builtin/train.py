@@ -1,12 +1,15 @@
 """Trains the built-in model from nothing: corpus, tokenizer, weights, all into models/builtin/.
 
-    python -m scripts.builtin.train            # half an hour on two cores
+    python -m scripts.builtin.train            # about an hour on two AVX-512 cores with little else to do
 
 The recipe: a byte-level BPE of 3,072 tokens, a Llama of 5.5 M parameters, loss on the assistant's tokens, one
 cosine schedule. Which answer a question wants is hard to learn, and the answers' own words are easy: so more
 than half of the steps see single questions with only the beginnings of their answers. Then whole chats come
 in. A row is one chat, beginning where chats begin in use: packed one behind the other, a model learns to copy
 from earlier ones.
+
+Measured, with seed 20: 84 minutes on two cores that were shared, 0.46 s a step where they were hardly shared;
+150 of 172 held-out questions right.
 """
 
 import argparse
