@@ -91,10 +91,7 @@ def test_held_out_set_is_large_and_its_criteria_tell_topics_apart() -> None:
 
 
 def test_held_out_questions_are_answered() -> None:
-    """The engine's greedy answers, all in one batch; the share is the model card's figure.
-
-    The goal is 90 %. The shipped weights reach 88.4 %; the bound keeps them from getting worse.
-    """
+    """The engine's greedy answers, all in one batch: at least 90 % are right; the model card has the figure."""
     from neo_desktop import Engine, SamplingParams  # noqa: PLC0415 - needs the built package
     from neo_desktop.app.chat_template import ChatTemplate  # noqa: PLC0415
 
@@ -110,7 +107,7 @@ def test_held_out_questions_are_answered() -> None:
         for case, output in zip(cases, outputs, strict=True)
         if not case.accepts(output.text)
     ]
-    assert len(wrong) <= 0.12 * len(cases), "\n".join(wrong)
+    assert len(wrong) <= 0.1 * len(cases), "\n".join(wrong)
 
 
 def describe(case: Case, answer: str) -> str:
