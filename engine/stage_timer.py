@@ -121,9 +121,6 @@ class StageTimer:
         on_gpu = self.is_cuda and point.stage not in (Stage.HEAD, Stage.HAND_OFF, Stage.CPU_ATTENTION)
         if on_gpu:
             return _gpu_ms(call, LAYERS_AT_ONCE)
-        if not self.is_cuda:
-            # As in an iteration: torch's threads have just worked, and still keep cores busy for a while.
-            torch.add(self._hidden, 1.0)
         if self.is_cuda:
             torch.cuda.synchronize(self._decoder.device)
         start = time.perf_counter()
