@@ -11,6 +11,8 @@ from neo_desktop.engine.request import FinishReason, Request, RequestOutput
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
+MOST_SHRINKS = 32  # far more than halvings lead to a single token
+
 
 class Scheduler(LoadAwareScheduler[Request]):
     """The load-aware scheduler in the form that the engine needs: plans out, results in."""
@@ -24,6 +26,7 @@ class Scheduler(LoadAwareScheduler[Request]):
     ) -> None:
         super().__init__(kv_cache, policy, limits, cost_model)
         self._requests: dict[str, Request] = {}
+        self._num_shrinks = 0  # iterations in a row that the device had no memory for
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -86,6 +89,7 @@ class Scheduler(LoadAwareScheduler[Request]):
                     self.remove(request)
                 outputs.append(request.take_output())
         self._grow_budget()
+        self._num_shrinks = 0
         return outputs
 
     def abort(self, owner_id: str) -> list[RequestOutput]:
@@ -107,9 +111,10 @@ class Scheduler(LoadAwareScheduler[Request]):
             Whether there is something smaller to try.
         """
         num_tokens = sum(sub_batch.num_tokens for sub_batch in plan.sub_batches)
-        if num_tokens == 1:
+        self._num_shrinks += 1
+        if (num_tokens == 1 and not plan.copies) or self._num_shrinks > MOST_SHRINKS:
             return False
-        self._batch_tokens = num_tokens // 2
+        self._batch_tokens = max(num_tokens // 2, 1)
         self._residency.give_up_moved()
         return True
 
