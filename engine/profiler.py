@@ -38,13 +38,13 @@ MAX_ROUNDS = 9
 # How much of a table's time may pass before a point is run for the first time.
 _SPANNING_SHARE, _BETWEEN_SHARE = 0.7, 0.35
 _SECOND_CHANCES = 2
-_SECONDS_PER_WEIGHT_BYTE = 3e-9
+_SECONDS_PER_WEIGHT_BYTE = 4e-9
 _MIN_SECONDS = 0.6
 _SHARES = {  # of the time; the device's attention is only measured where there is a GPU
     Stage.LINEAR: 0.35,
     Stage.CPU_ATTENTION: 0.2,
     Stage.PREFILL_ATTENTION: 0.15,
-    Stage.HEAD: 0.12,
+    Stage.HEAD: 0.25,
     Stage.GPU_ATTENTION: 0.1,
     Stage.TRANSFER: 0.05,
     Stage.HAND_OFF: 0.03,
