@@ -1,7 +1,7 @@
 """The load-aware scheduler: which tokens of which requests an iteration computes, and in which sub-batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, TypeVar
 
@@ -59,7 +59,6 @@ class _Draft(Generic[R]):
     admitted: list[R] = field(default_factory=list)  # of those, new in the CPU-cache
     queue: list[R] = field(default_factory=list)  # decodes on the CPU, those that waited longest first
     load: Load = field(default_factory=Load)
-    prefill_worth_ms: float = 0.0
 
 
 class LoadAwareScheduler(Generic[R]):
@@ -163,8 +162,7 @@ class LoadAwareScheduler(Generic[R]):
         num_decodes = len(draft.decodes)
         draft.queue = draft.queue[: draft.budget - num_decodes]
         draft.budget -= num_decodes + len(draft.queue)
-        draft.load.tokens = draft.load.rows = draft.load.gpu_requests = num_decodes
-        draft.load.gpu_context_tokens = sum([r.num_tokens for r in draft.decodes])
+        draft.load = _decode_load([r.num_tokens for r in draft.decodes])
         return draft
 
     def _join_chunks(self, draft: _Draft[R], may_admit: bool) -> None:
@@ -198,16 +196,15 @@ class LoadAwareScheduler(Generic[R]):
             return
         draft.budget -= num_tokens
         draft.chunks.append((request, num_tokens))
-        on_cpu = self._residency.place_of(request) is Place.HOST
-        self._add_chunk(draft.load, request.num_computed_tokens, num_tokens, on_cpu)
-        draft.load.rows += num_tokens == request.num_uncomputed_tokens
-        draft.prefill_worth_ms = self._worth_ms(draft)
+        self._add_chunk(draft.load, request, num_tokens)
 
-    def _add_chunk(self, load: Load, start: int, num_tokens: int, on_cpu: bool) -> None:
+    def _add_chunk(self, load: Load, request: R, num_tokens: int) -> None:
+        start = request.num_computed_tokens
         load.tokens += num_tokens
+        load.rows += num_tokens == request.num_uncomputed_tokens
         if num_tokens > 1:
             load.prefill_ms += self._cost.prefill_attention_ms(num_tokens, start)
-        elif on_cpu:  # for the kernels, a single token is a decode
+        elif self._residency.place_of(request) is Place.HOST:  # for the kernels, a single token is a decode
             load.cpu_requests += 1
             load.cpu_context_tokens += start + 1
         else:
@@ -268,7 +265,7 @@ class LoadAwareScheduler(Generic[R]):
         num_full = int(space_ms / one_ms) if one_ms else self._limits.max_batch_requests
         num_full = min(max(num_full, len(contexts)), self._limits.max_batch_requests)
         worth_ms = self._chunks_worth_ms(num_chunk_tokens, 0.0)
-        split, _ = self._balance_for(load, mean).best(load, worth_ms, CpuQueue([mean] * num_full))
+        split, _ = self._balance(load, mean).best(load, worth_ms, CpuQueue([mean] * num_full))
         return bool(split.first or split.second)
 
     def _may_spill(self, victim: R) -> bool:
@@ -321,8 +318,10 @@ class LoadAwareScheduler(Generic[R]):
                 return self._divide_asymmetric(draft, queue, swapped)
             case Batching.BEST:
                 must_decode = bool(draft.queue) and draft.queue[0].num_skipped >= PATIENCE
-                balance = self._balance(draft)
-                return balance.best(draft.load, draft.prefill_worth_ms, queue, swapped, must_decode)[0]
+                balance = self._balance(draft.load, draft.queue[0].num_tokens if draft.queue else 1)
+                num_chunk_tokens = sum(tokens for _, tokens in draft.chunks)
+                worth_ms = self._chunks_worth_ms(num_chunk_tokens, draft.load.prefill_ms)
+                return balance.best(draft.load, worth_ms, queue, swapped, must_decode)[0]
 
     def _divide_asymmetric(self, draft: _Draft[R], queue: CpuQueue, swapped: int) -> Split:
         is_due = [request.num_skipped >= PATIENCE for request in draft.queue]
@@ -334,12 +333,14 @@ class LoadAwareScheduler(Generic[R]):
         # Step 5: the CPU has enough to do; fewer prompts join it as long as it hides all the same.
         while draft.admitted and num_decodes(split) < len(queue):
             request = draft.admitted.pop()
-            shorter = self._without(draft, request)
+            chunks = [chunk for chunk in draft.chunks if chunk[0] is not request]
+            shorter = _decode_load([r.num_tokens for r in draft.decodes])
+            for chunk in chunks:
+                self._add_chunk(shorter, *chunk)
             new_split = asymmetric(self._cost, shorter, queue, is_due, swapped)
             if num_decodes(new_split) < num_decodes(split):
                 break
-            draft.load, split = shorter, new_split
-            draft.chunks = [chunk for chunk in draft.chunks if chunk[0] is not request]
+            draft.load, draft.chunks, split = shorter, chunks, new_split
             self._residency.withdraw(request)
 
         # Step 6, with NEO's measure: requests over time.
@@ -353,29 +354,12 @@ class LoadAwareScheduler(Generic[R]):
             return symmetric(self._cost, draft.load, queue, swapped)
         return split
 
-    def _without(self, draft: _Draft[R], request: R) -> Load:
-        load = replace(draft.load)
-        num_tokens = next(tokens for chunk, tokens in draft.chunks if chunk is request)
-        load.tokens -= num_tokens
-        load.rows -= num_tokens == request.num_uncomputed_tokens
-        if num_tokens > 1:
-            load.prefill_ms -= self._cost.prefill_attention_ms(num_tokens, request.num_computed_tokens)
-        else:
-            load.cpu_requests -= 1
-            load.cpu_context_tokens -= request.num_computed_tokens + 1
-        return load
-
     def _swapped_tokens(self, draft: _Draft[R]) -> int:
         """Tokens whose KV crosses the bus in this iteration, beside that of CPU decodes."""
         moved = len(self._residency.copies) * self._kv.block_size
-        if len(self._policy.places) == 1 and self._policy.places[0] is Place.DEVICE:
-            return moved
         return moved + sum(tokens for r, tokens in draft.chunks if self._residency.place_of(r) is Place.HOST)
 
-    def _balance(self, draft: _Draft[R]) -> Balance:
-        return self._balance_for(draft.load, draft.queue[0].num_tokens if draft.queue else 1)
-
-    def _balance_for(self, load: Load, other_context_tokens: int) -> Balance:
+    def _balance(self, load: Load, other_context_tokens: int) -> Balance:
         """What a decode is worth: its share of an iteration of the device's decodes alone.
 
         Args:
@@ -386,9 +370,6 @@ class LoadAwareScheduler(Generic[R]):
         if not requests:
             alone = Load(1, 1, 0.0, 1, other_context_tokens)
         return Balance(self._cost, iteration_ms(self._cost, alone) / alone.gpu_requests)
-
-    def _worth_ms(self, draft: _Draft[R]) -> float:
-        return self._chunks_worth_ms(sum(tokens for _, tokens in draft.chunks), draft.load.prefill_ms)
 
     def _chunks_worth_ms(self, num_tokens: int, prefill_ms: float) -> float:
         """What prompt tokens are worth: the time that they add to a large batch on the device."""
