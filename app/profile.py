@@ -10,11 +10,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from neo_desktop.engine.budget import MemoryCaps
+from neo_desktop.app.model_options import ModelOptions
 from neo_desktop.engine.cost_model import Curve, Surface, TableCostModel
-from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profile_cache import load_or_profile, profile_key, profile_path
-from neo_desktop.engine.setup import set_up
 
 Progress = Callable[[float, str], None]  # share done, 0 to 1; what runs
 
@@ -27,17 +25,9 @@ _SURFACES = (
 
 
 @dataclass(frozen=True, slots=True)
-class ProfileOptions:
-    """The model and its memory as in `Engine.from_pretrained`."""
+class ProfileOptions(ModelOptions):
+    """What to measure."""
 
-    model: str = "builtin"
-    shape: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    gpu_cache_tokens: int | None = None
-    cpu_cache_tokens: int | None = None
-    gpu_memory_gib: float | None = None
-    cpu_memory_gib: float | None = None
     refresh: bool = False
 
 
@@ -72,16 +62,7 @@ class ProfileReport:
 
 def run_profile(options: ProfileOptions, progress: Progress) -> ProfileReport:
     """Load the model, then find or measure its tables; raises what `Engine.from_pretrained` raises."""
-    setup = set_up(
-        options.model,
-        device=options.device,
-        dtype=options.dtype,
-        shape=options.shape,
-        places=tuple(Place),
-        cache_tokens={Place.DEVICE: options.gpu_cache_tokens, Place.HOST: options.cpu_cache_tokens},
-        caps=MemoryCaps.from_gib(options.gpu_memory_gib, options.cpu_memory_gib),
-        progress=lambda done, total: progress(done / total if total else 1.0, "Loading weights"),
-    )
+    setup = options.set_up(lambda done, total: progress(done / total if total else 1.0, "Loading weights"))
     decoder = setup.model.decoder
     tables = load_or_profile(
         decoder,

@@ -21,12 +21,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from neo_desktop.app.bench.report import Progress
-from neo_desktop.engine.budget import BLOCK_SIZE, MemoryCaps
+from neo_desktop.app.model_options import ModelOptions
+from neo_desktop.engine.budget import BLOCK_SIZE
 from neo_desktop.engine.cost_model import TableCostModel
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiler import Grid, profile, stage_grids, typical_ms
 from neo_desktop.engine.scheduler import SchedulerLimits
-from neo_desktop.engine.setup import set_up
 from neo_desktop.engine.stage_timer import Point, Stage, StageTimer
 
 TARGET = 0.1  # median error that the tables are meant to keep
@@ -35,17 +35,9 @@ _PROFILE_SHARE = 0.4  # of the suite's progress
 
 
 @dataclass(frozen=True, slots=True)
-class CostModelOptions:
-    """What to measure and how much time to take; the model as in `Engine.from_pretrained`."""
+class CostModelOptions(ModelOptions):
+    """What to measure and how much time to take."""
 
-    model: str = "builtin"
-    shape: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    gpu_cache_tokens: int | None = None
-    cpu_cache_tokens: int | None = None
-    gpu_memory_gib: float | None = None
-    cpu_memory_gib: float | None = None
     points: int = 24  # per table
     repeated: int = 6  # per table: points of the grid that are measured again
     rounds: int = 9  # repetitions of each point
@@ -136,15 +128,7 @@ class CostModelReport:
 def run_cost_model(options: CostModelOptions, progress: Progress) -> CostModelReport:
     """Measure tables and points; raises what `Engine.from_pretrained` raises for a model or memory."""
     progress(0.0, "loading the model")
-    setup = set_up(
-        options.model,
-        device=options.device,
-        dtype=options.dtype,
-        shape=options.shape,
-        places=tuple(Place),
-        cache_tokens={Place.DEVICE: options.gpu_cache_tokens, Place.HOST: options.cpu_cache_tokens},
-        caps=MemoryCaps.from_gib(options.gpu_memory_gib, options.cpu_memory_gib),
-    )
+    setup = options.set_up()
     decoder = setup.model.decoder
     started = time.perf_counter()
     tables = profile(
