@@ -155,7 +155,7 @@ def info(json_file: opt.JsonFile = None, debug: opt.Debug = False) -> None:
     """Show this computer's hardware, the versions in use and where things are."""
     _set_up_logging(debug)
     from neo_desktop.app.machine_table import print_machine
-    from neo_desktop.engine.hardware import machine_info
+    from neo_desktop.engine.profiling.hardware import machine_info
 
     machine = machine_info()
     print_machine(machine, stdout)

@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from neo_desktop.engine.hardware import Gpu, MachineInfo, PcieLink
+from neo_desktop.engine.profiling.hardware import Gpu, MachineInfo, PcieLink
 
 
 def print_machine(machine: MachineInfo, console: Console) -> None:

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from neo_desktop.engine.budget import MemoryCaps
 from neo_desktop.engine.loading import Progress
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.profiling.budget import MemoryCaps
 from neo_desktop.engine.setup import Setup, set_up
 
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from neo_desktop.app.model_options import ModelOptions
-from neo_desktop.engine.cost_model import Curve, Surface, TableCostModel
-from neo_desktop.engine.profile_cache import load_or_profile, profile_key, profile_path
+from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
+from neo_desktop.engine.profiling.profile_cache import load_or_profile, profile_key, profile_path
 
 Progress = Callable[[float, str], None]  # share done, 0 to 1; what runs
 

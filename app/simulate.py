@@ -10,11 +10,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from neo_desktop.engine.budget import BLOCK_SIZE
-from neo_desktop.engine.cost_model import TableCostModel
 from neo_desktop.engine.loading import DTYPES, model_folder
 from neo_desktop.engine.placement import POLICIES
-from neo_desktop.engine.scheduler import SchedulerLimits
+from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.profiling.budget import BLOCK_SIZE
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
 from neo_desktop.engine.simulation.bound import Bound
 from neo_desktop.engine.simulation.metrics import SimulationResult

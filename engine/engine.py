@@ -8,23 +8,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from neo_desktop.engine import profiler
 from neo_desktop.engine.batch import DeviceMemoryError, SampledToken
-from neo_desktop.engine.budget import BLOCK_SIZE, MemoryCaps
-from neo_desktop.engine.cost_model import CorrectedCostModel, CostModel
 from neo_desktop.engine.detokenizer import IncrementalText
-from neo_desktop.engine.executor import Executor
-from neo_desktop.engine.kv_cache import KVCache
+from neo_desktop.engine.execute.executor import Executor
+from neo_desktop.engine.execute.pipeline import PipelineExecutor
+from neo_desktop.engine.execute.timeline import Timeline
+from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.loading import BUILTIN, LoadedModel, Progress
-from neo_desktop.engine.pipeline import PipelineExecutor
 from neo_desktop.engine.placement import Place, get_policy
-from neo_desktop.engine.profile_cache import load_or_profile
+from neo_desktop.engine.predict.cost_model import CorrectedCostModel, CostModel
+from neo_desktop.engine.profiling import profiler
+from neo_desktop.engine.profiling.budget import BLOCK_SIZE, MemoryCaps
+from neo_desktop.engine.profiling.profile_cache import load_or_profile
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.scheduler import Scheduler
+from neo_desktop.engine.schedule.scheduler import Scheduler
 from neo_desktop.engine.setup import MAX_BATCH_REQUESTS, set_up
 from neo_desktop.engine.stats import EngineStats
-from neo_desktop.engine.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 

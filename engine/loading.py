@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 import neo_desktop.models
-from neo_desktop.engine.budget import MemoryCaps, check_weights_fit
-from neo_desktop.engine.hardware import host_memory
+from neo_desktop.engine.profiling.budget import MemoryCaps, check_weights_fit
+from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.registry import load_model, random_model

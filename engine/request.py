@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from neo_desktop.engine.batch import SampledToken, SamplingInput
-from neo_desktop.engine.block_pool import BlockHash, extend_hashes
 from neo_desktop.engine.detokenizer import IncrementalText
+from neo_desktop.engine.kv.block_pool import BlockHash, extend_hashes
 from neo_desktop.engine.sampling_params import SamplingParams
 
 

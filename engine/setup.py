@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from neo_desktop.engine.budget import BLOCK_SIZE, MemoryCaps, pool_blocks
-from neo_desktop.engine.kv_storage import KVPool, KVStorage
+from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.loading import LoadedModel, Progress, load
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.scheduler import SchedulerLimits
+from neo_desktop.engine.profiling.budget import BLOCK_SIZE, MemoryCaps, pool_blocks
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 
 MAX_BATCH_REQUESTS = 256
 MAX_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # a chunk of prefill must not hold decodes up for long

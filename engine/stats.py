@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from neo_desktop.engine.kv_cache import PoolUsage
+from neo_desktop.engine.kv.cache import PoolUsage
 from neo_desktop.engine.placement import Place
 
 

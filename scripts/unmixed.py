@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from neo_desktop.engine.cost_model import CostModel
-from neo_desktop.engine.estimate import Load, iteration_ms
-from neo_desktop.engine.scheduler import SchedulerLimits
+from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.estimate import Load, iteration_ms
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult, Totals
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from neo_desktop.app.bench.cost_model import CostModelOptions, run_cost_model
 from neo_desktop.app.bench.cpu_attention import CpuAttentionOptions, run_cpu_attention
 from neo_desktop.app.bench.report import Progress, Report, SuiteReport
-from neo_desktop.engine.hardware import machine_info
+from neo_desktop.engine.profiling.hardware import machine_info
 
 __all__ = [
     "SUITES",

@@ -22,12 +22,12 @@ from rich.table import Table
 
 from neo_desktop.app.bench.report import Progress
 from neo_desktop.app.model_options import ModelOptions
-from neo_desktop.engine.budget import BLOCK_SIZE
-from neo_desktop.engine.cost_model import TableCostModel
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.profiler import Grid, profile, stage_grids, typical_ms
-from neo_desktop.engine.scheduler import SchedulerLimits
-from neo_desktop.engine.stage_timer import Point, Stage, StageTimer
+from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.profiling.budget import BLOCK_SIZE
+from neo_desktop.engine.profiling.profiler import Grid, profile, stage_grids, typical_ms
+from neo_desktop.engine.profiling.stage_timer import Point, Stage, StageTimer
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 
 TARGET = 0.1  # median error that the tables are meant to keep
 BEYOND = 1.25  # how far beyond the grid sizes are drawn, as a factor
@@ -50,7 +50,7 @@ class CostModelCase:
     """One size that the tables had not seen."""
 
     table: str
-    x: int  # tokens, rows or requests; see engine/stage_timer.py
+    x: int  # tokens, rows or requests; see engine/profiling/stage_timer.py
     y: int  # attention: mean context; 1 elsewhere
     measured_ms: float
     predicted_ms: float

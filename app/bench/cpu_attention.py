@@ -24,7 +24,7 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.app.bench.report import Progress
-from neo_desktop.engine.hardware import last_level_cache_bytes
+from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
 
 _MIN_CALLS = 3
 _READ_BYTES = 256 << 20  # read before and after every call

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from rich.console import Console, RenderableType
 
-from neo_desktop.engine.hardware import MachineInfo
+from neo_desktop.engine.profiling.hardware import MachineInfo
 
 SCHEMA_VERSION = 1  # of the JSON file: raised when a field changes its meaning or goes away
 

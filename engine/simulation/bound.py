@@ -14,7 +14,7 @@ with perfect overlap and no waiting, no hand-off, no moves.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from neo_desktop.engine.cost_model import Curve, Surface, TableCostModel
+from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 
 STEPS = 1000  # of x; the error is on the safe side, see `Bound.makespan_ms`

@@ -4,8 +4,8 @@ import random
 from dataclasses import dataclass, replace
 
 from neo_desktop.engine.batch import IterationPlan, IterationTiming, SubBatch
-from neo_desktop.engine.cost_model import CorrectedCostModel, CostModel
-from neo_desktop.engine.estimate import Load, iteration_ms
+from neo_desktop.engine.predict.cost_model import CorrectedCostModel, CostModel
+from neo_desktop.engine.predict.estimate import Load, iteration_ms
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from neo_desktop.engine.cost_model import CostModel
-from neo_desktop.engine.estimate import Load, device_attention_ms
-from neo_desktop.engine.kv_cache import KVCache
-from neo_desktop.engine.load_aware import Decision, LoadAwareScheduler, SchedulerLimits
+from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import Place, Policy
+from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.estimate import Load, device_attention_ms
 from neo_desktop.engine.request import FinishReason, RequestState
+from neo_desktop.engine.schedule.load_aware import Decision, LoadAwareScheduler, SchedulerLimits
 from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult, Totals
 from neo_desktop.engine.simulation.reality import Mismatch, Reality
 from neo_desktop.engine.simulation.workload import WorkloadRequest

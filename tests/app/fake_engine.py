@@ -8,10 +8,10 @@ import torch
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult, SampledToken, SamplingInput, TokenLogprob
 from neo_desktop.engine.engine import Engine
-from neo_desktop.engine.kv_cache import KVCache
+from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.loading import LoadedModel
 from neo_desktop.engine.placement import Place, get_policy
-from neo_desktop.engine.scheduler import Scheduler, SchedulerLimits
+from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from neo_desktop.models.config import GenerationDefaults, ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.rope import RopeConfig

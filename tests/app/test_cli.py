@@ -15,7 +15,7 @@ import httpx
 import pytest
 from checkpoints import save_checkpoint
 
-from neo_desktop.engine.cost_model import TableCostModel
+from neo_desktop.engine.predict.cost_model import TableCostModel
 
 PROGRAM = Path(sys.executable).parent / "neo-desktop"
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from neo_desktop.app.bench import CostModelOptions, Report, cost_model, run_cost_model, run_suites
 from neo_desktop.app.bench.cost_model import CostModelCase, CostModelReport
-from neo_desktop.engine.cost_model import TableCostModel
+from neo_desktop.engine.predict.cost_model import TableCostModel
 
 SMALL = CostModelOptions(
     shape="tiny",

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from neo_desktop.engine import attention
-from neo_desktop.engine.attention import causal_attention, gathered_decode_attention, place_batches
 from neo_desktop.engine.batch import BlockCopy, ScheduledSequence, SubBatch
-from neo_desktop.engine.kv_storage import KVPool, KVStorage
+from neo_desktop.engine.execute import attention
+from neo_desktop.engine.execute.attention import causal_attention, gathered_decode_attention, place_batches
+from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.kv.transfer import Carrier
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.transfer import Carrier
 from neo_desktop.models.shapes import shape
 from neo_desktop.native import paged_attention_decode
 

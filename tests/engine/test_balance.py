@@ -5,9 +5,9 @@ from cost_models import cost_models, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neo_desktop.engine.balance import TOLERANCE, Balance, CpuQueue, Split, asymmetric, symmetric
-from neo_desktop.engine.cost_model import CostModel, ZeroCostModel
-from neo_desktop.engine.estimate import Load, cpu_ms, device_attention_ms, iteration_ms
+from neo_desktop.engine.predict.cost_model import CostModel, ZeroCostModel
+from neo_desktop.engine.predict.estimate import Load, cpu_ms, device_attention_ms, iteration_ms
+from neo_desktop.engine.schedule.balance import TOLERANCE, Balance, CpuQueue, Split, asymmetric, symmetric
 
 contexts = st.lists(st.integers(1, 5000), max_size=40)
 loads = st.builds(

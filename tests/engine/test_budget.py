@@ -5,11 +5,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from neo_desktop.engine import budget
-from neo_desktop.engine.budget import BLOCK_SIZE, DEVICE_RESERVE_BYTES, GIB, MemoryCaps, activation_bytes
-from neo_desktop.engine.hardware import HostMemory
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.scheduler import SchedulerLimits
+from neo_desktop.engine.profiling import budget
+from neo_desktop.engine.profiling.budget import (
+    BLOCK_SIZE,
+    DEVICE_RESERVE_BYTES,
+    GIB,
+    MemoryCaps,
+    activation_bytes,
+)
+from neo_desktop.engine.profiling.hardware import HostMemory
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.shapes import shape
 
 CONFIG = shape("llama-2-7b")

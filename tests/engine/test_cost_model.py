@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neo_desktop.engine.batch import IterationPlan, IterationTiming, SubBatch
-from neo_desktop.engine.cost_model import CorrectedCostModel, CostModel, Curve, Surface, TableCostModel
-from neo_desktop.engine.estimate import Load, iteration_ms
+from neo_desktop.engine.predict.cost_model import (
+    CorrectedCostModel,
+    CostModel,
+    Curve,
+    Surface,
+    TableCostModel,
+)
+from neo_desktop.engine.predict.estimate import Load, iteration_ms
 
 times = st.floats(0, 1e3, allow_nan=False)
 

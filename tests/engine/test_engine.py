@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan, IterationResult, SubBatch
 from neo_desktop.engine.engine import ContextLengthError, EngineError
-from neo_desktop.engine.pipeline import PipelineExecutor
+from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.placement import POLICIES
 from neo_desktop.engine.request import FinishReason
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from neo_desktop.engine import hardware
-from neo_desktop.engine.hardware import CpuCaches, GpuProcess, NumaNode, PcieLink
+from neo_desktop.engine.profiling import hardware
+from neo_desktop.engine.profiling.hardware import CpuCaches, GpuProcess, NumaNode, PcieLink
 
 GIB = 1024**3
 

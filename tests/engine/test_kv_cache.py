@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from neo_desktop.engine.block_pool import BlockHash, BlockPool, extend_hashes
-from neo_desktop.engine.kv_cache import KVCache
+from neo_desktop.engine.kv.block_pool import BlockHash, BlockPool, extend_hashes
+from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import Place
 
 BLOCK_SIZE = 4

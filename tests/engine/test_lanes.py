@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from neo_desktop.engine.lanes import CallerLane, Lanes, ThreadLane
-from neo_desktop.engine.timeline import Stage, Timeline
+from neo_desktop.engine.execute.lanes import CallerLane, Lanes, ThreadLane
+from neo_desktop.engine.execute.timeline import Stage, Timeline
 
 CPU = torch.device("cpu")
 STAGE = Stage("work", 0, 0, 1)
@@ -170,8 +170,8 @@ def test_a_forgotten_lane_ends_its_thread() -> None:
 
 def test_a_program_that_forgets_to_close_ends() -> None:
     program = (
-        "from neo_desktop.engine.lanes import ThreadLane\n"
-        "from neo_desktop.engine.timeline import Stage\n"
+        "from neo_desktop.engine.execute.lanes import ThreadLane\n"
+        "from neo_desktop.engine.execute.timeline import Stage\n"
         "lane = ThreadLane('a')\n"
         "lane.submit(Stage('work', 0, 0, 1), lambda: print('ran')).wait()\n"
     )

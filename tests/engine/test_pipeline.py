@@ -27,10 +27,10 @@ from neo_desktop.engine.batch import (
     ScheduledSequence,
     SubBatch,
 )
-from neo_desktop.engine.lanes import CallerLane, Lanes, Signal, ThreadLane, Work
-from neo_desktop.engine.pipeline import PipelineExecutor
+from neo_desktop.engine.execute.lanes import CallerLane, Lanes, Signal, ThreadLane, Work
+from neo_desktop.engine.execute.pipeline import PipelineExecutor
+from neo_desktop.engine.execute.timeline import Stage, Timeline, overlap_ns
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.timeline import Stage, Timeline, overlap_ns
 from neo_desktop.models.decoder import Decoder
 
 CPU = torch.device("cpu")

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from neo_desktop.engine import profile_cache
-from neo_desktop.engine.budget import BLOCK_SIZE
-from neo_desktop.engine.cost_model import Curve, Surface, TableCostModel
-from neo_desktop.engine.kv_storage import KVPool, KVStorage
+from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.profile_cache import load_or_profile, profile_key, profile_path
-from neo_desktop.engine.scheduler import SchedulerLimits
+from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
+from neo_desktop.engine.profiling import profile_cache
+from neo_desktop.engine.profiling.budget import BLOCK_SIZE
+from neo_desktop.engine.profiling.profile_cache import load_or_profile, profile_key, profile_path
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.shapes import shape
 
@@ -116,10 +116,10 @@ def test_another_model_has_another_key(storage: KVStorage, changes: dict[str, An
 @pytest.mark.parametrize(
     "target",
     [
-        "neo_desktop.engine.profile_cache.__version__",
-        "neo_desktop.engine.profile_cache.PROFILER_VERSION",
-        "neo_desktop.engine.profile_cache.BLOCK_SIZE",
-        "neo_desktop.engine.hardware.cpu_name",
+        "neo_desktop.engine.profiling.profile_cache.__version__",
+        "neo_desktop.engine.profiling.profile_cache.PROFILER_VERSION",
+        "neo_desktop.engine.profiling.profile_cache.BLOCK_SIZE",
+        "neo_desktop.engine.profiling.hardware.cpu_name",
         "neo_desktop.native.default_num_threads",
         "neo_desktop.native.default_isa",
         "torch.__version__",

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neo_desktop.engine import profiler
-from neo_desktop.engine.budget import BLOCK_SIZE
-from neo_desktop.engine.cost_model import TableCostModel
-from neo_desktop.engine.kv_storage import KVPool, KVStorage
+from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.profiler import fill, measure, profile, rising, stage_grids
-from neo_desktop.engine.scheduler import SchedulerLimits
-from neo_desktop.engine.stage_timer import Point, Stage, StageTimer
+from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.profiling import profiler
+from neo_desktop.engine.profiling.budget import BLOCK_SIZE
+from neo_desktop.engine.profiling.profiler import fill, measure, profile, rising, stage_grids
+from neo_desktop.engine.profiling.stage_timer import Point, Stage, StageTimer
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.shapes import shape

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neo_desktop.engine.batch import IterationPlan
-from neo_desktop.engine.cost_model import CostModel
-from neo_desktop.engine.kv_cache import KVCache
-from neo_desktop.engine.load_aware import PATIENCE, Decision, LoadAwareScheduler
+from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import POLICIES, Place
+from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput, RequestState
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.scheduler import Scheduler, SchedulerLimits
+from neo_desktop.engine.schedule.load_aware import PATIENCE, Decision, LoadAwareScheduler
+from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from neo_desktop.engine.simulation.metrics import SimulationResult
 from neo_desktop.engine.simulation.simulator import simulate
 from neo_desktop.engine.simulation.workload import WorkloadRequest

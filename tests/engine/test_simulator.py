@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neo_desktop.engine.budget import activation_bytes
-from neo_desktop.engine.cost_model import CorrectedCostModel, Curve, Surface, TableCostModel
 from neo_desktop.engine.placement import POLICIES, Place
-from neo_desktop.engine.scheduler import SchedulerLimits
+from neo_desktop.engine.predict.cost_model import CorrectedCostModel, Curve, Surface, TableCostModel
+from neo_desktop.engine.profiling.budget import activation_bytes
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
 from neo_desktop.engine.simulation.bound import Bound
 from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult, Totals, percentile

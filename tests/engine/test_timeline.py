@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from neo_desktop.engine.timeline import Span, Stage, Timeline, busy_ns, busy_shares, overlap_ns
+from neo_desktop.engine.execute.timeline import Span, Stage, Timeline, busy_ns, busy_shares, overlap_ns
 
 STAGE = Stage("linear", 3, 1, 17)
 

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from neo_desktop.engine.cost_model import CostModel, Curve, Surface, TableCostModel, ZeroCostModel
+from neo_desktop.engine.predict.cost_model import CostModel, Curve, Surface, TableCostModel, ZeroCostModel
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 CONTEXTS = (1, 16, 256, 4096)

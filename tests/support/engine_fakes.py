@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult, SampledToken
 from neo_desktop.engine.detokenizer import IncrementalText
-from neo_desktop.engine.kv_cache import KVCache
+from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.sampling_params import SamplingParams

@@ -15,7 +15,7 @@ from neo_desktop.engine.batch import (
     ScheduledSequence,
     SubBatch,
 )
-from neo_desktop.engine.kv_storage import KVPool, KVStorage
+from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import ModelConfig

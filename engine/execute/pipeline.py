@@ -43,12 +43,12 @@ from neo_desktop.engine.batch import (
     IterationResult,
     IterationTiming,
 )
-from neo_desktop.engine.forward import ForwardPass, HandOff
-from neo_desktop.engine.kv_storage import CopyGroup, KVStorage
-from neo_desktop.engine.lanes import Lanes, Signal
+from neo_desktop.engine.execute.forward import ForwardPass, HandOff
+from neo_desktop.engine.execute.lanes import Lanes, Signal
+from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.kv.storage import CopyGroup, KVStorage
+from neo_desktop.engine.kv.transfer import Carrier, HostBuffer
 from neo_desktop.engine.sampler import sample
-from neo_desktop.engine.timeline import Stage, Timeline
-from neo_desktop.engine.transfer import Carrier, HostBuffer
 from neo_desktop.models.decoder import Decoder
 
 NO_SUB_BATCH = -1

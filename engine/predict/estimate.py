@@ -12,7 +12,7 @@ for both.
 
 from dataclasses import dataclass
 
-from neo_desktop.engine.cost_model import CostModel
+from neo_desktop.engine.predict.cost_model import CostModel
 
 
 @dataclass(slots=True)

@@ -14,16 +14,16 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.attention import PlaceBatch, place_batches
 from neo_desktop.engine.batch import BlockCopy, SamplingInput, ScheduledSequence, SubBatch
-from neo_desktop.engine.budget import BLOCK_SIZE
-from neo_desktop.engine.hardware import last_level_cache_bytes
-from neo_desktop.engine.kv_storage import KVPool, KVStorage
+from neo_desktop.engine.execute.attention import PlaceBatch, place_batches
+from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.kv.transfer import Carrier
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.profiling.budget import BLOCK_SIZE
+from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
 from neo_desktop.engine.sampler import sample
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.scheduler import SchedulerLimits
-from neo_desktop.engine.transfer import Carrier
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
 
 LAYERS_AT_ONCE = 4  # on a GPU: what runs ahead of the GPU hides the launch of the first kernel

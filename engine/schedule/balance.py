@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from neo_desktop.engine.cost_model import CostModel
-from neo_desktop.engine.estimate import Load, cpu_ms, device_attention_ms, iteration_ms
+from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.estimate import Load, cpu_ms, device_attention_ms, iteration_ms
 
 # A plan that is predicted to be this little better is not worth being different: predictions err by more.
 TOLERANCE = 0.01

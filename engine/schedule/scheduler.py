@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Iterator
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult, ScheduledSequence, SubBatch
-from neo_desktop.engine.cost_model import CostModel
-from neo_desktop.engine.kv_cache import KVCache
-from neo_desktop.engine.load_aware import LoadAwareScheduler, SchedulerLimits
+from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import Policy
+from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput
+from neo_desktop.engine.schedule.load_aware import LoadAwareScheduler, SchedulerLimits
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 

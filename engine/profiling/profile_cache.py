@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from neo_desktop import __version__, native
-from neo_desktop.engine import hardware
-from neo_desktop.engine.budget import BLOCK_SIZE
-from neo_desktop.engine.cost_model import TableCostModel
-from neo_desktop.engine.kv_storage import KVStorage
+from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.profiler import Progress, profile
-from neo_desktop.engine.scheduler import SchedulerLimits
-from neo_desktop.engine.stage_timer import measured_blocks
+from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.profiling import hardware
+from neo_desktop.engine.profiling.budget import BLOCK_SIZE
+from neo_desktop.engine.profiling.profiler import Progress, profile
+from neo_desktop.engine.profiling.stage_timer import measured_blocks
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.engine.batch import BlockCopy
+from neo_desktop.engine.kv.transfer import Carrier
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.transfer import Carrier
 from neo_desktop.models.config import ModelConfig
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.engine.batch import ScheduledSequence, SubBatch
-from neo_desktop.engine.kv_storage import KVPool, KVStorage
+from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
 
 GATHERED_TOKENS = 8192  # whose KV is brought together at once for decodes on a GPU, unless one has more

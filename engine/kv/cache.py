@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from neo_desktop.engine.batch import BlockCopy
-from neo_desktop.engine.block_pool import BlockHash, BlockPool
+from neo_desktop.engine.kv.block_pool import BlockHash, BlockPool
 from neo_desktop.engine.placement import Place
 
 

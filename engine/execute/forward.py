@@ -9,13 +9,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.attention import Earlier, PlaceBatch, attend_prefill, place_batches
 from neo_desktop.engine.batch import SubBatch
-from neo_desktop.engine.kv_storage import KVStorage
-from neo_desktop.engine.lanes import Lanes, Signal
+from neo_desktop.engine.execute.attention import Earlier, PlaceBatch, attend_prefill, place_batches
+from neo_desktop.engine.execute.lanes import Lanes, Signal
+from neo_desktop.engine.execute.timeline import Stage
+from neo_desktop.engine.kv.storage import KVStorage
+from neo_desktop.engine.kv.transfer import Carrier, HostBuffer
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.timeline import Stage
-from neo_desktop.engine.transfer import Carrier, HostBuffer
 from neo_desktop.models.decoder import Decoder
 
 

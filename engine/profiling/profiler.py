@@ -21,11 +21,11 @@ from itertools import product
 
 import torch
 
-from neo_desktop.engine.cost_model import Curve, Surface, TableCostModel
-from neo_desktop.engine.kv_storage import KVStorage
+from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.scheduler import SchedulerLimits
-from neo_desktop.engine.stage_timer import Point, Stage, StageTimer
+from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
+from neo_desktop.engine.profiling.stage_timer import Point, Stage, StageTimer
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 

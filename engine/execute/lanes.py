@@ -19,7 +19,7 @@ from typing import Protocol, Self
 
 import torch
 
-from neo_desktop.engine.timeline import Stage, Timeline, timed_event
+from neo_desktop.engine.execute.timeline import Stage, Timeline, timed_event
 
 Work = Callable[[], object]
 

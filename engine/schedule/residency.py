@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Generic, TypeVar
 
 from neo_desktop.engine.batch import BlockCopy
-from neo_desktop.engine.kv_cache import KVCache
+from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.request import RequestState
 

@@ -13,10 +13,10 @@ from typing import Self
 
 import torch
 
-from neo_desktop.engine.attention import GATHERED_TOKENS
-from neo_desktop.engine.hardware import find_gpus, host_memory
+from neo_desktop.engine.execute.attention import GATHERED_TOKENS
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.scheduler import SchedulerLimits
+from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
 
 BLOCK_SIZE = 16  # tokens per KV block

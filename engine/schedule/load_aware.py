@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-from neo_desktop.engine.balance import Balance, CpuQueue, Split, asymmetric, symmetric
 from neo_desktop.engine.batch import BlockCopy
-from neo_desktop.engine.cost_model import CostModel, ZeroCostModel
-from neo_desktop.engine.estimate import Load, cpu_ms, device_attention_ms, iteration_ms
-from neo_desktop.engine.kv_cache import KVCache
+from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import Batching, Place, Policy
+from neo_desktop.engine.predict.cost_model import CostModel, ZeroCostModel
+from neo_desktop.engine.predict.estimate import Load, cpu_ms, device_attention_ms, iteration_ms
 from neo_desktop.engine.request import RequestState
-from neo_desktop.engine.residency import Residency
+from neo_desktop.engine.schedule.balance import Balance, CpuQueue, Split, asymmetric, symmetric
+from neo_desktop.engine.schedule.residency import Residency
 
 PATIENCE = 128  # iterations that a CPU decode waits before it joins at any price
 SMALLEST_CHUNK_TOKENS = 64  # of a prompt, where CPU decodes set the pace

@@ -1,0 +1,1 @@
+"""What an iteration will cost: the stages' times, and the iteration's from them."""

@@ -1,0 +1,1 @@
+"""Who computes which tokens next, and where their KV lies: bookkeeping without tensors."""
