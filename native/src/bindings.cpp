@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -22,6 +23,13 @@ TensorView view(const char* name, const Tensor& tensor) {
   return {name, reinterpret_cast<void*>(address), static_cast<DType>(dtype), shape, strides};
 }
 
+std::optional<TensorView> view(const char* name, const std::optional<Tensor>& tensor) {
+  if (!tensor) return std::nullopt;
+  return view(name, *tensor);
+}
+
+const TensorView* pointer(const std::optional<TensorView>& view) { return view ? &*view : nullptr; }
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -37,20 +45,27 @@ PYBIND11_MODULE(_native, m) {
   });
   m.def(
       "paged_attention_decode",
-      [](const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables,
-         const Tensor& context_lens, const Tensor& out, float scale, int64_t window, int num_threads,
-         const std::string& isa) {
+      [](const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const std::optional<Tensor>& k_scale,
+         const std::optional<Tensor>& v_scale, const Tensor& block_tables, const Tensor& context_lens,
+         const Tensor& out, float scale, int64_t window, int num_threads, const std::string& isa) {
+        const auto k_scale_view = view("k_scale", k_scale);
+        const auto v_scale_view = view("v_scale", v_scale);
         paged_attention_decode(view("q", q), view("k_cache", k_cache), view("v_cache", v_cache),
+                               pointer(k_scale_view), pointer(v_scale_view),
                                view("block_tables", block_tables), view("context_lens", context_lens),
                                view("out", out), scale, window, num_threads, isa_from_name(isa));
       },
       without_gil);
   m.def(
       "paged_kv_write",
-      [](const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache, const Tensor& slots,
+      [](const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
+         const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, const Tensor& slots,
          int num_threads, const std::string& isa) {
+        const auto k_scale_view = view("k_scale", k_scale);
+        const auto v_scale_view = view("v_scale", v_scale);
         paged_kv_write(view("k", k), view("v", v), view("k_cache", k_cache), view("v_cache", v_cache),
-                       view("slots", slots), num_threads, isa_from_name(isa));
+                       pointer(k_scale_view), pointer(v_scale_view), view("slots", slots), num_threads,
+                       isa_from_name(isa));
       },
       without_gil);
   m.def(

@@ -9,6 +9,8 @@ namespace {
 struct Avx2 {
   using Reg = __m256;
   static constexpr int kLanes = 8;
+  static constexpr int kSums = 8;  // registers to add up in, of 16
+  static constexpr int kHeadsAtOnce = 4;
 
   static Reg zero() { return _mm256_setzero_ps(); }
   static Reg broadcast(float x) { return _mm256_set1_ps(x); }
@@ -17,6 +19,7 @@ struct Avx2 {
   static Reg multiply(Reg a, Reg b) { return _mm256_mul_ps(a, b); }
   static Reg multiply_add(Reg a, Reg b, Reg c) { return _mm256_fmadd_ps(a, b, c); }
   static Reg max(Reg a, Reg b) { return _mm256_max_ps(a, b); }  // b where either is NaN
+  static bool any_greater(Reg a, Reg b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
   static bool any_differs(Reg a, Reg b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_NEQ_UQ)) != 0; }
 
   static Reg load(const float* p) { return _mm256_loadu_ps(p); }
@@ -24,6 +27,9 @@ struct Avx2 {
   static Reg load(const BFloat16* p) {
     const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+  }
+  static Reg load(const Int8* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
   }
   static void store(float* p, Reg x) { _mm256_storeu_ps(p, x); }
   static void store(Half* p, Reg x) {
@@ -60,6 +66,18 @@ struct Avx2 {
                          _mm256_permute2f128_ps(quads[0], quads[1], 0x31));
   }
 
+  // p[0], p[1], p[0], p[1], ...
+  static Reg broadcast_pair(const float* p) {
+    return _mm256_castpd_ps(
+        _mm256_broadcastsd_pd(_mm_castps_pd(_mm_loadl_pi(_mm_setzero_ps(), (const __m64*)p))));
+  }
+
+  // The sums of neighbouring lanes, a's before b's.
+  static Reg add_pairs(Reg a, Reg b) {
+    const __m256d sums = _mm256_castps_pd(_mm256_hadd_ps(a, b));  // the middle two quarters are swapped
+    return _mm256_castpd_ps(_mm256_permute4x64_pd(sums, 0xd8));
+  }
+
   // The maximum within each run of `width` lanes, in all of its lanes.
   template <int width>
   static Reg max_within(Reg x) {
@@ -69,19 +87,18 @@ struct Avx2 {
     return x;
   }
 
-  // 2^x for x <= 0, relative error below 1e-7, NaN for NaN. Below -126, where fp32 turns denormal, 0.
+  // 2^x for x <= 0, relative error below 3e-7, NaN for NaN. Below -126, where fp32 turns denormal, 0.
   static Reg exp2(Reg x) {
     const Reg tiny = _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_LT_OQ);
     x = _mm256_max_ps(_mm256_set1_ps(-126.0f), x);  // in this order NaN survives
     const Reg whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const Reg part = _mm256_sub_ps(x, whole);
-    Reg power = _mm256_set1_ps(1.5453163e-4f);  // Chebyshev interpolation of 2^x on [-1/2, 1/2]
-    power = _mm256_fmadd_ps(power, part, _mm256_set1_ps(1.33908634e-3f));
-    power = _mm256_fmadd_ps(power, part, _mm256_set1_ps(9.61808256e-3f));
+    Reg power = _mm256_set1_ps(1.33908634e-3f);  // Chebyshev interpolation of 2^x on [-1/2, 1/2]
+    power = _mm256_fmadd_ps(power, part, _mm256_set1_ps(9.67603192e-3f));
     power = _mm256_fmadd_ps(power, part, _mm256_set1_ps(5.55035711e-2f));
-    power = _mm256_fmadd_ps(power, part, _mm256_set1_ps(2.40226508e-1f));
+    power = _mm256_fmadd_ps(power, part, _mm256_set1_ps(2.40221075e-1f));
     power = _mm256_fmadd_ps(power, part, _mm256_set1_ps(6.93147188e-1f));
-    power = _mm256_fmadd_ps(power, part, _mm256_set1_ps(1.0f));
+    power = _mm256_fmadd_ps(power, part, _mm256_set1_ps(1.00000008f));
     const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127));
     power = _mm256_mul_ps(power, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
     return _mm256_andnot_ps(tiny, power);

@@ -9,7 +9,7 @@
 namespace neo_desktop {
 namespace {
 
-template <class T>
+template <class T, bool pairs>
 void attend_head(const AttendTask& task, int head) {
   const int dim = task.head_dim;
   const float* queries = task.q + head * task.padded_group * task.padded_head_dim;
@@ -23,15 +23,24 @@ void attend_head(const AttendTask& task, int head) {
   }
   for (int64_t token = task.begin; token < task.end; ++token) {
     const int64_t block = task.block_table[token / task.block_size];
-    const int64_t row = token % task.block_size * dim;
-    const T* k =
-        static_cast<const T*>(task.k) + block * task.k_block_stride + head * task.k_head_stride + row;
+    const int64_t row = token % task.block_size;
+    const T* k = static_cast<const T*>(task.k) + block * task.k_block_stride + head * task.k_head_stride;
     const T* v =
-        static_cast<const T*>(task.v) + block * task.v_block_stride + head * task.v_head_stride + row;
+        static_cast<const T*>(task.v) + block * task.v_block_stride + head * task.v_head_stride + row * dim;
+    float k_scale = 1;
+    float v_scale = 1;
+    if constexpr (sizeof(T) == 1) {
+      const int64_t at = block * task.scale_block_stride + head * task.scale_head_stride + row;
+      k_scale = task.k_scale[at];
+      v_scale = task.v_scale[at];
+    }
     float key[kMaxHeadDim];
     float value[kMaxHeadDim];
-    for (int i = 0; i < dim; ++i) key[i] = to_float(k[i]);
-    for (int i = 0; i < dim; ++i) value[i] = to_float(v[i]);
+    for (int i = 0; i < dim; ++i) {
+      const int64_t at = pairs ? (i / 2 * task.block_size + row) * 2 + i % 2 : row * dim + i;
+      key[i] = to_float(k[at]) * k_scale;
+      value[i] = to_float(v[i]) * v_scale;
+    }
     for (int g = 0; g < task.group; ++g) {
       const float* q = queries + g * task.padded_head_dim;
       float* acc = accs + g * task.padded_head_dim;
@@ -50,9 +59,9 @@ void attend_head(const AttendTask& task, int head) {
   }
 }
 
-template <class T>
+template <class T, bool pairs>
 void attend(const AttendTask& task) {
-  for (int head = 0; head < task.kv_heads; ++head) attend_head<T>(task, head);
+  for (int head = 0; head < task.kv_heads; ++head) attend_head<T, pairs>(task, head);
 }
 
 template <class T>
@@ -79,7 +88,9 @@ float read(const void* data, int64_t bytes) {
 }  // namespace
 
 constinit const Kernels kScalarKernels = {
-    {attend<float>, attend<Half>, attend<BFloat16>},
+    {attend<float, false>, attend<Half, false>, attend<BFloat16, false>},
+    {attend<float, true>, attend<Half, true>, attend<BFloat16, true>, attend<Int8, true>},
+    nullptr,
     {widen<float>, widen<Half>, widen<BFloat16>},
     {narrow<float>, narrow<Half>, narrow<BFloat16>},
     read,

@@ -5,7 +5,7 @@
 // takes as many KV heads as leave enough items for all threads: the heads of a block lie side by side in
 // memory, and reading on is faster than jumping. Threads take items from a counter:
 //
-//   request 0, 700 tokens    [0,256) heads 0-3   [0,256) heads 4-7   [256,512) heads 0-3   ...
+//   request 0, 700 tokens    [0,512) heads 0-3   [0,512) heads 4-7   [512,700) heads 0-3   ...
 //   request 1,  90 tokens    [0,90)  heads 0-3   [0,90)  heads 4-7
 //
 // An item's result is a partial softmax (max, sum, acc) per query head. Where a request has several chunks,
@@ -26,8 +26,10 @@
 namespace neo_desktop {
 namespace {
 
-constexpr int64_t kMinChunkTokens = 256;
-constexpr int64_t kMaxChunks = 64;  // per request and head: bounds the memory that partial results take
+// A chunk's first tile is read without having been asked for in time: chunks are long, except where a request
+// alone must keep all threads busy.
+constexpr int64_t kMinChunkTokens = 512;
+constexpr int64_t kMaxChunks = 32;  // per request and head: bounds the memory that partial results take
 
 // Waking a thread costs about as long as reading this much.
 constexpr int64_t kMinBytesPerThread = 32 << 10;
@@ -110,9 +112,9 @@ class DecodeCall {
   void run() {
     const int64_t rows = heads_per_item_ * padded_group_;
     q_floats_ = rows * padded_head_dim_;
-    lanes_floats_ = heads_per_item_ * query_tiles(group_) * 2 * kMaxLanes;
+    state_floats_ = rows * 2 * kMaxLanes;
     partial_floats_ = divide_up(rows * (padded_head_dim_ + 2), kMaxLanes) * kMaxLanes;
-    thread_floats_ = q_floats_ + lanes_floats_ + partial_floats_;
+    thread_floats_ = q_floats_ + state_floats_ + partial_floats_;
     thread_local Scratch scratch;
     thread_memory_ = scratch.floats(threads_ * thread_floats_ + partials_ * partial_floats_);
     partial_memory_ = thread_memory_ + threads_ * thread_floats_;
@@ -153,8 +155,8 @@ class DecodeCall {
 
   void attend(int64_t b, int64_t chunk, int64_t range, float* memory) {
     const Request& request = requests_[b];
-    float* lanes = memory + q_floats_;
-    float* own = lanes + lanes_floats_;
+    float* state = memory + q_floats_;
+    float* own = state + state_floats_;
     // The partial results of one head range lie one after the other, chunk by chunk.
     float* first = partial_memory_ + (request.first_partial + range * request.chunks) * partial_floats_;
     const Partial result = partial_at(request.chunks == 1 ? own : first + chunk * partial_floats_);
@@ -179,11 +181,19 @@ class DecodeCall {
     task.padded_group = padded_group_;
     task.head_dim = cache_.head_dim;
     task.padded_head_dim = padded_head_dim_;
-    task.lanes = lanes;
+    task.state = state;
     task.max = result.max;
     task.sum = result.sum;
     task.acc = result.acc;
-    kernels_.attend[static_cast<int>(cache_.dtype)](task);
+    task.k_scale = cache_.k_scale == nullptr ? nullptr : cache_.k_scale + head * cache_.scale_head_stride;
+    task.v_scale = cache_.v_scale == nullptr ? nullptr : cache_.v_scale + head * cache_.scale_head_stride;
+    task.scale_block_stride = cache_.scale_block_stride;
+    task.scale_head_stride = cache_.scale_head_stride;
+    if (cache_.k_pairs) {
+      kernels_.attend_pairs[static_cast<int>(cache_.dtype)](task);
+    } else {
+      kernels_.attend_rows[static_cast<int>(cache_.dtype)](task);
+    }
 
     if (request.chunks == 1) {
       store_output(b, head, heads, result);
@@ -259,7 +269,7 @@ class DecodeCall {
   int64_t partials_ = 0;
 
   int64_t q_floats_ = 0;  // sizes of the parts of the scratch memory
-  int64_t lanes_floats_ = 0;
+  int64_t state_floats_ = 0;
   int64_t partial_floats_ = 0;
   int64_t thread_floats_ = 0;
   float* thread_memory_ = nullptr;
@@ -293,9 +303,10 @@ void check_context(const TensorView& block_tables, const TensorView& context_len
 }  // namespace
 
 void paged_attention_decode(const TensorView& q, const TensorView& k_cache, const TensorView& v_cache,
+                            const TensorView* k_scale, const TensorView* v_scale,
                             const TensorView& block_tables, const TensorView& context_lens,
                             const TensorView& out, float scale, int64_t window, int num_threads, Isa isa) {
-  const PagedCache cache = check_cache(k_cache, v_cache);
+  const PagedCache cache = check_cache(k_cache, v_cache, k_scale, v_scale);
   check_dims(q, "[batch, heads, head_dim]", 3);
   check_shape(q, "[batch, heads, head_dim of the cache]", {q.size(0), q.size(1), cache.head_dim});
   if (q.size(1) < 1 || q.size(1) % cache.kv_heads != 0) {

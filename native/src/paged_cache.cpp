@@ -4,28 +4,81 @@
 
 namespace neo_desktop {
 
-PagedCache check_cache(const TensorView& k_cache, const TensorView& v_cache) {
-  const char* meaning = "[num_blocks, kv_heads, block_size, head_dim]";
-  check_dims(k_cache, meaning, 4);
-  check_shape(v_cache, "the shape of k_cache", k_cache.shape);
-  check_dtype(k_cache, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
-  check_dtype(v_cache, {k_cache.dtype});
-  check_packed(k_cache, 2);
-  check_packed(v_cache, 2);
-  for (int dim = 0; dim < 4; ++dim) {
-    if (k_cache.size(dim) < 1) fail("k_cache has shape ", to_string(k_cache.shape), "; no size may be 0");
+namespace {
+
+// [num_blocks, kv_heads, block_size, head_dim / 2, 2] with the tokens of a pair of dimensions side by side.
+void check_pairs(const TensorView& k_cache) {
+  const int64_t block_size = k_cache.size(2);
+  if (k_cache.size(4) != 2 || k_cache.stride(4) != 1 || k_cache.stride(2) != 2 ||
+      k_cache.stride(3) != 2 * block_size) {
+    fail("k_cache has shape ", to_string(k_cache.shape), " and strides ", to_string(k_cache.strides),
+         "; with five dimensions it is a view of [num_blocks, kv_heads, head_dim / 2, block_size, 2]");
   }
-  const int64_t head_dim = k_cache.size(3);
+  if (block_size % kSegmentTokens != 0) {
+    fail("k_cache has blocks of ", block_size, " tokens; dimension pairs need a multiple of ",
+         kSegmentTokens);
+  }
+}
+
+void check_scale(const TensorView& scale, const TensorView& v_cache) {
+  check_shape(scale, "[num_blocks, kv_heads, block_size] of the cache",
+              {v_cache.size(0), v_cache.size(1), v_cache.size(2)});
+  check_dtype(scale, {DType::kFloat32});
+  check_packed(scale, 1);
+}
+
+}  // namespace
+
+PagedCache check_cache(const TensorView& k_cache, const TensorView& v_cache, const TensorView* k_scale,
+                       const TensorView* v_scale) {
+  const char* meaning = "[num_blocks, kv_heads, block_size, head_dim]";
+  const bool pairs = k_cache.shape.size() == 5;
+  if (pairs) {
+    check_dims(v_cache, meaning, 4);
+    check_shape(k_cache, "the shape of v_cache with head_dim in pairs",
+                {v_cache.size(0), v_cache.size(1), v_cache.size(2), v_cache.size(3) / 2, 2});
+  } else {
+    check_dims(k_cache, meaning, 4);
+    check_shape(v_cache, "the shape of k_cache", k_cache.shape);
+  }
+  for (int dim = 0; dim < 4; ++dim) {
+    if (v_cache.size(dim) < 1) fail("k_cache has shape ", to_string(k_cache.shape), "; no size may be 0");
+  }
+  if (pairs) {
+    check_pairs(k_cache);
+    check_dtype(k_cache, {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kInt8});
+  } else {
+    check_packed(k_cache, 2);
+    check_dtype(k_cache, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  }
+  check_dtype(v_cache, {k_cache.dtype});
+  check_packed(v_cache, 2);
+  const int64_t head_dim = v_cache.size(3);
   if (head_dim % 8 != 0 || head_dim > kMaxHeadDim) {
     fail("head_dim is ", head_dim, "; expected a multiple of 8 from 8 to ", kMaxHeadDim);
   }
-  return {{k_cache.data, k_cache.stride(0), k_cache.stride(1)},
-          {v_cache.data, v_cache.stride(0), v_cache.stride(1)},
-          k_cache.dtype,
-          k_cache.size(0),
-          k_cache.size(1),
-          k_cache.size(2),
-          static_cast<int>(head_dim)};
+  PagedCache cache{{k_cache.data, k_cache.stride(0), k_cache.stride(1)},
+                   {v_cache.data, v_cache.stride(0), v_cache.stride(1)},
+                   k_cache.dtype,
+                   v_cache.size(0),
+                   v_cache.size(1),
+                   v_cache.size(2),
+                   static_cast<int>(head_dim),
+                   pairs};
+  const bool scaled = k_cache.dtype == DType::kInt8;
+  if (scaled != (k_scale != nullptr) || scaled != (v_scale != nullptr)) {
+    fail("an int8 cache, and no other, comes with k_scale and v_scale");
+  }
+  if (scaled) {
+    check_scale(*k_scale, v_cache);
+    check_scale(*v_scale, v_cache);
+    if (k_scale->strides != v_scale->strides) fail("k_scale and v_scale must have the same strides");
+    cache.k_scale = static_cast<float*>(k_scale->data);
+    cache.v_scale = static_cast<float*>(v_scale->data);
+    cache.scale_block_stride = k_scale->stride(0);
+    cache.scale_head_stride = k_scale->stride(1);
+  }
+  return cache;
 }
 
 }  // namespace neo_desktop

@@ -81,6 +81,38 @@ def test_decode_names_the_wrong_argument(argument: str, change: Change, complain
         native.paged_attention_decode(**given)
 
 
+def paired_arguments() -> dict[str, object]:
+    case = make_case([5, 40], group=2, paired=True, dtype=torch.float16)
+    return arguments() | {"q": case.q, "k_cache": case.k_cache, "v_cache": case.v_cache, "scale": 0.125}
+
+
+@pytest.mark.parametrize(
+    ("argument", "change", "complaint"),
+    [
+        ("k_cache", lambda t: t.contiguous(), r"k_cache has shape .* and strides .*; with five dimensions"),
+        ("k_cache", lambda t: t[:, :, :, :8], r"k_cache has shape .*; expected \[.*, 32, 2\] = the shape of"),
+        ("k_cache", lambda t: t.float(), r"v_cache has dtype float16; expected float32"),
+        ("k_cache", lambda t: t.to(torch.int8), r"v_cache has dtype float16; expected int8"),
+        ("k_scale", lambda _: torch.ones(6, 2, 16), r"an int8 cache, and no other, comes with k_scale"),
+    ],
+)
+def test_decode_refuses_wrong_pairs(argument: str, change: Change, complaint: str) -> None:
+    given = paired_arguments()
+    given[argument] = change(given.get(argument))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=complaint):
+        native.paged_attention_decode(**given)
+
+
+def test_paired_keys_want_whole_segments() -> None:
+    with pytest.raises(ValueError, match="block_size is 24; paired keys need a multiple of 16"):
+        native.empty_paired_keys(4, kv_heads=1, block_size=24, head_dim=8, dtype=torch.float32)
+    keys = torch.zeros(4, 1, 4, 24, 2).transpose(-3, -2)
+    values = torch.zeros(4, 1, 24, 8)
+    tables, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="blocks of 24 tokens; dimension pairs need a multiple of 16"):
+        native.paged_attention_decode(torch.zeros(1, 1, 8), keys, values, tables, lens, 1.0)
+
+
 @pytest.mark.parametrize("head_dim", [4, 12, 264])
 def test_unsupported_head_dim(head_dim: int) -> None:
     case = make_case([3], head_dim=head_dim)

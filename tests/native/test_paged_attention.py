@@ -12,22 +12,27 @@ from neo_desktop import native
 
 ISAS = native.available_isas()
 each_isa = pytest.mark.parametrize("isa", ISAS)
+each_layout = pytest.mark.parametrize("paired", [False, True], ids=["rows", "pairs"])
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
+@each_layout
 @each_isa
 @each_dtype
 @pytest.mark.parametrize("group", [1, 4, 7, 8])
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
-def test_equals_float64_for_every_shape(isa: str, dtype: torch.dtype, group: int, head_dim: int) -> None:
-    case = make_case([1, 15, 16, 17, 300, 1100], group=group, head_dim=head_dim, dtype=dtype)
+def test_equals_float64_for_every_shape(
+    isa: str, paired: bool, dtype: torch.dtype, group: int, head_dim: int
+) -> None:
+    case = make_case([1, 15, 16, 17, 300, 1100], group=group, head_dim=head_dim, dtype=dtype, paired=paired)
     assert case.error(case.run(isa=isa)) < TOLERANCE[dtype]
 
 
+@each_layout
 @each_isa
 @pytest.mark.parametrize("head_dim", range(8, 64, 8))
-def test_heads_of_tiny_models(isa: str, head_dim: int) -> None:
-    case = make_case([5, 40], group=2, head_dim=head_dim)
+def test_heads_of_tiny_models(isa: str, paired: bool, head_dim: int) -> None:
+    case = make_case([5, 40], group=2, head_dim=head_dim, paired=paired)
     assert case.error(case.run(isa=isa)) < TOLERANCE[torch.float32]
 
 
@@ -38,34 +43,38 @@ def test_any_block_size(isa: str, block_size: int) -> None:
     assert case.error(case.run(isa=isa)) < TOLERANCE[torch.float16]
 
 
+@each_layout
 @each_isa
 @pytest.mark.parametrize("group", [2, 3, 5, 12, 71])
-def test_any_group_size(isa: str, group: int) -> None:
-    case = make_case([2, 50], kv_heads=1, group=group, dtype=torch.bfloat16)
+def test_any_group_size(isa: str, paired: bool, group: int) -> None:
+    case = make_case([2, 50], kv_heads=1, group=group, dtype=torch.bfloat16, paired=paired)
     assert case.error(case.run(isa=isa)) < TOLERANCE[torch.bfloat16]
 
 
+@each_layout
 @each_isa
 @each_dtype
-def test_thousands_of_tokens(isa: str, dtype: torch.dtype) -> None:
-    case = make_case([20_011, 4096, 33], kv_heads=1, group=4, dtype=dtype)
+def test_thousands_of_tokens(isa: str, paired: bool, dtype: torch.dtype) -> None:
+    case = make_case([20_011, 4096, 33], kv_heads=1, group=4, dtype=dtype, paired=paired)
     assert case.error(case.run(isa=isa)) < TOLERANCE[dtype]
 
 
+@each_layout
 @each_isa
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 400, 5000])
-def test_window_attends_to_the_last_tokens_only(isa: str, window: int) -> None:
-    case = make_case([1, 16, 17, 700, 1500], group=4, window=window)
+def test_window_attends_to_the_last_tokens_only(isa: str, paired: bool, window: int) -> None:
+    case = make_case([1, 16, 17, 700, 1500], group=4, window=window, paired=paired)
     assert case.error(case.run(isa=isa)) < TOLERANCE[torch.float32]
 
 
+@each_layout
 @each_isa
 @pytest.mark.parametrize("q_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 def test_query_cache_and_output_may_differ_in_dtype(
-    isa: str, q_dtype: torch.dtype, out_dtype: torch.dtype
+    isa: str, paired: bool, q_dtype: torch.dtype, out_dtype: torch.dtype
 ) -> None:
-    case = make_case([40, 300], group=2, head_dim=72, dtype=torch.float16)
+    case = make_case([40, 300], group=2, head_dim=72, dtype=torch.float16, paired=paired)
     case.q = case.q.to(q_dtype)
     out = torch.empty(case.q.shape, dtype=out_dtype)
     assert case.run(isa=isa, out=out) is out
@@ -78,16 +87,18 @@ def test_output_has_the_dtype_of_the_query() -> None:
     assert case.run().dtype == torch.float32
 
 
+@each_layout
 @each_isa
-def test_strided_inputs_and_output(isa: str) -> None:
-    case = make_case([9, 270], group=3, dtype=torch.float16)
+def test_strided_inputs_and_output(isa: str, paired: bool) -> None:
+    case = make_case([9, 270], group=3, dtype=torch.float16, paired=paired)
     expected = case.run(isa=isa)
     batch, heads, head_dim = case.q.shape
     fused = torch.full((batch, 2 * heads + 5, head_dim), torch.nan, dtype=torch.float16)
     fused[:, 1 : 2 * heads : 2] = case.q
     case.q = fused[:, 1 : 2 * heads : 2]
-    both = torch.stack([case.k_cache, case.v_cache], dim=1)  # K and V of a block side by side
-    case.k_cache, case.v_cache = both[:, 0], both[:, 1]
+    if not paired:
+        both = torch.stack([case.k_cache, case.v_cache], dim=1)  # K and V of a block side by side
+        case.k_cache, case.v_cache = both[:, 0], both[:, 1]
     wide = torch.zeros(batch, heads + 2, head_dim, dtype=torch.float16)
     case.run(isa=isa, out=wide[:, 1:-1])
     assert torch.equal(wide[:, 1:-1], expected)
@@ -103,7 +114,7 @@ def equal_logits(case: PagedCase) -> None:
 
 
 def one_dominant_token(case: PagedCase) -> None:
-    case.k_cache[case.block_tables[1, 3], :, 2] = case.q[1, :2] * 8
+    case.k_cache[case.block_tables[1, 3], :, 2] = (case.q[1, :2] * 8).view_as(case.k_cache[0, :, 2])
 
 
 def denormal_keys_and_values(case: PagedCase) -> None:
@@ -119,12 +130,15 @@ def alternating_signs(case: PagedCase) -> None:
 
 
 @each_isa
+@each_layout
 @each_dtype
 @pytest.mark.parametrize(
     "spoil", [large_logits, equal_logits, one_dominant_token, denormal_keys_and_values, alternating_signs]
 )
-def test_adversarial_inputs(isa: str, dtype: torch.dtype, spoil: Callable[[PagedCase], None]) -> None:
-    case = make_case([1, 600], dtype=dtype)
+def test_adversarial_inputs(
+    isa: str, paired: bool, dtype: torch.dtype, spoil: Callable[[PagedCase], None]
+) -> None:
+    case = make_case([1, 600], dtype=dtype, paired=paired)
     spoil(case)
     out = case.run(isa=isa, out=torch.empty(case.q.shape))
     largest_logit = max(
@@ -135,9 +149,10 @@ def test_adversarial_inputs(isa: str, dtype: torch.dtype, spoil: Callable[[Paged
     assert case.error(out) < 1e-5 + 2**-22 * largest_logit * case.scale
 
 
+@each_layout
 @each_isa
-def test_non_finite_values_stay_with_the_heads_that_attend_to_them(isa: str) -> None:
-    case = make_case([40, 300], kv_heads=2, group=2)
+def test_non_finite_values_stay_with_the_heads_that_attend_to_them(isa: str, paired: bool) -> None:
+    case = make_case([40, 300], kv_heads=2, group=2, paired=paired)
     clean = case.run(isa=isa)
     case.k_cache[case.block_tables[1, 4], 1, 3] = torch.nan
     case.v_cache[case.block_tables[0, 0], 0, 5] = torch.inf
@@ -149,28 +164,41 @@ def test_non_finite_values_stay_with_the_heads_that_attend_to_them(isa: str) -> 
     assert torch.equal(out[~touched], clean[~touched])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 600), min_size=1, max_size=5),
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 9),
     head_dim=st.integers(1, 32).map(lambda n: 8 * n),
-    block_size=st.integers(1, 40),
+    layout=st.one_of(
+        st.tuples(st.just(False), st.integers(1, 40)),
+        st.tuples(st.just(True), st.sampled_from([16, 48, 64, 80])),
+    ),
     dtype=st.sampled_from(DTYPES),
     isa=st.sampled_from(ISAS),
     window=st.one_of(st.just(0), st.integers(1, 700)),
     seed=st.integers(0, 1000),
 )
 def test_equals_float64_for_random_problems(
-    lengths: list[int], dtype: torch.dtype, isa: str, window: int, seed: int, **shape: int
+    lengths: list[int],
+    layout: tuple[bool, int],
+    dtype: torch.dtype,
+    isa: str,
+    window: int,
+    seed: int,
+    **shape: int,
 ) -> None:
-    case = make_case(lengths, dtype=dtype, window=window, seed=seed, **shape)
+    paired, block_size = layout
+    case = make_case(
+        lengths, dtype=dtype, window=window, seed=seed, paired=paired, block_size=block_size, **shape
+    )
     assert case.error(case.run(isa=isa)) < TOLERANCE[dtype]
 
 
+@each_layout
 @each_isa
-def test_result_depends_neither_on_threads_nor_on_the_batch(isa: str) -> None:
-    case = make_case([3000, 1, 513, 256, 257], group=4, dtype=torch.float16)
+def test_result_depends_neither_on_threads_nor_on_the_batch(isa: str, paired: bool) -> None:
+    case = make_case([3000, 1, 513, 256, 257], group=4, dtype=torch.float16, paired=paired)
     out = case.run(isa=isa, num_threads=1)
     for num_threads in (2, 3, 8):
         assert torch.equal(case.run(isa=isa, num_threads=num_threads), out)

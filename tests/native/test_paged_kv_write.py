@@ -7,7 +7,7 @@ import torch
 from paged_case import DTYPES
 from torch import Tensor
 
-from neo_desktop.native import available_isas, paged_kv_write
+from neo_desktop.native import available_isas, empty_paired_keys, paged_kv_write
 
 each_isa = pytest.mark.parametrize("isa", available_isas())
 
@@ -35,6 +35,22 @@ def test_equals_indexed_assignment(
     paged_kv_write(k, v, k_cache, v_cache, slots, isa=isa)
     assert torch.equal(k_cache, expected[0])
     assert torch.equal(v_cache, expected[1])
+
+
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+@pytest.mark.parametrize("target", DTYPES, ids=str)
+@pytest.mark.parametrize(("block_size", "head_dim"), [(16, 128), (64, 72)])
+def test_paired_keys_hold_the_same_rows(
+    source: torch.dtype, target: torch.dtype, block_size: int, head_dim: int
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    k_cache = empty_paired_keys(5, kv_heads=3, block_size=block_size, head_dim=head_dim, dtype=target).zero_()
+    v_cache = torch.zeros(5, 3, block_size, head_dim, dtype=target)
+    rows = torch.randn(40, 3, head_dim, generator=generator).to(source)
+    slots = torch.randperm(5 * block_size, generator=generator)[:40]
+    paged_kv_write(rows, rows, k_cache, v_cache, slots)
+    assert torch.equal(k_cache.flatten(-2), v_cache)
+    assert torch.equal(v_cache[slots // block_size, :, slots % block_size], rows.to(target))
 
 
 @each_isa

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from neo_desktop.native import paged_attention_decode
+from neo_desktop.native import empty_paired_keys, paged_attention_decode
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -45,7 +45,8 @@ class PagedCase:
         length = int(self.context_lens[request])
         first = max(0, length - self.window) if self.window else 0
         blocks = -(-length // cache.shape[2])
-        rows = cache[self.block_tables[request, :blocks].long()].transpose(1, 2).flatten(0, 1)[first:length]
+        own = cache[self.block_tables[request, :blocks].long()]
+        rows = own.reshape(*own.shape[:3], -1).transpose(1, 2).flatten(0, 1)[first:length]
         return rows.double().repeat_interleave(self.q.shape[1] // cache.shape[1], dim=1)
 
     def reference(self) -> Tensor:
@@ -72,8 +73,12 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     window: int = 0,
     seed: int = 0,
+    paired: bool = False,
 ) -> PagedCase:
-    """Normal random q, k, v; blocks scattered over the cache; unused table entries far out of range."""
+    """Normal random q, k, v; blocks scattered over the cache; unused table entries far out of range.
+
+    `paired` lays the keys out in pairs of dimensions, which wants a block_size that is a multiple of 16.
+    """
     generator = torch.Generator().manual_seed(seed)
     blocks = [-(-length // block_size) for length in lengths]
     num_blocks = sum(blocks) + 2
@@ -94,4 +99,9 @@ def make_case(
             cache[own[positions // block_size].long(), :, positions % block_size] = rows.to(dtype)
     q = torch.randn(len(lengths), kv_heads * group, head_dim, generator=generator).to(dtype)
     lens = torch.tensor(lengths, dtype=torch.int32)
+    if paired:
+        keys = empty_paired_keys(
+            num_blocks, kv_heads=kv_heads, block_size=block_size, head_dim=head_dim, dtype=dtype
+        )
+        caches[0] = keys.copy_(caches[0].unflatten(-1, (-1, 2)))
     return PagedCase(q, caches[0], caches[1], tables, lens, head_dim**-0.5, window)

@@ -5,10 +5,11 @@
 
 namespace neo_desktop {
 
-// The first three can hold keys, values, queries and outputs; the others index.
-enum class DType { kFloat32, kFloat16, kBFloat16, kInt32, kInt64 };
+// The first three can hold keys, values, queries and outputs, int8 keys and values; the others index.
+enum class DType { kFloat32, kFloat16, kBFloat16, kInt8, kInt32, kInt64 };
 
 constexpr int kFloatTypes = 3;
+constexpr int kCacheTypes = 4;
 
 struct Half {
   uint16_t bits;
@@ -16,9 +17,22 @@ struct Half {
 struct BFloat16 {
   uint16_t bits;
 };
+struct Int8 {
+  int8_t value;
+};
 
 constexpr int64_t size_of(DType dtype) {
-  return dtype == DType::kInt64 ? 8 : dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 2 : 4;
+  switch (dtype) {
+    case DType::kInt8:
+      return 1;
+    case DType::kFloat16:
+    case DType::kBFloat16:
+      return 2;
+    case DType::kInt64:
+      return 8;
+    default:
+      return 4;
+  }
 }
 
 }  // namespace neo_desktop

@@ -10,6 +10,8 @@ namespace neo_desktop {
 
 inline float to_float(float x) { return x; }
 
+inline float to_float(Int8 x) { return x.value; }
+
 inline float to_float(BFloat16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
 inline float to_float(Half x) {

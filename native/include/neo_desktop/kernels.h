@@ -11,23 +11,31 @@ namespace neo_desktop {
 constexpr int kQueryTile = 8;  // query heads that a kernel works on at once, at most
 constexpr int kMaxLanes = 16;  // head_dim is padded to a multiple of this
 constexpr int kMaxHeadDim = 256;
+constexpr int kSegmentTokens = 16;  // in the layout of dimension pairs, blocks are a multiple of this
 
 // Query heads are worked on in tiles of kQueryTile; the last tile is padded to 1, 2, 4 or 8 of them.
 constexpr int padded_group(int group) {
   const int rest = group % kQueryTile;
   return group - rest + (rest > 4 ? 8 : rest > 2 ? 4 : rest);
 }
-constexpr int query_tiles(int group) { return (group + kQueryTile - 1) / kQueryTile; }
 
 // Decode attention of some KV heads and their query heads over tokens [begin, end) of one request.
 struct AttendTask {
   const float* q;  // [kv_heads, padded_group, padded_head_dim], times scale * log2(e); the padding is zero
-  const void* k;   // the first head's rows [block_size, head_dim] of block 0; v likewise
+  const BFloat16* q_bf16;  // the same, neither scaled nor padded with anything else; for attend_bf16 only
+  float score_scale;       // what q_bf16 lacks
+
+  // The first head of block 0: rows [block_size, head_dim], or, of K, pairs [head_dim / 2, block_size, 2].
+  const void* k;
   const void* v;
   int64_t k_block_stride;  // elements between one block and the next
   int64_t v_block_stride;
   int64_t k_head_stride;  // elements between one KV head and the next
   int64_t v_head_stride;
+  const float* k_scale;  // of int8 only: what each token's row is multiplied with, block 0's first head
+  const float* v_scale;
+  int64_t scale_block_stride;
+  int64_t scale_head_stride;
   const int32_t* block_table;
   int64_t begin;
   int64_t end;
@@ -37,7 +45,7 @@ struct AttendTask {
   int padded_group;
   int head_dim;
   int padded_head_dim;
-  float* lanes;  // scratch [kv_heads, query_tiles, 2, kMaxLanes]
+  float* state;  // scratch [kv_heads, padded_group, 2, kMaxLanes]
 
   // Results. With the weight of token t for a query head: w[t] = 2^(score[t] - max),
   float* max;  // [kv_heads, padded_group] the largest score, in units of log2
@@ -47,7 +55,10 @@ struct AttendTask {
 
 struct Kernels {
   // All indexed by DType (the cache's, or the row's). Lengths are multiples of 8.
-  void (*attend[kFloatTypes])(const AttendTask& task);
+  void (*attend_rows[kFloatTypes])(const AttendTask& task);
+  void (*attend_pairs[kCacheTypes])(const AttendTask& task);
+  // K, V (pairs) and q in bf16, with dot-product instructions; null where there are none.
+  void (*attend_bf16)(const AttendTask& task);
   void (*widen[kFloatTypes])(const void* source, float* target, int length);
   void (*narrow[kFloatTypes])(const float* source, void* target, int length);
 

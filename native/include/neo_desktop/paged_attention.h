@@ -11,7 +11,8 @@ namespace neo_desktop {
 // out[b, h] = softmax(scale * q[b, h] · K) V over the last `window` (0: all) of request b's tokens.
 //
 //   q, out         [batch, heads, head_dim]    fp32, fp16 or bf16; rows contiguous
-//   k/v_cache      [num_blocks, kv_heads, block_size, head_dim]
+//   k/v_cache      [num_blocks, kv_heads, block_size, head_dim]; of K in pairs see check_cache
+//   k/v_scale      [num_blocks, kv_heads, block_size] fp32 if the caches are int8, else null
 //   block_tables   [batch, max_blocks] int32; token t of request b is row t % block_size of
 //                  block block_tables[b, t / block_size]
 //   context_lens   [batch] int32, tokens in the cache, the newest included
@@ -22,13 +23,15 @@ namespace neo_desktop {
 // num_threads 0 means default_num_threads(). Throws std::invalid_argument before anything is read or written
 // if any shape, dtype, stride, length or block id is wrong.
 void paged_attention_decode(const TensorView& q, const TensorView& k_cache, const TensorView& v_cache,
+                            const TensorView* k_scale, const TensorView* v_scale,
                             const TensorView& block_tables, const TensorView& context_lens,
                             const TensorView& out, float scale, int64_t window, int num_threads, Isa isa);
 
 // Row i of k and v, [n, kv_heads, head_dim], goes to slot slots[i] (int64: block * block_size + offset) of
-// the caches, cast to their dtype. Slots must differ from each other; of equal ones any may win. Threads and
-// errors as above.
+// the caches, cast to their dtype; to int8 with the scale that its largest element needs. Slots must differ
+// from each other; of equal ones any may win. Threads and errors as above.
 void paged_kv_write(const TensorView& k, const TensorView& v, const TensorView& k_cache,
-                    const TensorView& v_cache, const TensorView& slots, int num_threads, Isa isa);
+                    const TensorView& v_cache, const TensorView* k_scale, const TensorView* v_scale,
+                    const TensorView& slots, int num_threads, Isa isa);
 
 }  // namespace neo_desktop

@@ -19,13 +19,21 @@ __all__ = [
     "cpu_features",
     "default_isa",
     "default_num_threads",
+    "empty_paired_keys",
     "paged_attention_decode",
     "paged_kv_write",
     "read_bandwidth",
     "read_seconds",
 ]
 
-_DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int32: 3, torch.int64: 4}
+_DTYPE_CODES = {
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.int8: 3,
+    torch.int32: 4,
+    torch.int64: 5,
+}
 
 
 def paged_attention_decode(
@@ -39,6 +47,8 @@ def paged_attention_decode(
     num_threads: int = 0,
     *,
     window: int = 0,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     isa: str | None = None,
 ) -> torch.Tensor:
     """Attention of one new token per request over its paged context; returns `out`.
@@ -50,8 +60,9 @@ def paged_attention_decode(
         q: [batch, heads, head_dim], fp32, fp16 or bf16; may be strided in batch and heads.
         k_cache: [num_blocks, kv_heads, block_size, head_dim], fp32, fp16 or bf16; may be strided in
             num_blocks and kv_heads. Query head h reads KV head h // (heads // kv_heads). head_dim is a
-            multiple of 8 up to 256.
-        v_cache: as k_cache.
+            multiple of 8 up to 256. Faster, above all where heads are grouped: `empty_paired_keys()`,
+            [num_blocks, kv_heads, block_size, head_dim / 2, 2], which may also be int8.
+        v_cache: [num_blocks, kv_heads, block_size, head_dim] in the dtype of k_cache.
         block_tables: [batch, max_blocks] int32; token t is row t % block_size of block
             block_tables[b, t // block_size]. Entries outside a request's context or window are not read.
         context_lens: [batch] int32, tokens in the cache, the newest included; at least 1.
@@ -60,6 +71,9 @@ def paged_attention_decode(
             inputs.
         num_threads: 0 means `default_num_threads()`.
         window: attend to the last `window` tokens only; 0 means all.
+        k_scale: [num_blocks, kv_heads, block_size] fp32, what each row of an int8 cache is multiplied with;
+            None for other dtypes.
+        v_scale: as k_scale.
         isa: "scalar", "avx2" or "avx512"; None means `default_isa()`.
 
     Raises:
@@ -73,6 +87,8 @@ def paged_attention_decode(
         _view("q", q),
         _view("k_cache", k_cache),
         _view("v_cache", v_cache),
+        None if k_scale is None else _view("k_scale", k_scale),
+        None if v_scale is None else _view("v_scale", v_scale),
         _view("block_tables", block_tables),
         _view("context_lens", context_lens),
         _view("out", out),
@@ -84,6 +100,22 @@ def paged_attention_decode(
     return out
 
 
+def empty_paired_keys(
+    *leading: int, kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Make a K cache in the layout that is fastest to read.
+
+    Returns [*leading, kv_heads, block_size, head_dim / 2, 2]. It is a view of memory laid out as [*leading, kv_heads, head_dim / 2, block_size, 2]: pairs of dimensions
+    with the tokens of a block side by side. `flatten(-2)` of (an indexed part of) it gives rows again.
+
+    Raises:
+        ValueError: block_size is not a multiple of 16.
+    """
+    if block_size % 16 != 0:
+        raise ValueError(f"block_size is {block_size}; paired keys need a multiple of 16")
+    return torch.empty(*leading, kv_heads, head_dim // 2, block_size, 2, dtype=dtype).transpose(-3, -2)
+
+
 def paged_kv_write(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -92,6 +124,8 @@ def paged_kv_write(
     slots: torch.Tensor,
     num_threads: int = 0,
     *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     isa: str | None = None,
 ) -> None:
     """Write the keys and values of new tokens into their slots of the cache, cast to its dtype.
@@ -99,10 +133,12 @@ def paged_kv_write(
     Args:
         k: [n, kv_heads, head_dim], fp32, fp16 or bf16; may be strided in n and kv_heads.
         v: as k.
-        k_cache: [num_blocks, kv_heads, block_size, head_dim]; as in `paged_attention_decode`.
-        v_cache: as k_cache.
+        k_cache: as in `paged_attention_decode`.
+        v_cache: as in `paged_attention_decode`.
         slots: [n] int64, block * block_size + offset; all different (of equal ones, any may win).
         num_threads: 0 means `default_num_threads()`.
+        k_scale: as in `paged_attention_decode`; written too: a row's largest element becomes 127 steps.
+        v_scale: as k_scale.
         isa: as in `paged_attention_decode`.
 
     Raises:
@@ -113,6 +149,8 @@ def paged_kv_write(
         _view("v", v),
         _view("k_cache", k_cache),
         _view("v_cache", v_cache),
+        None if k_scale is None else _view("k_scale", k_scale),
+        None if v_scale is None else _view("v_scale", v_scale),
         _view("slots", slots),
         num_threads,
         isa or default_isa(),

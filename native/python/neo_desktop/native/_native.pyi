@@ -10,6 +10,8 @@ def paged_attention_decode(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     block_tables: Tensor,
     context_lens: Tensor,
     out: Tensor,
@@ -20,7 +22,16 @@ def paged_attention_decode(
     /,
 ) -> None: ...
 def paged_kv_write(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, num_threads: int, isa: str, /
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    slots: Tensor,
+    num_threads: int,
+    isa: str,
+    /,
 ) -> None: ...
 def read_seconds(address: int, nbytes: int, num_threads: int, /) -> float: ...
 def advise_huge_pages(address: int, nbytes: int, /) -> bool: ...

@@ -1,0 +1,109 @@
+// What all vector kernels share. A kernel is written once, for any instruction set: a class V of static
+// functions wraps the vector registers (see kernel_avx512.cpp).
+//
+// Each ISA's file includes these headers with its own compiler flags. Everything here must have internal
+// linkage (the anonymous namespace), and no function of the standard library may be used: the linker would
+// keep one copy of an inline function for all files, perhaps the one compiled for the newest CPU.
+#pragma once
+
+#include <cstdint>
+
+#include "neo_desktop/kernels.h"
+
+namespace neo_desktop {
+namespace {
+
+constexpr int kCacheLineBytes = 64;
+constexpr int kSecondLevel = 2;  // in the terms of __builtin_prefetch
+
+inline int smaller(int64_t a, int64_t b) { return static_cast<int>(a < b ? a : b); }
+
+// Asks the second-level cache for the lines that begin in columns [column, column + columns) of a row that
+// is needed next, so that loads from memory are spread over the computation. (The first level has room for
+// fewer misses at a time, too few for the memory's full speed.)
+template <int columns, class T>
+inline void prefetch(const T* row, int column) {
+  constexpr int kLine = kCacheLineBytes / sizeof(T);
+  if constexpr (columns >= kLine) {
+#pragma GCC unroll 16
+    for (int i = 0; i < columns; i += kLine) __builtin_prefetch(row + column + i, 0, kSecondLevel);
+  } else if (column % kLine == 0) {
+    __builtin_prefetch(row + column, 0, kSecondLevel);
+  }
+}
+
+// The query heads [g, g + kQueryTile) of one KV head, and what is known of them so far.
+struct QueryTile {
+  QueryTile(const AttendTask& task, int head, int g) : left(task.group - g) {
+    row = static_cast<int64_t>(head) * task.padded_group + g;
+    q = task.q + row * task.padded_head_dim;
+    state = task.state + row * 2 * kMaxLanes;
+    max = task.max + row;
+    sum = task.sum + row;
+    acc = task.acc + row * task.padded_head_dim;
+  }
+  int left;     // query heads from g on
+  int64_t row;  // of the first one
+  const float* q;
+  float* state;  // [kQueryTile, 2, kMaxLanes] or less: running maxima and sums, as the kernel likes them
+  float* max;
+  float* sum;
+  float* acc;
+};
+
+template <class Body>
+inline void for_each_query_tile(const AttendTask& task, int head, Body body) {
+  for (int g = 0; g < task.group; g += kQueryTile) body(QueryTile(task, head, g));
+}
+
+// Calls body with the smallest of 1, 2, 4 and 8 heads that serves `queries`, as a compile-time number.
+template <int n>
+struct Heads {
+  static constexpr int value = n;
+};
+template <class Body>
+inline void with_heads(int queries, Body body) {
+  if (queries > 4) {
+    body(Heads<8>());
+  } else if (queries > 2) {
+    body(Heads<4>());
+  } else if (queries == 2) {
+    body(Heads<2>());
+  } else {
+    body(Heads<1>());
+  }
+}
+
+template <class V, class T>
+void widen(const void* source, float* target, int length) {
+  const T* from = static_cast<const T*>(source);
+  int i = 0;
+  for (; i + V::kLanes <= length; i += V::kLanes) V::store(target + i, V::load(from + i));
+  if constexpr (V::kLanes > 8) {
+    if (i < length) V::store_half(target + i, V::load_half(from + i));
+  }
+}
+
+template <class V, class T>
+void narrow(const float* source, void* target, int length) {
+  T* to = static_cast<T*>(target);
+  int i = 0;
+  for (; i + V::kLanes <= length; i += V::kLanes) V::store(to + i, V::load(source + i));
+  if constexpr (V::kLanes > 8) {
+    if (i < length) V::store_half(to + i, V::load_half(source + i));
+  }
+}
+
+template <class V>
+float read(const void* data, int64_t bytes) {
+  const float* from = static_cast<const float*>(data);
+  const int64_t length = bytes / static_cast<int64_t>(sizeof(float));
+  typename V::Reg any = V::zero();
+  for (int64_t i = 0; i + V::kLanes <= length; i += V::kLanes) any = V::max(V::load(from + i), any);
+  float lanes[V::kLanes];
+  V::store(lanes, any);
+  return lanes[0];
+}
+
+}  // namespace
+}  // namespace neo_desktop
