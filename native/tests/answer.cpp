@@ -40,9 +40,8 @@ Rows attended_rows(const DecodeProblem& problem, int64_t b, int64_t head) {
   return rows;
 }
 
-// Attention of one query, [dim], to `out`, [dim].
-void attend(const std::vector<double>& query, const Rows& rows, double scale, double* out,
-            double& score_error) {
+// Attention of one query, [dim], to `out`, [dim], and what rounding may do to it.
+RowError attend(const std::vector<double>& query, const Rows& rows, double scale, double* out) {
   const auto dim = static_cast<int64_t>(query.size());
   std::vector<double> weights(rows.tokens);
   double max = -std::numeric_limits<double>::infinity();
@@ -62,11 +61,18 @@ void attend(const std::vector<double>& query, const Rows& rows, double scale, do
   double total = 0;
   for (double& weight : weights) total += weight = std::exp(weight - max);
   std::fill(out, out + dim, 0.0);
-  for (int64_t t = 0; t < rows.tokens; ++t) {
-    for (int64_t i = 0; i < dim; ++i) out[i] += weights[t] / total * rows.values[t * dim + i];
+  double squares = 0;
+  for (int64_t i = 0; i < dim; ++i) {
+    double sum = 0;
+    for (int64_t t = 0; t < rows.tokens; ++t) {
+      const double term = weights[t] / total * rows.values[t * dim + i];
+      out[i] += term;
+      sum += std::fabs(term);
+    }
+    if (std::isfinite(sum)) squares += sum * sum;
   }
-  constexpr double kRoundings = 8;
-  score_error = kRoundings * 0x1p-24 * terms * std::fabs(scale);
+  constexpr double kRounding = 0x1p-24;
+  return {8 * kRounding * terms * std::fabs(scale), 16 * kRounding * std::sqrt(squares)};
 }
 
 // The error allowed of a row of results, relative to its norm: what storing it costs, and never less than
@@ -86,7 +92,7 @@ Answer right_answer(const DecodeProblem& problem) {
   const int64_t group = problem.heads() / problem.cache.shape.kv_heads;
   Answer answer;
   answer.out.resize(problem.batch() * problem.heads() * dim);
-  answer.score_error.resize(problem.batch() * problem.heads());
+  answer.errors.resize(problem.batch() * problem.heads());
   std::vector<double> query(dim);
   for (int64_t b = 0; b < problem.batch(); ++b) {
     for (int64_t head = 0; head < problem.cache.shape.kv_heads; ++head) {
@@ -94,7 +100,7 @@ Answer right_answer(const DecodeProblem& problem) {
       for (int64_t h = head * group; h < (head + 1) * group; ++h) {
         for (int64_t i = 0; i < dim; ++i) query[i] = problem.q.get(problem.q.at({b, h, i}));
         const int64_t at = b * problem.heads() + h;
-        attend(query, rows, problem.scale, answer.out.data() + at * dim, answer.score_error[at]);
+        answer.errors[at] = attend(query, rows, problem.scale, answer.out.data() + at * dim);
       }
     }
   }
@@ -118,8 +124,9 @@ std::string what_is_wrong(const DecodeProblem& problem, const Answer& answer, Is
         norm += right * right;
         error += (got - right) * (got - right);
       }
-      const double relative = std::max(tolerance(problem, isa), answer.score_error[at]);
-      const double allowed = relative * std::sqrt(norm) + smallest_step * std::sqrt(dim);
+      const double relative = std::max(tolerance(problem, isa), answer.errors[at].of_weights);
+      const double allowed =
+          relative * std::sqrt(norm) + answer.errors[at].of_sums + smallest_step * std::sqrt(dim);
       const double share = error == 0 ? 0 : std::sqrt(error) / allowed;
       largest = std::max(largest, share);
       if (finiteness_differs || !(share <= 1)) {

@@ -8,9 +8,16 @@
 
 namespace neo_desktop::testing {
 
+// What rounding to fp32 may do to a row of results, about: relative, by way of large scores; and absolute,
+// where values cancel each other.
+struct RowError {
+  double of_weights;
+  double of_sums;
+};
+
 struct Answer {
-  std::vector<double> out;          // [batch, heads, head_dim]
-  std::vector<double> score_error;  // [batch, heads] what rounding to fp32 may do to a score, about
+  std::vector<double> out;       // [batch, heads, head_dim]
+  std::vector<RowError> errors;  // [batch, heads]
 };
 
 Answer right_answer(const DecodeProblem& problem);
