@@ -38,7 +38,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("default_num_threads", &default_num_threads);
   m.def("available_isas", [] {
     std::vector<std::string> names;
-    for (const Isa isa : {Isa::kScalar, Isa::kAvx2, Isa::kAvx512}) {
+    for (const Isa isa : {Isa::kScalar, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16}) {
       if (isa_available(isa)) names.emplace_back(isa_name(isa));
     }
     return names;

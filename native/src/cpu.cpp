@@ -79,6 +79,8 @@ const char* isa_name(Isa isa) {
       return "avx2";
     case Isa::kAvx512:
       return "avx512";
+    case Isa::kAvx512Bf16:
+      return "avx512bf16";
     case Isa::kScalar:
       break;
   }
@@ -89,23 +91,25 @@ bool isa_available(Isa isa) {
 #if defined(__x86_64__)
   if (isa == Isa::kAvx2) return has_avx2();
   if (isa == Isa::kAvx512) return has_avx512();
+  if (isa == Isa::kAvx512Bf16) return has_avx512() && __builtin_cpu_supports("avx512bf16");
 #endif
   return isa == Isa::kScalar;
 }
 
 Isa best_isa() {
+  if (isa_available(Isa::kAvx512Bf16)) return Isa::kAvx512Bf16;
   if (isa_available(Isa::kAvx512)) return Isa::kAvx512;
   return isa_available(Isa::kAvx2) ? Isa::kAvx2 : Isa::kScalar;
 }
 
 Isa isa_from_name(const std::string& name) {
-  for (const Isa isa : {Isa::kScalar, Isa::kAvx2, Isa::kAvx512}) {
+  for (const Isa isa : {Isa::kScalar, Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16}) {
     if (name != isa_name(isa)) continue;
     if (isa_available(isa)) return isa;
     throw std::invalid_argument("isa '" + name + "' is not available on this CPU; the best one here is '" +
                                 isa_name(best_isa()) + "'");
   }
-  throw std::invalid_argument("isa '" + name + "' is unknown; choose scalar, avx2 or avx512");
+  throw std::invalid_argument("isa '" + name + "' is unknown; choose scalar, avx2, avx512 or avx512bf16");
 }
 
 std::map<std::string, bool> cpu_features() {

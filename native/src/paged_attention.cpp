@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <numbers>
 #include <vector>
@@ -33,6 +34,9 @@ constexpr int64_t kMaxChunks = 32;  // per request and head: bounds the memory t
 
 // Waking a thread costs about as long as reading this much.
 constexpr int64_t kMinBytesPerThread = 32 << 10;
+
+// For fewer heads, fp32 keeps the memory's pace just as well.
+constexpr int kMinDotProductGroup = 3;
 
 // Enough for the threads to end at about the same time.
 constexpr int64_t kItemsPerThread = 16;
@@ -82,6 +86,8 @@ class DecodeCall {
         q_scale_(scale * std::numbers::log2e_v<float>),
         group_(static_cast<int>(q.size(1) / cache.kv_heads)),
         padded_group_(neo_desktop::padded_group(group_)),
+        dot_products_(cache.k_pairs && group_ >= kMinDotProductGroup && q.dtype == DType::kBFloat16 &&
+                      kernels.attend_bf16[static_cast<int>(cache.dtype)] != nullptr),
         padded_head_dim_(static_cast<int>(divide_up(cache.head_dim, kMaxLanes) * kMaxLanes)) {
     const auto* lens = static_cast<const int32_t*>(context_lens.data);
     int64_t tokens = 0;
@@ -111,7 +117,8 @@ class DecodeCall {
 
   void run() {
     const int64_t rows = heads_per_item_ * padded_group_;
-    q_floats_ = rows * padded_head_dim_;
+    q_bf16_floats_ = dot_products_ ? rows * padded_head_dim_ / 2 : 0;
+    q_floats_ = rows * padded_head_dim_ + q_bf16_floats_;
     state_floats_ = rows * 2 * kMaxLanes;
     partial_floats_ = divide_up(rows * (padded_head_dim_ + 2), kMaxLanes) * kMaxLanes;
     thread_floats_ = q_floats_ + state_floats_ + partial_floats_;
@@ -136,7 +143,7 @@ class DecodeCall {
   };
 
   Partial partial_at(float* memory) const {
-    float* max = memory + q_floats_;
+    float* max = memory + heads_per_item_ * padded_group_ * padded_head_dim_;
     return {memory, max, max + heads_per_item_ * padded_group_};
   }
 
@@ -189,7 +196,11 @@ class DecodeCall {
     task.v_scale = cache_.v_scale == nullptr ? nullptr : cache_.v_scale + head * cache_.scale_head_stride;
     task.scale_block_stride = cache_.scale_block_stride;
     task.scale_head_stride = cache_.scale_head_stride;
-    if (cache_.k_pairs) {
+    task.q_bf16 = reinterpret_cast<const BFloat16*>(memory + q_floats_ - q_bf16_floats_);
+    task.score_scale = q_scale_;
+    if (dot_products_) {
+      kernels_.attend_bf16[static_cast<int>(cache_.dtype)](task);
+    } else if (cache_.k_pairs) {
       kernels_.attend_pairs[static_cast<int>(cache_.dtype)](task);
     } else {
       kernels_.attend_rows[static_cast<int>(cache_.dtype)](task);
@@ -216,6 +227,10 @@ class DecodeCall {
         float* row = q + (h * padded_group_ + g) * padded_head_dim_;
         const int64_t at = b * q_.stride(0) + ((head + h) * group_ + g) * q_.stride(1);
         kernels_.widen[static_cast<int>(q_.dtype)](offset(q_.data, q_.dtype, at), row, cache_.head_dim);
+        if (dot_products_) {
+          void* narrow = q + q_floats_ - q_bf16_floats_ + (row - q) / 2;
+          std::memcpy(narrow, offset(q_.data, q_.dtype, at), cache_.head_dim * sizeof(BFloat16));
+        }
         for (int i = 0; i < cache_.head_dim; ++i) row[i] *= q_scale_;
       }
     }
@@ -259,6 +274,7 @@ class DecodeCall {
   const float q_scale_;
   const int group_;
   const int padded_group_;
+  const bool dot_products_;
   const int padded_head_dim_;
 
   std::vector<Request> requests_;
@@ -268,7 +284,8 @@ class DecodeCall {
   int64_t items_ = 0;
   int64_t partials_ = 0;
 
-  int64_t q_floats_ = 0;  // sizes of the parts of the scratch memory
+  int64_t q_floats_ = 0;  // sizes of the parts of the scratch memory; the first holds both forms of q
+  int64_t q_bf16_floats_ = 0;
   int64_t state_floats_ = 0;
   int64_t partial_floats_ = 0;
   int64_t thread_floats_ = 0;
