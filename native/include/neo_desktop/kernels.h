@@ -46,7 +46,8 @@ struct AttendTask {
   int padded_group;
   int head_dim;
   int padded_head_dim;
-  float* state;  // scratch [kv_heads, padded_group, 2, kMaxLanes]
+  const AttendTask* next;  // what this thread attends to afterwards, to read ahead; may be null
+  float* state;            // scratch [kv_heads, padded_group, 2, kMaxLanes]
 
   // Results. With the weight of token t for a query head: w[t] = 2^(score[t] - max),
   float* max;  // [kv_heads, padded_group] the largest score, in units of log2
