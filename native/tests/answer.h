@@ -1,0 +1,22 @@
+// The right answer of decode attention, in double precision, and the comparison with it.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "problem.h"
+
+namespace neo_desktop::testing {
+
+struct Answer {
+  std::vector<double> out;          // [batch, heads, head_dim]
+  std::vector<double> score_error;  // [batch, heads] what rounding to fp32 may do to a score, about
+};
+
+Answer right_answer(const DecodeProblem& problem);
+
+// What is wrong with the `out` that this ISA has computed; empty if nothing is. Raises `largest` to the
+// largest error found, as a share of what is allowed.
+std::string what_is_wrong(const DecodeProblem& problem, const Answer& answer, Isa isa, double& largest);
+
+}  // namespace neo_desktop::testing
