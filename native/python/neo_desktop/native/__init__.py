@@ -46,6 +46,8 @@ def paged_attention_decode(
     out: torch.Tensor | None = None,
     num_threads: int = 0,
     *,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
     window: int = 0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
@@ -70,6 +72,10 @@ def paged_attention_decode(
         out: [batch, heads, head_dim], fp32, fp16 or bf16, made in q's dtype when None; must not overlap the
             inputs.
         num_threads: 0 means `default_num_threads()`.
+        k: [batch, kv_heads, head_dim], fp32, fp16 or bf16: the newest tokens' keys, which the call writes into
+            the cache, cast to its dtype, before it attends to them; None if they are there already. No two
+            requests may have the same last slot.
+        v: as k.
         window: attend to the last `window` tokens only; 0 means all.
         k_scale: [num_blocks, kv_heads, block_size] fp32, what each row of an int8 cache is multiplied with;
             None for other dtypes.
@@ -81,6 +87,8 @@ def paged_attention_decode(
 
     Non-finite keys, values or queries make the heads that attend to them non-finite, and no others.
     """
+    if (k is None) != (v is None):
+        raise ValueError("k and v of the new tokens come together, or not at all")
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype)
     _native.paged_attention_decode(
@@ -92,6 +100,8 @@ def paged_attention_decode(
         _view("block_tables", block_tables),
         _view("context_lens", context_lens),
         _view("out", out),
+        None if k is None else _view("k", k),
+        None if v is None else _view("v", v),
         scale,
         window,
         num_threads,
@@ -105,8 +115,9 @@ def empty_paired_keys(
 ) -> torch.Tensor:
     """Make a K cache in the layout that is fastest to read.
 
-    Returns [*leading, kv_heads, block_size, head_dim / 2, 2]. It is a view of memory laid out as [*leading, kv_heads, head_dim / 2, block_size, 2]: pairs of dimensions
-    with the tokens of a block side by side. `flatten(-2)` of (an indexed part of) it gives rows again.
+    Returns [*leading, kv_heads, block_size, head_dim / 2, 2]: a view of memory in which the tokens of a block
+    lie side by side, two dimensions of each at a time, [*leading, kv_heads, head_dim / 2, block_size, 2].
+    `flatten(-2)` of it, or of an indexed part of it, gives rows again.
 
     Raises:
         ValueError: block_size is not a multiple of 16.

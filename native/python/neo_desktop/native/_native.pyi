@@ -15,6 +15,8 @@ def paged_attention_decode(
     block_tables: Tensor,
     context_lens: Tensor,
     out: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     scale: float,
     window: int,
     num_threads: int,
