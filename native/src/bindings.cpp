@@ -76,6 +76,9 @@ PYBIND11_MODULE(_native, m) {
         return read_seconds(reinterpret_cast<const void*>(address), bytes, check_num_threads(num_threads));
       },
       without_gil);
+  m.def("interleave_numa_nodes", [](uintptr_t address, int64_t bytes) {
+    return interleave_numa_nodes(reinterpret_cast<void*>(address), bytes);
+  });
   m.def("advise_huge_pages", [](uintptr_t address, int64_t bytes) {
     return advise_huge_pages(reinterpret_cast<void*>(address), bytes);
   });

@@ -1,28 +1,9 @@
 // AVX-512 with BF16: one instruction multiplies and adds 16 x 2 pairs of bf16, twice what fp32 does.
 #include "attend_pairs.h"
-#include "avx512.h"
+#include "avx512bf16.h"
 
 namespace neo_desktop {
 namespace {
-
-constexpr int kPairLanes = 32;  // bf16 values in a register
-
-// 32 values as bf16, which holds those of int8 exactly.
-inline __m512i load_bf16(const BFloat16* p) { return _mm512_loadu_si512(p); }
-inline __m512i load_bf16(const Int8* p) {
-  const __m512 low = Avx512::load(p);
-  return (__m512i)_mm512_cvtne2ps_pbh(Avx512::load(p + Avx512::kLanes), low);
-}
-
-// The first `count` of them, zero after that.
-inline __m512i load_bf16(const BFloat16* p, int count) {
-  return _mm512_maskz_loadu_epi16((1u << count) - 1, p);
-}
-inline __m512i load_bf16(const Int8* p, int count) {
-  alignas(kPairLanes) Int8 values[kPairLanes] = {};
-  __builtin_memcpy(values, p, count);
-  return load_bf16(values);
-}
 
 inline __m512 dot(__m512 sum, __m512i a, __m512i b) {
   return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
@@ -47,15 +28,8 @@ struct Bf16Math {
   template <int Q>
   static void values(const AttendTask& task, const PairTile<T>& tile, const float* weights, float* acc) {
     constexpr int heads = Q < kHeadsAtOnce ? Q : kHeadsAtOnce;
-    // A weight is the sum of two bf16, to 17 bits: little is lost against fp32.
     alignas(64) BFloat16 parts[2][Q * kPairTile];
-    for (int i = 0; i < Q * kPairTile; i += Avx512::kLanes) {
-      const Reg weight = Avx512::load(weights + i);
-      const __m256i large = (__m256i)_mm512_cvtneps_pbh(weight);
-      const Reg rest = Avx512::subtract(weight, widen(large));
-      _mm256_store_si256((__m256i*)(parts[0] + i), large);
-      _mm256_store_si256((__m256i*)(parts[1] + i), (__m256i)_mm512_cvtneps_pbh(rest));
-    }
+    split_weights(weights, Q * kPairTile, parts[0], parts[1]);
     for (int g = 0; g < Q; g += heads) {
       const BFloat16* const own[2] = {parts[0] + g * kPairTile, parts[1] + g * kPairTile};
       float* rows = acc + g * task.padded_head_dim;
@@ -70,10 +44,6 @@ struct Bf16Math {
   }
 
  private:
-  static Reg widen(__m256i bf16) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16));
-  }
-
   // Two neighbouring 16-bit values in all lanes.
   static __m512i broadcast_pair(const BFloat16* p) {
     int32_t pair;
@@ -125,8 +95,6 @@ struct Bf16Math {
   template <int heads, int W>
   static void add_columns(const AttendTask& task, const PairTile<T>& tile, int column, int count,
                           const BFloat16* const* weights, float* acc) {
-    const __m512i low = _mm512_add_epi16(_mm512_set1_epi32(32 << 16), every_second(0));
-    const __m512i high = _mm512_add_epi16(_mm512_set1_epi32(32 << 16), every_second(16));
     const bool whole = count == kPairLanes;
     acc += column;
     Reg sums[heads * W * 2];
@@ -156,8 +124,8 @@ struct Bf16Math {
       for (int w = 0; w < W; ++w) {
         const __m512i a = first ? load(row, w) : _mm512_setzero_si512();
         const __m512i b = second ? load(row + task.head_dim, w) : _mm512_setzero_si512();
-        v[w * 2] = _mm512_permutex2var_epi16(a, low, b);
-        v[w * 2 + 1] = _mm512_permutex2var_epi16(a, high, b);
+        v[w * 2] = interleave_low(a, b);
+        v[w * 2 + 1] = interleave_high(a, b);
         if constexpr (prefetches(heads)) {
           prefetch<kPairLanes>(ahead + w * kPairLanes, 0);
           prefetch<kPairLanes>(ahead + task.head_dim + w * kPairLanes, 0);
@@ -181,13 +149,6 @@ struct Bf16Math {
         if (w * Avx512::kLanes < (W - 1) * kPairLanes + count) Avx512::store(at, sums[g * W * 2 + w]);
       }
     }
-  }
-
-  // from, from, from + 1, from + 1, ... of 16 bits each
-  static __m512i every_second(int from) {
-    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i index = _mm512_add_epi32(lane, _mm512_set1_epi32(from));
-    return _mm512_or_si512(index, _mm512_slli_epi32(index, 16));
   }
 };
 

@@ -17,6 +17,10 @@ const Kernels& kernels_for(Isa isa) {
 #if defined(__x86_64__)
   static const Kernels avx512bf16 = with(kAvx512Kernels, kAvx512Bf16Kernels);
   if (isa == Isa::kAvx512Bf16) return avx512bf16;
+#if defined(NEO_DESKTOP_AMX)
+  static const Kernels amx = with(kAvx512Kernels, kAmxKernels);
+  if (isa == Isa::kAmx) return amx;
+#endif
   if (isa == Isa::kAvx512) return kAvx512Kernels;
   if (isa == Isa::kAvx2) return kAvx2Kernels;
 #endif

@@ -31,7 +31,7 @@ namespace {
 // A chunk's first tile is read without having been asked for in time: chunks are long, except where a request
 // alone must keep all threads busy.
 constexpr int64_t kMinChunkTokens = 512;
-constexpr int64_t kMaxChunks = 32;  // per request and head: bounds the memory that partial results take
+constexpr int64_t kMaxChunks = 64;  // per request and head: bounds the memory that partial results take
 
 // Waking a thread costs about as long as reading this much.
 constexpr int64_t kMinBytesPerThread = 32 << 10;
@@ -45,6 +45,7 @@ constexpr int64_t kItemsPerThread = 16;
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Request {
+  int64_t b;      // row of the batch
   int64_t begin;  // first token attended to
   int64_t end;
   int64_t chunk_tokens;
@@ -120,10 +121,14 @@ class DecodeCall {
       const int64_t begin = window > 0 ? std::max<int64_t>(0, lens[b] - window) : 0;
       const int64_t length = lens[b] - begin;
       const int64_t chunk_tokens = divide_up(length, kMinChunkTokens * kMaxChunks) * kMinChunkTokens;
-      requests_.push_back({begin, lens[b], chunk_tokens, divide_up(length, chunk_tokens), 0, 0});
+      requests_.push_back({b, begin, lens[b], chunk_tokens, divide_up(length, chunk_tokens), 0, 0});
       tokens += length;
       chunks += requests_.back().chunks;
     }
+    // The longest items first, so that no thread is left with one at the end.
+    std::sort(requests_.begin(), requests_.end(), [](const Request& x, const Request& y) {
+      return x.chunk_tokens != y.chunk_tokens ? x.chunk_tokens > y.chunk_tokens : x.b < y.b;
+    });
     const int64_t bytes = tokens * cache.kv_heads * cache.head_dim * size_of(cache.dtype) * 2;
     const int64_t useful_threads = std::min<int64_t>(num_threads, 1 + bytes / kMinBytesPerThread);
     const int64_t ranges = std::min(divide_up(useful_threads * kItemsPerThread, chunks), cache.kv_heads);
@@ -150,9 +155,9 @@ class DecodeCall {
     thread_memory_ = scratch.floats(threads_ * thread_floats_ + partials_ * partial_floats_);
     partial_memory_ = thread_memory_ + threads_ * thread_floats_;
     unfinished_ = scratch.counters(requests_.size() * head_ranges_);
-    for (size_t b = 0; b < requests_.size(); ++b) {
+    for (size_t r = 0; r < requests_.size(); ++r) {
       for (int64_t range = 0; range < head_ranges_; ++range) {
-        unfinished_[b * head_ranges_ + range] = static_cast<int>(requests_[b].chunks);
+        unfinished_[r * head_ranges_ + range] = static_cast<int>(requests_[r].chunks);
       }
     }
     ThreadPool::shared().run(threads_, [this](int participant) { work(participant); });
@@ -178,14 +183,15 @@ class DecodeCall {
       if (item >= items_) return;
       const auto after = std::upper_bound(requests_.begin(), requests_.end(), item,
                                           [](int64_t i, const Request& r) { return i < r.first_item; });
-      const int64_t b = after - requests_.begin() - 1;
-      const int64_t index = item - requests_[b].first_item;
-      attend(b, index / head_ranges_, index % head_ranges_, memory);
+      const int64_t r = after - requests_.begin() - 1;
+      const int64_t index = item - requests_[r].first_item;
+      attend(r, index / head_ranges_, index % head_ranges_, memory);
     }
   }
 
-  void attend(int64_t b, int64_t chunk, int64_t range, float* memory) {
-    const Request& request = requests_[b];
+  void attend(int64_t r, int64_t chunk, int64_t range, float* memory) {
+    const Request& request = requests_[r];
+    const int64_t b = request.b;
     float* state = memory + q_floats_;
     float* own = state + state_floats_;
     // The partial results of one head range lie one after the other, chunk by chunk.
@@ -194,7 +200,7 @@ class DecodeCall {
     const int64_t head = range * heads_per_item_;
     const int heads = static_cast<int>(std::min<int64_t>(heads_per_item_, cache_.kv_heads - head));
 
-    if (new_rows_ != nullptr && chunk + 1 == request.chunks) append(b, head, heads);
+    if (new_rows_ != nullptr && chunk + 1 == request.chunks) append(request, head, heads);
     load_queries(b, head, heads, memory);
     AttendTask task;
     task.q = memory;
@@ -236,7 +242,7 @@ class DecodeCall {
       return;
     }
     // The last to finish sees everybody's results: each decrement releases its own, the last acquires all.
-    if (unfinished_[b * head_ranges_ + range].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    if (unfinished_[r * head_ranges_ + range].fetch_sub(1, std::memory_order_acq_rel) == 1) {
       const Partial merged = partial_at(own);
       for (int h = 0; h < heads; ++h) {
         for (int g = 0; g < group_; ++g) merge(first, request.chunks, h * padded_group_ + g, merged);
@@ -246,8 +252,9 @@ class DecodeCall {
   }
 
   // Only the item that attends to the last token of these heads reads it: nobody waits for the write.
-  void append(int64_t b, int64_t head, int heads) const {
-    const int64_t token = requests_[b].end - 1;
+  void append(const Request& request, int64_t head, int heads) const {
+    const int64_t b = request.b;
+    const int64_t token = request.end - 1;
     const auto* table = static_cast<const int32_t*>(block_tables_.data) + b * block_tables_.stride(0);
     const int64_t block = table[token / cache_.block_size];
     const int64_t row = token % cache_.block_size;

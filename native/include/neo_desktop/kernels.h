@@ -76,6 +76,7 @@ extern const Kernels kScalarKernels;
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
 extern const Bf16Kernels kAvx512Bf16Kernels;
+extern const Bf16Kernels kAmxKernels;
 #endif
 
 enum class Isa;

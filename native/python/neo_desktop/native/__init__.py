@@ -20,6 +20,7 @@ __all__ = [
     "default_isa",
     "default_num_threads",
     "empty_paired_keys",
+    "interleave_numa_nodes",
     "paged_attention_decode",
     "paged_kv_write",
     "read_bandwidth",
@@ -72,9 +73,9 @@ def paged_attention_decode(
         out: [batch, heads, head_dim], fp32, fp16 or bf16, made in q's dtype when None; must not overlap the
             inputs.
         num_threads: 0 means `default_num_threads()`.
-        k: [batch, kv_heads, head_dim], fp32, fp16 or bf16: the newest tokens' keys, which the call writes into
-            the cache, cast to its dtype, before it attends to them; None if they are there already. No two
-            requests may have the same last slot.
+        k: [batch, kv_heads, head_dim], fp32, fp16 or bf16: the newest tokens' keys, which the call writes
+            into the cache, cast to its dtype, before it attends to them; None if they are there already.
+            No two requests may have the same last slot.
         v: as k.
         window: attend to the last `window` tokens only; 0 means all.
         k_scale: [num_blocks, kv_heads, block_size] fp32, what each row of an int8 cache is multiplied with;
@@ -196,6 +197,15 @@ def advise_huge_pages(tensor: torch.Tensor) -> bool:
     """
     _check_contiguous(tensor)
     return _native.advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
+
+
+def interleave_numa_nodes(tensor: torch.Tensor) -> bool:
+    """Spread a contiguous CPU tensor that was made but not yet written to over all NUMA nodes.
+
+    Large caches are then read with the bandwidth of all nodes. Returns False where there is only one.
+    """
+    _check_contiguous(tensor)
+    return _native.interleave_numa_nodes(tensor.data_ptr(), tensor.nbytes)
 
 
 def _check_contiguous(tensor: torch.Tensor) -> None:
