@@ -106,8 +106,9 @@ def empty_paired_keys(
 ) -> torch.Tensor:
     """Make a K cache in the layout that is fastest to read.
 
-    Returns [*leading, kv_heads, block_size, head_dim / 2, 2]. It is a view of memory laid out as [*leading, kv_heads, head_dim / 2, block_size, 2]: pairs of dimensions
-    with the tokens of a block side by side. `flatten(-2)` of (an indexed part of) it gives rows again.
+    Returns [*leading, kv_heads, block_size, head_dim / 2, 2]: a view of memory in which the tokens of a block
+    lie side by side, two dimensions of each at a time, [*leading, kv_heads, head_dim / 2, block_size, 2].
+    `flatten(-2)` of it, or of an indexed part of it, gives rows again.
 
     Raises:
         ValueError: block_size is not a multiple of 16.
