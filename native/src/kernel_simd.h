@@ -17,6 +17,8 @@ constexpr Kernels make_kernels() {
       {widen<V, float>, widen<V, Half>, widen<V, BFloat16>},
       {narrow<V, float>, narrow<V, Half>, narrow<V, BFloat16>},
       read<V>,
+      multiply_adds<V>,
+      nullptr,
   };
 }
 

@@ -70,6 +70,13 @@ struct Kernels {
 
   // Reads every cache line once, in order; the result only keeps that from being optimised away.
   float (*read)(const void* data, int64_t bytes);
+
+  // Makes independent multiply-adds in registers, as many at a time as keep the core busy, and returns how
+  // many; `rounds` is how often it goes through them. kept is zero at first, and only keeps them from being
+  // optimised away.
+  int64_t (*multiply_adds)(int64_t rounds, float* kept);
+  // The same with dot products of bf16; null where there are no instructions for them.
+  int64_t (*multiply_adds_bf16)(int64_t rounds, float* kept);
 };
 
 extern const Kernels kScalarKernels;
