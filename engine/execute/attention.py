@@ -15,13 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from neo_desktop import native
 from neo_desktop.engine.batch import ScheduledSequence, SubBatch
+from neo_desktop.engine.kv.layout import Rows
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
-
-GATHERED_TOKENS = 8192  # whose KV is brought together at once for decodes on a GPU, unless one has more
-Earlier = tuple[Tensor, Tensor]  # K and V of whole blocks, [blocks, kv_heads, block_size, head_dim] each
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,30 +60,36 @@ class PlaceBatch:
 
     def store_prefills(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store K and V of the prompt chunks' rows."""
-        _write(k, v, *self.pool.layer(layer), self.slots[: self.num_prefill_tokens])
+        self.pool.layer(layer).write(k, v, self.slots[: self.num_prefill_tokens])
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, window: int | None
     ) -> None:
-        """Store K and V of all rows, then attend next to the KV; q, k, v and out are the sub-batch's."""
-        k_cache, v_cache = self.pool.layer(layer)
-        _write(k[self.rows], v[self.rows], k_cache, v_cache, self.slots)
+        """Store K and V of all rows, and attend next to the KV; q, k, v and out are the sub-batch's."""
+        if self.prefills:
+            self.store_prefills(layer, k[self.prefill_rows], v[self.prefill_rows])
         for chunk in self.prefills:
-            blocks = chunk.earlier_blocks
-            earlier = (k_cache[blocks], v_cache[blocks]) if chunk.start else None
+            earlier = self.pool.layer(layer).read(chunk.earlier_blocks, k.dtype) if chunk.start else None
             attend_prefill(chunk, q, k, v, earlier, out, scale, window)
         if self.num_decodes:
-            self._decode(layer, q[self.decode_rows], out[self.decode_rows], scale, window)
+            rows = self.decode_rows
+            self.attend_decodes(layer, q[rows], k[rows], v[rows], out[rows], scale, window)
 
     def attend_decodes(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, window: int | None
     ) -> None:
-        """Store K and V of the decodes, then attend; q, k, v and out are their rows, next to the KV."""
-        _write(k, v, *self.pool.layer(layer), self.slots[self.num_prefill_tokens :])
-        self._decode(layer, q, out, scale, window)
-
-    def _decode(self, layer: int, q: Tensor, out: Tensor, scale: float, window: int | None) -> None:
-        decode_attention(q, *self.pool.layer(layer), self.block_tables, self.context_lens, out, scale, window)
+        """Store K and V of the decodes, and attend; q, k, v and out are their rows, next to the KV."""
+        self.pool.layer(layer).decode(
+            q,
+            k,
+            v,
+            self.slots[self.num_prefill_tokens :],
+            self.block_tables,
+            self.context_lens,
+            out,
+            scale,
+            window,
+        )
 
 
 def place_batches(sub_batch: SubBatch, storage: KVStorage) -> dict[Place, PlaceBatch]:
@@ -138,22 +141,12 @@ def _place_batch(sequences: Sequence[ScheduledSequence], pool: KVPool, first_row
     )
 
 
-def _write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Put K and V, [tokens, kv_heads, head_dim], into their slots, on the cache's device."""
-    if k_cache.device.type == "cpu":
-        native.paged_kv_write(k, v, k_cache, v_cache, slots)
-        return
-    blocks, offsets = slots // k_cache.shape[2], slots % k_cache.shape[2]
-    k_cache[blocks, :, offsets] = k
-    v_cache[blocks, :, offsets] = v
-
-
 def attend_prefill(
     chunk: Prefill,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    earlier: Earlier | None,
+    earlier: Rows | None,
     out: Tensor,
     scale: float,
     window: int | None,
@@ -162,15 +155,14 @@ def attend_prefill(
 
     Args:
         q: [tokens, heads, head_dim] of the sub-batch; k, v, out likewise.
-        earlier: the blocks that hold the tokens before the chunk (what else they hold is ignored), or None
-            if there are none.
+        earlier: the tokens before the chunk, and what else their last block holds, [tokens, kv_heads,
+            head_dim] each; None if there are none.
     """
     keys, values = k[chunk.rows], v[chunk.rows]
     if earlier is not None:
-        k_before, v_before = (
-            blocks.transpose(1, 2).flatten(0, 1)[: chunk.start].to(q.dtype) for blocks in earlier
-        )
-        keys, values = torch.cat((k_before, keys)), torch.cat((v_before, values))
+        k_before, v_before = earlier
+        keys = torch.cat((k_before[: chunk.start], keys))
+        values = torch.cat((v_before[: chunk.start], values))
     out[chunk.rows] = causal_attention(q[chunk.rows], keys, values, scale, window)
 
 
@@ -201,84 +193,3 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int 
         enable_gqa=True,
     )
     return out.squeeze(0).transpose(0, 1)
-
-
-def decode_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    out: Tensor,
-    scale: float,
-    window: int | None,
-) -> None:
-    """Attend from one new token per request to its whole context, on the cache's device.
-
-    Args:
-        q: [requests, heads, head_dim]
-        k_cache: [num_blocks, kv_heads, block_size, head_dim]
-        v_cache: likewise
-        block_tables: [requests, max_blocks] int32
-        context_lens: [requests] int32
-        out: [requests, heads, head_dim]
-    """
-    if k_cache.device.type == "cpu":
-        native.paged_attention_decode(
-            q, k_cache, v_cache, block_tables, context_lens, scale, out, window=window or 0
-        )
-    else:
-        out.copy_(gathered_decode_attention(q, k_cache, v_cache, block_tables, context_lens, scale, window))
-
-
-def gathered_decode_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """The same in plain torch, on any device: copies the KV of some requests together, attends, goes on."""
-    num_slots = block_tables.shape[1] * k_cache.shape[2]  # of each request: those of the longest one
-    num_at_once = max(GATHERED_TOKENS // num_slots, 1)
-    parts = (torch.split(tensor, num_at_once) for tensor in (q, block_tables, context_lens))
-    return torch.cat(
-        [
-            _gathered_attention(part, k_cache, v_cache, tables, lens, scale, window)
-            for part, tables, lens in zip(*parts, strict=True)
-        ]
-    )
-
-
-def _gathered_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    num_requests, max_blocks = block_tables.shape
-    positions = torch.arange(max_blocks * k_cache.shape[2], device=q.device)
-    mask = positions < context_lens.unsqueeze(1)
-    if window is not None:
-        mask &= positions >= context_lens.unsqueeze(1) - window
-
-    def context(cache: Tensor) -> Tensor:  # [requests, kv_heads, max_tokens, head_dim]
-        blocks = cache[block_tables.flatten().long()].view(num_requests, max_blocks, *cache.shape[1:])
-        tokens = blocks.transpose(1, 2).flatten(2, 3)
-        # Never-written memory may hold anything, and 0 * nan is nan.
-        return tokens.masked_fill(~mask[:, None, :, None], 0.0).to(q.dtype)
-
-    out = F.scaled_dot_product_attention(
-        q.unsqueeze(2),
-        context(k_cache),
-        context(v_cache),
-        attn_mask=mask[:, None, None, :],
-        scale=scale,
-        enable_gqa=True,
-    )
-    return out.squeeze(2)

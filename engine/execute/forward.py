@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.batch import SubBatch
-from neo_desktop.engine.execute.attention import Earlier, PlaceBatch, attend_prefill, place_batches
+from neo_desktop.engine.execute.attention import PlaceBatch, attend_prefill, place_batches
 from neo_desktop.engine.execute.lanes import Lanes, Signal
 from neo_desktop.engine.execute.timeline import Stage
+from neo_desktop.engine.kv.layout import Rows
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv.transfer import Carrier, HostBuffer
 from neo_desktop.engine.placement import Place
@@ -209,24 +210,24 @@ class ForwardPass:
         self.cpu_attention_ns += time.perf_counter_ns() - started_ns
 
     def _store(self, layer: int, host: PlaceBatch, k: Tensor, v: Tensor) -> None:
-        there, num_kv_heads = self._carrier.to_host(torch.cat((k, v), dim=1)), k.shape[1]
-        host.store_prefills(layer, there[:, :num_kv_heads], there[:, num_kv_heads:])
+        host.store_prefills(layer, *self._carrier.to_host((k, v)))
 
     def _fetch(self, layer: int, host: PlaceBatch) -> None:
+        cache = host.pool.layer(layer)
         for chunk, earlier in zip(host.prefills, self._earlier[layer % 2], strict=True):
             if earlier is not None:
-                for cache, buffer in zip(host.pool.layer(layer), earlier, strict=True):
-                    buffer.copy_(self._carrier.blocks(cache, chunk.earlier_blocks, buffer.device))
+                parts = self._carrier.blocks(cache.parts, chunk.earlier_blocks, self._model.device)
+                cache.layout.rows(parts, self._model.dtype, out=earlier)
 
-    def _earlier_buffers(self) -> list[Earlier | None]:
+    def _earlier_buffers(self) -> list[Rows | None]:
         """Make room on the device for one layer of what precedes each chunk in host memory."""
         if self._on_host is None:
             return []
-        cache, _ = self._on_host.pool.layer(0)
+        config, block_size = self._model.config, self._on_host.pool.block_size
 
         def room(num_blocks: int) -> Tensor:
-            shape = (num_blocks, *cache.shape[1:])
-            return torch.empty(shape, dtype=cache.dtype, device=self._model.device)
+            shape = (num_blocks * block_size, config.num_kv_heads, config.head_dim)
+            return torch.empty(shape, dtype=self._model.dtype, device=self._model.device)
 
         return [
             (room(len(chunk.earlier_blocks)), room(len(chunk.earlier_blocks))) if chunk.start else None

@@ -7,6 +7,8 @@ from hashlib import blake2b
 
 BlockHash = bytes
 
+BLOCKS_PER_RUN = 4  # with 16 tokens each, what the CPU's attention kernel takes in one step
+
 
 def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """Return the hash of a full block: its tokens and, through `parent`, all tokens before them.
@@ -33,14 +35,24 @@ class BlockPool:
         cached    reference count 0, but its content is known by hash: reusable until somebody needs the room
         free      reference count 0, content worthless
 
-    Cached blocks count as free for whoever asks; the one unused for longest is given up first.
+    Cached blocks count as free for whoever asks; those unused for longest are given up first.
+
+    Memory is read fastest in order, so the blocks of a request should follow each other. Therefore aligned
+    runs of BLOCKS_PER_RUN blocks are left to whoever has their first block, while there are idle ones:
+
+        | a a a . | b b b b | b . . . | . . . . | c c . . |    a, b and c grow by the block after their last,
+                                       an idle run             somebody else gets the first of an idle run
+
+    Nothing is reserved: once no run is idle, every free block is for anybody.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = set(range(num_blocks))
         self._num_references = [0] * num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        # Runs without a used block: free ones, then least recently used first.
+        self._idle_runs = OrderedDict.fromkeys(range(-(-num_blocks // BLOCKS_PER_RUN)))
         self._block_of_hash: dict[BlockHash, int] = {}
         self._hash_of_block: dict[int, BlockHash] = {}
 
@@ -54,21 +66,46 @@ class BlockPool:
         """Unused blocks whose content can still be reused."""
         return len(self._cached)
 
-    def allocate(self) -> int:
+    def allocate(self, after: int | None = None) -> int:
         """Take a block whose content is worthless.
+
+        Args:
+            after: the block that the new one should follow in memory, if it can.
 
         Raises:
             MemoryError: no block is free; callers check `num_free_blocks` first.
         """
-        if self._free:
-            block = self._free.pop()
-        elif self._cached:
-            block, _ = self._cached.popitem(last=False)
-            del self._block_of_hash[self._hash_of_block.pop(block)]
-        else:
-            raise MemoryError("no free KV block")
+        block = self._choose(after)
+        self._free.discard(block)
+        self._idle_runs.pop(block // BLOCKS_PER_RUN, None)
         self._num_references[block] = 1
         return block
+
+    def _choose(self, after: int | None) -> int:
+        """Return a free block; give up cached content for it if need be."""
+        if after is not None and (after + 1) % BLOCKS_PER_RUN and after + 1 in self._free:
+            return after + 1
+        if self._idle_runs:
+            blocks = self._blocks(next(iter(self._idle_runs)))
+            for block in blocks:
+                if block in self._cached:
+                    self._give_up(block)
+            return blocks[0]
+        if not self._free:
+            if not self._cached:
+                raise MemoryError("no free KV block")
+            self._give_up(next(iter(self._cached)))
+        return self._free.pop()
+
+    def _give_up(self, block: int) -> None:
+        """Make a cached block free."""
+        del self._cached[block]
+        del self._block_of_hash[self._hash_of_block.pop(block)]
+        self._free.add(block)
+
+    def _blocks(self, run: int) -> range:
+        """The blocks of a run; the last run may be shorter."""
+        return range(run * BLOCKS_PER_RUN, min((run + 1) * BLOCKS_PER_RUN, self.num_blocks))
 
     def find(self, block_hash: BlockHash) -> int | None:
         """Return the block that holds this content, if any does."""
@@ -81,6 +118,7 @@ class BlockPool:
     def share(self, block: int) -> None:
         """Add a reference to a used or cached block."""
         self._cached.pop(block, None)
+        self._idle_runs.pop(block // BLOCKS_PER_RUN, None)
         self._num_references[block] += 1
 
     def publish(self, block: int, block_hash: BlockHash) -> None:
@@ -94,11 +132,17 @@ class BlockPool:
         if self._num_references[block] == 0:
             raise ValueError(f"block {block} is released more often than it was taken")
         self._num_references[block] -= 1
-        if self._num_references[block] == 0:
-            if block in self._hash_of_block:
-                self._cached[block] = None
-            else:
-                self._free.append(block)
+        if self._num_references[block] > 0:
+            return
+        if block in self._hash_of_block:
+            self._cached[block] = None
+        else:
+            self._free.add(block)
+        run = block // BLOCKS_PER_RUN
+        blocks = self._blocks(run)
+        if not any(self._num_references[other] for other in blocks):
+            self._idle_runs[run] = None
+            self._idle_runs.move_to_end(run, last=not self._free.issuperset(blocks))
 
     def check(self, num_owners: Sequence[int]) -> None:
         """Check that no block is lost and none is owned twice.
@@ -110,11 +154,13 @@ class BlockPool:
             AssertionError: an invariant is broken.
         """
         assert list(num_owners) == self._num_references, "reference counts differ from block tables"
-        free, cached = set(self._free), set(self._cached)
+        free, cached = self._free, set(self._cached)
         used = {block for block, count in enumerate(self._num_references) if count}
-        assert len(free) == len(self._free), "a block is free twice"
         assert len(free) + len(cached) + len(used) == self.num_blocks, "a block is lost or in two states"
         assert free | cached | used == set(range(self.num_blocks)), "a block is lost or in two states"
         assert {h: b for b, h in self._hash_of_block.items()} == self._block_of_hash, "hash maps differ"
         assert cached <= self._hash_of_block.keys(), "a cached block has no hash"
         assert not free & self._hash_of_block.keys(), "a free block has a hash"
+        runs = range(-(-self.num_blocks // BLOCKS_PER_RUN))
+        idle = {run for run in runs if used.isdisjoint(self._blocks(run))}
+        assert idle == self._idle_runs.keys(), "runs without a used block differ from the idle ones"

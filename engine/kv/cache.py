@@ -108,9 +108,10 @@ class KVCache:
             return None
         for block in shared:
             pool.share(block)
-        blocks = shared + [pool.allocate() for _ in range(num_new)]
-        self._tables[request_id] = _Table(place, blocks, len(shared))
-        return len(shared) * self.block_size
+        num_shared = len(shared)
+        _extend(shared, num_new, pool)
+        self._tables[request_id] = _Table(place, shared, num_shared)
+        return num_shared * self.block_size
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
         """Make the table cover `num_tokens`; return False (and change nothing) when there is no room."""
@@ -121,7 +122,7 @@ class KVCache:
         pool = self._pools[table.place]
         if num_new > pool.num_free_blocks:
             return False
-        table.blocks.extend(pool.allocate() for _ in range(num_new))
+        _extend(table.blocks, num_new, pool)
         return True
 
     def move(
@@ -139,7 +140,8 @@ class KVCache:
         num_blocks = max(self.blocks_for(num_tokens), len(table.blocks))
         if num_blocks + reserve_blocks > target.num_free_blocks:
             return None
-        blocks = [target.allocate() for _ in range(num_blocks)]
+        blocks: list[int] = []
+        _extend(blocks, num_blocks, target)
         copies = [
             BlockCopy(table.place, old, place, new) for old, new in zip(table.blocks, blocks, strict=False)
         ]
@@ -180,3 +182,9 @@ class KVCache:
                     for block in table.blocks:
                         num_owners[block] += 1
             pool.check(num_owners)
+
+
+def _extend(blocks: list[int], num_new: int, pool: BlockPool) -> None:
+    """Append new blocks, each after the one before it in memory where that can be."""
+    for _ in range(num_new):
+        blocks.append(pool.allocate(after=blocks[-1] if blocks else None))

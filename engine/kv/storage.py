@@ -1,4 +1,4 @@
-"""The memory behind the KV cache: one pair of tensors per place. Knows blocks, not whose they are."""
+"""The memory behind the KV cache: a pool of blocks per place. Knows blocks, not whose they are."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,34 +8,53 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.engine.batch import BlockCopy
+from neo_desktop.engine.kv.layer import KVLayer
+from neo_desktop.engine.kv.layout import BlockLayout
 from neo_desktop.engine.kv.transfer import Carrier
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.config import ModelConfig
 
 
 class KVPool:
-    """K and V of all blocks of one place, [num_layers, num_blocks, kv_heads, block_size, head_dim] each.
+    """K and V of all blocks of one place.
 
-    Within a layer, the tokens of one head in one block are contiguous: that is what the decode kernel
-    reads in one go.
+    On a CPU, blocks of a multiple of 16 tokens have K in pairs of dimensions, which the decode kernel reads
+    fastest; elsewhere everything lies in rows.
+
+    Args:
+        config: the model's.
+        num_blocks: in each layer.
+        block_size: tokens per block.
+        dtype: of K and V; int8 (on a CPU only): rows have scales, see `BlockLayout`.
+        device: whose memory it is.
+
+    Raises:
+        ValueError: int8 was asked for where it cannot be.
     """
 
     def __init__(
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        size = (config.num_layers, num_blocks, config.num_kv_heads, block_size, config.head_dim)
-        self.device = device
+        self.layout = BlockLayout.of(config, block_size, dtype, device)
+        self.num_blocks = num_blocks
         self.block_size = block_size
-        self.k = torch.empty(size, dtype=dtype, device=device)
-        self.v = torch.empty(size, dtype=dtype, device=device)
+        self.device = device
+        self.parts = tuple(  # [num_layers, num_blocks, ...] each
+            torch.empty((config.num_layers, num_blocks, *shape), dtype=part_dtype, device=device)
+            for shape, part_dtype in self.layout.parts
+        )
         if device.type == "cpu":
             # Scattered blocks in 4 KiB pages cost a TLB miss each; before the first write it costs nothing.
-            for tensor in (self.k, self.v):
-                native.advise_huge_pages(tensor)
+            for part in self.parts:
+                native.advise_huge_pages(part)
+        self._layers = [
+            KVLayer(self.layout, tuple(part[index] for part in self.parts))
+            for index in range(config.num_layers)
+        ]
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return K and V of one layer, [num_blocks, kv_heads, block_size, head_dim] each."""
-        return self.k[index], self.v[index]
+    def layer(self, index: int) -> KVLayer:
+        """Return one layer."""
+        return self._layers[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +67,18 @@ class CopyGroup:
     target_blocks: Tensor  # [n] int64 on the target's device
 
     def copy_layer(self, layer: int, carrier: Carrier) -> None:
-        """Carry them out for one layer."""
-        for source, target in zip(self.source.layer(layer), self.target.layer(layer), strict=True):
-            blocks = carrier.blocks(source, self.source_blocks, self.target.device)
-            target.index_copy_(0, self.target_blocks, blocks)
+        """Carry them out for one layer.
+
+        Blocks cross the bus as they lie in host memory. Where the two places differ in layout or dtype, the
+        device changes that: it has more bandwidth, and the CPU's is what attention waits for.
+        """
+        source, target = self.source.layer(layer), self.target.layer(layer)
+        if source.device.type == "cpu":
+            parts = carrier.blocks(source.parts, self.source_blocks, target.device)
+            target.put(self.target_blocks, target.layout.adopted(parts, source.layout))
+            return
+        parts = target.layout.adopted(source.take(self.source_blocks), source.layout)
+        target.put(self.target_blocks, carrier.to_host(parts) if target.device.type == "cpu" else parts)
 
 
 class KVStorage:

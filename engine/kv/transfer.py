@@ -4,6 +4,7 @@ Without a GPU both are the same memory, and the same functions run on it.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,35 +27,48 @@ class HostBuffer:
 
 
 class Carrier:
-    """Brings tensors to the other memory, one at a time; used by one thread, on its current stream."""
+    """Brings tensors to the other memory, some at a time; used by one thread, on its current stream.
+
+    What a call returns is to be used before the next call.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._buffer = HostBuffer(device)
+        self._device = device
+        self._buffers: list[HostBuffer] = []
 
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """Return the tensor in host memory, to be used before the next call."""
-        if tensor.device.type == "cpu":
-            return tensor
-        staged = self._buffer.view(tuple(tensor.shape), tensor.dtype)
-        staged.copy_(tensor, non_blocking=True)
-        torch.cuda.current_stream(tensor.device).synchronize()
+    def to_host(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return tensors, all of one memory, in host memory."""
+        if tensors[0].device.type == "cpu":
+            return tuple(tensors)
+        staged = self._views([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
+        for target, source in zip(staged, tensors, strict=True):
+            target.copy_(source, non_blocking=True)
+        torch.cuda.current_stream(self._device).synchronize()
         return staged
 
-    def blocks(self, cache: Tensor, blocks: Tensor, device: torch.device) -> Tensor:
-        """Return some blocks of one layer of a cache on a device, to be used before the next call.
+    def blocks(self, caches: Sequence[Tensor], blocks: Tensor, device: torch.device) -> tuple[Tensor, ...]:
+        """Return a copy of some blocks of caches in host memory on a device.
 
         Args:
-            cache: [num_blocks, kv_heads, block_size, head_dim]
-            blocks: [n] int64, on the cache's device.
+            caches: [num_blocks, ...] each.
+            blocks: [n] int64.
 
         Returns:
-            [n, kv_heads, block_size, head_dim]
+            [n, ...] of each.
         """
-        if device.type == "cpu" or cache.device.type != "cpu":
-            chosen = cache.index_select(0, blocks)
-            return self.to_host(chosen) if device.type == "cpu" else chosen
-        staged = self._buffer.view((len(blocks), *cache.shape[1:]), cache.dtype)
-        torch.index_select(cache, 0, blocks, out=staged)
-        there = staged.to(device, non_blocking=True)
+        staged = self._views([((len(blocks), *cache.shape[1:]), cache.dtype) for cache in caches])
+        for target, cache in zip(staged, caches, strict=True):
+            torch.index_select(cache, 0, blocks, out=target)
+        if device.type == "cpu":
+            return staged
+        there = tuple(tensor.to(device, non_blocking=True) for tensor in staged)
         torch.cuda.current_stream(device).synchronize()  # `staged` is about to be written again
         return there
+
+    def _views(self, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[Tensor, ...]:
+        """Return a tensor of each shape and dtype, in memory that is used again and again."""
+        while len(self._buffers) < len(wanted):
+            self._buffers.append(HostBuffer(self._device))
+        return tuple(
+            buffer.view(shape, dtype) for buffer, (shape, dtype) in zip(self._buffers, wanted, strict=False)
+        )

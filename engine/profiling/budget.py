@@ -13,7 +13,7 @@ from typing import Self
 
 import torch
 
-from neo_desktop.engine.execute.attention import GATHERED_TOKENS
+from neo_desktop.engine.kv.gathered_attention import GATHERED_TOKENS
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits

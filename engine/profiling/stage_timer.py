@@ -259,7 +259,7 @@ def measured_blocks(decoder: Decoder, storage: KVStorage, place: Place) -> int:
         pool = storage[place]
     except KeyError:  # the policy does not use this place
         return 0
-    return min(int(pool.k.shape[1]), max(_region_bytes(decoder, pool.device) // _block_bytes(decoder), 4))
+    return min(pool.num_blocks, max(_region_bytes(decoder, pool.device) // pool.layout.block_bytes, 4))
 
 
 def _region(decoder: Decoder, storage: KVStorage, place: Place, device: torch.device) -> _Region:
@@ -267,21 +267,21 @@ def _region(decoder: Decoder, storage: KVStorage, place: Place, device: torch.de
 
     Memory that was never written is read from one shared page of zeros: that would be a cache's speed.
     """
-    config, region_bytes, block_bytes = decoder.config, _region_bytes(decoder, device), _block_bytes(decoder)
+    config, region_bytes = decoder.config, _region_bytes(decoder, device)
     num_blocks = measured_blocks(decoder, storage, place)
     if num_blocks:
         pool = storage[place]
     else:
-        num_blocks = min(max(region_bytes // 4 // block_bytes // config.num_layers, 4), 4096)
+        num_blocks = min(max(region_bytes // 4 // _block_bytes(decoder) // config.num_layers, 4), 4096)
         pool = KVPool(config, num_blocks, BLOCK_SIZE, decoder.dtype, device)
-    num_layers = max(region_bytes // (num_blocks * block_bytes), 1)
+    num_layers = max(region_bytes // (num_blocks * pool.layout.block_bytes), 1)
     if len(set(config.layer_windows)) > 1:
         num_layers = max(num_layers, 8)  # layers of both kinds, in about their proportion
     num_layers = min(num_layers, config.num_layers)
     layers = tuple(i * config.num_layers // num_layers for i in range(num_layers))
     for layer in layers:
-        for cache in pool.layer(layer):
-            cache[:num_blocks].zero_()
+        for part in pool.layer(layer).parts:
+            part[:num_blocks].zero_()
     return _Region(pool, layers, random.Random(0).sample(range(num_blocks), num_blocks))
 
 

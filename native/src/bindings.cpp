@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "neo_desktop/arithmetic.h"
 #include "neo_desktop/cpu.h"
 #include "neo_desktop/memory.h"
 #include "neo_desktop/paged_attention.h"
@@ -45,13 +46,17 @@ PYBIND11_MODULE(_native, m) {
       "paged_attention_decode",
       [](const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const std::optional<Tensor>& k_scale,
          const std::optional<Tensor>& v_scale, const Tensor& block_tables, const Tensor& context_lens,
-         const Tensor& out, float scale, int64_t window, int num_threads, const std::string& isa) {
+         const Tensor& out, const std::optional<Tensor>& k, const std::optional<Tensor>& v, float scale,
+         int64_t window, int num_threads, const std::string& isa) {
         const auto k_scale_view = view("k_scale", k_scale);
         const auto v_scale_view = view("v_scale", v_scale);
+        std::optional<NewRows> new_rows;
+        if (k && v) new_rows = {view("k", *k), view("v", *v)};
         paged_attention_decode(view("q", q), view("k_cache", k_cache), view("v_cache", v_cache),
                                pointer(k_scale_view), pointer(v_scale_view),
                                view("block_tables", block_tables), view("context_lens", context_lens),
-                               view("out", out), scale, window, num_threads, isa_from_name(isa));
+                               view("out", out), new_rows ? &*new_rows : nullptr, scale, window, num_threads,
+                               isa_from_name(isa));
       },
       without_gil);
   m.def(
@@ -70,6 +75,16 @@ PYBIND11_MODULE(_native, m) {
       "read_seconds",
       [](uintptr_t address, int64_t bytes, int num_threads) {
         return read_seconds(reinterpret_cast<const void*>(address), bytes, check_num_threads(num_threads));
+      },
+      without_gil);
+  m.def("interleave_numa_nodes", [](uintptr_t address, int64_t bytes) {
+    return interleave_numa_nodes(reinterpret_cast<void*>(address), bytes);
+  });
+  m.def(
+      "fma_rate",
+      [](double seconds, int num_threads, const std::string& isa, int dtype) {
+        return fma_rate(seconds, check_num_threads(num_threads), isa_from_name(isa),
+                        static_cast<DType>(dtype));
       },
       without_gil);
   m.def("advise_huge_pages", [](uintptr_t address, int64_t bytes) {

@@ -1,6 +1,11 @@
 #include "neo_desktop/cpu.h"
 
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include <algorithm>
 #include <cmath>
@@ -70,6 +75,25 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
+bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#if defined(NEO_DESKTOP_AMX)
+// Tile registers are large: Linux saves them only for processes that ask for them, once.
+bool has_amx() {
+#if defined(NEO_DESKTOP_IMITATE_AMX)
+  return has_avx512bf16();
+#else
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
+  constexpr unsigned kBf16Tiles = 1u << 22 | 1u << 24;
+  unsigned a, b, c, d;
+  if (!has_avx512bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBf16Tiles) != kBf16Tiles) {
+    return false;
+  }
+  static const bool allowed = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return allowed;
+#endif
+}
+#endif
 #endif
 
 // The instruction sets of this build, weakest first.
@@ -83,6 +107,10 @@ constexpr IsaEntry kIsas[] = {
 #if defined(__x86_64__)
     {Isa::kAvx2, "avx2", has_avx2},
     {Isa::kAvx512, "avx512", has_avx512},
+    {Isa::kAvx512Bf16, "avx512bf16", has_avx512bf16},
+#if defined(NEO_DESKTOP_AMX)
+    {Isa::kAmx, "amx", has_amx},
+#endif
 #endif
 };
 

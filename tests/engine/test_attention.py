@@ -5,11 +5,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from kv_pools import spoiled
 from torch import Tensor
 
 from neo_desktop.engine.batch import BlockCopy, ScheduledSequence, SubBatch
-from neo_desktop.engine.execute import attention
-from neo_desktop.engine.execute.attention import causal_attention, gathered_decode_attention, place_batches
+from neo_desktop.engine.execute.attention import causal_attention, place_batches
+from neo_desktop.engine.kv import gathered_attention
+from neo_desktop.engine.kv.gathered_attention import gathered_decode_attention
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv.transfer import Carrier
 from neo_desktop.engine.placement import Place
@@ -17,6 +19,7 @@ from neo_desktop.models.shapes import shape
 from neo_desktop.native import paged_attention_decode
 
 CONFIG = shape("qwen3-0.6b")
+CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim
 BLOCK_SIZE = 16
 SCALE = HEAD_DIM**-0.5
@@ -35,18 +38,17 @@ def dense(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
 
 
-def make_storage(num_blocks: int) -> KVStorage:
-    pools = {
-        place: KVPool(CONFIG, num_blocks, BLOCK_SIZE, torch.float32, torch.device("cpu")) for place in Place
-    }
-    for pool in pools.values():  # as fresh memory may be
-        pool.k.fill_(torch.nan)
-        pool.v.fill_(torch.nan)
-    return KVStorage(pools)
+def make_storage(num_blocks: int, block_size: int = BLOCK_SIZE) -> KVStorage:
+    return KVStorage(
+        {place: spoiled(KVPool(CONFIG, num_blocks, block_size, torch.float32, CPU)) for place in Place}
+    )
 
 
+@pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize("window", [None, 20])
-def test_prompts_in_chunks_and_decodes_in_two_places_equal_dense_attention(window: int | None) -> None:
+def test_prompts_in_chunks_and_decodes_in_two_places_equal_dense_attention(
+    window: int | None, block_size: int
+) -> None:
     """Each context is computed in several iterations with different cuts; every row must match."""
     torch.manual_seed(0)
     cuts = {
@@ -55,9 +57,10 @@ def test_prompts_in_chunks_and_decodes_in_two_places_equal_dense_attention(windo
         "c": (Place.HOST, [0, 16, 17, 18, 60]),
         "d": (Place.HOST, [0, 31, 47, 63, 64]),
     }
-    storage = make_storage(20)
-    order = torch.randperm(20).tolist()
-    tables = {name: tuple(order[4 * i : 4 * i + 4]) for i, name in enumerate(cuts)}
+    width = 64 // block_size
+    storage = make_storage(5 * width, block_size)
+    order = torch.randperm(5 * width).tolist()
+    tables = {name: tuple(order[width * i : width * (i + 1)]) for i, name in enumerate(cuts)}
     q, k, v = (
         {name: torch.randn(64, heads, HEAD_DIM) for name in cuts} for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
@@ -86,8 +89,8 @@ def test_prompts_in_chunks_and_decodes_in_two_places_equal_dense_attention(windo
             torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=1e-4)
             row += len(expected)
     for place in Place:  # the other layers were not touched
-        assert storage[place].k[0].isnan().all()
-        assert storage[place].v[2].isnan().all()
+        for part in storage[place].parts:
+            assert part[[0, *range(2, CONFIG.num_layers)]].isnan().all()
 
 
 @pytest.mark.parametrize("at_once", [1, 130, 8192])
@@ -97,7 +100,7 @@ def test_plain_torch_decode_agrees_with_the_native_kernel(
     dtype: torch.dtype, window: int | None, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU computes from gathered blocks is what the CPU computes in place, some requests at a time."""
-    monkeypatch.setattr(attention, "GATHERED_TOKENS", at_once)
+    monkeypatch.setattr(gathered_attention, "GATHERED_TOKENS", at_once)
     torch.manual_seed(1)
     lengths = torch.tensor([1, 15, 16, 17, 64], dtype=torch.int32)
     cache = [torch.randn(20, KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(dtype) for _ in range(2)]
@@ -129,8 +132,8 @@ def test_block_copies_are_carried_out_in_their_order(seed: int) -> None:
         for block in range(4):
             value = float(len(expected))
             expected[place, block] = value
-            storage[place].k[:, block] = value
-            storage[place].v[:, block] = -value
+            for sign, part in zip((1, -1), storage[place].parts, strict=True):
+                part[:, block] = sign * value
     blocks = list(expected)
     copies = []
     for _ in range(rng.randint(0, 12)):
@@ -138,13 +141,13 @@ def test_block_copies_are_carried_out_in_their_order(seed: int) -> None:
         copies.append(BlockCopy(*source, *target))
         expected[target] = expected[source]
     groups = storage.copy_groups(copies)
-    carrier = Carrier(torch.device("cpu"))
+    carrier = Carrier(CPU)
     for layer in (0, 2):
         for group in groups:
             group.copy_layer(layer, carrier)
         for (place, block), value in expected.items():
-            assert (storage[place].k[layer, block] == value).all()
-            assert (storage[place].v[layer, block] == -value).all()
+            for sign, part in zip((1, -1), storage[place].parts, strict=True):
+                assert (part[layer, block] == sign * value).all()
 
 
 def test_a_move_of_many_blocks_is_one_group() -> None:

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from neo_desktop.engine.kv.block_pool import BlockHash, BlockPool, extend_hashes
+from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN, BlockHash, BlockPool, extend_hashes
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import Place
 
@@ -187,3 +187,49 @@ def test_a_pool_refuses_to_give_what_it_has_not_and_to_take_back_twice() -> None
     pool.release(block)
     with pytest.raises(ValueError, match="more often"):
         pool.release(block)
+
+
+def test_blocks_of_a_request_follow_each_other_also_when_several_grow_at_once() -> None:
+    kv = KVCache({Place.HOST: 40 * BLOCKS_PER_RUN}, BLOCK_SIZE)
+    names = [str(i) for i in range(10)]
+    generations = 4
+    for generation in range(generations):
+        for name in names:
+            assert admit(kv, name, [generation, *map(ord, name)] * 5, Place.HOST) is not None
+        for num_tokens in range(11, 4 * BLOCKS_PER_RUN * BLOCK_SIZE // 2):
+            for name in names:
+                assert kv.extend(name, num_tokens)
+                if num_tokens % BLOCK_SIZE == 0:  # as for tokens that nobody else has: found again by nobody
+                    commit(kv, name, [generation, *map(ord, name), *range(num_tokens)][:num_tokens])
+        for name in names:
+            table = kv.block_table(name)
+            for start in range(0, len(table), BLOCKS_PER_RUN):
+                run = table[start : start + BLOCKS_PER_RUN]
+                assert run == tuple(range(run[0], run[0] + len(run)))
+        for name in names:
+            kv.free(name)
+        kv.check()
+
+
+def test_room_that_was_left_for_a_request_to_grow_is_given_to_others_when_they_need_it() -> None:
+    pool = BlockPool(3 * BLOCKS_PER_RUN)
+    first = [pool.allocate() for _ in range(3)]
+    assert len({block // BLOCKS_PER_RUN for block in first}) == 3
+    rest = [pool.allocate(after=first[0]) for _ in range(3 * BLOCKS_PER_RUN - 3)]
+    assert sorted(first + rest) == list(range(3 * BLOCKS_PER_RUN))
+
+
+def test_what_is_unused_for_longest_is_given_up_first_a_run_at_a_time() -> None:
+    pool = BlockPool(2 * BLOCKS_PER_RUN)
+    blocks = [pool.allocate() for _ in range(2)]
+    while pool.num_free_blocks:
+        blocks.append(pool.allocate(after=blocks[-2]))
+    for block in blocks:
+        pool.publish(block, bytes([block]))
+    for block in sorted(blocks, reverse=True):  # the second run first
+        pool.release(block)
+    assert pool.num_cached_blocks == 2 * BLOCKS_PER_RUN
+    assert pool.allocate() == BLOCKS_PER_RUN
+    assert all(pool.find(bytes([block])) == block for block in range(BLOCKS_PER_RUN))
+    assert pool.num_cached_blocks == BLOCKS_PER_RUN
+    assert pool.num_free_blocks == 2 * BLOCKS_PER_RUN - 1

@@ -80,9 +80,12 @@ def hooked_lanes(hook: Hook, timeline: Timeline | None = None) -> Lanes:
 
 
 def make_executor(
-    model: Decoder, hook: Hook | None = None, timeline: Timeline | None = None
+    model: Decoder,
+    hook: Hook | None = None,
+    timeline: Timeline | None = None,
+    block_size: int = BLOCK_SIZE,
 ) -> PipelineExecutor:
-    storage = make_storage(model, dict.fromkeys(Place, NUM_BLOCKS))
+    storage = make_storage(model, dict.fromkeys(Place, NUM_BLOCKS), block_size)
     lanes = None if hook is None else hooked_lanes(hook, timeline)
     return PipelineExecutor(model, storage, timeline, lanes=lanes)
 
@@ -141,10 +144,14 @@ def model() -> Decoder:
     return tiny_model()
 
 
+@pytest.mark.parametrize("block_size", [8, 16])  # K in rows, and in pairs
 @pytest.mark.parametrize("seed", range(25))
-def test_random_plans_give_the_tokens_of_a_plain_computation(model: Decoder, seed: int) -> None:
+def test_random_plans_give_the_tokens_of_a_plain_computation(
+    model: Decoder, seed: int, block_size: int
+) -> None:
     """Prompts in chunks, decodes, moves both ways, in one or two sub-batches: the logits are right."""
-    iterations, executor = RandomIterations(seed, NUM_BLOCKS), make_executor(model)
+    iterations = RandomIterations(seed, NUM_BLOCKS * BLOCK_SIZE // block_size, block_size=block_size)
+    executor = make_executor(model, block_size=block_size)
     for plan, contexts in iterations.plans(12):
         result = executor.execute(plan)
         check_result(model, plan, contexts, result)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from kv_pools import spoiled
 from torch import Tensor
 
 from neo_desktop.engine.batch import (
@@ -52,17 +53,15 @@ def tiny_model(
     return there
 
 
-def make_storage(model: Decoder, num_blocks: Mapping[Place, int]) -> KVStorage:
+def make_storage(model: Decoder, num_blocks: Mapping[Place, int], block_size: int = BLOCK_SIZE) -> KVStorage:
     """Pools full of NaN: whatever is read before it was written shows."""
     devices = {Place.DEVICE: model.device, Place.HOST: torch.device("cpu")}
-    pools = {
-        place: KVPool(model.config, count, BLOCK_SIZE, model.dtype, devices[place])
-        for place, count in num_blocks.items()
-    }
-    for pool in pools.values():
-        pool.k.fill_(torch.nan)
-        pool.v.fill_(torch.nan)
-    return KVStorage(pools)
+    return KVStorage(
+        {
+            place: spoiled(KVPool(model.config, count, block_size, model.dtype, devices[place]))
+            for place, count in num_blocks.items()
+        }
+    )
 
 
 def sampling_input(position: int) -> SamplingInput:
@@ -104,8 +103,15 @@ class RandomIterations:
     by a move and taken by another move, by a prompt or by a decode.
     """
 
-    def __init__(self, seed: int, num_blocks: int = 24, places: tuple[Place, ...] = tuple(Place)) -> None:
+    def __init__(
+        self,
+        seed: int,
+        num_blocks: int = 24,
+        places: tuple[Place, ...] = tuple(Place),
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
         self._rng = random.Random(seed)
+        self._block_size = block_size
         self._places = places
         self._free = {place: list(range(num_blocks)) for place in places}
         for blocks in self._free.values():
@@ -179,7 +185,7 @@ class RandomIterations:
         count = self._rng.choice((rest, self._rng.randint(0, rest)))
         context_len = request.num_computed + count
         free = self._free[request.place]
-        needed = -(-context_len // BLOCK_SIZE) - len(request.blocks)
+        needed = -(-context_len // self._block_size) - len(request.blocks)
         if count == 0 or needed > len(free):
             return None
         request.blocks += [free.pop() for _ in range(needed)]
