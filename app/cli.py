@@ -90,6 +90,7 @@ def chat(
     cpu_cache_tokens: opt.CpuCacheTokens = None,
     gpu_memory: opt.GpuMemory = None,
     cpu_memory: opt.CpuMemory = None,
+    cpu_cache_dtype: opt.CpuCacheDtypeOption = opt.CpuCacheDtype.AUTO,
     shape: opt.Shape = None,
     trace_timeline: opt.TraceTimeline = None,
     debug: opt.Debug = False,
@@ -106,6 +107,7 @@ def chat(
             cpu_cache_tokens=cpu_cache_tokens,
             gpu_memory_gib=gpu_memory,
             cpu_memory_gib=cpu_memory,
+            cpu_cache_dtype=cpu_cache_dtype,
             policy=policy,
             trace_timeline=trace_timeline,
         ),
@@ -127,6 +129,7 @@ def serve(
     cpu_cache_tokens: opt.CpuCacheTokens = None,
     gpu_memory: opt.GpuMemory = None,
     cpu_memory: opt.CpuMemory = None,
+    cpu_cache_dtype: opt.CpuCacheDtypeOption = opt.CpuCacheDtype.AUTO,
     shape: opt.Shape = None,
     trace_timeline: opt.TraceTimeline = None,
     debug: opt.Debug = False,
@@ -143,6 +146,7 @@ def serve(
             cpu_cache_tokens=cpu_cache_tokens,
             gpu_memory_gib=gpu_memory,
             cpu_memory_gib=cpu_memory,
+            cpu_cache_dtype=cpu_cache_dtype,
             policy=policy,
             trace_timeline=trace_timeline,
         ),
@@ -185,6 +189,7 @@ def bench(
     cpu_cache_tokens: opt.CpuCacheTokens = None,
     gpu_memory: opt.GpuMemory = None,
     cpu_memory: opt.CpuMemory = None,
+    cpu_cache_dtype: opt.CpuCacheDtypeOption = opt.CpuCacheDtype.AUTO,
     json_file: opt.JsonFile = None,
     debug: opt.Debug = False,
 ) -> None:
@@ -201,6 +206,7 @@ def bench(
         cpu_cache_tokens=cpu_cache_tokens,
         gpu_memory_gib=gpu_memory,
         cpu_memory_gib=cpu_memory,
+        cpu_cache_dtype=cpu_cache_dtype.value,
     )
     with _progress() as progress:
         task = progress.add_task("Measuring", total=1.0)
@@ -224,6 +230,7 @@ def profile(
     cpu_cache_tokens: opt.CpuCacheTokens = None,
     gpu_memory: opt.GpuMemory = None,
     cpu_memory: opt.CpuMemory = None,
+    cpu_cache_dtype: opt.CpuCacheDtypeOption = opt.CpuCacheDtype.AUTO,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Measure again, even if tables are there.")
     ] = False,
@@ -243,6 +250,7 @@ def profile(
         cpu_cache_tokens=cpu_cache_tokens,
         gpu_memory_gib=gpu_memory,
         cpu_memory_gib=cpu_memory,
+        cpu_cache_dtype=cpu_cache_dtype.value,
         refresh=refresh,
     )
     with _progress() as progress:
@@ -335,6 +343,7 @@ class _EngineSettings:
     cpu_cache_tokens: int | None
     gpu_memory_gib: float | None
     cpu_memory_gib: float | None
+    cpu_cache_dtype: opt.CpuCacheDtype
     policy: opt.PolicyName
     trace_timeline: Path | None
 
@@ -377,6 +386,8 @@ def _serve(server: _ServerSettings, engine: _EngineSettings, debug: bool) -> Non
             if server.with_page:
                 stdout.print(f"Chat:  [bold]{url}[/]", highlight=False)
             stdout.print(f"API:   [bold]{url}/v1[/]  (model {loaded.model_name})", highlight=False)
+            if engine.cpu_cache_dtype is opt.CpuCacheDtype.INT8:
+                stdout.print("CPU-cache in 8 bits: answers may differ slightly.", highlight=False)
             stdout.print("Ctrl-C ends the program.", highlight=False)
             if server.open_browser and _has_screen():
                 webbrowser.open(url)
@@ -406,6 +417,7 @@ def _load_engine(settings: _EngineSettings) -> "Engine":
             cpu_cache_tokens=settings.cpu_cache_tokens,
             gpu_memory_gib=settings.gpu_memory_gib,
             cpu_memory_gib=settings.cpu_memory_gib,
+            cpu_cache_dtype=settings.cpu_cache_dtype.value,
             trace_timeline=settings.trace_timeline,
             progress=lambda done, total: progress.update(loading, completed=done, total=total),
             profile_progress=measured,

@@ -44,11 +44,13 @@ class ProfileReport:
         """Print every table, in milliseconds for one layer."""
         key = self.key
         where = key["gpu"]["name"] if key["gpu"] else key["cpu"]
-        console.print(f"{self.model} on {where}, {key['dtype']}; milliseconds for one layer", highlight=False)
+        differs = key["cpu_cache_dtype"] != key["dtype"]
+        dtype = f"{key['dtype']}, CPU-cache {key['cpu_cache_dtype']}" if differs else key["dtype"]
+        console.print(f"{self.model} on {where}, {dtype}; milliseconds for one layer", highlight=False)
         for name, unit in _CURVES:
             console.print(_curve(name, unit, getattr(self.tables, name)), highlight=False)
         for name, x_unit, y_unit in _SURFACES:
-            if name == "gpu_attention" and not key["gpu"]:
+            if name == "gpu_attention" and not key["gpu"] and not differs:
                 console.print("gpu_attention: without a GPU the same as cpu_attention", highlight=False)
                 continue
             console.print(_surface(name, x_unit, y_unit, getattr(self.tables, name)), highlight=False)

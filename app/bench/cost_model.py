@@ -226,7 +226,7 @@ def _predicted_ms(tables: TableCostModel, point: Point) -> float:
 
 
 def _notes(timer: StageTimer) -> tuple[str, ...]:
-    if timer.is_cuda:
+    if not timer.attends_alike:
         return ()
     return ("Without a GPU, both caches lie in host memory and share the table of the CPU's attention.",)
 

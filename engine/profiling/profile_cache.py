@@ -89,6 +89,7 @@ def profile_key(decoder: Decoder, storage: KVStorage, limits: SchedulerLimits) -
         "isa": native.default_isa(),
         "device": decoder.device.type,
         "dtype": str(decoder.dtype).removeprefix("torch."),
+        "cpu_cache_dtype": str(storage[Place.HOST].layout.dtype).removeprefix("torch."),
         "block_size": BLOCK_SIZE,
         "model": {
             "hidden_size": config.hidden_size,

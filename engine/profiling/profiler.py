@@ -40,7 +40,7 @@ _SPANNING_SHARE, _BETWEEN_SHARE = 0.7, 0.35
 _SECOND_CHANCES = 2
 _SECONDS_PER_WEIGHT_BYTE = 4e-9
 _MIN_SECONDS = 0.6
-_SHARES = {  # of the time; the device's attention is only measured where there is a GPU
+_SHARES = {  # of the time; the device's attention is only measured where it differs from the CPU's
     Stage.LINEAR: 0.35,
     Stage.CPU_ATTENTION: 0.2,
     Stage.PREFILL_ATTENTION: 0.15,
@@ -130,8 +130,7 @@ def profile(
         hand_off=curve(Stage.HAND_OFF),
         transfer=curve(Stage.TRANSFER),
         prefill_attention=_surface(Stage.PREFILL_ATTENTION, times),
-        # Without a GPU both caches lie in the same memory and the same kernel reads them.
-        gpu_attention=_surface(Stage.GPU_ATTENTION, times) if timer.is_cuda else cpu_attention,
+        gpu_attention=cpu_attention if timer.attends_alike else _surface(Stage.GPU_ATTENTION, times),
         cpu_attention=cpu_attention,
     )
 
@@ -147,7 +146,7 @@ def stage_grids(timer: StageTimer, config: ModelConfig, limits: SchedulerLimits)
         Stage.TRANSFER: _line(Stage.TRANSFER, tokens),
         Stage.HAND_OFF: _line(Stage.HAND_OFF, requests),
     }
-    if timer.is_cuda:
+    if not timer.attends_alike:
         grids[Stage.GPU_ATTENTION] = _decode_grid(Stage.GPU_ATTENTION, timer, Place.DEVICE, config, requests)
     return grids
 

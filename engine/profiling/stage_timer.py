@@ -88,6 +88,9 @@ class StageTimer:
             place: _region(decoder, storage, place, device)
             for place, device in ((Place.DEVICE, decoder.device), (Place.HOST, torch.device("cpu")))
         }
+        # Whether decode attention is the same in both places: the same memory, kernel, layout and dtype.
+        device, host = (region.pool.layout for region in self._regions.values())
+        self.attends_alike = not self.is_cuda and device == host
         generator = torch.Generator(decoder.device).manual_seed(0)
 
         def normal(*shape: int) -> Tensor:

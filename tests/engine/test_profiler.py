@@ -103,7 +103,7 @@ class FakeTimer(StageTimer):
     """Times by a formula and a clock of its own."""
 
     def __init__(self, cost_ms: Callable[[Point], float], clock: list[float]) -> None:
-        self.is_cuda = False
+        self.is_cuda, self.attends_alike = False, True
         self.cost_ms = cost_ms
         self.clock = clock
         self.calls: list[Point] = []
