@@ -24,6 +24,14 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class KVDtype(StrEnum):
+    """Number format of keys and values in a CPU-cache."""
+
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+
+
 class PolicyName(StrEnum):
     """Where requests may live."""
 
