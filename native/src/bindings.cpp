@@ -39,22 +39,24 @@ PYBIND11_MODULE(_native, m) {
   m.def("default_num_threads", &default_num_threads);
   m.def("available_isas", [] {
     std::vector<std::string> names;
-    for (const Isa isa : {Isa::kScalar, Isa::kAvx2, Isa::kAvx512}) {
-      if (isa_available(isa)) names.emplace_back(isa_name(isa));
-    }
+    for (const Isa isa : available_isas()) names.emplace_back(isa_name(isa));
     return names;
   });
   m.def(
       "paged_attention_decode",
       [](const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const std::optional<Tensor>& k_scale,
          const std::optional<Tensor>& v_scale, const Tensor& block_tables, const Tensor& context_lens,
-         const Tensor& out, float scale, int64_t window, int num_threads, const std::string& isa) {
+         const Tensor& out, const std::optional<Tensor>& k, const std::optional<Tensor>& v, float scale,
+         int64_t window, int num_threads, const std::string& isa) {
         const auto k_scale_view = view("k_scale", k_scale);
         const auto v_scale_view = view("v_scale", v_scale);
+        std::optional<NewRows> new_rows;
+        if (k && v) new_rows = {view("k", *k), view("v", *v)};
         paged_attention_decode(view("q", q), view("k_cache", k_cache), view("v_cache", v_cache),
                                pointer(k_scale_view), pointer(v_scale_view),
                                view("block_tables", block_tables), view("context_lens", context_lens),
-                               view("out", out), scale, window, num_threads, isa_from_name(isa));
+                               view("out", out), new_rows ? &*new_rows : nullptr, scale, window, num_threads,
+                               isa_from_name(isa));
       },
       without_gil);
   m.def(
@@ -82,6 +84,9 @@ PYBIND11_MODULE(_native, m) {
                         static_cast<DType>(dtype));
       },
       without_gil);
+  m.def("interleave_numa_nodes", [](uintptr_t address, int64_t bytes) {
+    return interleave_numa_nodes(reinterpret_cast<void*>(address), bytes);
+  });
   m.def("advise_huge_pages", [](uintptr_t address, int64_t bytes) {
     return advise_huge_pages(reinterpret_cast<void*>(address), bytes);
   });

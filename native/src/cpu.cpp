@@ -1,10 +1,16 @@
 #include "neo_desktop/cpu.h"
 
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include <algorithm>
 #include <cmath>
 #include <fstream>
+#include <iterator>
 #include <sstream>
 #include <stdexcept>
 #include <thread>
@@ -69,43 +75,83 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
+bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#if defined(NEO_DESKTOP_AMX)
+// Tile registers are large: Linux saves them only for processes that ask for them, once.
+bool has_amx() {
+#if defined(NEO_DESKTOP_IMITATE_AMX)
+  return has_avx512bf16();
+#else
+  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
+  constexpr unsigned kBf16Tiles = 1u << 22 | 1u << 24;
+  unsigned a, b, c, d;
+  if (!has_avx512bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBf16Tiles) != kBf16Tiles) {
+    return false;
+  }
+  static const bool allowed = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return allowed;
 #endif
+}
+#endif
+#endif
+
+// The instruction sets of this build, weakest first.
+struct IsaEntry {
+  Isa isa;
+  const char* name;
+  bool (*available)();
+};
+constexpr IsaEntry kIsas[] = {
+    {Isa::kScalar, "scalar", [] { return true; }},
+#if defined(__x86_64__)
+    {Isa::kAvx2, "avx2", has_avx2},
+    {Isa::kAvx512, "avx512", has_avx512},
+    {Isa::kAvx512Bf16, "avx512bf16", has_avx512bf16},
+#if defined(NEO_DESKTOP_AMX)
+    {Isa::kAmx, "amx", has_amx},
+#endif
+#endif
+};
+
+// "scalar, avx2 or avx512"
+std::string isa_choices() {
+  std::string names;
+  for (const IsaEntry& entry : kIsas) {
+    const bool last = &entry == std::end(kIsas) - 1;
+    if (!names.empty()) names += last ? " or " : ", ";
+    names += entry.name;
+  }
+  return names;
+}
 
 }  // namespace
 
 const char* isa_name(Isa isa) {
-  switch (isa) {
-    case Isa::kAvx2:
-      return "avx2";
-    case Isa::kAvx512:
-      return "avx512";
-    case Isa::kScalar:
-      break;
+  for (const IsaEntry& entry : kIsas) {
+    if (entry.isa == isa) return entry.name;
   }
-  return "scalar";
+  return "of another build";
 }
 
-bool isa_available(Isa isa) {
-#if defined(__x86_64__)
-  if (isa == Isa::kAvx2) return has_avx2();
-  if (isa == Isa::kAvx512) return has_avx512();
-#endif
-  return isa == Isa::kScalar;
+std::vector<Isa> available_isas() {
+  std::vector<Isa> isas;
+  for (const IsaEntry& entry : kIsas) {
+    if (entry.available()) isas.push_back(entry.isa);
+  }
+  return isas;
 }
 
-Isa best_isa() {
-  if (isa_available(Isa::kAvx512)) return Isa::kAvx512;
-  return isa_available(Isa::kAvx2) ? Isa::kAvx2 : Isa::kScalar;
-}
+Isa best_isa() { return available_isas().back(); }
 
 Isa isa_from_name(const std::string& name) {
-  for (const Isa isa : {Isa::kScalar, Isa::kAvx2, Isa::kAvx512}) {
-    if (name != isa_name(isa)) continue;
-    if (isa_available(isa)) return isa;
+  for (const IsaEntry& entry : kIsas) {
+    if (name != entry.name) continue;
+    if (entry.available()) return entry.isa;
     throw std::invalid_argument("isa '" + name + "' is not available on this CPU; the best one here is '" +
                                 isa_name(best_isa()) + "'");
   }
-  throw std::invalid_argument("isa '" + name + "' is unknown; choose scalar, avx2 or avx512");
+  throw std::invalid_argument("isa '" + name + "' is unknown; choose " + isa_choices());
 }
 
 std::map<std::string, bool> cpu_features() {

@@ -103,7 +103,7 @@ int64_t multiply_adds(int64_t rounds, float* kept) {
 constinit const Kernels kScalarKernels = {
     {attend<float, false>, attend<Half, false>, attend<BFloat16, false>},
     {attend<float, true>, attend<Half, true>, attend<BFloat16, true>, attend<Int8, true>},
-    nullptr,
+    {},
     {widen<float>, widen<Half>, widen<BFloat16>},
     {narrow<float>, narrow<Half>, narrow<BFloat16>},
     read,

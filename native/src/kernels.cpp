@@ -4,8 +4,23 @@
 
 namespace neo_desktop {
 
+namespace {
+
+[[maybe_unused]] Kernels with(Kernels kernels, const Bf16Kernels& attend_bf16) {
+  kernels.attend_bf16 = attend_bf16;
+  return kernels;
+}
+
+}  // namespace
+
 const Kernels& kernels_for(Isa isa) {
 #if defined(__x86_64__)
+  static const Kernels avx512bf16 = with(kAvx512Kernels, kAvx512Bf16Kernels);
+  if (isa == Isa::kAvx512Bf16) return avx512bf16;
+#if defined(NEO_DESKTOP_AMX)
+  static const Kernels amx = with(kAvx512Kernels, kAmxKernels);
+  if (isa == Isa::kAmx) return amx;
+#endif
   if (isa == Isa::kAvx512) return kAvx512Kernels;
   if (isa == Isa::kAvx2) return kAvx2Kernels;
 #endif

@@ -1,11 +1,17 @@
 #include "neo_desktop/memory.h"
 
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <utility>
 
 #include "neo_desktop/cpu.h"
 #include "neo_desktop/kernels.h"
@@ -15,6 +21,12 @@ namespace neo_desktop {
 namespace {
 
 constexpr int64_t kPieceBytes = 1 << 20;  // what a thread reads before it asks for more
+
+[[maybe_unused]] std::pair<uintptr_t, uintptr_t> whole_pages(const void* data, int64_t bytes) {
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto address = reinterpret_cast<uintptr_t>(data);
+  return {(address + page - 1) / page * page, (address + bytes) / page * page};
+}
 
 }  // namespace
 
@@ -37,10 +49,36 @@ double read_seconds(const void* data, int64_t bytes, int num_threads) {
 
 bool advise_huge_pages(void* data, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
-  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
+  const auto [begin, end] = whole_pages(data, bytes);
   return begin < end && madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE) == 0;
+#else
+  return false;
+#endif
+}
+
+bool interleave_numa_nodes(void* data, int64_t bytes) {
+#if defined(SYS_mbind)
+  // "0-1" or "0,2-3": the nodes that have memory.
+  std::ifstream file("/sys/devices/system/node/has_memory");
+  std::string ranges;
+  if (!(file >> ranges)) return false;
+  constexpr int kMaxNodes = 1024;
+  constexpr int kWordBits = 8 * sizeof(unsigned long);
+  unsigned long nodes[kMaxNodes / kWordBits] = {};
+  int count = 0;
+  std::istringstream parts(ranges);
+  for (std::string part; std::getline(parts, part, ',');) {
+    const int first = std::atoi(part.c_str());
+    const auto dash = part.find('-');
+    const int last = dash == std::string::npos ? first : std::atoi(part.c_str() + dash + 1);
+    for (int node = first; node <= last && node < kMaxNodes; ++node, ++count) {
+      nodes[node / kWordBits] |= 1UL << node % kWordBits;
+    }
+  }
+  if (count < 2) return false;
+  constexpr int kInterleave = 3;  // MPOL_INTERLEAVE
+  const auto [begin, end] = whole_pages(data, bytes);
+  return begin < end && syscall(SYS_mbind, begin, end - begin, kInterleave, nodes, kMaxNodes, 0) == 0;
 #else
   return false;
 #endif

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <numbers>
 #include <vector>
@@ -22,6 +23,7 @@
 #include "neo_desktop/kernels.h"
 #include "neo_desktop/paged_cache.h"
 #include "neo_desktop/thread_pool.h"
+#include "slot_writer.h"
 
 namespace neo_desktop {
 namespace {
@@ -29,10 +31,13 @@ namespace {
 // A chunk's first tile is read without having been asked for in time: chunks are long, except where a request
 // alone must keep all threads busy.
 constexpr int64_t kMinChunkTokens = 512;
-constexpr int64_t kMaxChunks = 32;  // per request and head: bounds the memory that partial results take
+constexpr int64_t kMaxChunks = 64;  // per request and head: bounds the memory that partial results take
 
 // Waking a thread costs about as long as reading this much.
 constexpr int64_t kMinBytesPerThread = 32 << 10;
+
+// For fewer heads, fp32 keeps the memory's pace just as well.
+constexpr int kMinDotProductGroup = 3;
 
 // Enough for the threads to end at about the same time.
 constexpr int64_t kItemsPerThread = 16;
@@ -40,6 +45,7 @@ constexpr int64_t kItemsPerThread = 16;
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Request {
+  int64_t b;      // row of the batch
   int64_t begin;  // first token attended to
   int64_t end;
   int64_t chunk_tokens;
@@ -51,6 +57,17 @@ struct Request {
 // Memory that a calling thread keeps between its calls, so that calls in a row allocate nothing.
 class Scratch {
  public:
+  std::vector<Request> requests;
+
+  // `count` counters, their values left over from the last call.
+  std::atomic<int>* counters(int64_t count) {
+    if (count > num_counters_) {
+      counters_ = std::make_unique<std::atomic<int>[]>(count);
+      num_counters_ = count;
+    }
+    return counters_.get();
+  }
+
   float* floats(int64_t count) {
     if (count > capacity_) {
       memory_.reset();
@@ -67,22 +84,36 @@ class Scratch {
   };
   std::unique_ptr<float[], Free> memory_;
   int64_t capacity_ = 0;
+  std::unique_ptr<std::atomic<int>[]> counters_;
+  int64_t num_counters_ = 0;
+
+ public:
+  // Of this thread. Only the thread that calls uses it to make and run a DecodeCall; workers see pointers.
+  static Scratch& own() {
+    thread_local Scratch scratch;
+    return scratch;
+  }
 };
 
 class DecodeCall {
  public:
   DecodeCall(const TensorView& q, const PagedCache& cache, const TensorView& block_tables,
-             const TensorView& context_lens, const TensorView& out, float scale, int64_t window,
-             int num_threads, const Kernels& kernels)
+             const TensorView& context_lens, const TensorView& out, const NewRows* new_rows, float scale,
+             int64_t window, int num_threads, const Kernels& kernels)
       : q_(q),
         cache_(cache),
         block_tables_(block_tables),
         out_(out),
+        new_rows_(new_rows),
         kernels_(kernels),
         q_scale_(scale * std::numbers::log2e_v<float>),
         group_(static_cast<int>(q.size(1) / cache.kv_heads)),
         padded_group_(neo_desktop::padded_group(group_)),
-        padded_head_dim_(static_cast<int>(divide_up(cache.head_dim, kMaxLanes) * kMaxLanes)) {
+        dot_products_(cache.k_pairs && group_ >= kMinDotProductGroup && q.dtype == DType::kBFloat16 &&
+                      kernels.attend_bf16[static_cast<int>(cache.dtype)] != nullptr),
+        padded_head_dim_(static_cast<int>(divide_up(cache.head_dim, kMaxLanes) * kMaxLanes)),
+        requests_(Scratch::own().requests) {
+    requests_.clear();
     const auto* lens = static_cast<const int32_t*>(context_lens.data);
     int64_t tokens = 0;
     int64_t chunks = 0;
@@ -90,10 +121,14 @@ class DecodeCall {
       const int64_t begin = window > 0 ? std::max<int64_t>(0, lens[b] - window) : 0;
       const int64_t length = lens[b] - begin;
       const int64_t chunk_tokens = divide_up(length, kMinChunkTokens * kMaxChunks) * kMinChunkTokens;
-      requests_.push_back({begin, lens[b], chunk_tokens, divide_up(length, chunk_tokens), 0, 0});
+      requests_.push_back({b, begin, lens[b], chunk_tokens, divide_up(length, chunk_tokens), 0, 0});
       tokens += length;
       chunks += requests_.back().chunks;
     }
+    // The longest items first, so that no thread is left with one at the end.
+    std::sort(requests_.begin(), requests_.end(), [](const Request& x, const Request& y) {
+      return x.chunk_tokens != y.chunk_tokens ? x.chunk_tokens > y.chunk_tokens : x.b < y.b;
+    });
     const int64_t bytes = tokens * cache.kv_heads * cache.head_dim * size_of(cache.dtype) * 2;
     const int64_t useful_threads = std::min<int64_t>(num_threads, 1 + bytes / kMinBytesPerThread);
     const int64_t ranges = std::min(divide_up(useful_threads * kItemsPerThread, chunks), cache.kv_heads);
@@ -111,17 +146,18 @@ class DecodeCall {
 
   void run() {
     const int64_t rows = heads_per_item_ * padded_group_;
-    q_floats_ = rows * padded_head_dim_;
+    q_bf16_floats_ = dot_products_ ? rows * padded_head_dim_ / 2 : 0;
+    q_floats_ = rows * padded_head_dim_ + q_bf16_floats_;
     state_floats_ = rows * 2 * kMaxLanes;
     partial_floats_ = divide_up(rows * (padded_head_dim_ + 2), kMaxLanes) * kMaxLanes;
     thread_floats_ = q_floats_ + state_floats_ + partial_floats_;
-    thread_local Scratch scratch;
+    Scratch& scratch = Scratch::own();
     thread_memory_ = scratch.floats(threads_ * thread_floats_ + partials_ * partial_floats_);
     partial_memory_ = thread_memory_ + threads_ * thread_floats_;
-    unfinished_ = std::make_unique<std::atomic<int>[]>(requests_.size() * head_ranges_);
-    for (size_t b = 0; b < requests_.size(); ++b) {
+    unfinished_ = scratch.counters(requests_.size() * head_ranges_);
+    for (size_t r = 0; r < requests_.size(); ++r) {
       for (int64_t range = 0; range < head_ranges_; ++range) {
-        unfinished_[b * head_ranges_ + range] = static_cast<int>(requests_[b].chunks);
+        unfinished_[r * head_ranges_ + range] = static_cast<int>(requests_[r].chunks);
       }
     }
     ThreadPool::shared().run(threads_, [this](int participant) { work(participant); });
@@ -136,7 +172,7 @@ class DecodeCall {
   };
 
   Partial partial_at(float* memory) const {
-    float* max = memory + q_floats_;
+    float* max = memory + heads_per_item_ * padded_group_ * padded_head_dim_;
     return {memory, max, max + heads_per_item_ * padded_group_};
   }
 
@@ -147,14 +183,15 @@ class DecodeCall {
       if (item >= items_) return;
       const auto after = std::upper_bound(requests_.begin(), requests_.end(), item,
                                           [](int64_t i, const Request& r) { return i < r.first_item; });
-      const int64_t b = after - requests_.begin() - 1;
-      const int64_t index = item - requests_[b].first_item;
-      attend(b, index / head_ranges_, index % head_ranges_, memory);
+      const int64_t r = after - requests_.begin() - 1;
+      const int64_t index = item - requests_[r].first_item;
+      attend(r, index / head_ranges_, index % head_ranges_, memory);
     }
   }
 
-  void attend(int64_t b, int64_t chunk, int64_t range, float* memory) {
-    const Request& request = requests_[b];
+  void attend(int64_t r, int64_t chunk, int64_t range, float* memory) {
+    const Request& request = requests_[r];
+    const int64_t b = request.b;
     float* state = memory + q_floats_;
     float* own = state + state_floats_;
     // The partial results of one head range lie one after the other, chunk by chunk.
@@ -163,6 +200,7 @@ class DecodeCall {
     const int64_t head = range * heads_per_item_;
     const int heads = static_cast<int>(std::min<int64_t>(heads_per_item_, cache_.kv_heads - head));
 
+    if (new_rows_ != nullptr && chunk + 1 == request.chunks) append(request, head, heads);
     load_queries(b, head, heads, memory);
     AttendTask task;
     task.q = memory;
@@ -189,7 +227,11 @@ class DecodeCall {
     task.v_scale = cache_.v_scale == nullptr ? nullptr : cache_.v_scale + head * cache_.scale_head_stride;
     task.scale_block_stride = cache_.scale_block_stride;
     task.scale_head_stride = cache_.scale_head_stride;
-    if (cache_.k_pairs) {
+    task.q_bf16 = reinterpret_cast<const BFloat16*>(memory + q_floats_ - q_bf16_floats_);
+    task.score_scale = q_scale_;
+    if (dot_products_) {
+      kernels_.attend_bf16[static_cast<int>(cache_.dtype)](task);
+    } else if (cache_.k_pairs) {
       kernels_.attend_pairs[static_cast<int>(cache_.dtype)](task);
     } else {
       kernels_.attend_rows[static_cast<int>(cache_.dtype)](task);
@@ -200,13 +242,24 @@ class DecodeCall {
       return;
     }
     // The last to finish sees everybody's results: each decrement releases its own, the last acquires all.
-    if (unfinished_[b * head_ranges_ + range].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    if (unfinished_[r * head_ranges_ + range].fetch_sub(1, std::memory_order_acq_rel) == 1) {
       const Partial merged = partial_at(own);
       for (int h = 0; h < heads; ++h) {
         for (int g = 0; g < group_; ++g) merge(first, request.chunks, h * padded_group_ + g, merged);
       }
       store_output(b, head, heads, merged);
     }
+  }
+
+  // Only the item that attends to the last token of these heads reads it: nobody waits for the write.
+  void append(const Request& request, int64_t head, int heads) const {
+    const int64_t b = request.b;
+    const int64_t token = request.end - 1;
+    const auto* table = static_cast<const int32_t*>(block_tables_.data) + b * block_tables_.stride(0);
+    const int64_t block = table[token / cache_.block_size];
+    const int64_t row = token % cache_.block_size;
+    SlotWriter::of_keys(new_rows_->k, cache_, kernels_).write(b, block, row, head, heads);
+    SlotWriter::of_values(new_rows_->v, cache_, kernels_).write(b, block, row, head, heads);
   }
 
   void load_queries(int64_t b, int64_t head, int heads, float* q) const {
@@ -216,6 +269,10 @@ class DecodeCall {
         float* row = q + (h * padded_group_ + g) * padded_head_dim_;
         const int64_t at = b * q_.stride(0) + ((head + h) * group_ + g) * q_.stride(1);
         kernels_.widen[static_cast<int>(q_.dtype)](offset(q_.data, q_.dtype, at), row, cache_.head_dim);
+        if (dot_products_) {
+          void* narrow = q + q_floats_ - q_bf16_floats_ + (row - q) / 2;
+          std::memcpy(narrow, offset(q_.data, q_.dtype, at), cache_.head_dim * sizeof(BFloat16));
+        }
         for (int i = 0; i < cache_.head_dim; ++i) row[i] *= q_scale_;
       }
     }
@@ -255,27 +312,30 @@ class DecodeCall {
   const PagedCache& cache_;
   const TensorView& block_tables_;
   const TensorView& out_;
+  const NewRows* new_rows_;
   const Kernels& kernels_;
   const float q_scale_;
   const int group_;
   const int padded_group_;
+  const bool dot_products_;
   const int padded_head_dim_;
 
-  std::vector<Request> requests_;
+  std::vector<Request>& requests_;
   int threads_;
   int heads_per_item_;
   int64_t head_ranges_;
   int64_t items_ = 0;
   int64_t partials_ = 0;
 
-  int64_t q_floats_ = 0;  // sizes of the parts of the scratch memory
+  int64_t q_floats_ = 0;  // sizes of the parts of the scratch memory; the first holds both forms of q
+  int64_t q_bf16_floats_ = 0;
   int64_t state_floats_ = 0;
   int64_t partial_floats_ = 0;
   int64_t thread_floats_ = 0;
   float* thread_memory_ = nullptr;
   float* partial_memory_ = nullptr;
 
-  std::unique_ptr<std::atomic<int>[]> unfinished_;  // chunks of (request, head range) still to come
+  std::atomic<int>* unfinished_ = nullptr;  // chunks of (request, head range) still to come
   std::atomic<int64_t> next_item_{0};
 };
 
@@ -305,7 +365,8 @@ void check_context(const TensorView& block_tables, const TensorView& context_len
 void paged_attention_decode(const TensorView& q, const TensorView& k_cache, const TensorView& v_cache,
                             const TensorView* k_scale, const TensorView* v_scale,
                             const TensorView& block_tables, const TensorView& context_lens,
-                            const TensorView& out, float scale, int64_t window, int num_threads, Isa isa) {
+                            const TensorView& out, const NewRows* new_rows, float scale, int64_t window,
+                            int num_threads, Isa isa) {
   const PagedCache cache = check_cache(k_cache, v_cache, k_scale, v_scale);
   check_dims(q, "[batch, heads, head_dim]", 3);
   check_shape(q, "[batch, heads, head_dim of the cache]", {q.size(0), q.size(1), cache.head_dim});
@@ -329,8 +390,15 @@ void paged_attention_decode(const TensorView& q, const TensorView& k_cache, cons
   if (window < 0) fail("window is ", window, "; expected 0 (all tokens) or a number of tokens");
   const int threads = check_num_threads(num_threads);
   check_context(block_tables, context_lens, cache, window);
+  if (new_rows != nullptr) {
+    check_rows(new_rows->k, "[batch of q, kv_heads, head_dim]", q.size(0), cache);
+    check_rows(new_rows->v, "[batch of q, kv_heads, head_dim]", q.size(0), cache);
+    check_no_overlap(k_cache, 2);
+    check_no_overlap(v_cache, 2);
+  }
   if (q.size(0) == 0) return;
-  DecodeCall(q, cache, block_tables, context_lens, out, scale, window, threads, kernels_for(isa)).run();
+  DecodeCall(q, cache, block_tables, context_lens, out, new_rows, scale, window, threads, kernels_for(isa))
+      .run();
 }
 
 }  // namespace neo_desktop

@@ -1,113 +1,16 @@
 #include <algorithm>
 #include <atomic>
-#include <cmath>
-#include <cstring>
-#include <limits>
 
 #include "neo_desktop/kernels.h"
 #include "neo_desktop/paged_attention.h"
 #include "neo_desktop/paged_cache.h"
 #include "neo_desktop/thread_pool.h"
+#include "slot_writer.h"
 
 namespace neo_desktop {
 namespace {
 
 constexpr int64_t kPieceBytes = 64 << 10;  // what a thread writes before it asks for more
-
-// Copies one token's keys or values, [kv_heads, head_dim], into its slot.
-class SlotWriter {
- public:
-  SlotWriter(const TensorView& source, const CacheTensor& target, float* scale, bool pairs,
-             const PagedCache& cache, const Kernels& kernels)
-      : source_(source), target_(target), scale_(scale), pairs_(pairs), cache_(cache), kernels_(kernels) {}
-
-  void write(int64_t token, int64_t slot) const {
-    const int64_t block = slot / cache_.block_size;
-    const int64_t row = slot % cache_.block_size;
-    alignas(8) char cast[kMaxHeadDim * sizeof(float)];
-    for (int64_t head = 0; head < cache_.kv_heads; ++head) {
-      const int64_t from = token * source_.stride(0) + head * source_.stride(1);
-      const int64_t scale_at = block * cache_.scale_block_stride + head * cache_.scale_head_stride + row;
-      const void* data = cast_row(offset(source_.data, source_.dtype, from), cast,
-                                  scale_ == nullptr ? nullptr : scale_ + scale_at);
-      const int64_t to = block * target_.block_stride + head * target_.head_stride;
-      if (pairs_) {
-        scatter_pairs(data, offset(target_.data, cache_.dtype, to + row * 2));
-      } else {
-        std::memcpy(offset(target_.data, cache_.dtype, to + row * cache_.head_dim), data,
-                    cache_.head_dim * size_of(cache_.dtype));
-      }
-    }
-  }
-
- private:
-  // The row in the cache's dtype: as it is, or in `memory`.
-  const void* cast_row(const void* from, void* memory, float* scale) const {
-    if (source_.dtype == cache_.dtype) return from;
-    float row[kMaxHeadDim];
-    kernels_.widen[static_cast<int>(source_.dtype)](from, row, cache_.head_dim);
-    if (cache_.dtype == DType::kInt8) {
-      *scale = quantize(row, cache_.head_dim, static_cast<int8_t*>(memory));
-    } else {
-      kernels_.narrow[static_cast<int>(cache_.dtype)](row, memory, cache_.head_dim);
-    }
-    return memory;
-  }
-
-  void scatter_pairs(const void* from, void* to) const {
-    switch (size_of(cache_.dtype)) {
-      case 1:
-        return scatter<uint16_t>(from, to);
-      case 2:
-        return scatter<uint32_t>(from, to);
-      default:
-        return scatter<uint64_t>(from, to);
-    }
-  }
-
-  template <class Pair>
-  void scatter(const void* from, void* to) const {
-    for (int i = 0; i < cache_.head_dim / 2; ++i) {
-      std::memcpy(static_cast<Pair*>(to) + i * cache_.block_size, static_cast<const Pair*>(from) + i,
-                  sizeof(Pair));
-    }
-  }
-
-  // Round to nearest in steps of largest / 127; returns the step. A row with NaN or infinity gets a scale of
-  // NaN: what attends to it is not finite, as with the other dtypes.
-  static float quantize(const float* row, int length, int8_t* out) {
-    float largest = 0;
-    for (int i = 0; i < length; ++i) {
-      const float size = std::fabs(row[i]);
-      if (!(size <= largest)) largest = size;  // NaN sticks: no comparison with it holds
-      if (std::isnan(largest)) break;
-    }
-    if (!std::isfinite(largest)) {
-      std::memset(out, 0, length);
-      return std::numeric_limits<float>::quiet_NaN();
-    }
-    const float scale = largest / 127;
-    const float inverse = scale > 0 ? 1 / scale : 0;
-    for (int i = 0; i < length; ++i) {
-      const float steps = std::isfinite(inverse) ? row[i] * inverse : row[i] / scale;
-      out[i] = static_cast<int8_t>(std::lrintf(std::clamp(steps, -127.0f, 127.0f)));
-    }
-    return scale;
-  }
-
-  const TensorView& source_;
-  const CacheTensor& target_;
-  float* scale_;
-  bool pairs_;
-  const PagedCache& cache_;
-  const Kernels& kernels_;
-};
-
-void check_rows(const TensorView& rows, const TensorView& slots, const PagedCache& cache) {
-  check_shape(rows, "[n of slots, kv_heads, head_dim]", {slots.size(0), cache.kv_heads, cache.head_dim});
-  check_dtype(rows, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
-  check_packed(rows, 1);
-}
 
 }  // namespace
 
@@ -120,9 +23,9 @@ void paged_kv_write(const TensorView& k, const TensorView& v, const TensorView& 
   check_dims(slots, "[n]", 1);
   check_dtype(slots, {DType::kInt64});
   check_packed(slots, 1);
-  check_rows(k, slots, cache);
-  check_rows(v, slots, cache);
   const int64_t tokens = slots.size(0);
+  check_rows(k, "[n of slots, kv_heads, head_dim]", tokens, cache);
+  check_rows(v, "[n of slots, kv_heads, head_dim]", tokens, cache);
   const auto* slot = static_cast<const int64_t*>(slots.data);
   for (int64_t i = 0; i < tokens; ++i) {
     if (slot[i] < 0 || slot[i] >= cache.num_blocks * cache.block_size) {
@@ -132,8 +35,8 @@ void paged_kv_write(const TensorView& k, const TensorView& v, const TensorView& 
   }
   const int threads = check_num_threads(num_threads);
   const Kernels& kernels = kernels_for(isa);
-  const SlotWriter keys(k, cache.k, cache.k_scale, cache.k_pairs, cache, kernels);
-  const SlotWriter values(v, cache.v, cache.v_scale, false, cache, kernels);
+  const SlotWriter keys = SlotWriter::of_keys(k, cache, kernels);
+  const SlotWriter values = SlotWriter::of_values(v, cache, kernels);
   const int64_t token_bytes = 2 * cache.kv_heads * cache.head_dim * size_of(cache.dtype);
   const int64_t piece = std::max<int64_t>(1, kPieceBytes / token_bytes);
   const int64_t pieces = (tokens + piece - 1) / piece;
@@ -141,8 +44,10 @@ void paged_kv_write(const TensorView& k, const TensorView& v, const TensorView& 
   ThreadPool::shared().run(static_cast<int>(std::min<int64_t>(threads, pieces)), [&](int) {
     for (int64_t p = next_piece++; p < pieces; p = next_piece++) {
       for (int64_t i = p * piece; i < std::min(tokens, (p + 1) * piece); ++i) {
-        keys.write(i, slot[i]);
-        values.write(i, slot[i]);
+        const int64_t block = slot[i] / cache.block_size;
+        const int64_t row = slot[i] % cache.block_size;
+        keys.write(i, block, row, 0, cache.kv_heads);
+        values.write(i, block, row, 0, cache.kv_heads);
       }
     }
   });

@@ -71,7 +71,7 @@ Change = Callable[[torch.Tensor], object]
         ("window", lambda _: -1, r"window is -1"),
         ("num_threads", lambda _: -1, r"num_threads is -1; expected 0 \(the default\) to 1024"),
         ("num_threads", lambda _: 5000, r"num_threads is 5000"),
-        ("isa", lambda _: "sse9", r"isa 'sse9' is unknown; choose scalar, avx2 or avx512"),
+        ("isa", lambda _: "sse9", r"isa 'sse9' is unknown; choose scalar"),
     ],
 )
 def test_decode_names_the_wrong_argument(argument: str, change: Change, complaint: str) -> None:
@@ -93,6 +93,7 @@ def paired_arguments() -> dict[str, object]:
         ("k_cache", lambda t: t[:, :, :, :8], r"k_cache has shape .*; expected \[.*, 32, 2\] = the shape of"),
         ("k_cache", lambda t: t.float(), r"v_cache has dtype float16; expected float32"),
         ("k_cache", lambda t: t.to(torch.int8), r"v_cache has dtype float16; expected int8"),
+        ("k", lambda _: torch.ones(2, 2, 64), r"k and v of the new tokens come together"),
         ("k_scale", lambda _: torch.ones(6, 2, 16), r"an int8 cache, and no other, comes with k_scale"),
     ],
 )
@@ -101,6 +102,13 @@ def test_decode_refuses_wrong_pairs(argument: str, change: Change, complaint: st
     given[argument] = change(given.get(argument))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=complaint):
         native.paged_attention_decode(**given)
+
+
+def test_new_rows_are_checked() -> None:
+    given = paired_arguments()
+    rows = torch.ones(2, 2, 64)
+    with pytest.raises(ValueError, match=r"v has shape \[2, 2, 32\]; expected \[2, 2, 64\] = \[batch of q"):
+        native.paged_attention_decode(**given, k=rows, v=rows[..., :32].contiguous())
 
 
 def test_paired_keys_want_whole_segments() -> None:

@@ -220,3 +220,40 @@ def test_empty_batch() -> None:
         case.q[:0], case.k_cache, case.v_cache, case.block_tables[:0], case.context_lens[:0], 1.0
     )
     assert out.shape == (0, 2, 64)
+
+
+@each_isa
+@each_layout
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [0, 5, 700])
+def test_the_newest_rows_may_come_with_the_call(
+    isa: str, paired: bool, dtype: torch.dtype, window: int
+) -> None:
+    case = make_case([1, 16, 17, 2500], kv_heads=3, group=4, dtype=dtype, window=window, paired=paired)
+    expected = case.run(isa=isa)
+    last = case.context_lens.long() - 1
+    blocks = case.block_tables[torch.arange(4), last // 16].long()
+    caches = [case.k_cache.clone(), case.v_cache.clone()]
+    new = []
+    for cache in (case.k_cache, case.v_cache):
+        new.append(cache[blocks, :, last % 16].reshape(4, 3, 64).float())  # cast back to the cache's dtype
+        cache[blocks, :, last % 16] = torch.nan
+    for num_threads in (1, 3):
+        out = torch.empty_like(expected)
+        native.paged_attention_decode(
+            case.q,
+            case.k_cache,
+            case.v_cache,
+            case.block_tables,
+            case.context_lens,
+            case.scale,
+            out,
+            num_threads,
+            k=new[0],
+            v=new[1],
+            window=window,
+            isa=isa,
+        )
+        assert torch.equal(out, expected)
+    for cache, before in zip((case.k_cache, case.v_cache), caches, strict=True):
+        assert torch.equal(cache.nan_to_num(), before.nan_to_num())

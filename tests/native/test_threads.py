@@ -79,3 +79,9 @@ def test_huge_pages_are_asked_for_once_the_tensor_holds_a_page() -> None:
     assert not native.advise_huge_pages(torch.empty(8))
     with pytest.raises(ValueError, match="contiguous"):
         native.advise_huge_pages(torch.empty(4, 4).mT)
+
+
+def test_numa_nodes_are_interleaved_only_where_there_are_several() -> None:
+    nodes = Path("/sys/devices/system/node/has_memory")
+    several = nodes.exists() and any(mark in nodes.read_text() for mark in ",-")
+    assert native.interleave_numa_nodes(torch.empty(1 << 22, dtype=torch.uint8)) == several

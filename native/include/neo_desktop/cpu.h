@@ -3,11 +3,12 @@
 
 #include <map>
 #include <string>
+#include <vector>
 
 namespace neo_desktop {
 
 // Instruction sets a kernel exists for, weakest first.
-enum class Isa { kScalar, kAvx2, kAvx512 };
+enum class Isa { kScalar, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 
 const char* isa_name(Isa isa);
 
@@ -15,9 +16,10 @@ const char* isa_name(Isa isa);
 // it.
 Isa isa_from_name(const std::string& name);
 
-bool isa_available(Isa isa);
+// What this CPU can run of this build, weakest first.
+std::vector<Isa> available_isas();
 
-// The strongest available ISA.
+// The last of them.
 Isa best_isa();
 
 // Feature name -> supported by CPU and operating system.

@@ -2,6 +2,7 @@
 // Included by the ISA-specific files: nothing here may generate code of its own.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "neo_desktop/dtype.h"
@@ -22,7 +23,7 @@ constexpr int padded_group(int group) {
 // Decode attention of some KV heads and their query heads over tokens [begin, end) of one request.
 struct AttendTask {
   const float* q;  // [kv_heads, padded_group, padded_head_dim], times scale * log2(e); the padding is zero
-  const BFloat16* q_bf16;  // the same, neither scaled nor padded with anything else; for attend_bf16 only
+  const BFloat16* q_bf16;  // the same before it was multiplied, if q is bf16; for attend_bf16
   float score_scale;       // what q_bf16 lacks
 
   // The first head of block 0: rows [block_size, head_dim], or, of K, pairs [head_dim / 2, block_size, 2].
@@ -53,12 +54,16 @@ struct AttendTask {
   float* acc;  // [kv_heads, padded_group, padded_head_dim] sum of w[t] * v[t] over t
 };
 
+using AttendKernel = void(const AttendTask& task);
+using Bf16Kernels = std::array<AttendKernel*, kCacheTypes>;
+
 struct Kernels {
   // All indexed by DType (the cache's, or the row's). Lengths are multiples of 8.
-  void (*attend_rows[kFloatTypes])(const AttendTask& task);
-  void (*attend_pairs[kCacheTypes])(const AttendTask& task);
-  // K, V (pairs) and q in bf16, with dot-product instructions; null where there are none.
-  void (*attend_bf16)(const AttendTask& task);
+  AttendKernel* attend_rows[kFloatTypes];
+  AttendKernel* attend_pairs[kCacheTypes];
+  // As attend_pairs, for several query heads in bf16 and caches that bf16 holds exactly: by dot-product
+  // instructions, which add up in fp32. Null where there are none.
+  Bf16Kernels attend_bf16;
   void (*widen[kFloatTypes])(const void* source, float* target, int length);
   void (*narrow[kFloatTypes])(const float* source, void* target, int length);
 
@@ -77,6 +82,8 @@ extern const Kernels kScalarKernels;
 #if defined(__x86_64__)
 extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
+extern const Bf16Kernels kAvx512Bf16Kernels;
+extern const Bf16Kernels kAmxKernels;
 #endif
 
 enum class Isa;

@@ -8,6 +8,12 @@
 
 namespace neo_desktop {
 
+// The keys and values of the newest token of each request, [batch, kv_heads, head_dim].
+struct NewRows {
+  TensorView k;
+  TensorView v;
+};
+
 // out[b, h] = softmax(scale * q[b, h] · K) V over the last `window` (0: all) of request b's tokens.
 //
 //   q, out         [batch, heads, head_dim]    fp32, fp16 or bf16; rows contiguous
@@ -17,6 +23,9 @@ namespace neo_desktop {
 //                  block block_tables[b, t / block_size]
 //   context_lens   [batch] int32, tokens in the cache, the newest included
 //
+// new_rows, where given, are first written to the last of the context's slots, which no two requests may
+// share; else the cache holds them already.
+//
 // Query head h reads KV head h / (heads / kv_heads). Accumulates in fp32. The result does not depend on the
 // number of threads nor on the other requests of the batch. A non-finite key, value or query makes the heads
 // that attend to it non-finite, no others; rows of the cache that are not attended to are never read.
@@ -25,7 +34,8 @@ namespace neo_desktop {
 void paged_attention_decode(const TensorView& q, const TensorView& k_cache, const TensorView& v_cache,
                             const TensorView* k_scale, const TensorView* v_scale,
                             const TensorView& block_tables, const TensorView& context_lens,
-                            const TensorView& out, float scale, int64_t window, int num_threads, Isa isa);
+                            const TensorView& out, const NewRows* new_rows, float scale, int64_t window,
+                            int num_threads, Isa isa);
 
 // Row i of k and v, [n, kv_heads, head_dim], goes to slot slots[i] (int64: block * block_size + offset) of
 // the caches, cast to their dtype; to int8 with the scale that its largest element needs. Slots must differ

@@ -21,6 +21,7 @@ __all__ = [
     "default_num_threads",
     "empty_paired_keys",
     "fma_rate",
+    "interleave_numa_nodes",
     "paged_attention_decode",
     "paged_kv_write",
     "read_bandwidth",
@@ -47,6 +48,8 @@ def paged_attention_decode(
     out: torch.Tensor | None = None,
     num_threads: int = 0,
     *,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
     window: int = 0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
@@ -71,6 +74,10 @@ def paged_attention_decode(
         out: [batch, heads, head_dim], fp32, fp16 or bf16, made in q's dtype when None; must not overlap the
             inputs.
         num_threads: 0 means `default_num_threads()`.
+        k: [batch, kv_heads, head_dim], fp32, fp16 or bf16: the newest tokens' keys, which the call writes
+            into the cache, cast to its dtype, before it attends to them; None if they are there already.
+            No two requests may have the same last slot.
+        v: as k.
         window: attend to the last `window` tokens only; 0 means all.
         k_scale: [num_blocks, kv_heads, block_size] fp32, what each row of an int8 cache is multiplied with;
             None for other dtypes.
@@ -82,6 +89,8 @@ def paged_attention_decode(
 
     Non-finite keys, values or queries make the heads that attend to them non-finite, and no others.
     """
+    if (k is None) != (v is None):
+        raise ValueError("k and v of the new tokens come together, or not at all")
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype)
     _native.paged_attention_decode(
@@ -93,6 +102,8 @@ def paged_attention_decode(
         _view("block_tables", block_tables),
         _view("context_lens", context_lens),
         _view("out", out),
+        None if k is None else _view("k", k),
+        None if v is None else _view("v", v),
         scale,
         window,
         num_threads,
@@ -204,6 +215,15 @@ def advise_huge_pages(tensor: torch.Tensor) -> bool:
     """
     _check_contiguous(tensor)
     return _native.advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
+
+
+def interleave_numa_nodes(tensor: torch.Tensor) -> bool:
+    """Spread a contiguous CPU tensor that was made but not yet written to over all NUMA nodes.
+
+    Large caches are then read with the bandwidth of all nodes. Returns False where there is only one.
+    """
+    _check_contiguous(tensor)
+    return _native.interleave_numa_nodes(tensor.data_ptr(), tensor.nbytes)
 
 
 def _check_contiguous(tensor: torch.Tensor) -> None:

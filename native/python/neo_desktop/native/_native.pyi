@@ -15,6 +15,8 @@ def paged_attention_decode(
     block_tables: Tensor,
     context_lens: Tensor,
     out: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     scale: float,
     window: int,
     num_threads: int,
@@ -36,3 +38,4 @@ def paged_kv_write(
 def read_seconds(address: int, nbytes: int, num_threads: int, /) -> float: ...
 def fma_rate(seconds: float, num_threads: int, isa: str, dtype: int, /) -> float: ...
 def advise_huge_pages(address: int, nbytes: int, /) -> bool: ...
+def interleave_numa_nodes(address: int, nbytes: int, /) -> bool: ...
