@@ -109,7 +109,7 @@ def test_where_arithmetic_is_slow_it_is_the_limit(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float16, 1e-3), (torch.bfloat16, 5e-3), (torch.int8, 1e-3)], ids=str
+    ("dtype", "tolerance"), [(torch.float16, 1e-3), (torch.bfloat16, 5e-3), (torch.int8, 5e-3)], ids=str
 )
 def test_error_is_that_of_rounding_the_output(dtype: torch.dtype, tolerance: float) -> None:
     report = run_cpu_attention(replace(SMALL, dtype=dtype), ignore)

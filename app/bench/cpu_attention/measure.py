@@ -100,8 +100,8 @@ def _limits(pool: Pool, options: CpuAttentionOptions, turn: int) -> Limits:
     elements = min(len(pool.k), _READ_BYTES // options.dtype.itemsize)
     part = pool.k[turn % (len(pool.k) // elements) * elements :][:elements]
     read_s = native.read_seconds(part, options.threads)
-    # Dot products count only where both sides are bf16; other formats are multiplied in fp32.
-    dtype = torch.bfloat16 if options.dtype is torch.bfloat16 else torch.float32
+    # Queries in bf16 are multiplied by dot products where there are any, others in fp32.
+    dtype = torch.bfloat16 if options.compute_dtype is torch.bfloat16 else torch.float32
     return Limits(part.nbytes / read_s, native.fma_rate(_FMA_SECONDS, options.threads, dtype=dtype))
 
 

@@ -49,8 +49,8 @@ class CpuAttentionOptions:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Of queries and outputs."""
-        return torch.float16 if self.dtype is torch.int8 else self.dtype
+        """Of queries and outputs. bf16 holds int8 exactly: the kernels have dot products for the two."""
+        return torch.bfloat16 if self.dtype is torch.int8 else self.dtype
 
 
 @dataclass(frozen=True, slots=True)
