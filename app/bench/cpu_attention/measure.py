@@ -15,8 +15,8 @@ from neo_desktop.app.bench.cpu_attention.reference import relative_error
 from neo_desktop.app.bench.cpu_attention.report import CpuAttentionCase
 
 _MIN_SAMPLES = 3
-_READ_BYTES = 256 << 20  # read before and after every sample; short calls make a sample of about as much
-_FMA_SECONDS = 0.003  # likewise
+_SAMPLE_BYTES = 256 << 20  # short calls make a sample of about as much as is read before and after it
+_FMA_SECONDS = 0.003
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def measure(pool: Pool, options: CpuAttentionOptions, shape: Shape, seconds: flo
     q = q.to(options.compute_dtype)
     out = torch.empty_like(q)
     kv_bytes = shape.kv_bytes(options.dtype)
-    calls_per_sample = max(1, min(_READ_BYTES // kv_bytes, in_turn))
+    calls_per_sample = max(1, min(_SAMPLE_BYTES // kv_bytes, in_turn))
 
     def sample(turn: int) -> float:
         chosen = [tables[(turn * calls_per_sample + i) % in_turn] for i in range(calls_per_sample)]
@@ -96,13 +96,11 @@ def measure(pool: Pool, options: CpuAttentionOptions, shape: Shape, seconds: flo
 
 
 def _limits(pool: Pool, options: CpuAttentionOptions, turn: int) -> Limits:
-    """Read part of the pool front to back, another one each turn, and multiply for a moment."""
-    elements = min(len(pool.k), _READ_BYTES // options.dtype.itemsize)
-    part = pool.k[turn % (len(pool.k) // elements) * elements :][:elements]
-    read_s = native.read_seconds(part, options.threads)
+    """Read for a moment, and multiply for another."""
+    read_bytes_per_s = pool.read_bytes_per_s(turn)
     # Queries in bf16 are multiplied by dot products where there are any, others in fp32.
     dtype = torch.bfloat16 if options.compute_dtype is torch.bfloat16 else torch.float32
-    return Limits(part.nbytes / read_s, native.fma_rate(_FMA_SECONDS, options.threads, dtype=dtype))
+    return Limits(read_bytes_per_s, native.fma_rate(_FMA_SECONDS, options.threads, dtype=dtype))
 
 
 def _worst_error(q: Tensor, caches: Caches, table: Tensor, tokens: int, out: Tensor) -> float:

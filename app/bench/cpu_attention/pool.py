@@ -10,6 +10,8 @@ from torch import Tensor
 from neo_desktop import native
 from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions, Shape, kv_heads, row_bytes
 
+_READ_BYTES = 256 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Caches:
@@ -84,6 +86,12 @@ class Pool:
             k_scale=_view(self._k_scale, (*leading, block_size)) if len(self._k_scale) else None,
             v_scale=_view(self._v_scale, (*leading, block_size)) if len(self._v_scale) else None,
         )
+
+    def read_bytes_per_s(self, turn: int) -> float:
+        """Read part of the pool front to back, another one each turn."""
+        elements = min(len(self.k), _READ_BYTES // self.k.itemsize)
+        part = self.k[turn % (len(self.k) // elements) * elements :][:elements]
+        return part.nbytes / native.read_seconds(part, self._options.threads)
 
     def gathered(self, shape: Shape, turn: int) -> tuple[Tensor, Tensor]:
         """View part of the pool as contiguous keys and values, [batch, kv_heads, tokens, head_dim] each.

@@ -19,6 +19,7 @@ class RivalResult:
     batch: int  # requests per call: those of the case, or fewer where that would take too long
     calls: int  # of this batch
     gb_per_s: float  # median
+    fraction: float  # of plain reads around each call, median: what to compare with the case's own
     relative_error: float  # of one head, against float64
 
 

@@ -76,7 +76,8 @@ def measure_rival(
     deadline = time.perf_counter() + seconds
     turn, error = 0, 0.0
 
-    def timed(batch: int) -> float:
+    def timed(batch: int) -> tuple[float, float]:
+        """Return seconds and the share of the reads around them."""
         nonlocal turn, error
         turn += 1
         part = replace(shape, batch=batch)
@@ -84,19 +85,27 @@ def measure_rival(
         q = torch.randn(batch, shape.kv_heads * shape.group, shape.head_dim, generator=seeded())
         q = q.to(options.compute_dtype)
         with rival.prepared(q, k, v, options.threads) as attend:
+            read_before = pool.read_bytes_per_s(turn)
             start = time.perf_counter()
             out = attend()
             taken = time.perf_counter() - start
+            read_after = pool.read_bytes_per_s(turn + 1)
         if turn == 1:
             error = relative_error(out[0, : shape.group], q[0, : shape.group], k[0, 0], v[0, 0])
-        return taken
+        return taken, 2 * part.kv_bytes(options.dtype) / taken / (read_before + read_after)
 
     batch = 1
     calls = [timed(batch)]
-    while batch < shape.batch and time.perf_counter() + 2 * _CALLS * calls[-1] < deadline:
+    while batch < shape.batch and time.perf_counter() + 2 * _CALLS * calls[-1][0] < deadline:
         batch = min(2 * batch, shape.batch)
         calls = [timed(batch)]
-    while time.perf_counter() + calls[-1] < deadline:
+    while time.perf_counter() + calls[-1][0] < deadline:
         calls.append(timed(batch))
     kv_bytes = replace(shape, batch=batch).kv_bytes(options.dtype)
-    return RivalResult(batch, len(calls), kv_bytes / statistics.median(calls) / 1e9, error)
+    return RivalResult(
+        batch=batch,
+        calls=len(calls),
+        gb_per_s=kv_bytes / statistics.median(seconds for seconds, _ in calls) / 1e9,
+        fraction=statistics.median(fraction for _, fraction in calls),
+        relative_error=error,
+    )
