@@ -78,7 +78,7 @@ RowError attend(const std::vector<double>& query, const Rows& rows, double scale
 // The error allowed of a row of results, relative to its norm: what storing it costs, and never less than
 // what the sums in fp32 do.
 double tolerance(const DecodeProblem& problem, Isa isa) {
-  const bool bf16_products = kernels_for(isa).attend_bf16 != nullptr && problem.cache.shape.pairs &&
+  const bool bf16_products = kernels_for(isa).bf16.multiply_adds != nullptr && problem.cache.shape.pairs &&
                              problem.cache.shape.dtype == DType::kBFloat16 &&
                              problem.q.dtype() == DType::kBFloat16;
   if (problem.out.dtype() == DType::kBFloat16 || bf16_products) return 5e-3;
