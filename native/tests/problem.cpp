@@ -108,6 +108,12 @@ float random_scale(Kind kind, int64_t head_dim, Random& random) {
   return static_cast<float>(random.pick({1.0, 1.0, 0.3, -1.0, 0.0}) * usual);
 }
 
+// None, short, any, or a little more than the tokens that one thread works on at once.
+int64_t random_window(Random& random) {
+  if (random.chance(0.7)) return 0;
+  return random.pick({random.between(1, 20), random.between(1, 2000), 512 + random.between(1, 20)});
+}
+
 // Writes one token's key and value of one head.
 class RowFiller {
  public:
@@ -268,7 +274,7 @@ DecodeProblem::DecodeProblem(const DecodePlan& plan, Random& random, bool filled
                    packed_strides({plan.batch, plan.max_blocks}, random.pick({0, 1})), random),
       context_lens("context_lens", DType::kInt32, {plan.batch}, {1}, random),
       scale(random_scale(kind, plan.cache.head_dim, random)),
-      window(random.chance(0.7) ? 0 : random.between(1, random.pick({20, 2000}))),
+      window(random_window(random)),
       num_threads(random.pick({1, 2, 3, 8})) {
   const CacheShape& shape = plan.cache;
   std::vector<int32_t> free_blocks(shape.num_blocks);
