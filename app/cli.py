@@ -90,6 +90,7 @@ def chat(
     cpu_cache_tokens: opt.CpuCacheTokens = None,
     gpu_memory: opt.GpuMemory = None,
     cpu_memory: opt.CpuMemory = None,
+    cpu_cache_dtype: opt.CpuCacheDtypeOption = opt.CpuCacheDtype.AUTO,
     shape: opt.Shape = None,
     trace_timeline: opt.TraceTimeline = None,
     debug: opt.Debug = False,
@@ -106,6 +107,7 @@ def chat(
             cpu_cache_tokens=cpu_cache_tokens,
             gpu_memory_gib=gpu_memory,
             cpu_memory_gib=cpu_memory,
+            cpu_cache_dtype=cpu_cache_dtype,
             policy=policy,
             trace_timeline=trace_timeline,
         ),
@@ -127,6 +129,7 @@ def serve(
     cpu_cache_tokens: opt.CpuCacheTokens = None,
     gpu_memory: opt.GpuMemory = None,
     cpu_memory: opt.CpuMemory = None,
+    cpu_cache_dtype: opt.CpuCacheDtypeOption = opt.CpuCacheDtype.AUTO,
     shape: opt.Shape = None,
     trace_timeline: opt.TraceTimeline = None,
     debug: opt.Debug = False,
@@ -143,6 +146,7 @@ def serve(
             cpu_cache_tokens=cpu_cache_tokens,
             gpu_memory_gib=gpu_memory,
             cpu_memory_gib=cpu_memory,
+            cpu_cache_dtype=cpu_cache_dtype,
             policy=policy,
             trace_timeline=trace_timeline,
         ),
@@ -170,9 +174,12 @@ class Suite(StrEnum):
     COST_MODEL = "cost-model"
 
 
+_CPU = "Suite cpu-attention"
+
+
 @app.command(
     epilog="Examples:\n\n"
-    "neo-desktop bench --suite cpu-attention --json report.json\n\n"
+    "neo-desktop bench --suite cpu-attention --json report.json --plot report.png\n\n"
     "neo-desktop bench --suite cost-model --shape qwen2.5-0.5b"
 )
 def bench(
@@ -185,13 +192,52 @@ def bench(
     cpu_cache_tokens: opt.CpuCacheTokens = None,
     gpu_memory: opt.GpuMemory = None,
     cpu_memory: opt.CpuMemory = None,
+    cpu_cache_dtype: opt.CpuCacheDtypeOption = opt.CpuCacheDtype.AUTO,
+    kv_dtype: Annotated[
+        opt.KVDtype | None,
+        typer.Option("--kv-dtype", help="Number format of KV. Default: float16.", rich_help_panel=_CPU),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1024,
+            help="Threads. Default: all cores but two where there are more than four, else all.",
+            rich_help_panel=_CPU,
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Also draw the figures.", rich_help_panel=_CPU),
+    ] = None,
     json_file: opt.JsonFile = None,
     debug: opt.Debug = False,
 ) -> None:
     """Measure this computer; the model matters where a suite needs one."""
+    if suite is not Suite.CPU_ATTENTION:
+        for name, value in (("--kv-dtype", kv_dtype), ("--threads", threads), ("--plot", plot)):
+            if value is not None:
+                raise typer.BadParameter(f"{name} belongs to --suite {Suite.CPU_ATTENTION.value}")
     _set_up_logging(debug)
-    from neo_desktop.app.bench import CostModelOptions, run_suites
+    import torch
 
+    from neo_desktop.app.bench import (
+        CostModelOptions,
+        CpuAttentionOptions,
+        CpuAttentionReport,
+        SuiteOptions,
+        run_suites,
+    )
+    from neo_desktop.app.bench.cpu_attention.plot import check_plot, write_plot
+
+    if plot is not None:
+        try:
+            check_plot(plot)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--plot") from None
+    cpu_attention = CpuAttentionOptions(
+        dtype=getattr(torch, (kv_dtype or opt.KVDtype.FLOAT16).value), num_threads=threads or 0
+    )
     model_options = CostModelOptions(
         model=model,
         shape=shape,
@@ -201,17 +247,21 @@ def bench(
         cpu_cache_tokens=cpu_cache_tokens,
         gpu_memory_gib=gpu_memory,
         cpu_memory_gib=cpu_memory,
+        cpu_cache_dtype=cpu_cache_dtype.value,
     )
     with _progress() as progress:
         task = progress.add_task("Measuring", total=1.0)
         report = run_suites(
             [suite.value],
             lambda share, what: progress.update(task, completed=share, description=what),
-            model_options,
+            SuiteOptions(cpu_attention, model_options),
         )
     report.print(stdout)
     if json_file is not None:
         report.write_json(json_file)
+    for each in report.suites:
+        if plot is not None and isinstance(each, CpuAttentionReport):
+            write_plot(each, plot)
 
 
 @app.command(epilog="Example: neo-desktop profile --shape llama-3.2-1b --json tables.json")
@@ -224,6 +274,7 @@ def profile(
     cpu_cache_tokens: opt.CpuCacheTokens = None,
     gpu_memory: opt.GpuMemory = None,
     cpu_memory: opt.CpuMemory = None,
+    cpu_cache_dtype: opt.CpuCacheDtypeOption = opt.CpuCacheDtype.AUTO,
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Measure again, even if tables are there.")
     ] = False,
@@ -243,6 +294,7 @@ def profile(
         cpu_cache_tokens=cpu_cache_tokens,
         gpu_memory_gib=gpu_memory,
         cpu_memory_gib=cpu_memory,
+        cpu_cache_dtype=cpu_cache_dtype.value,
         refresh=refresh,
     )
     with _progress() as progress:
@@ -335,6 +387,7 @@ class _EngineSettings:
     cpu_cache_tokens: int | None
     gpu_memory_gib: float | None
     cpu_memory_gib: float | None
+    cpu_cache_dtype: opt.CpuCacheDtype
     policy: opt.PolicyName
     trace_timeline: Path | None
 
@@ -377,6 +430,8 @@ def _serve(server: _ServerSettings, engine: _EngineSettings, debug: bool) -> Non
             if server.with_page:
                 stdout.print(f"Chat:  [bold]{url}[/]", highlight=False)
             stdout.print(f"API:   [bold]{url}/v1[/]  (model {loaded.model_name})", highlight=False)
+            if engine.cpu_cache_dtype is opt.CpuCacheDtype.INT8:
+                stdout.print("CPU-cache in 8 bits: answers may differ slightly.", highlight=False)
             stdout.print("Ctrl-C ends the program.", highlight=False)
             if server.open_browser and _has_screen():
                 webbrowser.open(url)
@@ -406,6 +461,7 @@ def _load_engine(settings: _EngineSettings) -> "Engine":
             cpu_cache_tokens=settings.cpu_cache_tokens,
             gpu_memory_gib=settings.gpu_memory_gib,
             cpu_memory_gib=settings.cpu_memory_gib,
+            cpu_cache_dtype=settings.cpu_cache_dtype.value,
             trace_timeline=settings.trace_timeline,
             progress=lambda done, total: progress.update(loading, completed=done, total=total),
             profile_progress=measured,

@@ -20,6 +20,7 @@ class ModelOptions:
     cpu_cache_tokens: int | None = None
     gpu_memory_gib: float | None = None
     cpu_memory_gib: float | None = None
+    cpu_cache_dtype: str = "auto"
 
     def set_up(self, progress: Progress | None = None) -> Setup:
         """Load the model and take the memory for its KV in every place; raises what the engine raises."""
@@ -31,5 +32,6 @@ class ModelOptions:
             places=tuple(Place),
             cache_tokens={Place.DEVICE: self.gpu_cache_tokens, Place.HOST: self.cpu_cache_tokens},
             caps=MemoryCaps.from_gib(self.gpu_memory_gib, self.cpu_memory_gib),
+            cpu_cache_dtype=self.cpu_cache_dtype,
             progress=progress,
         )

@@ -16,9 +16,15 @@ from neo_desktop.engine.profiling.profile_cache import load_or_profile, profile_
 
 Progress = Callable[[float, str], None]  # share done, 0 to 1; what runs
 
-_CURVES = (("linear", "tokens"), ("head", "rows"), ("hand_off", "requests"), ("transfer", "tokens"))
+_CURVES = (
+    ("linear", "tokens"),
+    ("head", "rows"),
+    ("hand_off", "requests"),
+    ("transfer", "tokens"),
+    ("first_chunk_attention", "tokens of a prompt's first chunk"),
+)
 _SURFACES = (
-    ("prefill_attention", "tokens of a chunk", "tokens that each sees, on average"),
+    ("later_chunk_attention", "tokens of a chunk", "context at its end"),
     ("gpu_attention", "requests", "mean context"),
     ("cpu_attention", "requests", "mean context"),
 )
@@ -44,11 +50,13 @@ class ProfileReport:
         """Print every table, in milliseconds for one layer."""
         key = self.key
         where = key["gpu"]["name"] if key["gpu"] else key["cpu"]
-        console.print(f"{self.model} on {where}, {key['dtype']}; milliseconds for one layer", highlight=False)
+        differs = key["cpu_cache_dtype"] != key["dtype"]
+        dtype = f"{key['dtype']}, CPU-cache {key['cpu_cache_dtype']}" if differs else key["dtype"]
+        console.print(f"{self.model} on {where}, {dtype}; milliseconds for one layer", highlight=False)
         for name, unit in _CURVES:
             console.print(_curve(name, unit, getattr(self.tables, name)), highlight=False)
         for name, x_unit, y_unit in _SURFACES:
-            if name == "gpu_attention" and not key["gpu"]:
+            if name == "gpu_attention" and not key["gpu"] and not differs:
                 console.print("gpu_attention: without a GPU the same as cpu_attention", highlight=False)
                 continue
             console.print(_surface(name, x_unit, y_unit, getattr(self.tables, name)), highlight=False)

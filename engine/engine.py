@@ -91,6 +91,7 @@ class Engine:
         cpu_cache_tokens: int | None = None,
         gpu_memory_gib: float | None = None,
         cpu_memory_gib: float | None = None,
+        cpu_cache_dtype: str = "auto",
         shape: str | None = None,
         max_batch_tokens: int | None = None,
         max_batch_requests: int = MAX_BATCH_REQUESTS,
@@ -111,6 +112,8 @@ class Engine:
             gpu_memory_gib: the most GPU memory to take, for weights, activations, KV and a reserve. Without
                 a GPU: the most for the imitated GPU-cache. None: what is free.
             cpu_memory_gib: the most host memory to take for KV and transfers; None: half of what is free.
+            cpu_cache_dtype: of KV in host memory: "auto", the model's, or "int8", which holds nearly
+                twice the tokens of 16 bits. Answers may then differ slightly, also from the GPU-cache's.
             shape: name of a published model shape: random weights, no checkpoint is read.
             max_batch_tokens: tokens per iteration at most; None: a good value for the device.
             max_batch_requests: requests that run at the same time at most.
@@ -139,6 +142,7 @@ class Engine:
             places=chosen_policy.places,
             cache_tokens=cache_tokens,
             caps=caps,
+            cpu_cache_dtype=cpu_cache_dtype,
             max_batch_tokens=max_batch_tokens,
             max_batch_requests=max_batch_requests,
             progress=progress,

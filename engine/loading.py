@@ -17,6 +17,7 @@ from neo_desktop.models.tokenizer import ByteTokenizer, Tokenizer
 
 BUILTIN = "builtin"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+CPU_CACHE_DTYPES = {"auto": None, "int8": torch.int8}
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in total)
 
@@ -114,3 +115,14 @@ def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.
     if config.weight_bytes(torch.float32) <= host_memory().available_bytes // 2:
         return torch.float32
     return config.dtype
+
+
+def choose_cpu_cache_dtype(name: str) -> torch.dtype | None:
+    """Return the dtype of KV in the CPU-cache; "auto" is None: the model's own, and nothing is lost.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if name not in CPU_CACHE_DTYPES:
+        raise ValueError(f"CPU-cache dtype {name!r} is unknown; choose one of: {', '.join(CPU_CACHE_DTYPES)}")
+    return CPU_CACHE_DTYPES[name]

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
-from neo_desktop.engine.loading import LoadedModel, Progress, load
+from neo_desktop.engine.loading import LoadedModel, Progress, choose_cpu_cache_dtype, load
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE, MemoryCaps, pool_blocks
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -35,27 +35,38 @@ def set_up(
     places: Sequence[Place],
     cache_tokens: dict[Place, int | None],
     caps: MemoryCaps,
+    cpu_cache_dtype: str = "auto",
     max_batch_tokens: int | None = None,
     max_batch_requests: int = MAX_BATCH_REQUESTS,
     progress: Progress | None = None,
 ) -> Setup:
     """Load a model and take the memory for its KV; see `Engine.from_pretrained` for arguments and errors."""
+    asked_dtype = choose_cpu_cache_dtype(cpu_cache_dtype)
+    if asked_dtype is not None and Place.HOST not in places:
+        raise ValueError(
+            f"the CPU-cache was asked for in {cpu_cache_dtype}, but with this policy there is none"
+        )
     loaded = load(model, device=device, dtype=dtype, shape=shape, caps=caps, progress=progress)
     decoder = loaded.decoder
     limits = SchedulerLimits(
         max_batch_tokens=max_batch_tokens or max(MAX_BATCH_TOKENS[decoder.device.type], max_batch_requests),
         max_batch_requests=max_batch_requests,
     )
-    fitting = pool_blocks(loaded.config, decoder.dtype, limits, decoder.device, cache_tokens, caps)
+    fitting = pool_blocks(
+        loaded.config, decoder.dtype, limits, decoder.device, cache_tokens, caps, asked_dtype
+    )
     num_blocks = {place: fitting[place] for place in places}
     if not any(num_blocks.values()):
         raise MemoryError(
             f"there is no room for KV: it needs at least {BLOCK_SIZE} tokens of {' or '.join(places)} cache"
         )
-    devices = {Place.DEVICE: decoder.device, Place.HOST: torch.device("cpu")}
+    memories = {
+        Place.DEVICE: (decoder.dtype, decoder.device),
+        Place.HOST: (asked_dtype or decoder.dtype, torch.device("cpu")),
+    }
     storage = KVStorage(
         {
-            place: KVPool(loaded.config, count, BLOCK_SIZE, decoder.dtype, devices[place])
+            place: KVPool(loaded.config, count, BLOCK_SIZE, *memories[place])
             for place, count in num_blocks.items()
         }
     )

@@ -18,7 +18,7 @@ class KVLayer:
         parts: the memory, [num_blocks, ...] each, contiguous.
     """
 
-    __slots__ = ("_k", "_scales", "_v", "layout", "parts")
+    __slots__ = ("_k", "_k_scale", "_v", "_v_scale", "layout", "parts")
 
     def __init__(self, layout: BlockLayout, parts: Parts) -> None:
         self.layout = layout
@@ -26,7 +26,9 @@ class KVLayer:
         # As the kernels see it: the tokens of a block before the pairs of dimensions.
         self._k = parts[0].transpose(-3, -2) if layout.in_pairs else parts[0]
         self._v = parts[1]
-        self._scales = dict(zip(("k_scale", "v_scale"), parts[2:], strict=False))
+        self._k_scale: Tensor | None
+        self._v_scale: Tensor | None
+        self._k_scale, self._v_scale = parts[2:] if layout.is_scaled else (None, None)
 
     @property
     def device(self) -> torch.device:
@@ -41,7 +43,7 @@ class KVLayer:
             slots: [tokens] int64: block * block_size + offset.
         """
         if self.device.type == "cpu":
-            native.paged_kv_write(k, v, self._k, self._v, slots, **self._scales)
+            native.paged_kv_write(k, v, self._k, self._v, slots, k_scale=self._k_scale, v_scale=self._v_scale)
             return
         block_size = self.layout.block_size
         blocks, offsets = slots // block_size, slots % block_size
@@ -100,7 +102,8 @@ class KVLayer:
                 k=k,
                 v=v,
                 window=window or 0,
-                **self._scales,
+                k_scale=self._k_scale,
+                v_scale=self._v_scale,
             )
             return
         self.write(k, v, slots)

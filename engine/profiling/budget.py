@@ -14,6 +14,7 @@ from typing import Self
 import torch
 
 from neo_desktop.engine.kv.gathered_attention import GATHERED_TOKENS
+from neo_desktop.engine.kv.layout import BlockLayout
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -54,6 +55,7 @@ def pool_blocks(
     device: torch.device,
     cache_tokens: dict[Place, int | None],
     caps: MemoryCaps | None = None,
+    cpu_cache_dtype: torch.dtype | None = None,
 ) -> dict[Place, int]:
     """Return `place -> blocks`, from the memory that is free now that the weights are loaded.
 
@@ -62,15 +64,21 @@ def pool_blocks(
     Args:
         cache_tokens: `place -> tokens asked for`; None: as many as fit.
         caps: bounds on what fits.
+        cpu_cache_dtype: of KV in host memory; None: the model's.
 
     Raises:
         MemoryError: the GPU has no room for one iteration, or more was asked for than there is.
     """
     available = kv_bytes(config, dtype, limits, device, caps or MemoryCaps())
-    bytes_per_token = config.kv_bytes_per_token(dtype)
+    memories = {
+        Place.DEVICE: (dtype, device),
+        Place.HOST: (cpu_cache_dtype or dtype, torch.device("cpu")),
+    }
     most_tokens = limits.max_batch_requests * config.max_context_tokens
     blocks = {}
     for place, bytes_ in available.items():
+        layout = BlockLayout.of(config, BLOCK_SIZE, *memories[place])
+        bytes_per_token = config.num_layers * layout.block_bytes // BLOCK_SIZE
         fitting = bytes_ // bytes_per_token
         asked = cache_tokens[place]
         if asked is not None and asked > fitting:

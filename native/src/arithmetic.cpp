@@ -23,8 +23,8 @@ double fma_rate(double seconds, int num_threads, Isa isa, DType dtype) {
     throw std::invalid_argument("dtype must be float32 or bfloat16");
   }
   const Kernels& kernels = kernels_for(isa);
-  const bool dot_products = dtype == DType::kBFloat16 && kernels.multiply_adds_bf16 != nullptr;
-  const auto multiply_adds = dot_products ? kernels.multiply_adds_bf16 : kernels.multiply_adds;
+  const bool dot_products = dtype == DType::kBFloat16 && kernels.bf16.multiply_adds != nullptr;
+  const auto multiply_adds = dot_products ? kernels.bf16.multiply_adds : kernels.multiply_adds;
 
   using Clock = std::chrono::steady_clock;
   using Seconds = std::chrono::duration<double>;

@@ -103,12 +103,11 @@ int64_t multiply_adds(int64_t rounds, float* kept) {
 constinit const Kernels kScalarKernels = {
     {attend<float, false>, attend<Half, false>, attend<BFloat16, false>},
     {attend<float, true>, attend<Half, true>, attend<BFloat16, true>, attend<Int8, true>},
-    {},
     {widen<float>, widen<Half>, widen<BFloat16>},
     {narrow<float>, narrow<Half>, narrow<BFloat16>},
     read,
     multiply_adds,
-    nullptr,
+    {},
 };
 
 }  // namespace neo_desktop

@@ -115,7 +115,7 @@ class DecodeCall {
         group_(static_cast<int>(q.size(1) / cache.kv_heads)),
         padded_group_(neo_desktop::padded_group(group_)),
         dot_products_(cache.k_pairs && group_ >= kMinDotProductGroup && q.dtype == DType::kBFloat16 &&
-                      kernels.attend_bf16[static_cast<int>(cache.dtype)] != nullptr),
+                      kernels.bf16.attend[static_cast<int>(cache.dtype)] != nullptr),
         padded_head_dim_(static_cast<int>(divide_up(cache.head_dim, kMaxLanes) * kMaxLanes)),
         requests_(Scratch::own().requests) {
     requests_.clear();
@@ -270,7 +270,7 @@ class DecodeCall {
     task.sum = result.sum;
     task.acc = result.acc;
     if (dot_products_) {
-      kernels_.attend_bf16[static_cast<int>(cache_.dtype)](task);
+      kernels_.bf16.attend[static_cast<int>(cache_.dtype)](task);
     } else if (cache_.k_pairs) {
       kernels_.attend_pairs[static_cast<int>(cache_.dtype)](task);
     } else {

@@ -84,6 +84,17 @@ def test_profile_measures_once_and_tells_where_the_tables_are(tmp_path: Path) ->
     assert json.loads((tmp_path / "third.json").read_text())["tables"] != profiled["tables"]
 
 
+def test_profile_of_a_cpu_cache_in_8_bits_says_so_and_has_tables_of_its_own(tmp_path: Path) -> None:
+    paths = []
+    for dtype in ("auto", "int8"):
+        result = run("profile", *SMALL, "--cpu-cache-dtype", dtype, "--json", tmp_path / "tables.json")
+        assert result.returncode == 0, result.stderr
+        assert ("CPU-cache int8" in result.stdout) == (dtype == "int8")
+        assert ("the same as cpu_attention" in result.stdout) == (dtype == "auto")
+        paths.append(json.loads((tmp_path / "tables.json").read_text())["path"])
+    assert paths[0] != paths[1]
+
+
 def test_bench_of_the_cost_model_takes_a_model(tmp_path: Path) -> None:
     result = run("bench", "--suite", "cost-model", *SMALL, "--json", tmp_path / "report.json")
     assert result.returncode == 0, result.stderr
@@ -101,6 +112,11 @@ def test_bench_of_the_cost_model_takes_a_model(tmp_path: Path) -> None:
         ("serve", "--port", "x"),
         ("chat", "--gpu-memory", "-1"),
         ("profile", "--cpu-memory", "0"),
+        ("serve", "--cpu-cache-dtype", "int4"),
+        ("bench", "--threads", "0"),
+        ("bench", "--kv-dtype", "float64"),
+        ("bench", "--plot", "plot.docx"),
+        ("bench", "--suite", "cost-model", "--threads", "2"),
     ],
 )
 def test_wrong_use_exits_with_2(arguments: tuple[str, ...]) -> None:
@@ -179,6 +195,14 @@ def test_serve_answers_and_ctrl_c_tells_running_requests_and_exits_with_0(
         assert "shutting down" in rest
         assert process.wait(timeout=20) == 0
     assert json.loads(timeline.read_text())
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+def test_serve_says_that_a_cpu_cache_in_8_bits_may_change_answers(checkpoint: Path, dtype: str) -> None:
+    with running("serve", "--model", checkpoint, "--cpu-cache-dtype", dtype) as (process, _):
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert ("CPU-cache in 8 bits: answers may differ slightly" in line) == (dtype == "int8")
 
 
 def test_an_idle_server_uses_almost_no_cpu(checkpoint: Path) -> None:

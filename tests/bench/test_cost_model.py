@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from neo_desktop.app.bench import CostModelOptions, Report, cost_model, run_cost_model, run_suites
+from neo_desktop.app.bench import (
+    CostModelOptions,
+    Report,
+    SuiteOptions,
+    cost_model,
+    run_cost_model,
+    run_suites,
+)
 from neo_desktop.app.bench.cost_model import CostModelCase, CostModelReport
 from neo_desktop.engine.predict.cost_model import TableCostModel
 
@@ -35,16 +42,28 @@ def report() -> CostModelReport:
 
 def test_every_table_is_asked_for_sizes_that_can_occur(report: CostModelReport) -> None:
     assert {name: len(errors) for name, errors in report.by_table().items()} == dict.fromkeys(
-        ("linear", "cpu_attention", "prefill_attention", "head", "transfer", "hand_off"), 5
+        (
+            "linear",
+            "cpu_attention",
+            "first_chunk_attention",
+            "later_chunk_attention",
+            "head",
+            "transfer",
+            "hand_off",
+        ),
+        5,
     )
     for case in report.cases:
         assert min(case.measured_ms, case.predicted_ms) > 0
         if case.table == "cpu_attention":
             assert case.x * case.y <= 4096
-        if case.table == "prefill_attention":
-            start = case.y - case.x // 2
+        if case.table == "first_chunk_attention":
+            assert 1 < case.x == case.y <= 256
+        if case.table == "later_chunk_attention":
+            start = case.y - case.x
+            assert start > 0
             assert start % 16 == 0
-            assert start + case.x <= 256
+            assert 1 < case.x < case.y <= 256
 
 
 def test_no_size_is_one_of_those_that_the_tables_were_measured_on(report: CostModelReport) -> None:
@@ -91,7 +110,7 @@ def test_the_same_seed_draws_the_same_sizes(report: CostModelReport) -> None:
 
 
 def test_report_as_table_and_json(tmp_path: Path) -> None:
-    report: Report = run_suites(["cost-model"], ignore, SMALL)
+    report: Report = run_suites(["cost-model"], ignore, SuiteOptions(cost_model=SMALL))
     console = Console(width=80, record=True)
     report.print(console)
     text = console.export_text()

@@ -97,6 +97,17 @@ def test_blocks_never_hold_more_than_the_bytes(machine: SimpleNamespace) -> None
         assert count * block_bytes <= available[place] < (count + 1) * block_bytes
 
 
+def test_a_cpu_cache_in_8_bits_holds_nearly_twice_the_tokens(machine: SimpleNamespace) -> None:
+    """A token has 128 bytes and a scale of 4 for K and V of each head, instead of 256 bytes."""
+    caps = MemoryCaps(cpu_bytes=7 * GIB)
+    blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, caps)
+    in_8_bits = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, caps, torch.int8)
+    assert in_8_bits[Place.DEVICE] == blocks[Place.DEVICE]
+    token_bytes = CONFIG.num_layers * CONFIG.num_kv_heads * 2 * (128 + 4)
+    assert in_8_bits[Place.HOST] == kv(CUDA, caps)[Place.HOST] // token_bytes // BLOCK_SIZE
+    assert in_8_bits[Place.HOST] / blocks[Place.HOST] == pytest.approx(256 / 132, rel=1e-2)
+
+
 def test_tokens_that_do_not_fit_under_the_cap_are_refused(machine: SimpleNamespace) -> None:
     caps = MemoryCaps(gpu_bytes=WEIGHTS + ITERATION + GIB)
     asked = ALL_THAT_FITS | {Place.DEVICE: 4096}  # 2 GiB

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kv_pools import in_rows
 from pipeline_case import (
     BLOCK_SIZE,
     NUM_LAYERS,
@@ -30,6 +31,7 @@ from neo_desktop.engine.batch import (
 from neo_desktop.engine.execute.lanes import CallerLane, Lanes, Signal, ThreadLane, Work
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.execute.timeline import Stage, Timeline, overlap_ns
+from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.decoder import Decoder
 
@@ -196,6 +198,22 @@ def test_the_same_tokens_wherever_all_live(model: Decoder, place: Place, num_sub
         parts = [tuple(all_of_them[i::num_sub_batches]) for i in range(num_sub_batches)]
         plan = IterationPlan(tuple(SubBatch(part) for part in parts))
         check_result(model, plan, {n: t[:end] for n, t in tokens.items()}, executor.execute(plan))
+    executor.close()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_plans_between_places_of_different_layouts(model: Decoder, seed: int) -> None:
+    """As with a GPU: K in rows on the device, in pairs in host memory."""
+    with in_rows():
+        device = make_storage(model, {Place.DEVICE: 12}, block_size=16)[Place.DEVICE]
+    host = make_storage(model, {Place.HOST: 12}, block_size=16)[Place.HOST]
+    assert device.layout != host.layout
+    iterations = RandomIterations(200 + seed, num_blocks=12, block_size=16)
+    executor = PipelineExecutor(model, KVStorage({Place.DEVICE: device, Place.HOST: host}))
+    for plan, contexts in iterations.plans(12):
+        result = executor.execute(plan)
+        check_result(model, plan, contexts, result)
+        iterations.take_in(result)
     executor.close()
 
 
@@ -416,10 +434,14 @@ def test_the_trace_shows_all_lanes_of_all_iterations(model: Decoder, tmp_path: P
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("block_size", [8, 16])
 @pytest.mark.parametrize("seed", range(10))
-def test_on_a_gpu_random_plans_give_the_tokens_of_a_plain_computation(tmp_path: Path, seed: int) -> None:
+def test_on_a_gpu_random_plans_give_the_tokens_of_a_plain_computation(
+    tmp_path: Path, seed: int, block_size: int
+) -> None:
     model, path = tiny_model(device="cuda"), tmp_path / "trace.json"
-    iterations, executor = RandomIterations(seed, NUM_BLOCKS), make_executor(model, timeline=Timeline(path))
+    iterations = RandomIterations(seed, NUM_BLOCKS * BLOCK_SIZE // block_size, block_size=block_size)
+    executor = make_executor(model, timeline=Timeline(path), block_size=block_size)
     for plan, contexts in iterations.plans(12):
         result = executor.execute(plan)
         check_result(model, plan, contexts, result, tolerance=2e-3)

@@ -27,7 +27,7 @@ LIMITS = SchedulerLimits(max_batch_tokens=64, max_batch_requests=16)
 
 def tables(ms: float) -> TableCostModel:
     curve, surface = Curve([1, 8], [ms, 2 * ms]), Surface([1, 8], [16, 64], [[ms, ms], [ms, ms]])
-    return TableCostModel(2, False, 0.1, curve, curve, curve, curve, surface, surface, surface)
+    return TableCostModel(2, False, 0.1, curve, curve, curve, curve, curve, surface, surface, surface)
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +59,10 @@ def storage() -> KVStorage:
     return storage_of({Place.DEVICE: 8, Place.HOST: 8})
 
 
-def storage_of(blocks: dict[Place, int]) -> KVStorage:
+def storage_of(blocks: dict[Place, int], cpu_cache_dtype: torch.dtype = torch.float32) -> KVStorage:
+    dtypes = {Place.DEVICE: torch.float32, Place.HOST: cpu_cache_dtype}
     return KVStorage(
-        {place: KVPool(CONFIG, count, BLOCK_SIZE, torch.float32, CPU) for place, count in blocks.items()}
+        {place: KVPool(CONFIG, count, BLOCK_SIZE, dtypes[place], CPU) for place, count in blocks.items()}
     )
 
 
@@ -147,6 +148,7 @@ def test_another_dtype_limit_or_size_of_pools_has_another_key(decoder: Decoder, 
         profile_key(decoder, storage, SchedulerLimits(64, 8)),
         profile_key(decoder, few, LIMITS),
         profile_key(decoder, storage_of({Place.HOST: 8}), LIMITS),
+        profile_key(decoder, storage_of({Place.DEVICE: 8, Place.HOST: 8}, torch.int8), LIMITS),
     ]
     assert len({profile_path(key) for key in keys}) == len(keys)
     a_little_more = storage_of({Place.DEVICE: 9, Place.HOST: 10})

@@ -23,7 +23,7 @@ constexpr int padded_group(int group) {
 // Decode attention of some KV heads and their query heads over tokens [begin, end) of one request.
 struct AttendTask {
   const float* q;  // [kv_heads, padded_group, padded_head_dim], times scale * log2(e); the padding is zero
-  const BFloat16* q_bf16;  // the same before it was multiplied, if q is bf16; for attend_bf16
+  const BFloat16* q_bf16;  // the same before it was multiplied, if q is bf16; for Bf16Kernels
   float score_scale;       // what q_bf16 lacks
 
   // The first head of block 0: rows [block_size, head_dim], or, of K, pairs [head_dim / 2, block_size, 2].
@@ -56,15 +56,19 @@ struct AttendTask {
 };
 
 using AttendKernel = void(const AttendTask& task);
-using Bf16Kernels = std::array<AttendKernel*, kCacheTypes>;
+
+// What dot-product instructions of bf16 do faster; null where there are none.
+struct Bf16Kernels {
+  // As attend_pairs, for several query heads in bf16 and caches that bf16 holds exactly. Adds up in fp32.
+  std::array<AttendKernel*, kCacheTypes> attend;
+  // As Kernels::multiply_adds.
+  int64_t (*multiply_adds)(int64_t rounds, float* kept);
+};
 
 struct Kernels {
   // All indexed by DType (the cache's, or the row's). Lengths are multiples of 8.
   AttendKernel* attend_rows[kFloatTypes];
   AttendKernel* attend_pairs[kCacheTypes];
-  // As attend_pairs, for several query heads in bf16 and caches that bf16 holds exactly: by dot-product
-  // instructions, which add up in fp32. Null where there are none.
-  Bf16Kernels attend_bf16;
   void (*widen[kFloatTypes])(const void* source, float* target, int length);
   void (*narrow[kFloatTypes])(const float* source, void* target, int length);
 
@@ -75,8 +79,8 @@ struct Kernels {
   // many; `rounds` is how often it goes through them. kept is zero at first, and only keeps them from being
   // optimised away.
   int64_t (*multiply_adds)(int64_t rounds, float* kept);
-  // The same with dot products of bf16; null where there are no instructions for them.
-  int64_t (*multiply_adds_bf16)(int64_t rounds, float* kept);
+
+  Bf16Kernels bf16;
 };
 
 extern const Kernels kScalarKernels;
