@@ -16,9 +16,15 @@ from neo_desktop.engine.profiling.profile_cache import load_or_profile, profile_
 
 Progress = Callable[[float, str], None]  # share done, 0 to 1; what runs
 
-_CURVES = (("linear", "tokens"), ("head", "rows"), ("hand_off", "requests"), ("transfer", "tokens"))
+_CURVES = (
+    ("linear", "tokens"),
+    ("head", "rows"),
+    ("hand_off", "requests"),
+    ("transfer", "tokens"),
+    ("first_chunk_attention", "tokens of a prompt's first chunk"),
+)
 _SURFACES = (
-    ("prefill_attention", "tokens of a chunk", "tokens that each sees, on average"),
+    ("later_chunk_attention", "tokens of a chunk", "context at its end"),
     ("gpu_attention", "requests", "mean context"),
     ("cpu_attention", "requests", "mean context"),
 )

@@ -51,7 +51,7 @@ class CostModelCase:
 
     table: str
     x: int  # tokens, rows or requests; see engine/profiling/stage_timer.py
-    y: int  # attention: mean context; 1 elsewhere
+    y: int  # attention: context, on average; 1 elsewhere
     measured_ms: float
     predicted_ms: float
 
@@ -165,7 +165,7 @@ def run_cost_model(options: CostModelOptions, progress: Progress) -> CostModelRe
         device=decoder.device.type,
         dtype=str(decoder.dtype).removeprefix("torch."),
         profile_seconds=profile_seconds,
-        notes=_notes(timer),
+        notes=_notes(timer, options),
         cases=tuple(cases[point] for each in held_out.values() for point in each),
         repeated=tuple(cases[point] for each in measured_before.values() for point in each),
     )
@@ -186,11 +186,10 @@ def _held_out(
     found: dict[Point, None] = {}
     for _ in range(100 * count):
         x, y = draw(most_x), 1
-        if stage is Stage.PREFILL_ATTENTION:
-            # A chunk is the first of its prompt, or whole blocks precede it.
-            start = generator.choice((0, BLOCK_SIZE * math.ceil(draw(most_y) / BLOCK_SIZE)))
-            y = start + x // 2
-            is_possible = x > 1 and start + x <= most_context
+        if stage.is_prefill:
+            is_first = stage is Stage.FIRST_CHUNK_ATTENTION
+            y = x if is_first else x + BLOCK_SIZE * math.ceil(draw(most_y) / BLOCK_SIZE)
+            is_possible = x > 1 and y <= most_context  # a single token would be a decode
         elif stage.is_attention:
             y = draw(most_y)
             is_possible = y <= max_context_tokens and x * y <= timer.capacity_tokens(place)
@@ -221,12 +220,16 @@ def _measure(
 
 
 def _predicted_ms(tables: TableCostModel, point: Point) -> float:
+    if point.stage.is_prefill:
+        return tables.prefill_attention_ms(point.x, point.y - point.x)
     table = getattr(tables, point.stage.value)
     return float(table(point.x, point.y) if point.stage.is_attention else table(point.x))
 
 
-def _notes(timer: StageTimer) -> tuple[str, ...]:
-    if not timer.attends_alike:
+def _notes(timer: StageTimer, options: CostModelOptions) -> tuple[str, ...]:
+    if options.cpu_cache_dtype != "auto":
+        return (f"CPU-cache in {options.cpu_cache_dtype}.",)
+    if timer.is_cuda:
         return ()
     return ("Without a GPU, both caches lie in host memory and share the table of the CPU's attention.",)
 

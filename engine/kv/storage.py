@@ -90,6 +90,10 @@ class KVStorage:
     def __getitem__(self, place: Place) -> KVPool:
         return self._pools[place]
 
+    def get(self, place: Place) -> KVPool | None:
+        """Return the pool of a place; None if the policy does not use it."""
+        return self._pools.get(place)
+
     def copy_groups(self, copies: Sequence[BlockCopy]) -> list[CopyGroup]:
         """Cut copies that must be carried out in their order into groups to be carried out in theirs.
 

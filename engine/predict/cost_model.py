@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 
 from neo_desktop.engine.batch import IterationPlan, IterationTiming
 
-FILE_VERSION = 1  # of the JSON form of the tables
+FILE_VERSION = 2  # of the JSON form of the tables
 
 
 class CostModel(Protocol):
@@ -179,8 +179,10 @@ class Surface:
 class TableCostModel:
     """Interpolates in measured tables; see `Curve` and `Surface` for what happens outside them.
 
-    Attention is tabulated over (requests, mean context of a request), so that every point of the grid can
-    occur; prefill over (tokens of the chunk, mean number of tokens that each of them sees).
+    Decode attention is tabulated over (requests, mean context of a request), so that every point of the grid
+    can occur. A prompt's first chunk attends to itself alone: a causal kernel leaves out half of the work,
+    and nothing is brought together from the cache. Later chunks pay for both, tabulated over (tokens of the
+    chunk, context at its end); between the two is a step that one table for both would smooth over.
     """
 
     num_layers: int
@@ -190,7 +192,8 @@ class TableCostModel:
     head: Curve
     hand_off: Curve
     transfer: Curve
-    prefill_attention: Surface
+    first_chunk_attention: Curve
+    later_chunk_attention: Surface
     gpu_attention: Surface
     cpu_attention: Surface
 
@@ -200,7 +203,9 @@ class TableCostModel:
 
     def prefill_attention_ms(self, tokens: int, start: int) -> float:
         """See `CostModel`."""
-        return self.prefill_attention(tokens, start + tokens / 2)
+        first_ms = self.first_chunk_attention(tokens)
+        # Noise must not say that a chunk is cheaper after others than without them.
+        return max(self.later_chunk_attention(tokens, start + tokens), first_ms) if start else first_ms
 
     def gpu_attention_ms(self, requests: int, context_tokens: int) -> float:
         """See `CostModel`."""

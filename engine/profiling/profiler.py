@@ -4,15 +4,17 @@ What is measured, and how it stays cheap:
 
 - One layer stands for all, in turn another one, on a grid of sizes that grows by factors: times bend at small
   sizes and are straight lines at large ones.
-- Every table has a share of the time. Its points are first run once each, to warm up and to learn what they
-  cost: a few that span the range, then those between. One that would take too long, or does not fit into
-  memory, is left out, and the model interpolates or extrapolates. The rest of the time goes to repetitions,
-  all points in turn, so that a disturbance of a moment hits single repetitions and not single points.
+- Every table has a share of the time, and of what those before it did not need. Its points are first run
+  once each, to warm up and to learn what they cost: a few that span the range, then those between. One that
+  would take too long, or does not fit into memory, is left out, and the model interpolates or extrapolates.
+  The rest of the time goes to repetitions, all points in turn, so that a disturbance of a moment hits single
+  repetitions and not single points.
 - A point's time is the lower quartile of its repetitions: other programs only ever make things slower. Where
   a larger size still took less time than a smaller one, both get their mean.
 """
 
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -37,13 +39,15 @@ MAX_SECONDS = 8.0
 MAX_ROUNDS = 9
 # How much of a table's time may pass before a point is run for the first time.
 _SPANNING_SHARE, _BETWEEN_SHARE = 0.7, 0.35
+_CHEAP_SHARE = 0.01  # a point between that takes no more may be run as long as one that spans the range
 _SECOND_CHANCES = 2
 _SECONDS_PER_WEIGHT_BYTE = 4e-9
 _MIN_SECONDS = 0.6
 _SHARES = {  # of the time; the device's attention is only measured where it differs from the CPU's
     Stage.LINEAR: 0.35,
     Stage.CPU_ATTENTION: 0.2,
-    Stage.PREFILL_ATTENTION: 0.15,
+    Stage.FIRST_CHUNK_ATTENTION: 0.05,
+    Stage.LATER_CHUNK_ATTENTION: 0.15,
     Stage.HEAD: 0.25,
     Stage.GPU_ATTENTION: 0.1,
     Stage.TRANSFER: 0.05,
@@ -52,7 +56,8 @@ _SHARES = {  # of the time; the device's attention is only measured where it dif
 _WHAT = {
     Stage.LINEAR: "linear layers",
     Stage.CPU_ATTENTION: "attention on the CPU",
-    Stage.PREFILL_ATTENTION: "attention of prompts",
+    Stage.FIRST_CHUNK_ATTENTION: "attention of prompts",
+    Stage.LATER_CHUNK_ATTENTION: "attention of long prompts",
     Stage.HEAD: "sampling",
     Stage.GPU_ATTENTION: "attention on the GPU",
     Stage.TRANSFER: "transfers",
@@ -103,14 +108,16 @@ def profile(
     report(0.0, "memory")
     timer = StageTimer(decoder, storage, limits)
     grids = stage_grids(timer, decoder.config, limits)
-    seconds_left = max(seconds - (time.perf_counter() - started), seconds / 2)
-    total = sum(_SHARES[stage] for stage in grids)
+    now = time.perf_counter()
+    end = max(started + seconds, now + seconds / 2)
+    total = left = sum(_SHARES[stage] for stage in grids)
     times: dict[Point, float] = {}
-    done = 0.0
     for stage, grid in grids.items():
-        report(done / total, _WHAT[stage])
-        times |= measure(timer, grid, seconds_left * _SHARES[stage] / total, decoder.config)
-        done += _SHARES[stage]
+        report(1 - left / total, _WHAT[stage])
+        # What the stages before did not need is shared by the rest.
+        seconds_left = max(end - time.perf_counter(), 0.0)
+        times |= measure(timer, grid, seconds_left * _SHARES[stage] / left, decoder.config)
+        left -= _SHARES[stage]
     if timer.is_cuda:
         torch.cuda.empty_cache()  # the largest sizes may have taken all that was free
     report(1.0, "done")
@@ -129,36 +136,42 @@ def profile(
         head=curve(Stage.HEAD),
         hand_off=curve(Stage.HAND_OFF),
         transfer=curve(Stage.TRANSFER),
-        prefill_attention=_surface(Stage.PREFILL_ATTENTION, times),
+        first_chunk_attention=curve(Stage.FIRST_CHUNK_ATTENTION),
+        later_chunk_attention=_surface(Stage.LATER_CHUNK_ATTENTION, times),
         gpu_attention=cpu_attention if timer.attends_alike else _surface(Stage.GPU_ATTENTION, times),
         cpu_attention=cpu_attention,
     )
 
 
 def stage_grids(timer: StageTimer, config: ModelConfig, limits: SchedulerLimits) -> dict[Stage, Grid]:
-    """Return `stage -> its points`."""
+    """Return `stage -> its points`; last the logits, of which no time is ever enough."""
     tokens, requests = limits.max_batch_tokens, limits.max_batch_requests
     grids = {
         Stage.LINEAR: _line(Stage.LINEAR, tokens),
         Stage.CPU_ATTENTION: _decode_grid(Stage.CPU_ATTENTION, timer, Place.HOST, config, requests),
-        Stage.PREFILL_ATTENTION: _prefill_grid(timer, config, tokens),
-        Stage.HEAD: _line(Stage.HEAD, requests),
+        Stage.FIRST_CHUNK_ATTENTION: _first_chunk_grid(timer, config, tokens),
+        Stage.LATER_CHUNK_ATTENTION: _later_chunk_grid(timer, config, tokens),
         Stage.TRANSFER: _line(Stage.TRANSFER, tokens),
         Stage.HAND_OFF: _line(Stage.HAND_OFF, requests),
     }
     if not timer.attends_alike:
         grids[Stage.GPU_ATTENTION] = _decode_grid(Stage.GPU_ATTENTION, timer, Place.DEVICE, config, requests)
-    return grids
+    return grids | {Stage.HEAD: _line(Stage.HEAD, requests)}
 
 
 def _line(stage: Stage, most: int) -> Grid:
+    xs = _sizes(1, most)
+    return _grid([Point(stage, x) for x in xs], xs, [1])
+
+
+def _sizes(least: int, most: int) -> list[int]:
+    """Return sizes that grow by a third or a half."""
     sizes = {1, 2, 3, 4, 6, 8, most}
     size = 8
     while size < most:
         sizes |= {size, size * 3 // 2}
         size *= 2
-    xs = sorted(size for size in sizes if size <= most)
-    return _grid([Point(stage, x) for x in xs], xs, [1])
+    return sorted(size for size in sizes if least <= size <= most)
 
 
 def _decode_grid(
@@ -176,19 +189,35 @@ def _decode_grid(
     return _grid(points, requests, contexts)
 
 
-def _prefill_grid(timer: StageTimer, config: ModelConfig, most_tokens: int) -> Grid:
-    """Tokens of a chunk times the mean number that each sees: half the chunk and all that precedes it."""
-    most_context = min(config.max_context_tokens, timer.capacity_tokens(Place.DEVICE))
-    chunks = _axis(8, 4, min(most_tokens, most_context))
-    visible = sorted(
-        {max(chunk // 2, 1) for chunk in chunks} | set(_axis(max(chunks), 4, max(most_context, 2)))
-    )
+def _first_chunk_grid(timer: StageTimer, config: ModelConfig, most_tokens: int) -> Grid:
+    """Tokens of a chunk; a single one would be a decode."""
+    sizes = _ordinary(_sizes(2, max(min(most_tokens, _most_context(timer, config)), 2)))
+    return _grid([Point(Stage.FIRST_CHUNK_ATTENTION, x, x) for x in sizes], sizes, sizes)
+
+
+def _later_chunk_grid(timer: StageTimer, config: ModelConfig, most_tokens: int) -> Grid:
+    """Tokens of a chunk times context at its end, their product being the work: masking spares none."""
+    most_context = _most_context(timer, config)
+    chunks = _axis(8, 4, max(min(most_tokens, most_context), 2))
+    contexts = _axis(16, 4, max(most_context, 2 * chunks[1]))
     points = [
-        Point(Stage.PREFILL_ATTENTION, x, y)
-        for x, y in product(chunks, visible)
-        if x // 2 <= y and (y + x // 2 <= most_context or (x in chunks[:2] and y in visible[:2]))
+        Point(Stage.LATER_CHUNK_ATTENTION, x, y)
+        for x, y in product(chunks, contexts)
+        if x < y and (y <= most_context or (x in chunks[:2] and y in contexts[:2]))
     ]
-    return _grid(points, chunks, visible)
+    return _grid(points, chunks, contexts)
+
+
+def _ordinary(sizes: Sequence[int]) -> list[int]:
+    """Return odd sizes a little below these: round ones, which prompts seldom have, suit a kernel best.
+
+    The first and the last stay: the one bounds what is measured, the other is what a full batch has.
+    """
+    return sorted({sizes[0], sizes[-1], *(size * 15 // 16 | 1 for size in sizes[1:-1])})
+
+
+def _most_context(timer: StageTimer, config: ModelConfig) -> int:
+    return min(config.max_context_tokens, timer.capacity_tokens(Place.DEVICE))
 
 
 def _axis(first: int, factor: int, last: int) -> list[int]:
@@ -226,7 +255,8 @@ def measure(timer: StageTimer, grid: Grid, seconds: float, config: ModelConfig) 
         for point in points:
             is_needed = len(first_ms) < 4
             expected_ms = _expected_ms(point, first_ms)
-            if not is_needed and time.perf_counter() - start + expected_ms / 1e3 > seconds * share:
+            limit = _SPANNING_SHARE if expected_ms / 1e3 < seconds * _CHEAP_SHARE else share
+            if not is_needed and time.perf_counter() - start + expected_ms / 1e3 > seconds * limit:
                 continue
             ms = _try(timer, point, 0)
             for _ in range(_SECOND_CHANCES):
@@ -298,12 +328,13 @@ def rising(values: Sequence[float]) -> list[float]:
 
 
 def fill(xs: Sequence[int], ys: Sequence[int], known: dict[tuple[int, int], float]) -> list[list[float]]:
-    """Complete a grid: with `a + b*x + c*x*y` through all that is known, scaled to the nearest known points.
+    """Complete a grid: with `a + b*x + c*y + d*x*y` through all that is known, scaled to the nearest of it.
 
-    The work of attention is the product of its two sizes; a least-squares fit of relative errors says what
-    the rest costs, and the ratio at the nearest measured points what the fit does not.
+    The work of attention is the product of its two sizes, bringing KV together that of the context alone; a
+    least-squares fit of relative errors says what each costs, and the ratio at the nearest measured points
+    what the fit does not. What less or more work took bounds the result: a fit through noise may go astray.
     """
-    points = torch.tensor([[1.0, x, x * y] for x, y in known], dtype=torch.float64)
+    points = torch.tensor([[1.0, x, y, x * y] for x, y in known], dtype=torch.float64)
     ms = torch.tensor(list(known.values()), dtype=torch.float64).clamp(min=1e-6)
     weights = torch.linalg.lstsq(
         points / ms[:, None], torch.ones(len(known), 1, dtype=torch.float64)
@@ -311,13 +342,15 @@ def fill(xs: Sequence[int], ys: Sequence[int], known: dict[tuple[int, int], floa
     factors = [max(float(weight), 0.0) for weight in weights.flatten()]
 
     def fitted(x: int, y: int) -> float:
-        return max(factors[0] + factors[1] * x + factors[2] * x * y, 1e-6)
+        return max(factors[0] + factors[1] * x + factors[2] * y + factors[3] * x * y, 1e-6)
 
     def at(x: int, y: int) -> float:
         if (x, y) in known:
             return known[x, y]
         beside = [other for other in known if other[0] == x or other[1] == y] or list(known)
         nearest = min(beside, key=lambda other: abs(other[0] * other[1] - x * y))
-        return known[nearest] * fitted(x, y) / fitted(*nearest)
+        least = max((ms for (a, b), ms in known.items() if a <= x and b <= y), default=0.0)
+        most = min((ms for (a, b), ms in known.items() if a >= x and b >= y), default=math.inf)
+        return min(max(known[nearest] * fitted(x, y) / fitted(*nearest), least), most)
 
     return [[at(x, y) for y in ys] for x in xs]

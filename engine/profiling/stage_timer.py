@@ -30,6 +30,7 @@ LAYERS_AT_ONCE = 4  # on a GPU: what runs ahead of the GPU hides the launch of t
 MIN_ROWS = 32  # a grid has at least two points along each axis, whatever the limits
 GPU_REGION_BYTES = 256 * 1024**2  # several times the L2 cache of any GPU
 TOY_REGION_BYTES = 8 * 1024**2
+FREED_BYTES = 31 * 1024**2  # nearly the largest piece that glibc's malloc ever learns to keep
 MIN_HOST_REGION_BYTES, MAX_HOST_REGION_BYTES = 64 * 1024**2, 1024**3
 
 
@@ -40,14 +41,20 @@ class Stage(StrEnum):
     HEAD = "head"  # x: rows
     HAND_OFF = "hand_off"  # x: requests
     TRANSFER = "transfer"  # x: tokens
-    PREFILL_ATTENTION = "prefill_attention"  # x: tokens, y: mean number of tokens that each of them sees
+    FIRST_CHUNK_ATTENTION = "first_chunk_attention"  # of a prompt; x: tokens, y: the same
+    LATER_CHUNK_ATTENTION = "later_chunk_attention"  # x: tokens, y: context at its end, more than x
     GPU_ATTENTION = "gpu_attention"  # x: requests, y: mean context
     CPU_ATTENTION = "cpu_attention"  # likewise
 
     @property
     def is_attention(self) -> bool:
-        """Whether it depends on two sizes."""
-        return self in (Stage.PREFILL_ATTENTION, Stage.GPU_ATTENTION, Stage.CPU_ATTENTION)
+        """Whether its time depends on the layer's window."""
+        return self.is_prefill or self in (Stage.GPU_ATTENTION, Stage.CPU_ATTENTION)
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it is a prompt chunk's attention."""
+        return self in (Stage.FIRST_CHUNK_ATTENTION, Stage.LATER_CHUNK_ATTENTION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,9 @@ class StageTimer:
         self._v = normal(rows, config.num_kv_heads, config.head_dim)
         self._carrier = Carrier(decoder.device)
         self._random = random.Random(0)
+        # An engine that has run for a while uses the memory of intermediate results again. Until malloc has
+        # seen a large piece freed, every such piece is new from the system, page fault by page fault.
+        torch.empty(FREED_BYTES, dtype=torch.uint8).zero_()
 
     def capacity_tokens(self, place: Place) -> int:
         """Return how many tokens' KV the attention of one layer can be measured over."""
@@ -151,7 +161,8 @@ class StageTimer:
             Stage.HEAD: lambda: self._head(point.x),
             Stage.HAND_OFF: lambda: self._hand_off(point.x),
             Stage.TRANSFER: lambda: self._transfer(point.x, turn),
-            Stage.PREFILL_ATTENTION: lambda: self._prefill(point.x, point.y, turn),
+            Stage.FIRST_CHUNK_ATTENTION: lambda: self._prefill(point.x, point.y, turn),
+            Stage.LATER_CHUNK_ATTENTION: lambda: self._prefill(point.x, point.y, turn),
             Stage.GPU_ATTENTION: lambda: self._decode(Place.DEVICE, point.x, point.y, turn),
             Stage.CPU_ATTENTION: lambda: self._decode(Place.HOST, point.x, point.y, turn),
         }
@@ -203,10 +214,9 @@ class StageTimer:
         layer = regions[0].layers[turn % len(regions[0].layers)]
         return lambda _: group.copy_layer(layer, self._carrier)
 
-    def _prefill(self, tokens: int, visible: int, turn: int) -> Callable[[int], object]:
-        start = max(visible - tokens // 2, 0)
+    def _prefill(self, tokens: int, context_len: int, turn: int) -> Callable[[int], object]:
         region = self._regions[Place.DEVICE]
-        batch = self._batch(Place.DEVICE, tokens, [start + tokens], turn)
+        batch = self._batch(Place.DEVICE, tokens, [context_len], turn)
         q, k, v = self._q[:tokens], self._k[:tokens], self._v[:tokens]
         return self._attention(region, turn, batch.attend, q, k, v)
 
@@ -258,9 +268,8 @@ class StageTimer:
 
 def measured_blocks(decoder: Decoder, storage: KVStorage, place: Place) -> int:
     """Return how many blocks of a place measurements use in each layer; 0 without such a pool."""
-    try:
-        pool = storage[place]
-    except KeyError:  # the policy does not use this place
+    pool = storage.get(place)
+    if pool is None:
         return 0
     return min(pool.num_blocks, max(_region_bytes(decoder, pool.device) // pool.layout.block_bytes, 4))
 

@@ -1,5 +1,6 @@
 """A cost model and KV budgets from a machine's datasheet: a roofline with the presets' shares."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,9 @@ ITERATION_MS = 1.0  # scheduling, launching the graph, copying sampled tokens ba
 HEAD_KERNELS = 12
 SAMPLING_PASSES = 6  # over the float32 logits
 
-LONGEST_CHUNK = 1 << 16  # tokens; the last point of the linear table
+LONGEST_CHUNK = 1 << 16  # tokens; the last point of the tables of linear stages and prompt chunks
+LONGEST_CONTEXT = 1 << 17
+CHUNK_STEP = 1.1  # between the points of prompt chunks: a chord is within 0.5 % of the parabola
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +89,25 @@ def analytic_cost_model(
 
     def attention(fixed_ms: float, ms_per_token: float) -> Surface:
         """Time grows with requests x mean context: a bilinear surface is exact."""
-        requests, contexts = (1, 1024), (1, 1 << 17)
+        requests, contexts = (1, 1024), (1, LONGEST_CONTEXT)
         return Surface(
             requests, contexts, [[fixed_ms + n * c * ms_per_token for c in contexts] for n in requests]
         )
+
+    def chunk_ms(tokens: float, context: float) -> float:
+        """Attention of a prompt chunk by a kernel that leaves out what is masked; see `Surface` for x > y."""
+        visible = max(context - tokens / 2, 0.0)
+        return 2 * KERNEL_MS + tokens * visible * chunk_token_ms
 
     # Per token of context: q·k and p·v, two multiply-adds for each element of a query head.
     attention_flops = 4 * config.num_heads * config.head_dim
     query_bytes = config.num_heads * config.head_dim * dtype.itemsize
     logits_ms = SAMPLING_PASSES * config.vocab_size * 4 / streaming * 1e3
     host_token_ms = (kv_bytes / host.attention_bytes_per_s + attention_flops / host.attention_flops) * 1e3
+    chunk_token_ms = attention_flops / (gpu.tensor_flops * gpu.prefill_attention_share) * 1e3
+    steps = range(int(math.log(LONGEST_CHUNK, CHUNK_STEP)) + 1)
+    chunks = sorted({round(CHUNK_STEP**step) for step in steps} | {LONGEST_CHUNK})
+    contexts = (*chunks, LONGEST_CONTEXT)
     hand_off_bytes = 2 * query_bytes + kv_bytes  # q, k and v there, the output back
     most = LONGEST_CHUNK
     return TableCostModel(
@@ -106,8 +118,9 @@ def analytic_cost_model(
         head=roofline(head_parameters, 1024, HEAD_KERNELS * KERNEL_MS, logits_ms),
         hand_off=Curve((1, 1024), [HAND_OFF_MS + n * hand_off_bytes / bus * 1e3 for n in (1, 1024)]),
         transfer=Curve((1, most), [BUS_LATENCY_MS + n * kv_bytes / bus * 1e3 for n in (1, most)]),
-        prefill_attention=attention(
-            2 * KERNEL_MS, attention_flops / (gpu.tensor_flops * gpu.prefill_attention_share) * 1e3
+        first_chunk_attention=Curve(chunks, [chunk_ms(n, n) for n in chunks]),
+        later_chunk_attention=Surface(
+            chunks, contexts, [[chunk_ms(tokens, context) for context in contexts] for tokens in chunks]
         ),
         gpu_attention=attention(
             2 * KERNEL_MS, kv_bytes / (gpu.memory_bytes_per_s * gpu.attention_share) * 1e3

@@ -13,6 +13,7 @@ with perfect overlap and no waiting, no hand-off, no moves.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.simulation.workload import WorkloadRequest
@@ -41,7 +42,12 @@ class Bound:
         tokens = sum(r.prompt_tokens + r.output_tokens - 1 for r in self.requests)
         context = sum(_decode_context(r) for r in self.requests)
         linear = cost.num_layers * _least_per_unit(cost.linear)
-        prefill = cost.num_layers * _least_per_product(cost.prefill_attention)
+        longest_prompt = max((r.prompt_tokens for r in self.requests), default=1)
+        # However a prompt is cut, its tokens see half of it on average.
+        prefill = cost.num_layers * min(
+            _least_per_first(cost.first_chunk_attention, longest_prompt),
+            _least_per_later(cost.later_chunk_attention),
+        )
         fixed_ms = outputs * _least_per_unit(cost.head)
         fixed_ms += prefill * sum(r.prompt_tokens**2 / 2 for r in self.requests)
         gpu = cost.num_layers * _least_per_product(cost.gpu_attention)
@@ -77,6 +83,30 @@ def _least_per_unit(curve: Curve) -> float:
     """Return the least of time / x anywhere: between two points it lies between theirs."""
     beyond = curve(2 * curve.x[-1]) - curve(curve.x[-1])
     return min([ms / x for x, ms in zip(curve.x, curve.ms, strict=True)] + [beyond / curve.x[-1]])
+
+
+def _least_per_first(curve: Curve, longest: float) -> float:
+    """Return the least of time / (x * x / 2), what x tokens see, up to the longest prompt.
+
+    Between two points it exceeds one of theirs.
+    """
+    return min(2 * curve(x) / x**2 for x in (*curve.x, max(longest, curve.x[-1])))
+
+
+def _least_per_later(surface: Surface) -> float:
+    """Return the least of time / (x * (y - x / 2)), what x tokens see with a context of y at their end.
+
+    Both are linear in y between two points of the grid, which therefore suffice. What is seen bends with x:
+    points between are looked at, too.
+    """
+    steps = 4
+    xs = [a + (b - a) * step / steps for a, b in pairwise(surface.x) for step in range(steps)]
+    far = 1e3 * surface.y[-1]
+    return min(
+        surface(x, y) / (x * (y - x / 2))
+        for x in (*xs, surface.x[-1])
+        for y in (x, *(y for y in (*surface.y, far) if y > x))
+    )
 
 
 def _least_per_product(surface: Surface) -> float:

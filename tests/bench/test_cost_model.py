@@ -35,16 +35,28 @@ def report() -> CostModelReport:
 
 def test_every_table_is_asked_for_sizes_that_can_occur(report: CostModelReport) -> None:
     assert {name: len(errors) for name, errors in report.by_table().items()} == dict.fromkeys(
-        ("linear", "cpu_attention", "prefill_attention", "head", "transfer", "hand_off"), 5
+        (
+            "linear",
+            "cpu_attention",
+            "first_chunk_attention",
+            "later_chunk_attention",
+            "head",
+            "transfer",
+            "hand_off",
+        ),
+        5,
     )
     for case in report.cases:
         assert min(case.measured_ms, case.predicted_ms) > 0
         if case.table == "cpu_attention":
             assert case.x * case.y <= 4096
-        if case.table == "prefill_attention":
-            start = case.y - case.x // 2
+        if case.table == "first_chunk_attention":
+            assert 1 < case.x == case.y <= 256
+        if case.table == "later_chunk_attention":
+            start = case.y - case.x
+            assert start > 0
             assert start % 16 == 0
-            assert start + case.x <= 256
+            assert 1 < case.x < case.y <= 256
 
 
 def test_no_size_is_one_of_those_that_the_tables_were_measured_on(report: CostModelReport) -> None:

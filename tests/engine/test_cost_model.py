@@ -1,6 +1,7 @@
 """Tables interpolate exactly what is linear, grow where the truth grows, and learn from iterations."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,64 @@ def test_foreign_or_damaged_tables_are_refused(change: dict[str, object]) -> Non
     data = json.loads(json.dumps(machine().to_json())) | change
     with pytest.raises(ValueError, match="cost tables"):
         TableCostModel.from_json(data)
+
+
+def test_tables_of_an_older_form_are_refused() -> None:
+    """Version 1 had one table for all chunks of a prompt."""
+    data = machine().to_json()
+    data["version"] = 1
+    data["prefill_attention"] = data.pop("later_chunk_attention")
+    del data["first_chunk_attention"]
+    with pytest.raises(ValueError, match="cost tables of version 1"):
+        TableCostModel.from_json(data)
+
+
+def test_first_and_later_chunks_have_a_cost_of_their_own() -> None:
+    """A step of 2 ms between them, and three times the time per token."""
+    sizes, contexts = (2, 64, 512), (16, 512, 4096)
+    cost = replace(
+        machine(),
+        first_chunk_attention=Curve(sizes, [1 + 0.25 * n for n in sizes]),
+        later_chunk_attention=Surface(
+            sizes, contexts, [[3 + 0.75 * n + n * context / 64 for context in contexts] for n in sizes]
+        ),
+    )
+    for tokens in (2, 10, 64, 100, 512):
+        assert cost.prefill_attention_ms(tokens, 0) == pytest.approx(1 + 0.25 * tokens)
+        for start in (16, 400, 3000):
+            expected = 3 + 0.75 * tokens + tokens * (start + tokens) / 64
+            assert cost.prefill_attention_ms(tokens, start) == pytest.approx(expected)
+            corrected = CorrectedCostModel(cost)
+            corrected.device_factor = 2.0
+            assert corrected.prefill_attention_ms(tokens, start) == pytest.approx(2 * expected)
+
+
+@given(
+    first=st.lists(times, min_size=3, max_size=3),
+    later=st.lists(st.lists(times, min_size=3, max_size=3), min_size=3, max_size=3),
+    tokens=st.integers(8, 512),
+    more_tokens=st.integers(0, 200),
+    start=st.integers(0, 2000),
+    more_start=st.integers(0, 1000),
+)
+def test_a_longer_chunk_or_more_before_it_never_costs_less_whatever_the_noise(
+    first: list[float],
+    later: list[list[float]],
+    tokens: int,
+    more_tokens: int,
+    start: int,
+    more_start: int,
+) -> None:
+    sizes, contexts = (8, 64, 512), (16, 512, 4096)
+    cost = replace(
+        machine(),
+        first_chunk_attention=Curve(sizes, first),
+        later_chunk_attention=Surface(sizes, contexts, later),
+    )
+    here = cost.prefill_attention_ms(tokens, start)
+    longer = cost.prefill_attention_ms(min(tokens + more_tokens, 512), start)
+    assert 0 <= here <= longer * (1 + 1e-9) + 1e-9
+    assert here <= cost.prefill_attention_ms(tokens, start + more_start) * (1 + 1e-9) + 1e-9
 
 
 @given(

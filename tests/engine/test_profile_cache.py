@@ -27,7 +27,7 @@ LIMITS = SchedulerLimits(max_batch_tokens=64, max_batch_requests=16)
 
 def tables(ms: float) -> TableCostModel:
     curve, surface = Curve([1, 8], [ms, 2 * ms]), Surface([1, 8], [16, 64], [[ms, ms], [ms, ms]])
-    return TableCostModel(2, False, 0.1, curve, curve, curve, curve, surface, surface, surface)
+    return TableCostModel(2, False, 0.1, curve, curve, curve, curve, curve, surface, surface, surface)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -15,7 +16,7 @@ from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling import profiler
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.profiling.profiler import fill, measure, profile, rising, stage_grids
-from neo_desktop.engine.profiling.stage_timer import Point, Stage, StageTimer
+from neo_desktop.engine.profiling.stage_timer import MIN_ROWS, Point, Stage, StageTimer
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.registry import random_model
@@ -24,8 +25,8 @@ from neo_desktop.models.shapes import shape
 CONFIG = shape("tiny")
 CPU = torch.device("cpu")
 LIMITS = SchedulerLimits(max_batch_tokens=64, max_batch_requests=16)
-CURVES = ("linear", "head", "hand_off", "transfer")
-SURFACES = ("prefill_attention", "gpu_attention", "cpu_attention")
+CURVES = ("linear", "head", "hand_off", "transfer", "first_chunk_attention")
+SURFACES = ("later_chunk_attention", "gpu_attention", "cpu_attention")
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +103,8 @@ def test_progress_runs_from_start_to_end(decoder: Decoder) -> None:
 class FakeTimer(StageTimer):
     """Times by a formula and a clock of its own."""
 
+    capacity = 1 << 16
+
     def __init__(self, cost_ms: Callable[[Point], float], clock: list[float]) -> None:
         self.is_cuda, self.attends_alike = False, True
         self.cost_ms = cost_ms
@@ -109,7 +112,7 @@ class FakeTimer(StageTimer):
         self.calls: list[Point] = []
 
     def capacity_tokens(self, place: Place) -> int:
-        return 1 << 16
+        return self.capacity
 
     def time_ms(self, point: Point, turn: int) -> float:
         self.calls.append(point)
@@ -143,6 +146,17 @@ def test_short_time_costs_density_before_range(clock: list[float]) -> None:
     (grid,) = (stage_grids(timer, CONFIG, SchedulerLimits(512, 256))[stage] for stage in (Stage.LINEAR,))
     times = measure(timer, grid, 0.15, CONFIG)
     assert Point(Stage.LINEAR, 512) in times
+    assert len(times) < len(grid.points)
+
+
+def test_what_costs_next_to_nothing_is_measured_all_the_same(clock: list[float]) -> None:
+    """The points that span a surface can take most of its time; between them there are cheap ones."""
+    timer = FakeTimer(lambda point: 1e-5 * point.work, clock)
+    grid = stage_grids(timer, shape("qwen2.5-0.5b"), SchedulerLimits(512, 256))[Stage.LATER_CHUNK_ATTENTION]
+    seconds = sum(1e-8 * point.work for point in grid.spanning) / 0.6
+    times = measure(timer, grid, seconds, CONFIG)
+    assert set(grid.spanning) <= times.keys()
+    assert {point for point in grid.between if 1e-8 * point.work < 0.01 * seconds} <= times.keys()
     assert len(times) < len(grid.points)
 
 
@@ -184,15 +198,39 @@ def test_grids_span_what_the_scheduler_may_ask_for() -> None:
     timer = FakeTimer(lambda _: 1.0, [0.0])
     grids = stage_grids(timer, shape("llama-2-7b"), SchedulerLimits(2048, 256))
     assert Stage.GPU_ATTENTION not in grids  # no GPU here
-    assert {grids[stage].points[0].x for stage in grids} <= {1, 8}
+    assert {grids[stage].points[0].x for stage in grids} <= {1, 2, 8}
     assert max(point.x for point in grids[Stage.LINEAR].points) == 2048
     assert max(point.x for point in grids[Stage.HEAD].points) == 256
     decode = grids[Stage.CPU_ATTENTION].points
     assert max(point.x for point in decode) == 256
     assert max(point.y for point in decode) == 4096
     assert all(point.work <= timer.capacity_tokens(Place.HOST) for point in decode)
+    first, later = grids[Stage.FIRST_CHUNK_ATTENTION].points, grids[Stage.LATER_CHUNK_ATTENTION].points
+    assert all(2 <= point.x == point.y for point in first)
+    assert max(point.x for point in first) == max(point.x for point in later) == 2048
+    assert all(point.x < point.y for point in later)
+    assert max(point.y for point in later) == 4096
     for grid in grids.values():
         assert len(set(grid.points)) == len(grid.points)
+
+
+@given(
+    max_batch_tokens=st.integers(1, 4096),
+    capacity_blocks=st.integers(1, 4096),
+    max_context=st.sampled_from((64, 512, 4096, 131_072)),
+)
+def test_later_chunks_always_follow_something_and_make_a_surface(
+    max_batch_tokens: int, capacity_blocks: int, max_context: int
+) -> None:
+    timer = FakeTimer(lambda _: 1.0, [0.0])
+    timer.capacity = capacity_blocks * BLOCK_SIZE
+    config = replace(CONFIG, max_context_tokens=max_context)
+    grid = stage_grids(timer, config, SchedulerLimits(max_batch_tokens, 1))[Stage.LATER_CHUNK_ATTENTION]
+    assert all(1 < point.x < point.y for point in grid.points)
+    assert len({point.x for point in grid.points}) >= 2
+    assert len({point.y for point in grid.points}) >= 2
+    most = max(max_batch_tokens, MIN_ROWS)
+    assert max(point.x for point in grid.points) <= most
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=30))
@@ -206,16 +244,17 @@ def test_rising_never_falls_and_keeps_the_sum(values: list[float]) -> None:
 @given(
     constant=st.floats(0.001, 1),
     per_request=st.floats(0, 0.1),
+    per_context_token=st.floats(0, 1e-4),
     per_token=st.floats(1e-6, 1e-3),
     capacity=st.integers(2_000, 200_000),
 )
 def test_missing_corners_follow_the_law_of_the_known_points(
-    constant: float, per_request: float, per_token: float, capacity: int
+    constant: float, per_request: float, per_context_token: float, per_token: float, capacity: int
 ) -> None:
     xs, ys = (1, 4, 16, 64, 256), (16, 128, 1024, 8192)
 
     def truth(x: int, y: int) -> float:
-        return constant + per_request * x + per_token * x * y
+        return constant + per_request * x + per_context_token * y + per_token * x * y
 
     known = {(x, y): truth(x, y) for x in xs for y in ys if x * y <= capacity}
     for x, row in zip(xs, fill(xs, ys, known), strict=True):

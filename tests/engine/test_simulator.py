@@ -38,6 +38,7 @@ def flat_cost(linear_ms: float = 1.0, iteration_ms: float = 0.0) -> TableCostMod
         nothing,
         nothing,
         nothing,
+        nothing,
         free,
         free,
         free,
@@ -275,7 +276,8 @@ def test_the_bound_equals_the_formula_of_the_roofline() -> None:
         head=Curve((1, 2), (0, 0)),
         hand_off=Curve((1, 2), (0, 0)),
         transfer=Curve((1, 2), (0, 0)),
-        prefill_attention=Surface((1, 2), (1, 2), ((0, 0), (0, 0))),
+        first_chunk_attention=Curve((1, 2), (0, 0)),
+        later_chunk_attention=Surface((1, 2), (1, 2), ((0, 0), (0, 0))),
         gpu_attention=Surface((1, 2), (1, 2), ((0.01, 0.02), (0.02, 0.04))),
         cpu_attention=Surface((1, 2), (1, 2), ((0.1, 0.2), (0.2, 0.4))),
     )
@@ -305,6 +307,17 @@ def test_no_policy_exceeds_its_bound(policy: str, gpu_tokens: int) -> None:
     result = run(requests, policy, cost, gpu_tokens)
     bound = Bound(cost, requests, gpu_tokens).output_tokens_per_s(*SHARES_OF_CPU[policy])
     assert result.output_tokens_per_s <= bound
+
+
+@settings(max_examples=50, deadline=None)
+@given(chunks=st.lists(st.integers(1, 2048), min_size=1, max_size=6))
+def test_no_way_to_cut_a_prompt_is_cheaper_than_the_bound_says(chunks: list[int]) -> None:
+    cost = replace(machine(), iteration_ms=0.0)
+    ms, start = cost.head_ms(1), 0
+    for tokens in chunks:
+        ms += cost.num_layers * (cost.linear_ms(tokens) + cost.prefill_attention_ms(tokens, start))
+        start += tokens
+    assert Bound(cost, [WorkloadRequest(0.0, start, 1)], 3008).makespan_ms() <= ms * (1 + 1e-9)
 
 
 # ---- machines ----
@@ -383,6 +396,12 @@ def test_the_analytic_model_is_the_roofline() -> None:
     multiplying_ms = 10_000 * 4 * 4096 / (7 * 96e9 * 0.75) * 1e3
     assert cost.cpu_attention_ms(10, 10_000) == pytest.approx(reading_ms + multiplying_ms + 0.005)
     assert cost.transfer_ms(1000) == pytest.approx(1000 * 4096 / (31.5e9 * 0.8) * 1e3 + 0.0107)
+    share = get_gpu("a10g").prefill_attention_share
+    for tokens, start in ((100, 0), (2048, 0), (777, 1), (700, 3000), (2048, 2048)):
+        visible = start + tokens / 2  # what is masked is not computed
+        flops = 4 * 4096 * tokens * visible
+        ms = flops / (70e12 * share) * 1e3 + 0.004
+        assert cost.prefill_attention_ms(tokens, start) == pytest.approx(ms, rel=5e-3)
 
 
 def test_budgets_are_whole_blocks() -> None:

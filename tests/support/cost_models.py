@@ -34,7 +34,10 @@ def machine(
         head=Curve(SIZES, [0.3 + 0.001 * n for n in SIZES]),
         hand_off=Curve(SIZES, [hand_off_ms] * len(SIZES)),
         transfer=Curve(SIZES, [n * transfer_token_ms for n in SIZES]),
-        prefill_attention=surface(gpu_token_ms / 10),
+        first_chunk_attention=Curve(
+            SIZES, [0.002 * bool(gpu_token_ms) + n * n / 2 * gpu_token_ms / 10 for n in SIZES]
+        ),
+        later_chunk_attention=surface(gpu_token_ms / 10),
         gpu_attention=surface(gpu_token_ms),
         cpu_attention=surface(cpu_token_ms),
     )
