@@ -62,6 +62,12 @@ struct Request {
 // Memory that a calling thread keeps between its calls, so that calls in a row allocate nothing.
 class Scratch {
  public:
+  // Of this thread. Only the thread that calls uses it to make and run a DecodeCall; workers see pointers.
+  static Scratch& own() {
+    thread_local Scratch scratch;
+    return scratch;
+  }
+
   std::vector<Request> requests;
 
   // `count` counters, their values left over from the last call.
@@ -91,13 +97,6 @@ class Scratch {
   int64_t capacity_ = 0;
   std::unique_ptr<std::atomic<int>[]> counters_;
   int64_t num_counters_ = 0;
-
- public:
-  // Of this thread. Only the thread that calls uses it to make and run a DecodeCall; workers see pointers.
-  static Scratch& own() {
-    thread_local Scratch scratch;
-    return scratch;
-  }
 };
 
 class DecodeCall {

@@ -28,7 +28,7 @@ struct NewRows {
 //
 // Query head h reads KV head h / (heads / kv_heads). Accumulates in fp32. The result does not depend on the
 // number of threads nor on the other requests of the batch. A non-finite key, value or query makes the heads
-// that attend to it non-finite, no others; rows of the cache that are not attended to are never read.
+// that attend to it non-finite, no others; what else the cache holds does not matter.
 // num_threads 0 means default_num_threads(). Throws std::invalid_argument before anything is read or written
 // if any shape, dtype, stride, length or block id is wrong.
 void paged_attention_decode(const TensorView& q, const TensorView& k_cache, const TensorView& v_cache,
