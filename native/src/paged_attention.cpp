@@ -41,7 +41,7 @@ constexpr int64_t kMinBytesPerThread = 32 << 10;
 constexpr int kMinDotProductGroup = 3;
 
 // Enough for the threads to end at about the same time.
-constexpr int64_t kItemsPerThread = 16;
+constexpr int64_t kItemsPerThread = 8;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
