@@ -165,7 +165,7 @@ def run_cost_model(options: CostModelOptions, progress: Progress) -> CostModelRe
         device=decoder.device.type,
         dtype=str(decoder.dtype).removeprefix("torch."),
         profile_seconds=profile_seconds,
-        notes=_notes(timer),
+        notes=_notes(timer, options),
         cases=tuple(cases[point] for each in held_out.values() for point in each),
         repeated=tuple(cases[point] for each in measured_before.values() for point in each),
     )
@@ -226,8 +226,10 @@ def _predicted_ms(tables: TableCostModel, point: Point) -> float:
     return float(table(point.x, point.y) if point.stage.is_attention else table(point.x))
 
 
-def _notes(timer: StageTimer) -> tuple[str, ...]:
-    if not timer.attends_alike:
+def _notes(timer: StageTimer, options: CostModelOptions) -> tuple[str, ...]:
+    if options.cpu_cache_dtype != "auto":
+        return (f"CPU-cache in {options.cpu_cache_dtype}.",)
+    if timer.is_cuda:
         return ()
     return ("Without a GPU, both caches lie in host memory and share the table of the CPU's attention.",)
 

@@ -14,6 +14,8 @@ from neo_desktop.engine.kv.transfer import Carrier
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.config import ModelConfig
 
+BLOCKS_AT_ONCE = 256  # are copied between two memories
+
 
 class KVPool:
     """K and V of all blocks of one place.
@@ -73,12 +75,18 @@ class CopyGroup:
         device changes that: it has more bandwidth, and the CPU's is what attention waits for.
         """
         source, target = self.source.layer(layer), self.target.layer(layer)
-        if source.device.type == "cpu":
-            parts = carrier.blocks(source.parts, self.source_blocks, target.device)
-            target.put(self.target_blocks, target.layout.adopted(parts, source.layout))
-            return
-        parts = target.layout.adopted(source.take(self.source_blocks), source.layout)
-        target.put(self.target_blocks, carrier.to_host(parts) if target.device.type == "cpu" else parts)
+        # Within one pool a block may be read and written. Between two, pieces need less memory on the way.
+        at_once = len(self.source_blocks) if self.source is self.target else BLOCKS_AT_ONCE
+        old_pieces, new_pieces = (
+            torch.split(blocks, at_once) for blocks in (self.source_blocks, self.target_blocks)
+        )
+        for old, new in zip(old_pieces, new_pieces, strict=True):
+            if source.device.type == "cpu":
+                parts = carrier.blocks(source.parts, old, target.device)
+                target.put(new, target.layout.adopted(parts, source.layout))
+            else:
+                parts = target.layout.adopted(source.take(old), source.layout)
+                target.put(new, carrier.to_host(parts) if target.device.type == "cpu" else parts)
 
 
 class KVStorage:
@@ -89,6 +97,10 @@ class KVStorage:
 
     def __getitem__(self, place: Place) -> KVPool:
         return self._pools[place]
+
+    def get(self, place: Place) -> KVPool | None:
+        """Return the pool of a place; None if the policy does not use it."""
+        return self._pools.get(place)
 
     def copy_groups(self, copies: Sequence[BlockCopy]) -> list[CopyGroup]:
         """Cut copies that must be carried out in their order into groups to be carried out in theirs.

@@ -69,7 +69,7 @@ def load_or_profile(
 def profile_key(decoder: Decoder, storage: KVStorage, limits: SchedulerLimits) -> dict[str, Any]:
     """Return everything that the tables depend on, as plain JSON values."""
     config = decoder.config
-    gpu = None
+    gpu, host = None, storage.get(Place.HOST)
     if decoder.device.type == "cuda":
         properties = torch.cuda.get_device_properties(decoder.device)
         gpu = {
@@ -89,7 +89,7 @@ def profile_key(decoder: Decoder, storage: KVStorage, limits: SchedulerLimits) -
         "isa": native.default_isa(),
         "device": decoder.device.type,
         "dtype": str(decoder.dtype).removeprefix("torch."),
-        "cpu_cache_dtype": str(storage[Place.HOST].layout.dtype).removeprefix("torch."),
+        "cpu_cache_dtype": str(host.layout.dtype if host else decoder.dtype).removeprefix("torch."),
         "block_size": BLOCK_SIZE,
         "model": {
             "hidden_size": config.hidden_size,

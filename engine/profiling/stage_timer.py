@@ -268,9 +268,8 @@ class StageTimer:
 
 def measured_blocks(decoder: Decoder, storage: KVStorage, place: Place) -> int:
     """Return how many blocks of a place measurements use in each layer; 0 without such a pool."""
-    try:
-        pool = storage[place]
-    except KeyError:  # the policy does not use this place
+    pool = storage.get(place)
+    if pool is None:
         return 0
     return min(pool.num_blocks, max(_region_bytes(decoder, pool.device) // pool.layout.block_bytes, 4))
 

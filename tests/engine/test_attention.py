@@ -11,6 +11,7 @@ from torch import Tensor
 from neo_desktop.engine.batch import BlockCopy, ScheduledSequence, SubBatch
 from neo_desktop.engine.execute.attention import causal_attention, place_batches
 from neo_desktop.engine.kv import gathered_attention
+from neo_desktop.engine.kv import storage as storage_module
 from neo_desktop.engine.kv.gathered_attention import gathered_decode_attention
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv.transfer import Carrier
@@ -123,8 +124,9 @@ def test_causal_attention_equals_dense(num_queries: int, num_keys: int, window: 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_block_copies_are_carried_out_in_their_order(seed: int) -> None:
+def test_block_copies_are_carried_out_in_their_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block given up by one move may be the target of the next, and so on."""
+    monkeypatch.setattr(storage_module, "BLOCKS_AT_ONCE", 1 + seed % 3)
     rng = random.Random(seed)
     storage = make_storage(4)
     expected = {}
