@@ -5,6 +5,9 @@
 #include <unistd.h>
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 #include <algorithm>
@@ -96,6 +99,12 @@ bool has_amx() {
 #endif
 #endif
 
+#if defined(__aarch64__)
+bool has_neon_bf16() {
+  return (getauxval(AT_HWCAP) & HWCAP_ASIMDHP) != 0 && (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0;
+}
+#endif
+
 // The instruction sets of this build, weakest first.
 struct IsaEntry {
   Isa isa;
@@ -113,6 +122,9 @@ constexpr IsaEntry kIsas[] = {
 #endif
 #elif defined(__aarch64__)
     {Isa::kNeon, "neon", [] { return true; }},
+#if defined(NEO_DESKTOP_NEON_BF16)
+    {Isa::kNeonBf16, "neon_bf16", has_neon_bf16},
+#endif
 #endif
 };
 
@@ -167,6 +179,8 @@ std::map<std::string, bool> cpu_features() {
           {"avx512dq", __builtin_cpu_supports("avx512dq") != 0},
           {"avx512vnni", __builtin_cpu_supports("avx512vnni") != 0},
           {"avx512bf16", __builtin_cpu_supports("avx512bf16") != 0}};
+#elif defined(__aarch64__)
+  return {{"asimd", true}, {"bf16", has_neon_bf16()}};
 #else
   return {};
 #endif

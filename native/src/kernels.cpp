@@ -24,6 +24,10 @@ const Kernels& kernels_for(Isa isa) {
   if (isa == Isa::kAvx512) return kAvx512Kernels;
   if (isa == Isa::kAvx2) return kAvx2Kernels;
 #elif defined(__aarch64__)
+#if defined(NEO_DESKTOP_NEON_BF16)
+  static const Kernels neon_bf16 = with(kNeonKernels, kNeonBf16Kernels);
+  if (isa == Isa::kNeonBf16) return neon_bf16;
+#endif
   if (isa == Isa::kNeon) return kNeonKernels;
 #endif
   (void)isa;

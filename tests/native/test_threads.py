@@ -61,9 +61,11 @@ def test_environment_forces_an_isa(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_features_agree_with_the_operating_system() -> None:
     cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists() or "flags" not in cpuinfo.read_text():
-        pytest.skip("no x86 flags in /proc/cpuinfo to compare with")
-    flags = next(line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")).split()
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    listed = [line.split() for line in lines if line.startswith(("flags", "Features"))]  # x86, ARM
+    if not listed:
+        pytest.skip("no flags in /proc/cpuinfo to compare with")
+    flags = listed[0]
     names = {"avx512vnni": "avx512_vnni", "avx512bf16": "avx512_bf16"}
     features = native.cpu_features()
     assert features == {name: names.get(name, name) in flags for name in features}

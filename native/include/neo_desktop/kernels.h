@@ -91,6 +91,7 @@ extern const Bf16Kernels kAvx512Bf16Kernels;
 extern const Bf16Kernels kAmxKernels;
 #elif defined(__aarch64__)
 extern const Kernels kNeonKernels;
+extern const Bf16Kernels kNeonBf16Kernels;
 #endif
 
 enum class Isa;

@@ -1,6 +1,7 @@
 """Native kernels: decode attention over a paged KV cache on the CPU.
 
-The instruction set is chosen at run time; NEO_DESKTOP_ISA=scalar|avx2|avx512 in the environment forces one.
+The instruction set is chosen at run time; NEO_DESKTOP_ISA in the environment forces one of
+`available_isas()`.
 
 Threads: calls share one pool of workers, which sleep between calls; the calling thread takes part and the
 GIL is released. Any number of threads may call at once. A forked child makes its own pool on first use.
@@ -82,7 +83,7 @@ def paged_attention_decode(
         k_scale: [num_blocks, kv_heads, block_size] fp32, what each row of an int8 cache is multiplied with;
             None for other dtypes.
         v_scale: as k_scale.
-        isa: "scalar", "avx2" or "avx512"; None means `default_isa()`.
+        isa: one of `available_isas()`; None means `default_isa()`.
 
     Raises:
         ValueError: an argument's device, dtype, shape, stride or value is wrong; nothing was read or written.
