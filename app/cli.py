@@ -174,9 +174,12 @@ class Suite(StrEnum):
     COST_MODEL = "cost-model"
 
 
+_CPU = "Suite cpu-attention"
+
+
 @app.command(
     epilog="Examples:\n\n"
-    "neo-desktop bench --suite cpu-attention --json report.json\n\n"
+    "neo-desktop bench --suite cpu-attention --json report.json --plot report.png\n\n"
     "neo-desktop bench --suite cost-model --shape qwen2.5-0.5b"
 )
 def bench(
@@ -190,13 +193,51 @@ def bench(
     gpu_memory: opt.GpuMemory = None,
     cpu_memory: opt.CpuMemory = None,
     cpu_cache_dtype: opt.CpuCacheDtypeOption = opt.CpuCacheDtype.AUTO,
+    kv_dtype: Annotated[
+        opt.KVDtype | None,
+        typer.Option("--kv-dtype", help="Number format of KV. Default: float16.", rich_help_panel=_CPU),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1024,
+            help="Threads. Default: all cores but two where there are more than four, else all.",
+            rich_help_panel=_CPU,
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="Also draw the figures.", rich_help_panel=_CPU),
+    ] = None,
     json_file: opt.JsonFile = None,
     debug: opt.Debug = False,
 ) -> None:
     """Measure this computer; the model matters where a suite needs one."""
+    if suite is not Suite.CPU_ATTENTION:
+        for name, value in (("--kv-dtype", kv_dtype), ("--threads", threads), ("--plot", plot)):
+            if value is not None:
+                raise typer.BadParameter(f"{name} belongs to --suite {Suite.CPU_ATTENTION.value}")
     _set_up_logging(debug)
-    from neo_desktop.app.bench import CostModelOptions, run_suites
+    import torch
 
+    from neo_desktop.app.bench import (
+        CostModelOptions,
+        CpuAttentionOptions,
+        CpuAttentionReport,
+        SuiteOptions,
+        run_suites,
+    )
+    from neo_desktop.app.bench.cpu_attention.plot import check_plot, write_plot
+
+    if plot is not None:
+        try:
+            check_plot(plot)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--plot") from None
+    cpu_attention = CpuAttentionOptions(
+        dtype=getattr(torch, (kv_dtype or opt.KVDtype.FLOAT16).value), num_threads=threads or 0
+    )
     model_options = CostModelOptions(
         model=model,
         shape=shape,
@@ -213,11 +254,14 @@ def bench(
         report = run_suites(
             [suite.value],
             lambda share, what: progress.update(task, completed=share, description=what),
-            model_options,
+            SuiteOptions(cpu_attention, model_options),
         )
     report.print(stdout)
     if json_file is not None:
         report.write_json(json_file)
+    for each in report.suites:
+        if plot is not None and isinstance(each, CpuAttentionReport):
+            write_plot(each, plot)
 
 
 @app.command(epilog="Example: neo-desktop profile --shape llama-3.2-1b --json tables.json")

@@ -31,6 +31,14 @@ class CpuCacheDtype(StrEnum):
     INT8 = "int8"
 
 
+class KVDtype(StrEnum):
+    """Number format of keys and values in a CPU-cache."""
+
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+
+
 class PolicyName(StrEnum):
     """Where requests may live."""
 

@@ -1,8 +1,8 @@
 # Sourced by the scripts beside it: makes and updates the virtual environment in .venv.
 #
 # prepare_environment EXTRAS [pip arguments]
-#   EXTRAS is "" or e.g. "[dev]". Installs only when something that an install depends on has changed: Python
-#   edits are seen at once.
+#   EXTRAS is "" or e.g. "[dev]". Installs only when something that an install depends on has changed: edits of
+#   Python files are seen at once, new and moved ones are not.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -33,7 +33,7 @@ prepare_environment() {
         "$python" -m venv .venv ||
             fail "the virtual environment could not be made (Debian, Ubuntu: apt install python3-venv)"
     fi
-    wanted=$({ echo "$*"; cat pyproject.toml; find native -type f -not -name '*.pyc' -print0 | sort -z | xargs -0 cat; } | sha256sum)
+    wanted=$({ echo "$*"; cat pyproject.toml; find app engine models ui -name '*.py' | sort; find native -type f -not -name '*.pyc' -print0 | sort -z | xargs -0 cat; } | sha256sum)
     if [ "$(cat ".venv/installed$extras" 2>/dev/null)" != "$wanted" ]; then
         echo "Installing neo-desktop$extras; the first time, this takes some minutes …"
         .venv/bin/pip install --quiet --disable-pip-version-check "$@" -e ".$extras" ||

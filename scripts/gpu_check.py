@@ -10,6 +10,7 @@ import torch
 
 from neo_desktop import Engine, SamplingParams
 
+SHAPES = {"cuda": "llama-2-7b", "cpu": "tiny"}  # a CPU shows that the script works, not how fast anything is
 GREEDY = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True, logprobs=20)
 
 
@@ -126,19 +127,22 @@ def measure_policies(device: str, shape: str, num_requests: int, gpu_cache_token
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--shape", default="llama-2-7b", help="for the measurements")
+    parser.add_argument("--device", default="cuda", choices=tuple(SHAPES))
+    parser.add_argument(
+        "--shape", help=f"for the measurements; default: {SHAPES['cuda']}, on a CPU {SHAPES['cpu']}"
+    )
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--gpu-cache-tokens", type=int, default=1000)
     arguments = parser.parse_args()
+    shape = arguments.shape or SHAPES[arguments.device]
     if arguments.device == "cuda":
         if not torch.cuda.is_available():
             sys.exit("torch finds no GPU")
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     check_logits(arguments.device)
     check_policies(arguments.device)
-    measure_decode(arguments.device, arguments.shape)
-    measure_policies(arguments.device, arguments.shape, arguments.requests, arguments.gpu_cache_tokens)
+    measure_decode(arguments.device, shape)
+    measure_policies(arguments.device, shape, arguments.requests, arguments.gpu_cache_tokens)
     print("all checks passed")
 
 

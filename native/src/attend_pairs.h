@@ -343,12 +343,14 @@ void attend_pairs(const AttendTask& task) {
   }
   SegmentWalker<T> walker(task);
   Segments<T> tiles[2];
+  Segments<T> of_next_task{};
+  if (task.next != nullptr) SegmentWalker<T>(*task.next).next(of_next_task);
   int current = 0;
   walker.next(tiles[0]);
   while (tiles[current].count > 0) {
     const Segments<T>& now = tiles[current];
-    const Segments<T>& next = tiles[1 - current];
     walker.next(tiles[1 - current]);
+    const Segments<T>& next = tiles[1 - current].count > 0 ? tiles[1 - current] : of_next_task;
     // The heads of a block lie one after the other: memory is read in order, as far as the block goes.
     for (int head = 0; head < task.kv_heads; ++head) {
       PairTile<T> tile;

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "neo_desktop/arithmetic.h"
 #include "neo_desktop/cpu.h"
 #include "neo_desktop/memory.h"
 #include "neo_desktop/paged_attention.h"
@@ -79,6 +80,13 @@ PYBIND11_MODULE(_native, m) {
   m.def("interleave_numa_nodes", [](uintptr_t address, int64_t bytes) {
     return interleave_numa_nodes(reinterpret_cast<void*>(address), bytes);
   });
+  m.def(
+      "fma_rate",
+      [](double seconds, int num_threads, const std::string& isa, int dtype) {
+        return fma_rate(seconds, check_num_threads(num_threads), isa_from_name(isa),
+                        static_cast<DType>(dtype));
+      },
+      without_gil);
   m.def("advise_huge_pages", [](uintptr_t address, int64_t bytes) {
     return advise_huge_pages(reinterpret_cast<void*>(address), bytes);
   });

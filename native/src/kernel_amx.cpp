@@ -143,16 +143,44 @@ struct AmxMath {
 template <class T>
 void attend_tiles(const AttendTask& task) {
   if (task.head_dim % kPairLanes != 0) {  // a row would end within a tile
-    kAvx512Bf16Kernels[sizeof(T) == 1 ? static_cast<int>(DType::kInt8) : static_cast<int>(DType::kBFloat16)](
-        task);
+    kAvx512Bf16Kernels
+        .attend[sizeof(T) == 1 ? static_cast<int>(DType::kInt8) : static_cast<int>(DType::kBFloat16)](task);
     return;
   }
   attend_pairs<AmxMath<T>>(task);
   tile_release();
 }
 
+// Whole tiles: what the kernels reach of it depends on how many query heads share a KV head.
+int64_t multiply_adds(int64_t rounds, float* kept) {
+  static constexpr TileConfig config = [] {
+    TileConfig shape;
+    for (int tile = 0; tile < 6; ++tile) shape.set(tile, 16, kTileRowBytes);
+    return shape;
+  }();
+  tile_configure(config);
+  tile_zero<0>();
+  tile_zero<1>();
+  tile_zero<2>();
+  tile_zero<3>();
+  tile_zero<4>();
+  tile_zero<5>();
+  for (int64_t round = 0; round < rounds; ++round) {
+    tile_dot_bf16<0, 4, 5>();
+    tile_dot_bf16<1, 4, 5>();
+    tile_dot_bf16<2, 4, 5>();
+    tile_dot_bf16<3, 4, 5>();
+  }
+  alignas(64) float rows[16][16];
+  tile_store<0>(rows, kTileRowBytes);
+  *kept = rows[0][0];
+  tile_release();
+  return rounds * 4 * 16 * 16 * kPairLanes;
+}
+
 }  // namespace
 
-constinit const Bf16Kernels kAmxKernels = {nullptr, nullptr, attend_tiles<BFloat16>, attend_tiles<Int8>};
+constinit const Bf16Kernels kAmxKernels = {{nullptr, nullptr, attend_tiles<BFloat16>, attend_tiles<Int8>},
+                                           multiply_adds};
 
 }  // namespace neo_desktop

@@ -152,9 +152,33 @@ struct Bf16Math {
   }
 };
 
+// See multiply_adds in simd_common.h.
+int64_t dot_products(int64_t rounds, float* kept) {
+  constexpr int kChains = 20;
+  constexpr int kSteps = 8;
+  const __m512i pair = _mm512_set1_epi32(0x3f003f00);  // 0.5, 0.5
+  __m512 sums[kChains];
+#pragma GCC unroll 20
+  for (int i = 0; i < kChains; ++i) sums[i] = Avx512::broadcast(*kept + static_cast<float>(i));
+#pragma GCC unroll 1
+  for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 8
+    for (int step = 0; step < kSteps; ++step) {
+#pragma GCC unroll 20
+      for (int i = 0; i < kChains; ++i) sums[i] = dot(sums[i], pair, pair);
+    }
+  }
+#pragma GCC unroll 20
+  for (int i = 1; i < kChains; ++i) sums[0] = Avx512::add(sums[0], sums[i]);
+  float lanes[Avx512::kLanes];
+  Avx512::store(lanes, sums[0]);
+  *kept = 0 * lanes[0];
+  return rounds * kSteps * kChains * kPairLanes;
+}
+
 }  // namespace
 
-constinit const Bf16Kernels kAvx512Bf16Kernels = {nullptr, nullptr, attend_pairs<Bf16Math<BFloat16>>,
-                                                  attend_pairs<Bf16Math<Int8>>};
+constinit const Bf16Kernels kAvx512Bf16Kernels = {
+    {nullptr, nullptr, attend_pairs<Bf16Math<BFloat16>>, attend_pairs<Bf16Math<Int8>>}, dot_products};
 
 }  // namespace neo_desktop

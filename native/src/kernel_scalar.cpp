@@ -85,15 +85,29 @@ float read(const void* data, int64_t bytes) {
   return sum;
 }
 
+int64_t multiply_adds(int64_t rounds, float* kept) {
+  constexpr int kChains = 12;
+  constexpr int kSteps = 8;
+  float sums[kChains];  // all tend to 2: neither infinite nor denormal
+  for (int i = 0; i < kChains; ++i) sums[i] = *kept + static_cast<float>(i);
+  for (int64_t step = 0; step < rounds * kSteps; ++step) {
+    for (int i = 0; i < kChains; ++i) sums[i] = sums[i] * 0.5f + 1.0f;
+  }
+  for (int i = 1; i < kChains; ++i) sums[0] += sums[i];
+  *kept = sums[0];
+  return rounds * kSteps * kChains;
+}
+
 }  // namespace
 
 constinit const Kernels kScalarKernels = {
     {attend<float, false>, attend<Half, false>, attend<BFloat16, false>},
     {attend<float, true>, attend<Half, true>, attend<BFloat16, true>, attend<Int8, true>},
-    {},
     {widen<float>, widen<Half>, widen<BFloat16>},
     {narrow<float>, narrow<Half>, narrow<BFloat16>},
     read,
+    multiply_adds,
+    {},
 };
 
 }  // namespace neo_desktop

@@ -13,10 +13,11 @@ constexpr Kernels make_kernels() {
       {attend_rows<V, float>, attend_rows<V, Half>, attend_rows<V, BFloat16>},
       {attend_pairs<PairMath<V, float>>, attend_pairs<PairMath<V, Half>>, attend_pairs<PairMath<V, BFloat16>>,
        attend_pairs<PairMath<V, Int8>>},
-      {},
       {widen<V, float>, widen<V, Half>, widen<V, BFloat16>},
       {narrow<V, float>, narrow<V, Half>, narrow<V, BFloat16>},
       read<V>,
+      multiply_adds<V>,
+      {},
   };
 }
 

@@ -6,8 +6,8 @@ namespace neo_desktop {
 
 namespace {
 
-[[maybe_unused]] Kernels with(Kernels kernels, const Bf16Kernels& attend_bf16) {
-  kernels.attend_bf16 = attend_bf16;
+[[maybe_unused]] Kernels with(Kernels kernels, const Bf16Kernels& bf16) {
+  kernels.bf16 = bf16;
   return kernels;
 }
 

@@ -18,6 +18,7 @@
 #include <cstring>
 #include <memory>
 #include <numbers>
+#include <tuple>
 #include <vector>
 
 #include "neo_desktop/kernels.h"
@@ -110,7 +111,7 @@ class DecodeCall {
         group_(static_cast<int>(q.size(1) / cache.kv_heads)),
         padded_group_(neo_desktop::padded_group(group_)),
         dot_products_(cache.k_pairs && group_ >= kMinDotProductGroup && q.dtype == DType::kBFloat16 &&
-                      kernels.attend_bf16[static_cast<int>(cache.dtype)] != nullptr),
+                      kernels.bf16.attend[static_cast<int>(cache.dtype)] != nullptr),
         padded_head_dim_(static_cast<int>(divide_up(cache.head_dim, kMaxLanes) * kMaxLanes)),
         requests_(Scratch::own().requests) {
     requests_.clear();
@@ -176,61 +177,95 @@ class DecodeCall {
     return {memory, max, max + heads_per_item_ * padded_group_};
   }
 
+  // A chunk of a request's context for some of its KV heads.
+  struct Item {
+    const Request* request;
+    int64_t chunk;
+    int64_t range;
+    int64_t head;  // the first one
+    int heads;
+  };
+
   void work(int participant) {
     float* memory = thread_memory_ + participant * thread_floats_;
-    for (;;) {
-      const int64_t item = next_item_.fetch_add(1, std::memory_order_relaxed);
-      if (item >= items_) return;
-      const auto after = std::upper_bound(requests_.begin(), requests_.end(), item,
-                                          [](int64_t i, const Request& r) { return i < r.first_item; });
-      const int64_t r = after - requests_.begin() - 1;
-      const int64_t index = item - requests_[r].first_item;
-      attend(r, index / head_ranges_, index % head_ranges_, memory);
+    int64_t number = next_item_.fetch_add(1, std::memory_order_relaxed);
+    while (number < items_) {
+      const Item item = item_at(number);
+      AttendTask task = task_of(item);
+      // Knowing the next item before this one ends, the kernel asks for its memory in time. Towards the end
+      // nobody holds one back that another thread could begin with.
+      AttendTask next;
+      const bool early = next_item_.load(std::memory_order_relaxed) < items_ - 2 * threads_;
+      if (early) {
+        number = next_item_.fetch_add(1, std::memory_order_relaxed);
+        if (number < items_) {
+          next = task_of(item_at(number));
+          task.next = &next;
+        }
+      }
+      run(item, task, memory);
+      if (!early) number = next_item_.fetch_add(1, std::memory_order_relaxed);
     }
   }
 
-  void attend(int64_t r, int64_t chunk, int64_t range, float* memory) {
-    const Request& request = requests_[r];
-    const int64_t b = request.b;
-    float* state = memory + q_floats_;
-    float* own = state + state_floats_;
-    // The partial results of one head range lie one after the other, chunk by chunk.
-    float* first = partial_memory_ + (request.first_partial + range * request.chunks) * partial_floats_;
-    const Partial result = partial_at(request.chunks == 1 ? own : first + chunk * partial_floats_);
+  Item item_at(int64_t number) const {
+    const auto after = std::upper_bound(requests_.begin(), requests_.end(), number,
+                                        [](int64_t i, const Request& r) { return i < r.first_item; });
+    const Request& request = *(after - 1);
+    const int64_t index = number - request.first_item;
+    const int64_t range = index % head_ranges_;
     const int64_t head = range * heads_per_item_;
-    const int heads = static_cast<int>(std::min<int64_t>(heads_per_item_, cache_.kv_heads - head));
+    const int64_t heads = std::min<int64_t>(heads_per_item_, cache_.kv_heads - head);
+    return {&request, index / head_ranges_, range, head, static_cast<int>(heads)};
+  }
 
-    if (new_rows_ != nullptr && chunk + 1 == request.chunks) append(request, head, heads);
-    load_queries(b, head, heads, memory);
-    AttendTask task;
-    task.q = memory;
-    task.k = offset(cache_.k.data, cache_.dtype, head * cache_.k.head_stride);
-    task.v = offset(cache_.v.data, cache_.dtype, head * cache_.v.head_stride);
+  // All but the query and the results.
+  AttendTask task_of(const Item& item) const {
+    const Request& request = *item.request;
+    AttendTask task{};
+    task.k = offset(cache_.k.data, cache_.dtype, item.head * cache_.k.head_stride);
+    task.v = offset(cache_.v.data, cache_.dtype, item.head * cache_.v.head_stride);
     task.k_block_stride = cache_.k.block_stride;
     task.v_block_stride = cache_.v.block_stride;
     task.k_head_stride = cache_.k.head_stride;
     task.v_head_stride = cache_.v.head_stride;
-    task.block_table = static_cast<const int32_t*>(block_tables_.data) + b * block_tables_.stride(0);
-    task.begin = request.begin + chunk * request.chunk_tokens;
+    if (cache_.k_scale != nullptr) {
+      task.k_scale = cache_.k_scale + item.head * cache_.scale_head_stride;
+      task.v_scale = cache_.v_scale + item.head * cache_.scale_head_stride;
+      task.scale_block_stride = cache_.scale_block_stride;
+      task.scale_head_stride = cache_.scale_head_stride;
+    }
+    task.block_table = static_cast<const int32_t*>(block_tables_.data) + request.b * block_tables_.stride(0);
+    task.begin = request.begin + item.chunk * request.chunk_tokens;
     task.end = std::min(task.begin + request.chunk_tokens, request.end);
     task.block_size = cache_.block_size;
-    task.kv_heads = heads;
+    task.kv_heads = item.heads;
     task.group = group_;
     task.padded_group = padded_group_;
     task.head_dim = cache_.head_dim;
     task.padded_head_dim = padded_head_dim_;
-    task.state = state;
+    task.score_scale = q_scale_;
+    return task;
+  }
+
+  void run(const Item& item, AttendTask& task, float* memory) {
+    const Request& request = *item.request;
+    const auto [b, head, heads] = std::tuple(request.b, item.head, item.heads);
+    float* own = memory + q_floats_ + state_floats_;
+    // The partial results of one head range lie one after the other, chunk by chunk.
+    float* first = partial_memory_ + (request.first_partial + item.range * request.chunks) * partial_floats_;
+    const Partial result = partial_at(request.chunks == 1 ? own : first + item.chunk * partial_floats_);
+
+    if (new_rows_ != nullptr && item.chunk + 1 == request.chunks) append(request, head, heads);
+    load_queries(b, head, heads, memory);
+    task.q = memory;
+    task.q_bf16 = reinterpret_cast<const BFloat16*>(memory + q_floats_ - q_bf16_floats_);
+    task.state = memory + q_floats_;
     task.max = result.max;
     task.sum = result.sum;
     task.acc = result.acc;
-    task.k_scale = cache_.k_scale == nullptr ? nullptr : cache_.k_scale + head * cache_.scale_head_stride;
-    task.v_scale = cache_.v_scale == nullptr ? nullptr : cache_.v_scale + head * cache_.scale_head_stride;
-    task.scale_block_stride = cache_.scale_block_stride;
-    task.scale_head_stride = cache_.scale_head_stride;
-    task.q_bf16 = reinterpret_cast<const BFloat16*>(memory + q_floats_ - q_bf16_floats_);
-    task.score_scale = q_scale_;
     if (dot_products_) {
-      kernels_.attend_bf16[static_cast<int>(cache_.dtype)](task);
+      kernels_.bf16.attend[static_cast<int>(cache_.dtype)](task);
     } else if (cache_.k_pairs) {
       kernels_.attend_pairs[static_cast<int>(cache_.dtype)](task);
     } else {
@@ -242,7 +277,8 @@ class DecodeCall {
       return;
     }
     // The last to finish sees everybody's results: each decrement releases its own, the last acquires all.
-    if (unfinished_[r * head_ranges_ + range].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+    if (unfinished_[(&request - requests_.data()) * head_ranges_ + item.range].fetch_sub(
+            1, std::memory_order_acq_rel) == 1) {
       const Partial merged = partial_at(own);
       for (int h = 0; h < heads; ++h) {
         for (int g = 0; g < group_; ++g) merge(first, request.chunks, h * padded_group_ + g, merged);

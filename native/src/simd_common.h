@@ -105,5 +105,32 @@ float read(const void* data, int64_t bytes) {
   return lanes[0];
 }
 
+template <class V>
+int64_t multiply_adds(int64_t rounds, float* kept) {
+  // Each sum's next step waits for its last one: some cycles, in each of which two or more can begin. So
+  // there are as many sums as registers can hold, the two constants beside them.
+  constexpr int kChains = V::kSums + 4;
+  constexpr int kSteps = 8;  // per round, so that counting rounds costs little
+  const auto factor = V::broadcast(0.5f);
+  const auto addend = V::broadcast(1.0f);
+  typename V::Reg sums[kChains];  // all tend to 2: neither infinite nor denormal
+#pragma GCC unroll 32
+  for (int i = 0; i < kChains; ++i) sums[i] = V::broadcast(*kept + static_cast<float>(i));
+#pragma GCC unroll 1
+  for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 8
+    for (int step = 0; step < kSteps; ++step) {
+#pragma GCC unroll 32
+      for (int i = 0; i < kChains; ++i) sums[i] = V::multiply_add(sums[i], factor, addend);
+    }
+  }
+#pragma GCC unroll 32
+  for (int i = 1; i < kChains; ++i) sums[0] = V::add(sums[0], sums[i]);
+  float lanes[V::kLanes];
+  V::store(lanes, sums[0]);
+  *kept = lanes[0];
+  return rounds * kSteps * kChains * V::kLanes;
+}
+
 }  // namespace
 }  // namespace neo_desktop

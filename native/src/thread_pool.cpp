@@ -1,9 +1,11 @@
 #include "neo_desktop/thread_pool.h"
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <algorithm>
-#include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <thread>
 
 namespace neo_desktop {
@@ -12,8 +14,9 @@ namespace {
 // Never destroyed: workers may outlive every static object of the process.
 std::atomic<ThreadPool*> shared_pool{nullptr};
 
-// Waiting for the last worker's last piece is short; a sleep and a wake-up would cost more.
-constexpr int kSpins = 4000;
+// Waiting for the last worker's last piece, or for the next call of the same iteration, is often short: a
+// sleep and a wake-up would cost more.
+constexpr std::chrono::microseconds kSpinTime{50};
 
 inline void pause_cpu() {
 #if defined(__x86_64__)
@@ -23,15 +26,46 @@ inline void pause_cpu() {
 #endif
 }
 
+template <class Condition>
+void spin_until(Condition condition) {
+  const auto end = std::chrono::steady_clock::now() + kSpinTime;
+  while (!condition() && std::chrono::steady_clock::now() < end) {
+    for (int i = 0; i < 16; ++i) pause_cpu();
+  }
+}
+
+std::vector<int> allowed_cpus() {
+  std::vector<int> cpus;
+  cpu_set_t mask;
+  if (sched_getaffinity(0, sizeof mask, &mask) == 0) {
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+      if (CPU_ISSET(cpu, &mask)) cpus.push_back(cpu);
+    }
+  }
+  return cpus;
+}
+
+constexpr int kAnywhere = -1;
+
 }  // namespace
 
 struct ThreadPool::Job {
   const std::function<void(int)>* body;
   int participants;
+  int caller_cpu;               // kAnywhere: workers of any CPU may help
   int joined = 1;               // the caller
   std::atomic<int> running{0};  // workers inside body; atomic only so that the caller can spin on it
   std::condition_variable done{};
 };
+
+struct ThreadPool::Worker {
+  explicit Worker(int cpu) : cpu(cpu) {}
+  const int cpu;  // kAnywhere where there are more workers than CPUs
+  bool asleep = false;
+  std::condition_variable wake{};
+};
+
+ThreadPool::ThreadPool() : cpus_(allowed_cpus()) {}
 
 ThreadPool& ThreadPool::shared() {
   // A forked child has none of its parent's threads, and the pool's mutex may be held by one of them: the
@@ -47,40 +81,84 @@ ThreadPool& ThreadPool::shared() {
   return *pool;
 }
 
+void ThreadPool::start_workers(int participants) {
+  // One per CPU, the caller's included, for the caller may be elsewhere the next time.
+  const int num_cpus = static_cast<int>(cpus_.size());
+  const int wanted = participants <= num_cpus ? participants : participants - 1;
+  while (static_cast<int>(workers_.size()) < wanted) {
+    const int index = static_cast<int>(workers_.size());
+    auto worker = std::make_unique<Worker>(index < num_cpus ? cpus_[index] : kAnywhere);
+    Worker& self = *worker;
+    std::thread thread([this, &self] { work(self); });
+    if (self.cpu != kAnywhere) {
+      cpu_set_t mask;
+      CPU_ZERO(&mask);
+      CPU_SET(self.cpu, &mask);
+      pthread_setaffinity_np(thread.native_handle(), sizeof mask, &mask);  // only slower where it is refused
+    }
+    thread.detach();
+    workers_.push_back(std::move(worker));
+  }
+}
+
 void ThreadPool::run(int participants, const std::function<void(int)>& body) {
   if (participants <= 1) {
     body(0);
     return;
   }
-  Job job{&body, participants};
+  const bool one_each = participants <= static_cast<int>(cpus_.size());
+  Job job{&body, participants, one_each ? sched_getcpu() : kAnywhere};
   {
     std::lock_guard lock(mutex_);
-    while (workers_ < participants - 1) {
-      std::thread([this] { work(); }).detach();
-      ++workers_;
-    }
+    start_workers(participants);
     jobs_.push_back(&job);
+    ++num_jobs_;
+    int helpers = participants - 1;
+    for (const auto& worker : workers_) {
+      if (helpers == 0) break;
+      if (job.caller_cpu != kAnywhere && worker->cpu == job.caller_cpu) continue;
+      --helpers;
+      if (worker->asleep) worker->wake.notify_one();
+    }
   }
-  for (int helper = 1; helper < participants; ++helper) job_arrived_.notify_one();
 
   body(0);
 
   {
     std::lock_guard lock(mutex_);
-    std::erase(jobs_, &job);  // nobody joins from here on
+    if (std::erase(jobs_, &job) > 0) --num_jobs_;  // nobody joins from here on
   }
-  for (int spin = 0; spin < kSpins && job.running.load(std::memory_order_acquire) > 0; ++spin) pause_cpu();
+  spin_until([&] { return job.running.load(std::memory_order_acquire) == 0; });
   std::unique_lock lock(mutex_);
   job.done.wait(lock, [&] { return job.running == 0; });
 }
 
-void ThreadPool::work() {
+// The oldest job that this worker may help with, or null.
+ThreadPool::Job* ThreadPool::take(const Worker& worker) {
+  for (Job* job : jobs_) {
+    if (job->caller_cpu == kAnywhere || job->caller_cpu != worker.cpu) return job;
+  }
+  return nullptr;
+}
+
+void ThreadPool::work(Worker& self) {
   std::unique_lock lock(mutex_);
   for (;;) {
-    job_arrived_.wait(lock, [this] { return !jobs_.empty(); });
-    Job& job = *jobs_.front();
+    Job* found = take(self);
+    if (found == nullptr) {
+      lock.unlock();
+      spin_until([this] { return num_jobs_.load(std::memory_order_relaxed) > 0; });
+      lock.lock();
+      self.asleep = true;
+      self.wake.wait(lock, [&] { return (found = take(self)) != nullptr; });
+      self.asleep = false;
+    }
+    Job& job = *found;
     const int participant = job.joined++;
-    if (job.joined == job.participants) jobs_.erase(jobs_.begin());
+    if (job.joined == job.participants) {
+      std::erase(jobs_, &job);
+      --num_jobs_;
+    }
     ++job.running;
     lock.unlock();
     (*job.body)(participant);

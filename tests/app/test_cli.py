@@ -113,6 +113,10 @@ def test_bench_of_the_cost_model_takes_a_model(tmp_path: Path) -> None:
         ("chat", "--gpu-memory", "-1"),
         ("profile", "--cpu-memory", "0"),
         ("serve", "--cpu-cache-dtype", "int4"),
+        ("bench", "--threads", "0"),
+        ("bench", "--kv-dtype", "float64"),
+        ("bench", "--plot", "plot.docx"),
+        ("bench", "--suite", "cost-model", "--threads", "2"),
     ],
 )
 def test_wrong_use_exits_with_2(arguments: tuple[str, ...]) -> None:

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from neo_desktop.app.bench import CostModelOptions, Report, cost_model, run_cost_model, run_suites
+from neo_desktop.app.bench import (
+    CostModelOptions,
+    Report,
+    SuiteOptions,
+    cost_model,
+    run_cost_model,
+    run_suites,
+)
 from neo_desktop.app.bench.cost_model import CostModelCase, CostModelReport
 from neo_desktop.engine.predict.cost_model import TableCostModel
 
@@ -103,7 +110,7 @@ def test_the_same_seed_draws_the_same_sizes(report: CostModelReport) -> None:
 
 
 def test_report_as_table_and_json(tmp_path: Path) -> None:
-    report: Report = run_suites(["cost-model"], ignore, SMALL)
+    report: Report = run_suites(["cost-model"], ignore, SuiteOptions(cost_model=SMALL))
     console = Console(width=80, record=True)
     report.print(console)
     text = console.export_text()

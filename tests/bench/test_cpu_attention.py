@@ -1,26 +1,66 @@
-"""The cpu-attention suite reports what it claims to: every case, its limit, its error, its caveats."""
+"""The cpu-attention suite reports what it claims to: every case, its limits, its error, its caveats."""
 
 import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
-from neo_desktop.app import bench
-from neo_desktop.app.bench import CpuAttentionOptions, Report, run_cpu_attention, run_suites
+from neo_desktop import native
+from neo_desktop.app.bench import (
+    CpuAttentionOptions,
+    CpuAttentionReport,
+    Report,
+    SuiteOptions,
+    run_cpu_attention,
+    run_suites,
+)
+from neo_desktop.app.bench.cpu_attention import llama_cpp, measure, suite
+from neo_desktop.app.bench.cpu_attention.measure import Limits
+from neo_desktop.app.bench.cpu_attention.options import Shape
+from neo_desktop.app.bench.cpu_attention.plot import check_plot, write_plot
+from neo_desktop.app.bench.cpu_attention.pool import Pool, seeded
+from neo_desktop.app.bench.cpu_attention.report import CpuAttentionCase, RivalResult
+from neo_desktop.app.bench.cpu_attention.rivals import Rival, TorchSdpa, measure_rival
 
 SMALL = CpuAttentionOptions(
     groups=(1, 4),
     head_dims=(64,),
     context_tokens=(128, 300),
+    batches=(3,),
     long_tokens=1000,
     short_requests=5,
     short_tokens=20,
     memory_bytes=16 << 20,
     seconds=0.1,
+    rival_seconds=0,
     num_threads=2,
+)
+
+CASE = CpuAttentionCase(
+    group=4,
+    kv_heads=8,
+    head_dim=64,
+    batch=8,
+    context_tokens=512,
+    kv_bytes=8 << 20,
+    calls=3,
+    milliseconds=0.5,
+    gb_per_s=16.8,
+    read_gb_per_s=30.0,
+    multiply_adds_per_s=1.1e11,
+    fma_gb_per_s=55.0,
+    fraction=0.56,
+    limit_fraction=0.56,
+    relative_error=2e-4,
+    rivals={"torch_sdpa": RivalResult(2, 3, 0.7, 0.02, 2e-4)},
 )
 
 
@@ -28,34 +68,71 @@ def ignore(share: float, what: str) -> None:
     pass
 
 
-def test_measures_every_case_against_the_reads_around_it() -> None:
-    report = run_cpu_attention(SMALL, ignore)
+def report_of(*cases: CpuAttentionCase) -> CpuAttentionReport:
+    return CpuAttentionReport("float16", 16, 2, "avx2", 1 << 30, 1 << 25, True, ("A note.",), cases)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8], ids=str)
+def test_measures_every_case_against_the_limits_around_it(dtype: torch.dtype) -> None:
+    report = run_cpu_attention(replace(SMALL, dtype=dtype), ignore)
     shapes = {(case.group, case.batch, case.context_tokens) for case in report.cases}
-    assert len(report.cases) == len(shapes) == 2 * 4
-    assert {(1, 1, 1000), (4, 1, 1000), (1, 5, 20), (4, 5, 20)} <= shapes
+    assert len(report.cases) == len(shapes) == 2 * 6
+    assert {(1, 3, 128), (4, 3, 300), (1, 1, 1000), (4, 1, 1000), (1, 5, 20), (4, 5, 20)} <= shapes
+    row = 64 + 4 if dtype is torch.int8 else 64 * 2  # with the scale
     for case in report.cases:
-        assert case.kv_bytes == case.batch * case.context_tokens * case.kv_heads * case.head_dim * 2 * 2
+        assert case.kv_bytes == case.batch * case.context_tokens * case.kv_heads * row * 2
         assert case.kv_bytes <= report.cache_bytes
         assert case.gb_per_s == pytest.approx(case.kv_bytes / case.milliseconds / 1e6)
-        assert min(case.fraction, case.read_gb_per_s) > 0
+        # One multiply-add per element and query head that shares it.
+        assert case.fma_gb_per_s == pytest.approx(case.multiply_adds_per_s * row / 64 / case.group / 1e9)
+        assert case.limit_fraction >= case.fraction > 0
         assert case.calls >= 3
+        assert case.rivals == {}
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 1e-3), (torch.bfloat16, 5e-3)], ids=str)
+def test_the_limit_is_the_smaller_one() -> None:
+    limits = Limits(read_bytes_per_s=30e9, multiply_adds_per_s=100e9)
+    assert limits.bytes_per_s(2.0) == 30e9
+    assert limits.bytes_per_s(4.0) == 25e9
+    assert limits.mean(Limits(50e9, 300e9)) == Limits(40e9, 200e9)
+    assert (CASE.bound, CASE.limit_gb_per_s) == ("memory", 30.0)
+    arithmetic = replace(CASE, fma_gb_per_s=20.0)
+    assert (arithmetic.bound, arithmetic.limit_gb_per_s) == ("arithmetic", 20.0)
+
+
+def test_where_arithmetic_is_slow_it_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure.native, "fma_rate", lambda *_, **__: 1e6)
+    report = run_cpu_attention(SMALL, ignore)
+    for case in report.cases:
+        assert case.bound == "arithmetic"
+        assert case.limit_fraction > 10 * case.fraction
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float16, 1e-3), (torch.bfloat16, 5e-3), (torch.int8, 5e-3)], ids=str
+)
 def test_error_is_that_of_rounding_the_output(dtype: torch.dtype, tolerance: float) -> None:
     report = run_cpu_attention(replace(SMALL, dtype=dtype), ignore)
     assert all(0 < case.relative_error < tolerance for case in report.cases)
 
 
 def test_a_wrong_kernel_shows_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = bench.cpu_attention.native.paged_attention_decode
+    decode = native.paged_attention_decode
 
-    def wrong(q: torch.Tensor, *args: object) -> torch.Tensor:
-        return decode(q * 1.05, *args)
+    def wrong(q: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        return decode(q * 1.05, *args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(bench.cpu_attention.native, "paged_attention_decode", wrong)
+    monkeypatch.setattr(native, "paged_attention_decode", wrong)
     report = run_cpu_attention(SMALL, ignore)
     assert all(case.relative_error > 1e-3 for case in report.cases)
+
+
+@pytest.mark.parametrize("isa", native.available_isas())
+def test_every_instruction_set_can_be_measured(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEO_DESKTOP_ISA", isa)
+    report = run_cpu_attention(replace(SMALL, groups=(4,), context_tokens=(128,), seconds=0), ignore)
+    assert report.isa == isa
+    assert all(case.relative_error < 1e-3 for case in report.cases)
 
 
 def test_progress_runs_from_start_to_end() -> None:
@@ -69,27 +146,205 @@ def test_says_when_the_cache_is_small_or_cases_do_not_fit() -> None:
     report = run_cpu_attention(replace(SMALL, long_tokens=10**6, memory_bytes=4 << 20), ignore)
     notes = " ".join(report.notes)
     assert "too small to rule out" in notes or "unknown" in notes
-    assert "2 cases were left out" in notes
-    assert len(report.cases) == 6
+    assert "lie scattered" in notes
+    # 512 blocks of 64 KiB hold 3 requests of 8 blocks, but not of 19; of group 1, a quarter of that.
+    left_out = 2 * 6 - len(report.cases)
+    assert f"{left_out} cases were left out" in notes
+    assert left_out >= 2
     with pytest.raises(MemoryError, match="hold no case"):
         run_cpu_attention(replace(SMALL, memory_bytes=4096), ignore)
 
 
-def test_report_as_table_and_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bench.SUITES, "cpu-attention", lambda _, progress: run_cpu_attention(SMALL, progress))
-    report: Report = run_suites(["cpu-attention"], ignore)
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (4, 4), (6, 4), (16, 14)])
+def test_leaves_two_cores_alone_where_there_are_many(
+    cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "default_num_threads", lambda: cores)
+    assert CpuAttentionOptions().threads == threads
+    assert CpuAttentionOptions(num_threads=3).threads == 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"dtype": torch.float32}, "KV cannot be torch.float32; choose from float16, bfloat16, int8"),
+        ({"block_size": 24}, "block_size is 24; keys in pairs need a multiple of 16"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"num_threads": -1}, "num_threads is -1"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused(wrong: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        CpuAttentionOptions(**wrong)  # type: ignore[arg-type]
+
+
+def rivals() -> list[Rival]:
+    try:
+        return [TorchSdpa(), llama_cpp.LlamaCpp()]
+    except llama_cpp.LlamaCppError:
+        return [TorchSdpa()]
+
+
+@pytest.mark.parametrize("rival", rivals(), ids=lambda rival: rival.name)
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rivals_do_the_same_work(rival: Rival, group: int, dtype: torch.dtype) -> None:
+    """So their speed may be compared: gathered keys and values give the kernel's own result."""
+    options = replace(SMALL, dtype=dtype)
+    pool = Pool(4 << 20, options)
+    caches = pool.caches(group, head_dim=64)
+    shape = Shape(group, head_dim=64, batch=3, context_tokens=40)
+    table = torch.randperm(len(caches.v), generator=seeded())[: 3 * 3].view(3, 3)
+    q = torch.randn(3, shape.kv_heads * group, 64, generator=seeded()).to(dtype)
+    out = torch.empty_like(q)
+    caches.decode(q, table.int(), torch.full((3,), 40, dtype=torch.int32), out, 1)
+    k, v = (
+        torch.stack(
+            [
+                torch.stack([caches.rows(table[request], head, 40)[which] for head in range(shape.kv_heads)])
+                for request in range(3)
+            ]
+        ).to(dtype)
+        for which in range(2)
+    )
+    threads = torch.get_num_threads()
+    with rival.prepared(q, k, v, 2) as attend:
+        theirs = attend().to(dtype)
+    torch.testing.assert_close(theirs, out, atol=2e-2, rtol=2e-2)
+    assert torch.get_num_threads() == threads
+
+
+def test_a_slow_rival_gets_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        name = "slow"
+        batches: list[int] = []  # noqa: RUF012
+
+        @contextmanager
+        def prepared(
+            self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, num_threads: int
+        ) -> Iterator[Callable[[], torch.Tensor]]:
+            self.batches.append(len(q))
+            assert (len(k), num_threads) == (len(q), 2)
+            with TorchSdpa().prepared(q, k, v, num_threads) as attend:
+                yield attend
+
+    ticks = count()
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))  # a second passes at every look
+    pool = Pool(4 << 20, SMALL)
+    shape = Shape(group=4, head_dim=64, batch=12, context_tokens=32)
+    result = measure_rival(Slow(), pool, SMALL, shape, seconds=1)
+    assert (result.batch, result.calls, Slow.batches) == (1, 1, [1])
+    Slow.batches.clear()
+    result = measure_rival(Slow(), pool, SMALL, shape, seconds=15)
+    assert (result.batch, Slow.batches[:3], set(Slow.batches[3:])) == (4, [1, 2, 4], {4})
+    Slow.batches.clear()
+    result = measure_rival(Slow(), pool, SMALL, shape, seconds=50)
+    assert (result.batch, Slow.batches[:6]) == (12, [1, 2, 4, 8, 12, 12])
+    assert min(result.gb_per_s, result.fraction) > 0
+    assert result.relative_error < 1e-3
+
+
+def test_says_what_it_was_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise llama_cpp.LlamaCppError("llama-cpp-python is not installed")
+
+    monkeypatch.setattr(suite, "LlamaCpp", missing)
+    compared = replace(SMALL, groups=(4,), context_tokens=(128,), seconds=0, rival_seconds=0.1)
+    report = run_cpu_attention(compared, ignore)
+    assert all(case.rivals.keys() == {"torch_sdpa"} for case in report.cases)
+    assert "llama-cpp-python is not installed: not compared." in report.notes
+    assert any(note.startswith("torch SDPA: GB/s on KV gathered beforehand") for note in report.notes)
+    ratios = [case.fraction / case.rivals["torch_sdpa"].fraction for case in report.cases]
+    slower = sum(ratio < 1 for ratio in ratios)
+    expected = f"slower in {slower} of {len(ratios)} cases" if slower else "faster in every case"
+    assert expected in " ".join(report.notes)
+    report = run_cpu_attention(replace(compared, dtype=torch.int8), ignore)
+    assert not any(case.rivals for case in report.cases)
+    assert "compared with float16 and bfloat16 KV only" in " ".join(report.notes)
+
+
+def test_llama_cpp_without_its_library_is_a_reason_not_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(llama_cpp.LlamaCppError, match="is not installed"):
+        llama_cpp.LlamaCpp()
+    monkeypatch.undo()
+    (tmp_path / "llama_cpp").mkdir()
+    (tmp_path / "llama_cpp" / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "llama_cpp", raising=False)
+    with pytest.raises(llama_cpp.LlamaCppError, match="cannot be used"):
+        llama_cpp.LlamaCpp()
+
+
+def test_report_as_table_and_json(tmp_path: Path) -> None:
+    report: Report = run_suites(["cpu-attention"], ignore, SuiteOptions(cpu_attention=SMALL))
     console = Console(width=80, record=True)
     report.print(console)
-    text = console.export_text()
-    assert "reached" in text
-    assert "…" not in text  # everything fits into a narrow terminal
-    assert "KV cache of 17 MB" in text
+    assert "KV cache of 17 MB" in console.export_text()
     report.write_json(tmp_path / "report.json")
     saved = json.loads((tmp_path / "report.json").read_text())
     assert saved["schema_version"] == 1
     assert saved["machine"]["usable_cores"] >= 1
-    assert saved["suites"][0]["suite"] == "cpu-attention"
-    assert saved["suites"][0]["cases"][0].keys() >= {"milliseconds", "gb_per_s", "read_gb_per_s", "fraction"}
+    (suite_report,) = saved["suites"]
+    assert suite_report["suite"] == "cpu-attention"
+    assert suite_report["target"] == 0.9
+    for case in suite_report["cases"]:
+        assert case.keys() >= {"milliseconds", "gb_per_s", "read_gb_per_s", "fraction"}
+        assert case.keys() >= {"fma_gb_per_s", "limit_gb_per_s", "limit_fraction", "bound", "rivals"}
+
+
+def test_the_table_fits_into_a_narrow_terminal() -> None:
+    wide = replace(CASE, batch=1024, context_tokens=32768, milliseconds=1234.56, fma_gb_per_s=1234.0)
+    wide = replace(
+        wide, rivals={key: RivalResult(1, 1, 0.0123, 4e-4, 1e-3) for key in ("torch_sdpa", "llama_cpp")}
+    )
+    console = Console(width=80, record=True)
+    console.print(report_of(CASE, wide).render())
+    text = console.export_text()
+    assert "…" not in text
+    for wanted in ("limit", "SDPA", ".cpp", "1234.56", "0.012", "56%", "A note."):
+        assert wanted in text
+
+
+@pytest.mark.parametrize("compared", [True, False])
+def test_the_plot_shows_every_case(compared: bool, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib import image  # noqa: PLC0415
+
+    cases = [CASE, replace(CASE, group=8, fma_gb_per_s=20.0), replace(CASE, group=8, batch=64)]
+    if not compared:
+        cases = [replace(case, rivals={}) for case in cases]
+    check_plot(tmp_path / "plot.png")
+    write_plot(report_of(*cases), tmp_path / "plot.png")
+    pixels = image.imread(tmp_path / "plot.png")[:, :, :3]
+    assert pixels.shape[0] > 500
+    counts = {colour: int((np.abs(pixels - rgb(colour)).max(axis=2) < 0.02).sum()) for colour in COLOURS}
+    for colour, of_rival in COLOURS.items():
+        assert (counts[colour] > 2000) == (compared or not of_rival), counts
+
+
+# Colour of bars -> whether they are a rival's.
+COLOURS = {"#2f6fb0": False, "#d08700": False, "#1c8c4c": False, "#8a8a8a": True}
+
+
+def rgb(colour: str) -> np.ndarray:
+    return np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+
+
+def test_a_plot_that_cannot_be_written_is_known_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match=r"plot\.docx is no picture"):
+        check_plot(tmp_path / "plot.docx")
+    with pytest.raises(ValueError, match="no folder"):
+        check_plot(tmp_path / "nowhere" / "plot.png")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match="pip install"):
+        check_plot(tmp_path / "plot.png")
 
 
 def test_unknown_suite_is_refused() -> None:

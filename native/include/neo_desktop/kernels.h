@@ -23,7 +23,7 @@ constexpr int padded_group(int group) {
 // Decode attention of some KV heads and their query heads over tokens [begin, end) of one request.
 struct AttendTask {
   const float* q;  // [kv_heads, padded_group, padded_head_dim], times scale * log2(e); the padding is zero
-  const BFloat16* q_bf16;  // the same before it was multiplied, if q is bf16; for attend_bf16
+  const BFloat16* q_bf16;  // the same before it was multiplied, if q is bf16; for Bf16Kernels
   float score_scale;       // what q_bf16 lacks
 
   // The first head of block 0: rows [block_size, head_dim], or, of K, pairs [head_dim / 2, block_size, 2].
@@ -46,7 +46,8 @@ struct AttendTask {
   int padded_group;
   int head_dim;
   int padded_head_dim;
-  float* state;  // scratch [kv_heads, padded_group, 2, kMaxLanes]
+  const AttendTask* next;  // what this thread attends to afterwards, to read ahead; may be null
+  float* state;            // scratch [kv_heads, padded_group, 2, kMaxLanes]
 
   // Results. With the weight of token t for a query head: w[t] = 2^(score[t] - max),
   float* max;  // [kv_heads, padded_group] the largest score, in units of log2
@@ -55,20 +56,31 @@ struct AttendTask {
 };
 
 using AttendKernel = void(const AttendTask& task);
-using Bf16Kernels = std::array<AttendKernel*, kCacheTypes>;
+
+// What dot-product instructions of bf16 do faster; null where there are none.
+struct Bf16Kernels {
+  // As attend_pairs, for several query heads in bf16 and caches that bf16 holds exactly. Adds up in fp32.
+  std::array<AttendKernel*, kCacheTypes> attend;
+  // As Kernels::multiply_adds.
+  int64_t (*multiply_adds)(int64_t rounds, float* kept);
+};
 
 struct Kernels {
   // All indexed by DType (the cache's, or the row's). Lengths are multiples of 8.
   AttendKernel* attend_rows[kFloatTypes];
   AttendKernel* attend_pairs[kCacheTypes];
-  // As attend_pairs, for several query heads in bf16 and caches that bf16 holds exactly: by dot-product
-  // instructions, which add up in fp32. Null where there are none.
-  Bf16Kernels attend_bf16;
   void (*widen[kFloatTypes])(const void* source, float* target, int length);
   void (*narrow[kFloatTypes])(const float* source, void* target, int length);
 
   // Reads every cache line once, in order; the result only keeps that from being optimised away.
   float (*read)(const void* data, int64_t bytes);
+
+  // Makes independent multiply-adds in registers, as many at a time as keep the core busy, and returns how
+  // many; `rounds` is how often it goes through them. kept is zero at first, and only keeps them from being
+  // optimised away.
+  int64_t (*multiply_adds)(int64_t rounds, float* kept);
+
+  Bf16Kernels bf16;
 };
 
 extern const Kernels kScalarKernels;

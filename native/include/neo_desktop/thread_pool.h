@@ -1,16 +1,19 @@
 // Threads that help with one call at a time and sleep in between.
 #pragma once
 
-#include <condition_variable>
+#include <atomic>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <vector>
 
 namespace neo_desktop {
 
 // Re-entrant: several threads may call run() at once; each call has its own job on its caller's stack, and
-// the workers serve them in order. Workers sleep on a condition variable while there is no job. They are
-// started on first need and live until the process ends. A forked child starts with an empty pool.
+// the workers serve them in order. Each worker stays on one CPU, and those of other CPUs than the caller's
+// are woken: the system's scheduler likes to put a woken thread where its waker runs, and moves it away long
+// after a short job is done. A worker without a job looks for the next one for a moment, then sleeps. Workers
+// are started on first need and live until the process ends. A forked child starts with an empty pool.
 class ThreadPool {
  public:
   static ThreadPool& shared();
@@ -26,13 +29,18 @@ class ThreadPool {
 
  private:
   struct Job;
-  ThreadPool() = default;
-  void work();
+  struct Worker;
+  ThreadPool();
+  void start_workers(int participants);
+  void work(Worker& self);
+  Job* take(const Worker& worker);
 
-  std::mutex mutex_;  // guards everything below, and the members of every Job
-  std::condition_variable job_arrived_;
+  const std::vector<int> cpus_;  // those that this process may use
+
+  std::mutex mutex_;        // guards everything below, and the members of every Job and Worker
   std::vector<Job*> jobs_;  // those that still want workers, oldest first
-  int workers_ = 0;
+  std::vector<std::unique_ptr<Worker>> workers_;
+  std::atomic<int> num_jobs_{0};  // the size of jobs_; atomic only so that workers can spin on it
 };
 
 }  // namespace neo_desktop

@@ -20,6 +20,7 @@ __all__ = [
     "default_isa",
     "default_num_threads",
     "empty_paired_keys",
+    "fma_rate",
     "interleave_numa_nodes",
     "paged_attention_decode",
     "paged_kv_write",
@@ -188,6 +189,23 @@ def read_bandwidth(nbytes: int, num_threads: int = 0, repeats: int = 5) -> float
     advise_huge_pages(buffer)
     buffer.fill_(1)
     return nbytes / min(read_seconds(buffer, num_threads) for _ in range(repeats)) / 1e9
+
+
+def fma_rate(
+    seconds: float = 0.01,
+    num_threads: int = 0,
+    isa: str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> float:
+    """Multiply-adds per second of the kernels' thread pool at its best: in registers, for `seconds` seconds.
+
+    With `dtype` bfloat16 those of the dot-product instructions that the kernels use for bf16, where the
+    instruction set has them; in fp32 otherwise.
+
+    Raises:
+        ValueError: another dtype, seconds outside (0, 10], a wrong number of threads or instruction set.
+    """
+    return _native.fma_rate(seconds, num_threads, isa or default_isa(), _DTYPE_CODES.get(dtype, -1))
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> bool:

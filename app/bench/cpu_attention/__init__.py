@@ -1,0 +1,21 @@
+"""Suite `cpu-attention`: decode attention on the CPU against what this machine's memory and cores allow.
+
+Decode attention reads every key and value once, and does `group` multiply-adds with each: one per query head
+that shares it. So there are two limits, both measured here, with the same threads:
+
+    the memory's       bytes per second that plain reads reach
+    the arithmetic's   multiply-adds per second in registers / multiply-adds per byte of KV
+
+and the smaller one is the limit of a case. A case calls the kernel again and again on blocks scattered over
+one large KV cache, other blocks each time, so that none is found in the processor's caches; before and after
+each sample of calls both limits are measured anew. The share reached is the median over samples of (bytes
+per second of the calls) / (the limit around them): other programs on the machine disturb both alike.
+
+What others reach on the same work is measured beside it: see rivals.py.
+"""
+
+from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions
+from neo_desktop.app.bench.cpu_attention.report import CpuAttentionCase, CpuAttentionReport
+from neo_desktop.app.bench.cpu_attention.suite import run_cpu_attention
+
+__all__ = ["CpuAttentionCase", "CpuAttentionOptions", "CpuAttentionReport", "run_cpu_attention"]

@@ -1,0 +1,130 @@
+"""The memory that the suite measures on: taken once, viewed in every case's shape."""
+
+import math
+from dataclasses import dataclass
+
+import psutil
+import torch
+from torch import Tensor
+
+from neo_desktop import native
+from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions, Shape, kv_heads, row_bytes
+
+_READ_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Caches:
+    """A paged KV cache; the scales are those of int8."""
+
+    k: Tensor  # [num_blocks, kv_heads, block_size, head_dim / 2, 2], in pairs of dimensions
+    v: Tensor  # [num_blocks, kv_heads, block_size, head_dim]
+    k_scale: Tensor | None  # [num_blocks, kv_heads, block_size]
+    v_scale: Tensor | None
+
+    def decode(self, q: Tensor, table: Tensor, lens: Tensor, out: Tensor, num_threads: int) -> None:
+        """Attend to the blocks of `table`."""
+        native.paged_attention_decode(
+            q,
+            self.k,
+            self.v,
+            table,
+            lens,
+            q.shape[-1] ** -0.5,
+            out,
+            num_threads,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+        )
+
+    def rows(self, blocks: Tensor, head: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the first keys and values of some blocks in float64, each [tokens, head_dim]."""
+        k = self.k[blocks, head].flatten(-2).flatten(0, 1)[:tokens].double()
+        v = self.v[blocks, head].flatten(0, 1)[:tokens].double()
+        if self.k_scale is not None and self.v_scale is not None:
+            k *= self.k_scale[blocks, head].flatten()[:tokens, None]
+            v *= self.v_scale[blocks, head].flatten()[:tokens, None]
+        return k, v
+
+
+class Pool:
+    """Keys and values for any shape: flat memory, full of random numbers."""
+
+    def __init__(self, nbytes: int, options: CpuAttentionOptions) -> None:
+        self._options = options
+        dtype = options.dtype
+        head_dim = min(options.head_dims)  # the one with the most rows, and so scales
+        rows = nbytes // 2 // row_bytes(head_dim, dtype)
+        self.k, self.v = (torch.empty(rows * head_dim, dtype=dtype) for _ in range(2))
+        scale_rows = rows if dtype is torch.int8 else 0
+        self._k_scale, self._v_scale = (torch.empty(scale_rows) for _ in range(2))
+        numbers = torch.randn(min(self.k.numel(), 9_999_991), generator=seeded())
+        if dtype is torch.int8:
+            numbers = (numbers * 40).round().clamp(-127, 127)
+        agreed = [_fill(tensor, numbers) for tensor in (self.k, self.v)]
+        self.huge_pages = all(agreed)
+        for scales in (self._k_scale, self._v_scale):
+            _fill(scales, 0.02 + 0.01 * torch.rand(min(scale_rows, 999_983), generator=seeded()))
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return sum(tensor.nbytes for tensor in (self.k, self.v, self._k_scale, self._v_scale))
+
+    def num_blocks(self, group: int, head_dim: int) -> int:
+        """How many blocks of this shape the pool holds."""
+        return self.k.numel() // (kv_heads(group) * self._options.block_size * head_dim)
+
+    def caches(self, group: int, head_dim: int) -> Caches:
+        """View the pool as a paged KV cache, as the engine's."""
+        heads, block_size = kv_heads(group), self._options.block_size
+        leading = (self.num_blocks(group, head_dim), heads)
+        pairs = (*leading, head_dim // 2, block_size, 2)
+        return Caches(
+            k=_view(self.k, pairs).transpose(-3, -2),
+            v=_view(self.v, (*leading, block_size, head_dim)),
+            k_scale=_view(self._k_scale, (*leading, block_size)) if len(self._k_scale) else None,
+            v_scale=_view(self._v_scale, (*leading, block_size)) if len(self._v_scale) else None,
+        )
+
+    def read_bytes_per_s(self, turn: int) -> float:
+        """Read part of the pool front to back, another one each turn."""
+        elements = min(len(self.k), _READ_BYTES // self.k.itemsize)
+        part = self.k[turn % (len(self.k) // elements) * elements :][:elements]
+        return part.nbytes / native.read_seconds(part, self._options.threads)
+
+    def gathered(self, shape: Shape, turn: int) -> tuple[Tensor, Tensor]:
+        """View part of the pool as contiguous keys and values, [batch, kv_heads, tokens, head_dim] each.
+
+        The part is another one each turn, as far as the pool holds several.
+        """
+        dims = (shape.batch, shape.kv_heads, shape.context_tokens, shape.head_dim)
+        size = math.prod(dims)
+        start = turn % (self.k.numel() // size) * size
+        return self.k[start : start + size].view(dims), self.v[start : start + size].view(dims)
+
+
+def pool_bytes(options: CpuAttentionOptions, last_level_bytes: int) -> int:
+    """How much memory to take."""
+    if options.memory_bytes is not None:
+        return options.memory_bytes
+    return min(psutil.virtual_memory().available // 4, max(4 * last_level_bytes, 1 << 30))
+
+
+def seeded() -> torch.Generator:
+    """Random numbers that are the same in every run."""
+    return torch.Generator().manual_seed(0)
+
+
+def _fill(tensor: Tensor, numbers: Tensor) -> bool:
+    """Repeat the numbers, which are slow to make; of odd length, so that rows differ. True: huge pages."""
+    huge_pages = native.advise_huge_pages(tensor)
+    piece = numbers.to(tensor.dtype)
+    for start in range(0, tensor.numel(), max(len(piece), 1)):
+        part = tensor[start : start + len(piece)]
+        part.copy_(piece[: len(part)])
+    return huge_pages
+
+
+def _view(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return tensor[: math.prod(shape)].view(shape)

@@ -1,0 +1,148 @@
+#include "answer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <sstream>
+
+#include "neo_desktop/kernels.h"
+
+namespace neo_desktop::testing {
+namespace {
+
+// Of one request and KV head.
+struct Rows {
+  int64_t tokens;
+  std::vector<double> keys;    // [tokens, head_dim]
+  std::vector<double> values;  // [tokens, head_dim]
+};
+
+Rows attended_rows(const DecodeProblem& problem, int64_t b, int64_t head) {
+  const Cache& cache = problem.cache;
+  const int64_t dim = cache.shape.head_dim;
+  const int64_t first = problem.first_token(b);
+  Rows rows{problem.context_len(b) - first, {}, {}};
+  rows.keys.resize(rows.tokens * dim);
+  rows.values.resize(rows.tokens * dim);
+  for (int64_t t = 0; t < rows.tokens; ++t) {
+    const int64_t block = problem.block(b, (first + t) / cache.shape.block_size);
+    const int64_t row = (first + t) % cache.shape.block_size;
+    const double k_scale = cache.k_scale_of(block, head, row);
+    const double v_scale = cache.v_scale_of(block, head, row);
+    const int64_t k = cache.k_at(block, head, row, 0);
+    const int64_t k_pair = cache.k_at(block, head, row, 2) - k;
+    const int64_t v = cache.v_at(block, head, row, 0);
+    for (int64_t i = 0; i < dim; ++i) {
+      rows.keys[t * dim + i] = k_scale * cache.k.get(k + i / 2 * k_pair + i % 2);
+      rows.values[t * dim + i] = v_scale * cache.v.get(v + i);
+    }
+  }
+  return rows;
+}
+
+// Attention of one query, [dim], to `out`, [dim], and what rounding may do to it.
+RowError attend(const std::vector<double>& query, const Rows& rows, double scale, double* out) {
+  const auto dim = static_cast<int64_t>(query.size());
+  std::vector<double> weights(rows.tokens);
+  double max = -std::numeric_limits<double>::infinity();
+  double terms = 0;  // the largest sum of |query * key|
+  for (int64_t t = 0; t < rows.tokens; ++t) {
+    double score = 0;
+    double sum = 0;
+    for (int64_t i = 0; i < dim; ++i) {
+      const double term = query[i] * rows.keys[t * dim + i];
+      score += term;
+      sum += std::fabs(term);
+    }
+    weights[t] = score * scale;
+    max = std::max(max, weights[t]);
+    terms = std::max(terms, sum);
+  }
+  double total = 0;
+  for (double& weight : weights) total += weight = std::exp(weight - max);
+  std::fill(out, out + dim, 0.0);
+  double squares = 0;
+  for (int64_t i = 0; i < dim; ++i) {
+    double sum = 0;
+    for (int64_t t = 0; t < rows.tokens; ++t) {
+      const double term = weights[t] / total * rows.values[t * dim + i];
+      out[i] += term;
+      sum += std::fabs(term);
+    }
+    if (std::isfinite(sum)) squares += sum * sum;
+  }
+  constexpr double kRounding = 0x1p-24;
+  return {8 * kRounding * terms * std::fabs(scale), 16 * kRounding * std::sqrt(squares)};
+}
+
+// The error allowed of a row of results, relative to its norm: what storing it costs, and never less than
+// what the sums in fp32 do.
+double tolerance(const DecodeProblem& problem, Isa isa) {
+  const bool bf16_products = kernels_for(isa).bf16.multiply_adds != nullptr && problem.cache.shape.pairs &&
+                             problem.cache.shape.dtype == DType::kBFloat16 &&
+                             problem.q.dtype() == DType::kBFloat16;
+  if (problem.out.dtype() == DType::kBFloat16 || bf16_products) return 5e-3;
+  return problem.out.dtype() == DType::kFloat16 ? 1e-3 : 1e-5;
+}
+
+}  // namespace
+
+Answer right_answer(const DecodeProblem& problem) {
+  const int64_t dim = problem.cache.shape.head_dim;
+  const int64_t group = problem.heads() / problem.cache.shape.kv_heads;
+  Answer answer;
+  answer.out.resize(problem.batch() * problem.heads() * dim);
+  answer.errors.resize(problem.batch() * problem.heads());
+  std::vector<double> query(dim);
+  for (int64_t b = 0; b < problem.batch(); ++b) {
+    for (int64_t head = 0; head < problem.cache.shape.kv_heads; ++head) {
+      const Rows rows = attended_rows(problem, b, head);
+      for (int64_t h = head * group; h < (head + 1) * group; ++h) {
+        for (int64_t i = 0; i < dim; ++i) query[i] = problem.q.get(problem.q.at({b, h, i}));
+        const int64_t at = b * problem.heads() + h;
+        answer.errors[at] = attend(query, rows, problem.scale, answer.out.data() + at * dim);
+      }
+    }
+  }
+  return answer;
+}
+
+std::string what_is_wrong(const DecodeProblem& problem, const Answer& answer, Isa isa, double& largest) {
+  const int64_t dim = problem.cache.shape.head_dim;
+  const double smallest_step = problem.out.dtype() == DType::kFloat16 ? 0x1p-24 : 0;
+  for (int64_t b = 0; b < problem.batch(); ++b) {
+    for (int64_t h = 0; h < problem.heads(); ++h) {
+      const int64_t at = b * problem.heads() + h;
+      double norm = 0;
+      double error = 0;
+      bool finiteness_differs = false;
+      for (int64_t i = 0; i < dim; ++i) {
+        const double right = answer.out[at * dim + i];
+        const double got = problem.out.get(problem.out.at({b, h, i}));
+        finiteness_differs |= std::isfinite(right) != std::isfinite(got);
+        if (!std::isfinite(right)) continue;
+        norm += right * right;
+        error += (got - right) * (got - right);
+      }
+      const double relative = std::max(tolerance(problem, isa), answer.errors[at].of_weights);
+      const double allowed =
+          relative * std::sqrt(norm) + answer.errors[at].of_sums + smallest_step * std::sqrt(dim);
+      const double share = error == 0 ? 0 : std::sqrt(error) / allowed;
+      largest = std::max(largest, share);
+      if (finiteness_differs || !(share <= 1)) {
+        std::ostringstream text;
+        text << "request " << b << ", head " << h << ": ";
+        if (finiteness_differs) {
+          text << "a number where there is none, or none where there is one";
+        } else {
+          text << "error " << std::sqrt(error / norm) << " of the norm, " << share
+               << " times what is allowed";
+        }
+        return text.str();
+      }
+    }
+  }
+  return "";
+}
+
+}  // namespace neo_desktop::testing

@@ -1,0 +1,309 @@
+#include "problem.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <sstream>
+
+#include "neo_desktop/paged_attention.h"
+
+namespace neo_desktop::testing {
+namespace {
+
+constexpr int64_t kMostProducts = 1 << 20;  // of a problem, about: multiplications of queries and keys
+constexpr int64_t kLongest = 3000;
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+DType random_float(Random& random) {
+  return random.pick({DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+}
+
+}  // namespace
+
+// A decode problem's numbers before there is any memory.
+struct DecodePlan {
+  CacheShape cache;
+  int64_t batch;
+  int64_t heads;
+  std::vector<int64_t> lens;
+  int64_t max_blocks;
+
+  explicit DecodePlan(Random& random) {
+    cache.pairs = random.chance(0.7);
+    cache.dtype = cache.pairs && random.chance(0.3) ? DType::kInt8 : random_float(random);
+    cache.kv_heads = random.between(1, 4);
+    heads = cache.kv_heads * random.pick({1, 2, 3, 4, 5, 7, 8, 12});
+    cache.head_dim = 8 * random.pick({1, 2, 3, 5, 8, 9, 10, 12, 16, 16, 20, 32});
+    cache.block_size = cache.pairs ? 16 * random.pick({1, 2, 3, 4, 8}) : random.pick({1, 3, 16, 17, 32, 100});
+    batch = random.between(1, 4);
+    const int64_t longest =
+        std::clamp<int64_t>(kMostProducts / (batch * heads * cache.head_dim), 1, kLongest);
+    int64_t blocks = 0;
+    max_blocks = random.between(1, 2);
+    for (int64_t b = 0; b < batch; ++b) {
+      const int64_t up_to = random.chance(0.5) ? std::min<int64_t>(longest, 70) : longest;
+      lens.push_back(random.between(1, up_to));
+      const int64_t needed = divide_up(lens.back(), cache.block_size);
+      blocks += needed;
+      max_blocks = std::max(max_blocks, needed + random.between(0, 1));
+    }
+    cache.num_blocks = blocks + random.between(0, 2);
+  }
+};
+
+namespace {
+
+// Strides of blocks and heads, `piece` elements of each block and head being contiguous.
+std::pair<int64_t, int64_t> block_and_head_strides(const CacheShape& shape, int64_t piece, Random& random) {
+  const int64_t gap = random.chance(0.3) ? 8 : 0;
+  if (random.chance(0.3)) return {piece, shape.num_blocks * piece + gap};
+  return {shape.kv_heads * (piece + gap), piece + gap};
+}
+
+Tensor make_k(const CacheShape& shape, Random& random) {
+  const auto [block, head] = block_and_head_strides(shape, shape.block_size * shape.head_dim, random);
+  if (!shape.pairs) {
+    return {"k_cache",
+            shape.dtype,
+            {shape.num_blocks, shape.kv_heads, shape.block_size, shape.head_dim},
+            {block, head, shape.head_dim, 1},
+            random};
+  }
+  return {"k_cache",
+          shape.dtype,
+          {shape.num_blocks, shape.kv_heads, shape.block_size, shape.head_dim / 2, 2},
+          {block, head, 2, 2 * shape.block_size, 1},
+          random};
+}
+
+Tensor make_v(const CacheShape& shape, Random& random) {
+  const auto [block, head] = block_and_head_strides(shape, shape.block_size * shape.head_dim, random);
+  return {"v_cache",
+          shape.dtype,
+          {shape.num_blocks, shape.kv_heads, shape.block_size, shape.head_dim},
+          {block, head, shape.head_dim, 1},
+          random};
+}
+
+std::optional<Tensor> make_scale(const char* name, const CacheShape& shape, Random& random) {
+  if (shape.dtype != DType::kInt8) return std::nullopt;
+  // Both scales must have the same strides, so these are not drawn.
+  return Tensor(name, DType::kFloat32, {shape.num_blocks, shape.kv_heads, shape.block_size},
+                {shape.kv_heads * shape.block_size, shape.block_size, 1}, random);
+}
+
+Kind random_kind(DType dtype, Random& random) {
+  if (random.chance(0.5)) return Kind::kOrdinary;
+  const Kind kind = random.pick(
+      {Kind::kLargeLogits, Kind::kEqualLogits, Kind::kOneDominates, Kind::kDenormals, Kind::kNotANumber});
+  return kind == Kind::kDenormals && dtype != DType::kFloat16 ? Kind::kOrdinary : kind;
+}
+
+float random_scale(Kind kind, int64_t head_dim, Random& random) {
+  const double usual = 1 / std::sqrt(head_dim);
+  if (kind == Kind::kLargeLogits) return static_cast<float>(random.pick({50, -50}) * usual);
+  if (kind == Kind::kDenormals) return static_cast<float>(0x1p30 * usual);
+  return static_cast<float>(random.pick({1.0, 1.0, 0.3, -1.0, 0.0}) * usual);
+}
+
+// Writes one token's key and value of one head.
+class RowFiller {
+ public:
+  RowFiller(DecodeProblem& problem, Random& random)
+      : cache_(problem.cache), kind_(problem.kind), random_(random) {
+    size_ = kind_ == Kind::kDenormals ? 0x1p-15 : 1;
+    value_shift_ = random.pick({0.0, 0.0, 1.0}) * size_;
+  }
+
+  void fill(int64_t block, int64_t head, int64_t row) {
+    const int64_t dim = cache_.shape.head_dim;
+    const bool quantised = cache_.shape.dtype == DType::kInt8;
+    const double* key = random_.noise(dim);
+    if (kind_ == Kind::kEqualLogits) {
+      key = equal_key_ = equal_key_ != nullptr ? equal_key_ : key;
+    }
+    const double* value = random_.noise(dim);
+    const double steps = quantised ? 32 : 1;  // per unit
+    for (int64_t i = 0; i < dim; ++i) {
+      cache_.k.set(cache_.k_at(block, head, row, i), limited(steps * size_ * key[i]));
+      cache_.v.set(cache_.v_at(block, head, row, i), limited(steps * (size_ * value[i] + value_shift_)));
+    }
+    if (quantised) {
+      const int64_t share = kind_ == Kind::kEqualLogits ? 50 : random_.between(25, 75);
+      cache_.k_scale->set(cache_.k_scale->at({block, head, row}), share / (50 * steps));
+      cache_.v_scale->set(cache_.v_scale->at({block, head, row}), random_.between(1, 100) / (50 * steps));
+    }
+  }
+
+ private:
+  double limited(double value) const {
+    if (cache_.shape.dtype != DType::kInt8) return value;
+    return std::clamp(std::nearbyint(value), -128.0, 127.0);
+  }
+
+  Cache& cache_;
+  Kind kind_;
+  Random& random_;
+  double size_;
+  double value_shift_;
+  const double* equal_key_ = nullptr;
+};
+
+void fill_queries(DecodeProblem& problem, Random& random) {
+  const double size = problem.kind == Kind::kDenormals ? 0x1p-15 : 1;
+  for (int64_t b = 0; b < problem.batch(); ++b) {
+    for (int64_t h = 0; h < problem.heads(); ++h) {
+      const double* noise = random.noise(problem.cache.shape.head_dim);
+      for (int64_t i = 0; i < problem.cache.shape.head_dim; ++i) {
+        problem.q.set(problem.q.at({b, h, i}), size * noise[i]);
+      }
+    }
+  }
+}
+
+// Makes one attended token of each request point along a query of its head.
+void add_dominant_tokens(DecodeProblem& problem, Random& random) {
+  Cache& cache = problem.cache;
+  const int64_t group = problem.heads() / cache.shape.kv_heads;
+  const double longer = cache.shape.dtype == DType::kInt8 ? 100 : 20;
+  for (int64_t b = 0; b < problem.batch(); ++b) {
+    const int64_t token = random.between(problem.first_token(b), problem.context_len(b) - 1);
+    const int64_t block = problem.block(b, token / cache.shape.block_size);
+    for (int64_t head = 0; head < cache.shape.kv_heads; ++head) {
+      for (int64_t i = 0; i < cache.shape.head_dim; ++i) {
+        const double along = longer * problem.q.get(problem.q.at({b, head * group, i}));
+        cache.k.set(cache.k_at(block, head, token % cache.shape.block_size, i),
+                    std::clamp(std::nearbyint(along), -128.0, 127.0));
+      }
+    }
+  }
+}
+
+void add_not_a_number(DecodeProblem& problem, Random& random) {
+  Cache& cache = problem.cache;
+  const double nan = std::nan("");
+  const int64_t b = random.between(0, problem.batch() - 1);
+  const int64_t i = random.between(0, cache.shape.head_dim - 1);
+  if (random.chance(0.3))
+    return problem.q.set(problem.q.at({b, random.between(0, problem.heads() - 1), i}), nan);
+  const int64_t token = random.between(problem.first_token(b), problem.context_len(b) - 1);
+  const int64_t block = problem.block(b, token / cache.shape.block_size);
+  const int64_t row = token % cache.shape.block_size;
+  const int64_t head = random.between(0, cache.shape.kv_heads - 1);
+  const bool key = random.chance(0.5);
+  if (cache.shape.dtype == DType::kInt8) {
+    Tensor& scale = key ? *cache.k_scale : *cache.v_scale;
+    scale.set(scale.at({block, head, row}), nan);
+  } else if (key) {
+    cache.k.set(cache.k_at(block, head, row, i), nan);
+  } else {
+    cache.v.set(cache.v_at(block, head, row, i), nan);
+  }
+}
+
+}  // namespace
+
+Cache::Cache(const CacheShape& shape, Random& random)
+    : shape(shape),
+      k(make_k(shape, random)),
+      v(make_v(shape, random)),
+      k_scale(make_scale("k_scale", shape, random)),
+      v_scale(make_scale("v_scale", shape, random)) {}
+
+int64_t Cache::k_at(int64_t block, int64_t head, int64_t row, int64_t i) const {
+  return shape.pairs ? k.at({block, head, row, i / 2, i % 2}) : k.at({block, head, row, i});
+}
+
+int64_t Cache::v_at(int64_t block, int64_t head, int64_t row, int64_t i) const {
+  return v.at({block, head, row, i});
+}
+
+double Cache::k_scale_of(int64_t block, int64_t head, int64_t row) const {
+  return k_scale ? k_scale->get(k_scale->at({block, head, row})) : 1;
+}
+
+double Cache::v_scale_of(int64_t block, int64_t head, int64_t row) const {
+  return v_scale ? v_scale->get(v_scale->at({block, head, row})) : 1;
+}
+
+std::string Cache::text() const {
+  std::ostringstream text;
+  text << dtype_text(shape.dtype) << (shape.pairs ? " pairs" : " rows") << ", " << shape.num_blocks
+       << " blocks of " << shape.block_size << ", " << shape.kv_heads << " KV heads of " << shape.head_dim;
+  return text.str();
+}
+
+DecodeProblem::DecodeProblem(Random& random, bool filled)
+    : DecodeProblem(DecodePlan(random), random, filled) {}
+
+DecodeProblem::DecodeProblem(const DecodePlan& plan, Random& random, bool filled)
+    : kind(filled ? Kind::kOrdinary : random_kind(plan.cache.dtype, random)),
+      cache(plan.cache, random),
+      q("q", random_float(random), {plan.batch, plan.heads, plan.cache.head_dim},
+        packed_strides({plan.batch, plan.heads, plan.cache.head_dim}, random.pick({0, 8})), random),
+      out("out", random_float(random), {plan.batch, plan.heads, plan.cache.head_dim},
+          packed_strides({plan.batch, plan.heads, plan.cache.head_dim}, random.pick({0, 3})), random),
+      block_tables("block_tables", DType::kInt32, {plan.batch, plan.max_blocks},
+                   packed_strides({plan.batch, plan.max_blocks}, random.pick({0, 1})), random),
+      context_lens("context_lens", DType::kInt32, {plan.batch}, {1}, random),
+      scale(random_scale(kind, plan.cache.head_dim, random)),
+      window(random.chance(0.7) ? 0 : random.between(1, random.pick({20, 2000}))),
+      num_threads(random.pick({1, 2, 3, 8})) {
+  const CacheShape& shape = plan.cache;
+  std::vector<int32_t> free_blocks(shape.num_blocks);
+  std::iota(free_blocks.begin(), free_blocks.end(), 0);
+  std::shuffle(free_blocks.begin(), free_blocks.end(), random.engine());
+  RowFiller filler(*this, random);
+  for (int64_t b = 0; b < plan.batch; ++b) {
+    context_lens.set(b, plan.lens[b]);
+    const int64_t first = first_token(b);
+    for (int64_t i = 0; i < plan.max_blocks; ++i) {
+      const bool attended = i >= first / shape.block_size && i * shape.block_size < plan.lens[b];
+      int64_t block = random.pick<int64_t>({-1, shape.num_blocks, INT32_MIN, INT32_MAX});  // never looked at
+      if (attended) {
+        block = free_blocks.back();
+        free_blocks.pop_back();
+      } else if (filled) {
+        block = random.between(0, shape.num_blocks - 1);
+      }
+      block_tables.set(block_tables.at({b, i}), static_cast<double>(block));
+    }
+    if (filled) continue;
+    for (int64_t token = first; token < plan.lens[b]; ++token) {
+      for (int64_t head = 0; head < shape.kv_heads; ++head) {
+        filler.fill(block(b, token / shape.block_size), head, token % shape.block_size);
+      }
+    }
+  }
+  for (int64_t block = 0; filled && block < shape.num_blocks; ++block) {
+    for (int64_t head = 0; head < shape.kv_heads; ++head) {
+      for (int64_t row = 0; row < shape.block_size; ++row) filler.fill(block, head, row);
+    }
+  }
+  fill_queries(*this, random);
+  if (kind == Kind::kOneDominates) add_dominant_tokens(*this, random);
+  if (kind == Kind::kNotANumber) add_not_a_number(*this, random);
+}
+
+int64_t DecodeProblem::first_token(int64_t b) const {
+  return window > 0 ? std::max<int64_t>(0, context_len(b) - window) : 0;
+}
+
+void DecodeProblem::call(Isa isa, int threads) const {
+  paged_attention_decode(q.view(), cache.k.view(), cache.v.view(), cache.k_scale_view(), cache.v_scale_view(),
+                         block_tables.view(), context_lens.view(), out.view(), scale, window, threads, isa);
+}
+
+std::string DecodeProblem::text() const {
+  static const char* const kKinds[] = {"ordinary",      "large logits", "equal logits",
+                                       "one dominates", "denormals",    "not a number"};
+  std::ostringstream text;
+  text << kKinds[static_cast<int>(kind)] << "; cache " << cache.text() << "; q " << dtype_text(q.dtype())
+       << " " << to_string(q.view().shape) << ", out " << dtype_text(out.dtype()) << "; lengths";
+  for (int64_t b = 0; b < batch(); ++b) text << " " << context_len(b);
+  text << "; window " << window << ", scale " << scale << ", " << num_threads << " threads";
+  return text.str();
+}
+
+}  // namespace neo_desktop::testing

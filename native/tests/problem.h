@@ -1,0 +1,89 @@
+// Random paged caches, and random calls of decode attention on them.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "neo_desktop/cpu.h"
+#include "random.h"
+#include "tensor.h"
+
+namespace neo_desktop::testing {
+
+struct CacheShape {
+  DType dtype;
+  bool pairs;  // K in pairs of dimensions
+  int64_t num_blocks;
+  int64_t kv_heads;
+  int64_t block_size;
+  int64_t head_dim;
+};
+
+// Blocks and heads lie in either order, with or without gaps. Nothing is written yet: all is NaN.
+struct Cache {
+  Cache(const CacheShape& shape, Random& random);
+
+  CacheShape shape;
+  Tensor k;
+  Tensor v;
+  std::optional<Tensor> k_scale;  // of int8
+  std::optional<Tensor> v_scale;
+
+  const TensorView* k_scale_view() const { return k_scale ? &k_scale->view() : nullptr; }
+  const TensorView* v_scale_view() const { return v_scale ? &v_scale->view() : nullptr; }
+
+  int64_t k_at(int64_t block, int64_t head, int64_t row, int64_t i) const;
+  int64_t v_at(int64_t block, int64_t head, int64_t row, int64_t i) const;
+
+  // What a row's elements are multiplied with.
+  double k_scale_of(int64_t block, int64_t head, int64_t row) const;
+  double v_scale_of(int64_t block, int64_t head, int64_t row) const;
+
+  std::string text() const;
+};
+
+enum class Kind {
+  kOrdinary,
+  kLargeLogits,
+  kEqualLogits,   // every token has the same key
+  kOneDominates,  // one token has nearly all the weight: all other weights vanish
+  kDenormals,     // of fp16
+  kNotANumber,    // one element of a key, value or query
+};
+
+struct DecodePlan;
+
+struct DecodeProblem {
+  // `filled`: an ordinary problem whose whole cache holds numbers and whose whole block table is valid, not
+  // only what is attended to.
+  DecodeProblem(Random& random, bool filled);
+
+  Kind kind;
+  Cache cache;
+  Tensor q;
+  Tensor out;
+  Tensor block_tables;
+  Tensor context_lens;
+  float scale;
+  int64_t window;
+  int num_threads;
+
+  int64_t batch() const { return q.view().shape[0]; }
+  int64_t heads() const { return q.view().shape[1]; }
+  int64_t first_token(int64_t b) const;
+  int64_t context_len(int64_t b) const { return context_lens.as<int32_t>()[b]; }
+
+  // Of the request's block table.
+  int64_t block(int64_t b, int64_t index) const {
+    return block_tables.as<int32_t>()[block_tables.at({b, index})];
+  }
+
+  void call(Isa isa, int threads) const;
+  std::string text() const;
+
+ private:
+  DecodeProblem(const DecodePlan& plan, Random& random, bool filled);
+};
+
+}  // namespace neo_desktop::testing

@@ -1,0 +1,24 @@
+// What is tested; each function is one random case.
+#pragma once
+
+#include "random.h"
+#include "report.h"
+
+namespace neo_desktop::testing {
+
+// paged_attention_decode gives the right answer on every ISA, the same with any number of threads.
+void test_decode(Random& random, Report& report);
+
+// It does, or throws, whatever the block tables and lengths hold; if it throws, nothing was written.
+void test_decode_of_garbage(Random& random, Report& report);
+
+// paged_kv_write rounds correctly on every ISA, and writes to its slots only; to wrong slots it throws.
+void test_write(Random& random, Report& report);
+
+// Threads that call at the same time get their own answers.
+void test_concurrent_calls(Random& random, Report& report);
+
+// The largest error that test_decode has seen, as a share of what it allows.
+double largest_decode_error();
+
+}  // namespace neo_desktop::testing

@@ -1,0 +1,66 @@
+// A tensor of its own memory, which ends directly before (or begins directly after) a page that nobody may
+// touch: a read or a write outside of it is a fault, with and without a sanitizer.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "neo_desktop/tensor_view.h"
+#include "random.h"
+
+namespace neo_desktop::testing {
+
+class GuardedMemory {
+ public:
+  enum class Guard { kBefore, kAfter };
+  GuardedMemory(int64_t bytes, Guard guard);
+  GuardedMemory(GuardedMemory&& other) noexcept;
+  GuardedMemory& operator=(GuardedMemory&&) = delete;
+  ~GuardedMemory();
+  void* data() const { return data_; }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  void* mapping_;
+  int64_t mapped_;
+  void* data_;
+  int64_t bytes_;
+};
+
+class Tensor {
+ public:
+  // All bytes are 0xff, which is NaN in all floats.
+  Tensor(const char* name, DType dtype, std::vector<int64_t> shape, std::vector<int64_t> strides,
+         Random& random);
+
+  const TensorView& view() const { return view_; }
+  DType dtype() const { return view_.dtype; }
+
+  // Where an element lies, in elements from the start.
+  int64_t at(std::initializer_list<int64_t> index) const;
+  double get(int64_t element) const;
+  void set(int64_t element, double value);  // rounds to nearest, ties to even
+
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(view_.data);
+  }
+  std::string bytes() const { return {as<char>(), static_cast<size_t>(memory_.bytes())}; }
+
+ private:
+  GuardedMemory memory_;
+  TensorView view_;
+};
+
+// What `value` becomes in a float type: nearest, ties to even, infinity beyond the largest. Written apart
+// from the library's conversions.
+double rounded_to(DType dtype, double value);
+
+// Strides of a packed tensor, whose last dimension but `apart` more elements lie between its rows.
+std::vector<int64_t> packed_strides(const std::vector<int64_t>& shape, int64_t apart = 0);
+
+const char* dtype_text(DType dtype);
+
+}  // namespace neo_desktop::testing

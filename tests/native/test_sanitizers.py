@@ -1,0 +1,38 @@
+"""The native core, built with sanitizers, solves random problems without a bad access or a data race."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import native_program
+import pytest
+
+# -Og: the kernels are large templates, and with these sanitizers -O1 takes three times as long to build.
+_FLAGS = "-Og -g1 -fno-omit-frame-pointer -fno-sanitize-recover=all"
+_OPTIONS = {
+    "ASAN_OPTIONS": "detect_stack_use_after_return=1",  # the thread pool's jobs live on stacks
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "halt_on_error=1",
+}
+
+
+def _without_random_addresses() -> list[str]:
+    """A prefix for commands, where the system allows it: on some systems addresses are more random than the
+    thread sanitizer of older compilers can take.
+    """
+    prefix = ["setarch", "-R"]
+    if shutil.which("setarch") is None:
+        return []
+    allowed = subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode == 0
+    return prefix if allowed else []
+
+
+@pytest.mark.parametrize(("sanitizers", "cases"), [("address,undefined", 100), ("thread", 25)])
+def test_random_problems(tmp_path: Path, sanitizers: str, cases: int) -> None:
+    compiler = native_program.find_compiler("c++", "g++", "clang++")
+    sanitize = f"-fsanitize={sanitizers}"
+    if not native_program.can_compile(compiler, tmp_path, sanitize):
+        pytest.skip(f"{compiler} cannot build with {sanitize}")
+    program = native_program.build(tmp_path / "build", compiler, f"{_FLAGS} {sanitize}")
+    output = native_program.run([*_without_random_addresses(), program, str(cases)], _OPTIONS)
+    assert "failures: 0" in output

@@ -1,0 +1,70 @@
+"""Builds and runs the core's own test program (native/tests), in which there is no Python."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_SOURCE = Path(__file__).parents[2] / "native"
+
+
+def _tool(name: str) -> str | None:
+    """The command of this name: the virtual environment's own, else the system's."""
+    return shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def find_compiler(*names: str) -> str:
+    """The first of these C++ compilers that there is; skips the test if there is none."""
+    for name in names:
+        if compiler := shutil.which(name):
+            return compiler
+    pytest.skip(f"needs a C++ compiler: {' or '.join(names)}")
+
+
+def can_compile(compiler: str, folder: Path, *flags: str) -> bool:
+    """Whether a program that does nothing can be built with these flags."""
+    source = folder / "nothing.cpp"
+    source.write_text("int main() {}\n")
+    command = [compiler, *flags, str(source), "-o", str(folder / "nothing")]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def build(folder: Path, compiler: str, flags: str, *cmake_arguments: str) -> Path:
+    """The program, built in `folder` with these flags; skips the test if there is no cmake."""
+    cmake, ninja = _tool("cmake"), _tool("ninja")
+    if cmake is None:
+        pytest.skip("needs cmake")
+    generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
+    _run(
+        [cmake, "-S", str(_SOURCE), "-B", str(folder), *generator],
+        "-DNEO_DESKTOP_NATIVE_TESTS=ON",
+        "-DCMAKE_BUILD_TYPE=Release",
+        f"-DCMAKE_CXX_COMPILER={compiler}",
+        f"-DCMAKE_CXX_FLAGS_RELEASE={flags}",
+        *cmake_arguments,
+    )
+    _run([cmake, "--build", str(folder), "--parallel", str(os.cpu_count() or 1)])
+    return folder / "neo_desktop_native_tests"
+
+
+def run(command: list[str | Path], environment: dict[str, str] | None = None) -> str:
+    """What the program printed; fails the test with it unless the program ended well."""
+    return _run([str(part) for part in command], environment=environment)
+
+
+def _run(command: list[str], *arguments: str, environment: dict[str, str] | None = None) -> str:
+    result = subprocess.run(
+        [*command, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | (environment or {}),
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if result.returncode != 0:
+        pytest.fail(f"{command[0]} ended with {result.returncode}:\n{result.stdout[-10_000:]}", pytrace=False)
+    return result.stdout
