@@ -250,9 +250,12 @@ class PairStep {
     alignas(64) float weights[Q * kPairTile];
     M::template scores<Q>(task, tile, queries, weights);
     if constexpr (kScaled) multiply(tile.k_scale, tile.count, weights);
-    if (tile.first > 0 || tile.count < kPairTile) mask(tile, weights);
+    if (tile.first > 0 || tile.count < kPairTile) mask(tile, kLowest, weights);
     softmax(task, weights, queries.state, queries.acc);
-    if constexpr (kScaled) multiply(tile.v_scale, tile.count, weights);
+    if constexpr (kScaled) {
+      multiply(tile.v_scale, tile.count, weights);
+      if (tile.first > 0 || tile.count < kPairTile) mask(tile, 0, weights);
+    }
     M::template values<Q>(task, tile, weights, queries.acc);
   }
 
@@ -280,11 +283,12 @@ class PairStep {
     }
   }
 
-  // Tokens that are not attended to may hold anything: their scores are replaced.
-  static void mask(const PairTile<T>& tile, float* weights) {
+  // Tokens that are not attended to may hold anything: their scores are replaced, and what a scale that is
+  // not a number has made of their weights.
+  static void mask(const PairTile<T>& tile, float value, float* weights) {
     for (int g = 0; g < Q; ++g) {
-      for (int t = 0; t < tile.first; ++t) weights[g * kPairTile + t] = kLowest;
-      for (int t = tile.count; t < kPairTile; ++t) weights[g * kPairTile + t] = kLowest;
+      for (int t = 0; t < tile.first; ++t) weights[g * kPairTile + t] = value;
+      for (int t = tile.count; t < kPairTile; ++t) weights[g * kPairTile + t] = value;
     }
   }
 

@@ -111,6 +111,8 @@ constexpr IsaEntry kIsas[] = {
 #if defined(NEO_DESKTOP_AMX)
     {Isa::kAmx, "amx", has_amx},
 #endif
+#elif defined(__aarch64__)
+    {Isa::kNeon, "neon", [] { return true; }},
 #endif
 };
 

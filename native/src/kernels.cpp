@@ -23,6 +23,8 @@ const Kernels& kernels_for(Isa isa) {
 #endif
   if (isa == Isa::kAvx512) return kAvx512Kernels;
   if (isa == Isa::kAvx2) return kAvx2Kernels;
+#elif defined(__aarch64__)
+  if (isa == Isa::kNeon) return kNeonKernels;
 #endif
   (void)isa;
   return kScalarKernels;

@@ -41,9 +41,13 @@ constexpr int64_t kMinBytesPerThread = 32 << 10;
 constexpr int kMinDotProductGroup = 3;
 
 // Enough for the threads to end at about the same time.
-constexpr int64_t kItemsPerThread = 16;
+constexpr int64_t kItemsPerThread = 8;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Chunks end where segments do: in dimension pairs a segment is read as a whole, and while one thread writes
+// the newest token's key there, no other may read next to it.
+int64_t first_of_segment(int64_t token) { return token / kSegmentTokens * kSegmentTokens; }
 
 struct Request {
   int64_t b;      // row of the batch
@@ -120,7 +124,7 @@ class DecodeCall {
     int64_t chunks = 0;
     for (int64_t b = 0; b < q.size(0); ++b) {
       const int64_t begin = window > 0 ? std::max<int64_t>(0, lens[b] - window) : 0;
-      const int64_t length = lens[b] - begin;
+      const int64_t length = lens[b] - first_of_segment(begin);
       const int64_t chunk_tokens = divide_up(length, kMinChunkTokens * kMaxChunks) * kMinChunkTokens;
       requests_.push_back({b, begin, lens[b], chunk_tokens, divide_up(length, chunk_tokens), 0, 0});
       tokens += length;
@@ -236,8 +240,9 @@ class DecodeCall {
       task.scale_head_stride = cache_.scale_head_stride;
     }
     task.block_table = static_cast<const int32_t*>(block_tables_.data) + request.b * block_tables_.stride(0);
-    task.begin = request.begin + item.chunk * request.chunk_tokens;
-    task.end = std::min(task.begin + request.chunk_tokens, request.end);
+    const int64_t first = first_of_segment(request.begin) + item.chunk * request.chunk_tokens;
+    task.begin = std::max(first, request.begin);
+    task.end = std::min(first + request.chunk_tokens, request.end);
     task.block_size = cache_.block_size;
     task.kv_heads = item.heads;
     task.group = group_;

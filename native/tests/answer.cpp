@@ -5,8 +5,6 @@
 #include <limits>
 #include <sstream>
 
-#include "neo_desktop/kernels.h"
-
 namespace neo_desktop::testing {
 namespace {
 
@@ -77,12 +75,15 @@ RowError attend(const std::vector<double>& query, const Rows& rows, double scale
 
 // The error allowed of a row of results, relative to its norm: what storing it costs, and never less than
 // what the sums in fp32 do.
-double tolerance(const DecodeProblem& problem, Isa isa) {
-  const bool bf16_products = kernels_for(isa).bf16.multiply_adds != nullptr && problem.cache.shape.pairs &&
-                             problem.cache.shape.dtype == DType::kBFloat16 &&
-                             problem.q.dtype() == DType::kBFloat16;
-  if (problem.out.dtype() == DType::kBFloat16 || bf16_products) return 5e-3;
-  return problem.out.dtype() == DType::kFloat16 ? 1e-3 : 1e-5;
+double tolerance(const DecodeProblem& problem) {
+  switch (problem.out.dtype()) {
+    case DType::kBFloat16:
+      return 5e-3;
+    case DType::kFloat16:
+      return 1e-3;
+    default:
+      return 1e-5;
+  }
 }
 
 }  // namespace
@@ -107,7 +108,7 @@ Answer right_answer(const DecodeProblem& problem) {
   return answer;
 }
 
-std::string what_is_wrong(const DecodeProblem& problem, const Answer& answer, Isa isa, double& largest) {
+std::string what_is_wrong(const DecodeProblem& problem, const Answer& answer, double& largest) {
   const int64_t dim = problem.cache.shape.head_dim;
   const double smallest_step = problem.out.dtype() == DType::kFloat16 ? 0x1p-24 : 0;
   for (int64_t b = 0; b < problem.batch(); ++b) {
@@ -124,7 +125,7 @@ std::string what_is_wrong(const DecodeProblem& problem, const Answer& answer, Is
         norm += right * right;
         error += (got - right) * (got - right);
       }
-      const double relative = std::max(tolerance(problem, isa), answer.errors[at].of_weights);
+      const double relative = std::max(tolerance(problem), answer.errors[at].of_weights);
       const double allowed =
           relative * std::sqrt(norm) + answer.errors[at].of_sums + smallest_step * std::sqrt(dim);
       const double share = error == 0 ? 0 : std::sqrt(error) / allowed;

@@ -22,8 +22,8 @@ struct Answer {
 
 Answer right_answer(const DecodeProblem& problem);
 
-// What is wrong with the `out` that this ISA has computed; empty if nothing is. Raises `largest` to the
-// largest error found, as a share of what is allowed.
-std::string what_is_wrong(const DecodeProblem& problem, const Answer& answer, Isa isa, double& largest);
+// What is wrong with `problem.out`; empty if nothing is. Raises `largest` to the largest error found, as a
+// share of what is allowed.
+std::string what_is_wrong(const DecodeProblem& problem, const Answer& answer, double& largest);
 
 }  // namespace neo_desktop::testing

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <numeric>
 #include <sstream>
 
@@ -105,6 +106,12 @@ float random_scale(Kind kind, int64_t head_dim, Random& random) {
   if (kind == Kind::kLargeLogits) return static_cast<float>(random.pick({50, -50}) * usual);
   if (kind == Kind::kDenormals) return static_cast<float>(0x1p30 * usual);
   return static_cast<float>(random.pick({1.0, 1.0, 0.3, -1.0, 0.0}) * usual);
+}
+
+// None, short, any, or a little more than the tokens that one thread works on at once.
+int64_t random_window(Random& random) {
+  if (random.chance(0.7)) return 0;
+  return random.pick({random.between(1, 20), random.between(1, 2000), 512 + random.between(1, 20)});
 }
 
 // Writes one token's key and value of one head.
@@ -227,6 +234,25 @@ double Cache::v_scale_of(int64_t block, int64_t head, int64_t row) const {
   return v_scale ? v_scale->get(v_scale->at({block, head, row})) : 1;
 }
 
+void Cache::erase(int64_t block, int64_t row) const {
+  const int64_t size = size_of(shape.dtype);
+  for (int64_t head = 0; head < shape.kv_heads; ++head) {
+    for (int64_t i = 0; i < shape.head_dim; ++i) {
+      std::memset(k.as<char>() + k_at(block, head, row, i) * size, 0xff, size);
+      std::memset(v.as<char>() + v_at(block, head, row, i) * size, 0xff, size);
+    }
+    if (!k_scale) continue;
+    std::memset(k_scale->as<float>() + k_scale->at({block, head, row}), 0xff, sizeof(float));
+    std::memset(v_scale->as<float>() + v_scale->at({block, head, row}), 0xff, sizeof(float));
+  }
+}
+
+std::string Cache::bytes() const {
+  std::string bytes = k.bytes() + v.bytes();
+  if (k_scale) bytes += k_scale->bytes() + v_scale->bytes();
+  return bytes;
+}
+
 std::string Cache::text() const {
   std::ostringstream text;
   text << dtype_text(shape.dtype) << (shape.pairs ? " pairs" : " rows") << ", " << shape.num_blocks
@@ -248,7 +274,7 @@ DecodeProblem::DecodeProblem(const DecodePlan& plan, Random& random, bool filled
                    packed_strides({plan.batch, plan.max_blocks}, random.pick({0, 1})), random),
       context_lens("context_lens", DType::kInt32, {plan.batch}, {1}, random),
       scale(random_scale(kind, plan.cache.head_dim, random)),
-      window(random.chance(0.7) ? 0 : random.between(1, random.pick({20, 2000}))),
+      window(random_window(random)),
       num_threads(random.pick({1, 2, 3, 8})) {
   const CacheShape& shape = plan.cache;
   std::vector<int32_t> free_blocks(shape.num_blocks);
@@ -284,6 +310,34 @@ DecodeProblem::DecodeProblem(const DecodePlan& plan, Random& random, bool filled
   fill_queries(*this, random);
   if (kind == Kind::kOneDominates) add_dominant_tokens(*this, random);
   if (kind == Kind::kNotANumber) add_not_a_number(*this, random);
+  if (kind == Kind::kOrdinary && random.chance(0.5)) write_new_rows(random);
+}
+
+// What decode is to write itself, paged_kv_write writes first: the right answer is computed from it.
+void DecodeProblem::write_new_rows(Random& random) {
+  const std::vector<int64_t> shape{batch(), cache.shape.kv_heads, cache.shape.head_dim};
+  const DType dtype = random_float(random);
+  new_k.emplace("k", dtype, shape, packed_strides(shape, random.pick({0, 8})), random);
+  new_v.emplace("v", dtype, shape, packed_strides(shape, random.pick({0, 8})), random);
+  Tensor slots("slots", DType::kInt64, {batch()}, {1}, random);
+  for (int64_t b = 0; b < batch(); ++b) {
+    slots.as<int64_t>()[b] = last_block(b) * cache.shape.block_size + last_row(b);
+    for (int64_t head = 0; head < cache.shape.kv_heads; ++head) {
+      const double* key = random.noise(cache.shape.head_dim);
+      const double* value = random.noise(cache.shape.head_dim);
+      for (int64_t i = 0; i < cache.shape.head_dim; ++i) {
+        new_k->set(new_k->at({b, head, i}), key[i]);
+        new_v->set(new_v->at({b, head, i}), value[i]);
+      }
+    }
+  }
+  paged_kv_write(new_k->view(), new_v->view(), cache.k.view(), cache.v.view(), cache.k_scale_view(),
+                 cache.v_scale_view(), slots.view(), 1, Isa::kScalar);
+}
+
+void DecodeProblem::erase_new_tokens() const {
+  if (!new_k) return;
+  for (int64_t b = 0; b < batch(); ++b) cache.erase(last_block(b), last_row(b));
 }
 
 int64_t DecodeProblem::first_token(int64_t b) const {
@@ -291,8 +345,11 @@ int64_t DecodeProblem::first_token(int64_t b) const {
 }
 
 void DecodeProblem::call(Isa isa, int threads) const {
+  std::optional<NewRows> new_rows;
+  if (new_k) new_rows = NewRows{new_k->view(), new_v->view()};
   paged_attention_decode(q.view(), cache.k.view(), cache.v.view(), cache.k_scale_view(), cache.v_scale_view(),
-                         block_tables.view(), context_lens.view(), out.view(), scale, window, threads, isa);
+                         block_tables.view(), context_lens.view(), out.view(),
+                         new_rows ? &*new_rows : nullptr, scale, window, threads, isa);
 }
 
 std::string DecodeProblem::text() const {
@@ -300,7 +357,8 @@ std::string DecodeProblem::text() const {
                                        "one dominates", "denormals",    "not a number"};
   std::ostringstream text;
   text << kKinds[static_cast<int>(kind)] << "; cache " << cache.text() << "; q " << dtype_text(q.dtype())
-       << " " << to_string(q.view().shape) << ", out " << dtype_text(out.dtype()) << "; lengths";
+       << " " << to_string(q.view().shape) << (new_k ? ", new rows" : "") << ", out "
+       << dtype_text(out.dtype()) << "; lengths";
   for (int64_t b = 0; b < batch(); ++b) text << " " << context_len(b);
   text << "; window " << window << ", scale " << scale << ", " << num_threads << " threads";
   return text.str();

@@ -40,6 +40,12 @@ struct Cache {
   double k_scale_of(int64_t block, int64_t head, int64_t row) const;
   double v_scale_of(int64_t block, int64_t head, int64_t row) const;
 
+  // Makes this token's key and value NaN again, for all heads.
+  void erase(int64_t block, int64_t row) const;
+
+  // All memory of the cache.
+  std::string bytes() const;
+
   std::string text() const;
 };
 
@@ -65,6 +71,8 @@ struct DecodeProblem {
   Tensor out;
   Tensor block_tables;
   Tensor context_lens;
+  std::optional<Tensor> new_k;  // the newest tokens' rows, where the call is to write them
+  std::optional<Tensor> new_v;
   float scale;
   int64_t window;
   int num_threads;
@@ -80,10 +88,16 @@ struct DecodeProblem {
   }
 
   void call(Isa isa, int threads) const;
+
+  // Makes what the call is to write into the cache NaN before it does.
+  void erase_new_tokens() const;
   std::string text() const;
 
  private:
   DecodeProblem(const DecodePlan& plan, Random& random, bool filled);
+  int64_t last_block(int64_t b) const { return block(b, (context_len(b) - 1) / cache.shape.block_size); }
+  int64_t last_row(int64_t b) const { return (context_len(b) - 1) % cache.shape.block_size; }
+  void write_new_rows(Random& random);
 };
 
 }  // namespace neo_desktop::testing

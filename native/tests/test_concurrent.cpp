@@ -29,8 +29,9 @@ class Caller {
 
   void run() {
     for (int i = 0; i < kCallsEach && wrong_.empty(); ++i) {
+      problem_.erase_new_tokens();
       problem_.call(isa_, problem_.num_threads);
-      wrong_ = what_is_wrong(problem_, answer_, isa_, largest_error_);
+      wrong_ = what_is_wrong(problem_, answer_, largest_error_);
       paged_kv_write(rows_.view(), rows_.view(), written_.k.view(), written_.v.view(),
                      written_.k_scale_view(), written_.v_scale_view(), slot_.view(), 2, isa_);
     }

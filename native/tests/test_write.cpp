@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <numeric>
 #include <sstream>
@@ -154,28 +153,11 @@ std::string wrong_token(const WriteProblem& problem, int64_t n) {
   return "";
 }
 
-std::string bytes_of(const Cache& cache) {
-  std::string bytes = cache.k.bytes() + cache.v.bytes();
-  if (cache.k_scale) bytes += cache.k_scale->bytes() + cache.v_scale->bytes();
-  return bytes;
-}
-
-// Sets what the slots hold back to NaN, as all was in the beginning.
+// All is NaN in the beginning.
 void erase_slots(const WriteProblem& problem) {
-  const Cache& cache = problem.cache;
-  const int64_t size = size_of(cache.shape.dtype);
+  const int64_t block_size = problem.cache.shape.block_size;
   for (int64_t n = 0; n < problem.k.view().shape[0]; ++n) {
-    const int64_t block = problem.slot(n) / cache.shape.block_size;
-    const int64_t row = problem.slot(n) % cache.shape.block_size;
-    for (int64_t head = 0; head < cache.shape.kv_heads; ++head) {
-      for (int64_t i = 0; i < cache.shape.head_dim; ++i) {
-        std::memset(cache.k.as<char>() + cache.k_at(block, head, row, i) * size, 0xff, size);
-        std::memset(cache.v.as<char>() + cache.v_at(block, head, row, i) * size, 0xff, size);
-      }
-      if (!cache.k_scale) continue;
-      std::memset(cache.k_scale->as<float>() + cache.k_scale->at({block, head, row}), 0xff, sizeof(float));
-      std::memset(cache.v_scale->as<float>() + cache.v_scale->at({block, head, row}), 0xff, sizeof(float));
-    }
+    problem.cache.erase(problem.slot(n) / block_size, problem.slot(n) % block_size);
   }
 }
 
@@ -184,7 +166,7 @@ void erase_slots(const WriteProblem& problem) {
 void test_write(Random& random, Report& report) {
   const WriteProblem problem(random);
   const int64_t tokens = problem.k.view().shape[0];
-  const std::string untouched = bytes_of(problem.cache);
+  const std::string untouched = problem.cache.bytes();
   for (const Isa isa : available_isas()) {
     std::ostringstream text;
     text << isa_name(isa) << "; " << tokens << " tokens of " << dtype_text(problem.k.dtype()) << " and "
@@ -198,7 +180,7 @@ void test_write(Random& random, Report& report) {
       break;
     }
     erase_slots(problem);
-    if (bytes_of(problem.cache) != untouched) report.fail("more was written than the slots");
+    if (problem.cache.bytes() != untouched) report.fail("more was written than the slots");
   }
   const int64_t slots = problem.cache.shape.num_blocks * problem.cache.shape.block_size;
   problem.slots.as<int64_t>()[random.between(0, tokens - 1)] =
@@ -208,7 +190,7 @@ void test_write(Random& random, Report& report) {
     problem.call(best_isa());
     report.fail("an invalid call was not refused");
   } catch (const std::invalid_argument&) {
-    if (bytes_of(problem.cache) != untouched) report.fail("refused, but something was written");
+    if (problem.cache.bytes() != untouched) report.fail("refused, but something was written");
   }
 }
 

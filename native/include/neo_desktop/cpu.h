@@ -8,7 +8,7 @@
 namespace neo_desktop {
 
 // Instruction sets a kernel exists for, weakest first.
-enum class Isa { kScalar, kAvx2, kAvx512, kAvx512Bf16, kAmx };
+enum class Isa { kScalar, kAvx2, kAvx512, kAvx512Bf16, kAmx, kNeon };
 
 const char* isa_name(Isa isa);
 

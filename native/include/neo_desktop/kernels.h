@@ -89,6 +89,8 @@ extern const Kernels kAvx2Kernels;
 extern const Kernels kAvx512Kernels;
 extern const Bf16Kernels kAvx512Bf16Kernels;
 extern const Bf16Kernels kAmxKernels;
+#elif defined(__aarch64__)
+extern const Kernels kNeonKernels;
 #endif
 
 enum class Isa;
