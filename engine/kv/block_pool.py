@@ -35,7 +35,7 @@ class BlockPool:
         cached    reference count 0, but its content is known by hash: reusable until somebody needs the room
         free      reference count 0, content worthless
 
-    Cached blocks count as free for whoever asks; those unused for longest are given up first.
+    Cached blocks count as free for whoever asks. Those unused for longest are given up first, run by run.
 
     Memory is read fastest in order, so the blocks of a request should follow each other. Therefore aligned
     runs of BLOCKS_PER_RUN blocks are left to whoever has their first block, while there are idle ones:
