@@ -144,19 +144,20 @@ def profile(
 
 
 def stage_grids(timer: StageTimer, config: ModelConfig, limits: SchedulerLimits) -> dict[Stage, Grid]:
-    """Return `stage -> its points`; last the logits, of which no time is ever enough."""
+    """Return `stage -> its points`: what needs its time first or, with the time that others left, late."""
     tokens, requests = limits.max_batch_tokens, limits.max_batch_requests
     grids = {
         Stage.LINEAR: _line(Stage.LINEAR, tokens),
         Stage.CPU_ATTENTION: _decode_grid(Stage.CPU_ATTENTION, timer, Place.HOST, config, requests),
         Stage.FIRST_CHUNK_ATTENTION: _first_chunk_grid(timer, config, tokens),
         Stage.LATER_CHUNK_ATTENTION: _later_chunk_grid(timer, config, tokens),
-        Stage.TRANSFER: _line(Stage.TRANSFER, tokens),
-        Stage.HAND_OFF: _line(Stage.HAND_OFF, requests),
     }
     if not timer.attends_alike:
         grids[Stage.GPU_ATTENTION] = _decode_grid(Stage.GPU_ATTENTION, timer, Place.DEVICE, config, requests)
-    return grids | {Stage.HEAD: _line(Stage.HEAD, requests)}
+    grids[Stage.HEAD] = _line(Stage.HEAD, requests)
+    grids[Stage.TRANSFER] = _line(Stage.TRANSFER, tokens)
+    grids[Stage.HAND_OFF] = _line(Stage.HAND_OFF, requests)
+    return grids
 
 
 def _line(stage: Stage, most: int) -> Grid:

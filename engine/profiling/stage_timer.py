@@ -6,7 +6,7 @@ real iteration they come from memory, too, and not from a cache that the last re
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import cycle, islice
@@ -202,11 +202,11 @@ class StageTimer:
         return call
 
     def _transfer(self, tokens: int, turn: int) -> Callable[[int], object]:
-        """The KV of `tokens` tokens in whole blocks, one way and next time the other."""
+        """The KV of `tokens` tokens in whole blocks, others each time; one way and next time the other."""
         places = (Place.DEVICE, Place.HOST) if turn % 2 == 0 else (Place.HOST, Place.DEVICE)
         regions = [self._regions[place] for place in places]
         num_blocks = min(-(-tokens // BLOCK_SIZE), *(len(region.order) for region in regions))
-        blocks = zip(*(region.order[:num_blocks] for region in regions), strict=True)
+        blocks = zip(*(_some(region, num_blocks, turn) for region in regions), strict=True)
         storage = KVStorage({place: self._regions[place].pool for place in places})
         (group,) = storage.copy_groups(
             [BlockCopy(places[0], source, places[1], target) for source, target in blocks]
@@ -231,7 +231,7 @@ class StageTimer:
         """The sequences of one place as in a plan; blocks of one turn follow those of another."""
         region = self._regions[place]
         widths = [-(-context_len // BLOCK_SIZE) for context_len in context_lens]
-        blocks = islice(cycle(region.order), turn * sum(widths) % len(region.order), None)
+        blocks = _some(region, sum(widths), turn)
         sequences = tuple(
             ScheduledSequence(
                 str(index),
@@ -264,6 +264,12 @@ class StageTimer:
         shares = [0.5 + self._random.random() for _ in range(requests)]
         factor = mean_context * requests / sum(shares)
         return [max(round(share * factor), 1) for share in shares]
+
+
+def _some(region: _Region, num_blocks: int, turn: int) -> Iterator[int]:
+    """Blocks of a region, as often as it takes; those of one turn follow those of another."""
+    first = turn * num_blocks % len(region.order)
+    return islice(cycle(region.order), first, first + num_blocks)
 
 
 def measured_blocks(decoder: Decoder, storage: KVStorage, place: Place) -> int:
