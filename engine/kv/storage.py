@@ -46,9 +46,11 @@ class KVPool:
             for shape, part_dtype in self.layout.parts
         )
         if device.type == "cpu":
-            # Scattered blocks in 4 KiB pages cost a TLB miss each; before the first write it costs nothing.
+            # Scattered blocks in 4 KiB pages cost a TLB miss each, and threads of all NUMA nodes read all of
+            # them; before the first write both cost nothing.
             for part in self.parts:
                 native.advise_huge_pages(part)
+                native.interleave_numa_nodes(part)
         self._layers = [
             KVLayer(self.layout, tuple(part[index] for part in self.parts))
             for index in range(config.num_layers)
