@@ -33,6 +33,12 @@ class SuiteName(StrEnum):
     THROUGHPUT = "throughput"
 
 
+class Baseline(StrEnum):
+    """Another program to measure on the same work."""
+
+    LLAMA_CPP = "llama.cpp"
+
+
 _RESULT, _WORKLOAD, _CPU = "Result", "Suites throughput and load", "Suite cpu-attention"
 _SUITES_OF_OPTIONS = {
     "--kv-dtype": (SuiteName.CPU_ATTENTION,),
@@ -43,6 +49,7 @@ _SUITES_OF_OPTIONS = {
     "--requests": (SuiteName.THROUGHPUT,),
     "--repeats": (SuiteName.THROUGHPUT,),
     "--policy": (SuiteName.THROUGHPUT,),
+    "--baseline": (SuiteName.THROUGHPUT,),
 }
 
 
@@ -97,6 +104,14 @@ def bench(
     repeats: Annotated[
         int | None,
         typer.Option(min=1, help="Timed runs of each policy. Default: 3.", rich_help_panel=_WORKLOAD),
+    ] = None,
+    baseline: Annotated[
+        Baseline | None,
+        typer.Option(
+            help="Also measure another program with the same weights and requests; needs "
+            "pip install 'neo-desktop\\[llamacpp]'.",
+            rich_help_panel=_WORKLOAD,
+        ),
     ] = None,
     seed: opt.Seed = 0,
     kv_dtype: Annotated[
@@ -154,6 +169,7 @@ def bench(
         "--requests": num_requests,
         "--repeats": repeats,
         "--policy": policy,
+        "--baseline": baseline,
     }
     names = _chosen(suite, [name for name, value in given.items() if value is not None])
     if random_weights and shape is None:
@@ -197,6 +213,7 @@ def bench(
             repeats=repeats,
             policies=None if policy is None else tuple(each.value for each in policy),
             seed=seed,
+            llama_cpp=baseline is Baseline.LLAMA_CPP,
         ),
     )
     folder = out

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from neo_desktop.app.bench.throughput.llama_cpp.library import load_libraries
 from neo_desktop.app.model_options import ModelOptions
 from neo_desktop.engine.placement import get_policy
 
@@ -10,7 +11,8 @@ from neo_desktop.engine.placement import get_policy
 class ThroughputOptions(ModelOptions):
     """Model, requests and policies.
 
-    Raises ValueError for a policy that does not exist and for numbers that make no sense.
+    Raises ValueError for a policy that does not exist, for numbers that make no sense and for a missing
+    llama.cpp.
     """
 
     trace: str | None = None  # an Azure CSV or a JSON list of lengths; None: synthetic lengths
@@ -32,3 +34,5 @@ class ThroughputOptions(ModelOptions):
             raise ValueError(f"seconds is {self.seconds}; expected more than 0")
         for policy in self.policies or ():
             get_policy(policy)
+        if self.llama_cpp:
+            load_libraries()

@@ -7,7 +7,7 @@ from neo_desktop.app.bench.section import speed
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from neo_desktop.app.bench.throughput.report import ThroughputReport
+    from neo_desktop.app.bench.throughput.report import PolicyResult, Rival, ThroughputReport
 
 _LANES = ("device", "to-host", "cpu", "to-device", "swap")
 _LANE_NAMES = {"device": "GPU", "to-host": "q, k, v to CPU", "cpu": "CPU attention", "to-device": "o to GPU"}
@@ -18,16 +18,16 @@ _HATCHES = {-1: "", 0: "", 1: "///"}
 def bars(report: "ThroughputReport", figure: "Figure") -> None:
     """Speeds, with the spread of the turns and the limits."""
     axes = figure.subplots()
+    results: list[PolicyResult | Rival] = [*report.policies, *report.rivals]
     names = [each.policy for each in report.policies] + [rival.name for rival in report.rivals]
-    speeds = [each.output_tokens_per_s for each in report.policies]
-    speeds += [rival.output_tokens_per_s for rival in report.rivals]
+    speeds = [each.output_tokens_per_s for each in results]
     spread = [
         (
             each.output_tokens_per_s - each.lowest_output_tokens_per_s,
             each.highest_output_tokens_per_s - each.output_tokens_per_s,
         )
-        for each in report.policies
-    ] + [(0.0, 0.0)] * len(report.rivals)
+        for each in results
+    ]
     drawn = axes.barh(
         names, speeds, color="#2f6fb0", height=0.6, xerr=list(zip(*spread, strict=True)), capsize=3
     )

@@ -56,11 +56,18 @@ class PolicyResult:
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """Another program with the same weights and requests."""
+    """Another program with the same weights and requests; medians over the turns."""
 
     name: str
     output_tokens_per_s: float
-    total_tokens_per_s: float
+    lowest_output_tokens_per_s: float  # of all turns
+    highest_output_tokens_per_s: float
+    total_tokens_per_s: float  # prompts included
+    seconds: float  # a run
+    turns: int
+    identical_answers: int  # beside those of the first policy
+    near_tie_answers: int  # part from them where two tokens were nearly equally probable
+    other_answers: int
     settings: str  # how it was run
 
 
@@ -108,12 +115,12 @@ class ThroughputReport:
         return auto.output_tokens_per_s / self.baseline.output_tokens_per_s
 
     def metrics(self) -> tuple[Metric, ...]:
-        """Output tokens per second of each policy."""
+        """Output tokens per second of each policy and rival."""
+        speeds = {each.policy: each.output_tokens_per_s for each in self.policies}
+        speeds |= {each.name: each.output_tokens_per_s for each in self.rivals}
         return tuple(
-            Metric(
-                f"throughput.{each.policy}.output_tokens_per_s", each.output_tokens_per_s, "output tokens/s"
-            )
-            for each in self.policies
+            Metric(f"throughput.{name}.output_tokens_per_s", value, "output tokens/s")
+            for name, value in speeds.items()
         )
 
     def section(self) -> Section:
@@ -141,20 +148,22 @@ class ThroughputReport:
             summary,
             (self._speeds(), self._insides()),
             tuple(shown),
-            self.notes,
+            self.notes + tuple(f"{rival.settings} {_judgement(rival)}" for rival in self.rivals),
         )
 
     def _speeds(self) -> Table:
         baseline = self.baseline
         rows = []
-        for each in self.policies:
+        results: list[PolicyResult | Rival] = [*self.policies, *self.rivals]
+        for each in results:
             gain = (
                 "" if baseline is None else f"{each.output_tokens_per_s / baseline.output_tokens_per_s:.2f}x"
             )
-            bound, share = each.bound_output_tokens_per_s, each.bound_share
+            known = each if isinstance(each, PolicyResult) else None  # there is no limit of others
+            bound, share = (known.bound_output_tokens_per_s, known.bound_share) if known else (None, None)
             rows.append(
                 (
-                    each.policy,
+                    each.policy if isinstance(each, PolicyResult) else each.name,
                     speed(each.output_tokens_per_s),
                     f"{speed(each.lowest_output_tokens_per_s)}-{speed(each.highest_output_tokens_per_s)}",
                     gain,
@@ -164,12 +173,6 @@ class ThroughputReport:
                     _answers(each),
                 )
             )
-        for rival in self.rivals:
-            gain = (
-                "" if baseline is None else f"{rival.output_tokens_per_s / baseline.output_tokens_per_s:.2f}x"
-            )
-            own, total = speed(rival.output_tokens_per_s), speed(rival.total_tokens_per_s)
-            rows.append((rival.name, own, "", gain, total, "", "", ""))
         return Table(
             (
                 "policy",
@@ -216,9 +219,23 @@ class ThroughputReport:
         )
 
 
-def _answers(result: PolicyResult) -> str:
+def _answers(result: PolicyResult | Rival) -> str:
+    if isinstance(result, Rival):
+        compared = result.identical_answers + result.near_tie_answers + result.other_answers
+        return f"{result.identical_answers / compared:.0%} same"
     if result.changed_answers:
         return f"{result.changed_answers} CHANGED"
     if result.errors:
         return f"{sum(result.errors.values())} FAILED"
     return f"same ({result.near_tie_answers} near ties)" if result.near_tie_answers else "same"
+
+
+def _judgement(rival: Rival) -> str:
+    """How its answers compare with ours."""
+    compared = rival.identical_answers + rival.near_tie_answers + rival.other_answers
+    text = f"{rival.identical_answers} of {compared} answers are the same as ours"
+    if rival.near_tie_answers:
+        text += f", {rival.near_tie_answers} part where two tokens were nearly equally probable"
+    if rival.other_answers:
+        text += f", {rival.other_answers} elsewhere"
+    return text + "."

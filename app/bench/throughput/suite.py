@@ -3,6 +3,7 @@
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 import psutil
@@ -10,6 +11,7 @@ import torch
 
 from neo_desktop.app.bench.suite import Progress
 from neo_desktop.app.bench.throughput.answers import TOLERANCES, TOP_LOGPROBS, Answer, Comparison, compare
+from neo_desktop.app.bench.throughput.llama_cpp.baseline import LlamaCppBaseline
 from neo_desktop.app.bench.throughput.measure import Run, run
 from neo_desktop.app.bench.throughput.options import ThroughputOptions
 from neo_desktop.app.bench.throughput.report import BASELINE, PolicyResult, ThroughputReport, TimelineSpan
@@ -24,6 +26,7 @@ from neo_desktop.engine.setup import Setup
 from neo_desktop.engine.simulation.bound import Bound
 
 _PROFILE_SHARE = 0.15  # of the suite's progress
+_POLICIES_SHARE = 0.7  # of the progress, where llama.cpp follows
 _PILOT_REQUESTS = 8
 _TIMELINE_LAYERS = 3
 
@@ -45,10 +48,36 @@ class _Policy:
 
 
 def run_throughput(options: ThroughputOptions, progress: Progress) -> Iterator[ThroughputReport]:
-    """Measure; raises what the engine raises for a model or memory, and what a trace's reader raises."""
+    """Measure; raises what the engine raises for a model or memory, and what a trace's reader raises.
+
+    With llama.cpp also ValueError, if it is not there or cannot be given this model, OSError for a disk that
+    is too small, and RuntimeError, if it fails.
+    """
+    if not options.llama_cpp:
+        yield from _run_policies(options, progress)
+        return
+    with closing(LlamaCppBaseline()) as baseline:
+        for report in _run_policies(
+            options, lambda share, what: progress(_POLICIES_SHARE * share, what), baseline
+        ):
+            yield report
+        rivals = baseline.turns(
+            options, lambda share, what: progress(_POLICIES_SHARE + (1 - _POLICIES_SHARE) * share, what)
+        )
+        for rival in rivals:
+            yield replace(report, rivals=(rival,))
+        progress(1.0, "done")
+
+
+def _run_policies(
+    options: ThroughputOptions, progress: Progress, baseline: LlamaCppBaseline | None = None
+) -> Iterator[ThroughputReport]:
+    """Let the policies take turns; then hand the model to the baseline, before it goes."""
     requests = lengths(options)
     progress(0.0, "loading the model")
     model = options.load()
+    if baseline is not None:
+        baseline.check(model.config, model.decoder.dtype)
     names, notes = _policies(options, model.decoder.device)
     places = {place for name in names for place in get_policy(name).places}
     setup = options.take_memory(model, [place for place in Place if place in places])
@@ -72,6 +101,8 @@ def run_throughput(options: ThroughputOptions, progress: Progress) -> Iterator[T
         if options.num_requests is None:
             workload = _sized(workload, policies[0], options, setup)
         yield from _measure(policies, workload, options, tables, notes, progress)
+        if baseline is not None:
+            baseline.take(setup, workload, policies[0].answers)
     finally:
         for policy in policies:
             policy.engine.close()
@@ -110,7 +141,7 @@ def _sized(workload: Workload, policy: _Policy, options: ThroughputOptions, setu
     pilot = replace(workload, requests=requests[:_PILOT_REQUESTS])
     prompts = pilot.prompts(options.seed, -1, setup.model.config.vocab_size)
     seconds = run(policy.engine, prompts, pilot.params(), lambda share: None).seconds
-    num_runs = (options.repeats + 1) * len(options.policies or (BASELINE, "auto"))
+    num_runs = (options.repeats + 1) * (len(options.policies or (BASELINE, "auto")) + options.llama_cpp)
     count = round(options.seconds / num_runs / (seconds / len(pilot.requests)))
     return replace(workload, requests=requests[: max(count, _PILOT_REQUESTS)])
 
