@@ -16,6 +16,7 @@ from neo_desktop.app.bench.throughput.report import BASELINE, PolicyResult, Thro
 from neo_desktop.app.bench.throughput.workload import Workload, fitting, lengths
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
+from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.placement import Place, get_policy
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE
@@ -24,7 +25,8 @@ from neo_desktop.engine.setup import Setup
 from neo_desktop.engine.simulation.bound import Bound
 
 _PROFILE_SHARE = 0.15  # of the suite's progress
-_PILOT_REQUESTS = 8
+_PILOT_REQUESTS = 2
+_LEAST_REQUESTS = 4
 _TIMELINE_LAYERS = 3
 
 
@@ -46,7 +48,7 @@ class _Policy:
 
 def run_throughput(options: ThroughputOptions, progress: Progress) -> Iterator[ThroughputReport]:
     """Measure; raises what the engine raises for a model or memory, and what a trace's reader raises."""
-    requests = lengths(options)
+    requests = lengths(options, choose_device(options.device).type)
     progress(0.0, "loading the model")
     model = options.load()
     names, notes = _policies(options, model.decoder.device)
@@ -70,7 +72,7 @@ def run_throughput(options: ThroughputOptions, progress: Progress) -> Iterator[T
     policies = [_policy(name, setup, tables) for name in names]
     try:
         if options.num_requests is None:
-            workload = _sized(workload, policies[0], options, setup)
+            workload = _sized(workload, policies[0], options, len(policies))
         yield from _measure(policies, workload, options, tables, notes, progress)
     finally:
         for policy in policies:
@@ -101,18 +103,18 @@ def _policy(name: str, setup: Setup, tables: TableCostModel) -> _Policy:
     return _Policy(name, own, timeline, Engine.from_setup(own, name, cost_model=tables, timeline=timeline))
 
 
-def _sized(workload: Workload, policy: _Policy, options: ThroughputOptions, setup: Setup) -> Workload:
+def _sized(workload: Workload, policy: _Policy, options: ThroughputOptions, num_policies: int) -> Workload:
     """Take so many requests that all runs together last about as long as they should.
 
     A few requests take longer each than many at once: the runs become shorter than that, not longer.
     """
     requests = workload.requests
     pilot = replace(workload, requests=requests[:_PILOT_REQUESTS])
-    prompts = pilot.prompts(options.seed, -1, setup.model.config.vocab_size)
+    prompts = pilot.prompts(options.seed, -1, policy.setup.model.config.vocab_size)
     seconds = run(policy.engine, prompts, pilot.params(), lambda share: None).seconds
-    num_runs = (options.repeats + 1) * len(options.policies or (BASELINE, "auto"))
+    num_runs = (options.repeats + 1) * num_policies
     count = round(options.seconds / num_runs / (seconds / len(pilot.requests)))
-    return replace(workload, requests=requests[: max(count, _PILOT_REQUESTS)])
+    return replace(workload, requests=requests[: max(count, _LEAST_REQUESTS)])
 
 
 def _measure(
