@@ -191,11 +191,11 @@ class ThroughputReport:
                 "policy",
                 "batch",
                 "on CPU",
-                "two sub- batches",
+                "two sub-batches",
                 "GPU busy",
                 "CPU busy",
                 "both",
-                "preemp- tions",
+                "preempted",
                 "moves",
             ),
             tuple(

@@ -28,6 +28,7 @@ _PROFILE_SHARE = 0.15  # of the suite's progress
 _PILOT_REQUESTS = 2
 _LEAST_REQUESTS = 4
 _TIMELINE_LAYERS = 3
+_SHOWN_FIRST = {"auto": 0, "neo": 1}  # whose timeline is shown, if it has two sub-batches
 
 
 @dataclass(slots=True)
@@ -257,7 +258,7 @@ def _bound(policy: _Policy, workload: Workload, tables: TableCostModel) -> float
 
 def _timeline(policies: Sequence[_Policy]) -> tuple[str, tuple[TimelineSpan, ...]]:
     """Cut some layers out of the middle of a typical iteration, one with two sub-batches if there are any."""
-    for policy in reversed(policies):
+    for policy in sorted(policies, key=lambda each: _SHOWN_FIRST.get(each.name, len(_SHOWN_FIRST))):
         by_iteration: dict[int, list[Span]] = {}
         for span in policy.spans:
             by_iteration.setdefault(span.iteration, []).append(span)
