@@ -20,15 +20,8 @@ def draw_decode(figure: "Figure", decode: tuple[DecodeFigures, ...]) -> None:
     above = [spread.p90 - spread.median for spread in spreads]
     limits = [row.limit_tokens_per_s for row in decode]
     axes.plot(batches, limits, "s--", color="#222222", label="limit")
-    axes.errorbar(
-        batches,
-        medians,
-        (below, above),
-        fmt="o-",
-        color="#2f6fb0",
-        label="decoded, and its share of the limit",
-        capsize=4,
-    )
+    label = "decoded, and its share of the limit"
+    axes.errorbar(batches, medians, (below, above), fmt="o-", color="#2f6fb0", label=label, capsize=4)
     for row in decode:
         axes.annotate(
             f"{row.share:.0%}",

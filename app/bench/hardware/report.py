@@ -123,9 +123,9 @@ class HardwareReport:
         return tables
 
     def _notes(self) -> tuple[str, ...]:
+        times = "1 repetition" if self.rounds == 1 else f"{self.rounds} repetitions"
         notes = [
-            f"Medians of {self.rounds} repetition{'s' * (self.rounds > 1)}, in brackets the 10th and 90th percentile; all "
-            "measurements took turns.",
+            f"Medians of {times}, in brackets the 10th and 90th percentile; all measurements took turns.",
             f"Host reads: the kernels' own thread pool ({self.isa}), front to back over "
             f"{size(self.memory_bytes)}{'' if self.huge_pages else ', without huge pages'}. Copies: torch, "
             "one half of it to the other; bytes read and bytes written both count.",
@@ -149,8 +149,8 @@ class HardwareReport:
                 "the other, and bytes read and bytes written both count.",
                 "Transfers go through pinned memory, several in a row between two GPU events: for small ones "
                 "the time is that of starting a copy. Both ways: one copy each way at once, bytes added up.",
-                "Hand-off: on the engine's own lanes, a chain of round trips of a kernel, a copy to pinned memory, "
-                "a thread that waits for it and adds one number, and a copy back.",
+                "Hand-off: on the engine's own lanes, a chain of round trips: a kernel, a copy to pinned "
+                "memory, a thread that waits for it and adds one number, a copy back.",
                 *state_notes(self.gpu.state),
             ]
         return (*notes, *self.notes)

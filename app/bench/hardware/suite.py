@@ -54,6 +54,7 @@ def _measure(options: HardwareOptions, progress: Progress) -> Iterator[HardwareR
             cases[Case("hand-off", nbytes)] = partial(hand_off.seconds, nbytes)
 
         gpu_note = "" if gpu is not None else find_gpus()[1]
+        last_level_bytes = last_level_cache_bytes()
         started = time.perf_counter()
         for samples in rounds(cases, options.seconds, progress):
             spreads = {case: Spread.of(values) for case, values in samples.items()}
@@ -61,7 +62,7 @@ def _measure(options: HardwareOptions, progress: Progress) -> Iterator[HardwareR
                 seconds=time.perf_counter() - started,
                 rounds=max(spread.samples for spread in spreads.values()),
                 memory_bytes=host.nbytes,
-                last_level_cache_bytes=last_level_cache_bytes(),
+                last_level_cache_bytes=last_level_bytes,
                 huge_pages=host.huge_pages,
                 isa=native.default_isa(),
                 torch_threads=torch.get_num_threads(),
