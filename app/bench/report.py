@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from neo_desktop.app.bench.cost_model import CostModelReport
 from neo_desktop.app.bench.cpu_attention.report import CpuAttentionReport
+from neo_desktop.app.bench.gpu.report import GpuReport
+from neo_desktop.app.bench.hardware.report import HardwareReport
 from neo_desktop.app.bench.section import Metric
 from neo_desktop.app.bench.throughput.report import ThroughputReport
 from neo_desktop.engine.profiling.hardware import MachineInfo
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 2  # of the JSON file: raised when a field changes its meaning or goes away
 
-AnySuiteReport = CostModelReport | CpuAttentionReport | ThroughputReport  # `suite` tells which
+# `suite` tells which.
+AnySuiteReport = HardwareReport | CpuAttentionReport | GpuReport | CostModelReport | ThroughputReport
 
 
 class ReportError(ValueError):
