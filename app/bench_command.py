@@ -28,7 +28,9 @@ class SuiteName(StrEnum):
     """A part of the self-test."""
 
     ALL = "all"
+    HARDWARE = "hardware"
     CPU_ATTENTION = "cpu-attention"
+    GPU = "gpu"
     COST_MODEL = "cost-model"
     THROUGHPUT = "throughput"
 

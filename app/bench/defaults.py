@@ -8,6 +8,8 @@ import torch
 
 from neo_desktop.app.bench.cost_model import CostModelOptions
 from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions
+from neo_desktop.app.bench.gpu import GpuOptions
+from neo_desktop.app.bench.hardware import HardwareOptions
 from neo_desktop.app.bench.run import SuiteOptions
 from neo_desktop.app.bench.throughput import ThroughputOptions
 from neo_desktop.app.model_options import ModelOptions
@@ -52,17 +54,29 @@ def suite_options(
         ValueError: a setting makes no sense.
     """
     of_model = asdict(model)
-    suites = SuiteOptions(cost_model=CostModelOptions(**of_model), throughput=ThroughputOptions(**of_model))
+    suites = SuiteOptions(
+        gpu=GpuOptions(**of_model),
+        cost_model=CostModelOptions(**of_model),
+        throughput=ThroughputOptions(**of_model),
+    )
     if quick:
+        on_gpu = choose_device(model.device).type == "cuda"
         suites = SuiteOptions(
-            CpuAttentionOptions(
+            hardware=HardwareOptions(seconds=15.0),
+            cpu_attention=CpuAttentionOptions(
                 head_dims=(128,), context_tokens=(512, 8192), seconds=15.0, rival_seconds=12.0
             ),
-            replace(suites.cost_model, points=12, rounds=5, seconds=20.0),
-            replace(suites.throughput, seconds=45.0),
+            gpu=replace(
+                suites.gpu,
+                batches=(1, 8, 32) if on_gpu else (1, 4),
+                context_tokens=512 if on_gpu else 64,  # a CPU alone takes a second for a hundred tokens
+                seconds=20.0,
+            ),
+            cost_model=replace(suites.cost_model, points=12, rounds=5, seconds=20.0),
+            throughput=replace(suites.throughput, seconds=45.0),
         )
-    return SuiteOptions(
-        replace(suites.cpu_attention, **cpu_attention),
-        suites.cost_model,
-        replace(suites.throughput, **throughput),
+    return replace(
+        suites,
+        cpu_attention=replace(suites.cpu_attention, **cpu_attention),
+        throughput=replace(suites.throughput, **throughput),
     )

@@ -1,22 +1,26 @@
 """What one run of the self-test found, as plain data: it can be kept, read again, shown and compared."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field, TypeAdapter, ValidationError
+from typing import TYPE_CHECKING, Any
 
 from neo_desktop.app.bench.cost_model import CostModelReport
 from neo_desktop.app.bench.cpu_attention.report import CpuAttentionReport
+from neo_desktop.app.bench.gpu.report import GpuReport
+from neo_desktop.app.bench.hardware.report import HardwareReport
 from neo_desktop.app.bench.section import Metric
 from neo_desktop.app.bench.throughput.report import ThroughputReport
 from neo_desktop.engine.profiling.hardware import MachineInfo
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
 SCHEMA_VERSION = 2  # of the JSON file: raised when a field changes its meaning or goes away
 
-AnySuiteReport = Annotated[
-    CostModelReport | CpuAttentionReport | ThroughputReport, Field(discriminator="suite")
-]
+# `suite` tells which.
+AnySuiteReport = HardwareReport | CpuAttentionReport | GpuReport | CostModelReport | ThroughputReport
 
 
 class ReportError(ValueError):
@@ -55,12 +59,11 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, as `json_schema` describes it."""
-        data: dict[str, Any] = _ADAPTER.dump_python(self, mode="json")
-        return data
+        return asdict(self)
 
     def write_json(self, path: str | Path) -> None:
         """Write the report to a file. Raises OSError where that is impossible."""
-        Path(path).write_bytes(_ADAPTER.dump_json(self, indent=2) + b"\n")
+        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
 
     @staticmethod
     def read_json(path: str | Path) -> "Report":
@@ -70,8 +73,10 @@ class Report:
             ReportError: the file holds no report, or one of another version.
             OSError: it cannot be read.
         """
+        from pydantic import ValidationError  # noqa: PLC0415 - measuring does without it
+
         try:
-            report = _ADAPTER.validate_json(Path(path).read_bytes())
+            report = _adapter().validate_json(Path(path).read_bytes())
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "the file"
@@ -86,9 +91,13 @@ class Report:
         return report
 
 
-_ADAPTER = TypeAdapter(Report)
+@cache
+def _adapter() -> "TypeAdapter[Report]":
+    from pydantic import TypeAdapter  # noqa: PLC0415 - measuring does without it
+
+    return TypeAdapter(Report)
 
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a report."""
-    return _ADAPTER.json_schema(mode="serialization")
+    return _adapter().json_schema(mode="serialization")

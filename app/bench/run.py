@@ -8,6 +8,8 @@ from datetime import datetime
 from neo_desktop.app.bench.cost_model import CostModelOptions, run_cost_model
 from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions
 from neo_desktop.app.bench.cpu_attention.suite import run_cpu_attention
+from neo_desktop.app.bench.gpu import GpuOptions, run_gpu
+from neo_desktop.app.bench.hardware import HardwareOptions, run_hardware
 from neo_desktop.app.bench.report import AnySuiteReport, Failure, Report
 from neo_desktop.app.bench.suite import Progress
 from neo_desktop.app.bench.throughput import ThroughputOptions, run_throughput
@@ -21,7 +23,9 @@ _EXPECTED = (ValueError, MemoryError, OSError, RuntimeError)
 class SuiteOptions:
     """What each suite is asked to do."""
 
+    hardware: HardwareOptions = field(default_factory=HardwareOptions)
     cpu_attention: CpuAttentionOptions = field(default_factory=CpuAttentionOptions)
+    gpu: GpuOptions = field(default_factory=GpuOptions)
     cost_model: CostModelOptions = field(default_factory=CostModelOptions)
     throughput: ThroughputOptions = field(default_factory=ThroughputOptions)
 
@@ -29,7 +33,9 @@ class SuiteOptions:
 Suite = Callable[[SuiteOptions, Progress], Iterator[AnySuiteReport]]
 
 SUITES: dict[str, Suite] = {  # in the order in which a full self-test runs them
+    "hardware": lambda options, progress: run_hardware(options.hardware, progress),
     "cpu-attention": lambda options, progress: run_cpu_attention(options.cpu_attention, progress),
+    "gpu": lambda options, progress: run_gpu(options.gpu, progress),
     "cost-model": lambda options, progress: run_cost_model(options.cost_model, progress),
     "throughput": lambda options, progress: run_throughput(options.throughput, progress),
 }

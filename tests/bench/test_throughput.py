@@ -45,7 +45,7 @@ def test_every_policy_answers_everything_alike(report: ThroughputReport) -> None
 
 
 def test_figures_agree_with_each_other(report: ThroughputReport) -> None:
-    requests = lengths(SMALL)
+    requests = lengths(SMALL, "cpu")
     assert report.num_requests == len(requests)
     assert report.prompt_tokens == statistics.fmean(request.prompt_tokens for request in requests)
     assert all(36 <= request.prompt_tokens <= 44 for request in requests)
@@ -96,7 +96,7 @@ def test_the_number_of_requests_follows_from_the_time(monkeypatch: pytest.Monkey
     monkeypatch.setattr(suite, "run", paced)
     options = replace(SMALL, num_requests=None, policies=("gpu-only",), repeats=2, seconds=60)
     assert last(run_throughput(options, ignore)).num_requests == 40  # 3 runs of 20 s
-    assert last(run_throughput(replace(options, seconds=1), ignore)).num_requests == 8
+    assert last(run_throughput(replace(options, seconds=1), ignore)).num_requests == 4
 
 
 def test_requests_that_fit_nowhere_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_requests_that_fit_nowhere_are_left_out_and_counted(tmp_path: Path) -> N
     assert report.num_requests == 1
     assert any("1 requests of more than 256 tokens were left out" in note for note in report.notes)
     with pytest.raises(MemoryError, match="604 tokens, but 256 fit"):
-        fitting(lengths(replace(SMALL, trace=str(trace)))[1:], 256)
+        fitting(lengths(replace(SMALL, trace=str(trace)), "cpu")[1:], 256)
 
 
 def test_an_interrupted_run_leaves_the_engine_empty() -> None:
@@ -117,7 +117,7 @@ def test_an_interrupted_run_leaves_the_engine_empty() -> None:
         def stop(share: float) -> None:
             raise KeyboardInterrupt
 
-        workload = fitting(lengths(SMALL), 256)
+        workload = fitting(lengths(SMALL, "cpu"), 256)
         with pytest.raises(KeyboardInterrupt):
             run(engine, workload.prompts(0, 0, 257), workload.params(), stop)
         assert not engine.has_work
@@ -125,7 +125,7 @@ def test_an_interrupted_run_leaves_the_engine_empty() -> None:
 
 
 def test_prompts_are_the_same_for_every_policy_and_others_in_every_turn() -> None:
-    workload = fitting(lengths(SMALL), 256)
+    workload = fitting(lengths(SMALL, "cpu"), 256)
     assert workload.prompts(0, 1, 257) == workload.prompts(0, 1, 257)
     assert workload.prompts(0, 1, 257) != workload.prompts(0, 2, 257)
     assert workload.prompts(0, 1, 257) != workload.prompts(1, 1, 257)

@@ -1,5 +1,7 @@
 """Sections in a terminal."""
 
+import re
+
 from rich import box
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -18,12 +20,12 @@ def render_section(section: Section) -> RenderableType:
 
 
 def render_table(table: Table) -> RenderableType:
-    """Headings are broken at spaces, so that many columns fit."""
+    """Headings are broken at spaces and hyphens, so that many columns fit."""
     shown = RichTable(
         title=table.title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     for index, column in enumerate(table.columns):
-        shown.add_column(column.replace(" ", "\n"), justify="left" if index == 0 else "right")
+        shown.add_column(re.sub(r" |(?<=-)", "\n", column), justify="left" if index == 0 else "right")
     for row in table.rows:
         shown.add_row(*map(Text, row))
     return shown

@@ -6,6 +6,10 @@ from neo_desktop.app.bench.throughput.llama_cpp.library import load_libraries
 from neo_desktop.app.model_options import ModelOptions
 from neo_desktop.engine.placement import get_policy
 
+# Tokens in and out of a synthetic request, unless they are given. On a GPU as in summaries, the case that NEO
+# was made for (its section 5.1); a CPU alone takes a second for a hundred tokens of a prompt.
+LENGTHS = {"cuda": (400, 50), "cpu": (100, 30)}
+
 
 @dataclass(frozen=True, slots=True)
 class ThroughputOptions(ModelOptions):
@@ -16,8 +20,8 @@ class ThroughputOptions(ModelOptions):
     """
 
     trace: str | None = None  # an Azure CSV or a JSON list of lengths; None: synthetic lengths
-    input_tokens: int = 400  # of synthetic requests, within 0.9 to 1.1 of it
-    output_tokens: int = 50  # likewise
+    input_tokens: int | None = None  # of synthetic requests, within 0.9 to 1.1 of it; None: see LENGTHS
+    output_tokens: int | None = None  # likewise
     num_requests: int | None = None  # None: so many that all runs together take about `seconds`
     seed: int = 0
     repeats: int = 3

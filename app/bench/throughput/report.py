@@ -194,11 +194,11 @@ class ThroughputReport:
                 "policy",
                 "batch",
                 "on CPU",
-                "two sub- batches",
+                "two sub-batches",
                 "GPU busy",
                 "CPU busy",
                 "both",
-                "preemp- tions",
+                "preempted",
                 "moves",
             ),
             tuple(

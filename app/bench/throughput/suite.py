@@ -18,6 +18,7 @@ from neo_desktop.app.bench.throughput.report import BASELINE, PolicyResult, Thro
 from neo_desktop.app.bench.throughput.workload import Workload, fitting, lengths
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
+from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.placement import Place, get_policy
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE
@@ -27,8 +28,10 @@ from neo_desktop.engine.simulation.bound import Bound
 
 _PROFILE_SHARE = 0.15  # of the suite's progress
 _POLICIES_SHARE = 0.7  # of the progress, where llama.cpp follows
-_PILOT_REQUESTS = 8
+_PILOT_REQUESTS = 2
+_LEAST_REQUESTS = 4
 _TIMELINE_LAYERS = 3
+_SHOWN_FIRST = {"auto": 0, "neo": 1}  # whose timeline is shown, if it has two sub-batches
 
 
 @dataclass(slots=True)
@@ -73,7 +76,7 @@ def _run_policies(
     options: ThroughputOptions, progress: Progress, baseline: LlamaCppBaseline | None = None
 ) -> Iterator[ThroughputReport]:
     """Let the policies take turns; then hand the model to the baseline, before it goes."""
-    requests = lengths(options)
+    requests = lengths(options, choose_device(options.device).type)
     progress(0.0, "loading the model")
     model = options.load()
     if baseline is not None:
@@ -99,7 +102,7 @@ def _run_policies(
     policies = [_policy(name, setup, tables) for name in names]
     try:
         if options.num_requests is None:
-            workload = _sized(workload, policies[0], options, setup)
+            workload = _sized(workload, policies[0], options, len(policies) + options.llama_cpp)
         yield from _measure(policies, workload, options, tables, notes, progress)
         if baseline is not None:
             baseline.take(setup, workload, policies[0].answers)
@@ -132,18 +135,18 @@ def _policy(name: str, setup: Setup, tables: TableCostModel) -> _Policy:
     return _Policy(name, own, timeline, Engine.from_setup(own, name, cost_model=tables, timeline=timeline))
 
 
-def _sized(workload: Workload, policy: _Policy, options: ThroughputOptions, setup: Setup) -> Workload:
+def _sized(workload: Workload, policy: _Policy, options: ThroughputOptions, runs_per_turn: int) -> Workload:
     """Take so many requests that all runs together last about as long as they should.
 
     A few requests take longer each than many at once: the runs become shorter than that, not longer.
     """
     requests = workload.requests
     pilot = replace(workload, requests=requests[:_PILOT_REQUESTS])
-    prompts = pilot.prompts(options.seed, -1, setup.model.config.vocab_size)
+    prompts = pilot.prompts(options.seed, -1, policy.setup.model.config.vocab_size)
     seconds = run(policy.engine, prompts, pilot.params(), lambda share: None).seconds
-    num_runs = (options.repeats + 1) * (len(options.policies or (BASELINE, "auto")) + options.llama_cpp)
+    num_runs = (options.repeats + 1) * runs_per_turn
     count = round(options.seconds / num_runs / (seconds / len(pilot.requests)))
-    return replace(workload, requests=requests[: max(count, _PILOT_REQUESTS)])
+    return replace(workload, requests=requests[: max(count, _LEAST_REQUESTS)])
 
 
 def _measure(
@@ -286,7 +289,7 @@ def _bound(policy: _Policy, workload: Workload, tables: TableCostModel) -> float
 
 def _timeline(policies: Sequence[_Policy]) -> tuple[str, tuple[TimelineSpan, ...]]:
     """Cut some layers out of the middle of a typical iteration, one with two sub-batches if there are any."""
-    for policy in reversed(policies):
+    for policy in sorted(policies, key=lambda each: _SHOWN_FIRST.get(each.name, len(_SHOWN_FIRST))):
         by_iteration: dict[int, list[Span]] = {}
         for span in policy.spans:
             by_iteration.setdefault(span.iteration, []).append(span)

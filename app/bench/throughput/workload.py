@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from neo_desktop.app.bench.throughput.options import ThroughputOptions
+from neo_desktop.app.bench.throughput.options import LENGTHS, ThroughputOptions
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic
 
@@ -34,12 +34,19 @@ class Workload:
         ]
 
 
-def lengths(options: ThroughputOptions) -> list[WorkloadRequest]:
-    """Return as many requests as could be asked for; raises what `load_trace` raises."""
+def lengths(options: ThroughputOptions, device: str) -> list[WorkloadRequest]:
+    """Return as many requests as could be asked for; raises what `load_trace` raises.
+
+    Args:
+        device: "cpu" or "cuda", for the lengths of requests that are made up.
+    """
     count = options.num_requests or MOST_REQUESTS
     if options.trace is not None:
         return load_trace(Path(options.trace))[:count]
-    return synthetic(count, options.input_tokens, options.output_tokens, options.seed)
+    input_tokens, output_tokens = LENGTHS[device]
+    return synthetic(
+        count, options.input_tokens or input_tokens, options.output_tokens or output_tokens, options.seed
+    )
 
 
 def fitting(requests: Sequence[WorkloadRequest], most_tokens: int) -> Workload:

@@ -135,7 +135,7 @@ class LlamaCppBaseline:
         return (
             f"llama.cpp, through llama-cpp-python {library.__version__}, ran {where}: weights and KV in "
             f"{dtype}, {context.num_sequences} sequences of up to {asked.tokens_per_sequence} tokens at the "
-            f"same time, prompts beside decodes in batches of up to {context.batch_tokens} tokens, everything "
+            f"same time, prompts beside decodes in batches of up to {context.batch_tokens} tokens, all "
             "else as it is by default. It ran after all policies."
         )
 
