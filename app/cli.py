@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from neo_desktop.app import options as opt
 from neo_desktop.app.bench_command import EXAMPLES, bench
@@ -46,7 +47,7 @@ def main() -> None:
         # Errors that a person can mend have a sentence of ours; anything else at least gets its name.
         is_expected = isinstance(error, ValueError | MemoryError | OSError | RuntimeError)
         text = str(error) if is_expected else f"{type(error).__name__}: {error}"
-        stderr.print(f"[bold red]error:[/] {text}", highlight=False, soft_wrap=True)
+        stderr.print(f"[bold red]error:[/] {escape(text)}", highlight=False, soft_wrap=True)
         sys.exit(1)
 
 

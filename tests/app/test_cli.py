@@ -118,10 +118,18 @@ def test_bench_of_the_cost_model_takes_a_model(tmp_path: Path) -> None:
         ("bench", "--suite", "cpu-attention", "--requests", "3"),
         ("bench", "--random-weights"),
         ("bench", "--suite", "cost-model", "--threads", "2"),
+        ("bench", "--suite", "cost-model", "--baseline", "llama.cpp"),
+        ("bench", "--baseline", "no-such-program"),
     ],
 )
 def test_wrong_use_exits_with_2(arguments: tuple[str, ...]) -> None:
     assert run(*arguments).returncode == 2
+
+
+def test_brackets_in_an_error_are_shown() -> None:
+    result = run("profile", "--model", "[bold]models")
+    assert result.returncode == 1
+    assert "[bold]models" in result.stderr
 
 
 def test_an_open_address_without_a_key_is_wrong_use() -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from neo_desktop.app.bench.throughput.llama_cpp.library import load_libraries
+from neo_desktop.app.bench.throughput.llama_cpp.library import check_installed
 from neo_desktop.app.model_options import ModelOptions
 from neo_desktop.engine.placement import get_policy
 
@@ -39,4 +39,4 @@ class ThroughputOptions(ModelOptions):
         for policy in self.policies or ():
             get_policy(policy)
         if self.llama_cpp:
-            load_libraries()
+            check_installed()

@@ -53,8 +53,8 @@ class _Policy:
 def run_throughput(options: ThroughputOptions, progress: Progress) -> Iterator[ThroughputReport]:
     """Measure; raises what the engine raises for a model or memory, and what a trace's reader raises.
 
-    With llama.cpp also ValueError, if it is not there or cannot be given this model, OSError for a disk that
-    is too small, and RuntimeError, if it fails.
+    With llama.cpp also ValueError for a model that it cannot be given, OSError for a disk that is too small,
+    and RuntimeError, if it fails.
     """
     if not options.llama_cpp:
         yield from _run_policies(options, progress)
@@ -65,7 +65,7 @@ def run_throughput(options: ThroughputOptions, progress: Progress) -> Iterator[T
         ):
             yield report
         rivals = baseline.turns(
-            options, lambda share, what: progress(_POLICIES_SHARE + (1 - _POLICIES_SHARE) * share, what)
+            lambda share, what: progress(_POLICIES_SHARE + (1 - _POLICIES_SHARE) * share, what)
         )
         for rival in rivals:
             yield replace(report, rivals=(rival,))
@@ -105,7 +105,7 @@ def _run_policies(
             workload = _sized(workload, policies[0], options, len(policies) + options.llama_cpp)
         yield from _measure(policies, workload, options, tables, notes, progress)
         if baseline is not None:
-            baseline.take(setup, workload, policies[0].answers)
+            baseline.take(setup, workload, policies[0].answers, options)
     finally:
         for policy in policies:
             policy.engine.close()

@@ -3,5 +3,6 @@
 gguf_file  writes the loaded model as a file that llama.cpp reads
 library    calls llama.cpp
 batching   keeps its batches full, as its server does
-baseline   does all that beside the policies
+worker     the process in which all that runs
+baseline   hands it the work of the policies, and reads what it found
 """

@@ -5,25 +5,29 @@ model and caches are gone by then, so that a GPU has room for its own.
 """
 
 import gc
+import importlib
+import os
+import pickle
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from math import ceil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from neo_desktop.app.bench.suite import Progress
-from neo_desktop.app.bench.throughput.answers import TOLERANCES, TOP_LOGPROBS, Answer, Comparison, compare
-from neo_desktop.app.bench.throughput.llama_cpp.batching import serve
+from neo_desktop.app.bench.throughput.answers import TOLERANCES, Answer, Comparison, compare
 from neo_desktop.app.bench.throughput.llama_cpp.gguf_file import check_expressible, write_gguf
-from neo_desktop.app.bench.throughput.llama_cpp.library import (
-    Context,
-    ContextOptions,
-    load_libraries,
+from neo_desktop.app.bench.throughput.llama_cpp.worker import (
+    COMMAND,
+    Failed,
+    Job,
+    Message,
+    Share,
+    Started,
 )
 from neo_desktop.app.bench.throughput.options import ThroughputOptions
 from neo_desktop.app.bench.throughput.report import Rival
@@ -33,33 +37,19 @@ from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.setup import Setup
 from neo_desktop.models.config import ModelConfig
 
-_ROUNDING = 256  # llama.cpp's: tokens of KV of a sequence are a multiple of it
 _FILE_SLACK = 1.01  # metadata, padding, norms in 32 bits
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """What llama.cpp has to do."""
-
-    workload: Workload
-    answers: tuple[Answer, ...]  # ours to the prompts of turn 0
-    vocab_size: int
-    on_gpu: bool  # where ours was
-    kv_tokens: int  # of our cache
-    dtype: torch.dtype
+_TOLERANCE = TOLERANCES[torch.float16]  # on the CPU, its flash attention rounds to 16 bits, whatever KV has
+_LINES_TOLD = 3  # of what llama.cpp printed last, if it ends without a word
 
 
 class LlamaCppBaseline:
-    """Takes the model from the policies as a temporary file, which `close` removes.
-
-    Raises ValueError where a library is missing.
-    """
+    """Takes the model from the policies as a temporary file, which `close` removes."""
 
     def __init__(self) -> None:
-        self._libraries = load_libraries()
         self._folder = tempfile.TemporaryDirectory(prefix="neo-desktop-")
-        self._file = Path(self._folder.name) / "model.gguf"
-        self._job: _Job | None = None
+        self._workload = Workload((), 0)
+        self._answers: tuple[Answer, ...] = ()
+        self._job: Job | None = None
 
     def close(self) -> None:
         """Remove the file."""
@@ -80,95 +70,113 @@ class LlamaCppBaseline:
                 f"{self._folder.name} has {free / 1e9:.1f} GB free: name a folder with more room in TMPDIR"
             )
 
-    def take(self, setup: Setup, workload: Workload, answers: tuple[Answer, ...]) -> None:
+    def take(
+        self, setup: Setup, workload: Workload, answers: tuple[Answer, ...], options: ThroughputOptions
+    ) -> None:
         """Write the model while it is there, and remember what to do.
 
         Args:
-            answers: to the prompts of turn 0.
+            answers: ours to the prompts of turn 0.
         """
         decoder = setup.model.decoder
-        write_gguf(self._libraries.gguf, decoder, self._file)
+        file = Path(self._folder.name) / "model.gguf"
+        write_gguf(importlib.import_module("gguf"), decoder, file)
         on_gpu = decoder.device.type == "cuda"
         num_blocks = setup.num_blocks.get(Place.DEVICE, 0) if on_gpu else 0
-        num_blocks = num_blocks or sum(setup.num_blocks.values())
-        self._job = _Job(
-            workload, answers, decoder.config.vocab_size, on_gpu, num_blocks * BLOCK_SIZE, decoder.dtype
+        vocab_size = decoder.config.vocab_size
+        self._workload, self._answers = workload, answers
+        self._job = Job(
+            file=file,
+            dtype=decoder.dtype,
+            wants_gpu=on_gpu,
+            kv_tokens=(num_blocks or sum(setup.num_blocks.values())) * BLOCK_SIZE,
+            num_threads=torch.get_num_threads(),
+            prompts=tuple(
+                workload.prompts(options.seed, turn, vocab_size) for turn in range(options.repeats + 1)
+            ),
+            num_outputs=tuple(request.output_tokens for request in workload.requests),
+            longest=max(request.total_tokens for request in workload.requests),
         )
 
-    def turns(self, options: ThroughputOptions, progress: Progress) -> Iterator[Rival]:
+    def turns(self, progress: Progress) -> Iterator[Rival]:
         """Answer the prompts of turn 0 to compare and to warm up, then those of each turn; yield after each.
 
         Raises:
             RuntimeError: llama.cpp failed.
         """
-        job, library = self._job, self._libraries.llama_cpp
+        job = self._job
         assert job is not None, "`take` comes first"
         gc.collect()
         torch.cuda.empty_cache()  # of ours; without a GPU this does nothing
         progress(0.0, "llama.cpp: loading the model")
-        asked = _context_options(job, library)
-        context = Context(library, self._file, asked)
-        try:
-            counts = [request.output_tokens for request in job.workload.requests]
-            runs: list[float] = []  # seconds
-            comparison = Comparison(0, 0, 0)
-            for turn in range(options.repeats + 1):
-                prompts = job.workload.prompts(options.seed, turn, job.vocab_size)
-                num_logprobs = 0 if turn else TOP_LOGPROBS
-                answers, seconds = serve(
-                    context, prompts, counts, _step(progress, turn, options.repeats + 1), num_logprobs
-                )
-                if turn == 0:
-                    comparison = compare(answers, job.answers, TOLERANCES[job.dtype])
-                    continue
-                runs.append(seconds)
-                yield _rival(job, runs, comparison, self._settings(context, asked))
-        finally:
-            context.close()
+        started: Started | None = None
+        comparison: Comparison | None = None
+        runs: list[float] = []  # seconds
+        for message in self._run(job):
+            match message:
+                case Started():
+                    started = message
+                case Share(share):
+                    progress(share, f"llama.cpp: {len(job.num_outputs)} requests")
+                case Failed(reason):
+                    raise RuntimeError(reason)
+                case turn if comparison is None:
+                    comparison = compare(turn.answers, self._answers, max(TOLERANCES[job.dtype], _TOLERANCE))
+                case turn:
+                    assert started is not None
+                    runs.append(turn.seconds)
+                    yield _rival(self._workload, runs, comparison, _settings(job, started))
 
-    def _settings(self, context: Context, asked: ContextOptions) -> str:
-        library = self._libraries.llama_cpp
-        where = "on the GPU" if asked.on_gpu else f"on the CPU with {asked.num_threads} threads"
-        if self._job is not None and self._job.on_gpu and not asked.on_gpu:
-            where += " (it was built without GPU support)"
-        dtype = str(asked.dtype).removeprefix("torch.")
-        return (
-            f"llama.cpp, through llama-cpp-python {library.__version__}, ran {where}: weights and KV in "
-            f"{dtype}, {context.num_sequences} sequences of up to {asked.tokens_per_sequence} tokens at the "
-            f"same time, prompts beside decodes in batches of up to {context.batch_tokens} tokens, all "
-            "else as it is by default. It ran after all policies."
-        )
+    def _run(self, job: Job) -> Iterator[Message]:
+        """Run the job in a process of its own, and return its messages as they come."""
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        printed = Path(self._folder.name) / "printed"
+        with printed.open("wb") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-c", COMMAND],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=environment,
+            )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with process.stdin as stdin, process.stdout as stdout:
+            try:
+                pickle.dump(job, stdin)
+                stdin.flush()
+                while True:
+                    yield pickle.load(stdout)
+            except (EOFError, BrokenPipeError):
+                if process.wait() != 0:
+                    yield Failed(_death(process.returncode, printed))
+            finally:
+                process.kill()
+                process.wait()
 
 
-def _step(progress: Progress, turn: int, num_turns: int) -> Callable[[float], None]:
-    return lambda share: progress((turn + share) / num_turns, "llama.cpp")
+def _death(code: int, printed: Path) -> str:
+    lines = printed.read_text(errors="replace").strip().splitlines()[-_LINES_TOLD:]
+    return f"llama.cpp's process ended with code {code}: {'; '.join(lines) or 'it printed nothing'}"
 
 
-def _context_options(job: _Job, library: Any) -> ContextOptions:
-    """As many sequences at the same time as our cache would hold, each as long as the longest."""
-    on_gpu = job.on_gpu and bool(library.llama_supports_gpu_offload())
-    longest = max(request.total_tokens for request in job.workload.requests)
-    per_sequence = ceil(longest / _ROUNDING) * _ROUNDING
-    return ContextOptions(
-        dtype=job.dtype,
-        num_sequences=max(
-            1,
-            min(
-                job.kv_tokens // per_sequence,
-                len(job.workload.requests),
-                library.llama_max_parallel_sequences(),
-            ),
-        ),
-        tokens_per_sequence=per_sequence,
-        num_threads=torch.get_num_threads(),
-        on_gpu=on_gpu,
+def _settings(job: Job, started: Started) -> str:
+    options = started.options
+    where = "on the GPU" if options.on_gpu else f"on the CPU with {options.num_threads} threads"
+    if job.wants_gpu and not options.on_gpu:
+        where += " (it was built without GPU support)"
+    dtype = str(job.dtype).removeprefix("torch.")
+    return (
+        f"llama.cpp, through llama-cpp-python {started.version}, ran {where}: weights and KV in {dtype}, "
+        f"{started.num_sequences} sequences of up to {options.tokens_per_sequence} tokens at the same time, "
+        f"prompts beside decodes in batches of up to {started.batch_tokens} tokens, all else as it is by "
+        "default. It ran after all policies."
     )
 
 
-def _rival(job: _Job, runs: Sequence[float], comparison: Comparison, settings: str) -> Rival:
-    requests = job.workload.requests
-    outputs = sum(request.output_tokens for request in requests)
-    total = sum(request.total_tokens for request in requests)
+def _rival(workload: Workload, runs: Sequence[float], comparison: Comparison, settings: str) -> Rival:
+    outputs = sum(request.output_tokens for request in workload.requests)
+    total = sum(request.total_tokens for request in workload.requests)
     seconds = statistics.median(runs)
     return Rival(
         name="llama.cpp",

@@ -1,7 +1,7 @@
 """llama.cpp through llama-cpp-python: a model with a KV cache for many sequences."""
 
 import ctypes
-import importlib
+import importlib.util
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,14 +18,6 @@ _LOG_MORE = 5  # goes on with the line before
 
 _errors: deque[str] = deque(maxlen=5)  # what llama.cpp said last
 _callbacks: list[Any] = []  # llama.cpp calls them until the program ends
-
-
-@dataclass(frozen=True, slots=True)
-class Libraries:
-    """The modules that are needed."""
-
-    llama_cpp: Any
-    gguf: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +41,34 @@ class ContextOptions:
     on_gpu: bool  # weights, KV and all of the work; else none of it
 
 
-def load_libraries() -> Libraries:
-    """Import the modules; ValueError tells what to install."""
-    try:
-        libraries = Libraries(importlib.import_module("llama_cpp"), importlib.import_module("gguf"))
-    except (ImportError, OSError, RuntimeError) as error:  # the latter two: its shared library is broken
+def check_installed() -> None:
+    """Raise ValueError, which tells what to install, unless all that is needed is there."""
+    missing = [
+        name
+        for module, name in (("llama_cpp", "llama-cpp-python"), ("gguf", "gguf"))
+        if importlib.util.find_spec(module) is None
+    ]
+    if missing:
         raise ValueError(
-            f"--baseline llama.cpp needs llama-cpp-python and gguf ({error}): "
-            "pip install 'neo-desktop[llamacpp]'"
-        ) from None
+            f"--baseline llama.cpp needs {' and '.join(missing)}: pip install 'neo-desktop[llamacpp]'"
+        )
+
+
+def load_library() -> Any:
+    """Return llama-cpp-python's module; RuntimeError for one that is too old."""
+    library = importlib.import_module("llama_cpp")
     for name in ("llama_get_memory", "llama_memory_seq_rm", "llama_max_parallel_sequences"):
-        if not hasattr(libraries.llama_cpp, name):
-            raise ValueError(
-                f"--baseline llama.cpp needs a newer llama-cpp-python (this one lacks {name}): "
+        if not hasattr(library, name):
+            raise RuntimeError(
+                f"llama-cpp-python {library.__version__} is too old, it lacks {name}: "
                 "pip install --upgrade 'neo-desktop[llamacpp]'"
             )
-    _listen(libraries.llama_cpp)
-    return libraries
+    _listen(library)
+    return library
 
 
 def _listen(library: Any) -> None:
     """Keep the errors that llama.cpp logs, and drop the rest."""
-    if _callbacks:
-        return
     level_before = 0
 
     @library.llama_log_callback  # type: ignore[untyped-decorator]

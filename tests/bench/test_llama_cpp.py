@@ -1,0 +1,401 @@
+"""llama.cpp as a rival: it gets the same weights, all requests, and says why where it cannot."""
+
+import gc
+import importlib.util
+import shutil
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fake_llama_cpp
+import pytest
+import torch
+from suites import ignore, last, shown
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from neo_desktop.app.bench.throughput import ThroughputOptions, run_throughput
+from neo_desktop.app.bench.throughput.llama_cpp import baseline as baseline_module
+from neo_desktop.app.bench.throughput.llama_cpp.baseline import LlamaCppBaseline
+from neo_desktop.app.bench.throughput.llama_cpp.batching import serve
+from neo_desktop.app.bench.throughput.llama_cpp.gguf_file import check_expressible, write_gguf
+from neo_desktop.app.bench.throughput.llama_cpp.library import (
+    Context,
+    ContextOptions,
+    Piece,
+    check_installed,
+    load_library,
+)
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.registry import random_model
+from neo_desktop.models.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from neo_desktop.models.shapes import shape
+from neo_desktop.models.weights import named_weights
+
+gguf = pytest.importorskip("gguf")
+needs_llama_cpp = pytest.mark.skipif(
+    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
+)
+CPU = torch.device("cpu")
+TINY = shape("tiny")
+LLAMA3 = RopeConfig(500.0, Llama3Scaling(8.0, 1.0, 4.0, original_max_tokens=32))
+QWEN2, QWEN3, MISTRAL = (f"{name}ForCausalLM" for name in ("Qwen2", "Qwen3", "Mistral"))
+CONFIGS = {
+    "llama": TINY,
+    "llama-tied": replace(TINY, tie_word_embeddings=True),
+    "llama-biases": replace(TINY, qkv_bias=True, output_bias=True, mlp_bias=True),
+    "llama-wide-heads": replace(TINY, head_dim=32),
+    "llama3-rope": replace(TINY, rope=LLAMA3),
+    "linear-rope": replace(TINY, rope=RopeConfig(1e3, LinearScaling(3.0))),
+    "mistral": replace(TINY, architecture=MISTRAL),
+    "qwen2": replace(TINY, architecture=QWEN2, qkv_bias=True, rms_norm_eps=1e-6),
+    "qwen2-linear-rope": replace(
+        TINY, architecture=QWEN2, qkv_bias=True, rope=RopeConfig(1e3, LinearScaling(3.0))
+    ),
+    "qwen3": replace(TINY, architecture=QWEN3, qk_norm=True, head_dim=32),
+}
+SMALL = ThroughputOptions(
+    shape="tiny",
+    device="cpu",
+    dtype="float32",
+    cpu_cache_tokens=4096,
+    input_tokens=40,
+    output_tokens=12,
+    num_requests=10,
+    repeats=2,
+)
+
+
+def made(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decoder:
+    """A model in which every weight matters."""
+    decoder = random_model(config, dtype=dtype, device=CPU)
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in named_weights(decoder).items():
+        row = weight[0] if name.endswith(("q_norm.weight", "k_norm.weight")) else weight  # rows are alike
+        values = torch.randn(row.shape, generator=generator) * 0.2
+        weight.copy_(values + 1 if "norm" in name else values)
+    return decoder
+
+
+def read(config: ModelConfig, folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Decoder]:
+    """Write a model and read the file back."""
+    decoder = made(config, dtype)
+    write_gguf(gguf, decoder, folder / "model.gguf")
+    return gguf.GGUFReader(folder / "model.gguf"), decoder
+
+
+def tensors_of(reader: Any) -> dict[str, Any]:
+    return {tensor.name: tensor for tensor in reader.tensors}
+
+
+def values_of(tensor: Any) -> Tensor:
+    """A tensor's values in 32 bits; the file's bytes are read without the library."""
+    shape_of = tuple(int(size) for size in reversed(tensor.shape))
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[tensor.tensor_type.name]
+    return torch.frombuffer(bytearray(tensor.data.tobytes()), dtype=dtype).reshape(shape_of).float()
+
+
+def test_the_file_describes_the_model(tmp_path: Path) -> None:
+    config = replace(CONFIGS["qwen3"], rope=RopeConfig(1e3, LinearScaling(3.0)))
+    reader, _ = read(config, tmp_path)
+    values = {name: field.contents() for name, field in reader.fields.items()}
+    assert values["general.architecture"] == "qwen3"
+    assert values["tokenizer.ggml.model"] == "no_vocab"
+    expected = {
+        "vocab_size": 257,
+        "context_length": 4096,
+        "embedding_length": 64,
+        "feed_forward_length": 160,
+        "block_count": 2,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 32,
+        "attention.value_length": 32,
+        "rope.dimension_count": 32,
+        "rope.freq_base": 1e3,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 3.0,
+    }
+    assert {name: values[f"qwen3.{name}"] for name in expected} == expected
+    assert values["qwen3.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_matrices_keep_their_dtype_and_everything_its_values(dtype: torch.dtype, tmp_path: Path) -> None:
+    reader, decoder = read(CONFIGS["qwen2"], tmp_path, dtype)
+    tensors = tensors_of(reader)
+    layer = decoder.layers[1]
+    assert layer.qkv_bias is not None
+    expected = {
+        "token_embd.weight": decoder.embedding,
+        "output.weight": decoder.lm_head,
+        "output_norm.weight": decoder.final_norm,
+        "blk.1.attn_norm.weight": layer.input_norm,
+        "blk.1.ffn_norm.weight": layer.post_attention_norm,
+        "blk.1.attn_q.weight": layer.qkv[:64],
+        "blk.1.attn_k.weight": layer.qkv[64:96],
+        "blk.1.attn_v.weight": layer.qkv[96:],
+        "blk.1.attn_q.bias": layer.qkv_bias[:64],
+        "blk.1.attn_k.bias": layer.qkv_bias[64:96],
+        "blk.1.attn_v.bias": layer.qkv_bias[96:],
+        "blk.1.attn_output.weight": layer.output,
+        "blk.1.ffn_gate.weight": layer.gate_up[:160],
+        "blk.1.ffn_up.weight": layer.gate_up[160:],
+        "blk.1.ffn_down.weight": layer.down,
+    }
+    assert set(expected) == {name for name in tensors if not name.startswith("blk.0.")}
+    names = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    for name, weight in expected.items():
+        assert tensors[name].tensor_type.name == (names[dtype] if weight.ndim == 2 else "F32")
+        torch.testing.assert_close(values_of(tensors[name]), weight.float(), rtol=0, atol=0)
+
+
+def test_rows_of_q_and_k_are_ordered_for_the_rotation_of_neighbours(tmp_path: Path) -> None:
+    reader, decoder = read(CONFIGS["llama-biases"], tmp_path)
+    tensors = tensors_of(reader)
+    layer = decoder.layers[0]
+    assert layer.qkv_bias is not None
+    for begin, num_heads, name in ((0, 4, "attn_q"), (64, 2, "attn_k")):
+        for kind, ours in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
+            theirs = values_of(tensors[f"blk.0.{name}.{kind}"])
+            for head in range(num_heads):
+                for channel in range(8):  # turns with the one half a head further on
+                    row = begin + 16 * head + channel
+                    assert torch.equal(theirs[16 * head + 2 * channel], ours[row])
+                    assert torch.equal(theirs[16 * head + 2 * channel + 1], ours[row + 8])
+    assert torch.equal(values_of(tensors["blk.0.attn_v.weight"]), layer.qkv[96:])
+
+
+def test_tied_embeddings_are_written_once(tmp_path: Path) -> None:
+    reader, _ = read(CONFIGS["llama-tied"], tmp_path)
+    assert "output.weight" not in tensors_of(reader)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(TINY, architecture="GptForCausalLM"),
+        replace(TINY, layer_windows=(None, 16)),
+        replace(CONFIGS["qwen2"], rope=LLAMA3),
+        replace(TINY, rope=RopeConfig(1e4, YarnScaling(4.0, 32, 32.0, 1.0, True, 1.1))),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(config: ModelConfig) -> None:
+    with pytest.raises(ValueError, match=r"llama\.cpp cannot be given this model"):
+        check_expressible(config)
+
+
+def test_a_full_disk_is_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(OSError, match=r"temporary file of 0\.0 GB, but .* TMPDIR"):
+        last(run_throughput(replace(SMALL, llama_cpp=fake_is_there(monkeypatch)), ignore))
+
+
+def fake_is_there(monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Let llama_cpp be found, without a word on what it does."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    return True
+
+
+def test_missing_libraries_are_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs llama-cpp-python and gguf: pip install 'neo-desktop\[llama"):
+        check_installed()
+    with pytest.raises(ValueError, match="pip install"):
+        replace(SMALL, llama_cpp=True)
+
+
+@pytest.fixture
+def tiny_file(tmp_path: Path) -> Path:
+    write_gguf(gguf, made(TINY), tmp_path / "tiny.gguf")
+    return tmp_path / "tiny.gguf"
+
+
+def context_of(file: Path, num_sequences: int, tokens_per_sequence: int = 64) -> Context:
+    options = ContextOptions(torch.float32, num_sequences, tokens_per_sequence, num_threads=1, on_gpu=False)
+    return Context(fake_llama_cpp, file, options)
+
+
+def expected_of_fake(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(sum(tokens) % fake_llama_cpp.VOCAB_SIZE)
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("num_sequences", [1, 3, 12, 200])
+def test_all_requests_are_answered_whatever_runs_at_the_same_time(
+    num_sequences: int, tiny_file: Path
+) -> None:
+    generator = torch.Generator().manual_seed(num_sequences)
+    lengths = torch.randint(1, 50, (20,), generator=generator).tolist()
+    counts = torch.randint(1, 15, (20,), generator=generator).tolist()
+    prompts = [torch.randint(0, 257, (length,), generator=generator).tolist() for length in lengths]
+    context = context_of(tiny_file, num_sequences)
+    assert context.num_sequences <= 12  # all that the fake has memory for
+    shares: list[float] = []
+    for num_logprobs in (0, 5):
+        answers, seconds = serve(context, prompts, counts, shares.append, num_logprobs)
+        assert [[token.token_id for token in answer] for answer in answers] == [
+            expected_of_fake(prompt, count) for prompt, count in zip(prompts, counts, strict=True)
+        ]
+        assert seconds > 0
+        assert all(len(token.top_logprobs) == num_logprobs for answer in answers for token in answer)
+    assert shares[-1] == 1
+    assert all(not kv for kv in context._context.kv.values())
+    context.close()
+    context.close()
+
+
+def test_prompts_run_beside_decodes_and_are_cut_at_the_batch(tiny_file: Path) -> None:
+    context = context_of(tiny_file, 3)
+    serve(context, [[1] * 40, [2] * 40, [3] * 5], [3, 2, 2], lambda share: None)
+    # Tokens and rows of logits: two prompts, the second cut; a decode, its rest, the third; decodes alone.
+    assert context._context.batches == [(64, 1), (1 + 16 + 5, 3), (3, 3)]
+
+
+@pytest.fixture
+def fake_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The fake in place of llama-cpp-python, in the process that is started for it."""
+    folder = tmp_path / "fake"
+    folder.mkdir()
+    shutil.copy(fake_llama_cpp.__file__, folder / "llama_cpp.py")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    fake_is_there(monkeypatch)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    yield temporary
+    assert not list(temporary.iterdir()), "the file with the weights is left"
+
+
+def test_llama_cpp_takes_its_turns_when_our_model_is_gone(
+    fake_process: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models: list[weakref.ref[Decoder]] = []
+    take, turns = LlamaCppBaseline.take, LlamaCppBaseline.turns
+
+    def watched_take(self: LlamaCppBaseline, setup: Any, *args: Any) -> None:
+        models.append(weakref.ref(setup.model.decoder))
+        take(self, setup, *args)
+
+    def watched_turns(self: LlamaCppBaseline, progress: Any) -> Any:
+        gc.collect()
+        assert models[0]() is None
+        return turns(self, progress)
+
+    monkeypatch.setattr(LlamaCppBaseline, "take", watched_take)
+    monkeypatch.setattr(LlamaCppBaseline, "turns", watched_turns)
+    shares: list[float] = []
+    options = replace(SMALL, llama_cpp=True)
+    reports = list(run_throughput(options, lambda share, what: shares.append(share)))
+    assert [[rival.turns for rival in report.rivals] for report in reports] == [[], [], [1], [2]]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    (rival,) = reports[-1].rivals
+    assert rival.identical_answers + rival.near_tie_answers + rival.other_answers == 10
+    assert rival.other_answers == 10, "a sum is not what our model computes"
+    assert not reports[-1].has_failed
+    assert rival.lowest_output_tokens_per_s <= rival.output_tokens_per_s <= rival.highest_output_tokens_per_s
+    per_output = 1 + reports[-1].prompt_tokens / reports[-1].output_tokens
+    assert rival.total_tokens_per_s == pytest.approx(rival.output_tokens_per_s * per_output)
+    assert "10 sequences of up to 256 tokens" in rival.settings
+    assert "weights and KV in float32" in rival.settings
+    text = shown(reports[-1].section(), width=200)
+    assert "0% same" in text
+    assert "0 of 10 answers are the same as ours, 10 elsewhere." in text
+    metrics = {metric.name: metric.value for metric in reports[-1].metrics()}
+    assert metrics["throughput.llama.cpp.output_tokens_per_s"] == rival.output_tokens_per_s
+
+
+@pytest.mark.parametrize(
+    ("failure", "says"),
+    [
+        ("load", "could not load the model: no model in it"),
+        ("memory", "could not take memory for its KV: no memory for KV"),
+        ("decode", r"could not compute a batch \(status 1\): no room in KV"),
+        ("die", "process ended with code 7: out of GPU memory"),
+    ],
+)
+def test_a_failure_of_llama_cpp_says_why_and_keeps_what_was_measured(
+    failure: str, says: str, fake_process: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_LLAMA_CPP", failure)
+    reports = run_throughput(replace(SMALL, llama_cpp=True, repeats=1), ignore)
+    assert next(reports).policies
+    with pytest.raises(RuntimeError, match=says):
+        next(reports)
+
+
+def test_an_interrupted_run_ends_the_process(fake_process: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes: list[Any] = []
+    start = baseline_module.subprocess.Popen
+
+    def started(*args: Any, **settings: Any) -> Any:
+        processes.append(start(*args, **settings))
+        return processes[-1]
+
+    monkeypatch.setattr(baseline_module.subprocess, "Popen", started)
+
+    def stop(share: float, what: str) -> None:
+        if what.startswith("llama.cpp: 10"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        last(run_throughput(replace(SMALL, llama_cpp=True, repeats=1), stop))
+    assert [process.poll() is not None for process in processes] == [True]
+
+
+def logits_of(decoder: Decoder, tokens: list[int]) -> Tensor:
+    """Scores after each token, [n, vocab], without any KV cache."""
+    config = decoder.config
+    hidden = decoder.embed(torch.tensor(tokens))
+    rotation = decoder.rotary(torch.arange(len(tokens)))
+    for layer in range(config.num_layers):
+        q, k, v = (each.transpose(0, 1) for each in decoder.pre_attention(layer, hidden, rotation))
+        out = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+        hidden = decoder.post_attention(layer, hidden, out.transpose(0, 1))
+    return decoder.logits(hidden)
+
+
+class ExactContext(Context):
+    """Without flash attention, which rounds to 16 bits on the CPU even where KV has 32."""
+
+    def _params(self, options: ContextOptions, num_sequences: int) -> Any:
+        params = super()._params(options, num_sequences)
+        params.flash_attn_type = 0
+        return params
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("name", CONFIGS)
+def test_llama_cpp_computes_the_same_model(name: str, tmp_path: Path) -> None:
+    decoder = made(CONFIGS[name])
+    write_gguf(gguf, decoder, tmp_path / "model.gguf")
+    options = ContextOptions(torch.float32, 2, 256, num_threads=1, on_gpu=False)
+    context = ExactContext(load_library(), tmp_path / "model.gguf", options)
+    generator = torch.Generator().manual_seed(1)
+    first, second = torch.randint(0, 257, (2, 120), generator=generator).tolist()
+    of_first, of_second = logits_of(decoder, first), logits_of(decoder, second)
+
+    def check(pieces: list[Piece], expected: list[Tensor]) -> None:
+        found = torch.from_numpy(context.step(pieces))
+        torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=2e-4)
+
+    check([Piece(0, 0, first[:70], True), Piece(1, 0, second[:33], True)], [of_first[69], of_second[32]])
+    check([Piece(0, 70, first[70:71], True), Piece(1, 33, second[33:119], False)], [of_first[70]])
+    context.forget(0)
+    check([Piece(1, 119, second[119:], True), Piece(0, 0, second, True)], [of_second[119], of_second[119]])
+    context.close()
+
+
+@needs_llama_cpp
+def test_llama_cpp_answers_as_we_do() -> None:
+    report = last(run_throughput(replace(SMALL, llama_cpp=True, repeats=1), ignore))
+    (rival,) = report.rivals
+    assert rival.other_answers == 0
+    assert rival.identical_answers >= 9
