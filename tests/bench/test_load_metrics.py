@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from neo_desktop.app.bench.serving.metrics import Failure, Latency, LoadMetrics, summarise
-from neo_desktop.app.bench.serving.records import Outcome, RequestRecord
+from neo_desktop.app.bench.serving.records import Limits, Outcome, RequestRecord
 
 FINISHED = RequestRecord(
     arrival_ms=1000.0,
@@ -29,7 +29,7 @@ def lost(outcome: Outcome, reason: str = "", arrival_ms: float = 0.0) -> Request
 
 
 def summary(*records: RequestRecord) -> LoadMetrics:
-    return summarise(records, ttft_limit_ms=100.0, tpot_limit_ms=100.0)
+    return summarise(records, Limits(100.0, 100.0))
 
 
 def test_the_figures_of_one_request_by_hand() -> None:
@@ -74,7 +74,7 @@ def test_the_figures_of_several_requests_by_hand() -> None:
     ("ttft_ms", "tpot_ms", "good"), [(100, 100, 1), (99.9, 100, 0), (100, 99.9, 0), (500, 500, 1)]
 )
 def test_goodput_needs_both_limits(ttft_ms: float, tpot_ms: float, good: int) -> None:
-    assert summarise([FINISHED], ttft_limit_ms=ttft_ms, tpot_limit_ms=tpot_ms).good_share == good
+    assert summarise([FINISHED], Limits(ttft_ms, tpot_ms)).good_share == good
 
 
 def test_failures_are_grouped_by_reason_with_the_first_as_an_example() -> None:

@@ -153,10 +153,18 @@ def test_a_server_that_is_not_there_is_told() -> None:
         with_target(UrlTarget(f"http://127.0.0.1:{port}"), ask())
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://localhost", "http://", ""])
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://localhost", "http://", "", "http://[::1", "http://a:b"]
+)
 def test_what_is_no_address_is_refused_at_once(url: str) -> None:
     with pytest.raises(ValueError, match="write it like http://localhost:8000/v1"):
         UrlTarget(url)
+
+
+def test_a_password_does_not_get_into_the_report() -> None:
+    with pytest.raises(ValueError, match="would stand in the report: give an API key") as caught:
+        UrlTarget("http://me:secret@localhost:8000")
+    assert "secret" not in str(caught.value)
 
 
 def test_a_proxy_from_the_environment_is_not_asked_for_this_computer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from neo_desktop.app.bench.serving.records import Outcome, RequestRecord
+from neo_desktop.app.bench.serving.records import Limits, Outcome, RequestRecord
 from neo_desktop.engine.simulation.metrics import percentile
 
 
@@ -71,13 +71,13 @@ class LoadMetrics:
     client_lag: Latency | None  # per request, whatever became of it
 
 
-def summarise(records: Sequence[RequestRecord], *, ttft_limit_ms: float, tpot_limit_ms: float) -> LoadMetrics:
+def summarise(records: Sequence[RequestRecord], limits: Limits) -> LoadMetrics:
     """Return the figures of some requests of one clock; `records` may be empty."""
     finished = [record for record in records if record.is_finished]
     counts = Counter(record.outcome for record in records)
     prompt_tokens = sum(record.prompt_tokens for record in finished)
     output_tokens = sum(record.output_tokens for record in finished)
-    num_good = sum(record.is_good(ttft_limit_ms, tpot_limit_ms) for record in records)
+    num_good = sum(record.is_good(limits) for record in records)
     duration_s = 0.0
     if records:
         start_ms = min(record.arrival_ms for record in records)

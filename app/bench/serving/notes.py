@@ -1,16 +1,12 @@
 """What the figures of the load suite mean, and what they cannot say."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 from neo_desktop.app.bench.serving.curve import LoadCurve, LoadPoint
 from neo_desktop.app.bench.serving.metrics import Latency, LoadMetrics
 from neo_desktop.app.bench.serving.records import Outcome
-
-if TYPE_CHECKING:
-    from neo_desktop.app.bench.serving.report import LoadReport
 
 MOST_CLIENT_LAG_MS = 10.0  # at p99; a client that is later is part of what it measures
 KEPT_UP = 0.9  # of the rate: fewer finished requests per second may mean that a queue grows
@@ -36,23 +32,21 @@ ENGINE_DEFINITIONS = (
 )
 
 
-def notes(report: "LoadReport") -> Iterator[str]:
+def notes(workload: str, curves: Sequence[LoadCurve], repeats: int) -> Iterator[str]:
     """Yield what was found out, then what the words mean."""
-    yield f"Workload: {report.workload}."
-    shared = set[str].intersection(*(set(curve.notes) for curve in report.curves)) if report.curves else set()
-    yield from (note for curve in report.curves[:1] for note in curve.notes if note in shared)
-    for curve in report.curves:
+    yield f"Workload: {workload}."
+    shared = set[str].intersection(*(set(curve.notes) for curve in curves)) if curves else set()
+    yield from (note for curve in curves[:1] for note in curve.notes if note in shared)
+    for curve in curves:
         yield from (f"{curve.name}: {note}" for note in curve.notes if note not in shared)
         yield from _of_points(curve)
-    chosen_for = report.curves[0].name if report.curves else ""
-    if any(point.load_share is not None for curve in report.curves for point in curve.points):
+    chosen_for = curves[0].name if curves else ""
+    if any(point.load_share is not None for curve in curves for point in curve.points):
         yield f"Rates were chosen as shares of what {chosen_for} delivers when many requests come at once."
-    if report.repeats > 1:
-        yield (
-            f"Figures are medians of {report.repeats} repeats with different arrival times. {_spread(report)}"
-        )
+    if repeats > 1:
+        yield (f"Figures are medians of {repeats} repeats with different arrival times. {_spread(curves)}")
     yield from DEFINITIONS
-    if any(point.engine_figures for curve in report.curves for point in curve.points):
+    if any(point.engine_figures for curve in curves for point in curve.points):
         yield ENGINE_DEFINITIONS
 
 
@@ -99,7 +93,7 @@ def _losses(where: str, point: LoadPoint, drain_s: float) -> Iterator[str]:
             yield f"{where}: {count} {outcome} ({reason}). The first: {examples[outcome, reason]}"
 
 
-def _spread(report: "LoadReport") -> str:
+def _spread(curves: Sequence[LoadCurve]) -> str:
     """Say how far the repeats lie apart at the rate where they do most."""
     figures: dict[str, Callable[[LoadMetrics], float | None]] = {
         "TTFT p50": lambda metrics: _p50(metrics.ttft),
@@ -109,7 +103,7 @@ def _spread(report: "LoadReport") -> str:
     parts = []
     for name, figure in figures.items():
         spreads = []
-        for curve in report.curves:
+        for curve in curves:
             for point in curve.points:
                 values = [value for run in point.runs if (value := figure(run.metrics))]
                 if len(values) > 1:

@@ -1,15 +1,15 @@
 """Load-latency curves as pictures."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from neo_desktop.app.bench.serving.curve import LoadCurve
 from neo_desktop.app.bench.serving.metrics import Latency, LoadMetrics
+from neo_desktop.app.bench.serving.records import Limits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from neo_desktop.app.bench.serving.report import LoadReport
 
 _STYLES = (
     ("#1c8c4c", "o"),
@@ -24,34 +24,34 @@ _PERCENTILES: tuple[tuple[str, str, Callable[[Latency], float]], ...] = (
 _LOG_FROM = 10.0  # times that differ by more than this factor are drawn on a logarithmic axis
 
 
-def draw_per_token(report: "LoadReport", figure: "Figure") -> None:
+def draw_per_token(curves: Sequence[LoadCurve], figure: "Figure") -> None:
     """Draw the normalised latency, as in NEO's figure 6."""
     axes = figure.subplots()
-    _draw(axes, report, lambda metrics: metrics.per_token)
+    _draw(axes, curves, lambda metrics: metrics.per_token)
     axes.set(title="End-to-end time per output token", ylabel="ms per output token")
     _legend(figure, axes)
 
 
-def draw_ttft_tpot(report: "LoadReport", figure: "Figure") -> None:
+def draw_ttft_tpot(curves: Sequence[LoadCurve], limits: Limits, figure: "Figure") -> None:
     """Draw the two that have limits, and the limits where they are not far above."""
     first, second = figure.subplots(1, 2)
-    _draw(first, report, lambda metrics: metrics.ttft, report.ttft_limit_ms)
+    _draw(first, curves, lambda metrics: metrics.ttft, limits.ttft_ms)
     first.set(title="Time to first token", ylabel="ms")
-    _draw(second, report, lambda metrics: metrics.tpot, report.tpot_limit_ms)
+    _draw(second, curves, lambda metrics: metrics.tpot, limits.tpot_ms)
     second.set(title="Time per output token after the first", ylabel="ms")
     _legend(figure, first, second)
 
 
 def _draw(
     axes: "Axes",
-    report: "LoadReport",
+    curves: Sequence[LoadCurve],
     latency: Callable[[LoadMetrics], Latency | None],
     limit_ms: float | None = None,
 ) -> None:
     from matplotlib.ticker import LogLocator  # noqa: PLC0415
 
     drawn: list[float] = []
-    for index, curve in enumerate(report.curves):
+    for index, curve in enumerate(curves):
         colour, marker = _STYLES[index % len(_STYLES)]
         found = [(point.rate_per_s, point.median_latency(latency)) for point in curve.points]
         for name, line, percentile in _PERCENTILES:

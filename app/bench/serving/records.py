@@ -14,6 +14,14 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request must keep to count for goodput."""
+
+    ttft_ms: float
+    tpot_ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class RequestRecord:
     """One request's life, in milliseconds of one clock.
 
@@ -69,6 +77,6 @@ class RequestRecord:
         """Its whole time divided by its output tokens: the normalised latency of NEO's figure 6."""
         return self.end_to_end_ms / self.output_tokens
 
-    def is_good(self, ttft_limit_ms: float, tpot_limit_ms: float) -> bool:
+    def is_good(self, limits: Limits) -> bool:
         """Whether it was finished within both limits; an answer of one token has no TPOT to be too long."""
-        return self.is_finished and self.ttft_ms <= ttft_limit_ms and (self.tpot_ms or 0.0) <= tpot_limit_ms
+        return self.is_finished and self.ttft_ms <= limits.ttft_ms and (self.tpot_ms or 0.0) <= limits.tpot_ms

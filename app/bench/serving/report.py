@@ -6,6 +6,8 @@ from typing import Literal
 from neo_desktop.app.bench.section import Metric, Section
 from neo_desktop.app.bench.serving import show
 from neo_desktop.app.bench.serving.curve import LoadCurve
+from neo_desktop.app.bench.serving.notes import notes
+from neo_desktop.app.bench.serving.records import Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,15 +16,20 @@ class LoadReport:
 
     subject: str  # the engine's device and number format, or the server's address
     workload: str
-    ttft_limit_ms: float
-    tpot_limit_ms: float
+    limits: Limits
     repeats: int  # asked for; fewer runs are there if the suite was ended early
     curves: tuple[LoadCurve, ...]
     suite: Literal["load"] = "load"
 
     def section(self) -> Section:
         """Return tables, curves and what they mean."""
-        return show.section(self)
+        return Section(
+            title=f"Load: {self.subject}",
+            summary=show.summary(self.curves, self.limits),
+            tables=tuple(table for curve in self.curves for table in show.tables(curve)),
+            plots=show.plots(self.curves, self.limits),
+            notes=tuple(notes(self.workload, self.curves, self.repeats)),
+        )
 
     def metrics(self) -> tuple[Metric, ...]:
         """Return headline figures; a rate's are there only if a request finished."""

@@ -1,54 +1,40 @@
 """The load suite's part of the page."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
-from neo_desktop.app.bench.section import Plot, Section, Table
+from neo_desktop.app.bench.section import Plot, Table
 from neo_desktop.app.bench.serving import plot
 from neo_desktop.app.bench.serving.curve import GOOD_SHARE, LoadCurve
 from neo_desktop.app.bench.serving.metrics import Latency
-from neo_desktop.app.bench.serving.notes import notes
-
-if TYPE_CHECKING:
-    from neo_desktop.app.bench.serving.report import LoadReport
+from neo_desktop.app.bench.serving.records import Limits
 
 
-def section(report: "LoadReport") -> Section:
-    """Return what is shown of a report, also of one that was ended early."""
-    return Section(
-        title=f"Load: {report.subject}",
-        summary=_summary(report),
-        tables=tuple(table for curve in report.curves for table in _tables(curve)),
-        plots=_plots(report),
-        notes=tuple(notes(report)),
-    )
-
-
-def _plots(report: "LoadReport") -> tuple[Plot, ...]:
+def plots(curves: Sequence[LoadCurve], limits: Limits) -> tuple[Plot, ...]:
     """Return none where no request was answered: there would be nothing to see."""
-    if not any(run.metrics.finished for curve in report.curves for p in curve.points for run in p.runs):
+    if not any(run.metrics.finished for curve in curves for p in curve.points for run in p.runs):
         return ()
     return (
         Plot(
             "load-latency",
             "Latency per output token against the rate of requests",
-            lambda figure: plot.draw_per_token(report, figure),
+            lambda figure: plot.draw_per_token(curves, figure),
         ),
         Plot(
             "load-ttft-tpot",
             "Time to first token and time per output token against the rate of requests",
-            lambda figure: plot.draw_ttft_tpot(report, figure),
+            lambda figure: plot.draw_ttft_tpot(curves, limits, figure),
         ),
     )
 
 
-def _summary(report: "LoadReport") -> str:
-    sentences = [sentence for curve in report.curves if (sentence := _findings(curve))]
+def summary(curves: Sequence[LoadCurve], limits: Limits) -> str:
+    """Return what each curve says about the limits, and its capacity."""
+    sentences = [sentence for curve in curves if (sentence := _findings(curve))]
     if not sentences:
         return "Nothing was measured."
     return (
-        f"Limits: TTFT within {report.ttft_limit_ms:g} ms and TPOT within {report.tpot_limit_ms:g} ms for "
+        f"Limits: TTFT within {limits.ttft_ms:g} ms and TPOT within {limits.tpot_ms:g} ms for "
         f"{GOOD_SHARE:.0%} of the requests. {' '.join(sentences)}"
     )
 
@@ -73,7 +59,8 @@ def _findings(curve: LoadCurve) -> str:
     return f"{curve.name} {' and '.join(parts)}." if parts else ""
 
 
-def _tables(curve: LoadCurve) -> Iterator[Table]:
+def tables(curve: LoadCurve) -> Iterator[Table]:
+    """Yield latencies, counts and, of an engine, what it did."""
     rows = curve.rows()
     if not rows:
         return

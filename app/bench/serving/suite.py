@@ -14,6 +14,7 @@ from neo_desktop.app.bench.serving.curve import Capacity, EngineFigures, LoadCur
 from neo_desktop.app.bench.serving.engine_target import EngineTarget
 from neo_desktop.app.bench.serving.metrics import LoadMetrics, summarise
 from neo_desktop.app.bench.serving.options import LoadOptions
+from neo_desktop.app.bench.serving.records import Limits
 from neo_desktop.app.bench.serving.report import LoadReport
 from neo_desktop.app.bench.serving.target import Target, TargetError
 from neo_desktop.app.bench.serving.url_target import UrlTarget
@@ -53,8 +54,7 @@ def run_load(options: LoadOptions, progress: Progress) -> Iterator[LoadReport]:
             report = LoadReport(
                 subject=subject,
                 workload=workload.description,
-                ttft_limit_ms=options.ttft_limit_ms,
-                tpot_limit_ms=options.tpot_limit_ms,
+                limits=_limits(options),
                 repeats=options.repeats,
                 curves=done,
             )
@@ -126,6 +126,10 @@ def drain_seconds(options: LoadOptions, alone: LoadMetrics) -> float:
     if options.drain_seconds is not None:
         return options.drain_seconds
     return max(options.seconds, 5 * alone.duration_s)
+
+
+def _limits(options: LoadOptions) -> Limits:
+    return Limits(options.ttft_limit_ms, options.tpot_limit_ms)
 
 
 def _open(options: LoadOptions, name: str, progress: Progress) -> tuple[Target, str]:
@@ -254,8 +258,7 @@ class _Measurement:
             for request in requests
         ]
         records = self.runner.run(send_all(self.target, sent, drain_s, on_end))
-        limits = {"ttft_limit_ms": self.options.ttft_limit_ms, "tpot_limit_ms": self.options.tpot_limit_ms}
-        return summarise(records, **limits)
+        return summarise(records, _limits(self.options))
 
 
 def engine_figures(before: EngineStats, after: EngineStats) -> EngineFigures:

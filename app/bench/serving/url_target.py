@@ -5,7 +5,7 @@ import random
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httpx2
 import openai
@@ -16,6 +16,7 @@ from neo_desktop.app.bench.serving.words import WORDS
 from neo_desktop.app.open_files import allow_open_files
 
 CONNECT_TIMEOUT_S = 10.0
+MOST_IDLE_CONNECTIONS = 32  # each is looked at for every new request
 KEEP_ALIVE_S = 2.0  # a connection idle for longer is not used again: the server may be about to close it
 MAX_CONNECTIONS = 16_384  # each is an open file
 PROBE_WORDS = 100
@@ -40,17 +41,17 @@ class UrlTarget:
         model: None: the first that the server lists.
 
     Raises:
-        ValueError: the address is none of HTTP.
+        ValueError: the address is none of HTTP, or has a user name in it.
     """
 
     def __init__(self, url: str, api_key: str | None = None, model: str | None = None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no address of a server: write it like http://localhost:8000/v1")
+        parts = _address(url)
         self.url = (url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1").rstrip("/")
         allow_open_files(MAX_CONNECTIONS)
         self._http = openai.DefaultAsyncHttpxClient(
-            limits=httpx2.Limits(keepalive_expiry=KEEP_ALIVE_S),
+            limits=httpx2.Limits(
+                max_keepalive_connections=MOST_IDLE_CONNECTIONS, keepalive_expiry=KEEP_ALIVE_S
+            ),
             trust_env=parts.hostname not in LOOPBACK,  # a proxy knows nothing of this computer's servers
         )
         self._client = openai.AsyncOpenAI(
@@ -92,7 +93,7 @@ class UrlTarget:
             self._notes.append(
                 f"Prompts are random words of {self._tokens_per_word:.2f} tokens on average. Token counts "
                 "are the server's; a chunk may hold several tokens, so ITL is the time between chunks. "
-                "Tokens without text are seen with the next text only."
+                "Tokens without text are seen with the next text only, and connecting is part of TTFT."
             )
         else:
             self._notes.append(
@@ -200,6 +201,20 @@ class UrlTarget:
         message = f"{error.request.url} answered HTTP {status} ({_said(error)}){hint}"
         # Too many requests, no room, or a request that cannot be served: none of it has been computed.
         return TargetError(message, f"HTTP {status}", is_refusal=status in (400, 413, 422, 429, 503))
+
+
+def _address(url: str) -> SplitResult:
+    """Return the address in parts; raises ValueError where it is none, or holds what a report should not."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number, half a bracket
+        is_address = False
+    if not is_address:
+        raise ValueError(f"{url!r} is no address of a server: write it like http://localhost:8000/v1")
+    if parts.username is not None:
+        raise ValueError("the address holds a user name, which would stand in the report: give an API key")
+    return parts
 
 
 def _usage(usage: CompletionUsage) -> Usage:
