@@ -62,9 +62,9 @@ def _of_points(curve: LoadCurve) -> Iterator[str]:
             )
         if point in curve.points and min(run.metrics.requests for run in point.runs) < ENOUGH_REQUESTS:
             yield f"{where}: too few requests to say much; measure for longer, or with shorter requests."
-        is_sustained = point in curve.points and point.rate_per_s <= (curve.sustained_per_s or 0.0)
+        is_highest = point in curve.points and point.rate_per_s == curve.sustained_per_s
         finished_per_s = point.median(lambda metrics: metrics.finished_per_s)
-        if is_sustained and finished_per_s < KEPT_UP * point.rate_per_s:
+        if is_highest and finished_per_s < KEPT_UP * point.rate_per_s:
             yield (
                 f"{where}: kept the limits, but {finished_per_s:.3g} requests/s were finished. Either the "
                 "queue grows, which a longer run would show, or the run is short beside the latency."

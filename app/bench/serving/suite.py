@@ -27,7 +27,8 @@ from neo_desktop.engine.simulation.workload import WorkloadRequest
 from neo_desktop.engine.stats import EngineStats
 
 FIRST_BURST, MOST_BURST = 4, 512
-BURST_GAIN = 1.1  # a burst twice as large that brings less than this is the last
+BURST_GAIN = 1.1  # what a burst twice as large has to bring
+MOST_STALLS = 2  # bursts in a row that bring less: one may be a disturbance
 SHORT_PROMPT, SHORT_OUTPUT = 16, 2  # of the request that separates one run from the next
 _CAPACITY_SHARE = 0.2  # of a subject's progress
 
@@ -207,23 +208,17 @@ class _Measurement:
     def _capacity(self) -> Capacity:
         """Send more and more requests at once, until more of them bring no more, or it takes too long."""
         best: Capacity | None = None
-        burst = FIRST_BURST
+        burst, stalls = FIRST_BURST, 0
         while True:
             self.progress(_CAPACITY_SHARE / 2, f"{burst} requests at once")
             metrics = self._answered(self.workload.take(burst))
-            found = Capacity(burst, metrics)
-            if best is None or metrics.finished_per_s > best.metrics.finished_per_s:
-                gain = metrics.finished_per_s / best.metrics.finished_per_s if best else math.inf
-                best = found
-            else:
-                gain = 0.0
+            best_per_s = 0.0 if best is None else best.metrics.finished_per_s
+            stalls = 0 if metrics.finished_per_s > BURST_GAIN * best_per_s else stalls + 1
+            if best is None or metrics.finished_per_s > best_per_s:
+                best = Capacity(burst, metrics)
             took_long = metrics.duration_s > self.options.seconds / 2
-            if (
-                gain < BURST_GAIN
-                or took_long
-                or 2 * burst > MOST_BURST
-                or metrics.finished < metrics.requests
-            ):
+            lost_some = metrics.finished < metrics.requests
+            if stalls == MOST_STALLS or took_long or lost_some or 2 * burst > MOST_BURST:
                 return best
             burst *= 2
 
