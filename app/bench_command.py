@@ -20,6 +20,8 @@ neo-desktop bench
 
 neo-desktop bench --suite throughput --shape llama-3.1-8b --trace lengths.json --out my-machine
 
+neo-desktop bench --url http://127.0.0.1:11434/v1 --rate 1 --rate 2 --rate 4
+
 neo-desktop bench --compare before/report.json after/report.json
 """
 
@@ -33,18 +35,25 @@ class SuiteName(StrEnum):
     GPU = "gpu"
     COST_MODEL = "cost-model"
     THROUGHPUT = "throughput"
+    LOAD = "load"
 
 
-_RESULT, _WORKLOAD, _CPU = "Result", "Suites throughput and load", "Suite cpu-attention"
+_RESULT, _WORKLOAD, _LOAD, _CPU = "Result", "Suites throughput and load", "Suite load", "Suite cpu-attention"
+_BOTH = (SuiteName.THROUGHPUT, SuiteName.LOAD)
 _SUITES_OF_OPTIONS = {
     "--kv-dtype": (SuiteName.CPU_ATTENTION,),
     "--threads": (SuiteName.CPU_ATTENTION,),
-    "--trace": (SuiteName.THROUGHPUT,),
-    "--input": (SuiteName.THROUGHPUT,),
-    "--output": (SuiteName.THROUGHPUT,),
-    "--requests": (SuiteName.THROUGHPUT,),
-    "--repeats": (SuiteName.THROUGHPUT,),
-    "--policy": (SuiteName.THROUGHPUT,),
+    "--trace": _BOTH,
+    "--input": _BOTH,
+    "--output": _BOTH,
+    "--requests": _BOTH,
+    "--repeats": _BOTH,
+    "--policy": _BOTH,
+    "--rate": (SuiteName.LOAD,),
+    "--url": (SuiteName.LOAD,),
+    "--url-model": (SuiteName.LOAD,),
+    "--ttft-limit": (SuiteName.LOAD,),
+    "--tpot-limit": (SuiteName.LOAD,),
 }
 
 
@@ -101,6 +110,37 @@ def bench(
         typer.Option(min=1, help="Timed runs of each policy. Default: 3.", rich_help_panel=_WORKLOAD),
     ] = None,
     seed: opt.Seed = 0,
+    rates: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--rate",
+            help="Requests per second; repeatable. Default: shares of what the machine turned out to bear.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
+    ttft_limit: Annotated[
+        float | None,
+        typer.Option(help="For goodput: ms to the first token. Default: 2000.", rich_help_panel=_LOAD),
+    ] = None,
+    tpot_limit: Annotated[
+        float | None,
+        typer.Option(help="For goodput: ms per further token. Default: 200.", rich_help_panel=_LOAD),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure this OpenAI-compatible server, e.g. http://127.0.0.1:11434/v1, and nothing else.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="NEO_DESKTOP_BENCH_API_KEY", help="Of that server.", rich_help_panel=_LOAD),
+    ] = None,
+    url_model: Annotated[
+        str | None,
+        typer.Option(help="Of that server. Default: the first that it lists.", rich_help_panel=_LOAD),
+    ] = None,
     kv_dtype: Annotated[
         opt.KVDtype | None,
         typer.Option("--kv-dtype", help="Number format of KV. Default: float16.", rich_help_panel=_CPU),
@@ -156,7 +196,14 @@ def bench(
         "--requests": num_requests,
         "--repeats": repeats,
         "--policy": policy,
+        "--rate": rates,
+        "--url": url,
+        "--url-model": url_model,
+        "--ttft-limit": ttft_limit,
+        "--tpot-limit": tpot_limit,
     }
+    if url is not None and suite is None:
+        suite = [SuiteName.LOAD]
     names = _chosen(suite, [name for name, value in given.items() if value is not None])
     if random_weights and shape is None:
         raise typer.BadParameter(
@@ -175,6 +222,15 @@ def bench(
     is_whole = len(names) > 1
     if model is None and shape is None and is_whole:
         shape = default_model(device.value)
+    requests = _given(
+        trace=trace,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        num_requests=num_requests,
+        repeats=repeats,
+        policies=None if policy is None else tuple(each.value for each in policy),
+        seed=seed,
+    )
     options = suite_options(
         ModelOptions(
             model=model or opt.DEFAULT_MODEL,
@@ -191,14 +247,15 @@ def bench(
         cpu_attention=_given(
             dtype=None if kv_dtype is None else getattr(torch, kv_dtype.value), num_threads=threads
         ),
-        throughput=_given(
-            trace=None if trace is None else str(trace),
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
-            num_requests=num_requests,
-            repeats=repeats,
-            policies=None if policy is None else tuple(each.value for each in policy),
-            seed=seed,
+        throughput=requests,
+        load=requests
+        | _given(
+            rates=None if rates is None else tuple(rates),
+            ttft_limit_ms=ttft_limit,
+            tpot_limit_ms=tpot_limit,
+            url=url,
+            api_key=api_key if url is not None else None,
+            url_model=url_model,
         ),
     )
     folder = out
@@ -240,13 +297,13 @@ def _given(**settings: object) -> dict[str, object]:
 
 
 def _show(report: "Report") -> None:
-    from neo_desktop.app.bench.page.content import headline, machine_lines
+    from neo_desktop.app.bench.page.content import headline, machine_lines, sections
     from neo_desktop.app.bench.page.terminal import render_section
 
     for line in machine_lines(report):
         stdout.print(line, style="dim", highlight=False, markup=False)
-    for each in report.suites:
-        stdout.print(render_section(each.section()), highlight=False)
+    for section in sections(report):
+        stdout.print(render_section(section), highlight=False)
     for line in headline(report):
         stdout.print(f"\n{line}", style="bold", highlight=False, markup=False)
 

@@ -13,9 +13,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from pydantic import TypeAdapter
 
-from neo_desktop.app.bench.serving import LoadOptions, LoadReport, run_load, suite
-from neo_desktop.app.bench.serving.curve import LoadCurve
-from neo_desktop.app.bench.serving.target import TargetError
+from neo_desktop.app.bench.load import LoadOptions, LoadReport, run_load, suite
+from neo_desktop.app.bench.load.curve import LoadCurve
+from neo_desktop.app.bench.load.target import TargetError
 
 SMALL = LoadOptions(
     shape="tiny",
@@ -25,7 +25,7 @@ SMALL = LoadOptions(
     cpu_cache_tokens=2048,
     input_tokens=20,
     output_tokens=6,
-    requests=10,
+    num_requests=10,
     seconds=0.1,
     load_shares=(0.5, 1.0),
     drain_seconds=60.0,  # a machine that is busy with other tests must not lose requests
@@ -159,7 +159,9 @@ def test_an_eight_bit_cpu_cache_does_not_stop_the_policy_without_one() -> None:
 def test_a_server_is_measured_without_an_engine() -> None:
     behaviour = Behaviour()
     with fake_openai_server(behaviour) as url:
-        report = last(LoadOptions(url=url, rates=(50.0, 100.0), requests=8, drain_seconds=60.0, repeats=2))
+        report = last(
+            LoadOptions(url=url, rates=(50.0, 100.0), num_requests=8, drain_seconds=60.0, repeats=2)
+        )
     (curve,) = report.curves
     assert (curve.name, curve.model, curve.capacity) == ("server", "first", None)
     assert report.subject == f"{url}/v1"
@@ -175,7 +177,7 @@ def test_a_server_is_measured_without_an_engine() -> None:
 def test_failures_are_counted_and_told() -> None:
     def measured(behaviour: Behaviour) -> Iterator[LoadReport]:
         with fake_openai_server(behaviour) as url:
-            for report in run_load(LoadOptions(url=url, rates=(100.0,), requests=10), ignore):
+            for report in run_load(LoadOptions(url=url, rates=(100.0,), num_requests=10), ignore):
                 yield report
                 behaviour.status = 503  # from the first report on: all went well until then
 
@@ -268,7 +270,7 @@ def test_requests_still_open_at_the_end_of_the_drain_are_in_the_table(
 
 def test_bursts_grow_until_they_bring_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch, gap_s=0.001)
-    (curve,) = last(replace(SMALL, policies=("auto",), seconds=5.0, requests=4)).curves
+    (curve,) = last(replace(SMALL, policies=("auto",), seconds=5.0, num_requests=4)).curves
     assert curve.capacity is not None
     assert curve.capacity.burst >= 8  # the fake answers any number in the same time
     assert curve.capacity.metrics.requests == curve.capacity.burst
@@ -301,7 +303,7 @@ def test_a_rate_is_sustained_if_it_and_all_below_keep_the_limits(
     ("given", "message"),
     [
         ({"input_tokens": 0}, "input_tokens must be at least 1"),
-        ({"requests": 0}, "requests must be at least 1"),
+        ({"num_requests": 0}, "num_requests must be at least 1"),
         ({"seconds": 0.0}, "seconds must be above 0"),
         ({"drain_seconds": float("inf")}, "drain_seconds must be above 0 and finite"),
         ({"rates": ()}, "rates must hold at least one"),

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from fake_target import FakeTarget
 
-from neo_desktop.app.bench.serving.client import ClientRequest, send_all
-from neo_desktop.app.bench.serving.records import Outcome
-from neo_desktop.app.bench.serving.target import TargetError
+from neo_desktop.app.bench.load.client import ClientRequest, send_all
+from neo_desktop.app.bench.load.records import Outcome
+from neo_desktop.app.bench.load.target import TargetError
 
 NUM_REQUESTS = 5
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from neo_desktop import Engine
-from neo_desktop.app.bench.serving.client import ClientRequest, send_all
-from neo_desktop.app.bench.serving.engine_target import EngineTarget
-from neo_desktop.app.bench.serving.records import Outcome
+from neo_desktop.app.bench.load.client import ClientRequest, send_all
+from neo_desktop.app.bench.load.engine_target import EngineTarget
+from neo_desktop.app.bench.load.records import Outcome
 
 
 def tiny_engine(**more: Any) -> Engine:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from neo_desktop.app.bench.serving import LoadOptions, run_load
-from neo_desktop.app.bench.serving.workload import Workload, poisson
+from neo_desktop.app.bench.load import LoadOptions, run_load
+from neo_desktop.app.bench.load.workload import Workload, poisson
 from neo_desktop.engine.simulation.workload import WorkloadError, synthetic
 
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 
-from neo_desktop.app.bench.serving.target import Chunk, Prompt, Usage
+from neo_desktop.app.bench.load.target import Chunk, Prompt, Usage
 from neo_desktop.engine.stats import EngineStats
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.report import Report
 from neo_desktop.app.bench.section import speed
 from neo_desktop.app.bench.throughput.report import BASELINE, ThroughputReport
@@ -12,10 +13,34 @@ _WORTH_IT = 1.05  # a gain that two runs on one machine cannot make up
 def verdict(report: Report) -> tuple[str, ...]:
     """Plain sentences, the most important one first; none if nothing was measured that allows one."""
     lines: list[str] = []
-    for suite in report.suites:
+    for suite in reversed(report.suites):  # the load comes last and says most
         if isinstance(suite, ThroughputReport):
             lines += _throughput(suite, report)
+        if isinstance(suite, LoadReport):
+            lines += _load(suite)
     return tuple(lines)
+
+
+def _load(suite: LoadReport) -> Iterator[str]:
+    """How many more visitors can be served within the limits."""
+    sustained = {curve.name: curve.sustained_per_s for curve in suite.curves}
+    alone, offloading = sustained.get(BASELINE), sustained.get("auto")
+    limits = (
+        f"(first token within {suite.limits.ttft_ms:g} ms, each further one within "
+        f"{suite.limits.tpot_ms:g} ms)"
+    )
+    if alone and offloading and offloading >= _WORTH_IT * alone:
+        yield (
+            f"On this machine offloading lets {offloading / alone:.1f}x more chats run at the same speed: "
+            f"{speed(offloading)} instead of {speed(alone)} requests per second {limits}."
+        )
+    elif alone and offloading:
+        yield (
+            f"With and without offloading, about {speed(offloading)} requests per second are answered in "
+            f"time {limits}."
+        )
+    elif len(sustained) == 1 and (only := next(iter(sustained.values()))) is not None:
+        yield f"Up to {speed(only)} requests per second are answered in time {limits}."
 
 
 def _throughput(suite: ThroughputReport, report: Report) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """What is asked of the engine, how often, and under which policies."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from neo_desktop.app.model_options import ModelOptions
 from neo_desktop.engine.placement import get_policy
@@ -17,7 +18,7 @@ class ThroughputOptions(ModelOptions):
     Raises ValueError for a policy that does not exist and for numbers that make no sense.
     """
 
-    trace: str | None = None  # an Azure CSV or a JSON list of lengths; None: synthetic lengths
+    trace: Path | None = None  # an Azure CSV or a JSON list of lengths; None: synthetic lengths
     input_tokens: int | None = None  # of synthetic requests, within 0.9 to 1.1 of it; None: see LENGTHS
     output_tokens: int | None = None  # likewise
     num_requests: int | None = None  # None: so many that all runs together take about `seconds`

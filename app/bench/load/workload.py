@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 
-from neo_desktop.app.bench.serving.options import LoadOptions
+from neo_desktop.app.bench.load.options import LoadOptions
 from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic, with_rate
 
 _ENOUGH_FOR_A_MEDIAN = 9

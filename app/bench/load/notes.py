@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
-from neo_desktop.app.bench.serving.curve import LoadCurve, LoadPoint
-from neo_desktop.app.bench.serving.metrics import Latency, LoadMetrics
-from neo_desktop.app.bench.serving.records import Outcome
+from neo_desktop.app.bench.load.curve import LoadCurve, LoadPoint
+from neo_desktop.app.bench.load.metrics import Latency, LoadMetrics
+from neo_desktop.app.bench.load.records import Outcome
 
 MOST_CLIENT_LAG_MS = 10.0  # at p99; a client that is later is part of what it measures
 KEPT_UP = 0.9  # of the rate: fewer finished requests per second may mean that a queue grows

@@ -11,8 +11,8 @@ import httpx2
 import openai
 from openai.types import Completion, CompletionUsage
 
-from neo_desktop.app.bench.serving.target import Chunk, Prompt, TargetError, Usage
-from neo_desktop.app.bench.serving.words import WORDS
+from neo_desktop.app.bench.load.target import Chunk, Prompt, TargetError, Usage
+from neo_desktop.app.bench.load.words import WORDS
 from neo_desktop.app.open_files import allow_open_files
 
 CONNECT_TIMEOUT_S = 10.0

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from neo_desktop.app.bench.load import show
+from neo_desktop.app.bench.load.curve import LoadCurve
+from neo_desktop.app.bench.load.notes import notes
+from neo_desktop.app.bench.load.records import Limits
 from neo_desktop.app.bench.section import Metric, Section
-from neo_desktop.app.bench.serving import show
-from neo_desktop.app.bench.serving.curve import LoadCurve
-from neo_desktop.app.bench.serving.notes import notes
-from neo_desktop.app.bench.serving.records import Limits
 
 
 @dataclass(frozen=True, slots=True)

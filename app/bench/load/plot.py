@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from neo_desktop.app.bench.serving.curve import LoadCurve
-from neo_desktop.app.bench.serving.metrics import Latency, LoadMetrics
-from neo_desktop.app.bench.serving.records import Limits
+from neo_desktop.app.bench.load.curve import LoadCurve
+from neo_desktop.app.bench.load.metrics import Latency, LoadMetrics
+from neo_desktop.app.bench.load.records import Limits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

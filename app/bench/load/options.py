@@ -23,7 +23,7 @@ class LoadOptions(ModelOptions):
     trace: Path | None = None  # lengths from a file, see engine/simulation/workload.py
     input_tokens: int = 256  # without a trace: lengths uniform in 0.9 to 1.1 of these
     output_tokens: int = 64
-    requests: int | None = None  # per rate; None: as many as come in `seconds`
+    num_requests: int | None = None  # per rate; None: as many as come in `seconds`
     rates: tuple[float, ...] | None = None  # requests per second; None: `load_shares` of the capacity
     load_shares: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9, 1.1)
     seconds: float = 6.0  # in which the requests of a rate come
@@ -43,8 +43,8 @@ class LoadOptions(ModelOptions):
     def __post_init__(self) -> None:
         for name, least in (("input_tokens", 1), ("output_tokens", 1), ("repeats", 1), ("warm_up", 0)):
             _check_at_least(name, getattr(self, name), least)
-        if self.requests is not None:
-            _check_at_least("requests", self.requests, 1)
+        if self.num_requests is not None:
+            _check_at_least("num_requests", self.num_requests, 1)
         for name in ("seconds", "ttft_limit_ms", "tpot_limit_ms"):
             _check_positive(name, getattr(self, name))
         if self.drain_seconds is not None:

@@ -3,7 +3,7 @@
 import random
 from collections.abc import AsyncGenerator
 
-from neo_desktop.app.bench.serving.target import Chunk, Prompt, TargetError, Usage
+from neo_desktop.app.bench.load.target import Chunk, Prompt, TargetError, Usage
 from neo_desktop.app.service import EngineService, ServiceBusyError, ServiceError
 from neo_desktop.engine.engine import ContextLengthError, Engine
 from neo_desktop.engine.sampling_params import SamplingParams

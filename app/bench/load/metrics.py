@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from neo_desktop.app.bench.serving.records import Limits, Outcome, RequestRecord
+from neo_desktop.app.bench.load.records import Limits, Outcome, RequestRecord
 from neo_desktop.engine.simulation.metrics import percentile
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from neo_desktop.app.bench.load import plot
+from neo_desktop.app.bench.load.curve import GOOD_SHARE, LoadCurve
+from neo_desktop.app.bench.load.metrics import Latency
+from neo_desktop.app.bench.load.records import Limits
 from neo_desktop.app.bench.section import Plot, Table
-from neo_desktop.app.bench.serving import plot
-from neo_desktop.app.bench.serving.curve import GOOD_SHARE, LoadCurve
-from neo_desktop.app.bench.serving.metrics import Latency
-from neo_desktop.app.bench.serving.records import Limits
 
 
 def plots(curves: Sequence[LoadCurve], limits: Limits) -> tuple[Plot, ...]:

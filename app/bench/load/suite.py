@@ -9,16 +9,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from neo_desktop.app.bench.serving.client import ClientRequest, send_all
-from neo_desktop.app.bench.serving.curve import Capacity, EngineFigures, LoadCurve, LoadPoint, LoadRun
-from neo_desktop.app.bench.serving.engine_target import EngineTarget
-from neo_desktop.app.bench.serving.metrics import LoadMetrics, summarise
-from neo_desktop.app.bench.serving.options import LoadOptions
-from neo_desktop.app.bench.serving.records import Limits
-from neo_desktop.app.bench.serving.report import LoadReport
-from neo_desktop.app.bench.serving.target import Target, TargetError
-from neo_desktop.app.bench.serving.url_target import UrlTarget
-from neo_desktop.app.bench.serving.workload import Workload, poisson
+from neo_desktop.app.bench.load.client import ClientRequest, send_all
+from neo_desktop.app.bench.load.curve import Capacity, EngineFigures, LoadCurve, LoadPoint, LoadRun
+from neo_desktop.app.bench.load.engine_target import EngineTarget
+from neo_desktop.app.bench.load.metrics import LoadMetrics, summarise
+from neo_desktop.app.bench.load.options import LoadOptions
+from neo_desktop.app.bench.load.records import Limits
+from neo_desktop.app.bench.load.report import LoadReport
+from neo_desktop.app.bench.load.target import Target, TargetError
+from neo_desktop.app.bench.load.workload import Workload, poisson
 from neo_desktop.app.bench.suite import Progress
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.loading import choose_device
@@ -136,6 +135,9 @@ def _limits(options: LoadOptions) -> Limits:
 def _open(options: LoadOptions, name: str, progress: Progress) -> tuple[Target, str]:
     """Return what to measure, and what to call it."""
     if options.url is not None:
+        # Its client is slow to load, and not installed where there is torch alone.
+        from neo_desktop.app.bench.load.url_target import UrlTarget  # noqa: PLC0415
+
         server = UrlTarget(options.url, options.api_key, options.url_model)
         return server, server.url
     engine = load_engine(options, name, progress)
@@ -224,7 +226,7 @@ class _Measurement:
 
     def _run(self, rate: float, repeat: int, drain_s: float, on_end: Callable[[int, int], None]) -> LoadRun:
         options = self.options
-        count = options.requests or math.ceil(rate * options.seconds)
+        count = options.num_requests or math.ceil(rate * options.seconds)
         requests = poisson(self.workload.take(count), rate, options.seed + repeat)
         # An iteration with requests that the run before has given up ends before this answer.
         self._send([WorkloadRequest(0.0, SHORT_PROMPT, SHORT_OUTPUT)], drain_s)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from neo_desktop.app.bench.serving.metrics import Latency, LoadMetrics
+from neo_desktop.app.bench.load.metrics import Latency, LoadMetrics
 
 GOOD_SHARE = 0.9  # of the requests that have to keep the limits for a rate to count as sustained
 
