@@ -303,7 +303,8 @@ def _show(report: "Report") -> None:
     for line in machine_lines(report):
         stdout.print(line, style="dim", highlight=False, markup=False)
     for section in sections(report):
-        stdout.print(render_section(section), highlight=False)
+        # Of a whole self-test, the terminal shows the figures; what is to be said of them is on the page.
+        stdout.print(render_section(section, notes=len(report.suites) == 1), highlight=False)
     for line in headline(report):
         stdout.print(f"\n{line}", style="bold", highlight=False, markup=False)
 
