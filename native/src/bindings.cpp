@@ -53,12 +53,11 @@ PYBIND11_MODULE(_native, m) {
         const auto v_scale_view = view("v_scale", v_scale);
         std::optional<NewRows> new_rows;
         if (k && v) new_rows = {view("k", *k), view("v", *v)};
-        paged_attention_decode(view("q", q), view("k_cache", k_cache), view("v_cache", v_cache),
-                               pointer(k_scale_view), pointer(v_scale_view),
-                               view("block_tables", block_tables), block_size,
-                               view("context_lens", context_lens), view("out", out),
-                               new_rows ? &*new_rows : nullptr, scale, window, num_threads,
-                               isa_from_name(isa));
+        paged_attention_decode(
+            view("q", q), view("k_cache", k_cache), view("v_cache", v_cache), pointer(k_scale_view),
+            pointer(v_scale_view), view("block_tables", block_tables), block_size,
+            view("context_lens", context_lens), view("out", out), new_rows ? &*new_rows : nullptr, scale,
+            window, num_threads, isa_from_name(isa));
       },
       without_gil);
   m.def(
@@ -81,8 +80,8 @@ PYBIND11_MODULE(_native, m) {
         const auto k_scale_view = view("k_scale", k_scale);
         const auto v_scale_view = view("v_scale", v_scale);
         paged_kv_read(view("k_cache", k_cache), view("v_cache", v_cache), pointer(k_scale_view),
-                      pointer(v_scale_view), view("slots", slots), view("k_out", k_out),
-                      view("v_out", v_out), num_threads, isa_from_name(isa));
+                      pointer(v_scale_view), view("slots", slots), view("k_out", k_out), view("v_out", v_out),
+                      num_threads, isa_from_name(isa));
       },
       without_gil);
   m.def(

@@ -62,7 +62,8 @@ void paged_kv_write(const TensorView& k, const TensorView& v, const TensorView& 
   const SlotWriter values = SlotWriter::of_values(v, cache, kernels);
   for_each_span(slot, slots.size(0), cache, threads, [&](const Span& span, int64_t head) {
     for (const SlotWriter* writer : {&keys, &values}) {
-      for (int64_t t = 0; t < span.tokens; ++t) writer->write(span.first + t, span.page, span.row + t, head, 1);
+      for (int64_t t = 0; t < span.tokens; ++t)
+        writer->write(span.first + t, span.page, span.row + t, head, 1);
     }
   });
 }

@@ -12,7 +12,8 @@ namespace neo_desktop {
 constexpr int kQueryTile = 8;  // query heads that a kernel works on at once, at most
 constexpr int kMaxLanes = 16;  // head_dim is padded to a multiple of this
 constexpr int kMaxHeadDim = 256;
-constexpr int kSegmentTokens = 16;  // in the layout of dimension pairs, blocks and pages are multiples of this
+constexpr int kSegmentTokens =
+    16;  // in the layout of dimension pairs, blocks and pages are multiples of this
 
 // Query heads are worked on in tiles of kQueryTile; the last tile is padded to 1, 2, 4 or 8 of them.
 constexpr int padded_group(int group) {

@@ -38,9 +38,9 @@ void paged_attention_decode(const TensorView& q, const TensorView& k_cache, cons
                             const TensorView& context_lens, const TensorView& out, const NewRows* new_rows,
                             float scale, int64_t window, int num_threads, Isa isa);
 
-// Row i of k and v, [n, kv_heads, head_dim], goes to slot slots[i] (int64) of the caches, cast to their dtype;
-// to int8 with the scale that its largest element needs. Slots must differ from each other; of equal ones any
-// may win. Threads and errors as above.
+// Row i of k and v, [n, kv_heads, head_dim], goes to slot slots[i] (int64) of the caches, cast to their
+// dtype; to int8 with the scale that its largest element needs. Slots must differ from each other; of equal
+// ones any may win. Threads and errors as above.
 void paged_kv_write(const TensorView& k, const TensorView& v, const TensorView& k_cache,
                     const TensorView& v_cache, const TensorView* k_scale, const TensorView* v_scale,
                     const TensorView& slots, int num_threads, Isa isa);

@@ -1,9 +1,9 @@
 // The paged KV cache as the native functions see it: two tensors of pages, checked once.
 //
-// A page holds page_tokens tokens. The cache's slots are the rows of its pages, counted through: slot s is row
-// s % page_tokens of page s / page_tokens. Block tables name slots by the block, and a block may be as large as
-// a page or a fraction of it: decode attention reads the longest pieces where the blocks of a page follow each
-// other in a table, while they can be given to requests one by one.
+// A page holds page_tokens tokens. The cache's slots are the rows of its pages, counted through: slot s is
+// row s % page_tokens of page s / page_tokens. Block tables name slots by the block, and a block may be as
+// large as a page or a fraction of it: decode attention reads the longest pieces where the blocks of a page
+// follow each other in a table, while they can be given to requests one by one.
 #pragma once
 
 #include <cstdint>

@@ -80,8 +80,8 @@ def paged_attention_decode(
             inputs.
         num_threads: 0 means `default_num_threads()`.
         block_size: tokens of an entry of block_tables; divides page_tokens, and is a multiple of 16 where
-            keys are paired. None: page_tokens. Reading is fastest where the blocks of a page follow each other
-            in a table.
+            keys are paired. None: page_tokens. Reading is fastest where the blocks of a page follow each
+            other in a table.
         k: [batch, kv_heads, head_dim], fp32, fp16 or bf16: the newest tokens' keys, which the call writes
             into the cache, cast to its dtype, before it attends to them; None if they are there already.
             No two requests may have the same last slot.
@@ -201,8 +201,8 @@ def paged_kv_read(
         k_cache: as in `paged_attention_decode`.
         v_cache: as in `paged_attention_decode`.
         slots: [n] int64; any may come several times.
-        k_out: [n, kv_heads, head_dim], fp32, fp16 or bf16, to which the rows are cast; may be strided in n and
-            kv_heads; must not overlap the inputs.
+        k_out: [n, kv_heads, head_dim], fp32, fp16 or bf16, to which the rows are cast; may be strided in n
+            and kv_heads; must not overlap the inputs.
         v_out: as k_out.
         num_threads: 0 means `default_num_threads()`.
         k_scale: as in `paged_attention_decode`.
