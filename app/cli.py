@@ -206,6 +206,14 @@ def bench(
             rich_help_panel=_CPU,
         ),
     ] = None,
+    fragmented: Annotated[
+        bool | None,
+        typer.Option(
+            "--fragmented",
+            help="Scatter blocks one by one, the worst case, not in runs as the engine hands them out.",
+            rich_help_panel=_CPU,
+        ),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", metavar="FILE", help="Also draw the figures.", rich_help_panel=_CPU),
@@ -215,7 +223,12 @@ def bench(
 ) -> None:
     """Measure this computer; the model matters where a suite needs one."""
     if suite is not Suite.CPU_ATTENTION:
-        for name, value in (("--kv-dtype", kv_dtype), ("--threads", threads), ("--plot", plot)):
+        for name, value in (
+            ("--kv-dtype", kv_dtype),
+            ("--threads", threads),
+            ("--fragmented", fragmented),
+            ("--plot", plot),
+        ):
             if value is not None:
                 raise typer.BadParameter(f"{name} belongs to --suite {Suite.CPU_ATTENTION.value}")
     _set_up_logging(debug)
@@ -236,7 +249,9 @@ def bench(
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--plot") from None
     cpu_attention = CpuAttentionOptions(
-        dtype=getattr(torch, (kv_dtype or opt.KVDtype.FLOAT16).value), num_threads=threads or 0
+        dtype=getattr(torch, (kv_dtype or opt.KVDtype.FLOAT16).value),
+        fragmented=bool(fragmented),
+        num_threads=threads or 0,
     )
     model_options = CostModelOptions(
         model=model,

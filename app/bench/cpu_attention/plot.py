@@ -80,7 +80,9 @@ def write_plot(report: CpuAttentionReport, path: Path) -> None:
         frameon=False,
     )
     figure.suptitle(
-        f"CPU decode attention: {report.dtype} KV in scattered blocks of {report.block_size} tokens, "
+        f"CPU decode attention: {report.dtype} KV in scattered "
+        f"{'blocks' if report.fragmented else 'pages'} of "
+        f"{report.block_size if report.fragmented else report.page_tokens} tokens, "
         f"{report.num_threads} threads, {report.isa}"
     )
     figure.savefig(path, dpi=110)

@@ -60,7 +60,9 @@ class CpuAttentionReport:
     """What the suite found; `notes` say where the figures flatter or cannot be trusted."""
 
     dtype: str  # of KV
-    block_size: int
+    block_size: int  # tokens of an entry of block tables
+    page_tokens: int  # that lie in one piece for each head
+    fragmented: bool  # blocks lie scattered one by one, else in whole pages
     num_threads: int
     isa: str
     cache_bytes: int  # the KV cache that the blocks of all calls are scattered over
@@ -72,7 +74,8 @@ class CpuAttentionReport:
     def render(self) -> RenderableType:
         """A table, and what its reader should know."""
         title = (
-            f"CPU decode attention: {self.dtype} KV, blocks of {self.block_size}, "
+            f"CPU decode attention: {self.dtype} KV, {self.block_size}-token blocks "
+            f"{'scattered' if self.fragmented else f'in runs of {self.page_tokens}'}, "
             f"{self.num_threads} threads, {self.isa}"
         )
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
