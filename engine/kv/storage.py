@@ -90,24 +90,18 @@ class KVStorage:
     def copy_groups(self, copies: Sequence[BlockCopy]) -> list[CopyGroup]:
         """Cut copies that must be carried out in their order into groups to be carried out in theirs.
 
-        A block may be read by one copy and written by a later one: such copies may share a group. Not so
-        those that read or write what an earlier one wrote.
+        All copies of a group go the same way, and no two of them write the same block.
         """
         groups: list[list[BlockCopy]] = []
-        written: set[tuple[Place, int]] = set()
+        written: set[int] = set()
+        way: tuple[Place, Place] | None = None
         for copy in copies:
-            target = (copy.target, copy.target_block)
-            fits = (
-                groups
-                and (copy.source, copy.target) == (groups[-1][0].source, groups[-1][0].target)
-                and (copy.source, copy.source_block) not in written
-                and target not in written
-            )
-            if not fits:
+            if way != (copy.source, copy.target) or copy.target_block in written:
+                way = copy.source, copy.target
                 groups.append([])
                 written.clear()
             groups[-1].append(copy)
-            written.add(target)
+            written.add(copy.target_block)
         return [self._group(group) for group in groups]
 
     def _group(self, copies: Sequence[BlockCopy]) -> CopyGroup:
