@@ -1,29 +1,23 @@
 """The command line: `neo-desktop [chat] | serve | bench | profile | simulate | info`."""
 
 import json
-import logging
 import os
 import sys
 import webbrowser
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.logging import RichHandler
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from neo_desktop.app import options as opt
+from neo_desktop.app.bench_command import EXAMPLES, bench
+from neo_desktop.app.terminal import progress_bar, set_up_logging, stderr, stdout
 
 if TYPE_CHECKING:
     from neo_desktop import Engine
 
 DEFAULT_COMMAND = "chat"
-
-stdout = Console()
-stderr = Console(stderr=True)
 
 
 app = typer.Typer(
@@ -157,7 +151,7 @@ def serve(
 @app.command(epilog="Example: neo-desktop info --json machine.json")
 def info(json_file: opt.JsonFile = None, debug: opt.Debug = False) -> None:
     """Show this computer's hardware, the versions in use and where things are."""
-    _set_up_logging(debug)
+    set_up_logging(debug)
     from neo_desktop.app.machine_table import print_machine
     from neo_desktop.engine.profiling.hardware import machine_info
 
@@ -167,116 +161,7 @@ def info(json_file: opt.JsonFile = None, debug: opt.Debug = False) -> None:
         json_file.write_text(json.dumps(asdict(machine), indent=2) + "\n", encoding="utf-8")
 
 
-class Suite(StrEnum):
-    """A benchmark."""
-
-    CPU_ATTENTION = "cpu-attention"
-    COST_MODEL = "cost-model"
-
-
-_CPU = "Suite cpu-attention"
-
-
-@app.command(
-    epilog="Examples:\n\n"
-    "neo-desktop bench --suite cpu-attention --json report.json --plot report.png\n\n"
-    "neo-desktop bench --suite cost-model --shape qwen2.5-0.5b"
-)
-def bench(
-    suite: Annotated[Suite, typer.Option(help="What to measure.")] = Suite.CPU_ATTENTION,
-    model: opt.Model = opt.DEFAULT_MODEL,
-    shape: opt.Shape = None,
-    device: opt.DeviceOption = opt.Device.AUTO,
-    dtype: opt.DtypeOption = opt.Dtype.AUTO,
-    gpu_cache_tokens: opt.GpuCacheTokens = None,
-    cpu_cache_tokens: opt.CpuCacheTokens = None,
-    gpu_memory: opt.GpuMemory = None,
-    cpu_memory: opt.CpuMemory = None,
-    cpu_cache_dtype: opt.CpuCacheDtypeOption = opt.CpuCacheDtype.AUTO,
-    kv_dtype: Annotated[
-        opt.KVDtype | None,
-        typer.Option("--kv-dtype", help="Number format of KV. Default: float16.", rich_help_panel=_CPU),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=1024,
-            help="Threads. Default: all cores but two where there are more than four, else all.",
-            rich_help_panel=_CPU,
-        ),
-    ] = None,
-    fragmented: Annotated[
-        bool | None,
-        typer.Option(
-            "--fragmented",
-            help="Scatter blocks one by one, the worst case, not in runs as the engine hands them out.",
-            rich_help_panel=_CPU,
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Also draw the figures.", rich_help_panel=_CPU),
-    ] = None,
-    json_file: opt.JsonFile = None,
-    debug: opt.Debug = False,
-) -> None:
-    """Measure this computer; the model matters where a suite needs one."""
-    if suite is not Suite.CPU_ATTENTION:
-        for name, value in (
-            ("--kv-dtype", kv_dtype),
-            ("--threads", threads),
-            ("--fragmented", fragmented),
-            ("--plot", plot),
-        ):
-            if value is not None:
-                raise typer.BadParameter(f"{name} belongs to --suite {Suite.CPU_ATTENTION.value}")
-    _set_up_logging(debug)
-    import torch
-
-    from neo_desktop.app.bench import (
-        CostModelOptions,
-        CpuAttentionOptions,
-        CpuAttentionReport,
-        SuiteOptions,
-        run_suites,
-    )
-    from neo_desktop.app.bench.cpu_attention.plot import check_plot, write_plot
-
-    if plot is not None:
-        try:
-            check_plot(plot)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--plot") from None
-    cpu_attention = CpuAttentionOptions(
-        dtype=getattr(torch, (kv_dtype or opt.KVDtype.FLOAT16).value),
-        fragmented=bool(fragmented),
-        num_threads=threads or 0,
-    )
-    model_options = CostModelOptions(
-        model=model,
-        shape=shape,
-        device=device.value,
-        dtype=dtype.value,
-        gpu_cache_tokens=gpu_cache_tokens,
-        cpu_cache_tokens=cpu_cache_tokens,
-        gpu_memory_gib=gpu_memory,
-        cpu_memory_gib=cpu_memory,
-        cpu_cache_dtype=cpu_cache_dtype.value,
-    )
-    with _progress() as progress:
-        task = progress.add_task("Measuring", total=1.0)
-        report = run_suites(
-            [suite.value],
-            lambda share, what: progress.update(task, completed=share, description=what),
-            SuiteOptions(cpu_attention, model_options),
-        )
-    report.print(stdout)
-    if json_file is not None:
-        report.write_json(json_file)
-    for each in report.suites:
-        if plot is not None and isinstance(each, CpuAttentionReport):
-            write_plot(each, plot)
+app.command(name="bench", epilog=EXAMPLES)(bench)
 
 
 @app.command(epilog="Example: neo-desktop profile --shape llama-3.2-1b --json tables.json")
@@ -297,7 +182,7 @@ def profile(
     debug: opt.Debug = False,
 ) -> None:
     """Show how long the parts of an iteration take here; the first time, measure them."""
-    _set_up_logging(debug)
+    set_up_logging(debug)
     from neo_desktop.app.profile import ProfileOptions, run_profile
 
     options = ProfileOptions(
@@ -312,7 +197,7 @@ def profile(
         cpu_cache_dtype=cpu_cache_dtype.value,
         refresh=refresh,
     )
-    with _progress() as progress:
+    with progress_bar() as progress:
         task = progress.add_task("Loading weights", total=1.0)
         report = run_profile(
             options, lambda share, what: progress.update(task, completed=share, description=what)
@@ -354,7 +239,7 @@ def simulate(
     debug: opt.Debug = False,
 ) -> None:
     """Run a workload on a virtual clock: what each policy would bring on a machine that you need not own."""
-    _set_up_logging(debug)
+    set_up_logging(debug)
     from neo_desktop.app.simulate import SimulationOptions, UsageError, run_simulation
 
     options = SimulationOptions(
@@ -380,7 +265,7 @@ def simulate(
         noise=noise,
     )
     try:
-        with _progress() as progress:
+        with progress_bar() as progress:
             task = progress.add_task("Simulating", total=1.0)
             report = run_simulation(
                 options, lambda share, what: progress.update(task, completed=share, description=what)
@@ -419,7 +304,7 @@ class _ServerSettings:
 
 def _serve(server: _ServerSettings, engine: _EngineSettings, debug: bool) -> None:
     """Claim the port, load the model, serve until Ctrl-C."""
-    _set_up_logging(debug)
+    set_up_logging(debug)
     from neo_desktop.app.security import check_bind
     from neo_desktop.app.server import claim_port, create_app
     from neo_desktop.app.server import serve as serve_app
@@ -458,7 +343,7 @@ def _serve(server: _ServerSettings, engine: _EngineSettings, debug: bool) -> Non
 def _load_engine(settings: _EngineSettings) -> "Engine":
     from neo_desktop import Engine
 
-    with _progress() as progress:
+    with progress_bar() as progress:
         loading = progress.add_task("Loading weights", total=None)
         measuring = progress.add_task("Measuring this computer", total=1.0, visible=False)
 
@@ -486,26 +371,6 @@ def _load_engine(settings: _EngineSettings) -> "Engine":
 def _has_screen() -> bool:
     """Without one, Python would open a text browser in this terminal."""
     return sys.platform != "linux" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=stderr,
-        transient=True,
-    )
-
-
-def _set_up_logging(debug: bool) -> None:
-    logging.basicConfig(
-        level=logging.DEBUG if debug else logging.WARNING,
-        format="%(message)s",
-        handlers=[RichHandler(console=stderr, show_path=debug)],
-        force=True,
-    )
 
 
 if __name__ == "__main__":

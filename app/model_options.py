@@ -1,11 +1,12 @@
 """Which model to measure, and how much memory it may take."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from neo_desktop.engine.loading import Progress
+from neo_desktop.engine.loading import LoadedModel, Progress, choose_cpu_cache_dtype, load
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import MemoryCaps
-from neo_desktop.engine.setup import Setup, set_up
+from neo_desktop.engine.setup import Setup, take_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +23,31 @@ class ModelOptions:
     cpu_memory_gib: float | None = None
     cpu_cache_dtype: str = "auto"
 
-    def set_up(self, progress: Progress | None = None) -> Setup:
-        """Load the model and take the memory for its KV in every place; raises what the engine raises."""
-        return set_up(
+    def load(self, progress: Progress | None = None) -> LoadedModel:
+        """Load the model; raises what the engine raises."""
+        return load(
             self.model,
             device=self.device,
             dtype=self.dtype,
             shape=self.shape,
-            places=tuple(Place),
-            cache_tokens={Place.DEVICE: self.gpu_cache_tokens, Place.HOST: self.cpu_cache_tokens},
-            caps=MemoryCaps.from_gib(self.gpu_memory_gib, self.cpu_memory_gib),
-            cpu_cache_dtype=self.cpu_cache_dtype,
+            caps=self._caps,
             progress=progress,
         )
+
+    def take_memory(self, model: LoadedModel, places: Sequence[Place] = tuple(Place)) -> Setup:
+        """Take the memory for the KV of a loaded model in some places; raises what the engine raises."""
+        return take_memory(
+            model,
+            places=places,
+            cache_tokens={Place.DEVICE: self.gpu_cache_tokens, Place.HOST: self.cpu_cache_tokens},
+            caps=self._caps,
+            cpu_cache_dtype=choose_cpu_cache_dtype(self.cpu_cache_dtype),
+        )
+
+    def set_up(self, progress: Progress | None = None) -> Setup:
+        """Load the model and take the memory for its KV in every place."""
+        return self.take_memory(self.load(progress))
+
+    @property
+    def _caps(self) -> MemoryCaps:
+        return MemoryCaps.from_gib(self.gpu_memory_gib, self.cpu_memory_gib)

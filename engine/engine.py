@@ -23,7 +23,7 @@ from neo_desktop.engine.profiling.profile_cache import load_or_profile
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.scheduler import Scheduler
-from neo_desktop.engine.setup import MAX_BATCH_REQUESTS, set_up
+from neo_desktop.engine.setup import MAX_BATCH_REQUESTS, Setup, set_up
 from neo_desktop.engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -147,6 +147,30 @@ class Engine:
             max_batch_requests=max_batch_requests,
             progress=progress,
         )
+        timeline = None if trace_timeline is None else Timeline(trace_timeline)
+        return cls.from_setup(
+            setup, policy, cost_model=cost_model, timeline=timeline, profile_progress=profile_progress
+        )
+
+    @classmethod
+    def from_setup(
+        cls,
+        setup: Setup,
+        policy: str,
+        *,
+        cost_model: CostModel | None = None,
+        timeline: Timeline | None = None,
+        profile_progress: profiler.Progress | None = None,
+    ) -> Self:
+        """Make an engine of a loaded model and the memory of all places that the policy uses.
+
+        `close` drops them from the engine; the memory is free when nobody else refers to the setup.
+        See `from_pretrained` for the arguments.
+
+        Raises:
+            ValueError: the policy is unknown.
+        """
+        chosen_policy = get_policy(policy)
         decoder, limits, storage = setup.model.decoder, setup.limits, setup.storage
         kv_cache = KVCache(setup.num_blocks, BLOCK_SIZE)
         # With a single place to live there is nothing to predict.
@@ -154,7 +178,6 @@ class Engine:
             cost_model = load_or_profile(decoder, storage, limits, profile_progress)
         corrected = None if cost_model is None else CorrectedCostModel(cost_model)
         scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected)
-        timeline = None if trace_timeline is None else Timeline(trace_timeline)
         executor = PipelineExecutor(decoder, storage, timeline)
         return cls(setup.model, scheduler, kv_cache, executor, policy, corrected)
 

@@ -1,6 +1,6 @@
 """Model, limits and memory together: what an engine is made of, and what a measurement needs of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def set_up(
     dtype: str,
     shape: str | None,
     places: Sequence[Place],
-    cache_tokens: dict[Place, int | None],
+    cache_tokens: Mapping[Place, int | None],
     caps: MemoryCaps,
     cpu_cache_dtype: str = "auto",
     max_batch_tokens: int | None = None,
@@ -47,13 +47,42 @@ def set_up(
             f"the CPU-cache was asked for in {cpu_cache_dtype}, but with this policy there is none"
         )
     loaded = load(model, device=device, dtype=dtype, shape=shape, caps=caps, progress=progress)
+    return take_memory(
+        loaded,
+        places=places,
+        cache_tokens=cache_tokens,
+        caps=caps,
+        cpu_cache_dtype=asked_dtype,
+        max_batch_tokens=max_batch_tokens,
+        max_batch_requests=max_batch_requests,
+    )
+
+
+def take_memory(
+    loaded: LoadedModel,
+    *,
+    places: Sequence[Place],
+    cache_tokens: Mapping[Place, int | None],
+    caps: MemoryCaps,
+    cpu_cache_dtype: torch.dtype | None = None,
+    max_batch_tokens: int | None = None,
+    max_batch_requests: int = MAX_BATCH_REQUESTS,
+) -> Setup:
+    """Take the memory for the KV of a loaded model; several may be taken, one after the other.
+
+    Args:
+        cpu_cache_dtype: of KV in host memory; None: the model's.
+
+    Raises:
+        MemoryError: there is no room.
+    """
     decoder = loaded.decoder
     limits = SchedulerLimits(
         max_batch_tokens=max_batch_tokens or max(MAX_BATCH_TOKENS[decoder.device.type], max_batch_requests),
         max_batch_requests=max_batch_requests,
     )
     fitting = pool_blocks(
-        loaded.config, decoder.dtype, limits, decoder.device, cache_tokens, caps, asked_dtype
+        loaded.config, decoder.dtype, limits, decoder.device, cache_tokens, caps, cpu_cache_dtype
     )
     num_blocks = {place: fitting[place] for place in places}
     if not any(num_blocks.values()):
@@ -62,7 +91,7 @@ def set_up(
         )
     memories = {
         Place.DEVICE: (decoder.dtype, decoder.device),
-        Place.HOST: (asked_dtype or decoder.dtype, torch.device("cpu")),
+        Place.HOST: (cpu_cache_dtype or decoder.dtype, torch.device("cpu")),
     }
     storage = KVStorage(
         {

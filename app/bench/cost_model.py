@@ -11,16 +11,13 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Literal
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-
-from neo_desktop.app.bench.report import Progress
+from neo_desktop.app.bench.section import Metric, Section, Table
+from neo_desktop.app.bench.suite import Progress
 from neo_desktop.app.model_options import ModelOptions
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
@@ -54,11 +51,18 @@ class CostModelCase:
     y: int  # attention: context, on average; 1 elsewhere
     measured_ms: float
     predicted_ms: float
+    error: float  # relative to what was measured
 
-    @property
-    def error(self) -> float:
-        """Relative to what was measured."""
-        return abs(self.predicted_ms - self.measured_ms) / self.measured_ms
+
+@dataclass(frozen=True, slots=True)
+class TableErrors:
+    """Of one table's points."""
+
+    points: int
+    median_error: float
+    p90_error: float
+    worst_error: float
+    repeated_error: float  # median of points of the grid that were measured again
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,64 +73,53 @@ class CostModelReport:
     device: str
     dtype: str
     profile_seconds: float
+    median_error: float  # over all points of all tables
+    target: float
+    tables: dict[str, TableErrors]
     notes: tuple[str, ...]
     cases: tuple[CostModelCase, ...]
     repeated: tuple[CostModelCase, ...]  # points of the grid, measured again
+    suite: Literal["cost-model"] = "cost-model"
 
-    @property
-    def median_error(self) -> float:
-        """Over all points of all tables."""
-        return statistics.median(case.error for case in self.cases)
-
-    def by_table(self) -> dict[str, list[float]]:
-        """Return `table -> errors of its points, rising`."""
-        return _by_table(self.cases)
-
-    def render(self) -> RenderableType:
-        """A table, and what its reader should know."""
-        title = f"Cost model: {self.model} on {self.device}, {self.dtype}; error on sizes it has not seen"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-        table.add_column("table")
-        for heading in ("points", "median", "p90", "worst", "again"):
-            table.add_column(heading, justify="right")
-        again = _by_table(self.repeated)
-        for name, errors in self.by_table().items():
-            figures = (*_summary(errors), statistics.median(again[name]))
-            table.add_row(name, str(len(errors)), *(f"{value:.1%}" for value in figures))
-        verdict = "within" if self.median_error <= TARGET else "ABOVE"
-        return Group(
-            table,
-            f"Median error over all points: {self.median_error:.1%}, {verdict} the target of {TARGET:.0%}.",
-            f"Measuring the tables took {self.profile_seconds:.1f} s.",
-            "again: by how much points of the tables differ when they are measured again (median).",
-            *self.notes,
+    def metrics(self) -> tuple[Metric, ...]:
+        """The median error."""
+        return (
+            Metric("cost-model.median_error", 100 * self.median_error, "% error", higher_is_better=False),
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """The suite's name, its settings, its notes, errors per table, one object per point."""
-        again = _by_table(self.repeated)
-        summaries = {
-            name: dict(zip(("median_error", "p90_error", "worst_error"), _summary(errors), strict=True))
-            | {"repeated_error": statistics.median(again[name])}
-            for name, errors in self.by_table().items()
-        }
-        return {
-            "suite": "cost-model",
-            "model": self.model,
-            "device": self.device,
-            "dtype": self.dtype,
-            "profile_seconds": self.profile_seconds,
-            "median_error": self.median_error,
-            "target": TARGET,
-            "within_target": self.median_error <= TARGET,
-            "notes": list(self.notes),
-            "tables": summaries,
-            "cases": [asdict(case) | {"error": case.error} for case in self.cases],
-        }
+    def section(self) -> Section:
+        """Errors per table."""
+        verdict = "within" if self.median_error <= self.target else "ABOVE"
+        return Section(
+            "Predictions: the cost model on sizes that it has not seen",
+            f"{self.model} on {self.device} in {self.dtype}: the median error of a prediction is "
+            f"{self.median_error:.1%}, {verdict} the target of {self.target:.0%}. Measuring the tables took "
+            f"{self.profile_seconds:.1f} s.",
+            (
+                Table(
+                    ("table", "points", "median", "p90", "worst", "again"),
+                    tuple(
+                        (
+                            name,
+                            str(errors.points),
+                            f"{errors.median_error:.1%}",
+                            f"{errors.p90_error:.1%}",
+                            f"{errors.worst_error:.1%}",
+                            f"{errors.repeated_error:.1%}",
+                        )
+                        for name, errors in self.tables.items()
+                    ),
+                ),
+            ),
+            notes=(
+                "again: by how much points of the tables differ when they are measured again (median).",
+                *self.notes,
+            ),
+        )
 
 
-def run_cost_model(options: CostModelOptions, progress: Progress) -> CostModelReport:
-    """Measure tables and points; raises what `Engine.from_pretrained` raises for a model or memory."""
+def run_cost_model(options: CostModelOptions, progress: Progress) -> Iterator[CostModelReport]:
+    """Measure tables and points, a report after each round; raises what the engine raises for a model."""
     progress(0.0, "loading the model")
     setup = options.set_up()
     decoder = setup.model.decoder
@@ -155,19 +148,46 @@ def run_cost_model(options: CostModelOptions, progress: Progress) -> CostModelRe
         for stage, grid in grids.items()
     }
     points = list(chain(*held_out.values(), *measured_before.values()))
-    cases = {
-        point: CostModelCase(point.stage.value, point.x, point.y, ms, _predicted_ms(tables, point))
-        for point, ms in _measure(timer, points, options, progress).items()
-    }
+    for measured in _measure(timer, points, options, progress):
+        cases = {point: _case(tables, point, ms) for point, ms in measured.items()}
+        errors = {
+            stage.value: _errors(
+                [cases[point].error for point in held_out[stage]],
+                [cases[point].error for point in measured_before[stage]],
+            )
+            for stage in grids
+            if held_out[stage]
+        }
+        seen = [cases[point] for each in held_out.values() for point in each]
+        yield CostModelReport(
+            model=setup.model.name,
+            device=decoder.device.type,
+            dtype=str(decoder.dtype).removeprefix("torch."),
+            profile_seconds=profile_seconds,
+            median_error=statistics.median(case.error for case in seen),
+            target=TARGET,
+            tables=errors,
+            notes=_notes(timer, options),
+            cases=tuple(seen),
+            repeated=tuple(cases[point] for each in measured_before.values() for point in each),
+        )
     progress(1.0, "done")
-    return CostModelReport(
-        model=setup.model.name,
-        device=decoder.device.type,
-        dtype=str(decoder.dtype).removeprefix("torch."),
-        profile_seconds=profile_seconds,
-        notes=_notes(timer, options),
-        cases=tuple(cases[point] for each in held_out.values() for point in each),
-        repeated=tuple(cases[point] for each in measured_before.values() for point in each),
+
+
+def _case(tables: TableCostModel, point: Point, measured_ms: float) -> CostModelCase:
+    predicted_ms = _predicted_ms(tables, point)
+    error = abs(predicted_ms - measured_ms) / measured_ms
+    return CostModelCase(point.stage.value, point.x, point.y, measured_ms, predicted_ms, error)
+
+
+def _errors(held_out: list[float], repeated: list[float]) -> TableErrors:
+    held_out = sorted(held_out)
+    return TableErrors(
+        points=len(held_out),
+        median_error=statistics.median(held_out),
+        p90_error=held_out[math.ceil(0.9 * len(held_out)) - 1],
+        worst_error=held_out[-1],
+        repeated_error=statistics.median(repeated),
     )
 
 
@@ -205,7 +225,8 @@ def _held_out(
 
 def _measure(
     timer: StageTimer, points: Sequence[Point], options: CostModelOptions, progress: Progress
-) -> dict[Point, float]:
+) -> Iterator[dict[Point, float]]:
+    """Yield what each point typically takes, after each round."""
     samples: dict[Point, list[float]] = {point: [] for point in points}
     for point in points:  # to warm up
         timer.time_ms(point, 0)
@@ -216,7 +237,7 @@ def _measure(
             progress(_PROFILE_SHARE + (1 - _PROFILE_SHARE) * share, "sizes that the tables have not seen")
             if turn == 1 or time.perf_counter() - start < options.seconds:
                 samples[point].append(timer.time_ms(point, turn))
-    return {point: typical_ms(values) for point, values in samples.items()}
+        yield {point: typical_ms(values) for point, values in samples.items()}
 
 
 def _predicted_ms(tables: TableCostModel, point: Point) -> float:
@@ -232,12 +253,3 @@ def _notes(timer: StageTimer, options: CostModelOptions) -> tuple[str, ...]:
     if timer.is_cuda:
         return ()
     return ("Without a GPU, both caches lie in host memory and share the table of the CPU's attention.",)
-
-
-def _by_table(cases: Sequence[CostModelCase]) -> dict[str, list[float]]:
-    tables = dict.fromkeys(case.table for case in cases)
-    return {table: sorted(case.error for case in cases if case.table == table) for table in tables}
-
-
-def _summary(errors: Sequence[float]) -> tuple[float, float, float]:
-    return statistics.median(errors), errors[math.ceil(0.9 * len(errors)) - 1], errors[-1]

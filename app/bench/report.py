@@ -1,53 +1,103 @@
-"""What the suites measured, for people (tables) and for programs (JSON)."""
+"""What one run of the self-test found, as plain data: it can be kept, read again, shown and compared."""
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, RenderableType
-
+from neo_desktop.app.bench.cost_model import CostModelReport
+from neo_desktop.app.bench.cpu_attention.report import CpuAttentionReport
+from neo_desktop.app.bench.gpu.report import GpuReport
+from neo_desktop.app.bench.hardware.report import HardwareReport
+from neo_desktop.app.bench.section import Metric
+from neo_desktop.app.bench.throughput.report import ThroughputReport
 from neo_desktop.engine.profiling.hardware import MachineInfo
 
-SCHEMA_VERSION = 1  # of the JSON file: raised when a field changes its meaning or goes away
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
-Progress = Callable[[float, str], None]  # share done, 0 to 1; what is being measured
+SCHEMA_VERSION = 2  # of the JSON file: raised when a field changes its meaning or goes away
+
+# `suite` tells which.
+AnySuiteReport = HardwareReport | CpuAttentionReport | GpuReport | CostModelReport | ThroughputReport
 
 
-class SuiteReport(Protocol):
-    """What one suite found."""
+class ReportError(ValueError):
+    """A file that is no report of this version."""
 
-    def render(self) -> RenderableType:
-        """A table, and what its reader should know."""
 
-    def to_json(self) -> dict[str, Any]:
-        """The suite's name, its settings, its notes and one object per case; units are in the names."""
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A suite that could not be run, or not to its end."""
+
+    suite: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """Everything that one run measured."""
 
-    machine: MachineInfo
-    suites: tuple[SuiteReport, ...]
+    started: str  # local time, ISO 8601
+    seconds: float  # the whole run
+    machine: MachineInfo  # at its start
+    suites: tuple[AnySuiteReport, ...]
+    failures: tuple[Failure, ...] = ()
+    interrupted: str | None = None  # the suite that was under way when the run was ended: it may lack cases
+    schema_version: int = SCHEMA_VERSION
 
-    def print(self, console: Console) -> None:
-        """Print one table per suite."""
-        machine = self.machine
-        memory = f"{machine.memory_bytes / 2**30:.0f} GiB memory"
-        console.print(f"{machine.cpu}, {machine.usable_cores} usable cores, {machine.isa}, {memory}")
-        for suite in self.suites:
-            console.print(suite.render())
+    @property
+    def has_failed(self) -> bool:
+        """Whether a suite could not be run, or an answer was changed or given up."""
+        throughputs = [suite for suite in self.suites if isinstance(suite, ThroughputReport)]
+        return bool(self.failures) or any(suite.has_failed for suite in throughputs)
+
+    def metrics(self) -> dict[str, Metric]:
+        """The headline figures of all suites, by name."""
+        return {metric.name: metric for suite in self.suites for metric in suite.metrics()}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: schema version, machine, suites."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "machine": asdict(self.machine),
-            "suites": [suite.to_json() for suite in self.suites],
-        }
+        """Plain data, as `json_schema` describes it."""
+        return asdict(self)
 
     def write_json(self, path: str | Path) -> None:
-        """Write `to_json` to a file. Raises OSError where that is impossible."""
+        """Write the report to a file. Raises OSError where that is impossible."""
         Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def read_json(path: str | Path) -> "Report":
+        """Read what `write_json` wrote.
+
+        Raises:
+            ReportError: the file holds no report, or one of another version.
+            OSError: it cannot be read.
+        """
+        from pydantic import ValidationError  # noqa: PLC0415 - measuring does without it
+
+        try:
+            report = _adapter().validate_json(Path(path).read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the file"
+            raise ReportError(
+                f"{path} is no report of neo-desktop bench, version {SCHEMA_VERSION}: {where}: {first['msg']}"
+            ) from None
+        if report.schema_version != SCHEMA_VERSION:
+            raise ReportError(
+                f"{path} has version {report.schema_version} of the report, expected {SCHEMA_VERSION}: "
+                "measure again"
+            )
+        return report
+
+
+@cache
+def _adapter() -> "TypeAdapter[Report]":
+    from pydantic import TypeAdapter  # noqa: PLC0415 - measuring does without it
+
+    return TypeAdapter(Report)
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON schema of a report."""
+    return _adapter().json_schema(mode="serialization")

@@ -81,6 +81,13 @@ class Timeline:
         """The spans of all iterations that have ended, in the order of their start within each."""
         return list(self._spans)
 
+    def take(self) -> list[Span]:
+        """Return the spans and forget them."""
+        taken = self.spans
+        self._spans.clear()
+        self._num_recorded = 0
+        return taken
+
     @property
     def num_dropped_spans(self) -> int:
         """Spans that had to make room for newer ones."""

@@ -8,6 +8,7 @@ What others use is seen in what is free once the weights are loaded. (*) Only wh
 pools lie in host memory, and each cap is one for the KV of its pool alone.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -54,7 +55,7 @@ def pool_blocks(
     dtype: torch.dtype,
     limits: SchedulerLimits,
     device: torch.device,
-    cache_tokens: dict[Place, int | None],
+    cache_tokens: Mapping[Place, int | None],
     caps: MemoryCaps | None = None,
     cpu_cache_dtype: torch.dtype | None = None,
 ) -> dict[Place, int]:

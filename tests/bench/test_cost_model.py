@@ -1,21 +1,12 @@
 """The cost-model suite measures sizes that the tables have not seen, and says how far off they are."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from rich.console import Console
+from suites import ignore, last, shown
 
-from neo_desktop.app.bench import (
-    CostModelOptions,
-    Report,
-    SuiteOptions,
-    cost_model,
-    run_cost_model,
-    run_suites,
-)
-from neo_desktop.app.bench.cost_model import CostModelCase, CostModelReport
+from neo_desktop.app.bench import cost_model
+from neo_desktop.app.bench.cost_model import CostModelOptions, CostModelReport, run_cost_model
 from neo_desktop.engine.predict.cost_model import TableCostModel
 
 SMALL = CostModelOptions(
@@ -31,17 +22,13 @@ SMALL = CostModelOptions(
 )
 
 
-def ignore(share: float, what: str) -> None:
-    pass
-
-
 @pytest.fixture(scope="module")
 def report() -> CostModelReport:
-    return run_cost_model(SMALL, ignore)
+    return last(run_cost_model(SMALL, ignore))
 
 
 def test_every_table_is_asked_for_sizes_that_can_occur(report: CostModelReport) -> None:
-    assert {name: len(errors) for name, errors in report.by_table().items()} == dict.fromkeys(
+    assert {name: errors.points for name, errors in report.tables.items()} == dict.fromkeys(
         (
             "linear",
             "cpu_attention",
@@ -73,9 +60,13 @@ def test_no_size_is_one_of_those_that_the_tables_were_measured_on(report: CostMo
     assert not held_out & again
 
 
-def test_the_error_is_that_of_the_prediction() -> None:
-    assert CostModelCase("linear", 3, 1, measured_ms=2.0, predicted_ms=2.5).error == pytest.approx(0.25)
-    assert CostModelCase("linear", 3, 1, measured_ms=2.0, predicted_ms=1.5).error == pytest.approx(0.25)
+def test_the_error_is_that_of_the_prediction(report: CostModelReport) -> None:
+    for case in (*report.cases, *report.repeated):
+        assert case.error == pytest.approx(abs(case.predicted_ms / case.measured_ms - 1))
+    errors = sorted(case.error for case in report.cases if case.table == "linear")
+    found = report.tables["linear"]
+    assert (found.median_error, found.worst_error) == (errors[2], errors[4])
+    assert report.median_error == sorted(case.error for case in report.cases)[len(report.cases) // 2]
 
 
 def test_wrong_tables_show_in_the_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,42 +79,32 @@ def test_wrong_tables_show_in_the_errors(monkeypatch: pytest.MonkeyPatch) -> Non
 
     right = cost_model.profile
     monkeypatch.setattr(cost_model, "profile", wrong)
-    errors = run_cost_model(SMALL, ignore).by_table()
-    assert min(errors["linear"][0], errors["head"][0]) > 5
+    report = last(run_cost_model(SMALL, ignore))
+    assert all(case.error > 5 for case in report.cases if case.table in ("linear", "head"))
 
 
 @pytest.mark.parametrize(("error", "verdict"), [(0.08, "within the target"), (0.12, "ABOVE the target")])
 def test_the_verdict_is_plain(report: CostModelReport, error: float, verdict: str) -> None:
-    cases = tuple(replace(case, predicted_ms=case.measured_ms * (1 + error)) for case in report.cases)
-    console = Console(width=80, record=True)
-    console.print(replace(report, cases=cases).render())
-    assert f"{error:.1%}, {verdict} of 10%" in console.export_text()
+    assert f"{error:.1%}, {verdict} of 10%" in replace(report, median_error=error).section().summary
 
 
 def test_the_same_seed_draws_the_same_sizes(report: CostModelReport) -> None:
     def linear(seed: int) -> list[int]:
-        cases = run_cost_model(replace(SMALL, seed=seed), ignore).cases
+        cases = last(run_cost_model(replace(SMALL, seed=seed), ignore)).cases
         return [case.x for case in cases if case.table == "linear"]
 
     assert linear(0) == [case.x for case in report.cases if case.table == "linear"]
     assert linear(1) != linear(0)
 
 
-def test_report_as_table_and_json(tmp_path: Path) -> None:
-    report: Report = run_suites(["cost-model"], ignore, SuiteOptions(cost_model=SMALL))
-    console = Console(width=80, record=True)
-    report.print(console)
-    text = console.export_text()
-    assert "…" not in text  # everything fits into a narrow terminal
+def test_the_table_fits_into_a_narrow_terminal(report: CostModelReport) -> None:
+    text = shown(report.section())
+    assert "…" not in text
     assert "tiny (random weights)" in text
-    report.write_json(tmp_path / "report.json")
-    (suite,) = json.loads((tmp_path / "report.json").read_text())["suites"]
-    assert suite["suite"] == "cost-model"
-    assert suite["within_target"] == (suite["median_error"] <= suite["target"])
-    assert suite["tables"]["linear"].keys() == {
-        "median_error",
-        "p90_error",
-        "worst_error",
-        "repeated_error",
-    }
-    assert suite["cases"][0].keys() >= {"table", "x", "y", "measured_ms", "predicted_ms", "error"}
+    assert "later_chunk_attention" in text
+
+
+def test_what_was_measured_before_an_interruption_is_there() -> None:
+    first = next(iter(run_cost_model(SMALL, ignore)))
+    assert all(case.measured_ms > 0 for case in first.cases)
+    assert first.tables.keys() >= {"linear", "head"}

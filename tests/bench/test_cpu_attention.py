@@ -1,6 +1,5 @@
 """The cpu-attention suite reports what it claims to: every case, its limits, its error, its caveats."""
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,27 +7,18 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from rich.console import Console
+from suites import count_colour, drawn, ignore, last, shown
 
 from neo_desktop import native
-from neo_desktop.app.bench import (
-    CpuAttentionOptions,
-    CpuAttentionReport,
-    Report,
-    SuiteOptions,
-    run_cpu_attention,
-    run_suites,
-)
 from neo_desktop.app.bench.cpu_attention import llama_cpp, measure, suite
 from neo_desktop.app.bench.cpu_attention.measure import Limits
-from neo_desktop.app.bench.cpu_attention.options import Shape
-from neo_desktop.app.bench.cpu_attention.plot import check_plot, write_plot
+from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions, Shape
 from neo_desktop.app.bench.cpu_attention.pool import Pool, seeded
-from neo_desktop.app.bench.cpu_attention.report import CpuAttentionCase, RivalResult
+from neo_desktop.app.bench.cpu_attention.report import CpuAttentionCase, CpuAttentionReport, RivalResult
 from neo_desktop.app.bench.cpu_attention.rivals import Rival, TorchSdpa, measure_rival
+from neo_desktop.app.bench.cpu_attention.suite import run_cpu_attention
 
 SMALL = CpuAttentionOptions(
     groups=(1, 4),
@@ -64,8 +54,8 @@ CASE = CpuAttentionCase(
 )
 
 
-def ignore(share: float, what: str) -> None:
-    pass
+def measured(options: CpuAttentionOptions) -> CpuAttentionReport:
+    return last(run_cpu_attention(options, ignore))
 
 
 def report_of(*cases: CpuAttentionCase) -> CpuAttentionReport:
@@ -76,7 +66,7 @@ def report_of(*cases: CpuAttentionCase) -> CpuAttentionReport:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8], ids=str)
 def test_measures_every_case_against_the_limits_around_it(dtype: torch.dtype) -> None:
-    report = run_cpu_attention(replace(SMALL, dtype=dtype), ignore)
+    report = measured(replace(SMALL, dtype=dtype))
     shapes = {(case.group, case.batch, case.context_tokens) for case in report.cases}
     assert len(report.cases) == len(shapes) == 2 * 6
     assert {(1, 3, 128), (4, 3, 300), (1, 1, 1000), (4, 1, 1000), (1, 5, 20), (4, 5, 20)} <= shapes
@@ -138,7 +128,7 @@ def test_the_limit_is_the_smaller_one() -> None:
 
 def test_where_arithmetic_is_slow_it_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure.native, "fma_rate", lambda *_, **__: 1e6)
-    report = run_cpu_attention(SMALL, ignore)
+    report = measured(SMALL)
     for case in report.cases:
         assert case.bound == "arithmetic"
         assert case.limit_fraction > 10 * case.fraction
@@ -148,7 +138,7 @@ def test_where_arithmetic_is_slow_it_is_the_limit(monkeypatch: pytest.MonkeyPatc
     ("dtype", "tolerance"), [(torch.float16, 1e-3), (torch.bfloat16, 5e-3), (torch.int8, 5e-3)], ids=str
 )
 def test_error_is_that_of_rounding_the_output(dtype: torch.dtype, tolerance: float) -> None:
-    report = run_cpu_attention(replace(SMALL, dtype=dtype), ignore)
+    report = measured(replace(SMALL, dtype=dtype))
     assert all(0 < case.relative_error < tolerance for case in report.cases)
 
 
@@ -159,27 +149,27 @@ def test_a_wrong_kernel_shows_in_the_error(monkeypatch: pytest.MonkeyPatch) -> N
         return decode(q * 1.05, *args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(native, "paged_attention_decode", wrong)
-    report = run_cpu_attention(SMALL, ignore)
+    report = measured(SMALL)
     assert all(case.relative_error > 1e-3 for case in report.cases)
 
 
 @pytest.mark.parametrize("isa", native.available_isas())
 def test_every_instruction_set_can_be_measured(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEO_DESKTOP_ISA", isa)
-    report = run_cpu_attention(replace(SMALL, groups=(4,), context_tokens=(128,), seconds=0), ignore)
+    report = measured(replace(SMALL, groups=(4,), context_tokens=(128,), seconds=0))
     assert report.isa == isa
     assert all(case.relative_error < 1e-3 for case in report.cases)
 
 
 def test_progress_runs_from_start_to_end() -> None:
     shares: list[float] = []
-    run_cpu_attention(SMALL, lambda share, _: shares.append(share))
+    last(run_cpu_attention(SMALL, lambda share, _: shares.append(share)))
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
 
 
 def test_says_when_the_cache_is_small_or_cases_do_not_fit() -> None:
-    report = run_cpu_attention(replace(SMALL, long_tokens=10**6, memory_bytes=4 << 20), ignore)
+    report = measured(replace(SMALL, long_tokens=10**6, memory_bytes=4 << 20))
     notes = " ".join(report.notes)
     assert "too small to rule out" in notes or "unknown" in notes
     assert "pages of 64 tokens, scattered" in notes
@@ -188,7 +178,7 @@ def test_says_when_the_cache_is_small_or_cases_do_not_fit() -> None:
     assert f"{left_out} cases were left out" in notes
     assert left_out >= 2
     with pytest.raises(MemoryError, match="hold no case"):
-        run_cpu_attention(replace(SMALL, memory_bytes=4096), ignore)
+        measured(replace(SMALL, memory_bytes=4096))
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 2), (4, 4), (6, 4), (16, 14)])
@@ -287,7 +277,7 @@ def test_says_what_it_was_compared_with(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(suite, "LlamaCpp", missing)
     compared = replace(SMALL, groups=(4,), context_tokens=(128,), seconds=0, rival_seconds=0.1)
-    report = run_cpu_attention(compared, ignore)
+    report = measured(compared)
     assert all(case.rivals.keys() == {"torch_sdpa"} for case in report.cases)
     assert "llama-cpp-python is not installed: not compared." in report.notes
     assert any(note.startswith("torch SDPA: GB/s on KV gathered beforehand") for note in report.notes)
@@ -295,7 +285,7 @@ def test_says_what_it_was_compared_with(monkeypatch: pytest.MonkeyPatch) -> None
     slower = sum(ratio < 1 for ratio in ratios)
     expected = f"slower in {slower} of {len(ratios)} cases" if slower else "faster in every case"
     assert expected in " ".join(report.notes)
-    report = run_cpu_attention(replace(compared, dtype=torch.int8), ignore)
+    report = measured(replace(compared, dtype=torch.int8))
     assert not any(case.rivals for case in report.cases)
     assert "compared with float16 and bfloat16 KV only" in " ".join(report.notes)
 
@@ -315,21 +305,10 @@ def test_llama_cpp_without_its_library_is_a_reason_not_a_crash(
         llama_cpp.LlamaCpp()
 
 
-def test_report_as_table_and_json(tmp_path: Path) -> None:
-    report: Report = run_suites(["cpu-attention"], ignore, SuiteOptions(cpu_attention=SMALL))
-    console = Console(width=80, record=True)
-    report.print(console)
-    assert "KV cache of 17 MB" in console.export_text()
-    report.write_json(tmp_path / "report.json")
-    saved = json.loads((tmp_path / "report.json").read_text())
-    assert saved["schema_version"] == 1
-    assert saved["machine"]["usable_cores"] >= 1
-    (suite_report,) = saved["suites"]
-    assert suite_report["suite"] == "cpu-attention"
-    assert suite_report["target"] == 0.9
-    for case in suite_report["cases"]:
-        assert case.keys() >= {"milliseconds", "gb_per_s", "read_gb_per_s", "fraction"}
-        assert case.keys() >= {"fma_gb_per_s", "limit_gb_per_s", "limit_fraction", "bound", "rivals"}
+def test_what_was_measured_before_an_interruption_is_there() -> None:
+    reports = run_cpu_attention(SMALL, ignore)
+    assert [len(next(reports).cases) for _ in range(3)] == [1, 2, 3]
+    reports.close()
 
 
 def test_the_table_fits_into_a_narrow_terminal() -> None:
@@ -337,52 +316,24 @@ def test_the_table_fits_into_a_narrow_terminal() -> None:
     wide = replace(
         wide, rivals={key: RivalResult(1, 1, 0.0123, 4e-4, 1e-3) for key in ("torch_sdpa", "llama_cpp")}
     )
-    console = Console(width=80, record=True)
-    console.print(report_of(CASE, wide).render())
-    text = console.export_text()
+    text = shown(report_of(CASE, wide).section())
     assert "…" not in text
-    for wanted in ("limit", "SDPA", ".cpp", "1234.56", "0.012", "56%", "A note."):
+    for wanted in ("limit", "SDPA", "llama.cpp", "1234.56", "0.012", "56%", "A note."):
         assert wanted in text
 
 
 @pytest.mark.parametrize("compared", [True, False])
-def test_the_plot_shows_every_case(compared: bool, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib import image  # noqa: PLC0415
-
+def test_the_plot_shows_every_case(compared: bool) -> None:
     cases = [CASE, replace(CASE, group=8, fma_gb_per_s=20.0), replace(CASE, group=8, batch=64)]
     if not compared:
         cases = [replace(case, rivals={}) for case in cases]
-    check_plot(tmp_path / "plot.png")
-    write_plot(report_of(*cases), tmp_path / "plot.png")
-    pixels = image.imread(tmp_path / "plot.png")[:, :, :3]
+    (plot,) = report_of(*cases).section().plots
+    pixels = drawn(plot)
     assert pixels.shape[0] > 500
-    counts = {colour: int((np.abs(pixels - rgb(colour)).max(axis=2) < 0.02).sum()) for colour in COLOURS}
+    counts = {colour: count_colour(pixels, colour) for colour in COLOURS}
     for colour, of_rival in COLOURS.items():
         assert (counts[colour] > 2000) == (compared or not of_rival), counts
 
 
 # Colour of bars -> whether they are a rival's.
 COLOURS = {"#2f6fb0": False, "#d08700": False, "#1c8c4c": False, "#8a8a8a": True}
-
-
-def rgb(colour: str) -> np.ndarray:
-    return np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-
-
-def test_a_plot_that_cannot_be_written_is_known_before_measuring(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    with pytest.raises(ValueError, match=r"plot\.docx is no picture"):
-        check_plot(tmp_path / "plot.docx")
-    with pytest.raises(ValueError, match="no folder"):
-        check_plot(tmp_path / "nowhere" / "plot.png")
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ValueError, match="pip install"):
-        check_plot(tmp_path / "plot.png")
-
-
-def test_unknown_suite_is_refused() -> None:
-    with pytest.raises(ValueError, match="no benchmark suite is called 'gpu'; choose from cpu-attention, "):
-        run_suites(["gpu"], ignore)

@@ -1,15 +1,16 @@
-"""The suite's figures as a picture; matplotlib is imported only when one is wanted."""
+"""The suite's figures as a picture."""
 
-import importlib.util
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from neo_desktop.app.bench.cpu_attention.report import RIVALS, TARGET, CpuAttentionCase, CpuAttentionReport
+from neo_desktop.app.bench.cpu_attention.options import RIVALS, TARGET
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from neo_desktop.app.bench.cpu_attention.report import CpuAttentionCase, CpuAttentionReport
 
 _COLOURS = {
     "memory": "#2f6fb0",
@@ -21,33 +22,16 @@ _COLOURS = {
 }
 
 
-def check_plot(path: Path) -> None:
-    """Find out before measuring whether a picture can be drawn and written.
-
-    Raises ValueError where matplotlib is not installed, the folder is missing or the format is unknown.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("drawing needs matplotlib: pip install 'neo-desktop[bench]'")
-    from matplotlib.backend_bases import FigureCanvasBase  # noqa: PLC0415
-
-    formats = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in formats:
-        raise ValueError(f"{path.name} is no picture that can be drawn; name it .png, .svg or .pdf")
-    if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent} to write {path.name} to")
-
-
-def write_plot(report: CpuAttentionReport, path: Path) -> None:
-    """Draw the share of the limit, and speeds beside those of others; one panel per group and head_dim."""
-    from matplotlib.figure import Figure  # noqa: PLC0415
-
-    panels = [
-        (f"group {group}, head_dim {head_dim}", list(cases))
-        for (group, head_dim), cases in groupby(report.cases, lambda case: (case.group, case.head_dim))
-    ]
+def size(report: "CpuAttentionReport") -> tuple[float, float]:
+    """Width and height in inches: a bar wants its room."""
+    panels = _panels(report)
     most = max(len(cases) for _, cases in panels)
-    width = max(7.0, (0.8 + 0.24 * most) * len(panels))
-    figure = Figure(figsize=(width, 8.5), layout="constrained")
+    return max(7.0, (0.8 + 0.24 * most) * len(panels)), 8.5
+
+
+def draw(report: "CpuAttentionReport", figure: "Figure") -> None:
+    """Draw the share of the limit, and speeds beside those of others; one panel per group and head_dim."""
+    panels = _panels(report)
     rows = figure.subplots(
         2,
         len(panels),
@@ -76,7 +60,7 @@ def write_plot(report: CpuAttentionReport, path: Path) -> None:
         list(handles.values()),
         list(handles),
         loc="outside lower center",
-        ncols=min(len(handles), max(2, round(width / 2.2))),
+        ncols=min(len(handles), max(2, round(size(report)[0] / 2.2))),
         frameon=False,
     )
     figure.suptitle(
@@ -85,10 +69,14 @@ def write_plot(report: CpuAttentionReport, path: Path) -> None:
         f"{report.block_size if report.fragmented else report.page_tokens} tokens, "
         f"{report.num_threads} threads, {report.isa}"
     )
-    figure.savefig(path, dpi=110)
 
 
-def _draw_shares(axes: "Axes", cases: Sequence[CpuAttentionCase]) -> None:
+def _panels(report: "CpuAttentionReport") -> list[tuple[str, list["CpuAttentionCase"]]]:
+    by_shape = groupby(report.cases, lambda case: (case.group, case.head_dim))
+    return [(f"group {group}, head_dim {head_dim}", list(cases)) for (group, head_dim), cases in by_shape]
+
+
+def _draw_shares(axes: "Axes", cases: Sequence["CpuAttentionCase"]) -> None:
     for bound, label in (("memory", "bound by memory"), ("arithmetic", "bound by arithmetic")):
         chosen = [(at, case.limit_fraction) for at, case in enumerate(cases) if case.bound == bound]
         if chosen:
@@ -105,7 +93,7 @@ def _draw_shares(axes: "Axes", cases: Sequence[CpuAttentionCase]) -> None:
     _tidy(axes)
 
 
-def _draw_speeds(axes: "Axes", cases: Sequence[CpuAttentionCase]) -> None:
+def _draw_speeds(axes: "Axes", cases: Sequence["CpuAttentionCase"]) -> None:
     series = [("neo-desktop", _COLOURS["own"], [case.gb_per_s for case in cases])]
     series += [
         (name, _COLOURS[key], [case.rivals[key].gb_per_s for case in cases])

@@ -1,15 +1,12 @@
-"""What the suite found: table and JSON."""
+"""What the suite found."""
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import statistics
+from dataclasses import dataclass, field
+from typing import Literal
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-
-TARGET = 0.9  # share of the limit that the kernels are meant to reach
-RIVALS = {"torch_sdpa": "torch SDPA", "llama_cpp": "llama.cpp"}  # key in JSON -> name
+from neo_desktop.app.bench.cpu_attention.options import RIVALS
+from neo_desktop.app.bench.cpu_attention.plot import draw, size
+from neo_desktop.app.bench.section import Metric, Plot, Section, Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,7 @@ class CpuAttentionCase:
     fraction: float  # of what was read; median over samples of calls
     limit_fraction: float  # of the smaller of the two, likewise: the headline
     relative_error: float  # of the worst head that was looked at, against float64
-    rivals: Mapping[str, RivalResult] = field(default_factory=dict)  # key of RIVALS -> on gathered KV
+    rivals: dict[str, RivalResult] = field(default_factory=dict)  # key of RIVALS -> on gathered KV
 
     @property
     def bound(self) -> str:
@@ -70,55 +67,69 @@ class CpuAttentionReport:
     huge_pages: bool
     notes: tuple[str, ...]
     cases: tuple[CpuAttentionCase, ...]
+    suite: Literal["cpu-attention"] = "cpu-attention"
 
-    def render(self) -> RenderableType:
-        """A table, and what its reader should know."""
-        title = (
-            f"CPU decode attention: {self.dtype} KV, {self.block_size}-token blocks "
-            f"{'scattered' if self.fragmented else f'in runs of {self.page_tokens}'}, "
-            f"{self.num_threads} threads, {self.isa}"
-        )
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-        rivals = [key for key in RIVALS if any(key in case.rivals for case in self.cases)]
-        for heading in (
-            "group",
-            "head\ndim",
-            "batch",
-            "context",
-            "ms",
-            "GB/s",
-            "read\nGB/s",
-            "FMA\nGB/s",
-            "of\nlimit",
-            "of\nread",
-            "error",
-            *(RIVALS[key].replace(" ", "\n").replace(".", "\n.") for key in rivals),
-        ):
-            table.add_column(heading, justify="right", style="bold" if heading == "of\nlimit" else None)
-        panel = None
+    def metrics(self) -> tuple[Metric, ...]:
+        """The share of the limit, per group."""
+        by_group: dict[int, list[float]] = {}
         for case in self.cases:
-            if panel not in (None, (case.group, case.head_dim)):
-                table.add_section()
-            panel = (case.group, case.head_dim)
-            table.add_row(
-                str(case.group),
-                str(case.head_dim),
-                str(case.batch),
-                str(case.context_tokens),
-                f"{case.milliseconds:.2f}",
-                f"{case.gb_per_s:.1f}",
-                f"{case.read_gb_per_s:.1f}",
-                f"{case.fma_gb_per_s:.0f}",
-                f"{case.limit_fraction:.0%}",
-                f"{case.fraction:.0%}",
-                f"{case.relative_error:.0e}",
-                *(f"{case.rivals[key].gb_per_s:.2g}" if key in case.rivals else "" for key in rivals),
+            by_group.setdefault(case.group, []).append(case.limit_fraction)
+        return tuple(
+            Metric(
+                f"cpu-attention.group_{group}.limit_share", 100 * statistics.median(shares), "% of the limit"
             )
-        return Group(table, *self.notes)
+            for group, shares in by_group.items()
+        )
 
-    def to_json(self) -> dict[str, Any]:
-        """The suite's name, its settings, its notes and one object per case; units are in the names."""
-        cases = [
-            asdict(case) | {"limit_gb_per_s": case.limit_gb_per_s, "bound": case.bound} for case in self.cases
-        ]
-        return {"suite": "cpu-attention", **asdict(self), "target": TARGET, "cases": cases}
+    def section(self) -> Section:
+        """One table, and a picture of shares and speeds."""
+        shares = [case.limit_fraction for case in self.cases]
+        return Section(
+            "CPU attention: decode attention next to the KV in host memory",
+            f"{self.dtype} KV, {self.block_size}-token blocks "
+            f"{'scattered' if self.fragmented else f'in pages of {self.page_tokens}'}, "
+            f"{self.num_threads} threads, {self.isa}: the kernel reaches "
+            f"{min(shares):.0%} to {max(shares):.0%} of what memory and cores allow, "
+            f"{statistics.median(shares):.0%} in the middle. Its results differ from those in 64 bits by "
+            f"at most {max(case.relative_error for case in self.cases):.0e}.",
+            (self._table(),),
+            (
+                Plot(
+                    "cpu-attention",
+                    "CPU attention: share of the limit, and GB of KV per second",
+                    lambda figure: draw(self, figure),
+                    size(self),
+                ),
+            ),
+            self.notes,
+        )
+
+    def _table(self) -> Table:
+        rivals = [key for key in RIVALS if any(key in case.rivals for case in self.cases)]
+        return Table(
+            (
+                "requests x tokens",
+                "group",
+                "head dim",
+                "ms",
+                "GB/s",
+                "read GB/s",
+                "FMA GB/s",
+                "of limit",
+                *(RIVALS[key] for key in rivals),
+            ),
+            tuple(
+                (
+                    f"{case.batch} x {case.context_tokens}",
+                    str(case.group),
+                    str(case.head_dim),
+                    f"{case.milliseconds:.2f}",
+                    f"{case.gb_per_s:.1f}",
+                    f"{case.read_gb_per_s:.1f}",
+                    f"{case.fma_gb_per_s:.0f}",
+                    f"{case.limit_fraction:.0%}",
+                    *(f"{case.rivals[key].gb_per_s:.2g}" if key in case.rivals else "" for key in rivals),
+                )
+                for case in self.cases
+            ),
+        )

@@ -1,6 +1,6 @@
 """All cases, one after the other, and what should be said about them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -13,13 +13,15 @@ from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions, sha
 from neo_desktop.app.bench.cpu_attention.pool import Pool, pool_bytes
 from neo_desktop.app.bench.cpu_attention.report import CpuAttentionCase, CpuAttentionReport
 from neo_desktop.app.bench.cpu_attention.rivals import Rival, TorchSdpa, measure_rival
-from neo_desktop.app.bench.report import Progress
+from neo_desktop.app.bench.suite import Progress
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
 
 
-def run_cpu_attention(options: CpuAttentionOptions, progress: Progress) -> CpuAttentionReport:
-    """Measure every case of `options`; a case that does not fit into the cache is left out with a note.
+def run_cpu_attention(options: CpuAttentionOptions, progress: Progress) -> Iterator[CpuAttentionReport]:
+    """Measure every case of `options`, a report after each.
+
+    A case that does not fit into the cache is left out with a note.
 
     Raises MemoryError where the cache could not hold a single case.
     """
@@ -57,21 +59,20 @@ def run_cpu_attention(options: CpuAttentionOptions, progress: Progress) -> CpuAt
             for key, rival in rivals.items()
         }
         cases.append(replace(case, rivals=results))
+        yield CpuAttentionReport(
+            dtype=str(options.dtype).removeprefix("torch."),
+            block_size=options.block_size,
+            page_tokens=options.page_tokens,
+            fragmented=options.fragmented,
+            num_threads=options.threads,
+            isa=native.default_isa(),
+            cache_bytes=pool.nbytes,
+            last_level_cache_bytes=last_level_bytes,
+            huge_pages=pool.huge_pages,
+            notes=(*notes, *_rival_notes(rivals, cases)),
+            cases=tuple(cases),
+        )
     progress(1.0, "done")
-    notes += _rival_notes(rivals, cases)
-    return CpuAttentionReport(
-        dtype=str(options.dtype).removeprefix("torch."),
-        block_size=options.block_size,
-        page_tokens=options.page_tokens,
-        fragmented=options.fragmented,
-        num_threads=options.threads,
-        isa=native.default_isa(),
-        cache_bytes=pool.nbytes,
-        last_level_cache_bytes=last_level_bytes,
-        huge_pages=pool.huge_pages,
-        notes=tuple(notes),
-        cases=tuple(cases),
-    )
 
 
 def _find_rivals(options: CpuAttentionOptions) -> tuple[dict[str, Rival], list[str]]:

@@ -1,0 +1,12 @@
+"""Suite `gpu`: how near decoding with everything on one device comes to what that device allows.
+
+An iteration of decoding reads all weights once and the KV of all its requests, and multiplies every weight
+once per request. Reading bounds small batches, multiplying large ones: the longer of the two times, at rates
+measured in between, is the limit. See work.py for what counts, rig.py for what is timed.
+"""
+
+from neo_desktop.app.bench.gpu.options import GpuOptions
+from neo_desktop.app.bench.gpu.report import GpuReport
+from neo_desktop.app.bench.gpu.suite import run_gpu
+
+__all__ = ["GpuOptions", "GpuReport", "run_gpu"]

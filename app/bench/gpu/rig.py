@@ -1,0 +1,167 @@
+"""An engine whose iterations are timed one by one: requests join, decode together, and leave."""
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from neo_desktop.app.bench.gpu.work import Work, iteration_work
+from neo_desktop.engine.batch import IterationPlan, IterationResult
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.execute.pipeline import PipelineExecutor
+from neo_desktop.engine.execute.timeline import Timeline, busy_ns
+from neo_desktop.engine.kv.cache import KVCache
+from neo_desktop.engine.placement import get_policy
+from neo_desktop.engine.profiling.budget import BLOCK_SIZE
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.schedule.scheduler import Scheduler
+from neo_desktop.engine.setup import Setup
+
+POLICY = "gpu-only"
+_ADVICE = "the device is short of memory; close other programs or take smaller batches"
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """One step of the engine."""
+
+    batch: int  # requests in it
+    context_tokens: int  # of all of them
+    new_tokens: int
+    work: Work
+    model_s: float  # in the executor: model, attention, sampling
+    step_s: float  # all of it
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request computed one token."""
+        return self.new_tokens == self.batch
+
+
+class Recorder:
+    """An executor that keeps the last plan and its time, and can record a timeline for a while."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._plain = PipelineExecutor(setup.model.decoder, setup.storage)
+        self._executor = self._plain
+        self.last: tuple[IterationPlan, float] | None = None
+
+    def execute(self, plan: IterationPlan) -> IterationResult:
+        """As `Executor` says."""
+        self.last = None
+        result = self._executor.execute(plan)
+        if result.timing is not None:
+            self.last = plan, result.timing.total_ms / 1e3
+        return result
+
+    @contextmanager
+    def traced(self) -> Iterator[Timeline]:
+        """Record what happens in the block."""
+        timeline = Timeline()
+        traced = PipelineExecutor(self._setup.model.decoder, self._setup.storage, timeline)
+        self._executor = traced
+        try:
+            yield timeline
+        finally:
+            self._executor = self._plain
+            traced.close()
+
+    def close(self) -> None:
+        """As `Executor` says."""
+        self._plain.close()
+
+
+class Rig:
+    """The engine with a model on its device; prompts are random and the same in every round.
+
+    After the first round their KV is found in the cache: only the fresh prompt of `prefill` is computed anew.
+    """
+
+    def __init__(self, setup: Setup, context_tokens: int, seed: int) -> None:
+        self._decoder = setup.model.decoder
+        self._context_tokens = context_tokens
+        self._random = random.Random(seed)
+        self._prompts: list[list[int]] = []
+        self._num_requests = 0  # running
+        self._recorder = Recorder(setup)
+        kv_cache = KVCache(setup.num_blocks, BLOCK_SIZE)
+        scheduler = Scheduler(kv_cache, get_policy(POLICY), setup.limits)
+        self._engine = Engine(setup.model, scheduler, kv_cache, self._recorder, POLICY)
+
+    def prefill(self) -> list[Iteration]:
+        """Compute a prompt that was never seen, alone; return its iterations."""
+        self._add("prefill", self._prompt(), max_tokens=1)
+        iterations = []
+        while self._engine.has_work:
+            iterations += self._step()
+        return iterations
+
+    def join(self, batch: int) -> None:
+        """Let requests join until so many run, and compute their prompts; MemoryError where that fails."""
+        while self._num_requests < batch:
+            if self._num_requests == len(self._prompts):
+                self._prompts.append(self._prompt())
+            self._add(str(self._num_requests), self._prompts[self._num_requests], max_tokens=None)
+            self._num_requests += 1
+        for _ in range(batch * self._context_tokens + 1):  # a step computes a token at least
+            if any(each.is_decode and each.batch == batch for each in self._step()):
+                return
+        raise MemoryError(f"{batch} requests could not be brought to decode together: {_ADVICE}")
+
+    def decode(self, count: int) -> list[Iteration]:
+        """Return so many iterations in which all requests decode; MemoryError where some cannot."""
+        iterations: list[Iteration] = []
+        while len(iterations) < count:
+            iterations += self._step()
+        if any(each.batch != self._num_requests or not each.is_decode for each in iterations):
+            raise MemoryError(f"some of {self._num_requests} requests had to wait: {_ADVICE}")
+        return iterations
+
+    def idle_share(self, count: int) -> float:
+        """Decode for so many iterations; return the share of their time in which the device had no work."""
+        with self._recorder.traced() as timeline:
+            iterations = self.decode(count)
+            busy_s = busy_ns(timeline.spans, "device") / 1e9
+        return max(1 - busy_s / sum(each.model_s for each in iterations), 0.0)
+
+    def leave(self) -> None:
+        """End all requests."""
+        for request in range(self._num_requests):
+            self._engine.abort(str(request))
+        self._num_requests = 0
+
+    def close(self) -> None:
+        """End the engine and drop its memory."""
+        self._engine.close()
+
+    def _prompt(self) -> list[int]:
+        vocab_size = self._engine.config.vocab_size
+        return [self._random.randrange(vocab_size) for _ in range(self._context_tokens)]
+
+    def _add(self, request_id: str, prompt: list[int], max_tokens: int | None) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self._engine.add_request(request_id, prompt, params)
+
+    def _step(self) -> list[Iteration]:
+        """Make a step; nothing is returned for one that the device had no memory for.
+
+        Raises:
+            RuntimeError: the engine gave a request up.
+        """
+        start = time.perf_counter()
+        outputs = self._engine.step()
+        step_s = time.perf_counter() - start
+        for output in outputs:
+            if output.error is not None:
+                raise RuntimeError(output.error)
+        if self._recorder.last is None:
+            return []
+        plan, model_s = self._recorder.last
+        sequences = list(plan.sequences)
+        context_lens = [sequence.context_len for sequence in sequences]
+        new_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+        sampled = sum(sequence.sampling is not None for sequence in sequences)
+        work = iteration_work(self._decoder.config, self._decoder.dtype, context_lens, new_tokens, sampled)
+        return [Iteration(len(sequences), sum(context_lens), new_tokens, work, model_s, step_s)]

@@ -1,0 +1,112 @@
+"""What NVIDIA's driver says about the GPU in use: its clocks, its power, and who else works on it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pynvml
+
+from neo_desktop.engine.profiling.hardware import GpuProcess, find_gpus
+
+BUSY = 0.1  # utilisation from which on measurements are disturbed
+
+
+@dataclass(frozen=True, slots=True)
+class GpuState:
+    """A GPU at one moment; None: the driver does not say."""
+
+    name: str
+    utilisation: float | None  # 0 to 1: share of the last moments in which it was busy
+    temperature_c: float | None
+    power_w: float | None
+    power_limit_w: float | None
+    sm_clock_mhz: float | None
+    max_sm_clock_mhz: float | None
+    memory_clock_mhz: float | None
+    other_processes: tuple[GpuProcess, ...]
+
+
+class GpuDriver:
+    """One GPU's driver; see `gpu_driver`."""
+
+    def __init__(self, handle: object) -> None:
+        self._handle = handle
+
+    def state(self) -> GpuState:
+        """Ask for everything."""
+
+        def clock(function: Callable[..., Any], kind: int) -> float | None:
+            return self._ask(lambda handle: function(handle, kind))
+
+        return GpuState(
+            name=_text(pynvml.nvmlDeviceGetName(self._handle)),
+            utilisation=self._ask(lambda handle: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu, 0.01),
+            temperature_c=clock(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
+            power_w=self._ask(pynvml.nvmlDeviceGetPowerUsage, 1e-3),
+            power_limit_w=self._ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, 1e-3),
+            sm_clock_mhz=clock(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
+            max_sm_clock_mhz=clock(pynvml.nvmlDeviceGetMaxClockInfo, pynvml.NVML_CLOCK_SM),
+            memory_clock_mhz=clock(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_MEM),
+            other_processes=self._other_processes(),
+        )
+
+    def energy_j(self) -> float | None:
+        """Joules since the driver was loaded; None where it does not count them."""
+        return self._ask(pynvml.nvmlDeviceGetTotalEnergyConsumption, 1e-3)
+
+    def _ask(self, function: Callable[[object], Any], factor: float = 1.0) -> float | None:
+        try:
+            return float(function(self._handle)) * factor
+        except pynvml.NVMLError:
+            return None
+
+    def _other_processes(self) -> tuple[GpuProcess, ...]:
+        index = self._ask(pynvml.nvmlDeviceGetIndex)
+        gpus, _, _ = find_gpus()
+        return gpus[int(index)].other_processes if index is not None and index < len(gpus) else ()
+
+
+@contextmanager
+def gpu_driver(uuid: str) -> Iterator[GpuDriver | None]:
+    """Open the driver of the GPU that torch knows by this UUID; None where there is no such driver."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        try:
+            driver = GpuDriver(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}"))
+        except pynvml.NVMLError:
+            driver = None
+        yield driver
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def state_notes(state: GpuState | None) -> tuple[str, ...]:
+    """Say who disturbed the GPU before the run, or that nobody could be asked."""
+    if state is None:
+        return ("NVIDIA's driver could not be asked: clocks, power and other programs were not measured.",)
+    notes = []
+    if state.utilisation is not None and state.utilisation > BUSY:
+        notes.append(
+            f"The {state.name} was busy before the run (utilisation {state.utilisation:.0%}): "
+            "its figures may be too low."
+        )
+    if state.other_processes:
+        named = ", ".join(
+            f"{process.name} (process {process.pid}{_memory(process)})" for process in state.other_processes
+        )
+        notes.append(f"Other programs held memory of the {state.name}: {named}.")
+    return tuple(notes)
+
+
+def _memory(process: GpuProcess) -> str:
+    return "" if process.memory_bytes is None else f", {process.memory_bytes / 1e9:.1f} GB"
+
+
+def _text(value: str | bytes) -> str:
+    """Older versions of pynvml give bytes."""
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,12 @@
+"""Suite `hardware`: what this computer's processors, memories and the ways between them reach.
+
+Everything else that the self-test measures is bounded by these figures: decoding reads weights and KV, so by
+the memories' read rates; prefill by the matrix rates; offloading by the bus and by how long the GPU waits for
+the CPU. See host.py, device.py, cuda.py and hand_off.py for what exactly is timed.
+"""
+
+from neo_desktop.app.bench.hardware.options import HardwareOptions
+from neo_desktop.app.bench.hardware.report import HardwareReport
+from neo_desktop.app.bench.hardware.suite import run_hardware
+
+__all__ = ["HardwareOptions", "HardwareReport", "run_hardware"]

@@ -1,0 +1,109 @@
+"""The work on a CUDA GPU, between two of its events."""
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+from neo_desktop.app.bench.hardware.device import Way
+from neo_desktop.engine.execute.timeline import timed_event
+from neo_desktop.engine.loading import DTYPES
+
+_MATRIX_BYTES = 4 + 2 + 2 + 2  # per element: random numbers, the same in two formats, a product
+
+
+def fitting_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sizes whose matrices fit into a quarter of the free memory."""
+    free, _ = torch.cuda.mem_get_info()
+    return tuple(size for size in sizes if _MATRIX_BYTES * size**2 <= free // 4)
+
+
+def give_back_memory() -> None:
+    """Return what torch keeps of freed GPU memory: whoever measures next looks at what is free."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing where no GPU was used
+
+
+class CudaTimer:
+    """See `GpuTimer`. Takes its memory when it is made.
+
+    Args:
+        memory_bytes: what reads and copies go over; a quarter of the free memory at most.
+        matrix_size: of the largest matrices.
+        transfer_bytes: of the largest transfer; 0: there will be none.
+
+    Raises:
+        torch.OutOfMemoryError: the GPU has too little memory left.
+    """
+
+    def __init__(self, memory_bytes: int, matrix_size: int, transfer_bytes: int = 0) -> None:
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self.name = torch.cuda.get_device_name(self._device)
+        has_bfloat16 = torch.cuda.get_device_capability(self._device) >= (8, 0)
+        self.dtypes = ("float16", "bfloat16") if has_bfloat16 else ("float16",)
+        free, _ = torch.cuda.mem_get_info(self._device)
+        # Random numbers: zeros cost less power, and a GPU would show clocks that it does not reach at work.
+        self._memory = torch.rand(min(memory_bytes, free // 4) // 8 * 2, device=self._device)
+        self._numbers = torch.randn(matrix_size**2, device=self._device)
+        self._matrices: dict[str, torch.Tensor] = {}
+        self._ways = {
+            way: (
+                torch.cuda.Stream(self._device),  # type: ignore[no-untyped-call]
+                torch.zeros(transfer_bytes, dtype=torch.uint8, device=self._device),
+                torch.zeros(transfer_bytes, dtype=torch.uint8).pin_memory(),
+            )
+            for way in (Way if transfer_bytes else ())
+        }
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that reads and copies go over."""
+        return self._memory.nbytes
+
+    def matrix_seconds(self, size: int, dtype: str, times: int) -> float:
+        """Multiply a matrix of [size, size] with itself."""
+        if dtype not in self._matrices:
+            self._matrices[dtype] = self._numbers.to(DTYPES[dtype])
+        matrix = self._matrices[dtype][: size * size].view(size, size)
+        out = torch.empty_like(matrix)
+        return self._seconds(lambda: torch.mm(matrix, matrix, out=out), times)
+
+    def read_seconds(self, nbytes: int, times: int) -> float:
+        """Add up the first so many bytes of the memory, as fp32."""
+        part = self._memory[: nbytes // 4]
+        return self._seconds(part.sum, times)
+
+    def copy_seconds(self, nbytes: int, times: int) -> float:
+        """Copy half of so many bytes to the other half."""
+        half = nbytes // 8
+        source, target = self._memory[:half], self._memory[half : 2 * half]
+        return self._seconds(lambda: target.copy_(source), times)
+
+    def transfer_seconds(self, nbytes: int, ways: tuple[Way, ...], times: int) -> float:
+        """Copy so many bytes between GPU and pinned host memory; each way has a stream of its own."""
+        torch.cuda.synchronize(self._device)
+        start, ends = timed_event(), []
+        start.record()
+        for way in ways:
+            self._ways[way][0].wait_event(start)
+        for _ in range(times):
+            for way in ways:
+                stream, on_device, on_host = self._ways[way]
+                source, target = (on_host, on_device) if way is Way.TO_DEVICE else (on_device, on_host)
+                with torch.cuda.stream(stream):
+                    target[:nbytes].copy_(source[:nbytes], non_blocking=True)
+        for way in ways:
+            ends.append(timed_event())
+            ends[-1].record(self._ways[way][0])
+        torch.cuda.synchronize(self._device)
+        return max(float(start.elapsed_time(end)) for end in ends) / 1e3
+
+    def _seconds(self, work: Callable[[], object], times: int) -> float:
+        torch.cuda.synchronize(self._device)
+        start, end = timed_event(), timed_event()
+        start.record()
+        for _ in range(times):
+            work()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3

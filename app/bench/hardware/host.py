@@ -1,0 +1,101 @@
+"""The CPU and its memory: what plain reads, copies, multiply-adds and matrix products reach."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from neo_desktop import native
+from neo_desktop.app.bench.hardware.rounds import Case
+from neo_desktop.engine.loading import DTYPES
+
+_FMA_SECONDS = 0.01
+_BF16_ISAS = ("avx512bf16", "amx", "neon_bf16")  # instruction sets that multiply bf16
+
+
+class Host:
+    """A large piece of memory, and the work that is timed on it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.huge_pages = native.advise_huge_pages(self._memory)
+        native.interleave_numa_nodes(self._memory)  # as the engine's CPU-cache
+        self._memory.fill_(1)
+        self._matrices: dict[tuple[int, str], torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self._memory.nbytes
+
+    def read_gb_per_s(self, threads: int, nbytes: int | None = None) -> float:
+        """Read the memory, or its beginning, front to back with the kernels' thread pool."""
+        part = self._memory[:nbytes]
+        return part.nbytes / native.read_seconds(part, threads) / 1e9
+
+    def copy_gb_per_s(self, threads: int) -> float:
+        """Copy one half to the other with torch; what is read and what is written both count."""
+        half = self.nbytes // 2
+        source, target = self._memory[:half], self._memory[half : 2 * half]
+        with _torch_threads(threads):
+            start = time.perf_counter()
+            target.copy_(source)
+            return 2 * half / (time.perf_counter() - start) / 1e9
+
+    def multiply_add_gflop_per_s(self, threads: int, dtype: str) -> float:
+        """Multiply and add in registers; either counts as an operation."""
+        return 2 * native.fma_rate(_FMA_SECONDS, threads, dtype=DTYPES[dtype]) / 1e9
+
+    def matrix_gflop_per_s(self, size: int, dtype: str) -> float:
+        """Multiply two square matrices with torch, on as many threads as torch takes by itself."""
+        if (size, dtype) not in self._matrices:
+            generator = torch.Generator().manual_seed(0)
+            self._matrices[size, dtype] = torch.randn(size, size, generator=generator).to(DTYPES[dtype])
+        matrix = self._matrices[size, dtype]
+        start = time.perf_counter()
+        torch.mm(matrix, matrix)
+        return 2 * size**3 / (time.perf_counter() - start) / 1e9
+
+
+def native_dtypes() -> tuple[str, ...]:
+    """The number formats that the kernels' instruction set multiplies."""
+    return ("float32", "bfloat16") if native.default_isa() in _BF16_ISAS else ("float32",)
+
+
+def host_cases(
+    host: Host, thread_counts: tuple[int, ...], matrix_size: int
+) -> dict[Case, Callable[[], float]]:
+    """Every measurement on the host: GB/s of reads and copies, GFLOP/s of the others."""
+
+    def reads(threads: int) -> Callable[[], float]:
+        return lambda: host.read_gb_per_s(threads)
+
+    def copies(threads: int) -> Callable[[], float]:
+        return lambda: host.copy_gb_per_s(threads)
+
+    def multiply_adds(threads: int, dtype: str) -> Callable[[], float]:
+        return lambda: host.multiply_add_gflop_per_s(threads, dtype)
+
+    def matrices(dtype: str) -> Callable[[], float]:
+        return lambda: host.matrix_gflop_per_s(matrix_size, dtype)
+
+    cases: dict[Case, Callable[[], float]] = {}
+    for threads in thread_counts:
+        cases[Case("host reads", threads)] = reads(threads)
+        cases[Case("host copies", threads)] = copies(threads)
+        for dtype in native_dtypes():
+            cases[Case("CPU multiply-adds", threads, dtype)] = multiply_adds(threads, dtype)
+    for dtype in native_dtypes():
+        cases[Case("CPU matrix products", matrix_size, dtype)] = matrices(dtype)
+    return cases
+
+
+@contextmanager
+def _torch_threads(threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,57 @@
+"""Two reports side by side."""
+
+from neo_desktop.app.bench.report import Report
+from neo_desktop.app.bench.section import Metric, Section, Table
+
+NOISE = 0.05  # by which two runs on one idle machine may differ
+
+
+def compare(first: Report, second: Report, names: tuple[str, str]) -> Section:
+    """Set the headline figures of two reports beside each other.
+
+    Args:
+        names: of the reports, for the table's head.
+    """
+    a, b = first.metrics(), second.metrics()
+    rows = [
+        _row(name, a.get(name), b.get(name)) for name in sorted({*a, *b}, key=lambda name: _order(name, a, b))
+    ]
+    ratios = [
+        (b[name].value / a[name].value if a[name].higher_is_better else a[name].value / b[name].value)
+        for name in a
+        if name in b and a[name].value > 0 and b[name].value > 0
+    ]
+    better = sum(ratio > 1 + NOISE for ratio in ratios)
+    worse = sum(ratio < 1 - NOISE for ratio in ratios)
+    summary = (
+        f"{names[1]} is better in {better} and worse in {worse} of {len(ratios)} figures; the others differ "
+        f"by at most {NOISE:.0%}, as two runs on one machine do."
+        if ratios
+        else "The two reports have no figure in common: they are of different suites."
+    )
+    notes = (
+        [] if first.machine.cpu == second.machine.cpu else ["The two were measured on different processors."]
+    )
+    return Section(
+        "Comparison",
+        summary,
+        (Table(("figure", names[0], names[1], "ratio", "unit", "better"), tuple(rows)),),
+        notes=tuple(notes),
+    )
+
+
+def _order(name: str, a: dict[str, Metric], b: dict[str, Metric]) -> tuple[int, int]:
+    """As the first report has them, then what only the second has."""
+    return (0, list(a).index(name)) if name in a else (1, list(b).index(name))
+
+
+def _row(name: str, a: Metric | None, b: Metric | None) -> tuple[str, ...]:
+    known = a or b
+    assert known is not None
+    ratio = f"{b.value / a.value:.2f}x" if a is not None and b is not None and a.value else ""
+    better = "higher" if known.higher_is_better else "lower"
+    return name, _value(a), _value(b), ratio, known.unit, better
+
+
+def _value(metric: Metric | None) -> str:
+    return "" if metric is None else f"{metric.value:.4g}"

@@ -1,0 +1,34 @@
+"""What every form of the page begins with."""
+
+from neo_desktop.app.bench.page.verdict import verdict
+from neo_desktop.app.bench.report import Report
+
+
+def headline(report: Report) -> tuple[str, ...]:
+    """The verdict, and what is missing in the report."""
+    lines = list(verdict(report))
+    if report.interrupted is not None:
+        lines.append(f"The run was ended during {report.interrupted}: its figures may lack cases.")
+    lines += [f"{failure.suite} could not be measured: {failure.reason}" for failure in report.failures]
+    return tuple(lines)
+
+
+def machine_lines(report: Report) -> tuple[str, ...]:
+    """What was measured on, and when."""
+    machine = report.machine
+    lines = [
+        f"{machine.cpu}, {machine.physical_cores} cores ({machine.usable_cores} usable), {machine.isa}",
+        f"{machine.memory_bytes / 1e9:.1f} GB memory, {machine.available_bytes / 1e9:.1f} GB of it available",
+    ]
+    for gpu in machine.gpus:
+        lines.append(
+            f"{gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB, {gpu.free_bytes / 1e9:.1f} GB of it free, "
+            f"driver {gpu.driver}"
+        )
+        lines += [f"the GPU was also used by {process.name}" for process in gpu.other_processes]
+    if machine.gpu_note:
+        lines.append(f"GPU: {machine.gpu_note}")
+    lines += machine.notes
+    lines.append(f"torch {machine.torch}, Python {machine.python}, {machine.platform}")
+    lines.append(f"measured {report.started}, in {report.seconds:.0f} s, neo-desktop {machine.neo_desktop}")
+    return tuple(lines)

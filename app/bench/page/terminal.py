@@ -1,0 +1,31 @@
+"""Sections in a terminal."""
+
+import re
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from neo_desktop.app.bench.section import Section, Table
+
+
+def render_section(section: Section) -> RenderableType:
+    """Title, summary, tables and notes; plots are for the page."""
+    parts: list[RenderableType] = [Text(section.title, style="bold"), Text(section.summary)]
+    parts += [render_table(table) for table in section.tables]
+    parts += [Text(note, style="dim") for note in section.notes]
+    return Padding(Group(*parts), (1, 0, 0, 0))
+
+
+def render_table(table: Table) -> RenderableType:
+    """Headings are broken at spaces and hyphens, so that many columns fit."""
+    shown = RichTable(
+        title=table.title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    for index, column in enumerate(table.columns):
+        shown.add_column(re.sub(r" |(?<=-)", "\n", column), justify="left" if index == 0 else "right")
+    for row in table.rows:
+        shown.add_row(*map(Text, row))
+    return shown

@@ -1,0 +1,61 @@
+"""What a person wants to know first: what runs here, and whether offloading helps."""
+
+from collections.abc import Iterator
+
+from neo_desktop.app.bench.report import Report
+from neo_desktop.app.bench.section import speed
+from neo_desktop.app.bench.throughput.report import BASELINE, ThroughputReport
+
+_WORTH_IT = 1.05  # a gain that two runs on one machine cannot make up
+
+
+def verdict(report: Report) -> tuple[str, ...]:
+    """Plain sentences, the most important one first; none if nothing was measured that allows one."""
+    lines: list[str] = []
+    for suite in report.suites:
+        if isinstance(suite, ThroughputReport):
+            lines += _throughput(suite, report)
+    return tuple(lines)
+
+
+def _throughput(suite: ThroughputReport, report: Report) -> Iterator[str]:
+    changed = [each for each in suite.policies if each.changed_answers]
+    for each in changed:
+        yield f"FAILURE: {each.policy} changed {each.changed_answers} answers. Please report this."
+    failed = {each.policy: sum(each.errors.values()) for each in suite.policies if each.errors}
+    for policy, count in failed.items():
+        yield f"FAILURE: {policy} gave up {count} requests: see the reasons in report.json."
+    if suite.imitated:
+        yield "The GPU was imitated: whether offloading helps can only be seen on a computer with a GPU."
+    elif suite.device != "cuda":
+        reason = report.machine.gpu_note or "the CPU was asked for"
+        yield (
+            f"Offloading does not help here, because there is no GPU to offload from ({reason}). The CPU "
+            f"alone writes {speed(suite.fastest.output_tokens_per_s)} tokens per second with {suite.model}, "
+            f"all {suite.num_requests} requests together."
+        )
+    elif (gain := suite.gain) is not None and suite.baseline is not None:
+        if gain >= _WORTH_IT:
+            yield (
+                f"On this machine offloading makes {suite.model} {gain:.1f}x as fast when "
+                f"{suite.num_requests} requests come at once: "
+                f"{speed(gain * suite.baseline.output_tokens_per_s)} instead of "
+                f"{speed(suite.baseline.output_tokens_per_s)} tokens per second."
+            )
+        else:
+            yield (
+                f"Offloading does not help {suite.model} here ({gain:.2f}x of {BASELINE}): {_why_not(suite)}."
+            )
+
+
+def _why_not(suite: ThroughputReport) -> str:
+    baseline = suite.baseline
+    needed = suite.num_requests * (suite.prompt_tokens + suite.output_tokens)
+    if needed <= suite.gpu_cache_tokens:
+        return (
+            f"the GPU's memory holds all {suite.num_requests} requests ({needed:.0f} tokens, room for "
+            f"{suite.gpu_cache_tokens})"
+        )
+    if baseline is not None and baseline.device_busy_share > 0.9:
+        return "with what fits into its memory the GPU is busy already, and more requests at once do not help"
+    return "what the CPU could compute beside the GPU is less than what handing it over costs"

@@ -1,0 +1,69 @@
+"""One run: all requests at once, until the last has its answer."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from neo_desktop.app.bench.throughput.answers import Answer
+from neo_desktop.engine.batch import SampledToken
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run brought."""
+
+    seconds: float
+    answers: tuple[Answer, ...]  # of each request
+    errors: tuple[str, ...]  # of those that the engine gave up
+    num_iterations: int
+    num_cpu_decodes: int
+    num_double_iterations: int
+    num_preemptions: int
+    num_moves: int
+
+    @property
+    def output_tokens(self) -> int:
+        """Of all requests."""
+        return sum(len(answer) for answer in self.answers)
+
+
+def run(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    progress: Callable[[float], None],
+) -> Run:
+    """Let an idle engine answer all prompts; `progress` gets the share of the tokens that are there."""
+    before = engine.stats()
+    answers: list[list[SampledToken]] = [[] for _ in prompts]
+    errors: list[str] = []
+    expected = sum(each.max_tokens or 1 for each in params)
+    done = 0
+    started = time.perf_counter()
+    try:
+        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+            engine.add_request(str(index), prompt, each)
+        while engine.has_work:
+            for output in engine.step():
+                answers[int(output.request_id)] += output.tokens
+                done += len(output.tokens)
+                if output.error is not None:
+                    errors.append(output.error)
+            progress(done / expected)
+        seconds = time.perf_counter() - started
+    finally:  # after Ctrl-C; otherwise nothing is left
+        for index in range(len(prompts)):
+            engine.abort(str(index))
+    after = engine.stats()
+    return Run(
+        seconds=seconds,
+        answers=tuple(map(tuple, answers)),
+        errors=tuple(errors),
+        num_iterations=after.num_iterations - before.num_iterations,
+        num_cpu_decodes=after.num_cpu_decodes - before.num_cpu_decodes,
+        num_double_iterations=after.num_double_iterations - before.num_double_iterations,
+        num_preemptions=after.num_preemptions - before.num_preemptions,
+        num_moves=after.num_moves - before.num_moves,
+    )

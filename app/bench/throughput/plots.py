@@ -1,0 +1,81 @@
+"""The suite's pictures."""
+
+from typing import TYPE_CHECKING
+
+from neo_desktop.app.bench.section import speed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from neo_desktop.app.bench.throughput.report import ThroughputReport
+
+_LANES = ("device", "to-host", "cpu", "to-device", "swap")
+_LANE_NAMES = {"device": "GPU", "to-host": "q, k, v to CPU", "cpu": "CPU attention", "to-device": "o to GPU"}
+_COLOURS = {-1: "#9a9a9a", 0: "#2f6fb0", 1: "#d08700"}
+_HATCHES = {-1: "", 0: "", 1: "///"}
+
+
+def bars(report: "ThroughputReport", figure: "Figure") -> None:
+    """Speeds, with the spread of the turns and the limits."""
+    axes = figure.subplots()
+    names = [each.policy for each in report.policies] + [rival.name for rival in report.rivals]
+    speeds = [each.output_tokens_per_s for each in report.policies]
+    speeds += [rival.output_tokens_per_s for rival in report.rivals]
+    spread = [
+        (
+            each.output_tokens_per_s - each.lowest_output_tokens_per_s,
+            each.highest_output_tokens_per_s - each.output_tokens_per_s,
+        )
+        for each in report.policies
+    ] + [(0.0, 0.0)] * len(report.rivals)
+    drawn = axes.barh(
+        names, speeds, color="#2f6fb0", height=0.6, xerr=list(zip(*spread, strict=True)), capsize=3
+    )
+    axes.bar_label(drawn, [speed(each) for each in speeds], padding=6)
+    bounds = [each.bound_output_tokens_per_s for each in report.policies]
+    known = [(at, bound) for at, bound in enumerate(bounds) if bound is not None]
+    if known:
+        axes.vlines(
+            [bound for _, bound in known],
+            [at - 0.38 for at, _ in known],
+            [at + 0.38 for at, _ in known],
+            color="black",
+            linewidth=2,
+            label="limit: no schedule can be faster",
+        )
+        figure.legend(loc="outside lower center", frameon=False)
+    axes.invert_yaxis()
+    axes.set_xlabel("output tokens per second")
+    axes.margins(x=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def timeline(report: "ThroughputReport", figure: "Figure") -> None:
+    """A row per lane, coloured by sub-batch."""
+    axes = figure.subplots()
+    lanes = [lane for lane in _LANES if any(span.lane == lane for span in report.timeline)]
+    for sub_batch, label in ((0, "sub-batch 0"), (1, "sub-batch 1"), (-1, "sampling, copies")):
+        spans = [span for span in report.timeline if span.sub_batch == sub_batch]
+        if spans:
+            axes.barh(
+                [lanes.index(span.lane) for span in spans],
+                [span.end_ms - span.start_ms for span in spans],
+                left=[span.start_ms for span in spans],
+                height=0.7,
+                color=_COLOURS[sub_batch],
+                hatch=_HATCHES[sub_batch],
+                edgecolor="white",
+                linewidth=0.5,
+                label=label,
+            )
+    axes.set_yticks(
+        range(len(lanes)),
+        [
+            "device" if lane == "device" and report.device != "cuda" else _LANE_NAMES.get(lane, lane)
+            for lane in lanes
+        ],
+    )
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)

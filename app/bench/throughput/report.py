@@ -1,0 +1,224 @@
+"""What the suite found."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from neo_desktop.app.bench.section import Metric, Plot, Section, Table, speed
+from neo_desktop.app.bench.throughput import plots
+
+BASELINE = "gpu-only"  # what offloading is compared with
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineSpan:
+    """A lane was busy; of the iteration and the layers that are shown."""
+
+    lane: str
+    name: str
+    sub_batch: int  # -1: of no sub-batch
+    start_ms: float  # since the first of these spans began
+    end_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyResult:
+    """One policy's runs; medians over the turns where nothing else is said."""
+
+    policy: str
+    output_tokens_per_s: float
+    lowest_output_tokens_per_s: float  # of all turns
+    highest_output_tokens_per_s: float
+    total_tokens_per_s: float  # prompts included
+    seconds: float  # a run
+    turns: int
+    tokens_per_iteration: float  # output tokens: the mean batch of decodes
+    cpu_decode_share: float  # output tokens whose attention the CPU computed
+    double_iteration_share: float  # iterations with two sub-batches
+    num_preemptions: float
+    num_moves: float
+    device_busy_share: float  # of the time, over all turns
+    cpu_busy_share: float  # with decode attention
+    overlap_share: float  # of the time: both at once
+    bound_output_tokens_per_s: float | None  # no schedule of this policy can be faster on this machine
+    identical_answers: int  # beside those of the first policy
+    near_tie_answers: int  # part from them where two tokens were nearly equally probable
+    changed_answers: int  # a failure
+    errors: dict[str, int]  # requests that were given up: reason -> how many, over all runs
+    gpu_peak_bytes: int | None  # None: no GPU
+    host_bytes: int  # of the process after the runs
+
+    @property
+    def bound_share(self) -> float | None:
+        """Share of the bound that was reached."""
+        bound = self.bound_output_tokens_per_s
+        return None if bound is None else self.output_tokens_per_s / bound
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """Another program with the same weights and requests."""
+
+    name: str
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    settings: str  # how it was run
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputReport:
+    """All policies on one workload."""
+
+    model: str
+    device: str
+    dtype: str
+    gpu_cache_tokens: int  # 0: none
+    cpu_cache_tokens: int
+    imitated: bool  # both caches lie in host memory, and the CPU stands in for the GPU
+    num_requests: int
+    prompt_tokens: float  # mean
+    output_tokens: float  # mean
+    policies: tuple[PolicyResult, ...]
+    rivals: tuple[Rival, ...]
+    timeline: tuple[TimelineSpan, ...]  # one iteration, of the policy named in timeline_policy
+    timeline_policy: str
+    notes: tuple[str, ...]
+    suite: Literal["throughput"] = "throughput"
+
+    @property
+    def baseline(self) -> PolicyResult | None:
+        """The policy that keeps all KV on the device."""
+        return next((each for each in self.policies if each.policy == BASELINE), None)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a policy changed an answer or gave one up."""
+        return any(each.changed_answers or each.errors for each in self.policies)
+
+    @property
+    def fastest(self) -> PolicyResult:
+        """The policy with the most output tokens per second."""
+        return max(self.policies, key=lambda each: each.output_tokens_per_s)
+
+    @property
+    def gain(self) -> float | None:
+        """How much faster `auto` is than the baseline; None: one of the two was not measured."""
+        auto = next((each for each in self.policies if each.policy == "auto"), None)
+        if auto is None or self.baseline is None:
+            return None
+        return auto.output_tokens_per_s / self.baseline.output_tokens_per_s
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """Output tokens per second of each policy."""
+        return tuple(
+            Metric(
+                f"throughput.{each.policy}.output_tokens_per_s", each.output_tokens_per_s, "output tokens/s"
+            )
+            for each in self.policies
+        )
+
+    def section(self) -> Section:
+        """A row per policy, bars, one iteration's timeline."""
+        best = self.fastest
+        summary = (
+            f"{self.model} in {self.dtype}: {self.num_requests} requests at once, {self.prompt_tokens:.0f} "
+            f"tokens in and {self.output_tokens:.0f} out on average. Fastest is {best.policy} with "
+            f"{speed(best.output_tokens_per_s)} output tokens per second."
+        )
+        shown = [
+            Plot("throughput", "Output tokens per second by policy", lambda figure: plots.bars(self, figure))
+        ]
+        if self.timeline:
+            shown.append(
+                Plot(
+                    "timeline",
+                    f"Who is busy when: layers in the middle of one iteration of {self.timeline_policy}",
+                    lambda figure: plots.timeline(self, figure),
+                    (9.0, 3.0),
+                )
+            )
+        return Section(
+            "Throughput: all requests at once",
+            summary,
+            (self._speeds(), self._insides()),
+            tuple(shown),
+            self.notes,
+        )
+
+    def _speeds(self) -> Table:
+        baseline = self.baseline
+        rows = []
+        for each in self.policies:
+            gain = (
+                "" if baseline is None else f"{each.output_tokens_per_s / baseline.output_tokens_per_s:.2f}x"
+            )
+            bound, share = each.bound_output_tokens_per_s, each.bound_share
+            rows.append(
+                (
+                    each.policy,
+                    speed(each.output_tokens_per_s),
+                    f"{speed(each.lowest_output_tokens_per_s)}-{speed(each.highest_output_tokens_per_s)}",
+                    gain,
+                    speed(each.total_tokens_per_s),
+                    "" if bound is None else speed(bound),
+                    "" if share is None else f"{share:.0%}",
+                    _answers(each),
+                )
+            )
+        for rival in self.rivals:
+            gain = (
+                "" if baseline is None else f"{rival.output_tokens_per_s / baseline.output_tokens_per_s:.2f}x"
+            )
+            own, total = speed(rival.output_tokens_per_s), speed(rival.total_tokens_per_s)
+            rows.append((rival.name, own, "", gain, total, "", "", ""))
+        return Table(
+            (
+                "policy",
+                "output tokens/s",
+                "of all turns",
+                f"against {BASELINE}",
+                "tokens/s",
+                "limit",
+                "of limit",
+                "answers",
+            ),
+            tuple(rows),
+            "Speed",
+        )
+
+    def _insides(self) -> Table:
+        return Table(
+            (
+                "policy",
+                "batch",
+                "on CPU",
+                "two sub-batches",
+                "GPU busy",
+                "CPU busy",
+                "both",
+                "preempted",
+                "moves",
+            ),
+            tuple(
+                (
+                    each.policy,
+                    f"{each.tokens_per_iteration:.1f}",
+                    f"{each.cpu_decode_share:.0%}",
+                    f"{each.double_iteration_share:.0%}",
+                    f"{each.device_busy_share:.0%}",
+                    f"{each.cpu_busy_share:.0%}",
+                    f"{each.overlap_share:.0%}",
+                    f"{each.num_preemptions:.0f}",
+                    f"{each.num_moves:.0f}",
+                )
+                for each in self.policies
+            ),
+            "What the engine did",
+        )
+
+
+def _answers(result: PolicyResult) -> str:
+    if result.changed_answers:
+        return f"{result.changed_answers} CHANGED"
+    if result.errors:
+        return f"{sum(result.errors.values())} FAILED"
+    return f"same ({result.near_tie_answers} near ties)" if result.near_tie_answers else "same"

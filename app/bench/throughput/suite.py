@@ -1,0 +1,283 @@
+"""Policies in turn, on one model and one pair of caches."""
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import psutil
+import torch
+
+from neo_desktop.app.bench.suite import Progress
+from neo_desktop.app.bench.throughput.answers import TOLERANCES, TOP_LOGPROBS, Answer, Comparison, compare
+from neo_desktop.app.bench.throughput.measure import Run, run
+from neo_desktop.app.bench.throughput.options import ThroughputOptions
+from neo_desktop.app.bench.throughput.report import BASELINE, PolicyResult, ThroughputReport, TimelineSpan
+from neo_desktop.app.bench.throughput.workload import Workload, fitting, lengths
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
+from neo_desktop.engine.loading import choose_device
+from neo_desktop.engine.placement import Place, get_policy
+from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.profiling.budget import BLOCK_SIZE
+from neo_desktop.engine.profiling.profiler import profile
+from neo_desktop.engine.setup import Setup
+from neo_desktop.engine.simulation.bound import Bound
+
+_PROFILE_SHARE = 0.15  # of the suite's progress
+_PILOT_REQUESTS = 2
+_LEAST_REQUESTS = 4
+_TIMELINE_LAYERS = 3
+_SHOWN_FIRST = {"auto": 0, "neo": 1}  # whose timeline is shown, if it has two sub-batches
+
+
+@dataclass(slots=True)
+class _Policy:
+    """One policy's engine and what its runs brought so far."""
+
+    name: str
+    setup: Setup
+    timeline: Timeline
+    engine: Engine
+    answers: tuple[Answer, ...] = ()
+    comparison: Comparison = field(default_factory=lambda: Comparison(0, 0, 0))
+    runs: list[Run] = field(default_factory=list)
+    shares: list[tuple[float, float, float]] = field(default_factory=list)  # of each run: see `_busy_shares`
+    spans: list[Span] = field(default_factory=list)  # of the last run
+    gpu_peak_bytes: int | None = None
+
+
+def run_throughput(options: ThroughputOptions, progress: Progress) -> Iterator[ThroughputReport]:
+    """Measure; raises what the engine raises for a model or memory, and what a trace's reader raises."""
+    requests = lengths(options, choose_device(options.device).type)
+    progress(0.0, "loading the model")
+    model = options.load()
+    names, notes = _policies(options, model.decoder.device)
+    places = {place for name in names for place in get_policy(name).places}
+    setup = options.take_memory(model, [place for place in Place if place in places])
+
+    def profiled(share: float, what: str) -> None:
+        progress(_PROFILE_SHARE * share, f"tables: {what}")
+
+    tables = profile(model.decoder, setup.storage, setup.limits, progress=profiled)
+    most_tokens = min(
+        model.config.max_context_tokens,
+        *(sum(setup.num_blocks[place] for place in get_policy(name).places) * BLOCK_SIZE for name in names),
+    )
+    workload = fitting(requests, most_tokens)
+    if workload.num_left_out:
+        notes.append(
+            f"{workload.num_left_out} requests of more than {most_tokens} tokens were left out: they do not "
+            "fit into the context or the smallest cache."
+        )
+    policies = [_policy(name, setup, tables) for name in names]
+    try:
+        if options.num_requests is None:
+            workload = _sized(workload, policies[0], options, len(policies))
+        yield from _measure(policies, workload, options, tables, notes, progress)
+    finally:
+        for policy in policies:
+            policy.engine.close()
+
+
+def _policies(options: ThroughputOptions, device: torch.device) -> tuple[tuple[str, ...], list[str]]:
+    """Return which policies to run, and what is to be said about the choice."""
+    imitates = device.type != "cuda" and options.gpu_cache_tokens is not None
+    if imitates:
+        note = (
+            "The GPU-cache is imitated in host memory, and the CPU computes for both: this shows that the "
+            "policies work, not what offloading gains on a GPU."
+        )
+    elif device.type != "cuda":
+        note = "Without a GPU there is nothing to offload: the model runs on the CPU, and all KV is there."
+    else:
+        note = ""
+    chosen = options.policies or ((BASELINE, "auto") if device.type == "cuda" or imitates else (BASELINE,))
+    return chosen, [note] if note else []
+
+
+def _policy(name: str, setup: Setup, tables: TableCostModel) -> _Policy:
+    """Make an engine for a policy; all of them use the same memory, one after the other."""
+    places = get_policy(name).places
+    own = replace(setup, num_blocks={place: setup.num_blocks[place] for place in places})
+    timeline = Timeline()
+    return _Policy(name, own, timeline, Engine.from_setup(own, name, cost_model=tables, timeline=timeline))
+
+
+def _sized(workload: Workload, policy: _Policy, options: ThroughputOptions, num_policies: int) -> Workload:
+    """Take so many requests that all runs together last about as long as they should.
+
+    A few requests take longer each than many at once: the runs become shorter than that, not longer.
+    """
+    requests = workload.requests
+    pilot = replace(workload, requests=requests[:_PILOT_REQUESTS])
+    prompts = pilot.prompts(options.seed, -1, policy.setup.model.config.vocab_size)
+    seconds = run(policy.engine, prompts, pilot.params(), lambda share: None).seconds
+    num_runs = (options.repeats + 1) * num_policies
+    count = round(options.seconds / num_runs / (seconds / len(pilot.requests)))
+    return replace(workload, requests=requests[: max(count, _LEAST_REQUESTS)])
+
+
+def _measure(
+    policies: Sequence[_Policy],
+    workload: Workload,
+    options: ThroughputOptions,
+    tables: TableCostModel,
+    notes: Sequence[str],
+    progress: Progress,
+) -> Iterator[ThroughputReport]:
+    """Let every policy answer once, then take turns; a report after each timed run."""
+    vocab_size = policies[0].setup.model.config.vocab_size
+    num_runs = (options.repeats + 1) * len(policies)
+    done = 0
+
+    def step(name: str) -> Callable[[float], None]:
+        what = f"{name}: {len(workload.requests)} requests"
+        return lambda share: progress(
+            _PROFILE_SHARE + (1 - _PROFILE_SHARE) * min((done + share) / num_runs, 1.0), what
+        )
+
+    tolerance = TOLERANCES[policies[0].setup.model.decoder.dtype]
+    prompts = workload.prompts(options.seed, 0, vocab_size)
+    for policy in policies:
+        first = run(policy.engine, prompts, workload.params(TOP_LOGPROBS), step(policy.name))
+        policy.answers = first.answers
+        policy.comparison = compare(first.answers, policies[0].answers, tolerance)
+        done += 1
+    for turn in range(1, options.repeats + 1):
+        prompts = workload.prompts(options.seed, turn, vocab_size)
+        for policy in policies:
+            _run_turn(policy, prompts, workload, step(policy.name))
+            done += 1
+            measured = [each for each in policies if each.runs]
+            yield _report(measured, workload, options, tables, notes)
+    progress(1.0, "done")
+
+
+def _run_turn(
+    policy: _Policy, prompts: list[list[int]], workload: Workload, progress: Callable[[float], None]
+) -> None:
+    is_cuda = policy.setup.model.decoder.device.type == "cuda"
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    policy.timeline.take()
+    policy.runs.append(run(policy.engine, prompts, workload.params(), progress))
+    policy.spans = policy.timeline.take()
+    policy.shares.append(_busy_shares(policy.spans))
+    if is_cuda:
+        policy.gpu_peak_bytes = max(policy.gpu_peak_bytes or 0, torch.cuda.max_memory_allocated())
+
+
+def _busy_shares(spans: Sequence[Span]) -> tuple[float, float, float]:
+    """Return the shares of the time in which the device, the CPU's attention and both were busy."""
+    period_ns = max(span.end_ns for span in spans) - min(span.start_ns for span in spans)
+    busy = (busy_ns(spans, "device"), busy_ns(spans, "cpu"), overlap_ns(spans, "device", "cpu"))
+    device, cpu, both = (each / period_ns for each in busy)
+    return device, cpu, both
+
+
+def _report(
+    policies: Sequence[_Policy],
+    workload: Workload,
+    options: ThroughputOptions,
+    tables: TableCostModel,
+    notes: Sequence[str],
+) -> ThroughputReport:
+    setup, requests = policies[0].setup, workload.requests
+    decoder = setup.model.decoder
+    tokens = {
+        place: max(policy.setup.num_blocks.get(place, 0) for policy in policies) * BLOCK_SIZE
+        for place in Place
+    }
+    shown, spans = _timeline(policies)
+    return ThroughputReport(
+        model=setup.model.name,
+        device=decoder.device.type,
+        dtype=str(decoder.dtype).removeprefix("torch."),
+        gpu_cache_tokens=tokens[Place.DEVICE],
+        cpu_cache_tokens=tokens[Place.HOST],
+        imitated=decoder.device.type != "cuda" and len(policies) > 1,
+        num_requests=len(requests),
+        prompt_tokens=statistics.fmean(request.prompt_tokens for request in requests),
+        output_tokens=statistics.fmean(request.output_tokens for request in requests),
+        policies=tuple(_result(policy, workload, tables) for policy in policies),
+        rivals=(),
+        timeline=spans,
+        timeline_policy=shown,
+        notes=tuple(notes),
+    )
+
+
+def _result(policy: _Policy, workload: Workload, tables: TableCostModel) -> PolicyResult:
+    runs = policy.runs
+    speeds = [each.output_tokens / each.seconds for each in runs]
+    prompt_tokens = sum(request.prompt_tokens for request in workload.requests)
+    seconds = statistics.median(each.seconds for each in runs)
+    device, cpu, both = (statistics.median(shares) for shares in zip(*policy.shares, strict=True))
+    outputs, iterations = (
+        sum(each.output_tokens for each in runs),
+        sum(each.num_iterations for each in runs),
+    )
+    return PolicyResult(
+        policy=policy.name,
+        output_tokens_per_s=statistics.median(speeds),
+        lowest_output_tokens_per_s=min(speeds),
+        highest_output_tokens_per_s=max(speeds),
+        total_tokens_per_s=statistics.median(
+            (each.output_tokens + prompt_tokens) / each.seconds for each in runs
+        ),
+        seconds=seconds,
+        turns=len(runs),
+        tokens_per_iteration=outputs / iterations,
+        cpu_decode_share=sum(each.num_cpu_decodes for each in runs) / max(outputs, 1),
+        double_iteration_share=sum(each.num_double_iterations for each in runs) / iterations,
+        num_preemptions=statistics.median(each.num_preemptions for each in runs),
+        num_moves=statistics.median(each.num_moves for each in runs),
+        device_busy_share=device,
+        cpu_busy_share=cpu,
+        overlap_share=both,
+        bound_output_tokens_per_s=_bound(policy, workload, tables),
+        identical_answers=policy.comparison.identical,
+        near_tie_answers=policy.comparison.near_ties,
+        changed_answers=policy.comparison.changed,
+        errors=dict(Counter(error for each in runs for error in each.errors)),
+        gpu_peak_bytes=policy.gpu_peak_bytes,
+        host_bytes=psutil.Process().memory_info().rss,
+    )
+
+
+def _bound(policy: _Policy, workload: Workload, tables: TableCostModel) -> float:
+    """Return the most output tokens per second under this policy."""
+    places = get_policy(policy.name).places
+    gpu_tokens = policy.setup.num_blocks.get(Place.DEVICE, 0) * BLOCK_SIZE
+    bound = Bound(tables, workload.requests, gpu_tokens)
+    return bound.output_tokens_per_s(
+        0.0 if Place.DEVICE in places else 1.0, 1.0 if Place.HOST in places else 0.0
+    )
+
+
+def _timeline(policies: Sequence[_Policy]) -> tuple[str, tuple[TimelineSpan, ...]]:
+    """Cut some layers out of the middle of a typical iteration, one with two sub-batches if there are any."""
+    for policy in sorted(policies, key=lambda each: _SHOWN_FIRST.get(each.name, len(_SHOWN_FIRST))):
+        by_iteration: dict[int, list[Span]] = {}
+        for span in policy.spans:
+            by_iteration.setdefault(span.iteration, []).append(span)
+        doubles = [each for each in by_iteration.values() if any(s.stage.sub_batch == 1 for s in each)]
+        chosen = doubles or (list(by_iteration.values()) if policy is policies[0] else [])
+        if chosen:
+            chosen.sort(key=lambda each: max(s.end_ns for s in each) - min(s.start_ns for s in each))
+            middle = policy.setup.model.config.num_layers // 2
+            layers = range(middle, middle + _TIMELINE_LAYERS)
+            shown = [span for span in chosen[len(chosen) // 2] if span.stage.layer in layers]
+            start_ns = min((span.start_ns for span in shown), default=0)
+            return policy.name, tuple(
+                TimelineSpan(
+                    span.lane,
+                    span.stage.name,
+                    span.stage.sub_batch,
+                    (span.start_ns - start_ns) / 1e6,
+                    (span.end_ns - start_ns) / 1e6,
+                )
+                for span in shown
+            )
+    return "", ()

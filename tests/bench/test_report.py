@@ -1,0 +1,173 @@
+"""Reports survive: as files, through Ctrl-C, and beside each other."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+from suites import ignore, shown
+
+from neo_desktop.app.bench import Report, ReportError, SuiteOptions, run, run_suites
+from neo_desktop.app.bench.cost_model import CostModelOptions, CostModelReport, run_cost_model
+from neo_desktop.app.bench.page.compare import compare
+from neo_desktop.app.bench.page.files import prepare_folder, write_files
+from neo_desktop.app.bench.page.verdict import verdict
+from neo_desktop.app.bench.report import SCHEMA_VERSION, json_schema
+from neo_desktop.app.bench.suite import Progress
+from neo_desktop.app.bench.throughput import ThroughputOptions, ThroughputReport
+
+CACHES = {"shape": "tiny", "device": "cpu", "gpu_cache_tokens": 256, "cpu_cache_tokens": 4096}
+OPTIONS = SuiteOptions(
+    cost_model=CostModelOptions(**CACHES, points=4, repeated=2, rounds=2, seconds=0.5),  # type: ignore[arg-type]
+    throughput=ThroughputOptions(  # type: ignore[arg-type]
+        **CACHES,
+        input_tokens=30,
+        output_tokens=8,
+        num_requests=6,
+        repeats=1,
+        policies=("gpu-only", "neo", "auto"),
+    ),
+)
+SCHEMA = Path(__file__).parents[2] / "docs" / "bench-report.schema.json"
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return run_suites(["cost-model", "throughput"], ignore, OPTIONS)
+
+
+def throughput(report: Report, **changes: object) -> Report:
+    """The report with another result of its throughput suite."""
+    (suite,) = (each for each in report.suites if isinstance(each, ThroughputReport))
+    return replace(report, suites=(replace(suite, **changes),))  # type: ignore[arg-type]
+
+
+def test_json_is_what_the_documented_schema_says(report: Report) -> None:
+    documented = json.loads(SCHEMA.read_text())
+    assert documented == json_schema(), "scripts/bench_schema.py writes it anew"
+    jsonschema.validate(json.loads(json.dumps(report.to_json())), documented)
+    broken = json.loads(json.dumps(report.to_json()))
+    del broken["suites"][0]["cases"]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(broken, documented)
+
+
+def test_a_report_can_be_read_back(report: Report, tmp_path: Path) -> None:
+    report.write_json(tmp_path / "report.json")
+    assert Report.read_json(tmp_path / "report.json") == report
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("{}", "is no report"), ("no JSON", "is no report"), ("[1]", "is no report"), (None, "version 1")],
+)
+def test_other_files_are_refused(text: str | None, says: str, report: Report, tmp_path: Path) -> None:
+    if text is None:
+        text = json.dumps(report.to_json() | {"schema_version": SCHEMA_VERSION - 1})
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(ReportError, match=says):
+        Report.read_json(tmp_path / "report.json")
+
+
+def test_the_page_needs_nothing_but_itself(report: Report, tmp_path: Path) -> None:
+    prepare_folder(tmp_path / "new" / "folder")
+    page = write_files(report, tmp_path / "new" / "folder")
+    html = page.read_text()
+    assert not re.search(r'(src|href)="(?!data:)', html)
+    assert len(re.findall(r'<img alt="[^"]{10,}" src="data:image/png;base64,[^"]{1000,}"', html)) == 2
+    markdown = (page.parent / "report.md").read_text()
+    for picture in re.findall(r"!\[.+\]\((.+)\)", markdown):
+        assert (page.parent / picture).stat().st_size > 1000
+    for text in (html, markdown):
+        assert "gpu-only" in text
+        assert "The GPU was imitated" in text
+    assert Report.read_json(page.parent / "report.json") == report
+
+
+def test_names_from_outside_cannot_break_the_page(report: Report, tmp_path: Path) -> None:
+    evil = throughput(report, model="<script>alert(1)</script> | **x**")
+    prepare_folder(tmp_path)
+    page = write_files(evil, tmp_path)
+    assert "<script>" not in page.read_text()
+    assert "<script>" not in (tmp_path / "report.md").read_text()
+
+
+def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(options: SuiteOptions, progress: Progress) -> Iterator[CostModelReport]:
+        yield next(iter(run_cost_model(options.cost_model, progress)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(run.SUITES, "cost-model", interrupted)
+    report = run_suites(["cost-model", "throughput"], ignore, OPTIONS)
+    assert report.interrupted == "cost-model"
+    (suite,) = report.suites
+    assert suite.cases  # type: ignore[union-attr]
+    prepare_folder(tmp_path)
+    assert "ended during cost-model" in write_files(report, tmp_path).read_text()
+
+
+def test_a_suite_that_cannot_run_is_said_and_the_next_one_runs() -> None:
+    options = replace(OPTIONS, cost_model=replace(OPTIONS.cost_model, gpu_cache_tokens=10**12))
+    report = run_suites(["cost-model", "throughput"], ignore, options)
+    (failure,) = report.failures
+    assert failure.suite == "cost-model"
+    assert "are free for it: ask for at most" in failure.reason
+    assert [suite.suite for suite in report.suites] == ["throughput"]
+    assert report.has_failed
+
+
+def test_unknown_suite_is_refused() -> None:
+    with pytest.raises(ValueError, match="no benchmark suite is called 'golf'; choose from "):
+        run_suites(["golf"], ignore)
+
+
+def test_progress_never_goes_back() -> None:
+    shares: list[float] = []
+    run_suites(["cost-model", "throughput"], lambda share, what: shares.append(share), OPTIONS)
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+
+
+def test_the_verdict_says_what_offloading_gains(report: Report) -> None:
+    (suite,) = (each for each in report.suites if isinstance(each, ThroughputReport))
+    gpu_only, _, auto = suite.policies
+
+    same = replace(auto, output_tokens_per_s=gpu_only.output_tokens_per_s)
+
+    def said(device: str, speed: float, **changes: object) -> str:
+        faster = replace(auto, output_tokens_per_s=speed * gpu_only.output_tokens_per_s)
+        changes = {"device": device, "imitated": False, "policies": (gpu_only, faster)} | changes
+        return " ".join(verdict(throughput(report, **changes)))
+
+    assert "offloading makes tiny (random weights) 3.1x as fast when 6 requests" in said("cuda", 3.1)
+    assert "GPU's memory holds all 6 requests" in said("cuda", 1.0, gpu_cache_tokens=10**6)
+    small = {"gpu_cache_tokens": 64}
+    assert "costs" in said("cuda", 1.0, **small, policies=(replace(gpu_only, device_busy_share=0.5), same))
+    assert "no GPU to offload from" in said("cpu", 1.0)
+    changed = replace(same, changed_answers=2)
+    assert "FAILURE: auto changed 2 answers" in said("cuda", 1.0, policies=(gpu_only, changed))
+    failed = replace(same, errors={"out of memory": 3})
+    assert "FAILURE: auto gave up 3 requests" in said("cuda", 1.0, policies=(gpu_only, failed))
+
+
+def test_two_reports_side_by_side(report: Report) -> None:
+    (suite,) = (each for each in report.suites if isinstance(each, ThroughputReport))
+    gpu_only, _, auto = suite.policies
+    faster = replace(auto, output_tokens_per_s=2 * auto.output_tokens_per_s)
+    other = throughput(report, policies=(gpu_only, faster))
+    section = compare(report, other, ("before", "after"))
+    rows = {row[0]: row for row in section.tables[0].rows}
+    assert rows["throughput.auto.output_tokens_per_s"][3] == "2.00x"
+    assert rows["throughput.gpu-only.output_tokens_per_s"][3] == "1.00x"
+    assert rows["throughput.neo.output_tokens_per_s"][2:4] == ("", "")
+    assert rows["cost-model.median_error"][5] == "lower"
+    assert "after is better in 1 and worse in 0 of 2 figures" in section.summary
+    assert "…" not in shown(section, width=100)
+
+
+def test_reports_of_different_suites_have_nothing_to_compare(report: Report) -> None:
+    first, second = (replace(report, suites=(suite,)) for suite in report.suites)
+    assert "no figure in common" in compare(first, second, ("a", "b")).summary

@@ -1,0 +1,178 @@
+"""Throughput: same requests, same weights, one policy after the other; a changed answer is a failure."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from suites import count_colour, drawn, ignore, last, shown
+
+from neo_desktop.app.bench.throughput import ThroughputOptions, ThroughputReport, run_throughput, suite
+from neo_desktop.app.bench.throughput.answers import TOLERANCES, Answer, Comparison, compare
+from neo_desktop.app.bench.throughput.measure import Run, run
+from neo_desktop.app.bench.throughput.workload import fitting, lengths
+from neo_desktop.engine.batch import SampledToken, TokenLogprob
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.placement import POLICIES
+
+SMALL = ThroughputOptions(
+    shape="tiny",
+    device="cpu",
+    dtype="float32",
+    gpu_cache_tokens=256,
+    cpu_cache_tokens=4096,
+    input_tokens=40,
+    output_tokens=12,
+    num_requests=10,
+    repeats=2,
+    policies=tuple(POLICIES),
+)
+
+
+@pytest.fixture(scope="module")
+def report() -> ThroughputReport:
+    return last(run_throughput(SMALL, ignore))
+
+
+def test_every_policy_answers_everything_alike(report: ThroughputReport) -> None:
+    assert [each.policy for each in report.policies] == list(POLICIES)
+    for each in report.policies:
+        assert (each.identical_answers, each.near_tie_answers, each.changed_answers) == (10, 0, 0)
+        assert each.errors == {}
+    assert not report.has_failed
+
+
+def test_figures_agree_with_each_other(report: ThroughputReport) -> None:
+    requests = lengths(SMALL, "cpu")
+    assert report.num_requests == len(requests)
+    assert report.prompt_tokens == statistics.fmean(request.prompt_tokens for request in requests)
+    assert all(36 <= request.prompt_tokens <= 44 for request in requests)
+    for each in report.policies:
+        assert each.turns == 2
+        assert each.lowest_output_tokens_per_s <= each.output_tokens_per_s <= each.highest_output_tokens_per_s
+        per_output = 1 + report.prompt_tokens / report.output_tokens
+        assert each.total_tokens_per_s == pytest.approx(each.output_tokens_per_s * per_output)
+        assert 0 < each.device_busy_share <= 1
+        assert each.overlap_share <= min(each.device_busy_share, each.cpu_busy_share)
+        assert each.bound_output_tokens_per_s is not None
+        assert each.bound_share == pytest.approx(each.output_tokens_per_s / each.bound_output_tokens_per_s)
+        assert each.host_bytes > 0
+    gpu_only, fastdecode = report.policies[0], report.policies[1]
+    assert (gpu_only.policy, gpu_only.cpu_decode_share, gpu_only.cpu_busy_share) == ("gpu-only", 0, 0)
+    # All tokens but each request's first, which its prompt brings.
+    assert fastdecode.cpu_decode_share == pytest.approx(1 - 1 / report.output_tokens)
+
+
+def test_a_timeline_of_two_sub_batches_is_kept(report: ThroughputReport) -> None:
+    assert {span.sub_batch for span in report.timeline} >= {0, 1}
+    assert {span.lane for span in report.timeline} >= {"device", "cpu"}
+    assert all(0 <= span.start_ms <= span.end_ms for span in report.timeline)
+
+
+def test_tables_fit_a_terminal_and_pictures_show_something(report: ThroughputReport) -> None:
+    text = shown(report.section())
+    assert "…" not in text
+    for each in report.policies:
+        assert each.policy in text
+    bars, timeline = report.section().plots
+    assert count_colour(drawn(bars), "#2f6fb0") > 2000
+    pixels = drawn(timeline)
+    assert min(count_colour(pixels, "#2f6fb0"), count_colour(pixels, "#d08700")) > 500
+
+
+def test_without_a_gpu_there_is_one_policy_to_measure() -> None:
+    report = last(run_throughput(replace(SMALL, gpu_cache_tokens=None, policies=None, repeats=1), ignore))
+    assert [each.policy for each in report.policies] == ["gpu-only"]
+    assert not report.imitated
+    assert any("nothing to offload" in note for note in report.notes)
+
+
+def test_the_number_of_requests_follows_from_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def paced(engine: Engine, prompts: Sequence[Sequence[int]], *args: object) -> Run:
+        return replace(run(engine, prompts, *args), seconds=0.5 * len(prompts))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(suite, "run", paced)
+    options = replace(SMALL, num_requests=None, policies=("gpu-only",), repeats=2, seconds=60)
+    assert last(run_throughput(options, ignore)).num_requests == 40  # 3 runs of 20 s
+    assert last(run_throughput(replace(options, seconds=1), ignore)).num_requests == 4
+
+
+def test_requests_that_fit_nowhere_are_left_out_and_counted(tmp_path: Path) -> None:
+    trace = tmp_path / "lengths.json"
+    trace.write_text('[{"prompt": 20, "max_tokens": 4}, {"prompt": 600, "max_tokens": 4}]')
+    report = last(run_throughput(replace(SMALL, trace=str(trace), num_requests=None), ignore))
+    assert report.num_requests == 1
+    assert any("1 requests of more than 256 tokens were left out" in note for note in report.notes)
+    with pytest.raises(MemoryError, match="604 tokens, but 256 fit"):
+        fitting(lengths(replace(SMALL, trace=str(trace)), "cpu")[1:], 256)
+
+
+def test_an_interrupted_run_leaves_the_engine_empty() -> None:
+    with Engine.from_pretrained(
+        shape="tiny", device="cpu", policy="gpu-only", gpu_cache_tokens=512
+    ) as engine:
+
+        def stop(share: float) -> None:
+            raise KeyboardInterrupt
+
+        workload = fitting(lengths(SMALL, "cpu"), 256)
+        with pytest.raises(KeyboardInterrupt):
+            run(engine, workload.prompts(0, 0, 257), workload.params(), stop)
+        assert not engine.has_work
+        assert all(pool.num_used_blocks == 0 for pool in engine.stats().pools.values())
+
+
+def test_prompts_are_the_same_for_every_policy_and_others_in_every_turn() -> None:
+    workload = fitting(lengths(SMALL, "cpu"), 256)
+    assert workload.prompts(0, 1, 257) == workload.prompts(0, 1, 257)
+    assert workload.prompts(0, 1, 257) != workload.prompts(0, 2, 257)
+    assert workload.prompts(0, 1, 257) != workload.prompts(1, 1, 257)
+
+
+def answer(*tokens: tuple[int, float], other: tuple[int, float] = (99, -9.0)) -> Answer:
+    """Tokens with their log-probabilities; `other` is the next best one everywhere."""
+    return tuple(
+        SampledToken(token, own := TokenLogprob(token, logprob), (own, TokenLogprob(*other)))
+        for token, logprob in tokens
+    )
+
+
+@pytest.mark.parametrize(
+    ("theirs", "expected"),
+    [
+        (answer((1, -0.1), (2, -0.7)), Comparison(1, 0, 0)),
+        (answer((1, -0.1), (3, -0.7), other=(2, -0.72)), Comparison(0, 1, 0)),  # 2 and 3 nearly tie
+        (answer((1, -0.1), (3, -0.2), other=(2, -1.7)), Comparison(0, 0, 1)),  # 3 is clearly ahead
+        (answer((1, -0.1), (4, -0.7)), Comparison(0, 0, 1)),  # 2 is not even among the best
+        (answer((1, -0.1)), Comparison(0, 0, 1)),  # shorter
+    ],
+)
+def test_answers_may_part_at_near_ties_only(theirs: Answer, expected: Comparison) -> None:
+    ours = answer((1, -0.1), (2, -0.7), other=(3, -0.71))
+    assert compare([theirs], [ours], TOLERANCES[torch.float16]) == expected
+
+
+def test_a_changed_answer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(engine: Engine, prompts: Sequence[Sequence[int]], *args: object) -> Run:
+        result = run(engine, prompts, *args)  # type: ignore[arg-type]
+        if engine.stats().policy == "neo":
+            wrong = answer((1, -0.1), (2, -0.1))
+            result = replace(result, answers=(wrong, *result.answers[1:]))
+        return result
+
+    monkeypatch.setattr(suite, "run", changed)
+    report = last(run_throughput(replace(SMALL, policies=("gpu-only", "neo"), repeats=1), ignore))
+    assert [each.changed_answers for each in report.policies] == [0, 1]
+    assert report.has_failed
+    assert "1 CHANGED" in shown(report.section())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"repeats": 0}, {"input_tokens": 0}, {"num_requests": -1}, {"seconds": 0}, {"policies": ("fast",)}],
+)
+def test_wrong_options_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"expected|unknown"):
+        replace(SMALL, **wrong)  # type: ignore[arg-type]
