@@ -43,6 +43,7 @@ _BOTH = (SuiteName.THROUGHPUT, SuiteName.LOAD)
 _SUITES_OF_OPTIONS = {
     "--kv-dtype": (SuiteName.CPU_ATTENTION,),
     "--threads": (SuiteName.CPU_ATTENTION,),
+    "--fragmented": (SuiteName.CPU_ATTENTION,),
     "--trace": _BOTH,
     "--input": _BOTH,
     "--output": _BOTH,
@@ -154,6 +155,14 @@ def bench(
             rich_help_panel=_CPU,
         ),
     ] = None,
+    fragmented: Annotated[
+        bool | None,
+        typer.Option(
+            "--fragmented",
+            help="Scatter blocks one by one, the worst case, not in runs as the engine hands them out.",
+            rich_help_panel=_CPU,
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -190,6 +199,7 @@ def bench(
     given = {
         "--kv-dtype": kv_dtype,
         "--threads": threads,
+        "--fragmented": fragmented,
         "--trace": trace,
         "--input": input_tokens,
         "--output": output_tokens,
@@ -245,7 +255,9 @@ def bench(
         ),
         quick=is_whole,
         cpu_attention=_given(
-            dtype=None if kv_dtype is None else getattr(torch, kv_dtype.value), num_threads=threads
+            dtype=None if kv_dtype is None else getattr(torch, kv_dtype.value),
+            num_threads=threads,
+            fragmented=fragmented,
         ),
         throughput=requests,
         load=requests
