@@ -46,7 +46,7 @@ class PagedCase:
         first = max(0, length - self.window) if self.window else 0
         blocks = -(-length // cache.shape[2])
         own = cache[self.block_tables[request, :blocks].long()]
-        rows = own.reshape(*own.shape[:3], -1).transpose(1, 2).flatten(0, 1)[first:length]
+        rows = own.flatten(3).transpose(1, 2).flatten(0, 1)[first:length]
         return rows.double().repeat_interleave(self.q.shape[1] // cache.shape[1], dim=1)
 
     def reference(self) -> Tensor:
