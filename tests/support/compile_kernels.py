@@ -3,7 +3,7 @@
     python compile_kernels.py       one line of JSON per kernel and GPU: what `Compiled` has
 
 The functions that launch the kernels are called as they are, with tensors that have no memory: what is
-compiled is what a GPU would get, with all specialisations. A stand-in for the CUDA driver says which GPU it is.
+compiled is what a GPU would get, with all specialisations. A stand-in for the CUDA driver says which GPU.
 """
 
 import json
