@@ -11,7 +11,7 @@ alone: CUDA graphs can hold it. They are lower than everything else in the engin
 where there is no GPU, since Triton comes with torch for CUDA only.
 
 Nothing uses them yet. They were checked in Triton's interpreter, against float64 and the torch code in
-`models`, and compiled by Triton 3.6 and 3.9 for compute capabilities 7.5, 8.0, 8.6, 8.9 and 9.0
+`models`, and compiled by Triton 3.6 to 3.9 for compute capabilities 7.5, 8.0, 8.6, 8.9 and 9.0
 (tests/kernels). They have not run on a GPU: `scripts/gpu_check.py` checks them there and prints their
 bandwidth. Sizes of tiles and numbers of warps follow from what the compiler reports, and are not tuned.
 

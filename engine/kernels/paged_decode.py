@@ -58,7 +58,7 @@ def paged_decode(
     tables and in the cache, is not read.
 
     Args:
-        q: [requests, heads, head_dim], fp16, bf16 or fp32; the heads of a token contiguous.
+        q: [requests, heads, head_dim], fp16, fp32 or (from 8.0 on) bf16; the heads of a token contiguous.
         k_cache: [num_blocks, block_size, kv_heads, head_dim], of q's dtype; v_cache likewise, with the
             same strides. Any will do with which the dimensions of a head are contiguous.
         block_tables: [requests, max_blocks] int32, contiguous.

@@ -68,7 +68,7 @@ def test_any_block_size(block_size: int, device: torch.device) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_equals_float64_for_random_batches(data: st.DataObject, device: torch.device) -> None:
     lengths = data.draw(st.lists(st.integers(0, 130) | st.sampled_from(LENGTHS), min_size=1, max_size=4))
     case = make_case(
@@ -91,9 +91,9 @@ def test_window_attends_to_the_last_tokens_only(window: int, device: torch.devic
 
 
 def test_cutting_a_context_loses_nothing(device: torch.device) -> None:
-    case = make_case([500, 33, 1], kv_heads=1, group=2)
+    case = make_case([300, 33, 1], kv_heads=1, group=2)
     whole = attend(case, 1, device)
-    for splits in (2, 8, 64):
+    for splits in (2, 16):
         torch.testing.assert_close(attend(case, splits, device), whole, rtol=0, atol=1e-6)
 
 

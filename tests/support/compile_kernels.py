@@ -121,7 +121,7 @@ VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
     "decode fp16, group 1, head_dim 128": (lambda: decode(FP16, 1, 128), FP16_GPUS),
     "decode fp16, group 4, head_dim 64": (lambda: decode(FP16, 4, 64), FP16_GPUS),
     "decode fp16, group 8, head_dim 128, window": (lambda: decode(FP16, 8, 128, window=4096), FP16_GPUS),
-    "decode bf16, group 1, head_dim 64": (lambda: decode(BF16, 1, 64), BF16_GPUS),
+    "decode bf16, group 1, head_dim 64": (lambda: decode(BF16, 1, 64), (80,)),
     "decode bf16, group 4, head_dim 128": (lambda: decode(BF16, 4, 128), BF16_GPUS),
     "decode bf16, group 8, head_dim 128, window": (lambda: decode(BF16, 8, 128, window=4096), BF16_GPUS),
     "decode fp16, group 7, head_dim 80": (lambda: decode(FP16, 7, 80), (75, 86)),
