@@ -20,6 +20,8 @@ neo-desktop bench
 
 neo-desktop bench --suite throughput --shape llama-3.1-8b --trace lengths.json --out my-machine
 
+neo-desktop bench --url http://127.0.0.1:11434/v1 --rate 1 --rate 2 --rate 4
+
 neo-desktop bench --compare before/report.json after/report.json
 """
 
@@ -33,6 +35,7 @@ class SuiteName(StrEnum):
     GPU = "gpu"
     COST_MODEL = "cost-model"
     THROUGHPUT = "throughput"
+    LOAD = "load"
 
 
 class Baseline(StrEnum):
@@ -41,17 +44,24 @@ class Baseline(StrEnum):
     LLAMA_CPP = "llama.cpp"
 
 
-_RESULT, _WORKLOAD, _CPU = "Result", "Suites throughput and load", "Suite cpu-attention"
+_RESULT, _WORKLOAD, _LOAD, _CPU = "Result", "Suites throughput and load", "Suite load", "Suite cpu-attention"
+_BOTH = (SuiteName.THROUGHPUT, SuiteName.LOAD)
 _SUITES_OF_OPTIONS = {
     "--kv-dtype": (SuiteName.CPU_ATTENTION,),
     "--threads": (SuiteName.CPU_ATTENTION,),
-    "--trace": (SuiteName.THROUGHPUT,),
-    "--input": (SuiteName.THROUGHPUT,),
-    "--output": (SuiteName.THROUGHPUT,),
-    "--requests": (SuiteName.THROUGHPUT,),
-    "--repeats": (SuiteName.THROUGHPUT,),
-    "--policy": (SuiteName.THROUGHPUT,),
+    "--fragmented": (SuiteName.CPU_ATTENTION,),
+    "--trace": _BOTH,
+    "--input": _BOTH,
+    "--output": _BOTH,
+    "--requests": _BOTH,
+    "--repeats": _BOTH,
+    "--policy": _BOTH,
     "--baseline": (SuiteName.THROUGHPUT,),
+    "--rate": (SuiteName.LOAD,),
+    "--url": (SuiteName.LOAD,),
+    "--url-model": (SuiteName.LOAD,),
+    "--ttft-limit": (SuiteName.LOAD,),
+    "--tpot-limit": (SuiteName.LOAD,),
 }
 
 
@@ -116,6 +126,37 @@ def bench(
         ),
     ] = None,
     seed: opt.Seed = 0,
+    rates: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--rate",
+            help="Requests per second; repeatable. Default: shares of what the machine turned out to bear.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
+    ttft_limit: Annotated[
+        float | None,
+        typer.Option(help="For goodput: ms to the first token. Default: 2000.", rich_help_panel=_LOAD),
+    ] = None,
+    tpot_limit: Annotated[
+        float | None,
+        typer.Option(help="For goodput: ms per further token. Default: 200.", rich_help_panel=_LOAD),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Measure this OpenAI-compatible server, e.g. http://127.0.0.1:11434/v1, and nothing else.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="NEO_DESKTOP_BENCH_API_KEY", help="Of that server.", rich_help_panel=_LOAD),
+    ] = None,
+    url_model: Annotated[
+        str | None,
+        typer.Option(help="Of that server. Default: the first that it lists.", rich_help_panel=_LOAD),
+    ] = None,
     kv_dtype: Annotated[
         opt.KVDtype | None,
         typer.Option("--kv-dtype", help="Number format of KV. Default: float16.", rich_help_panel=_CPU),
@@ -126,6 +167,14 @@ def bench(
             min=1,
             max=1024,
             help="Threads. Default: all cores but two where there are more than four, else all.",
+            rich_help_panel=_CPU,
+        ),
+    ] = None,
+    fragmented: Annotated[
+        bool | None,
+        typer.Option(
+            "--fragmented",
+            help="Scatter blocks one by one, the worst case, not in runs as the engine hands them out.",
             rich_help_panel=_CPU,
         ),
     ] = None,
@@ -165,6 +214,7 @@ def bench(
     given = {
         "--kv-dtype": kv_dtype,
         "--threads": threads,
+        "--fragmented": fragmented,
         "--trace": trace,
         "--input": input_tokens,
         "--output": output_tokens,
@@ -172,7 +222,14 @@ def bench(
         "--repeats": repeats,
         "--policy": policy,
         "--baseline": baseline,
+        "--rate": rates,
+        "--url": url,
+        "--url-model": url_model,
+        "--ttft-limit": ttft_limit,
+        "--tpot-limit": tpot_limit,
     }
+    if url is not None and suite is None:
+        suite = [SuiteName.LOAD]
     names = _chosen(suite, [name for name, value in given.items() if value is not None])
     if random_weights and shape is None:
         raise typer.BadParameter(
@@ -191,6 +248,15 @@ def bench(
     is_whole = len(names) > 1
     if model is None and shape is None and is_whole:
         shape = default_model(device.value)
+    requests = _given(
+        trace=trace,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        num_requests=num_requests,
+        repeats=repeats,
+        policies=None if policy is None else tuple(each.value for each in policy),
+        seed=seed,
+    )
     options = suite_options(
         ModelOptions(
             model=model or opt.DEFAULT_MODEL,
@@ -205,17 +271,19 @@ def bench(
         ),
         quick=is_whole,
         cpu_attention=_given(
-            dtype=None if kv_dtype is None else getattr(torch, kv_dtype.value), num_threads=threads
+            dtype=None if kv_dtype is None else getattr(torch, kv_dtype.value),
+            num_threads=threads,
+            fragmented=fragmented,
         ),
-        throughput=_given(
-            trace=None if trace is None else str(trace),
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
-            num_requests=num_requests,
-            repeats=repeats,
-            policies=None if policy is None else tuple(each.value for each in policy),
-            seed=seed,
-            llama_cpp=baseline is Baseline.LLAMA_CPP,
+        throughput=requests | _given(llama_cpp=True if baseline is Baseline.LLAMA_CPP else None),
+        load=requests
+        | _given(
+            rates=None if rates is None else tuple(rates),
+            ttft_limit_ms=ttft_limit,
+            tpot_limit_ms=tpot_limit,
+            url=url,
+            api_key=api_key if url is not None else None,
+            url_model=url_model,
         ),
     )
     folder = out
@@ -257,13 +325,14 @@ def _given(**settings: object) -> dict[str, object]:
 
 
 def _show(report: "Report") -> None:
-    from neo_desktop.app.bench.page.content import headline, machine_lines
+    from neo_desktop.app.bench.page.content import headline, machine_lines, sections
     from neo_desktop.app.bench.page.terminal import render_section
 
     for line in machine_lines(report):
         stdout.print(line, style="dim", highlight=False, markup=False)
-    for each in report.suites:
-        stdout.print(render_section(each.section()), highlight=False)
+    for section in sections(report):
+        # Of a whole self-test, the terminal shows the figures; what is to be said of them is on the page.
+        stdout.print(render_section(section, notes=len(report.suites) == 1), highlight=False)
     for line in headline(report):
         stdout.print(f"\n{line}", style="bold", highlight=False, markup=False)
 

@@ -6,7 +6,6 @@ import dataclasses
 import errno
 import signal
 import socket
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from types import FrameType
@@ -18,11 +17,9 @@ from fastapi.responses import JSONResponse
 
 from neo_desktop.app import errors
 from neo_desktop.app.api import create_api
+from neo_desktop.app.open_files import allow_open_files
 from neo_desktop.app.security import AccessGuard
 from neo_desktop.app.service import EngineService, ServiceStoppedError
-
-if sys.platform != "win32":
-    import resource
 
 GRACE_S = 1  # at the end, clients get this long to read what they were told
 MAX_CONNECTIONS = 16_384  # each is an open file; whom the queue has no room for must be told so
@@ -101,18 +98,8 @@ def serve(app: FastAPI, sock: socket.socket, on_ready: Callable[[], None] | None
         sock: made by `claim_port`; closed in the end.
         on_ready: called once when requests are answered.
     """
-    _allow_connections(MAX_CONNECTIONS)
+    allow_open_files(MAX_CONNECTIONS)
     Server(app, on_ready).run(sockets=[sock])
-
-
-def _allow_connections(count: int) -> None:
-    """Raise this process's limit on open files, often 1,024, as far as the system lets it."""
-    if sys.platform == "win32":
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Server(uvicorn.Server):

@@ -139,6 +139,9 @@ def main() -> None:
         if not torch.cuda.is_available():
             sys.exit("torch finds no GPU")
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+        from gpu_kernels import check_kernels
+
+        check_kernels()
     check_logits(arguments.device)
     check_policies(arguments.device)
     measure_decode(arguments.device, shape)

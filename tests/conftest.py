@@ -11,6 +11,12 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import torch
+
+# Likewise, before Triton is: without a GPU its kernels run in its interpreter, on tensors of the CPU.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache() -> Iterator[None]:

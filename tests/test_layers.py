@@ -41,6 +41,7 @@ def test_every_folder_and_part_of_the_engine_imports_only_what_is_below_it() -> 
         ("neo_desktop", "torch"),
         ("neo_desktop.app.cli", "torch"),
         ("neo_desktop.engine.engine", "gradio"),
+        ("neo_desktop.engine.engine", "triton"),  # which comes with torch for CUDA only
         ("neo_desktop.engine.engine", "fastapi"),
         ("neo_desktop.engine.schedule.scheduler", "torch"),
         ("neo_desktop.app.bench", "fastapi"),

@@ -4,6 +4,7 @@ from neo_desktop.app.bench.cost_model import CostModelOptions
 from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions
 from neo_desktop.app.bench.gpu import GpuOptions
 from neo_desktop.app.bench.hardware import HardwareOptions
+from neo_desktop.app.bench.load import LoadOptions
 from neo_desktop.app.bench.report import Report, ReportError
 from neo_desktop.app.bench.run import SUITES, SuiteOptions, run_suites
 from neo_desktop.app.bench.suite import Progress, SuiteReport
@@ -15,6 +16,7 @@ __all__ = [
     "CpuAttentionOptions",
     "GpuOptions",
     "HardwareOptions",
+    "LoadOptions",
     "Progress",
     "Report",
     "ReportError",

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+from neo_desktop import native
 from neo_desktop.app.bench.cost_model import CostModelOptions
 from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions
 from neo_desktop.app.bench.gpu import GpuOptions
 from neo_desktop.app.bench.hardware import HardwareOptions
+from neo_desktop.app.bench.load import LoadOptions
 from neo_desktop.app.bench.run import SuiteOptions
 from neo_desktop.app.bench.throughput import ThroughputOptions
 from neo_desktop.app.model_options import ModelOptions
@@ -20,6 +22,7 @@ from neo_desktop.models.shapes import shape
 # The largest whose weights leave room is measured: offloading is for models that nearly fill a GPU.
 _GPU_SHAPES = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b", "qwen2.5-0.5b")
 _CPU_SHAPE = "qwen2.5-0.5b"
+_CPU_CORES = 8  # with fewer, a model of this size would take minutes
 _GPU_SHARE = 0.75  # of the free memory, for weights
 _HOST_SHARE = 0.25
 
@@ -33,7 +36,8 @@ def default_model(device: str) -> str | None:
         ]
         return fitting[0] if fitting else None
     needed = shape(_CPU_SHAPE).weight_bytes(torch.float32)
-    return _CPU_SHAPE if needed <= _HOST_SHARE * host_memory().available_bytes else None
+    fits = needed <= _HOST_SHARE * host_memory().available_bytes
+    return _CPU_SHAPE if fits and native.default_num_threads() >= _CPU_CORES else None
 
 
 def suite_options(
@@ -42,6 +46,7 @@ def suite_options(
     quick: bool,
     cpu_attention: Mapping[str, Any],
     throughput: Mapping[str, Any],
+    load: Mapping[str, Any],
 ) -> SuiteOptions:
     """Return what each suite is asked to do.
 
@@ -58,6 +63,7 @@ def suite_options(
         gpu=GpuOptions(**of_model),
         cost_model=CostModelOptions(**of_model),
         throughput=ThroughputOptions(**of_model),
+        load=LoadOptions(**of_model),
     )
     if quick:
         on_gpu = choose_device(model.device).type == "cuda"
@@ -73,10 +79,12 @@ def suite_options(
                 seconds=20.0,
             ),
             cost_model=replace(suites.cost_model, points=12, rounds=5, seconds=20.0),
-            throughput=replace(suites.throughput, seconds=45.0),
+            throughput=replace(suites.throughput, seconds=40.0),
+            load=replace(suites.load, seconds=3.0, load_shares=(0.5, 0.75, 1.0)),
         )
     return replace(
         suites,
         cpu_attention=replace(suites.cpu_attention, **cpu_attention),
         throughput=replace(suites.throughput, **throughput),
+        load=replace(suites.load, **load),
     )

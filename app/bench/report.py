@@ -10,6 +10,7 @@ from neo_desktop.app.bench.cost_model import CostModelReport
 from neo_desktop.app.bench.cpu_attention.report import CpuAttentionReport
 from neo_desktop.app.bench.gpu.report import GpuReport
 from neo_desktop.app.bench.hardware.report import HardwareReport
+from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.section import Metric
 from neo_desktop.app.bench.throughput.report import ThroughputReport
 from neo_desktop.engine.profiling.hardware import MachineInfo
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 2  # of the JSON file: raised when a field changes its meaning or goes away
 
 # `suite` tells which.
-AnySuiteReport = HardwareReport | CpuAttentionReport | GpuReport | CostModelReport | ThroughputReport
+AnySuiteReport = (
+    HardwareReport | CpuAttentionReport | GpuReport | CostModelReport | ThroughputReport | LoadReport
+)
 
 
 class ReportError(ValueError):

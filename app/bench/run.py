@@ -10,6 +10,7 @@ from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions
 from neo_desktop.app.bench.cpu_attention.suite import run_cpu_attention
 from neo_desktop.app.bench.gpu import GpuOptions, run_gpu
 from neo_desktop.app.bench.hardware import HardwareOptions, run_hardware
+from neo_desktop.app.bench.load import LoadOptions, run_load
 from neo_desktop.app.bench.report import AnySuiteReport, Failure, Report
 from neo_desktop.app.bench.suite import Progress
 from neo_desktop.app.bench.throughput import ThroughputOptions, run_throughput
@@ -28,6 +29,7 @@ class SuiteOptions:
     gpu: GpuOptions = field(default_factory=GpuOptions)
     cost_model: CostModelOptions = field(default_factory=CostModelOptions)
     throughput: ThroughputOptions = field(default_factory=ThroughputOptions)
+    load: LoadOptions = field(default_factory=LoadOptions)
 
 
 Suite = Callable[[SuiteOptions, Progress], Iterator[AnySuiteReport]]
@@ -38,6 +40,7 @@ SUITES: dict[str, Suite] = {  # in the order in which a full self-test runs them
     "gpu": lambda options, progress: run_gpu(options.gpu, progress),
     "cost-model": lambda options, progress: run_cost_model(options.cost_model, progress),
     "throughput": lambda options, progress: run_throughput(options.throughput, progress),
+    "load": lambda options, progress: run_load(options.load, progress),
 }
 
 

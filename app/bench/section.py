@@ -8,12 +8,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def speed(value: float) -> str:
-    """Three digits that mean something, as a person writes them."""
-    digits = 0 if value >= 100 else 1 if value >= 10 else 2
-    return f"{value:,.{digits}f}"
-
-
 @dataclass(frozen=True, slots=True)
 class Table:
     """Cells as they are to be read; the first column is set left, the others right."""

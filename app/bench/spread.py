@@ -26,6 +26,11 @@ class Spread:
         """The same in another unit; `factor` is above 0."""
         return type(self)(self.median * factor, self.p10 * factor, self.p90 * factor, self.samples)
 
+    @property
+    def range(self) -> str:
+        """The 10th and 90th percentile."""
+        return f"{figure(self.p10)}-{figure(self.p90)}"
+
     def __str__(self) -> str:
         """The median, and the 10th and 90th percentile in brackets."""
         return f"{figure(self.median)} ({figure(self.p10)} - {figure(self.p90)})"

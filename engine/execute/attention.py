@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from neo_desktop.engine.batch import ScheduledSequence, SubBatch
-from neo_desktop.engine.kv.layout import Rows
+from neo_desktop.engine.kv.layer import Rows, slots_of
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
 
@@ -27,7 +27,7 @@ class Prefill:
 
     rows: slice
     start: int  # tokens in the cache before this chunk
-    earlier_blocks: Tensor  # [blocks] int64 on the pool's device: where those tokens are
+    earlier_slots: Tensor  # [start] int64 on the pool's device: where those tokens are
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,10 @@ class PlaceBatch:
         if self.prefills:
             self.store_prefills(layer, k[self.prefill_rows], v[self.prefill_rows])
         for chunk in self.prefills:
-            earlier = self.pool.layer(layer).read(chunk.earlier_blocks, k.dtype) if chunk.start else None
+            earlier = None
+            if chunk.start:
+                earlier = k.new_empty(chunk.start, *k.shape[1:]), v.new_empty(chunk.start, *v.shape[1:])
+                self.pool.layer(layer).read(chunk.earlier_slots, earlier)
             attend_prefill(chunk, q, k, v, earlier, out, scale, window)
         if self.num_decodes:
             rows = self.decode_rows
@@ -121,7 +124,8 @@ def _place_batch(sequences: Sequence[ScheduledSequence], pool: KVPool, first_row
         if not sequence.is_decode:
             earlier = sequence.block_table[: -(-sequence.start // block_size)]
             blocks = torch.tensor(earlier, dtype=torch.int64, device=device)
-            prefills.append(Prefill(slice(begin, end), sequence.start, blocks))
+            earlier_slots = slots_of(blocks, block_size)[: sequence.start]
+            prefills.append(Prefill(slice(begin, end), sequence.start, earlier_slots))
 
     decodes = sequences[len(prefills) :]
     if any(not sequence.is_decode for sequence in decodes):
@@ -155,14 +159,13 @@ def attend_prefill(
 
     Args:
         q: [tokens, heads, head_dim] of the sub-batch; k, v, out likewise.
-        earlier: the tokens before the chunk, and what else their last block holds, [tokens, kv_heads,
-            head_dim] each; None if there are none.
+        earlier: the tokens before the chunk, [start, kv_heads, head_dim] each; None if there are none.
     """
     keys, values = k[chunk.rows], v[chunk.rows]
     if earlier is not None:
         k_before, v_before = earlier
-        keys = torch.cat((k_before[: chunk.start], keys))
-        values = torch.cat((v_before[: chunk.start], values))
+        keys = torch.cat((k_before, keys))
+        values = torch.cat((v_before, values))
     out[chunk.rows] = causal_attention(q[chunk.rows], keys, values, scale, window)
 
 

@@ -13,7 +13,7 @@ from neo_desktop.engine.batch import SubBatch
 from neo_desktop.engine.execute.attention import PlaceBatch, attend_prefill, place_batches
 from neo_desktop.engine.execute.lanes import Lanes, Signal
 from neo_desktop.engine.execute.timeline import Stage
-from neo_desktop.engine.kv.layout import Rows
+from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv.transfer import Carrier, HostBuffer
 from neo_desktop.engine.placement import Place
@@ -216,21 +216,20 @@ class ForwardPass:
         cache = host.pool.layer(layer)
         for chunk, earlier in zip(host.prefills, self._earlier[layer % 2], strict=True):
             if earlier is not None:
-                parts = self._carrier.blocks(cache.parts, chunk.earlier_blocks, self._model.device)
-                cache.layout.rows(parts, self._model.dtype, out=earlier)
+                self._carrier.fetch(cache, chunk.earlier_slots, earlier)
 
     def _earlier_buffers(self) -> list[Rows | None]:
         """Make room on the device for one layer of what precedes each chunk in host memory."""
         if self._on_host is None:
             return []
-        config, block_size = self._model.config, self._on_host.pool.block_size
+        config = self._model.config
 
-        def room(num_blocks: int) -> Tensor:
-            shape = (num_blocks * block_size, config.num_kv_heads, config.head_dim)
+        def room(tokens: int) -> Tensor:
+            shape = (tokens, config.num_kv_heads, config.head_dim)
             return torch.empty(shape, dtype=self._model.dtype, device=self._model.device)
 
         return [
-            (room(len(chunk.earlier_blocks)), room(len(chunk.earlier_blocks))) if chunk.start else None
+            (room(chunk.start), room(chunk.start)) if chunk.start else None
             for chunk in self._on_host.prefills
         ]
 

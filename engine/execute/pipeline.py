@@ -78,7 +78,7 @@ class PipelineExecutor:
         self._storage = storage
         self._timeline = timeline
         self._lanes = lanes or Lanes.for_device(model.device, timeline)
-        self._carrier = Carrier(model.device)
+        self._carrier = Carrier(model.config, model.dtype, model.device)
         self._hand_offs = tuple(HandOff(HostBuffer(model.device), HostBuffer(model.device)) for _ in range(2))
         self._is_closed = False
 
@@ -180,7 +180,7 @@ class _Copies:
         self._groups = groups
         self._lanes = lanes
         self._carrier = carrier
-        self._num_tokens = sum(len(group.source_blocks) * group.source.block_size for group in groups)
+        self._num_tokens = sum(len(group.source_slots) for group in groups)
         self.done: list[tuple[Signal, ...]] = []  # by layer: what to wait for
 
     def submit(self, layer: int, set_up: Signal) -> None:

@@ -7,7 +7,9 @@ from hashlib import blake2b
 
 BlockHash = bytes
 
-BLOCKS_PER_RUN = 4  # with 16 tokens each, what the CPU's attention kernel takes in one step
+# An aligned run of blocks is a page of host memory, see `HostLayer`: what lies in one piece there. With 16
+# tokens per block it is what the CPU's attention kernel takes in one step.
+BLOCKS_PER_RUN = 4
 
 
 def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:

@@ -134,8 +134,13 @@ class KVCache:
             The copies that bring its KV there, to be carried out in order before anything is computed, or
             None (and nothing changed) when that place has no room. The old blocks are free at once: whoever
             gets them writes after the copies.
+
+        Raises:
+            ValueError: it lives there already.
         """
         table = self._tables[request_id]
+        if table.place is place:
+            raise ValueError(f"request {request_id!r} lives in place {place!r} already")
         source, target = self._pools[table.place], self._pools[place]
         num_blocks = max(self.blocks_for(num_tokens), len(table.blocks))
         if num_blocks + reserve_blocks > target.num_free_blocks:

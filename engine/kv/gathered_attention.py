@@ -22,7 +22,7 @@ def gathered_decode_attention(
 
     Args:
         q: [requests, heads, head_dim]
-        k_cache: [num_blocks, kv_heads, block_size, head_dim]; v_cache likewise.
+        k_cache: [num_blocks, block_size, kv_heads, head_dim]; v_cache likewise.
         block_tables: [requests, max_blocks] int32
         context_lens: [requests] int32
         scale: the factor on q·k.
@@ -31,7 +31,7 @@ def gathered_decode_attention(
     Returns:
         [requests, heads, head_dim]
     """
-    num_slots = block_tables.shape[1] * k_cache.shape[2]  # of each request: those of the longest one
+    num_slots = block_tables.shape[1] * k_cache.shape[1]  # of each request: those of the longest one
     num_at_once = max(GATHERED_TOKENS // num_slots, 1)
     parts = (torch.split(tensor, num_at_once) for tensor in (q, block_tables, context_lens))
     return torch.cat(
@@ -52,16 +52,15 @@ def _gathered_attention(
     window: int | None,
 ) -> Tensor:
     num_requests, max_blocks = block_tables.shape
-    positions = torch.arange(max_blocks * k_cache.shape[2], device=q.device)
+    positions = torch.arange(max_blocks * k_cache.shape[1], device=q.device)
     mask = positions < context_lens.unsqueeze(1)
     if window is not None:
         mask &= positions >= context_lens.unsqueeze(1) - window
 
     def context(cache: Tensor) -> Tensor:  # [requests, kv_heads, max_tokens, head_dim]
-        blocks = cache[block_tables.flatten().long()].view(num_requests, max_blocks, *cache.shape[1:])
-        tokens = blocks.transpose(1, 2).flatten(2, 3)
+        tokens = cache[block_tables.flatten().long()].view(num_requests, -1, *cache.shape[2:])
         # Never-written memory may hold anything, and 0 * nan is nan.
-        return tokens.masked_fill(~mask[:, None, :, None], 0.0).to(q.dtype)
+        return tokens.masked_fill_(~mask[:, :, None, None], 0.0).transpose(1, 2)
 
     out = F.scaled_dot_product_attention(
         q.unsqueeze(2),

@@ -1,72 +1,53 @@
-"""One layer's K and V in one place: whoever uses it knows rows and blocks, not how they lie."""
+"""One layer's K and V in one place: whoever uses it knows rows and slots, not how they lie."""
+
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
-from neo_desktop import native
-from neo_desktop.engine.kv.gathered_attention import gathered_decode_attention
-from neo_desktop.engine.kv.layout import BlockLayout, Parts, Rows
+from neo_desktop.models.config import ModelConfig
+
+Rows = tuple[
+    Tensor, Tensor
+]  # K and V, [tokens, kv_heads, head_dim] each: as models make them, and as they travel
 
 
-class KVLayer:
+class KVLayer(ABC):
     """K and V of all blocks of one layer, and the decode attention over them, next to them.
 
-    Rows are [tokens, kv_heads, head_dim]. On a CPU the native kernels write and attend, elsewhere torch does.
+    Rows lie in slots, `block * block_size + offset`. All tensors that come and go are on the layer's device.
 
     Args:
-        layout: of every block.
-        parts: the memory, [num_blocks, ...] each, contiguous.
+        parts: the memory: one layer of what `allocate` returned.
+        block_size: tokens per block.
     """
 
-    __slots__ = ("_k", "_k_scale", "_v", "_v_scale", "layout", "parts")
+    __slots__ = ("block_size", "device")
 
-    def __init__(self, layout: BlockLayout, parts: Parts) -> None:
-        self.layout = layout
-        self.parts = parts
-        # As the kernels see it: the tokens of a block before the pairs of dimensions.
-        self._k = parts[0].transpose(-3, -2) if layout.in_pairs else parts[0]
-        self._v = parts[1]
-        self._k_scale: Tensor | None
-        self._v_scale: Tensor | None
-        self._k_scale, self._v_scale = parts[2:] if layout.is_scaled else (None, None)
+    def __init__(self, parts: tuple[Tensor, ...], block_size: int) -> None:
+        self.block_size = block_size
+        self.device = parts[0].device
 
-    @property
-    def device(self) -> torch.device:
-        """Where it lies."""
-        return self._v.device
+    @classmethod
+    @abstractmethod
+    def allocate(
+        cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """Return memory for all layers, [num_layers, ...] each; it may hold anything.
 
+        Raises:
+            ValueError: this kind of memory cannot hold KV of that dtype.
+        """
+
+    @abstractmethod
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Put rows into slots.
+        """Put rows into slots, [tokens] int64, all different."""
 
-        Args:
-            k: [tokens, kv_heads, head_dim], here; v likewise.
-            slots: [tokens] int64: block * block_size + offset.
-        """
-        if self.device.type == "cpu":
-            native.paged_kv_write(k, v, self._k, self._v, slots, k_scale=self._k_scale, v_scale=self._v_scale)
-            return
-        block_size = self.layout.block_size
-        blocks, offsets = slots // block_size, slots % block_size
-        self._k[blocks, :, offsets] = k
-        self._v[blocks, :, offsets] = v
+    @abstractmethod
+    def read(self, slots: Tensor, out: Rows) -> None:
+        """Copy the rows of slots, [tokens] int64, to `out`; of slots never written it may be anything."""
 
-    def read(self, blocks: Tensor, dtype: torch.dtype) -> Rows:
-        """Return K and V of whole blocks, [blocks * block_size, kv_heads, head_dim] each, in a dtype.
-
-        Args:
-            blocks: [blocks] int64, here.
-        """
-        return self.layout.rows(self.take(blocks), dtype)
-
-    def take(self, blocks: Tensor) -> Parts:
-        """Return a copy of whole blocks as they lie."""
-        return tuple(part.index_select(0, blocks) for part in self.parts)
-
-    def put(self, blocks: Tensor, parts: Parts) -> None:
-        """Overwrite whole blocks with parts of this layout."""
-        for own, part in zip(self.parts, parts, strict=True):
-            own.index_copy_(0, blocks, part)
-
+    @abstractmethod
     def decode(
         self,
         q: Tensor,
@@ -79,7 +60,7 @@ class KVLayer:
         scale: float,
         window: int | None,
     ) -> None:
-        """Store one new token per request, and attend from it to the request's whole context; all of it here.
+        """Store one new token per request, and attend from it to the request's whole context.
 
         Args:
             q: [requests, heads, head_dim]; out likewise.
@@ -90,21 +71,14 @@ class KVLayer:
             scale: the factor on q·k.
             window: how many of the last tokens are attended to; None: all.
         """
-        if self.device.type == "cpu":
-            native.paged_attention_decode(
-                q,
-                self._k,
-                self._v,
-                block_tables,
-                context_lens,
-                scale,
-                out,
-                k=k,
-                v=v,
-                window=window or 0,
-                k_scale=self._k_scale,
-                v_scale=self._v_scale,
-            )
-            return
-        self.write(k, v, slots)
-        out.copy_(gathered_decode_attention(q, self._k, self._v, block_tables, context_lens, scale, window))
+
+
+def slots_of(blocks: Tensor, block_size: int) -> Tensor:
+    """Return all slots of blocks, [blocks] int64, in order: [blocks * block_size]."""
+    return (blocks.unsqueeze(1) * block_size + torch.arange(block_size, device=blocks.device)).flatten()
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Return what K and V of one block take in one layer, in any kind of memory; of int8 with the scales."""
+    scale_bytes = torch.float32.itemsize if dtype is torch.int8 else 0
+    return 2 * block_size * config.num_kv_heads * (config.head_dim * dtype.itemsize + scale_bytes)

@@ -4,10 +4,14 @@ Without a GPU both are the same memory, and the same functions run on it.
 """
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from neo_desktop.engine.kv.layer import KVLayer, Rows
+from neo_desktop.models.config import ModelConfig
+
+TOKENS_AT_ONCE = 4096  # whose rows are on their way, unless a caller has more in one piece
 
 
 class HostBuffer:
@@ -27,48 +31,66 @@ class HostBuffer:
 
 
 class Carrier:
-    """Brings tensors to the other memory, some at a time; used by one thread, on its current stream.
+    """Brings rows, in the model's dtype, to the other memory; used by one thread, on its current stream.
 
-    What a call returns is to be used before the next call.
+    Args:
+        config: the model's.
+        dtype: likewise.
+        device: likewise: what is beside host memory.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self._row_shape = (config.num_kv_heads, config.head_dim)
+        self._dtype = dtype
         self._device = device
-        self._buffers: list[HostBuffer] = []
+        self._buffers = (HostBuffer(device), HostBuffer(device))
 
-    def to_host(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return tensors, all of one memory, in host memory."""
-        if tensors[0].device.type == "cpu":
-            return tuple(tensors)
-        staged = self._views([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
-        for target, source in zip(staged, tensors, strict=True):
+    def copy(self, source: KVLayer, source_slots: Tensor, target: KVLayer, target_slots: Tensor) -> None:
+        """Copy rows from slots in one place to as many in another."""
+        pieces = (torch.split(slots, TOKENS_AT_ONCE) for slots in (source_slots, target_slots))
+        for old, new in zip(*pieces, strict=True):
+            rows = self._rows_on_device(len(old))
+            if source.device.type == "cpu":
+                self.fetch(source, old, rows)
+            else:
+                source.read(old, rows)
+            target.write(*(self.to_host(rows) if target.device.type == "cpu" else rows), new)
+
+    def fetch(self, source: KVLayer, slots: Tensor, out: Rows) -> None:
+        """Copy the rows of slots in host memory to `out`, on the device."""
+        if self._device.type == "cpu":
+            source.read(slots, out)
+            return
+        for piece, *targets in zip(*(torch.split(x, TOKENS_AT_ONCE) for x in (slots, *out)), strict=True):
+            staged = self._staged(len(piece))
+            source.read(piece, staged)
+            for target, rows in zip(targets, staged, strict=True):
+                target.copy_(rows, non_blocking=True)
+            self._synchronize()  # `staged` is about to be written again
+
+    def to_host(self, rows: Rows) -> Rows:
+        """Return rows of the device in host memory, to be used before the next call of any kind."""
+        if self._device.type == "cpu":
+            return rows
+        staged = self._staged(len(rows[0]))
+        for target, source in zip(staged, rows, strict=True):
             target.copy_(source, non_blocking=True)
-        torch.cuda.current_stream(self._device).synchronize()
+        self._synchronize()
         return staged
 
-    def blocks(self, caches: Sequence[Tensor], blocks: Tensor, device: torch.device) -> tuple[Tensor, ...]:
-        """Return a copy of some blocks of caches in host memory on a device.
-
-        Args:
-            caches: [num_blocks, ...] each.
-            blocks: [n] int64.
-
-        Returns:
-            [n, ...] of each.
-        """
-        staged = self._views([((len(blocks), *cache.shape[1:]), cache.dtype) for cache in caches])
-        for target, cache in zip(staged, caches, strict=True):
-            torch.index_select(cache, 0, blocks, out=target)
-        if device.type == "cpu":
-            return staged
-        there = tuple(tensor.to(device, non_blocking=True) for tensor in staged)
-        torch.cuda.current_stream(device).synchronize()  # `staged` is about to be written again
-        return there
-
-    def _views(self, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[Tensor, ...]:
-        """Return a tensor of each shape and dtype, in memory that is used again and again."""
-        while len(self._buffers) < len(wanted):
-            self._buffers.append(HostBuffer(self._device))
-        return tuple(
-            buffer.view(shape, dtype) for buffer, (shape, dtype) in zip(self._buffers, wanted, strict=False)
+    def _rows_on_device(self, count: int) -> Rows:
+        if self._device.type == "cpu":
+            return self._staged(count)
+        shape = (count, *self._row_shape)  # torch keeps freed memory of a GPU for the next piece
+        return (
+            torch.empty(shape, dtype=self._dtype, device=self._device),
+            torch.empty(shape, dtype=self._dtype, device=self._device),
         )
+
+    def _staged(self, count: int) -> Rows:
+        k, v = self._buffers
+        shape = (count, *self._row_shape)
+        return k.view(shape, self._dtype), v.view(shape, self._dtype)
+
+    def _synchronize(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()

@@ -14,8 +14,9 @@ from typing import Self
 
 import torch
 
+from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.gathered_attention import GATHERED_TOKENS
-from neo_desktop.engine.kv.layout import BlockLayout
+from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -60,7 +61,8 @@ def pool_blocks(
 ) -> dict[Place, int]:
     """Return `place -> blocks`, from the memory that is free now that the weights are loaded.
 
-    No place gets more than the most requests with the longest contexts could use.
+    No place gets more than the most requests with the longest contexts could use. What fits is counted in
+    whole runs of blocks: host memory consists of them.
 
     Args:
         cache_tokens: `place -> tokens asked for`; None: as many as fit.
@@ -71,16 +73,13 @@ def pool_blocks(
         MemoryError: the GPU has no room for one iteration, or more was asked for than there is.
     """
     available = kv_bytes(config, dtype, limits, device, caps or MemoryCaps())
-    memories = {
-        Place.DEVICE: (dtype, device),
-        Place.HOST: (cpu_cache_dtype or dtype, torch.device("cpu")),
-    }
+    dtypes = {Place.DEVICE: dtype, Place.HOST: cpu_cache_dtype or dtype}
     most_tokens = limits.max_batch_requests * config.max_context_tokens
     blocks = {}
     for place, bytes_ in available.items():
-        layout = BlockLayout.of(config, BLOCK_SIZE, *memories[place])
-        bytes_per_token = config.num_layers * layout.block_bytes // BLOCK_SIZE
-        fitting = bytes_ // bytes_per_token
+        bytes_per_block = config.num_layers * block_bytes(config, BLOCK_SIZE, dtypes[place])
+        bytes_per_token = bytes_per_block // BLOCK_SIZE
+        fitting = bytes_ // (BLOCKS_PER_RUN * bytes_per_block) * BLOCKS_PER_RUN * BLOCK_SIZE
         asked = cache_tokens[place]
         if asked is not None and asked > fitting:
             raise MemoryError(

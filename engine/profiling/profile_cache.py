@@ -31,7 +31,7 @@ from neo_desktop.models.decoder import Decoder
 logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "NEO_DESKTOP_CACHE"  # environment variable that moves the folder
-PROFILER_VERSION = 5  # raise it when what is measured, or how, changes
+PROFILER_VERSION = 6  # raise it when what is measured, or how, changes
 
 Key = Mapping[str, Any]  # plain JSON values
 
@@ -89,7 +89,7 @@ def profile_key(decoder: Decoder, storage: KVStorage, limits: SchedulerLimits) -
         "isa": native.default_isa(),
         "device": decoder.device.type,
         "dtype": str(decoder.dtype).removeprefix("torch."),
-        "cpu_cache_dtype": str(host.layout.dtype if host else decoder.dtype).removeprefix("torch."),
+        "cpu_cache_dtype": str(host.dtype if host else decoder.dtype).removeprefix("torch."),
         "block_size": BLOCK_SIZE,
         "model": {
             "hidden_size": config.hidden_size,

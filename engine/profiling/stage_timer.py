@@ -16,6 +16,8 @@ from torch import Tensor
 
 from neo_desktop.engine.batch import BlockCopy, SamplingInput, ScheduledSequence, SubBatch
 from neo_desktop.engine.execute.attention import PlaceBatch, place_batches
+from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
+from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv.transfer import Carrier
 from neo_desktop.engine.placement import Place
@@ -30,6 +32,7 @@ LAYERS_AT_ONCE = 4  # on a GPU: what runs ahead of the GPU hides the launch of t
 MIN_ROWS = 32  # a grid has at least two points along each axis, whatever the limits
 GPU_REGION_BYTES = 256 * 1024**2  # several times the L2 cache of any GPU
 TOY_REGION_BYTES = 8 * 1024**2
+ROWS_AT_ONCE = 4096  # are written before the first measurement
 FREED_BYTES = 31 * 1024**2  # nearly the largest piece that glibc's malloc ever learns to keep
 MIN_HOST_REGION_BYTES, MAX_HOST_REGION_BYTES = 64 * 1024**2, 1024**3
 
@@ -77,7 +80,7 @@ class _Region:
 
     pool: KVPool
     layers: tuple[int, ...]
-    order: Sequence[int]  # the blocks, shuffled
+    order: Sequence[int]  # the blocks, their runs shuffled
 
 
 class StageTimer:
@@ -95,8 +98,8 @@ class StageTimer:
             place: _region(decoder, storage, place, device)
             for place, device in ((Place.DEVICE, decoder.device), (Place.HOST, torch.device("cpu")))
         }
-        # Whether decode attention is the same in both places: the same memory, kernel, layout and dtype.
-        device, host = (region.pool.layout for region in self._regions.values())
+        # Whether decode attention is the same in both places: the same kind of memory and dtype.
+        device, host = ((region.pool.kind, region.pool.dtype) for region in self._regions.values())
         self.attends_alike = not self.is_cuda and device == host
         generator = torch.Generator(decoder.device).manual_seed(0)
 
@@ -108,7 +111,7 @@ class StageTimer:
         self._q = normal(rows, config.num_heads, config.head_dim)
         self._k = normal(rows, config.num_kv_heads, config.head_dim)
         self._v = normal(rows, config.num_kv_heads, config.head_dim)
-        self._carrier = Carrier(decoder.device)
+        self._carrier = Carrier(decoder.config, decoder.dtype, decoder.device)
         self._random = random.Random(0)
         # An engine that has run for a while uses the memory of intermediate results again. Until malloc has
         # seen a large piece freed, every such piece is new from the system, page fault by page fault.
@@ -228,20 +231,21 @@ class StageTimer:
         return self._attention(region, turn, batch.attend_decodes, q, k, v)
 
     def _batch(self, place: Place, new_tokens: int, context_lens: Sequence[int], turn: int) -> PlaceBatch:
-        """The sequences of one place as in a plan; blocks of one turn follow those of another."""
+        """The sequences of one place as in a plan, each on runs of its own, as `BlockPool` hands them out."""
         region = self._regions[place]
         widths = [-(-context_len // BLOCK_SIZE) for context_len in context_lens]
-        blocks = _some(region, sum(widths), turn)
+        taken = [-(-width // BLOCKS_PER_RUN) * BLOCKS_PER_RUN for width in widths]
+        if sum(taken) > len(region.order):
+            taken = widths  # once no run is idle, every block is for anybody
+        blocks = _some(region, sum(taken), turn)
+        tables = [tuple(islice(blocks, count)) for count in taken]
         sequences = tuple(
             ScheduledSequence(
-                str(index),
-                (0,) * new_tokens,
-                context_len - new_tokens,
-                place,
-                tuple(islice(blocks, width)),
-                None,
+                str(index), (0,) * new_tokens, context_len - new_tokens, place, table[:width], None
             )
-            for index, (context_len, width) in enumerate(zip(context_lens, widths, strict=True))
+            for index, (context_len, table, width) in enumerate(
+                zip(context_lens, tables, widths, strict=True)
+            )
         )
         return place_batches(SubBatch(sequences), KVStorage({place: region.pool}))[place]
 
@@ -277,7 +281,9 @@ def measured_blocks(decoder: Decoder, storage: KVStorage, place: Place) -> int:
     pool = storage.get(place)
     if pool is None:
         return 0
-    return min(pool.num_blocks, max(_region_bytes(decoder, pool.device) // pool.layout.block_bytes, 4))
+    bytes_per_block = block_bytes(decoder.config, BLOCK_SIZE, pool.dtype)
+    num_runs = max(_region_bytes(decoder, pool.device) // (BLOCKS_PER_RUN * bytes_per_block), 1)
+    return min(pool.num_blocks, num_runs * BLOCKS_PER_RUN)
 
 
 def _region(decoder: Decoder, storage: KVStorage, place: Place, device: torch.device) -> _Region:
@@ -290,17 +296,26 @@ def _region(decoder: Decoder, storage: KVStorage, place: Place, device: torch.de
     if num_blocks:
         pool = storage[place]
     else:
-        num_blocks = min(max(region_bytes // 4 // _block_bytes(decoder) // config.num_layers, 4), 4096)
+        bytes_per_block = config.num_layers * block_bytes(config, BLOCK_SIZE, decoder.dtype)
+        num_runs = min(max(region_bytes // 4 // (BLOCKS_PER_RUN * bytes_per_block), 1), 1024)
+        num_blocks = num_runs * BLOCKS_PER_RUN
         pool = KVPool(config, num_blocks, BLOCK_SIZE, decoder.dtype, device)
-    num_layers = max(region_bytes // (num_blocks * pool.layout.block_bytes), 1)
+    num_layers = max(region_bytes // (num_blocks * block_bytes(config, BLOCK_SIZE, pool.dtype)), 1)
     if len(set(config.layer_windows)) > 1:
         num_layers = max(num_layers, 8)  # layers of both kinds, in about their proportion
     num_layers = min(num_layers, config.num_layers)
     layers = tuple(i * config.num_layers // num_layers for i in range(num_layers))
+    rows = torch.zeros(ROWS_AT_ONCE, config.num_kv_heads, config.head_dim, dtype=decoder.dtype, device=device)
     for layer in layers:
-        for part in pool.layer(layer).parts:
-            part[:num_blocks].zero_()
-    return _Region(pool, layers, random.Random(0).sample(range(num_blocks), num_blocks))
+        for slots in torch.split(torch.arange(num_blocks * BLOCK_SIZE, device=device), ROWS_AT_ONCE):
+            pool.layer(layer).write(rows[: len(slots)], rows[: len(slots)], slots)
+    firsts = range(0, num_blocks, BLOCKS_PER_RUN)
+    order = [
+        block
+        for first in random.Random(0).sample(firsts, len(firsts))
+        for block in range(first, min(first + BLOCKS_PER_RUN, num_blocks))
+    ]
+    return _Region(pool, layers, order)
 
 
 def _region_bytes(decoder: Decoder, device: torch.device) -> int:
@@ -309,12 +324,6 @@ def _region_bytes(decoder: Decoder, device: torch.device) -> int:
         return GPU_REGION_BYTES
     wanted = min(max(3 * last_level_cache_bytes(), MIN_HOST_REGION_BYTES), MAX_HOST_REGION_BYTES)
     return min(wanted, max(decoder.config.weight_bytes(decoder.dtype), TOY_REGION_BYTES))
-
-
-def _block_bytes(decoder: Decoder) -> int:
-    """K and V of one block in one layer."""
-    config = decoder.config
-    return config.kv_bytes_per_token(decoder.dtype) // config.num_layers * BLOCK_SIZE
 
 
 def _gpu_ms(call: Callable[[int], object], repeats: int) -> float:

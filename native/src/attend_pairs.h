@@ -1,15 +1,16 @@
-// Decode attention over dimension pairs: K as [num_blocks, kv_heads, head_dim / 2, block_size, 2].
+// Decode attention over dimension pairs: K as [num_pages, kv_heads, head_dim / 2, page_tokens, 2].
 //
 // The keys of 16 tokens (a segment) lie side by side, two dimensions of each at a time:
 //
 //   d0 d1 of token 0, d0 d1 of token 1, ... d0 d1 of token 15      one cache line of fp16
-//   d2 d3 of token 0, d2 d3 of token 1, ...                        the next one, block_size * 2 further on
+//   d2 d3 of token 0, d2 d3 of token 1, ...                        the next one, page_tokens * 2 further on
 //
 // so that every lane of a vector belongs to one token. A dot product then needs no sum across lanes, which
 // costs as much as the multiplications where several query heads share a KV head; and two dimensions at a
 // time is what the dot-product instructions of bf16 take. V stays in rows.
 //
-// A step takes a tile of kSegments segments and up to kQueryTile query heads:
+// A step takes a tile of kSegments segments and up to kQueryTile query heads. Segments may lie anywhere, but
+// where they are neighbours in a page, as the engine lays them, memory is read in longer pieces:
 //
 //   scores   q·k of every token and head, in 2^... base
 //   softmax  online: running maximum (the same in all lanes) and sum (per lane) of each head
@@ -63,19 +64,21 @@ template <class T>
 class SegmentWalker {
  public:
   explicit SegmentWalker(const AttendTask& task)
-      : task_(task), next_(task.begin / kSegmentTokens * kSegmentTokens) {}
+      : task_(task),
+        next_(task.begin / kSegmentTokens * kSegmentTokens),
+        tokens_(task, task.begin / kSegmentTokens * kSegmentTokens) {}
 
   void next(Segments<T>& tile) {
     tile.first = smaller(task_.begin > next_ ? task_.begin - next_ : 0, kSegmentTokens);
     tile.count = task_.end > next_ ? smaller(task_.end - next_, kPairTile) : 0;
     for (int s = 0; s < kSegments; ++s) {
       if (s * kSegmentTokens < tile.count) {
-        const int64_t token = next_ + s * kSegmentTokens;
-        const int64_t block = task_.block_table[token / task_.block_size];
-        const int64_t row = token % task_.block_size;
-        tile.k[s] = static_cast<const T*>(task_.k) + block * task_.k_block_stride + row * 2;
-        tile.v[s] = static_cast<const T*>(task_.v) + block * task_.v_block_stride + row * task_.head_dim;
-        tile.scale[s] = block * task_.scale_block_stride + row;
+        const TokenWalker::Place place = tokens_.next();
+        tile.k[s] = static_cast<const T*>(task_.k) + place.page * task_.k_page_stride + place.row * 2;
+        tile.v[s] =
+            static_cast<const T*>(task_.v) + place.page * task_.v_page_stride + place.row * task_.head_dim;
+        tile.scale[s] = place.page * task_.scale_page_stride + place.row;
+        tokens_.skip(kSegmentTokens);
       } else if (s > 0) {
         tile.k[s] = tile.k[s - 1];
         tile.v[s] = tile.v[s - 1];
@@ -88,6 +91,7 @@ class SegmentWalker {
  private:
   const AttendTask& task_;
   int64_t next_;
+  TokenWalker tokens_;
 };
 
 // Products in fp32.
@@ -199,7 +203,7 @@ struct PairMath {
       const int64_t skip = static_cast<int64_t>(token - s * kSegmentTokens) * task.head_dim + column;
       const T* row = tile.v[s] + skip;
       const T* ahead = tile.v_ahead[s] + skip;
-      // Segments of one block lie one after the other: long loops end in fewer mispredicted branches.
+      // Segments of one page lie one after the other: long loops end in fewer mispredicted branches.
       const T* begin = tile.v[s];
       do {
         begin += kSegmentTokens * task.head_dim;
@@ -355,10 +359,10 @@ void attend_pairs(const AttendTask& task) {
     const Segments<T>& now = tiles[current];
     walker.next(tiles[1 - current]);
     const Segments<T>& next = tiles[1 - current].count > 0 ? tiles[1 - current] : of_next_task;
-    // The heads of a block lie one after the other: memory is read in order, as far as the block goes.
+    // The heads of a page lie one after the other: memory is read in order, as far as the page goes.
     for (int head = 0; head < task.kv_heads; ++head) {
       PairTile<T> tile;
-      tile.pair_stride = task.block_size * 2;
+      tile.pair_stride = task.page_tokens * 2;
       tile.first = now.first;
       tile.count = now.count;
       const bool last_head = head + 1 == task.kv_heads;

@@ -1,4 +1,4 @@
-// Decode attention over rows: K as [num_blocks, kv_heads, block_size, head_dim], any block size.
+// Decode attention over rows: K as [num_pages, kv_heads, page_tokens, head_dim], blocks of any size.
 //
 // A step takes a tile of kTile tokens and up to kQueryTile query heads that share the KV head:
 //
@@ -23,7 +23,7 @@ namespace {
 
 constexpr int kTile = 32;  // tokens
 
-// Where the first head's rows of a tile's tokens lie. They may be anywhere: any block size works.
+// Where the first head's rows of a tile's tokens lie. They may be anywhere: blocks of any size work.
 template <class T>
 struct Tile {
   const T* k[kTile];
@@ -42,11 +42,7 @@ struct Rows {
 template <class T>
 class RowWalker {
  public:
-  explicit RowWalker(const AttendTask& task)
-      : task_(task),
-        next_(task.begin),
-        entry_(task.block_table + task.begin / task.block_size),
-        offset_(task.begin % task.block_size) {}
+  explicit RowWalker(const AttendTask& task) : task_(task), next_(task.begin), tokens_(task, task.begin) {}
 
   // Fills in the next tile and returns its number of tokens, 0 at the end. Rows past the last token repeat
   // it.
@@ -54,19 +50,18 @@ class RowWalker {
     const int count = smaller(task_.end - next_, kTile);
     int filled = 0;
     while (filled < count) {
-      if (offset_ == task_.block_size) {
-        offset_ = 0;
-        ++entry_;
-      }
-      const int run = smaller(task_.block_size - offset_, count - filled);
-      const T* k = static_cast<const T*>(task_.k) + *entry_ * task_.k_block_stride + offset_ * task_.head_dim;
-      const T* v = static_cast<const T*>(task_.v) + *entry_ * task_.v_block_stride + offset_ * task_.head_dim;
+      const TokenWalker::Place place = tokens_.next();
+      const int run = smaller(place.tokens, count - filled);
+      const T* k =
+          static_cast<const T*>(task_.k) + place.page * task_.k_page_stride + place.row * task_.head_dim;
+      const T* v =
+          static_cast<const T*>(task_.v) + place.page * task_.v_page_stride + place.row * task_.head_dim;
       for (int i = 0; i < run; ++i, k += task_.head_dim, v += task_.head_dim) {
         tile.k[filled + i] = k;
         tile.v[filled + i] = v;
       }
       filled += run;
-      offset_ += run;
+      tokens_.skip(run);
     }
     if (count > 0) {
       for (int i = count; i < kTile; ++i) {
@@ -81,8 +76,7 @@ class RowWalker {
  private:
   const AttendTask& task_;
   int64_t next_;
-  const int32_t* entry_;
-  int64_t offset_;
+  TokenWalker tokens_;
 };
 
 // Calls body(column, load) for every vector of a row; the last may be half a vector (head_dim % 16 == 8).
@@ -252,7 +246,7 @@ void attend_rows(const AttendTask& task) {
   int count = walker.next(tiles[0]);
   while (count > 0) {
     const int next_count = walker.next(tiles[1 - current]);
-    // The heads of a block lie one after the other: memory is read in order, as far as the block goes.
+    // The heads of a page lie one after the other: memory is read in order, as far as the page goes.
     for (int head = 0; head < task.kv_heads; ++head) {
       const Rows<T> rows{&tiles[current], head * task.k_head_stride, head * task.v_head_stride};
       Rows<T> ahead = rows;

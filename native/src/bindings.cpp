@@ -45,18 +45,19 @@ PYBIND11_MODULE(_native, m) {
   m.def(
       "paged_attention_decode",
       [](const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const std::optional<Tensor>& k_scale,
-         const std::optional<Tensor>& v_scale, const Tensor& block_tables, const Tensor& context_lens,
-         const Tensor& out, const std::optional<Tensor>& k, const std::optional<Tensor>& v, float scale,
-         int64_t window, int num_threads, const std::string& isa) {
+         const std::optional<Tensor>& v_scale, const Tensor& block_tables, int64_t block_size,
+         const Tensor& context_lens, const Tensor& out, const std::optional<Tensor>& k,
+         const std::optional<Tensor>& v, float scale, int64_t window, int num_threads,
+         const std::string& isa) {
         const auto k_scale_view = view("k_scale", k_scale);
         const auto v_scale_view = view("v_scale", v_scale);
         std::optional<NewRows> new_rows;
         if (k && v) new_rows = {view("k", *k), view("v", *v)};
-        paged_attention_decode(view("q", q), view("k_cache", k_cache), view("v_cache", v_cache),
-                               pointer(k_scale_view), pointer(v_scale_view),
-                               view("block_tables", block_tables), view("context_lens", context_lens),
-                               view("out", out), new_rows ? &*new_rows : nullptr, scale, window, num_threads,
-                               isa_from_name(isa));
+        paged_attention_decode(
+            view("q", q), view("k_cache", k_cache), view("v_cache", v_cache), pointer(k_scale_view),
+            pointer(v_scale_view), view("block_tables", block_tables), block_size,
+            view("context_lens", context_lens), view("out", out), new_rows ? &*new_rows : nullptr, scale,
+            window, num_threads, isa_from_name(isa));
       },
       without_gil);
   m.def(
@@ -69,6 +70,18 @@ PYBIND11_MODULE(_native, m) {
         paged_kv_write(view("k", k), view("v", v), view("k_cache", k_cache), view("v_cache", v_cache),
                        pointer(k_scale_view), pointer(v_scale_view), view("slots", slots), num_threads,
                        isa_from_name(isa));
+      },
+      without_gil);
+  m.def(
+      "paged_kv_read",
+      [](const Tensor& k_cache, const Tensor& v_cache, const std::optional<Tensor>& k_scale,
+         const std::optional<Tensor>& v_scale, const Tensor& slots, const Tensor& k_out, const Tensor& v_out,
+         int num_threads, const std::string& isa) {
+        const auto k_scale_view = view("k_scale", k_scale);
+        const auto v_scale_view = view("v_scale", v_scale);
+        paged_kv_read(view("k_cache", k_cache), view("v_cache", v_cache), pointer(k_scale_view),
+                      pointer(v_scale_view), view("slots", slots), view("k_out", k_out), view("v_out", v_out),
+                      num_threads, isa_from_name(isa));
       },
       without_gil);
   m.def(

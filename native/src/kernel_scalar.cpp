@@ -22,22 +22,23 @@ void attend_head(const AttendTask& task, int head) {
     std::memset(accs + g * task.padded_head_dim, 0, sizeof(float) * task.padded_head_dim);
   }
   for (int64_t token = task.begin; token < task.end; ++token) {
-    const int64_t block = task.block_table[token / task.block_size];
-    const int64_t row = token % task.block_size;
-    const T* k = static_cast<const T*>(task.k) + block * task.k_block_stride + head * task.k_head_stride;
+    const int64_t block = task.block_table[token / task.block_tokens];
+    const int64_t page = block / task.blocks_per_page;
+    const int64_t row = block % task.blocks_per_page * task.block_tokens + token % task.block_tokens;
+    const T* k = static_cast<const T*>(task.k) + page * task.k_page_stride + head * task.k_head_stride;
     const T* v =
-        static_cast<const T*>(task.v) + block * task.v_block_stride + head * task.v_head_stride + row * dim;
+        static_cast<const T*>(task.v) + page * task.v_page_stride + head * task.v_head_stride + row * dim;
     float k_scale = 1;
     float v_scale = 1;
     if constexpr (sizeof(T) == 1) {
-      const int64_t at = block * task.scale_block_stride + head * task.scale_head_stride + row;
+      const int64_t at = page * task.scale_page_stride + head * task.scale_head_stride + row;
       k_scale = task.k_scale[at];
       v_scale = task.v_scale[at];
     }
     float key[kMaxHeadDim];
     float value[kMaxHeadDim];
     for (int i = 0; i < dim; ++i) {
-      const int64_t at = pairs ? (i / 2 * task.block_size + row) * 2 + i % 2 : row * dim + i;
+      const int64_t at = pairs ? (i / 2 * task.page_tokens + row) * 2 + i % 2 : row * dim + i;
       key[i] = to_float(k[at]) * k_scale;
       value[i] = to_float(v[i]) * v_scale;
     }

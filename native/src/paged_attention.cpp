@@ -2,7 +2,7 @@
 //
 // The work is cut into items: a chunk of one request's context, for some of the KV heads. Chunks depend on
 // the request's length only, so a result never depends on the batch or on the number of threads. An item
-// takes as many KV heads as leave enough items for all threads: the heads of a block lie side by side in
+// takes as many KV heads as leave enough items for all threads: the heads of a page lie side by side in
 // memory, and reading on is faster than jumping. Threads take items from a counter:
 //
 //   request 0, 700 tokens    [0,512) heads 0-3   [0,512) heads 4-7   [512,700) heads 0-3   ...
@@ -102,11 +102,12 @@ class Scratch {
 class DecodeCall {
  public:
   DecodeCall(const TensorView& q, const PagedCache& cache, const TensorView& block_tables,
-             const TensorView& context_lens, const TensorView& out, const NewRows* new_rows, float scale,
-             int64_t window, int num_threads, const Kernels& kernels)
+             int64_t block_tokens, const TensorView& context_lens, const TensorView& out,
+             const NewRows* new_rows, float scale, int64_t window, int num_threads, const Kernels& kernels)
       : q_(q),
         cache_(cache),
         block_tables_(block_tables),
+        block_tokens_(block_tokens),
         out_(out),
         new_rows_(new_rows),
         kernels_(kernels),
@@ -228,21 +229,23 @@ class DecodeCall {
     AttendTask task{};
     task.k = offset(cache_.k.data, cache_.dtype, item.head * cache_.k.head_stride);
     task.v = offset(cache_.v.data, cache_.dtype, item.head * cache_.v.head_stride);
-    task.k_block_stride = cache_.k.block_stride;
-    task.v_block_stride = cache_.v.block_stride;
+    task.k_page_stride = cache_.k.page_stride;
+    task.v_page_stride = cache_.v.page_stride;
     task.k_head_stride = cache_.k.head_stride;
     task.v_head_stride = cache_.v.head_stride;
     if (cache_.k_scale != nullptr) {
       task.k_scale = cache_.k_scale + item.head * cache_.scale_head_stride;
       task.v_scale = cache_.v_scale + item.head * cache_.scale_head_stride;
-      task.scale_block_stride = cache_.scale_block_stride;
+      task.scale_page_stride = cache_.scale_page_stride;
       task.scale_head_stride = cache_.scale_head_stride;
     }
     task.block_table = static_cast<const int32_t*>(block_tables_.data) + request.b * block_tables_.stride(0);
     const int64_t first = first_of_segment(request.begin) + item.chunk * request.chunk_tokens;
     task.begin = std::max(first, request.begin);
     task.end = std::min(first + request.chunk_tokens, request.end);
-    task.block_size = cache_.block_size;
+    task.block_tokens = block_tokens_;
+    task.blocks_per_page = cache_.page_tokens / block_tokens_;
+    task.page_tokens = cache_.page_tokens;
     task.kv_heads = item.heads;
     task.group = group_;
     task.padded_group = padded_group_;
@@ -296,10 +299,11 @@ class DecodeCall {
     const int64_t b = request.b;
     const int64_t token = request.end - 1;
     const auto* table = static_cast<const int32_t*>(block_tables_.data) + b * block_tables_.stride(0);
-    const int64_t block = table[token / cache_.block_size];
-    const int64_t row = token % cache_.block_size;
-    SlotWriter::of_keys(new_rows_->k, cache_, kernels_).write(b, block, row, head, heads);
-    SlotWriter::of_values(new_rows_->v, cache_, kernels_).write(b, block, row, head, heads);
+    const int64_t slot = table[token / block_tokens_] * block_tokens_ + token % block_tokens_;
+    const int64_t page = slot / cache_.page_tokens;
+    const int64_t row = slot % cache_.page_tokens;
+    SlotWriter::of_keys(new_rows_->k, cache_, kernels_).write(b, page, row, head, heads);
+    SlotWriter::of_values(new_rows_->v, cache_, kernels_).write(b, page, row, head, heads);
   }
 
   void load_queries(int64_t b, int64_t head, int heads, float* q) const {
@@ -351,6 +355,7 @@ class DecodeCall {
   const TensorView& q_;
   const PagedCache& cache_;
   const TensorView& block_tables_;
+  const int64_t block_tokens_;
   const TensorView& out_;
   const NewRows* new_rows_;
   const Kernels& kernels_;
@@ -379,22 +384,36 @@ class DecodeCall {
   std::atomic<int64_t> next_item_{0};
 };
 
+// Returns the tokens of a block.
+int64_t check_block_size(int64_t block_size, const PagedCache& cache) {
+  if (block_size == 0) return cache.page_tokens;
+  if (block_size < 0 || cache.page_tokens % block_size != 0) {
+    fail("block_size is ", block_size, "; expected a divisor of the ", cache.page_tokens,
+         " tokens of the cache's pages");
+  }
+  if (cache.k_pairs && block_size % kSegmentTokens != 0) {
+    fail("block_size is ", block_size, "; dimension pairs need a multiple of ", kSegmentTokens);
+  }
+  return block_size;
+}
+
 void check_context(const TensorView& block_tables, const TensorView& context_lens, const PagedCache& cache,
-                   int64_t window) {
+                   int64_t block_tokens, int64_t window) {
   const auto* lens = static_cast<const int32_t*>(context_lens.data);
-  const int64_t capacity = block_tables.size(1) * cache.block_size;
+  const int64_t num_blocks = cache.num_slots() / block_tokens;
+  const int64_t capacity = block_tables.size(1) * block_tokens;
   for (int64_t b = 0; b < context_lens.size(0); ++b) {
     if (lens[b] < 1) fail("context_lens[", b, "] is ", lens[b], "; a request attends to at least 1 token");
     if (lens[b] > capacity) {
       fail("context_lens[", b, "] is ", lens[b], ", beyond the ", capacity, " tokens of its block table (",
-           block_tables.size(1), " blocks of ", cache.block_size, ")");
+           block_tables.size(1), " blocks of ", block_tokens, ")");
     }
     const auto* table = static_cast<const int32_t*>(block_tables.data) + b * block_tables.stride(0);
     const int64_t first_token = window > 0 ? std::max<int64_t>(0, lens[b] - window) : 0;
-    for (int64_t i = first_token / cache.block_size; i < divide_up(lens[b], cache.block_size); ++i) {
-      if (table[i] < 0 || table[i] >= cache.num_blocks) {
+    for (int64_t i = first_token / block_tokens; i < divide_up(lens[b], block_tokens); ++i) {
+      if (table[i] < 0 || table[i] >= num_blocks) {
         fail("block_tables[", b, ", ", i, "] is ", table[i], ", outside the cache's blocks 0 to ",
-             cache.num_blocks - 1);
+             num_blocks - 1);
       }
     }
   }
@@ -404,9 +423,9 @@ void check_context(const TensorView& block_tables, const TensorView& context_len
 
 void paged_attention_decode(const TensorView& q, const TensorView& k_cache, const TensorView& v_cache,
                             const TensorView* k_scale, const TensorView* v_scale,
-                            const TensorView& block_tables, const TensorView& context_lens,
-                            const TensorView& out, const NewRows* new_rows, float scale, int64_t window,
-                            int num_threads, Isa isa) {
+                            const TensorView& block_tables, int64_t block_size,
+                            const TensorView& context_lens, const TensorView& out, const NewRows* new_rows,
+                            float scale, int64_t window, int num_threads, Isa isa) {
   const PagedCache cache = check_cache(k_cache, v_cache, k_scale, v_scale);
   check_dims(q, "[batch, heads, head_dim]", 3);
   check_shape(q, "[batch, heads, head_dim of the cache]", {q.size(0), q.size(1), cache.head_dim});
@@ -429,7 +448,8 @@ void paged_attention_decode(const TensorView& q, const TensorView& k_cache, cons
   if (!std::isfinite(scale)) fail("scale is ", scale, "; expected a finite number");
   if (window < 0) fail("window is ", window, "; expected 0 (all tokens) or a number of tokens");
   const int threads = check_num_threads(num_threads);
-  check_context(block_tables, context_lens, cache, window);
+  const int64_t block_tokens = check_block_size(block_size, cache);
+  check_context(block_tables, context_lens, cache, block_tokens, window);
   if (new_rows != nullptr) {
     check_rows(new_rows->k, "[batch of q, kv_heads, head_dim]", q.size(0), cache);
     check_rows(new_rows->v, "[batch of q, kv_heads, head_dim]", q.size(0), cache);
@@ -437,7 +457,8 @@ void paged_attention_decode(const TensorView& q, const TensorView& k_cache, cons
     check_no_overlap(v_cache, 2);
   }
   if (q.size(0) == 0) return;
-  DecodeCall(q, cache, block_tables, context_lens, out, new_rows, scale, window, threads, kernels_for(isa))
+  DecodeCall(q, cache, block_tables, block_tokens, context_lens, out, new_rows, scale, window, threads,
+             kernels_for(isa))
       .run();
 }
 

@@ -6,22 +6,22 @@ namespace neo_desktop {
 
 namespace {
 
-// [num_blocks, kv_heads, block_size, head_dim / 2, 2] with the tokens of a pair of dimensions side by side.
+// [num_pages, kv_heads, page_tokens, head_dim / 2, 2] with the tokens of a pair of dimensions side by side.
 void check_pairs(const TensorView& k_cache) {
-  const int64_t block_size = k_cache.size(2);
+  const int64_t page_tokens = k_cache.size(2);
   if (k_cache.size(4) != 2 || k_cache.stride(4) != 1 || k_cache.stride(2) != 2 ||
-      k_cache.stride(3) != 2 * block_size) {
+      k_cache.stride(3) != 2 * page_tokens) {
     fail("k_cache has shape ", to_string(k_cache.shape), " and strides ", to_string(k_cache.strides),
-         "; with five dimensions it is a view of [num_blocks, kv_heads, head_dim / 2, block_size, 2]");
+         "; with five dimensions it is a view of [num_pages, kv_heads, head_dim / 2, page_tokens, 2]");
   }
-  if (block_size % kSegmentTokens != 0) {
-    fail("k_cache has blocks of ", block_size, " tokens; dimension pairs need a multiple of ",
+  if (page_tokens % kSegmentTokens != 0) {
+    fail("k_cache has pages of ", page_tokens, " tokens; dimension pairs need a multiple of ",
          kSegmentTokens);
   }
 }
 
 void check_scale(const TensorView& scale, const TensorView& v_cache) {
-  check_shape(scale, "[num_blocks, kv_heads, block_size] of the cache",
+  check_shape(scale, "[num_pages, kv_heads, page_tokens] of the cache",
               {v_cache.size(0), v_cache.size(1), v_cache.size(2)});
   check_dtype(scale, {DType::kFloat32});
   check_packed(scale, 1);
@@ -31,7 +31,7 @@ void check_scale(const TensorView& scale, const TensorView& v_cache) {
 
 PagedCache check_cache(const TensorView& k_cache, const TensorView& v_cache, const TensorView* k_scale,
                        const TensorView* v_scale) {
-  const char* meaning = "[num_blocks, kv_heads, block_size, head_dim]";
+  const char* meaning = "[num_pages, kv_heads, page_tokens, head_dim]";
   const bool pairs = k_cache.shape.size() == 5;
   if (pairs) {
     check_dims(v_cache, meaning, 4);
@@ -51,6 +51,7 @@ PagedCache check_cache(const TensorView& k_cache, const TensorView& v_cache, con
     check_packed(k_cache, 2);
     check_dtype(k_cache, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
   }
+  if (v_cache.size(2) > INT32_MAX) fail("k_cache has pages of ", v_cache.size(2), " tokens: too many");
   check_dtype(v_cache, {k_cache.dtype});
   check_packed(v_cache, 2);
   const int64_t head_dim = v_cache.size(3);
@@ -75,10 +76,29 @@ PagedCache check_cache(const TensorView& k_cache, const TensorView& v_cache, con
     if (k_scale->strides != v_scale->strides) fail("k_scale and v_scale must have the same strides");
     cache.k_scale = static_cast<float*>(k_scale->data);
     cache.v_scale = static_cast<float*>(v_scale->data);
-    cache.scale_block_stride = k_scale->stride(0);
+    cache.scale_page_stride = k_scale->stride(0);
     cache.scale_head_stride = k_scale->stride(1);
   }
   return cache;
+}
+
+const int64_t* check_slots(const TensorView& slots, const PagedCache& cache) {
+  check_dims(slots, "[n]", 1);
+  check_dtype(slots, {DType::kInt64});
+  check_packed(slots, 1);
+  const auto* slot = static_cast<const int64_t*>(slots.data);
+  for (int64_t i = 0; i < slots.size(0); ++i) {
+    if (slot[i] < 0 || slot[i] >= cache.num_slots()) {
+      fail("slots[", i, "] is ", slot[i], ", outside the cache's slots 0 to ", cache.num_slots() - 1);
+    }
+  }
+  return slot;
+}
+
+void check_rows(const TensorView& rows, const char* meaning, int64_t tokens, const PagedCache& cache) {
+  check_shape(rows, meaning, {tokens, cache.kv_heads, cache.head_dim});
+  check_dtype(rows, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  check_packed(rows, 1);
 }
 
 }  // namespace neo_desktop

@@ -32,6 +32,42 @@ inline void prefetch(const T* row, int column) {
   }
 }
 
+// Follows a request's tokens through its block table, without a division per token. Never reads an entry past
+// that of a token asked for.
+class TokenWalker {
+ public:
+  TokenWalker(const AttendTask& task, int64_t token)
+      : entry_(task.block_table + token / task.block_tokens),
+        offset_(token % task.block_tokens),
+        block_tokens_(task.block_tokens),
+        blocks_per_page_(static_cast<uint32_t>(task.blocks_per_page)) {}
+
+  // Where the next token and those after it in its block lie.
+  struct Place {
+    int64_t page;
+    int64_t row;
+    int64_t tokens;
+  };
+  Place next() {
+    if (offset_ == block_tokens_) {
+      offset_ = 0;
+      ++entry_;
+    }
+    const auto block = static_cast<uint32_t>(*entry_);
+    return {block / blocks_per_page_, block % blocks_per_page_ * block_tokens_ + offset_,
+            block_tokens_ - offset_};
+  }
+
+  // Goes on within the block.
+  void skip(int64_t tokens) { offset_ += tokens; }
+
+ private:
+  const int32_t* entry_;
+  int64_t offset_;
+  int64_t block_tokens_;
+  uint32_t blocks_per_page_;
+};
+
 // The query heads [g, g + kQueryTile) of one KV head, and what is known of them so far.
 struct QueryTile {
   QueryTile(const AttendTask& task, int head, int g) : left(task.group - g) {

@@ -22,15 +22,15 @@ class SlotWriter {
     return {source, cache.v, cache.v_scale, false, cache, kernels};
   }
 
-  // Heads [head, head + heads) of a token into row `row` of a block.
-  void write(int64_t token, int64_t block, int64_t row, int64_t head, int64_t heads) const {
+  // Heads [head, head + heads) of a token into row `row` of a page.
+  void write(int64_t token, int64_t page, int64_t row, int64_t head, int64_t heads) const {
     alignas(8) char cast[kMaxHeadDim * sizeof(float)];
     for (const int64_t end = head + heads; head < end; ++head) {
       const int64_t from = token * source_.stride(0) + head * source_.stride(1);
-      const int64_t scale_at = block * cache_.scale_block_stride + head * cache_.scale_head_stride + row;
+      const int64_t scale_at = page * cache_.scale_page_stride + head * cache_.scale_head_stride + row;
       const void* data = cast_row(offset(source_.data, source_.dtype, from), cast,
                                   scale_ == nullptr ? nullptr : scale_ + scale_at);
-      const int64_t to = block * target_.block_stride + head * target_.head_stride;
+      const int64_t to = page * target_.page_stride + head * target_.head_stride;
       if (pairs_) {
         scatter_pairs(data, offset(target_.data, cache_.dtype, to + row * 2));
       } else {
@@ -72,7 +72,7 @@ class SlotWriter {
   template <class Pair>
   void scatter(const void* from, void* to) const {
     for (int i = 0; i < cache_.head_dim / 2; ++i) {
-      std::memcpy(static_cast<Pair*>(to) + i * cache_.block_size, static_cast<const Pair*>(from) + i,
+      std::memcpy(static_cast<Pair*>(to) + i * cache_.page_tokens, static_cast<const Pair*>(from) + i,
                   sizeof(Pair));
     }
   }
@@ -114,12 +114,5 @@ class SlotWriter {
   const PagedCache& cache_;
   const Kernels& kernels_;
 };
-
-// Throws std::invalid_argument unless rows are [tokens, kv_heads, head_dim].
-inline void check_rows(const TensorView& rows, const char* meaning, int64_t tokens, const PagedCache& cache) {
-  check_shape(rows, meaning, {tokens, cache.kv_heads, cache.head_dim});
-  check_dtype(rows, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
-  check_packed(rows, 1);
-}
 
 }  // namespace neo_desktop

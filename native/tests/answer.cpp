@@ -23,13 +23,12 @@ Rows attended_rows(const DecodeProblem& problem, int64_t b, int64_t head) {
   rows.keys.resize(rows.tokens * dim);
   rows.values.resize(rows.tokens * dim);
   for (int64_t t = 0; t < rows.tokens; ++t) {
-    const int64_t block = problem.block(b, (first + t) / cache.shape.block_size);
-    const int64_t row = (first + t) % cache.shape.block_size;
-    const double k_scale = cache.k_scale_of(block, head, row);
-    const double v_scale = cache.v_scale_of(block, head, row);
-    const int64_t k = cache.k_at(block, head, row, 0);
-    const int64_t k_pair = cache.k_at(block, head, row, 2) - k;
-    const int64_t v = cache.v_at(block, head, row, 0);
+    const int64_t slot = problem.slot(b, first + t);
+    const double k_scale = cache.k_scale_of(slot, head);
+    const double v_scale = cache.v_scale_of(slot, head);
+    const int64_t k = cache.k_at(slot, head, 0);
+    const int64_t k_pair = cache.k_at(slot, head, 2) - k;
+    const int64_t v = cache.v_at(slot, head, 0);
     for (int64_t i = 0; i < dim; ++i) {
       rows.keys[t * dim + i] = k_scale * cache.k.get(k + i / 2 * k_pair + i % 2);
       rows.values[t * dim + i] = v_scale * cache.v.get(v + i);

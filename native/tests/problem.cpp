@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <numeric>
 #include <sstream>
 
 #include "neo_desktop/paged_attention.h"
@@ -25,6 +24,7 @@ DType random_float(Random& random) {
 // A decode problem's numbers before there is any memory.
 struct DecodePlan {
   CacheShape cache;
+  int64_t block_tokens;
   int64_t batch;
   int64_t heads;
   std::vector<int64_t> lens;
@@ -36,7 +36,9 @@ struct DecodePlan {
     cache.kv_heads = random.between(1, 4);
     heads = cache.kv_heads * random.pick({1, 2, 3, 4, 5, 7, 8, 12});
     cache.head_dim = 8 * random.pick({1, 2, 3, 5, 8, 9, 10, 12, 16, 16, 20, 32});
-    cache.block_size = cache.pairs ? 16 * random.pick({1, 2, 3, 4, 8}) : random.pick({1, 3, 16, 17, 32, 100});
+    block_tokens = cache.pairs ? 16 * random.pick({1, 1, 2, 3, 4, 8}) : random.pick({1, 3, 16, 17, 32, 100});
+    const int64_t blocks_per_page = random.pick({1, 1, 2, 4, 4, 5});
+    cache.page_tokens = block_tokens * blocks_per_page;
     batch = random.between(1, 4);
     const int64_t longest =
         std::clamp<int64_t>(kMostProducts / (batch * heads * cache.head_dim), 1, kLongest);
@@ -45,53 +47,53 @@ struct DecodePlan {
     for (int64_t b = 0; b < batch; ++b) {
       const int64_t up_to = random.chance(0.5) ? std::min<int64_t>(longest, 70) : longest;
       lens.push_back(random.between(1, up_to));
-      const int64_t needed = divide_up(lens.back(), cache.block_size);
+      const int64_t needed = divide_up(lens.back(), block_tokens);
       blocks += needed;
       max_blocks = std::max(max_blocks, needed + random.between(0, 1));
     }
-    cache.num_blocks = blocks + random.between(0, 2);
+    cache.num_pages = divide_up(blocks + random.between(0, 2), blocks_per_page);
   }
 };
 
 namespace {
 
-// Strides of blocks and heads, `piece` elements of each block and head being contiguous.
-std::pair<int64_t, int64_t> block_and_head_strides(const CacheShape& shape, int64_t piece, Random& random) {
+// Strides of pages and heads, `piece` elements of each page and head being contiguous.
+std::pair<int64_t, int64_t> page_and_head_strides(const CacheShape& shape, int64_t piece, Random& random) {
   const int64_t gap = random.chance(0.3) ? 8 : 0;
-  if (random.chance(0.3)) return {piece, shape.num_blocks * piece + gap};
+  if (random.chance(0.3)) return {piece, shape.num_pages * piece + gap};
   return {shape.kv_heads * (piece + gap), piece + gap};
 }
 
 Tensor make_k(const CacheShape& shape, Random& random) {
-  const auto [block, head] = block_and_head_strides(shape, shape.block_size * shape.head_dim, random);
+  const auto [page, head] = page_and_head_strides(shape, shape.page_tokens * shape.head_dim, random);
   if (!shape.pairs) {
     return {"k_cache",
             shape.dtype,
-            {shape.num_blocks, shape.kv_heads, shape.block_size, shape.head_dim},
-            {block, head, shape.head_dim, 1},
+            {shape.num_pages, shape.kv_heads, shape.page_tokens, shape.head_dim},
+            {page, head, shape.head_dim, 1},
             random};
   }
   return {"k_cache",
           shape.dtype,
-          {shape.num_blocks, shape.kv_heads, shape.block_size, shape.head_dim / 2, 2},
-          {block, head, 2, 2 * shape.block_size, 1},
+          {shape.num_pages, shape.kv_heads, shape.page_tokens, shape.head_dim / 2, 2},
+          {page, head, 2, 2 * shape.page_tokens, 1},
           random};
 }
 
 Tensor make_v(const CacheShape& shape, Random& random) {
-  const auto [block, head] = block_and_head_strides(shape, shape.block_size * shape.head_dim, random);
+  const auto [page, head] = page_and_head_strides(shape, shape.page_tokens * shape.head_dim, random);
   return {"v_cache",
           shape.dtype,
-          {shape.num_blocks, shape.kv_heads, shape.block_size, shape.head_dim},
-          {block, head, shape.head_dim, 1},
+          {shape.num_pages, shape.kv_heads, shape.page_tokens, shape.head_dim},
+          {page, head, shape.head_dim, 1},
           random};
 }
 
 std::optional<Tensor> make_scale(const char* name, const CacheShape& shape, Random& random) {
   if (shape.dtype != DType::kInt8) return std::nullopt;
   // Both scales must have the same strides, so these are not drawn.
-  return Tensor(name, DType::kFloat32, {shape.num_blocks, shape.kv_heads, shape.block_size},
-                {shape.kv_heads * shape.block_size, shape.block_size, 1}, random);
+  return Tensor(name, DType::kFloat32, {shape.num_pages, shape.kv_heads, shape.page_tokens},
+                {shape.kv_heads * shape.page_tokens, shape.page_tokens, 1}, random);
 }
 
 Kind random_kind(DType dtype, Random& random) {
@@ -123,7 +125,7 @@ class RowFiller {
     value_shift_ = random.pick({0.0, 0.0, 1.0}) * size_;
   }
 
-  void fill(int64_t block, int64_t head, int64_t row) {
+  void fill(int64_t slot, int64_t head) {
     const int64_t dim = cache_.shape.head_dim;
     const bool quantised = cache_.shape.dtype == DType::kInt8;
     const double* key = random_.noise(dim);
@@ -133,13 +135,13 @@ class RowFiller {
     const double* value = random_.noise(dim);
     const double steps = quantised ? 32 : 1;  // per unit
     for (int64_t i = 0; i < dim; ++i) {
-      cache_.k.set(cache_.k_at(block, head, row, i), limited(steps * size_ * key[i]));
-      cache_.v.set(cache_.v_at(block, head, row, i), limited(steps * (size_ * value[i] + value_shift_)));
+      cache_.k.set(cache_.k_at(slot, head, i), limited(steps * size_ * key[i]));
+      cache_.v.set(cache_.v_at(slot, head, i), limited(steps * (size_ * value[i] + value_shift_)));
     }
     if (quantised) {
       const int64_t share = kind_ == Kind::kEqualLogits ? 50 : random_.between(25, 75);
-      cache_.k_scale->set(cache_.k_scale->at({block, head, row}), share / (50 * steps));
-      cache_.v_scale->set(cache_.v_scale->at({block, head, row}), random_.between(1, 100) / (50 * steps));
+      cache_.k_scale->set(cache_.scale_at(slot, head), share / (50 * steps));
+      cache_.v_scale->set(cache_.scale_at(slot, head), random_.between(1, 100) / (50 * steps));
     }
   }
 
@@ -156,6 +158,19 @@ class RowFiller {
   double value_shift_;
   const double* equal_key_ = nullptr;
 };
+
+// All blocks in random order: one by one, or page by page, those of a page in order when taken from the back.
+std::vector<int64_t> shuffled_blocks(const DecodeProblem& problem, Random& random) {
+  const int64_t together = random.chance(0.5) ? 1 : problem.cache.shape.page_tokens / problem.block_tokens;
+  std::vector<int64_t> firsts;
+  for (int64_t block = 0; block < problem.num_blocks(); block += together) firsts.push_back(block);
+  std::shuffle(firsts.begin(), firsts.end(), random.engine());
+  std::vector<int64_t> blocks;
+  for (const int64_t first : firsts) {
+    for (int64_t i = together; i-- > 0;) blocks.push_back(first + i);
+  }
+  return blocks;
+}
 
 void fill_queries(DecodeProblem& problem, Random& random) {
   const double size = problem.kind == Kind::kDenormals ? 0x1p-15 : 1;
@@ -176,12 +191,11 @@ void add_dominant_tokens(DecodeProblem& problem, Random& random) {
   const double longer = cache.shape.dtype == DType::kInt8 ? 100 : 20;
   for (int64_t b = 0; b < problem.batch(); ++b) {
     const int64_t token = random.between(problem.first_token(b), problem.context_len(b) - 1);
-    const int64_t block = problem.block(b, token / cache.shape.block_size);
+    const int64_t slot = problem.slot(b, token);
     for (int64_t head = 0; head < cache.shape.kv_heads; ++head) {
       for (int64_t i = 0; i < cache.shape.head_dim; ++i) {
         const double along = longer * problem.q.get(problem.q.at({b, head * group, i}));
-        cache.k.set(cache.k_at(block, head, token % cache.shape.block_size, i),
-                    std::clamp(std::nearbyint(along), -128.0, 127.0));
+        cache.k.set(cache.k_at(slot, head, i), std::clamp(std::nearbyint(along), -128.0, 127.0));
       }
     }
   }
@@ -195,17 +209,16 @@ void add_not_a_number(DecodeProblem& problem, Random& random) {
   if (random.chance(0.3))
     return problem.q.set(problem.q.at({b, random.between(0, problem.heads() - 1), i}), nan);
   const int64_t token = random.between(problem.first_token(b), problem.context_len(b) - 1);
-  const int64_t block = problem.block(b, token / cache.shape.block_size);
-  const int64_t row = token % cache.shape.block_size;
+  const int64_t slot = problem.slot(b, token);
   const int64_t head = random.between(0, cache.shape.kv_heads - 1);
   const bool key = random.chance(0.5);
   if (cache.shape.dtype == DType::kInt8) {
     Tensor& scale = key ? *cache.k_scale : *cache.v_scale;
-    scale.set(scale.at({block, head, row}), nan);
+    scale.set(cache.scale_at(slot, head), nan);
   } else if (key) {
-    cache.k.set(cache.k_at(block, head, row, i), nan);
+    cache.k.set(cache.k_at(slot, head, i), nan);
   } else {
-    cache.v.set(cache.v_at(block, head, row, i), nan);
+    cache.v.set(cache.v_at(slot, head, i), nan);
   }
 }
 
@@ -218,32 +231,38 @@ Cache::Cache(const CacheShape& shape, Random& random)
       k_scale(make_scale("k_scale", shape, random)),
       v_scale(make_scale("v_scale", shape, random)) {}
 
-int64_t Cache::k_at(int64_t block, int64_t head, int64_t row, int64_t i) const {
-  return shape.pairs ? k.at({block, head, row, i / 2, i % 2}) : k.at({block, head, row, i});
+int64_t Cache::k_at(int64_t slot, int64_t head, int64_t i) const {
+  const int64_t page = slot / shape.page_tokens;
+  const int64_t row = slot % shape.page_tokens;
+  return shape.pairs ? k.at({page, head, row, i / 2, i % 2}) : k.at({page, head, row, i});
 }
 
-int64_t Cache::v_at(int64_t block, int64_t head, int64_t row, int64_t i) const {
-  return v.at({block, head, row, i});
+int64_t Cache::v_at(int64_t slot, int64_t head, int64_t i) const {
+  return v.at({slot / shape.page_tokens, head, slot % shape.page_tokens, i});
 }
 
-double Cache::k_scale_of(int64_t block, int64_t head, int64_t row) const {
-  return k_scale ? k_scale->get(k_scale->at({block, head, row})) : 1;
+int64_t Cache::scale_at(int64_t slot, int64_t head) const {
+  return k_scale->at({slot / shape.page_tokens, head, slot % shape.page_tokens});
 }
 
-double Cache::v_scale_of(int64_t block, int64_t head, int64_t row) const {
-  return v_scale ? v_scale->get(v_scale->at({block, head, row})) : 1;
+double Cache::k_scale_of(int64_t slot, int64_t head) const {
+  return k_scale ? k_scale->get(scale_at(slot, head)) : 1;
 }
 
-void Cache::erase(int64_t block, int64_t row) const {
+double Cache::v_scale_of(int64_t slot, int64_t head) const {
+  return v_scale ? v_scale->get(scale_at(slot, head)) : 1;
+}
+
+void Cache::erase(int64_t slot) const {
   const int64_t size = size_of(shape.dtype);
   for (int64_t head = 0; head < shape.kv_heads; ++head) {
     for (int64_t i = 0; i < shape.head_dim; ++i) {
-      std::memset(k.as<char>() + k_at(block, head, row, i) * size, 0xff, size);
-      std::memset(v.as<char>() + v_at(block, head, row, i) * size, 0xff, size);
+      std::memset(k.as<char>() + k_at(slot, head, i) * size, 0xff, size);
+      std::memset(v.as<char>() + v_at(slot, head, i) * size, 0xff, size);
     }
     if (!k_scale) continue;
-    std::memset(k_scale->as<float>() + k_scale->at({block, head, row}), 0xff, sizeof(float));
-    std::memset(v_scale->as<float>() + v_scale->at({block, head, row}), 0xff, sizeof(float));
+    std::memset(k_scale->as<float>() + scale_at(slot, head), 0xff, sizeof(float));
+    std::memset(v_scale->as<float>() + scale_at(slot, head), 0xff, sizeof(float));
   }
 }
 
@@ -255,8 +274,8 @@ std::string Cache::bytes() const {
 
 std::string Cache::text() const {
   std::ostringstream text;
-  text << dtype_text(shape.dtype) << (shape.pairs ? " pairs" : " rows") << ", " << shape.num_blocks
-       << " blocks of " << shape.block_size << ", " << shape.kv_heads << " KV heads of " << shape.head_dim;
+  text << dtype_text(shape.dtype) << (shape.pairs ? " pairs" : " rows") << ", " << shape.num_pages
+       << " pages of " << shape.page_tokens << ", " << shape.kv_heads << " KV heads of " << shape.head_dim;
   return text.str();
 }
 
@@ -265,6 +284,8 @@ DecodeProblem::DecodeProblem(Random& random, bool filled)
 
 DecodeProblem::DecodeProblem(const DecodePlan& plan, Random& random, bool filled)
     : kind(filled ? Kind::kOrdinary : random_kind(plan.cache.dtype, random)),
+      block_tokens(plan.block_tokens),
+      default_block_size(block_tokens == plan.cache.page_tokens && random.chance(0.5)),
       cache(plan.cache, random),
       q("q", random_float(random), {plan.batch, plan.heads, plan.cache.head_dim},
         packed_strides({plan.batch, plan.heads, plan.cache.head_dim}, random.pick({0, 8})), random),
@@ -277,35 +298,31 @@ DecodeProblem::DecodeProblem(const DecodePlan& plan, Random& random, bool filled
       window(random_window(random)),
       num_threads(random.pick({1, 2, 3, 8})) {
   const CacheShape& shape = plan.cache;
-  std::vector<int32_t> free_blocks(shape.num_blocks);
-  std::iota(free_blocks.begin(), free_blocks.end(), 0);
-  std::shuffle(free_blocks.begin(), free_blocks.end(), random.engine());
+  std::vector<int64_t> free_blocks = shuffled_blocks(*this, random);
   RowFiller filler(*this, random);
   for (int64_t b = 0; b < plan.batch; ++b) {
     context_lens.set(b, plan.lens[b]);
     const int64_t first = first_token(b);
     for (int64_t i = 0; i < plan.max_blocks; ++i) {
-      const bool attended = i >= first / shape.block_size && i * shape.block_size < plan.lens[b];
-      int64_t block = random.pick<int64_t>({-1, shape.num_blocks, INT32_MIN, INT32_MAX});  // never looked at
+      const bool attended = i >= first / block_tokens && i * block_tokens < plan.lens[b];
+      int64_t block = random.pick<int64_t>({-1, num_blocks(), INT32_MIN, INT32_MAX});  // never looked at
       if (attended) {
         block = free_blocks.back();
         free_blocks.pop_back();
       } else if (filled) {
-        block = random.between(0, shape.num_blocks - 1);
+        block = random.between(0, num_blocks() - 1);
       }
       block_tables.set(block_tables.at({b, i}), static_cast<double>(block));
     }
     if (filled) continue;
     for (int64_t token = first; token < plan.lens[b]; ++token) {
       for (int64_t head = 0; head < shape.kv_heads; ++head) {
-        filler.fill(block(b, token / shape.block_size), head, token % shape.block_size);
+        filler.fill(slot(b, token), head);
       }
     }
   }
-  for (int64_t block = 0; filled && block < shape.num_blocks; ++block) {
-    for (int64_t head = 0; head < shape.kv_heads; ++head) {
-      for (int64_t row = 0; row < shape.block_size; ++row) filler.fill(block, head, row);
-    }
+  for (int64_t slot = 0; filled && slot < shape.num_slots(); ++slot) {
+    for (int64_t head = 0; head < shape.kv_heads; ++head) filler.fill(slot, head);
   }
   fill_queries(*this, random);
   if (kind == Kind::kOneDominates) add_dominant_tokens(*this, random);
@@ -321,7 +338,7 @@ void DecodeProblem::write_new_rows(Random& random) {
   new_v.emplace("v", dtype, shape, packed_strides(shape, random.pick({0, 8})), random);
   Tensor slots("slots", DType::kInt64, {batch()}, {1}, random);
   for (int64_t b = 0; b < batch(); ++b) {
-    slots.as<int64_t>()[b] = last_block(b) * cache.shape.block_size + last_row(b);
+    slots.as<int64_t>()[b] = slot(b, context_len(b) - 1);
     for (int64_t head = 0; head < cache.shape.kv_heads; ++head) {
       const double* key = random.noise(cache.shape.head_dim);
       const double* value = random.noise(cache.shape.head_dim);
@@ -337,7 +354,7 @@ void DecodeProblem::write_new_rows(Random& random) {
 
 void DecodeProblem::erase_new_tokens() const {
   if (!new_k) return;
-  for (int64_t b = 0; b < batch(); ++b) cache.erase(last_block(b), last_row(b));
+  for (int64_t b = 0; b < batch(); ++b) cache.erase(slot(b, context_len(b) - 1));
 }
 
 int64_t DecodeProblem::first_token(int64_t b) const {
@@ -348,17 +365,17 @@ void DecodeProblem::call(Isa isa, int threads) const {
   std::optional<NewRows> new_rows;
   if (new_k) new_rows = NewRows{new_k->view(), new_v->view()};
   paged_attention_decode(q.view(), cache.k.view(), cache.v.view(), cache.k_scale_view(), cache.v_scale_view(),
-                         block_tables.view(), context_lens.view(), out.view(),
-                         new_rows ? &*new_rows : nullptr, scale, window, threads, isa);
+                         block_tables.view(), default_block_size ? 0 : block_tokens, context_lens.view(),
+                         out.view(), new_rows ? &*new_rows : nullptr, scale, window, threads, isa);
 }
 
 std::string DecodeProblem::text() const {
   static const char* const kKinds[] = {"ordinary",      "large logits", "equal logits",
                                        "one dominates", "denormals",    "not a number"};
   std::ostringstream text;
-  text << kKinds[static_cast<int>(kind)] << "; cache " << cache.text() << "; q " << dtype_text(q.dtype())
-       << " " << to_string(q.view().shape) << (new_k ? ", new rows" : "") << ", out "
-       << dtype_text(out.dtype()) << "; lengths";
+  text << kKinds[static_cast<int>(kind)] << "; cache " << cache.text() << "; blocks of " << block_tokens
+       << "; q " << dtype_text(q.dtype()) << " " << to_string(q.view().shape) << (new_k ? ", new rows" : "")
+       << ", out " << dtype_text(out.dtype()) << "; lengths";
   for (int64_t b = 0; b < batch(); ++b) text << " " << context_len(b);
   text << "; window " << window << ", scale " << scale << ", " << num_threads << " threads";
   return text.str();

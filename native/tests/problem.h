@@ -14,13 +14,15 @@ namespace neo_desktop::testing {
 struct CacheShape {
   DType dtype;
   bool pairs;  // K in pairs of dimensions
-  int64_t num_blocks;
+  int64_t num_pages;
   int64_t kv_heads;
-  int64_t block_size;
+  int64_t page_tokens;
   int64_t head_dim;
+
+  int64_t num_slots() const { return num_pages * page_tokens; }
 };
 
-// Blocks and heads lie in either order, with or without gaps. Nothing is written yet: all is NaN.
+// Pages and heads lie in either order, with or without gaps. Nothing is written yet: all is NaN.
 struct Cache {
   Cache(const CacheShape& shape, Random& random);
 
@@ -33,15 +35,16 @@ struct Cache {
   const TensorView* k_scale_view() const { return k_scale ? &k_scale->view() : nullptr; }
   const TensorView* v_scale_view() const { return v_scale ? &v_scale->view() : nullptr; }
 
-  int64_t k_at(int64_t block, int64_t head, int64_t row, int64_t i) const;
-  int64_t v_at(int64_t block, int64_t head, int64_t row, int64_t i) const;
+  int64_t k_at(int64_t slot, int64_t head, int64_t i) const;
+  int64_t v_at(int64_t slot, int64_t head, int64_t i) const;
+  int64_t scale_at(int64_t slot, int64_t head) const;
 
   // What a row's elements are multiplied with.
-  double k_scale_of(int64_t block, int64_t head, int64_t row) const;
-  double v_scale_of(int64_t block, int64_t head, int64_t row) const;
+  double k_scale_of(int64_t slot, int64_t head) const;
+  double v_scale_of(int64_t slot, int64_t head) const;
 
-  // Makes this token's key and value NaN again, for all heads.
-  void erase(int64_t block, int64_t row) const;
+  // Makes this slot's key and value NaN again, for all heads.
+  void erase(int64_t slot) const;
 
   // All memory of the cache.
   std::string bytes() const;
@@ -66,6 +69,8 @@ struct DecodeProblem {
   DecodeProblem(Random& random, bool filled);
 
   Kind kind;
+  int64_t block_tokens;     // a divisor of the cache's page_tokens
+  bool default_block_size;  // where they are equal, and the call is not told
   Cache cache;
   Tensor q;
   Tensor out;
@@ -82,9 +87,16 @@ struct DecodeProblem {
   int64_t first_token(int64_t b) const;
   int64_t context_len(int64_t b) const { return context_lens.as<int32_t>()[b]; }
 
+  int64_t num_blocks() const { return cache.shape.num_slots() / block_tokens; }
+
   // Of the request's block table.
   int64_t block(int64_t b, int64_t index) const {
     return block_tables.as<int32_t>()[block_tables.at({b, index})];
+  }
+
+  // Where the request's token lies.
+  int64_t slot(int64_t b, int64_t token) const {
+    return block(b, token / block_tokens) * block_tokens + token % block_tokens;
   }
 
   void call(Isa isa, int threads) const;
@@ -95,8 +107,6 @@ struct DecodeProblem {
 
  private:
   DecodeProblem(const DecodePlan& plan, Random& random, bool filled);
-  int64_t last_block(int64_t b) const { return block(b, (context_len(b) - 1) / cache.shape.block_size); }
-  int64_t last_row(int64_t b) const { return (context_len(b) - 1) % cache.shape.block_size; }
   void write_new_rows(Random& random);
 };
 

@@ -15,6 +15,9 @@ void test_decode_of_garbage(Random& random, Report& report);
 // paged_kv_write rounds correctly on every ISA, and writes to its slots only; to wrong slots it throws.
 void test_write(Random& random, Report& report);
 
+// paged_kv_read gives what the slots hold, rounded correctly, on every ISA; of wrong slots it throws.
+void test_read(Random& random, Report& report);
+
 // Threads that call at the same time get their own answers.
 void test_concurrent_calls(Random& random, Report& report);
 

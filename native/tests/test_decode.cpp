@@ -13,13 +13,12 @@ double largest_error = 0;
 
 // Whether the call is one that the library promises to answer.
 bool valid(const DecodeProblem& problem) {
-  const CacheShape& shape = problem.cache.shape;
   for (int64_t b = 0; b < problem.batch(); ++b) {
     const int64_t length = problem.context_len(b);
-    if (length < 1 || length > problem.block_tables.view().shape[1] * shape.block_size) return false;
+    if (length < 1 || length > problem.block_tables.view().shape[1] * problem.block_tokens) return false;
     for (int64_t token = problem.first_token(b); token < length; ++token) {
-      const int64_t block = problem.block(b, token / shape.block_size);
-      if (block < 0 || block >= shape.num_blocks) return false;
+      const int64_t block = problem.block(b, token / problem.block_tokens);
+      if (block < 0 || block >= problem.num_blocks()) return false;
     }
   }
   return true;
@@ -28,7 +27,7 @@ bool valid(const DecodeProblem& problem) {
 // Puts anything into some lengths and some entries of the block tables.
 void spoil(DecodeProblem& problem, Random& random) {
   const int64_t max_blocks = problem.block_tables.view().shape[1];
-  const int64_t capacity = max_blocks * problem.cache.shape.block_size;
+  const int64_t capacity = max_blocks * problem.block_tokens;
   for (int64_t b = 0; b < problem.batch(); ++b) {
     if (random.chance(0.3)) {
       const int64_t likely = random.between(-1, capacity + 1);
@@ -38,7 +37,7 @@ void spoil(DecodeProblem& problem, Random& random) {
     }
     for (int64_t i = 0; i < max_blocks; ++i) {
       if (!random.chance(0.3 / max_blocks)) continue;
-      const int64_t blocks = problem.cache.shape.num_blocks;
+      const int64_t blocks = problem.num_blocks();
       const int64_t block =
           random.pick<int64_t>({random.between(0, blocks - 1), blocks, -1, INT32_MIN, INT32_MAX});
       problem.block_tables.set(problem.block_tables.at({b, i}), static_cast<double>(block));

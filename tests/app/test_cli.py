@@ -120,6 +120,7 @@ def test_bench_of_the_cost_model_takes_a_model(tmp_path: Path) -> None:
         ("bench", "--suite", "cost-model", "--threads", "2"),
         ("bench", "--suite", "cost-model", "--baseline", "llama.cpp"),
         ("bench", "--baseline", "no-such-program"),
+        ("bench", "--suite", "cost-model", "--fragmented"),
     ],
 )
 def test_wrong_use_exits_with_2(arguments: tuple[str, ...]) -> None:

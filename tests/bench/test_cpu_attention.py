@@ -59,7 +59,9 @@ def measured(options: CpuAttentionOptions) -> CpuAttentionReport:
 
 
 def report_of(*cases: CpuAttentionCase) -> CpuAttentionReport:
-    return CpuAttentionReport("float16", 16, 2, "avx2", 1 << 30, 1 << 25, True, ("A note.",), cases)
+    return CpuAttentionReport(
+        "float16", 16, 64, False, 2, "avx2", 1 << 30, 1 << 25, True, ("A note.",), cases
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8], ids=str)
@@ -78,6 +80,39 @@ def test_measures_every_case_against_the_limits_around_it(dtype: torch.dtype) ->
         assert case.limit_fraction >= case.fraction > 0
         assert case.calls >= 3
         assert case.rivals == {}
+
+
+@pytest.mark.parametrize("fragmented", [False, True])
+@pytest.mark.parametrize("tokens", [20, 64, 300])
+def test_blocks_lie_in_whole_pages_as_the_engines_unless_memory_is_fragmented(
+    fragmented: bool, tokens: int
+) -> None:
+    options = replace(SMALL, fragmented=fragmented)
+    pool, shape = Pool(16 << 20, options), Shape(group=4, head_dim=64, batch=3, context_tokens=tokens)
+    tables = pool.block_tables(shape)
+    blocks = -(-tokens // 16)
+    assert tables.shape[1:] == (3, blocks)
+    assert len(tables.unique()) == tables.numel(), "a block serves two requests"
+    assert tables.min() >= 0
+    assert tables.max() < pool.num_blocks(4, 64)
+    assert pool.caches(4, 64).v.shape[2] == 64
+    in_order = tables[..., :1] + torch.arange(blocks)
+    firsts = tables[..., ::4]
+    if fragmented:
+        assert (firsts % 4 != 0).any()
+    else:
+        assert (firsts % 4 == 0).all()
+        assert torch.equal(tables // 4, firsts.repeat_interleave(4, dim=-1)[..., :blocks] // 4)
+        assert torch.equal(tables % 4, torch.arange(blocks).expand_as(tables) % 4)
+    if blocks > 4 or (fragmented and blocks > 1):
+        assert not torch.equal(tables, in_order), "nothing is scattered"
+
+
+def test_a_fragmented_memory_is_measured_and_told() -> None:
+    report = measured(replace(SMALL, groups=(4,), seconds=0, fragmented=True))
+    assert all(case.relative_error < 1e-3 for case in report.cases)
+    assert "scattered one by one" in " ".join(report.notes)
+    assert (report.block_size, report.page_tokens, report.fragmented) == (16, 64, True)
 
 
 def test_the_limit_is_the_smaller_one() -> None:
@@ -136,8 +171,8 @@ def test_says_when_the_cache_is_small_or_cases_do_not_fit() -> None:
     report = measured(replace(SMALL, long_tokens=10**6, memory_bytes=4 << 20))
     notes = " ".join(report.notes)
     assert "too small to rule out" in notes or "unknown" in notes
-    assert "lie scattered" in notes
-    # 512 blocks of 64 KiB hold 3 requests of 8 blocks, but not of 19; of group 1, a quarter of that.
+    assert "pages of 64 tokens, scattered" in notes
+    # 2 MiB of keys are 32 pages; of group 1, 8, which hold 3 requests of 2 pages, but not of 5.
     left_out = 2 * 6 - len(report.cases)
     assert f"{left_out} cases were left out" in notes
     assert left_out >= 2
@@ -185,7 +220,7 @@ def test_rivals_do_the_same_work(rival: Rival, group: int, dtype: torch.dtype) -
     pool = Pool(4 << 20, options)
     caches = pool.caches(group, head_dim=64)
     shape = Shape(group, head_dim=64, batch=3, context_tokens=40)
-    table = torch.randperm(len(caches.v), generator=seeded())[: 3 * 3].view(3, 3)
+    table = torch.randperm(pool.num_blocks(group, 64), generator=seeded())[: 3 * 3].view(3, 3)
     q = torch.randn(3, shape.kv_heads * group, 64, generator=seeded()).to(dtype)
     out = torch.empty_like(q)
     caches.decode(q, table.int(), torch.full((3,), 40, dtype=torch.int32), out, 1)

@@ -12,6 +12,10 @@ from suites import ignore, shown
 
 from neo_desktop.app.bench import Report, ReportError, SuiteOptions, run, run_suites
 from neo_desktop.app.bench.cost_model import CostModelOptions, CostModelReport, run_cost_model
+from neo_desktop.app.bench.load.curve import LoadCurve, LoadPoint, LoadRun
+from neo_desktop.app.bench.load.metrics import LoadMetrics, summarise
+from neo_desktop.app.bench.load.records import Limits, Outcome, RequestRecord
+from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.page.compare import compare
 from neo_desktop.app.bench.page.files import prepare_folder, write_files
 from neo_desktop.app.bench.page.verdict import verdict
@@ -171,3 +175,30 @@ def test_two_reports_side_by_side(report: Report) -> None:
 def test_reports_of_different_suites_have_nothing_to_compare(report: Report) -> None:
     first, second = (replace(report, suites=(suite,)) for suite in report.suites)
     assert "no figure in common" in compare(first, second, ("a", "b")).summary
+
+
+def test_the_verdict_tells_how_many_more_chats_run(report: Report) -> None:
+    def curve(name: str, sustained: float) -> LoadCurve:
+        good, bad = (metrics_with_good_share(share) for share in (1.0, 0.5))
+        points = [(sustained, good), (99.0, bad)]
+        curve = (LoadPoint(rate, None, (LoadRun(metrics, None),)) for rate, metrics in points)
+        return LoadCurve(name, "tiny", None, None, tuple(curve), 5.0, ())
+
+    def said(*curves: LoadCurve) -> str:
+        suite = LoadReport("cuda, float16", "a workload", Limits(2000, 200), 1, curves)
+        return " ".join(verdict(replace(report, suites=(suite,))))
+
+    many = said(curve("auto", 6.2), curve("gpu-only", 2.0))
+    assert "offloading lets 3.1x more chats run at the same speed: 6.2 instead of 2 requests" in many
+    assert "With and without offloading, about 2 requests" in said(curve("auto", 2.0), curve("gpu-only", 2.0))
+    assert said(curve("server", 3.0)).startswith("Up to 3 requests per second")
+
+
+def metrics_with_good_share(share: float) -> LoadMetrics:
+    """Ten requests, of which so many kept the limits."""
+    firsts = [100.0 if index < 10 * share else 9000.0 for index in range(10)]
+    records = [
+        RequestRecord(0.0, 0.0, first + 50, (first, first + 50), 5, 0, 2, Outcome.FINISHED)
+        for first in firsts
+    ]
+    return summarise(records, Limits(2000, 200))

@@ -102,11 +102,11 @@ def test_the_number_of_requests_follows_from_the_time(monkeypatch: pytest.Monkey
 def test_requests_that_fit_nowhere_are_left_out_and_counted(tmp_path: Path) -> None:
     trace = tmp_path / "lengths.json"
     trace.write_text('[{"prompt": 20, "max_tokens": 4}, {"prompt": 600, "max_tokens": 4}]')
-    report = last(run_throughput(replace(SMALL, trace=str(trace), num_requests=None), ignore))
+    report = last(run_throughput(replace(SMALL, trace=trace, num_requests=None), ignore))
     assert report.num_requests == 1
     assert any("1 requests of more than 256 tokens were left out" in note for note in report.notes)
     with pytest.raises(MemoryError, match="604 tokens, but 256 fit"):
-        fitting(lengths(replace(SMALL, trace=str(trace)), "cpu")[1:], 256)
+        fitting(lengths(replace(SMALL, trace=trace), "cpu")[1:], 256)
 
 
 def test_an_interrupted_run_leaves_the_engine_empty() -> None:

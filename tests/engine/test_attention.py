@@ -1,7 +1,7 @@
 """Paged attention equals dense attention, wherever the KV lies and however the work is cut."""
 
 import random
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -10,9 +10,11 @@ from torch import Tensor
 
 from neo_desktop.engine.batch import BlockCopy, ScheduledSequence, SubBatch
 from neo_desktop.engine.execute.attention import causal_attention, place_batches
-from neo_desktop.engine.kv import gathered_attention
-from neo_desktop.engine.kv import storage as storage_module
+from neo_desktop.engine.kv import gathered_attention, transfer
+from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.gathered_attention import gathered_decode_attention
+from neo_desktop.engine.kv.host_layer import HostLayer
+from neo_desktop.engine.kv.layer import KVLayer, slots_of
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv.transfer import Carrier
 from neo_desktop.engine.placement import Place
@@ -39,16 +41,23 @@ def dense(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
 
 
-def make_storage(num_blocks: int, block_size: int = BLOCK_SIZE) -> KVStorage:
+def make_storage(
+    num_blocks: int, block_size: int = BLOCK_SIZE, device_kind: type[KVLayer] = DeviceLayer
+) -> KVStorage:
+    kinds = {Place.DEVICE: device_kind, Place.HOST: HostLayer}
     return KVStorage(
-        {place: spoiled(KVPool(CONFIG, num_blocks, block_size, torch.float32, CPU)) for place in Place}
+        {
+            place: spoiled(KVPool(CONFIG, num_blocks, block_size, torch.float32, CPU, kind))
+            for place, kind in kinds.items()
+        }
     )
 
 
+@pytest.mark.parametrize("device_kind", [DeviceLayer, HostLayer])
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize("window", [None, 20])
 def test_prompts_in_chunks_and_decodes_in_two_places_equal_dense_attention(
-    window: int | None, block_size: int
+    window: int | None, block_size: int, device_kind: type[KVLayer]
 ) -> None:
     """Each context is computed in several iterations with different cuts; every row must match."""
     torch.manual_seed(0)
@@ -59,7 +68,7 @@ def test_prompts_in_chunks_and_decodes_in_two_places_equal_dense_attention(
         "d": (Place.HOST, [0, 31, 47, 63, 64]),
     }
     width = 64 // block_size
-    storage = make_storage(5 * width, block_size)
+    storage = make_storage(5 * width, block_size, device_kind)
     order = torch.randperm(5 * width).tolist()
     tables = {name: tuple(order[width * i : width * (i + 1)]) for i, name in enumerate(cuts)}
     q, k, v = (
@@ -104,11 +113,12 @@ def test_plain_torch_decode_agrees_with_the_native_kernel(
     monkeypatch.setattr(gathered_attention, "GATHERED_TOKENS", at_once)
     torch.manual_seed(1)
     lengths = torch.tensor([1, 15, 16, 17, 64], dtype=torch.int32)
-    cache = [torch.randn(20, KV_HEADS, BLOCK_SIZE, HEAD_DIM).to(dtype) for _ in range(2)]
+    cache = [torch.randn(20, BLOCK_SIZE, KV_HEADS, HEAD_DIM).to(dtype) for _ in range(2)]
     tables = torch.randperm(20)[: len(lengths) * 4].reshape(-1, 4).int()
     q = torch.randn(len(lengths), HEADS, HEAD_DIM).to(dtype)
     gathered = gathered_decode_attention(q, *cache, tables, lengths, SCALE, window)
-    native = paged_attention_decode(q, *cache, tables, lengths, SCALE, window=window or 0)
+    in_heads = (each.transpose(1, 2).contiguous() for each in cache)
+    native = paged_attention_decode(q, *in_heads, tables, lengths, SCALE, window=window or 0)
     tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(gathered, native, atol=tolerance, rtol=tolerance)
 
@@ -126,30 +136,32 @@ def test_causal_attention_equals_dense(num_queries: int, num_keys: int, window: 
 @pytest.mark.parametrize("seed", range(20))
 def test_block_copies_are_carried_out_in_their_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block given up by one move may be the target of the next, and so on."""
-    monkeypatch.setattr(storage_module, "BLOCKS_AT_ONCE", 1 + seed % 3)
+    monkeypatch.setattr(transfer, "TOKENS_AT_ONCE", (5, BLOCK_SIZE, 40)[seed % 3])
     rng = random.Random(seed)
-    storage = make_storage(4)
-    expected = {}
-    for place in Place:
-        for block in range(4):
-            value = float(len(expected))
-            expected[place, block] = value
-            for sign, part in zip((1, -1), storage[place].parts, strict=True):
-                part[:, block] = sign * value
-    blocks = list(expected)
+    storage = make_storage(4, device_kind=(DeviceLayer, HostLayer)[seed % 2])
+    shape = (BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    before = {
+        (place, block): float(4 * index + block) for index, place in enumerate(Place) for block in range(4)
+    }
+    for layer, ((place, block), value) in product((0, 2), before.items()):
+        slots = slots_of(torch.tensor([block]), BLOCK_SIZE)
+        storage[place].layer(layer).write(torch.full(shape, value), torch.full(shape, -value), slots)
+    expected = dict(before)
     copies = []
     for _ in range(rng.randint(0, 12)):
-        source, target = rng.choice(blocks), rng.choice(blocks)
+        source, target = rng.choice([(a, b) for a, b in product(expected, expected) if a[0] is not b[0]])
         copies.append(BlockCopy(*source, *target))
         expected[target] = expected[source]
     groups = storage.copy_groups(copies)
-    carrier = Carrier(CPU)
+    carrier = Carrier(CONFIG, torch.float32, CPU)
+    found = torch.empty(shape), torch.empty(shape)
     for layer in (0, 2):
         for group in groups:
             group.copy_layer(layer, carrier)
         for (place, block), value in expected.items():
-            for sign, part in zip((1, -1), storage[place].parts, strict=True):
-                assert (part[layer, block] == sign * value).all()
+            storage[place].layer(layer).read(slots_of(torch.tensor([block]), BLOCK_SIZE), found)
+            assert (found[0] == value).all()
+            assert (found[1] == -value).all()
 
 
 def test_a_move_of_many_blocks_is_one_group() -> None:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling import budget
 from neo_desktop.engine.profiling.budget import (
@@ -94,7 +95,14 @@ def test_blocks_never_hold_more_than_the_bytes(machine: SimpleNamespace) -> None
     block_bytes = BLOCK_SIZE * CONFIG.kv_bytes_per_token(DTYPE)
     available = kv(CUDA, caps)
     for place, count in blocks.items():
-        assert count * block_bytes <= available[place] < (count + 1) * block_bytes
+        assert count % BLOCKS_PER_RUN == 0  # host memory consists of whole runs
+        assert count * block_bytes <= available[place] < (count + BLOCKS_PER_RUN) * block_bytes
+
+
+def test_a_number_of_tokens_that_was_asked_for_is_what_there_is(machine: SimpleNamespace) -> None:
+    asked = {Place.DEVICE: 400, Place.HOST: 1000}
+    blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, asked, MemoryCaps())
+    assert blocks == {Place.DEVICE: 25, Place.HOST: 62}
 
 
 def test_a_cpu_cache_in_8_bits_holds_nearly_twice_the_tokens(machine: SimpleNamespace) -> None:
@@ -104,7 +112,7 @@ def test_a_cpu_cache_in_8_bits_holds_nearly_twice_the_tokens(machine: SimpleName
     in_8_bits = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, caps, torch.int8)
     assert in_8_bits[Place.DEVICE] == blocks[Place.DEVICE]
     token_bytes = CONFIG.num_layers * CONFIG.num_kv_heads * 2 * (128 + 4)
-    assert in_8_bits[Place.HOST] == kv(CUDA, caps)[Place.HOST] // token_bytes // BLOCK_SIZE
+    assert in_8_bits[Place.HOST] == kv(CUDA, caps)[Place.HOST] // token_bytes // 64 * BLOCKS_PER_RUN
     assert in_8_bits[Place.HOST] / blocks[Place.HOST] == pytest.approx(256 / 132, rel=1e-2)
 
 

@@ -10,10 +10,14 @@ from cost_models import machine
 from transformers import AutoModelForCausalLM
 
 from neo_desktop import Engine, SamplingParams
+from neo_desktop.engine import setup
 from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan, IterationResult, SubBatch
 from neo_desktop.engine.engine import ContextLengthError, EngineError
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
-from neo_desktop.engine.placement import POLICIES
+from neo_desktop.engine.kv.device_layer import DeviceLayer
+from neo_desktop.engine.kv.host_layer import HostLayer
+from neo_desktop.engine.kv.storage import KVPool
+from neo_desktop.engine.placement import POLICIES, Place
 from neo_desktop.engine.request import FinishReason
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
@@ -130,6 +134,34 @@ def test_predictions_measured_here_change_nothing_but_the_speed(
         outputs = engine.generate(batch, GREEDY)
         assert [list(output.token_ids) for output in outputs] == expected
         assert_no_block_is_used(engine)
+
+
+@pytest.mark.parametrize("cpu_cache_dtype", ["auto", "int8"])
+def test_kv_moves_between_memories_of_two_kinds_as_with_a_gpu(
+    checkpoints: dict[str, Path], cpu_cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = prompts(8)
+    kinds = iter([DeviceLayer, HostLayer])
+    assert POLICIES["neo"].places == (Place.DEVICE, Place.HOST)
+    monkeypatch.setattr(setup, "KVPool", lambda *args: KVPool(*args, kind=next(kinds)))
+    with Engine.from_pretrained(
+        checkpoints["llama"],
+        device="cpu",
+        policy="neo",
+        gpu_cache_tokens=320,
+        cpu_cache_tokens=2000,
+        cpu_cache_dtype=cpu_cache_dtype,
+        cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
+    ) as engine:
+        outputs = engine.generate(batch, GREEDY)
+        assert [len(output.token_ids) for output in outputs] == [64] * 8
+        if cpu_cache_dtype == "auto":
+            expected = [transformers_greedy(checkpoints["llama"], prompt, 64) for prompt in batch]
+            assert [list(output.token_ids) for output in outputs] == expected
+        assert_no_block_is_used(engine)
+        stats = engine.stats()
+        assert min(stats.num_moves, stats.num_cpu_decodes, stats.num_double_iterations) > 0
+    assert next(kinds, None) is None, "the engine did not make its pools here"
 
 
 def test_a_device_short_of_memory_gets_smaller_iterations_and_no_request_is_lost(

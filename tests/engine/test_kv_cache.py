@@ -107,6 +107,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.owners)))
         owner = self.owners[request_id]
         if owner.place is place:
+            with pytest.raises(ValueError, match="already"):
+                self.kv.move(request_id, place, len(owner.token_ids))
             return
         copies = self.kv.move(request_id, place, len(owner.token_ids))
         if copies is None:

@@ -1,17 +1,20 @@
-"""Rows come back from the KV storage as they went in, however it lays them out and wherever they move."""
+"""Rows come back from KV memory of any kind as they went in, and wherever they move."""
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
-from kv_pools import in_rows, spoiled
+from kv_pools import spoiled
 from torch import Tensor
 
 from neo_desktop.engine.batch import BlockCopy
+from neo_desktop.engine.kv import transfer
+from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
+from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.gathered_attention import gathered_decode_attention
-from neo_desktop.engine.kv.layout import BlockLayout, quantized
-from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.kv.host_layer import HostLayer
+from neo_desktop.engine.kv.layer import KVLayer, Rows, block_bytes, slots_of
+from neo_desktop.engine.kv.storage import KVPool, KVStorage, layer_kind
 from neo_desktop.engine.kv.transfer import Carrier
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.shapes import shape
@@ -19,175 +22,183 @@ from neo_desktop.models.shapes import shape
 CPU = torch.device("cpu")
 CONFIG = replace(shape("tiny"), num_layers=2)
 KV_HEADS, HEAD_DIM = CONFIG.num_kv_heads, CONFIG.head_dim
-NUM_BLOCKS = 6
+NUM_BLOCKS = 6  # one page of host memory, and half of another
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
-# dtype, block size, whether K lies in rows
 KINDS = [
-    *product((torch.float32, torch.float16, torch.bfloat16), (16, 32), (False, True)),
-    (torch.float32, 8, True),
-    (torch.int8, 16, False),
-    (torch.int8, 48, False),
+    *(
+        (kind, dtype, block_size)
+        for kind in (HostLayer, DeviceLayer)
+        for dtype in FLOATS
+        for block_size in (16, 8)
+    ),
+    (HostLayer, torch.float32, 48),
+    (HostLayer, torch.int8, 16),
+    (HostLayer, torch.int8, 48),
 ]
-each_kind = pytest.mark.parametrize(("dtype", "block_size", "rows"), KINDS)
+each_kind = pytest.mark.parametrize(("kind", "dtype", "block_size"), KINDS)
 
 
-def make_pool(dtype: torch.dtype, block_size: int, rows: bool) -> KVPool:
-    if not rows:
-        return spoiled(KVPool(CONFIG, NUM_BLOCKS, block_size, dtype, CPU))
-    with in_rows():
-        return spoiled(KVPool(CONFIG, NUM_BLOCKS, block_size, dtype, CPU))
+def make_pool(kind: type[KVLayer], dtype: torch.dtype, block_size: int) -> KVPool:
+    return spoiled(KVPool(CONFIG, NUM_BLOCKS, block_size, dtype, CPU, kind))
 
 
-def some_rows(count: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def some_rows(count: int, dtype: torch.dtype = torch.float32) -> Rows:
     k, v = (torch.randn(count, KV_HEADS, HEAD_DIM).to(dtype) for _ in range(2))
     return k, v
 
 
-def assert_close(
-    found: Tensor, stored: Tensor, dtype: torch.dtype, last_dtype: torch.dtype = torch.float32
-) -> None:
-    """In a 16-bit dtype and in fp32 nothing is lost; in int8, half a step of a row's largest element.
+def read(layer: KVLayer, slots: Tensor, dtype: torch.dtype) -> Rows:
+    out = some_rows(len(slots), dtype)
+    layer.read(slots, out)
+    return out
 
-    And then what is lost when that is rounded to the last dtype on the way.
-    """
+
+def model_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype is torch.int8 else dtype
+
+
+def assert_close(found: Tensor, stored: Tensor, dtype: torch.dtype) -> None:
+    """Nothing is lost in the model's dtype; in int8, half a step of a row's largest element, and rounding."""
     if dtype is torch.int8:
-        largest = stored.abs().amax(-1, keepdim=True)
-        rounding = 0.0 if last_dtype is torch.int8 else torch.finfo(last_dtype).eps / 2
-        assert ((found - stored).abs() <= largest * (0.505 / 127 + rounding)).all()
+        largest = stored.abs().amax(-1, keepdim=True).float()
+        rounding = torch.finfo(found.dtype).eps / 2
+        assert ((found.float() - stored.float()).abs() <= largest * (0.505 / 127 + rounding)).all()
     else:
         assert torch.equal(found, stored)
 
 
 @each_kind
-def test_rows_come_back_as_they_were_written(dtype: torch.dtype, block_size: int, rows: bool) -> None:
+def test_rows_come_back_as_they_were_written(
+    kind: type[KVLayer], dtype: torch.dtype, block_size: int
+) -> None:
     torch.manual_seed(0)
-    pool = make_pool(dtype, block_size, rows)
-    model_dtype = torch.float32 if dtype is torch.int8 else dtype
-    slots = torch.randperm(NUM_BLOCKS * block_size)[: 3 * block_size]
-    k, v = some_rows(len(slots), model_dtype)
-    pool.layer(1).write(k, v, slots)
-    blocks = torch.randperm(NUM_BLOCKS)
-    at = torch.argsort(blocks)[slots // block_size] * block_size + slots % block_size
-    for found, stored in zip(pool.layer(1).read(blocks, model_dtype), (k, v), strict=True):
-        assert found.shape == (NUM_BLOCKS * block_size, KV_HEADS, HEAD_DIM)
-        assert_close(found[at], stored, dtype)
-        others = torch.ones(len(found), dtype=torch.bool).index_fill(0, at, False)
-        assert found[others].isnan().all()
-    assert all(found.isnan().all() for found in pool.layer(0).read(blocks, model_dtype))
+    pool, rows_dtype = make_pool(kind, dtype, block_size), model_dtype(dtype)
+    order = torch.randperm(NUM_BLOCKS * block_size)
+    slots, others = order[: 3 * block_size], order[3 * block_size :]
+    rows = some_rows(len(slots), rows_dtype)
+    pool.layer(1).write(*rows, slots)
+    again = torch.randperm(len(slots))
+    for found, stored in zip(read(pool.layer(1), slots[again], rows_dtype), rows, strict=True):
+        assert_close(found, stored[again], dtype)
+    for layer, unwritten in ((1, others), (0, order)):
+        assert all(found.isnan().all() for found in read(pool.layer(layer), unwritten, rows_dtype))
 
 
-@each_kind
-def test_blocks_made_from_rows_are_those_that_were_written(
-    dtype: torch.dtype, block_size: int, rows: bool
+def test_slots_of_blocks_are_theirs_in_order() -> None:
+    assert slots_of(torch.tensor([5, 0, 1]), 3).tolist() == [15, 16, 17, 0, 1, 2, 3, 4, 5]
+    assert slots_of(torch.tensor([], dtype=torch.int64), 3).tolist() == []
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+@pytest.mark.parametrize("at_once", [5, 16, 1000])
+@pytest.mark.parametrize("device_kind", [DeviceLayer, HostLayer])
+@pytest.mark.parametrize("in_8_bits", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_blocks_move_between_places_of_any_kind_and_dtype(
+    dtype: torch.dtype,
+    in_8_bits: bool,
+    device_kind: type[KVLayer],
+    at_once: int,
+    to_host: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a device makes of rows before they cross the bus is what the native kernel would have written."""
+    monkeypatch.setattr(transfer, "TOKENS_AT_ONCE", at_once)
     torch.manual_seed(1)
-    pool = make_pool(dtype, block_size, rows)
-    k, v = some_rows(2 * block_size, torch.float32 if dtype is torch.int8 else dtype)
-    written, put = pool.layer(0), pool.layer(1)
-    blocks = torch.tensor([4, 1])
-    written.write(k, v, (blocks[:, None] * block_size + torch.arange(block_size)).flatten())
-    put.put(blocks, pool.layout.blocks(k, v))
-    for one, other in zip(written.take(blocks), put.take(blocks), strict=True):
-        if dtype is torch.int8 and one.dtype is torch.int8:
-            assert (one.int() - other.int()).abs().max() <= 1  # a tie may go either way
-            assert (one != other).float().mean() < 1e-3
-        else:
-            assert torch.equal(one, other)
-
-
-@each_kind
-def test_a_block_that_goes_to_rows_and_back_is_the_same(
-    dtype: torch.dtype, block_size: int, rows: bool
-) -> None:
-    """So nothing more is lost by moving between the memories again and again."""
-    torch.manual_seed(2)
-    layout = make_pool(dtype, block_size, rows).layout
-    model_dtype = torch.float16 if dtype is torch.int8 else dtype
-    once = layout.blocks(*some_rows(3 * block_size, model_dtype))
-    again = layout.blocks(*layout.rows(once, model_dtype))
-    assert all(torch.equal(one, other) for one, other in zip(once[:2], again[:2], strict=True))
-    for one, other in zip(once[2:], again[2:], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("source", "target"), [(a, b) for a, b in product(KINDS, KINDS) if a[1] == b[1] == 16]
-)
-def test_blocks_move_between_places_of_any_layout_and_dtype(
-    source: tuple[torch.dtype, int, bool], target: tuple[torch.dtype, int, bool]
-) -> None:
-    torch.manual_seed(3)
-    pools = {Place.DEVICE: make_pool(*source), Place.HOST: make_pool(*target)}
-    coarsest = min((source[0], target[0]), key=lambda dtype: (dtype.is_floating_point, dtype.itemsize))
-    common = torch.bfloat16  # of which fp32 and, at this size, fp16 lose nothing
-    k, v = (rows.mul(4).round().div(4).to(common) for rows in some_rows(NUM_BLOCKS * 16))
-    for pool in pools.values():
-        pool.layer(0).write(torch.zeros_like(k), torch.zeros_like(v), torch.arange(len(k)))
-    pools[Place.DEVICE].layer(0).write(k, v, torch.arange(len(k)))
+    host_dtype = torch.int8 if in_8_bits else dtype
+    pools = {
+        Place.DEVICE: make_pool(device_kind, dtype, 16),
+        Place.HOST: make_pool(HostLayer, host_dtype, 16),
+    }
+    source, target = (Place.DEVICE, Place.HOST) if to_host else (Place.HOST, Place.DEVICE)
+    slots = torch.arange(NUM_BLOCKS * 16)
+    rows, zeros = some_rows(len(slots), dtype), torch.zeros(len(slots), KV_HEADS, HEAD_DIM, dtype=dtype)
+    pools[source].layer(0).write(*rows, slots)
+    pools[target].layer(0).write(zeros, zeros, slots)
     moves = [(0, 5), (3, 2), (4, 0)]
-    (group,) = KVStorage(pools).copy_groups(
-        [BlockCopy(Place.DEVICE, old, Place.HOST, new) for old, new in moves]
-    )
-    group.copy_layer(0, Carrier(CPU))
-    old, new = (torch.tensor(blocks) for blocks in zip(*moves, strict=True))
-    found = pools[Place.HOST].layer(0).read(new, torch.float32)
-    for rows, stored in zip(found, (k, v), strict=True):
-        assert_close(rows, stored.float().unflatten(0, (-1, 16))[old].flatten(0, 1), coarsest, target[0])
-    untouched = pools[Place.HOST].layer(0).read(torch.tensor([1, 3, 4]), torch.float32)
-    assert all((rows == 0).all() for rows in untouched)
+    (group,) = KVStorage(pools).copy_groups([BlockCopy(source, old, target, new) for old, new in moves])
+    group.copy_layer(0, Carrier(CONFIG, dtype, CPU))
+    old, new = (slots_of(torch.tensor(blocks), 16) for blocks in zip(*moves, strict=True))
+    for found, stored in zip(read(pools[target].layer(0), new, dtype), rows, strict=True):
+        assert_close(found, stored[old], host_dtype)
+    untouched = slots_of(torch.tensor([1, 3, 4]), 16)
+    assert not any(found.any() for found in read(pools[target].layer(0), untouched, dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rows_of_8_bits_lose_nothing_more_by_moving_again_and_again(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    host, device = make_pool(HostLayer, torch.int8, 16), make_pool(DeviceLayer, dtype, 16)
+    slots, carrier = torch.arange(NUM_BLOCKS * 16), Carrier(CONFIG, dtype, CPU)
+    rows = some_rows(len(slots), dtype)
+    host.layer(0).write(*rows, slots)
+    for _ in range(5):
+        carrier.copy(host.layer(0), slots, device.layer(0), slots)
+        carrier.copy(device.layer(0), slots, host.layer(0), slots)
+    k, v, k_scale, v_scale = (part[0] for part in host.parts)
+    host.layer(1).write(*rows, slots)
+    k_once, v_once, k_scale_once, v_scale_once = (part[1] for part in host.parts)
+    assert torch.equal(k[0], k_once[0])  # of whole pages: what was never written may be anything
+    assert torch.equal(v[0], v_once[0])
+    for scale, once in ((k_scale, k_scale_once), (v_scale, v_scale_once)):
+        torch.testing.assert_close(scale[0], once[0], rtol=4 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_rows_of_any_slots_are_fetched() -> None:
+    torch.manual_seed(3)
+    host = make_pool(HostLayer, torch.float16, 16)
+    slots = torch.randperm(NUM_BLOCKS * 16)[:50]
+    rows, out = some_rows(50, torch.float16), some_rows(50, torch.float16)
+    host.layer(0).write(*rows, slots)
+    Carrier(CONFIG, torch.float16, CPU).fetch(host.layer(0), slots, out)
+    assert all(torch.equal(found, stored) for found, stored in zip(out, rows, strict=True))
 
 
 @each_kind
 @pytest.mark.parametrize("window", [None, 20])
 def test_decode_attention_stores_the_new_token_and_attends_to_what_is_stored(
-    dtype: torch.dtype, block_size: int, rows: bool, window: int | None
+    kind: type[KVLayer], dtype: torch.dtype, block_size: int, window: int | None
 ) -> None:
     torch.manual_seed(4)
-    pool = make_pool(dtype, block_size, rows)
-    model_dtype = torch.float32 if dtype is torch.int8 else dtype
-    layer, order = pool.layer(0), torch.randperm(NUM_BLOCKS)
-    tables = order.view(2, -1).int()
+    pool, rows_dtype = make_pool(kind, dtype, block_size), model_dtype(dtype)
+    layer = pool.layer(0)
+    tables = torch.randperm(NUM_BLOCKS).view(2, -1).int()
     lens = torch.tensor([1, 2 * block_size + 3], dtype=torch.int32)
-    earlier = [
-        tables[r, t // block_size] * block_size + t % block_size for r in (0, 1) for t in range(lens[r] - 1)
+    contexts = [
+        slots_of(table.long(), block_size)[:length] for table, length in zip(tables, lens, strict=True)
     ]
-    k, v = some_rows(len(earlier) + 2, model_dtype)
-    layer.write(k[2:], v[2:], torch.tensor(earlier, dtype=torch.int64))
-    slots = torch.tensor([tables[0, 0] * block_size, tables[1, 2] * block_size + 2], dtype=torch.int64)
-    q = torch.randn(2, CONFIG.num_heads, HEAD_DIM).to(model_dtype)
+    earlier = torch.cat([context[:-1] for context in contexts])
+    new = torch.stack([context[-1] for context in contexts])
+    k, v = some_rows(len(earlier) + 2, rows_dtype)
+    layer.write(k[2:], v[2:], earlier)
+    q = torch.randn(2, CONFIG.num_heads, HEAD_DIM).to(rows_dtype)
     out = torch.empty_like(q)
-    layer.decode(q, k[:2], v[:2], slots, tables, lens, out, CONFIG.attention_scale, window)
+    layer.decode(q, k[:2], v[:2], new, tables, lens, out, CONFIG.attention_scale, window)
 
-    caches = [
-        stored.unflatten(0, (-1, block_size)).transpose(1, 2)
-        for stored in layer.read(torch.arange(NUM_BLOCKS), torch.float32)
-    ]
+    # Of 8 bits in fp32, so that nothing is rounded once more.
+    stored = read(layer, torch.arange(NUM_BLOCKS * block_size), rows_dtype)
+    caches = (rows.float().unflatten(0, (-1, block_size)) for rows in stored)
     expected = gathered_decode_attention(q.float(), *caches, tables, lens, CONFIG.attention_scale, window)
-    tolerance = 1e-5 if model_dtype is torch.float32 else 2 * torch.finfo(model_dtype).eps
+    tolerance = 1e-5 if rows_dtype is torch.float32 else 4 * torch.finfo(rows_dtype).eps
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_a_row_that_is_not_finite_does_not_look_as_if_it_were() -> None:
-    rows = torch.ones(4, 1, 8)
-    rows[1, 0, 3], rows[2, 0, 5], rows[3] = torch.nan, -torch.inf, 0.0
-    codes, scale = quantized(rows)
-    assert scale[0] == pytest.approx(1 / 127)
-    assert scale[1:3].isnan().all()
-    assert scale[3] == 0
-    assert (codes[0] == 127).all()
-    assert (codes[3] == 0).all()
-
-
 @each_kind
-def test_bytes_are_those_of_the_memory(dtype: torch.dtype, block_size: int, rows: bool) -> None:
-    pool = make_pool(dtype, block_size, rows)
+def test_bytes_are_those_of_the_memory(kind: type[KVLayer], dtype: torch.dtype, block_size: int) -> None:
+    """Of whole pages: 8 blocks of host memory instead of 6."""
+    pool = make_pool(kind, dtype, block_size)
+    blocks = 2 * BLOCKS_PER_RUN if kind is HostLayer else NUM_BLOCKS
     taken = sum(part.nbytes for part in pool.parts)
-    assert taken == pool.layout.block_bytes * NUM_BLOCKS * CONFIG.num_layers
+    assert taken == block_bytes(CONFIG, block_size, dtype) * blocks * CONFIG.num_layers
+
+
+def test_memory_is_used_as_fits_its_device() -> None:
+    assert layer_kind(CPU) is HostLayer
+    assert layer_kind(torch.device("cuda")) is DeviceLayer
 
 
 def test_8_bits_need_host_memory_and_blocks_of_a_multiple_of_16_tokens() -> None:
-    with pytest.raises(ValueError, match="multiple of 16 tokens, not cpu memory and blocks of 24"):
+    with pytest.raises(ValueError, match="multiple of 16 tokens, not of 24"):
         KVPool(CONFIG, 1, 24, torch.int8, CPU)
-    with pytest.raises(ValueError, match="not cuda memory and blocks of 16"):
-        BlockLayout.of(CONFIG, 16, torch.int8, torch.device("cuda"))
+    with pytest.raises(ValueError, match=r"KV in torch\.int8 is for host memory only"):
+        KVPool(CONFIG, 1, 16, torch.int8, CPU, DeviceLayer)

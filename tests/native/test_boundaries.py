@@ -39,7 +39,7 @@ Change = Callable[[torch.Tensor], object]
         ("q", lambda t: t.to("meta"), r"q is on meta; expected a CPU tensor"),
         ("q", lambda t: t.to_sparse(), r"q has layout torch.sparse_coo"),
         ("q", lambda t: t.mT.contiguous().mT, r"q has strides .*; its last 1 dimension must be contiguous"),
-        ("k_cache", lambda t: t[0], r"k_cache has shape .* 4 dimensions \[num_blocks, kv_heads, block_size"),
+        ("k_cache", lambda t: t[0], r"k_cache has shape .* 4 dimensions \[num_pages, kv_heads, page_tokens"),
         ("k_cache", lambda t: t[:0], r"v_cache has shape"),
         ("k_cache", lambda t: t.half(), r"v_cache has dtype float32; expected float16"),
         (
@@ -69,6 +69,9 @@ Change = Callable[[torch.Tensor], object]
         ("out", lambda t: t.mT.contiguous().mT, r"out has strides"),
         ("scale", lambda _: float("nan"), r"scale is -?nan; expected a finite number"),
         ("window", lambda _: -1, r"window is -1"),
+        ("block_size", lambda _: 0, r"block_size is 0; expected at least 1 token"),
+        ("block_size", lambda _: 32, r"block_size is 32; expected a divisor of the 16 tokens of the cache's"),
+        ("block_size", lambda _: 8, r"context_lens\[1\] is 40, beyond the 32 tokens .*\(4 blocks of 8\)"),
         ("num_threads", lambda _: -1, r"num_threads is -1; expected 0 \(the default\) to 1024"),
         ("num_threads", lambda _: 5000, r"num_threads is 5000"),
         ("isa", lambda _: "sse9", r"isa 'sse9' is unknown; choose scalar"),
@@ -93,6 +96,7 @@ def paired_arguments() -> dict[str, object]:
         ("k_cache", lambda t: t[:, :, :, :8], r"k_cache has shape .*; expected \[.*, 32, 2\] = the shape of"),
         ("k_cache", lambda t: t.float(), r"v_cache has dtype float16; expected float32"),
         ("k_cache", lambda t: t.to(torch.int8), r"v_cache has dtype float16; expected int8"),
+        ("block_size", lambda _: 8, r"block_size is 8; dimension pairs need a multiple of 16"),
         ("k", lambda _: torch.ones(2, 2, 64), r"k and v of the new tokens come together"),
         ("k_scale", lambda _: torch.ones(6, 2, 16), r"an int8 cache, and no other, comes with k_scale"),
     ],
@@ -112,12 +116,12 @@ def test_new_rows_are_checked() -> None:
 
 
 def test_paired_keys_want_whole_segments() -> None:
-    with pytest.raises(ValueError, match="block_size is 24; paired keys need a multiple of 16"):
-        native.empty_paired_keys(4, kv_heads=1, block_size=24, head_dim=8, dtype=torch.float32)
+    with pytest.raises(ValueError, match="page_tokens is 24; paired keys need a multiple of 16"):
+        native.empty_paired_keys(4, kv_heads=1, page_tokens=24, head_dim=8, dtype=torch.float32)
     keys = torch.zeros(4, 1, 4, 24, 2).transpose(-3, -2)
     values = torch.zeros(4, 1, 24, 8)
     tables, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match="blocks of 24 tokens; dimension pairs need a multiple of 16"):
+    with pytest.raises(ValueError, match="pages of 24 tokens; dimension pairs need a multiple of 16"):
         native.paged_attention_decode(torch.zeros(1, 1, 8), keys, values, tables, lens, 1.0)
 
 
@@ -129,16 +133,23 @@ def test_unsupported_head_dim(head_dim: int) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(data=st.data(), block_size=st.integers(1, 20), window=st.sampled_from([0, 1, 30]))
+@given(
+    data=st.data(),
+    block_size=st.integers(1, 20),
+    blocks_per_page=st.integers(1, 4),
+    window=st.sampled_from([0, 1, 30]),
+)
 def test_out_of_range_blocks_are_refused_wherever_they_are_used(
-    data: st.DataObject, block_size: int, window: int
+    data: st.DataObject, block_size: int, blocks_per_page: int, window: int
 ) -> None:
-    case = make_case([70, 3, 41], head_dim=8, block_size=block_size, window=window)
+    case = make_case(
+        [70, 3, 41], head_dim=8, block_size=block_size, blocks_per_page=blocks_per_page, window=window
+    )
     request = data.draw(st.integers(0, 2))
     length = int(case.context_lens[request])
     first_used = max(0, length - window) // block_size if window else 0
     entry = data.draw(st.integers(0, case.block_tables.shape[1] - 1))
-    num_blocks = case.k_cache.shape[0]
+    num_blocks = case.k_cache.shape[0] * blocks_per_page
     bad = data.draw(st.one_of(st.integers(-(2**31), -1), st.integers(num_blocks, 2**31 - 1)))
     case.block_tables[request, entry] = bad
     if first_used <= entry <= (length - 1) // block_size:

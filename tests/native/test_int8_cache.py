@@ -17,9 +17,9 @@ class Int8Case:
 
     def __init__(self, lengths: list[int], **shape: int) -> None:
         case = make_case(lengths, block_size=16, **shape)  # type: ignore[arg-type]
-        num_blocks, kv_heads, block_size, head_dim = case.v_cache.shape
+        num_pages, kv_heads, page_tokens, head_dim = case.v_cache.shape
         self.k = native.empty_paired_keys(
-            num_blocks, kv_heads=kv_heads, block_size=block_size, head_dim=head_dim, dtype=torch.int8
+            num_pages, kv_heads=kv_heads, page_tokens=page_tokens, head_dim=head_dim, dtype=torch.int8
         ).zero_()
         self.v = torch.zeros(case.v_cache.shape, dtype=torch.int8)
         self.scales = [torch.full(case.v_cache.shape[:3], torch.nan) for _ in range(2)]
@@ -46,6 +46,7 @@ class Int8Case:
             case.block_tables,
             case.context_lens,
             case.scale,
+            block_size=case.block_size,
             window=case.window,
             k_scale=self.scales[0],
             v_scale=self.scales[1],
@@ -56,8 +57,11 @@ class Int8Case:
 @each_isa
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("head_dim", [8, 64, 72, 128])
-def test_attention_over_the_stored_rows_is_exact(isa: str, group: int, head_dim: int) -> None:
-    case = Int8Case([1, 17, 300, 1100], group=group, head_dim=head_dim)
+@pytest.mark.parametrize("blocks_per_page", [1, 4])
+def test_attention_over_the_stored_rows_is_exact(
+    isa: str, group: int, head_dim: int, blocks_per_page: int
+) -> None:
+    case = Int8Case([1, 17, 300, 1100], group=group, head_dim=head_dim, blocks_per_page=blocks_per_page)
     assert case.stored.error(case.run(isa)) < TOLERANCE[torch.float32]
 
 
@@ -80,7 +84,7 @@ def test_rows_of_zeros_denormals_and_non_finite_values() -> None:
     rows[1] = 1e-40
     rows[2, 0, 3] = torch.nan
     rows[3, 0, 3] = -torch.inf
-    k = native.empty_paired_keys(1, kv_heads=1, block_size=16, head_dim=8, dtype=torch.int8).zero_()
+    k = native.empty_paired_keys(1, kv_heads=1, page_tokens=16, head_dim=8, dtype=torch.int8).zero_()
     v = torch.zeros(1, 1, 16, 8, dtype=torch.int8)
     scales = [torch.zeros(1, 1, 16) for _ in range(2)]
     native.paged_kv_write(rows, rows, k, v, torch.arange(4), k_scale=scales[0], v_scale=scales[1])

@@ -1,6 +1,7 @@
 """Decode attention equals softmax(q·K)V in float64: all instruction sets, dtypes, shapes and lengths."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -41,6 +42,42 @@ def test_heads_of_tiny_models(isa: str, paired: bool, head_dim: int) -> None:
 def test_any_block_size(isa: str, block_size: int) -> None:
     case = make_case([1, block_size, block_size + 1, 333], block_size=block_size, dtype=torch.float16)
     assert case.error(case.run(isa=isa)) < TOLERANCE[torch.float16]
+
+
+@each_layout
+@each_isa
+@each_dtype
+@pytest.mark.parametrize(("block_size", "blocks_per_page"), [(16, 4), (32, 2), (48, 3)])
+def test_blocks_may_be_parts_of_the_memorys_pages(
+    isa: str, paired: bool, dtype: torch.dtype, block_size: int, blocks_per_page: int
+) -> None:
+    case = make_case(
+        [1, 16, 17, 64, 65, 700],
+        group=4,
+        block_size=block_size,
+        blocks_per_page=blocks_per_page,
+        dtype=dtype,
+        paired=paired,
+    )
+    assert case.error(case.run(isa=isa)) < TOLERANCE[dtype]
+
+
+@each_layout
+@each_isa
+def test_where_blocks_lie_does_not_matter(isa: str, paired: bool) -> None:
+    """In whole pages, one after the other, or each in another page: the same numbers, the same result."""
+    case = make_case([300], group=4, blocks_per_page=4, paired=paired)
+    expected = case.run(isa=isa)
+    old = case.slots(0, torch.arange(300))
+    for order in (torch.arange(20), torch.randperm(20, generator=torch.Generator().manual_seed(1))):
+        moved = replace(case, block_tables=order[None].int())
+        new = moved.slots(0, torch.arange(300))
+        for name in ("k_cache", "v_cache"):
+            cache = getattr(case, name)
+            copied = torch.full_like(cache, torch.nan)
+            copied[new // 64, :, new % 64] = cache[old // 64, :, old % 64]
+            setattr(moved, name, copied)
+        assert torch.equal(moved.run(isa=isa), expected)
 
 
 @each_layout
@@ -171,8 +208,8 @@ def test_non_finite_values_stay_with_the_heads_that_attend_to_them(isa: str, pai
     group=st.integers(1, 9),
     head_dim=st.integers(1, 32).map(lambda n: 8 * n),
     layout=st.one_of(
-        st.tuples(st.just(False), st.integers(1, 40)),
-        st.tuples(st.just(True), st.sampled_from([16, 48, 64, 80])),
+        st.tuples(st.just(False), st.integers(1, 40), st.integers(1, 5)),
+        st.tuples(st.just(True), st.sampled_from([16, 48, 64, 80]), st.integers(1, 5)),
     ),
     dtype=st.sampled_from(DTYPES),
     isa=st.sampled_from(ISAS),
@@ -181,16 +218,23 @@ def test_non_finite_values_stay_with_the_heads_that_attend_to_them(isa: str, pai
 )
 def test_equals_float64_for_random_problems(
     lengths: list[int],
-    layout: tuple[bool, int],
+    layout: tuple[bool, int, int],
     dtype: torch.dtype,
     isa: str,
     window: int,
     seed: int,
     **shape: int,
 ) -> None:
-    paired, block_size = layout
+    paired, block_size, blocks_per_page = layout
     case = make_case(
-        lengths, dtype=dtype, window=window, seed=seed, paired=paired, block_size=block_size, **shape
+        lengths,
+        dtype=dtype,
+        window=window,
+        seed=seed,
+        paired=paired,
+        block_size=block_size,
+        blocks_per_page=blocks_per_page,
+        **shape,
     )
     assert case.error(case.run(isa=isa)) < TOLERANCE[dtype]
 
@@ -226,18 +270,27 @@ def test_empty_batch() -> None:
 @each_layout
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [0, 5, 700])
+@pytest.mark.parametrize("blocks_per_page", [1, 4])
 def test_the_newest_rows_may_come_with_the_call(
-    isa: str, paired: bool, dtype: torch.dtype, window: int
+    isa: str, paired: bool, dtype: torch.dtype, window: int, blocks_per_page: int
 ) -> None:
-    case = make_case([1, 16, 17, 2500], kv_heads=3, group=4, dtype=dtype, window=window, paired=paired)
+    case = make_case(
+        [1, 16, 17, 2500],
+        kv_heads=3,
+        group=4,
+        blocks_per_page=blocks_per_page,
+        dtype=dtype,
+        window=window,
+        paired=paired,
+    )
     expected = case.run(isa=isa)
-    last = case.context_lens.long() - 1
-    blocks = case.block_tables[torch.arange(4), last // 16].long()
+    last = torch.stack([case.slots(request, case.context_lens[request] - 1) for request in range(4)])
+    pages, rows = last // (16 * blocks_per_page), last % (16 * blocks_per_page)
     caches = [case.k_cache.clone(), case.v_cache.clone()]
     new = []
     for cache in (case.k_cache, case.v_cache):
-        new.append(cache[blocks, :, last % 16].reshape(4, 3, 64).float())  # cast back to the cache's dtype
-        cache[blocks, :, last % 16] = torch.nan
+        new.append(cache[pages, :, rows].reshape(4, 3, 64).float())  # cast back to the cache's dtype
+        cache[pages, :, rows] = torch.nan
     for num_threads in (1, 3):
         out = torch.empty_like(expected)
         native.paged_attention_decode(
@@ -249,6 +302,7 @@ def test_the_newest_rows_may_come_with_the_call(
             case.scale,
             out,
             num_threads,
+            block_size=case.block_size,
             k=new[0],
             v=new[1],
             window=window,

@@ -24,6 +24,7 @@ class PagedCase:
     context_lens: Tensor
     scale: float
     window: int = 0
+    block_size: int | None = None  # None: a page of the caches
 
     def run(self, *, num_threads: int = 0, isa: str | None = None, out: Tensor | None = None) -> Tensor:
         """The native kernel's answer."""
@@ -36,6 +37,7 @@ class PagedCase:
             self.scale,
             out,
             num_threads,
+            block_size=self.block_size,
             window=self.window,
             isa=isa,
         )
@@ -44,10 +46,15 @@ class PagedCase:
         """What a request attends to: [tokens, heads, head_dim] in float64, KV heads repeated per group."""
         length = int(self.context_lens[request])
         first = max(0, length - self.window) if self.window else 0
-        blocks = -(-length // cache.shape[2])
-        own = cache[self.block_tables[request, :blocks].long()]
-        rows = own.reshape(*own.shape[:3], -1).transpose(1, 2).flatten(0, 1)[first:length]
+        page_tokens = cache.shape[2]
+        slots = self.slots(request, torch.arange(first, length))
+        rows = cache[slots // page_tokens, :, slots % page_tokens].flatten(2)
         return rows.double().repeat_interleave(self.q.shape[1] // cache.shape[1], dim=1)
+
+    def slots(self, request: int, tokens: Tensor) -> Tensor:
+        """Where tokens of a request lie."""
+        block_size = self.block_size or self.k_cache.shape[2]
+        return self.block_tables[request, tokens // block_size].long() * block_size + tokens % block_size
 
     def reference(self) -> Tensor:
         """The answer in float64, one request at a time."""
@@ -70,6 +77,7 @@ def make_case(
     group: int = 1,
     head_dim: int = 64,
     block_size: int = 16,
+    blocks_per_page: int = 1,
     dtype: torch.dtype = torch.float32,
     window: int = 0,
     seed: int = 0,
@@ -77,14 +85,17 @@ def make_case(
 ) -> PagedCase:
     """Normal random q, k, v; blocks scattered over the cache; unused table entries far out of range.
 
-    `paired` lays the keys out in pairs of dimensions, which wants a block_size that is a multiple of 16.
+    `paired` lays the keys out in pairs of dimensions, which wants a block_size that is a multiple of 16. Only
+    with several `blocks_per_page` is the call told a block_size.
     """
     generator = torch.Generator().manual_seed(seed)
     blocks = [-(-length // block_size) for length in lengths]
-    num_blocks = sum(blocks) + 2
+    page_tokens = block_size * blocks_per_page
+    num_pages = -(-(sum(blocks) + 2) // blocks_per_page)
+    num_blocks = num_pages * blocks_per_page
     order = torch.randperm(num_blocks, generator=generator).int()
     tables = torch.full((len(lengths), max(blocks) + 1), 2**31 - 1, dtype=torch.int32)
-    shape = (num_blocks, kv_heads, block_size, head_dim)
+    shape = (num_pages, kv_heads, page_tokens, head_dim)
     caches = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)]
     start = 0
     for request, (length, count) in enumerate(zip(lengths, blocks, strict=True)):
@@ -94,14 +105,24 @@ def make_case(
         first = max(0, length - window) if window else 0
         tables[request, : first // block_size] = -1
         positions = torch.arange(first, length)
+        slots = own[positions // block_size].long() * block_size + positions % block_size
         for cache in caches:
             rows = torch.randn(length - first, kv_heads, head_dim, generator=generator)
-            cache[own[positions // block_size].long(), :, positions % block_size] = rows.to(dtype)
+            cache[slots // page_tokens, :, slots % page_tokens] = rows.to(dtype)
     q = torch.randn(len(lengths), kv_heads * group, head_dim, generator=generator).to(dtype)
     lens = torch.tensor(lengths, dtype=torch.int32)
     if paired:
         keys = empty_paired_keys(
-            num_blocks, kv_heads=kv_heads, block_size=block_size, head_dim=head_dim, dtype=dtype
+            num_pages, kv_heads=kv_heads, page_tokens=page_tokens, head_dim=head_dim, dtype=dtype
         )
         caches[0] = keys.copy_(caches[0].unflatten(-1, (-1, 2)))
-    return PagedCase(q, caches[0], caches[1], tables, lens, head_dim**-0.5, window)
+    return PagedCase(
+        q,
+        caches[0],
+        caches[1],
+        tables,
+        lens,
+        head_dim**-0.5,
+        window,
+        block_size if blocks_per_page > 1 else None,
+    )

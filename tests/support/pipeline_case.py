@@ -16,6 +16,8 @@ from neo_desktop.engine.batch import (
     ScheduledSequence,
     SubBatch,
 )
+from neo_desktop.engine.kv.device_layer import DeviceLayer
+from neo_desktop.engine.kv.layer import KVLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -53,12 +55,23 @@ def tiny_model(
     return there
 
 
-def make_storage(model: Decoder, num_blocks: Mapping[Place, int], block_size: int = BLOCK_SIZE) -> KVStorage:
-    """Pools full of NaN: whatever is read before it was written shows."""
+def make_storage(
+    model: Decoder,
+    num_blocks: Mapping[Place, int],
+    block_size: int = BLOCK_SIZE,
+    *,
+    device_kind: type[KVLayer] | None = DeviceLayer,
+) -> KVStorage:
+    """Pools full of NaN: whatever is read before it was written shows.
+
+    Without a GPU the device's pool is used as one in a GPU's memory, all the same, unless `device_kind` says
+    something else (None: what an engine would do).
+    """
     devices = {Place.DEVICE: model.device, Place.HOST: torch.device("cpu")}
+    kinds = {Place.DEVICE: device_kind, Place.HOST: None}
     return KVStorage(
         {
-            place: spoiled(KVPool(model.config, count, block_size, model.dtype, devices[place]))
+            place: spoiled(KVPool(model.config, count, block_size, model.dtype, devices[place], kinds[place]))
             for place, count in num_blocks.items()
         }
     )

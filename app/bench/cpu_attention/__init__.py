@@ -6,8 +6,8 @@ that shares it. So there are two limits, both measured here, with the same threa
     the memory's       bytes per second that plain reads reach
     the arithmetic's   multiply-adds per second in registers / multiply-adds per byte of KV
 
-and the smaller one is the limit of a case. A case calls the kernel again and again on blocks scattered over
-one large KV cache, other blocks each time, so that none is found in the processor's caches; before and after
+and the smaller one is the limit of a case. A case calls the kernel again and again on pages scattered over
+one large KV cache, others each time, so that none is found in the processor's caches; before and after
 each sample of calls both limits are measured anew. The share reached is the median over samples of (bytes
 per second of the calls) / (the limit around them): other programs on the machine disturb both alike.
 

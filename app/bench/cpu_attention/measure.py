@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop import native
-from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions, Shape, num_blocks_of
+from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions, Shape
 from neo_desktop.app.bench.cpu_attention.pool import Caches, Pool, seeded
 from neo_desktop.app.bench.cpu_attention.reference import relative_error
 from neo_desktop.app.bench.cpu_attention.report import CpuAttentionCase
@@ -41,10 +41,8 @@ class Limits:
 def measure(pool: Pool, options: CpuAttentionOptions, shape: Shape, seconds: float) -> CpuAttentionCase:
     """Call the kernel for about so long."""
     caches = pool.caches(shape.group, shape.head_dim)
-    blocks_per_request = num_blocks_of(shape.context_tokens, options)
-    order = torch.randperm(len(caches.v), generator=seeded()).int()
-    in_turn = len(order) // (shape.batch * blocks_per_request)  # calls that use different blocks
-    tables = order[: in_turn * shape.batch * blocks_per_request].view(in_turn, shape.batch, -1)
+    tables = pool.block_tables(shape)
+    in_turn = len(tables)  # calls that use different blocks
     lens = torch.full((shape.batch,), shape.context_tokens, dtype=torch.int32)
     q = torch.randn(shape.batch, shape.kv_heads * shape.group, shape.head_dim, generator=seeded())
     q = q.to(options.compute_dtype)
@@ -109,7 +107,7 @@ def _worst_error(q: Tensor, caches: Caches, table: Tensor, tokens: int, out: Ten
     group = q.shape[1] // kv_heads
     worst = 0.0
     for request, head in product(_ends(len(q)), _ends(kv_heads)):
-        k, v = caches.rows(table[request].long(), head, tokens)
+        k, v = caches.rows(table[request], head, tokens)
         heads = slice(head * group, (head + 1) * group)
         worst = max(worst, relative_error(out[request, heads], q[request, heads], k, v))
     return worst

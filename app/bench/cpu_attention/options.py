@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from neo_desktop import native
+from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 
 TARGET = 0.9  # share of the limit that the kernels are meant to reach
 RIVALS = {"torch_sdpa": "torch SDPA", "llama_cpp": "llama.cpp"}  # key in reports -> name
@@ -27,7 +28,10 @@ class CpuAttentionOptions:
     short_requests: int = 256
     short_tokens: int = 64
     dtype: torch.dtype = torch.float16  # of KV
-    block_size: int = 16  # tokens
+    block_size: int = 16  # tokens of an entry of block tables; a page of memory holds a run of such blocks
+    # Whether a request's blocks lie scattered one by one, as when an engine's memory is full and long in use.
+    # Else in whole runs, the runs scattered, as the engine hands them out while there are idle ones.
+    fragmented: bool = False
     # For the KV cache; None: four times the last-level cache or 1 GiB, within a quarter of free memory.
     memory_bytes: int | None = None
     seconds: float = 60.0  # for all calls together; a case makes at least three
@@ -42,6 +46,16 @@ class CpuAttentionOptions:
             raise ValueError(f"block_size is {self.block_size}; keys in pairs need a multiple of 16")
         if self.num_threads < 0:
             raise ValueError(f"num_threads is {self.num_threads}; expected 0 (the default) or more")
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page of memory, as the engine's."""
+        return BLOCKS_PER_RUN * self.block_size
+
+    @property
+    def blocks_together(self) -> int:
+        """Blocks of a request that follow each other in memory."""
+        return 1 if self.fragmented else BLOCKS_PER_RUN
 
     @property
     def threads(self) -> int:
@@ -99,20 +113,21 @@ def shapes(
     options: CpuAttentionOptions, group: int, head_dim: int, num_blocks: int
 ) -> Iterator[Shape | None]:
     """Every case of one group and head_dim; None for one that `num_blocks` blocks do not hold."""
+    num_pieces = num_blocks // options.blocks_together
     found: set[tuple[int, int]] = set()
     wanted = [
         (batch, tokens)
         for tokens in options.context_tokens
-        for batch in (*options.batches, max(1, num_blocks // num_blocks_of(tokens, options)))
+        for batch in (*options.batches, max(1, num_pieces // num_pieces_of(tokens, options)))
     ]
     wanted += [(1, options.long_tokens), (options.short_requests, options.short_tokens)]
     for batch, tokens in wanted:
         if (batch, tokens) not in found:
             found.add((batch, tokens))
-            fits = batch * num_blocks_of(tokens, options) <= num_blocks
+            fits = batch * num_pieces_of(tokens, options) <= num_pieces
             yield Shape(group, head_dim, batch, tokens) if fits else None
 
 
-def num_blocks_of(tokens: int, options: CpuAttentionOptions) -> int:
-    """Blocks of a request of so many tokens."""
-    return -(-tokens // options.block_size)
+def num_pieces_of(tokens: int, options: CpuAttentionOptions) -> int:
+    """Pieces of memory of a request of so many tokens: blocks or whole runs of them."""
+    return -(-tokens // (options.block_size * options.blocks_together))

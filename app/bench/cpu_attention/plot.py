@@ -64,7 +64,9 @@ def draw(report: "CpuAttentionReport", figure: "Figure") -> None:
         frameon=False,
     )
     figure.suptitle(
-        f"CPU decode attention: {report.dtype} KV in scattered blocks of {report.block_size} tokens, "
+        f"CPU decode attention: {report.dtype} KV in scattered "
+        f"{'blocks' if report.fragmented else 'pages'} of "
+        f"{report.block_size if report.fragmented else report.page_tokens} tokens, "
         f"{report.num_threads} threads, {report.isa}"
     )
 

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from neo_desktop import native
-from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions, Shape, kv_heads, row_bytes
+from neo_desktop.app.bench.cpu_attention.options import (
+    CpuAttentionOptions,
+    Shape,
+    kv_heads,
+    num_pieces_of,
+    row_bytes,
+)
+from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
+from neo_desktop.engine.kv.layer import slots_of
 
 _READ_BYTES = 256 << 20
 
@@ -17,10 +25,11 @@ _READ_BYTES = 256 << 20
 class Caches:
     """A paged KV cache; the scales are those of int8."""
 
-    k: Tensor  # [num_blocks, kv_heads, block_size, head_dim / 2, 2], in pairs of dimensions
-    v: Tensor  # [num_blocks, kv_heads, block_size, head_dim]
-    k_scale: Tensor | None  # [num_blocks, kv_heads, block_size]
+    k: Tensor  # [num_pages, kv_heads, page_tokens, head_dim / 2, 2], in pairs of dimensions
+    v: Tensor  # [num_pages, kv_heads, page_tokens, head_dim]
+    k_scale: Tensor | None  # [num_pages, kv_heads, page_tokens]
     v_scale: Tensor | None
+    block_size: int  # tokens of an entry of block tables
 
     def decode(self, q: Tensor, table: Tensor, lens: Tensor, out: Tensor, num_threads: int) -> None:
         """Attend to the blocks of `table`."""
@@ -33,17 +42,19 @@ class Caches:
             q.shape[-1] ** -0.5,
             out,
             num_threads,
+            block_size=self.block_size,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
         )
 
     def rows(self, blocks: Tensor, head: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Return the first keys and values of some blocks in float64, each [tokens, head_dim]."""
-        k = self.k[blocks, head].flatten(-2).flatten(0, 1)[:tokens].double()
-        v = self.v[blocks, head].flatten(0, 1)[:tokens].double()
+        slots = slots_of(blocks.long(), self.block_size)[:tokens]
+        pages, rows = slots // self.v.shape[2], slots % self.v.shape[2]
+        k, v = self.k[pages, head, rows].flatten(1).double(), self.v[pages, head, rows].double()
         if self.k_scale is not None and self.v_scale is not None:
-            k *= self.k_scale[blocks, head].flatten()[:tokens, None]
-            v *= self.v_scale[blocks, head].flatten()[:tokens, None]
+            k *= self.k_scale[pages, head, rows, None]
+            v *= self.v_scale[pages, head, rows, None]
         return k, v
 
 
@@ -72,20 +83,34 @@ class Pool:
         return sum(tensor.nbytes for tensor in (self.k, self.v, self._k_scale, self._v_scale))
 
     def num_blocks(self, group: int, head_dim: int) -> int:
-        """How many blocks of this shape the pool holds."""
-        return self.k.numel() // (kv_heads(group) * self._options.block_size * head_dim)
+        """How many blocks of this shape the pool holds, in whole pages."""
+        num_pages = self.k.numel() // (kv_heads(group) * self._options.page_tokens * head_dim)
+        return num_pages * BLOCKS_PER_RUN
 
     def caches(self, group: int, head_dim: int) -> Caches:
         """View the pool as a paged KV cache, as the engine's."""
-        heads, block_size = kv_heads(group), self._options.block_size
-        leading = (self.num_blocks(group, head_dim), heads)
-        pairs = (*leading, head_dim // 2, block_size, 2)
+        page_tokens = self._options.page_tokens
+        leading = (self.num_blocks(group, head_dim) // BLOCKS_PER_RUN, kv_heads(group))
+        pairs = (*leading, head_dim // 2, page_tokens, 2)
         return Caches(
             k=_view(self.k, pairs).transpose(-3, -2),
-            v=_view(self.v, (*leading, block_size, head_dim)),
-            k_scale=_view(self._k_scale, (*leading, block_size)) if len(self._k_scale) else None,
-            v_scale=_view(self._v_scale, (*leading, block_size)) if len(self._v_scale) else None,
+            v=_view(self.v, (*leading, page_tokens, head_dim)),
+            k_scale=_view(self._k_scale, (*leading, page_tokens)) if len(self._k_scale) else None,
+            v_scale=_view(self._v_scale, (*leading, page_tokens)) if len(self._v_scale) else None,
+            block_size=self._options.block_size,
         )
+
+    def block_tables(self, shape: Shape) -> Tensor:
+        """Return tables of calls that use different blocks, [calls, batch, blocks] int32.
+
+        What follows each other in memory, whole runs or single blocks, lies scattered at random over it.
+        """
+        together, pieces = self._options.blocks_together, num_pieces_of(shape.context_tokens, self._options)
+        order = torch.randperm(self.num_blocks(shape.group, shape.head_dim) // together, generator=seeded())
+        calls = len(order) // (shape.batch * pieces)
+        firsts = order[: calls * shape.batch * pieces].view(calls, shape.batch, pieces, 1) * together
+        blocks = (firsts + torch.arange(together)).flatten(-2)
+        return blocks[..., : -(-shape.context_tokens // self._options.block_size)].int()
 
     def read_bytes_per_s(self, turn: int) -> float:
         """Read part of the pool front to back, another one each turn."""

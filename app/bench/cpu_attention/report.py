@@ -57,7 +57,9 @@ class CpuAttentionReport:
     """What the suite found; `notes` say where the figures flatter or cannot be trusted."""
 
     dtype: str  # of KV
-    block_size: int
+    block_size: int  # tokens of an entry of block tables
+    page_tokens: int  # that lie in one piece for each head
+    fragmented: bool  # blocks lie scattered one by one, else in whole pages
     num_threads: int
     isa: str
     cache_bytes: int  # the KV cache that the blocks of all calls are scattered over
@@ -84,7 +86,9 @@ class CpuAttentionReport:
         shares = [case.limit_fraction for case in self.cases]
         return Section(
             "CPU attention: decode attention next to the KV in host memory",
-            f"{self.dtype} KV, {self.num_threads} threads, {self.isa}: the kernel reaches "
+            f"{self.dtype} KV, {self.block_size}-token blocks "
+            f"{'scattered' if self.fragmented else f'in pages of {self.page_tokens}'}, "
+            f"{self.num_threads} threads, {self.isa}: the kernel reaches "
             f"{min(shares):.0%} to {max(shares):.0%} of what memory and cores allow, "
             f"{statistics.median(shares):.0%} in the middle. Its results differ from those in 64 bits by "
             f"at most {max(case.relative_error for case in self.cases):.0e}.",

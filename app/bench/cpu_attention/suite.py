@@ -14,6 +14,7 @@ from neo_desktop.app.bench.cpu_attention.pool import Pool, pool_bytes
 from neo_desktop.app.bench.cpu_attention.report import CpuAttentionCase, CpuAttentionReport
 from neo_desktop.app.bench.cpu_attention.rivals import Rival, TorchSdpa, measure_rival
 from neo_desktop.app.bench.suite import Progress
+from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
 
 
@@ -61,6 +62,8 @@ def run_cpu_attention(options: CpuAttentionOptions, progress: Progress) -> Itera
         yield CpuAttentionReport(
             dtype=str(options.dtype).removeprefix("torch."),
             block_size=options.block_size,
+            page_tokens=options.page_tokens,
+            fragmented=options.fragmented,
             num_threads=options.threads,
             isa=native.default_isa(),
             cache_bytes=pool.nbytes,
@@ -114,7 +117,13 @@ def _cache_note(cache_bytes: int, last_level_bytes: int) -> str:
 
 
 def _scatter_note(options: CpuAttentionOptions) -> str:
+    if options.fragmented:
+        return (
+            f"Blocks of {options.block_size} tokens lie scattered one by one over pages of "
+            f"{options.page_tokens}: the worst case, which the engine avoids while there is memory to choose "
+            "from."
+        )
     return (
-        f"The blocks of {options.block_size} tokens lie scattered: the worst case; the engine hands out "
-        "consecutive ones where it can."
+        f"Blocks of {options.block_size} tokens lie in runs of {BLOCKS_PER_RUN}, as the engine hands them "
+        f"out: pages of {options.page_tokens} tokens, scattered over the memory."
     )

@@ -92,8 +92,8 @@ class GpuReport:
             "plain reads of as many bytes (1 GiB at most), measured before and after the iterations. "
             "Arithmetic: two operations per weight and token, at the rate of large matrix products; those "
             "of attention are not counted.",
-            "Tokens per second are those of whole steps: medians over iterations, in brackets the 10th and "
-            "90th percentile. Outside the model: scheduling, text and bookkeeping; the sampler counts as "
+            "Tokens per second are those of whole steps: medians over iterations, and their 10th and 90th "
+            "percentiles. Outside the model: scheduling, text and bookkeeping; the sampler counts as "
             "model. Idle: share of the iteration without work on the device, in iterations of their own with "
             "a timeline; gaps between the kernels of a stage count as work.",
         ]
@@ -128,13 +128,13 @@ def _told(row: DecodeFigures) -> str:
 
 def _decode_table(decode: tuple[DecodeFigures, ...]) -> Table:
     columns: tuple[str, ...] = (
-        "requests",
+        "batch",
         "context",
         "tokens/s",
+        "p10-p90",
         "limit",
-        "share",
+        "of limit",
         "bound by",
-        "read GB/s",
         "step ms",
         "outside ms",
         "idle",
@@ -144,14 +144,14 @@ def _decode_table(decode: tuple[DecodeFigures, ...]) -> Table:
     for row in decode:
         cells = [
             str(row.batch),
-            figure(row.context_tokens),
-            str(row.tokens_per_s),
+            f"{row.context_tokens:.0f}",
+            figure(row.tokens_per_s.median),
+            row.tokens_per_s.range,
             figure(row.limit_tokens_per_s),
             f"{row.share:.0%}",
             row.bound,
-            str(row.read_gb_per_s),
             figure(row.step_ms.median),
-            str(row.outside_ms),
+            figure(row.outside_ms.median),
             f"{row.idle_share:.0%}",
         ]
         if has_energy:
@@ -169,5 +169,5 @@ def _prefill_table(prefill: PrefillFigures) -> Table:
         f"{prefill.share:.0%}",
         prefill.bound,
     )
-    columns = ("prompt tokens", "tokens/s", "limit", "share", "bound by")
+    columns = ("prompt tokens", "tokens/s", "limit", "of limit", "bound by")
     return Table(columns, (row,), "Prefill of one prompt")

@@ -1,12 +1,13 @@
 """The model, and as much memory for KV as the batches need."""
 
 from neo_desktop.app.bench.gpu.options import GpuOptions
+from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.loading import LoadedModel, load
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE, MemoryCaps
 from neo_desktop.engine.setup import MAX_BATCH_REQUESTS, Setup, take_memory
 
-_RUN_TOKENS = 4 * BLOCK_SIZE  # blocks are handed out in runs where there is room
+_RUN_TOKENS = BLOCKS_PER_RUN * BLOCK_SIZE  # blocks are handed out in runs where there is room
 
 
 def load_model(options: GpuOptions) -> LoadedModel:

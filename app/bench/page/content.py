@@ -1,7 +1,9 @@
 """What every form of the page begins with."""
 
+from neo_desktop.app.bench.page.models import models_section
 from neo_desktop.app.bench.page.verdict import verdict
 from neo_desktop.app.bench.report import Report
+from neo_desktop.app.bench.section import Section
 
 
 def headline(report: Report) -> tuple[str, ...]:
@@ -11,6 +13,12 @@ def headline(report: Report) -> tuple[str, ...]:
         lines.append(f"The run was ended during {report.interrupted}: its figures may lack cases.")
     lines += [f"{failure.suite} could not be measured: {failure.reason}" for failure in report.failures]
     return tuple(lines)
+
+
+def sections(report: Report) -> tuple[Section, ...]:
+    """What fits, then a section per suite."""
+    models = models_section(report)
+    return (*(() if models is None else (models,)), *(suite.section() for suite in report.suites))
 
 
 def machine_lines(report: Report) -> tuple[str, ...]:

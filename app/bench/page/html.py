@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from jinja2 import Environment
 
-from neo_desktop.app.bench.page.content import headline, machine_lines
+from neo_desktop.app.bench.page.content import headline, machine_lines, sections
 from neo_desktop.app.bench.report import Report
 
 _TEMPLATE = """<!doctype html>
@@ -69,6 +69,6 @@ def html(report: Report, pictures: Mapping[str, bytes]) -> str:
         report=report,
         headline=headline(report),
         machine=machine_lines(report),
-        sections=[suite.section() for suite in report.suites],
+        sections=sections(report),
         pictures={name: b64encode(png).decode("ascii") for name, png in pictures.items()},
     )

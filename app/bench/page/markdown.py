@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from neo_desktop.app.bench.page.content import headline, machine_lines
+from neo_desktop.app.bench.page.content import headline, machine_lines, sections
 from neo_desktop.app.bench.report import Report
 from neo_desktop.app.bench.section import Section, Table
 
@@ -20,8 +20,8 @@ def _lines(report: Report, pictures: str) -> Iterator[str]:
         yield f"**{_escaped(line)}**"
         yield ""
     yield from (f"- {_escaped(line)}" for line in machine_lines(report))
-    for suite in report.suites:
-        yield from _section(suite.section(), pictures)
+    for section in sections(report):
+        yield from _section(section, pictures)
 
 
 def _section(section: Section, pictures: str) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from io import BytesIO
 
+from neo_desktop.app.bench.page.content import sections
 from neo_desktop.app.bench.report import Report
 from neo_desktop.app.bench.section import Plot
 
@@ -10,7 +11,7 @@ _DOTS_PER_INCH = 110
 
 def pictures(report: Report) -> dict[str, bytes]:
     """Return `name of a plot -> PNG` for all plots of a report."""
-    return {plot.name: picture(plot) for suite in report.suites for plot in suite.section().plots}
+    return {plot.name: picture(plot) for section in sections(report) for plot in section.plots}
 
 
 def picture(plot: Plot) -> bytes:

@@ -11,11 +11,12 @@ from rich.text import Text
 from neo_desktop.app.bench.section import Section, Table
 
 
-def render_section(section: Section) -> RenderableType:
-    """Title, summary, tables and notes; plots are for the page."""
+def render_section(section: Section, *, notes: bool = True) -> RenderableType:
+    """Title, summary, tables and, if wanted, notes; plots are for the page."""
     parts: list[RenderableType] = [Text(section.title, style="bold"), Text(section.summary)]
     parts += [render_table(table) for table in section.tables]
-    parts += [Text(note, style="dim") for note in section.notes]
+    if notes:
+        parts += [Text(note, style="dim") for note in section.notes]
     return Padding(Group(*parts), (1, 0, 0, 0))
 
 

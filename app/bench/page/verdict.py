@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.report import Report
-from neo_desktop.app.bench.section import speed
+from neo_desktop.app.bench.spread import figure
 from neo_desktop.app.bench.throughput.report import BASELINE, ThroughputReport
 
 _WORTH_IT = 1.05  # a gain that two runs on one machine cannot make up
@@ -11,11 +12,37 @@ _WORTH_IT = 1.05  # a gain that two runs on one machine cannot make up
 
 def verdict(report: Report) -> tuple[str, ...]:
     """Plain sentences, the most important one first; none if nothing was measured that allows one."""
-    lines: list[str] = []
+    compared: list[str] = []
+    throughput: list[str] = []
+    alone: list[str] = []
     for suite in report.suites:
         if isinstance(suite, ThroughputReport):
-            lines += _throughput(suite, report)
-    return tuple(lines)
+            throughput += _throughput(suite, report)
+        if isinstance(suite, LoadReport):
+            (compared if len(suite.curves) > 1 else alone).extend(_load(suite))
+    return (*compared, *throughput, *alone)
+
+
+def _load(suite: LoadReport) -> Iterator[str]:
+    """How many more visitors can be served within the limits."""
+    sustained = {curve.name: curve.sustained_per_s for curve in suite.curves}
+    alone, offloading = sustained.get(BASELINE), sustained.get("auto")
+    limits = (
+        f"(first token within {suite.limits.ttft_ms:g} ms, each further one within "
+        f"{suite.limits.tpot_ms:g} ms)"
+    )
+    if alone and offloading and offloading >= _WORTH_IT * alone:
+        yield (
+            f"On this machine offloading lets {offloading / alone:.1f}x more chats run at the same speed: "
+            f"{figure(offloading)} instead of {figure(alone)} requests per second {limits}."
+        )
+    elif alone and offloading:
+        yield (
+            f"With and without offloading, about {figure(offloading)} requests per second are answered in "
+            f"time {limits}."
+        )
+    elif len(sustained) == 1 and (only := next(iter(sustained.values()))) is not None:
+        yield f"Up to {figure(only)} requests per second are answered in time {limits}."
 
 
 def _throughput(suite: ThroughputReport, report: Report) -> Iterator[str]:
@@ -31,7 +58,7 @@ def _throughput(suite: ThroughputReport, report: Report) -> Iterator[str]:
         reason = report.machine.gpu_note or "the CPU was asked for"
         yield (
             f"Offloading does not help here, because there is no GPU to offload from ({reason}). The CPU "
-            f"alone writes {speed(suite.fastest.output_tokens_per_s)} tokens per second with {suite.model}, "
+            f"alone writes {figure(suite.fastest.output_tokens_per_s)} tokens per second with {suite.model}, "
             f"all {suite.num_requests} requests together."
         )
     elif (gain := suite.gain) is not None and suite.baseline is not None:
@@ -39,8 +66,8 @@ def _throughput(suite: ThroughputReport, report: Report) -> Iterator[str]:
             yield (
                 f"On this machine offloading makes {suite.model} {gain:.1f}x as fast when "
                 f"{suite.num_requests} requests come at once: "
-                f"{speed(gain * suite.baseline.output_tokens_per_s)} instead of "
-                f"{speed(suite.baseline.output_tokens_per_s)} tokens per second."
+                f"{figure(gain * suite.baseline.output_tokens_per_s)} instead of "
+                f"{figure(suite.baseline.output_tokens_per_s)} tokens per second."
             )
         else:
             yield (

@@ -1,6 +1,7 @@
 """What is asked of the engine, how often, and under which policies."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from neo_desktop.app.bench.throughput.llama_cpp.library import check_installed
 from neo_desktop.app.model_options import ModelOptions
@@ -19,7 +20,7 @@ class ThroughputOptions(ModelOptions):
     llama.cpp.
     """
 
-    trace: str | None = None  # an Azure CSV or a JSON list of lengths; None: synthetic lengths
+    trace: Path | None = None  # an Azure CSV or a JSON list of lengths; None: synthetic lengths
     input_tokens: int | None = None  # of synthetic requests, within 0.9 to 1.1 of it; None: see LENGTHS
     output_tokens: int | None = None  # likewise
     num_requests: int | None = None  # None: so many that all runs together take about `seconds`

@@ -1,9 +1,11 @@
 """What the suite found."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from neo_desktop.app.bench.section import Metric, Plot, Section, Table, speed
+from neo_desktop.app.bench.section import Metric, Plot, Section, Table
+from neo_desktop.app.bench.spread import figure
 from neo_desktop.app.bench.throughput import plots
 
 BASELINE = "gpu-only"  # what offloading is compared with
@@ -129,17 +131,15 @@ class ThroughputReport:
         summary = (
             f"{self.model} in {self.dtype}: {self.num_requests} requests at once, {self.prompt_tokens:.0f} "
             f"tokens in and {self.output_tokens:.0f} out on average. Fastest is {best.policy} with "
-            f"{speed(best.output_tokens_per_s)} output tokens per second."
+            f"{figure(best.output_tokens_per_s)} output tokens per second."
         )
-        shown = [
-            Plot("throughput", "Output tokens per second by policy", lambda figure: plots.bars(self, figure))
-        ]
+        shown = [Plot("throughput", "Output tokens per second by policy", partial(plots.bars, self))]
         if self.timeline:
             shown.append(
                 Plot(
                     "timeline",
                     f"Who is busy when: layers in the middle of one iteration of {self.timeline_policy}",
-                    lambda figure: plots.timeline(self, figure),
+                    partial(plots.timeline, self),
                     (9.0, 3.0),
                 )
             )
@@ -164,11 +164,11 @@ class ThroughputReport:
             rows.append(
                 (
                     each.policy if isinstance(each, PolicyResult) else each.name,
-                    speed(each.output_tokens_per_s),
-                    f"{speed(each.lowest_output_tokens_per_s)}-{speed(each.highest_output_tokens_per_s)}",
+                    figure(each.output_tokens_per_s),
+                    f"{figure(each.lowest_output_tokens_per_s)}-{figure(each.highest_output_tokens_per_s)}",
                     gain,
-                    speed(each.total_tokens_per_s),
-                    "" if bound is None else speed(bound),
+                    figure(each.total_tokens_per_s),
+                    "" if bound is None else figure(bound),
                     "" if share is None else f"{share:.0%}",
                     _answers(each),
                 )

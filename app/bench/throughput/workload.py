@@ -3,7 +3,6 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from neo_desktop.app.bench.throughput.options import LENGTHS, ThroughputOptions
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -42,7 +41,7 @@ def lengths(options: ThroughputOptions, device: str) -> list[WorkloadRequest]:
     """
     count = options.num_requests or MOST_REQUESTS
     if options.trace is not None:
-        return load_trace(Path(options.trace))[:count]
+        return load_trace(options.trace)[:count]
     input_tokens, output_tokens = LENGTHS[device]
     return synthetic(
         count, options.input_tokens or input_tokens, options.output_tokens or output_tokens, options.seed

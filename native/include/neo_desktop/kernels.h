@@ -12,7 +12,8 @@ namespace neo_desktop {
 constexpr int kQueryTile = 8;  // query heads that a kernel works on at once, at most
 constexpr int kMaxLanes = 16;  // head_dim is padded to a multiple of this
 constexpr int kMaxHeadDim = 256;
-constexpr int kSegmentTokens = 16;  // in the layout of dimension pairs, blocks are a multiple of this
+constexpr int kSegmentTokens =
+    16;  // in the layout of dimension pairs, blocks and pages are multiples of this
 
 // Query heads are worked on in tiles of kQueryTile; the last tile is padded to 1, 2, 4 or 8 of them.
 constexpr int padded_group(int group) {
@@ -26,21 +27,25 @@ struct AttendTask {
   const BFloat16* q_bf16;  // the same before it was multiplied, if q is bf16; for Bf16Kernels
   float score_scale;       // what q_bf16 lacks
 
-  // The first head of block 0: rows [block_size, head_dim], or, of K, pairs [head_dim / 2, block_size, 2].
+  // The first head of page 0: rows [page_tokens, head_dim], or, of K, pairs [head_dim / 2, page_tokens, 2].
   const void* k;
   const void* v;
-  int64_t k_block_stride;  // elements between one block and the next
-  int64_t v_block_stride;
+  int64_t k_page_stride;  // elements between one page and the next
+  int64_t v_page_stride;
   int64_t k_head_stride;  // elements between one KV head and the next
   int64_t v_head_stride;
-  const float* k_scale;  // of int8 only: what each token's row is multiplied with, block 0's first head
+  const float* k_scale;  // of int8 only: what each token's row is multiplied with, page 0's first head
   const float* v_scale;
-  int64_t scale_block_stride;
+  int64_t scale_page_stride;
   int64_t scale_head_stride;
+  // Token t is row t % block_tokens of block block_table[t / block_tokens]; block b is the part
+  // b % blocks_per_page of page b / blocks_per_page.
   const int32_t* block_table;
   int64_t begin;
   int64_t end;
-  int64_t block_size;
+  int64_t block_tokens;
+  int64_t blocks_per_page;
+  int64_t page_tokens;  // block_tokens * blocks_per_page
   int kv_heads;
   int group;  // query heads per KV head
   int padded_group;

@@ -1,4 +1,4 @@
-// Decode attention over a paged KV cache, and the writing of new keys and values into it.
+// Decode attention over a paged KV cache; the way of rows into it and out of it.
 #pragma once
 
 #include <cstdint>
@@ -17,10 +17,11 @@ struct NewRows {
 // out[b, h] = softmax(scale * q[b, h] · K) V over the last `window` (0: all) of request b's tokens.
 //
 //   q, out         [batch, heads, head_dim]    fp32, fp16 or bf16; rows contiguous
-//   k/v_cache      [num_blocks, kv_heads, block_size, head_dim]; of K in pairs see check_cache
-//   k/v_scale      [num_blocks, kv_heads, block_size] fp32 if the caches are int8, else null
-//   block_tables   [batch, max_blocks] int32; token t of request b is row t % block_size of
-//                  block block_tables[b, t / block_size]
+//   k/v_cache      [num_pages, kv_heads, page_tokens, head_dim]; of K in pairs see check_cache
+//   k/v_scale      [num_pages, kv_heads, page_tokens] fp32 if the caches are int8, else null
+//   block_tables   [batch, max_blocks] int32; token t of request b is in slot
+//                  block_tables[b, t / block_size] * block_size + t % block_size (see paged_cache.h)
+//   block_size     tokens; a divisor of page_tokens, in pairs a multiple of 16; 0 means page_tokens
 //   context_lens   [batch] int32, tokens in the cache, the newest included
 //
 // new_rows, where given, are first written to the last of the context's slots, which no two requests may
@@ -33,15 +34,20 @@ struct NewRows {
 // if any shape, dtype, stride, length or block id is wrong.
 void paged_attention_decode(const TensorView& q, const TensorView& k_cache, const TensorView& v_cache,
                             const TensorView* k_scale, const TensorView* v_scale,
-                            const TensorView& block_tables, const TensorView& context_lens,
-                            const TensorView& out, const NewRows* new_rows, float scale, int64_t window,
-                            int num_threads, Isa isa);
+                            const TensorView& block_tables, int64_t block_size,
+                            const TensorView& context_lens, const TensorView& out, const NewRows* new_rows,
+                            float scale, int64_t window, int num_threads, Isa isa);
 
-// Row i of k and v, [n, kv_heads, head_dim], goes to slot slots[i] (int64: block * block_size + offset) of
-// the caches, cast to their dtype; to int8 with the scale that its largest element needs. Slots must differ
-// from each other; of equal ones any may win. Threads and errors as above.
+// Row i of k and v, [n, kv_heads, head_dim], goes to slot slots[i] (int64) of the caches, cast to their
+// dtype; to int8 with the scale that its largest element needs. Slots must differ from each other; of equal
+// ones any may win. Threads and errors as above.
 void paged_kv_write(const TensorView& k, const TensorView& v, const TensorView& k_cache,
                     const TensorView& v_cache, const TensorView* k_scale, const TensorView* v_scale,
                     const TensorView& slots, int num_threads, Isa isa);
+
+// The inverse: slot slots[i] of the caches goes to row i of k_out and v_out, cast to their dtype.
+void paged_kv_read(const TensorView& k_cache, const TensorView& v_cache, const TensorView* k_scale,
+                   const TensorView* v_scale, const TensorView& slots, const TensorView& k_out,
+                   const TensorView& v_out, int num_threads, Isa isa);
 
 }  // namespace neo_desktop

@@ -1,4 +1,9 @@
-// The paged KV cache as the native functions see it: two tensors of blocks, checked once.
+// The paged KV cache as the native functions see it: two tensors of pages, checked once.
+//
+// A page holds page_tokens tokens. The cache's slots are the rows of its pages, counted through: slot s is
+// row s % page_tokens of page s / page_tokens. Block tables name slots by the block, and a block may be as
+// large as a page or a fraction of it: decode attention reads the longest pieces where the blocks of a page
+// follow each other in a table, while they can be given to requests one by one.
 #pragma once
 
 #include <cstdint>
@@ -7,45 +12,48 @@
 
 namespace neo_desktop {
 
-// One of the two tensors, [num_blocks, kv_heads, block_size, head_dim]. The rows of one block and head are
-// contiguous, blocks and heads may lie anywhere.
+// One of the two tensors, [num_pages, kv_heads, page_tokens, head_dim]. The rows of one page and head are
+// contiguous, pages and heads may lie anywhere.
 struct CacheTensor {
   void* data;
-  int64_t block_stride;  // elements
-  int64_t head_stride;   // elements
+  int64_t page_stride;  // elements
+  int64_t head_stride;  // elements
 };
 
 struct PagedCache {
   CacheTensor k;
   CacheTensor v;
   DType dtype;
-  int64_t num_blocks;
+  int64_t num_pages;
   int64_t kv_heads;
-  int64_t block_size;  // tokens
+  int64_t page_tokens;
   int head_dim;
 
-  // Whether one block and head of K is [head_dim / 2, block_size, 2] instead of [block_size, head_dim]:
+  // Whether one page and head of K is [head_dim / 2, page_tokens, 2] instead of [page_tokens, head_dim]:
   // then lanes of a vector are tokens, and attention is faster, above all for grouped queries.
   bool k_pairs;
 
-  // Of int8: a row is its elements times its scale, [num_blocks, kv_heads, block_size].
+  // Of int8: a row is its elements times its scale, [num_pages, kv_heads, page_tokens].
   float* k_scale = nullptr;
   float* v_scale = nullptr;
-  int64_t scale_block_stride = 0;
+  int64_t scale_page_stride = 0;
   int64_t scale_head_stride = 0;
 
-  // Elements from the start of a block and head of K to dimension `i` of token `row`.
-  int64_t k_element(int64_t row, int64_t i) const {
-    return k_pairs ? (i / 2 * block_size + row) * 2 + i % 2 : row * head_dim + i;
-  }
+  int64_t num_slots() const { return num_pages * page_tokens; }
 };
 
-// k_cache is [num_blocks, kv_heads, block_size, head_dim], or, in pairs, [num_blocks, kv_heads, block_size,
+// k_cache is [num_pages, kv_heads, page_tokens, head_dim], or, in pairs, [num_pages, kv_heads, page_tokens,
 // head_dim / 2, 2] with the strides that follow from the layout above. The scales are null unless the dtype
 // is int8. Throws std::invalid_argument unless shapes and dtypes agree, strides are supported, head_dim is a
-// multiple of 8 up to 256, and, in pairs, block_size is a multiple of 16.
+// multiple of 8 up to 256, and, in pairs, page_tokens is a multiple of 16.
 PagedCache check_cache(const TensorView& k_cache, const TensorView& v_cache, const TensorView* k_scale,
                        const TensorView* v_scale);
+
+// Throws std::invalid_argument unless slots are [n] int64, all of them in the cache. Returns them.
+const int64_t* check_slots(const TensorView& slots, const PagedCache& cache);
+
+// Throws std::invalid_argument unless rows are [tokens, kv_heads, head_dim] floats; `meaning` says so.
+void check_rows(const TensorView& rows, const char* meaning, int64_t tokens, const PagedCache& cache);
 
 // Element `index` of a tensor of this dtype.
 inline const void* offset(const void* data, DType dtype, int64_t index) {

@@ -24,6 +24,7 @@ __all__ = [
     "fma_rate",
     "interleave_numa_nodes",
     "paged_attention_decode",
+    "paged_kv_read",
     "paged_kv_write",
     "read_bandwidth",
     "read_seconds",
@@ -49,6 +50,7 @@ def paged_attention_decode(
     out: torch.Tensor | None = None,
     num_threads: int = 0,
     *,
+    block_size: int | None = None,
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
     window: int = 0,
@@ -63,24 +65,29 @@ def paged_attention_decode(
 
     Args:
         q: [batch, heads, head_dim], fp32, fp16 or bf16; may be strided in batch and heads.
-        k_cache: [num_blocks, kv_heads, block_size, head_dim], fp32, fp16 or bf16; may be strided in
-            num_blocks and kv_heads. Query head h reads KV head h // (heads // kv_heads). head_dim is a
+        k_cache: [num_pages, kv_heads, page_tokens, head_dim], fp32, fp16 or bf16; may be strided in
+            num_pages and kv_heads. Query head h reads KV head h // (heads // kv_heads). head_dim is a
             multiple of 8 up to 256. Faster, above all where heads are grouped: `empty_paired_keys()`,
-            [num_blocks, kv_heads, block_size, head_dim / 2, 2], which may also be int8.
-        v_cache: [num_blocks, kv_heads, block_size, head_dim] in the dtype of k_cache.
-        block_tables: [batch, max_blocks] int32; token t is row t % block_size of block
-            block_tables[b, t // block_size]. Entries outside a request's context or window are not read.
+            [num_pages, kv_heads, page_tokens, head_dim / 2, 2], which may also be int8.
+        v_cache: [num_pages, kv_heads, page_tokens, head_dim] in the dtype of k_cache.
+        block_tables: [batch, max_blocks] int32; token t is in slot
+            block_tables[b, t // block_size] * block_size + t % block_size, and slot s is row
+            s % page_tokens of page s // page_tokens. Entries outside a request's context or window are not
+            read.
         context_lens: [batch] int32, tokens in the cache, the newest included; at least 1.
         scale: multiplies q·k, usually head_dim ** -0.5.
         out: [batch, heads, head_dim], fp32, fp16 or bf16, made in q's dtype when None; must not overlap the
             inputs.
         num_threads: 0 means `default_num_threads()`.
+        block_size: tokens of an entry of block_tables; divides page_tokens, and is a multiple of 16 where
+            keys are paired. None: page_tokens. Reading is fastest where the blocks of a page follow each
+            other in a table.
         k: [batch, kv_heads, head_dim], fp32, fp16 or bf16: the newest tokens' keys, which the call writes
             into the cache, cast to its dtype, before it attends to them; None if they are there already.
             No two requests may have the same last slot.
         v: as k.
         window: attend to the last `window` tokens only; 0 means all.
-        k_scale: [num_blocks, kv_heads, block_size] fp32, what each row of an int8 cache is multiplied with;
+        k_scale: [num_pages, kv_heads, page_tokens] fp32, what each row of an int8 cache is multiplied with;
             None for other dtypes.
         v_scale: as k_scale.
         isa: one of `available_isas()`; None means `default_isa()`.
@@ -92,6 +99,8 @@ def paged_attention_decode(
     """
     if (k is None) != (v is None):
         raise ValueError("k and v of the new tokens come together, or not at all")
+    if block_size is not None and block_size < 1:
+        raise ValueError(f"block_size is {block_size}; expected at least 1 token")
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype)
     _native.paged_attention_decode(
@@ -101,6 +110,7 @@ def paged_attention_decode(
         None if k_scale is None else _view("k_scale", k_scale),
         None if v_scale is None else _view("v_scale", v_scale),
         _view("block_tables", block_tables),
+        block_size or 0,
         _view("context_lens", context_lens),
         _view("out", out),
         None if k is None else _view("k", k),
@@ -114,20 +124,20 @@ def paged_attention_decode(
 
 
 def empty_paired_keys(
-    *leading: int, kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
+    *leading: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """Make a K cache in the layout that is fastest to read.
 
-    Returns [*leading, kv_heads, block_size, head_dim / 2, 2]: a view of memory in which the tokens of a block
-    lie side by side, two dimensions of each at a time, [*leading, kv_heads, head_dim / 2, block_size, 2].
+    Returns [*leading, kv_heads, page_tokens, head_dim / 2, 2]: a view of memory in which the tokens of a page
+    lie side by side, two dimensions of each at a time, [*leading, kv_heads, head_dim / 2, page_tokens, 2].
     `flatten(-2)` of it, or of an indexed part of it, gives rows again.
 
     Raises:
-        ValueError: block_size is not a multiple of 16.
+        ValueError: page_tokens is not a multiple of 16.
     """
-    if block_size % 16 != 0:
-        raise ValueError(f"block_size is {block_size}; paired keys need a multiple of 16")
-    return torch.empty(*leading, kv_heads, head_dim // 2, block_size, 2, dtype=dtype).transpose(-3, -2)
+    if page_tokens % 16 != 0:
+        raise ValueError(f"page_tokens is {page_tokens}; paired keys need a multiple of 16")
+    return torch.empty(*leading, kv_heads, head_dim // 2, page_tokens, 2, dtype=dtype).transpose(-3, -2)
 
 
 def paged_kv_write(
@@ -149,7 +159,7 @@ def paged_kv_write(
         v: as k.
         k_cache: as in `paged_attention_decode`.
         v_cache: as in `paged_attention_decode`.
-        slots: [n] int64, block * block_size + offset; all different (of equal ones, any may win).
+        slots: [n] int64, see `paged_attention_decode`; all different (of equal ones, any may win).
         num_threads: 0 means `default_num_threads()`.
         k_scale: as in `paged_attention_decode`; written too: a row's largest element becomes 127 steps.
         v_scale: as k_scale.
@@ -166,6 +176,50 @@ def paged_kv_write(
         None if k_scale is None else _view("k_scale", k_scale),
         None if v_scale is None else _view("v_scale", v_scale),
         _view("slots", slots),
+        num_threads,
+        isa or default_isa(),
+    )
+
+
+def paged_kv_read(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    k_out: torch.Tensor,
+    v_out: torch.Tensor,
+    num_threads: int = 0,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    isa: str | None = None,
+) -> None:
+    """Read keys and values out of slots of the cache; the inverse of `paged_kv_write`.
+
+    Fastest where slots follow each other.
+
+    Args:
+        k_cache: as in `paged_attention_decode`.
+        v_cache: as in `paged_attention_decode`.
+        slots: [n] int64; any may come several times.
+        k_out: [n, kv_heads, head_dim], fp32, fp16 or bf16, to which the rows are cast; may be strided in n
+            and kv_heads; must not overlap the inputs.
+        v_out: as k_out.
+        num_threads: 0 means `default_num_threads()`.
+        k_scale: as in `paged_attention_decode`.
+        v_scale: as k_scale.
+        isa: as in `paged_attention_decode`.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape, stride or value is wrong; nothing was written.
+    """
+    _native.paged_kv_read(
+        _view("k_cache", k_cache),
+        _view("v_cache", v_cache),
+        None if k_scale is None else _view("k_scale", k_scale),
+        None if v_scale is None else _view("v_scale", v_scale),
+        _view("slots", slots),
+        _view("k_out", k_out),
+        _view("v_out", v_out),
         num_threads,
         isa or default_isa(),
     )

@@ -1,4 +1,4 @@
-"""New keys and values land in their slots, rounded as torch rounds, and nowhere else."""
+"""Rows land in their slots, rounded as torch rounds, and nowhere else; and come back from there."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import torch
 from paged_case import DTYPES
 from torch import Tensor
 
-from neo_desktop.native import available_isas, empty_paired_keys, paged_kv_write
+from neo_desktop.native import available_isas, empty_paired_keys, paged_kv_read, paged_kv_write
 
 each_isa = pytest.mark.parametrize("isa", available_isas())
 
@@ -44,7 +44,9 @@ def test_paired_keys_hold_the_same_rows(
     source: torch.dtype, target: torch.dtype, block_size: int, head_dim: int
 ) -> None:
     generator = torch.Generator().manual_seed(1)
-    k_cache = empty_paired_keys(5, kv_heads=3, block_size=block_size, head_dim=head_dim, dtype=target).zero_()
+    k_cache = empty_paired_keys(
+        5, kv_heads=3, page_tokens=block_size, head_dim=head_dim, dtype=target
+    ).zero_()
     v_cache = torch.zeros(5, 3, block_size, head_dim, dtype=target)
     rows = torch.randn(40, 3, head_dim, generator=generator).to(source)
     slots = torch.randperm(5 * block_size, generator=generator)[:40]
@@ -92,9 +94,49 @@ def test_rows_may_be_slices_of_a_fused_projection() -> None:
     assert torch.equal(both[:, 1].transpose(1, 2).reshape(16, 2, 32)[:10], v)
 
 
+@each_isa
+@pytest.mark.parametrize("stored", DTYPES, ids=str)
+@pytest.mark.parametrize("target", DTYPES, ids=str)
+@pytest.mark.parametrize("paired", [False, True], ids=["rows", "pairs"])
+def test_reading_equals_indexing(isa: str, stored: torch.dtype, target: torch.dtype, paired: bool) -> None:
+    generator = torch.Generator().manual_seed(4)
+    k_cache, v_cache = (torch.randn(4, 3, 64, 72, generator=generator).to(stored) for _ in range(2))
+    expected = [cache.transpose(1, 2).flatten(0, 1) for cache in (k_cache, v_cache)]
+    if paired:
+        keys = empty_paired_keys(4, kv_heads=3, page_tokens=64, head_dim=72, dtype=stored)
+        k_cache = keys.copy_(k_cache.unflatten(-1, (-1, 2)))
+    whole_page, part, scattered = torch.arange(128, 192), torch.arange(5, 70), torch.tensor([255, 0, 0, 77])
+    slots = torch.cat((whole_page, part, scattered))
+    out = torch.full((2, len(slots) + 1, 4, 72), 7.0).to(target)
+    for num_threads in (1, 3):
+        paged_kv_read(k_cache, v_cache, slots, out[0, :-1, :3], out[1, :-1, :3], num_threads, isa=isa)
+        for found, rows in zip(out, expected, strict=True):
+            assert torch.equal(found[:-1, :3], rows[slots].to(target))
+        assert (out[:, -1] == 7).all()
+        assert (out[:, :, 3] == 7).all()
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_was_written_is_read(isa: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    k_cache = empty_paired_keys(3, kv_heads=2, page_tokens=64, head_dim=128, dtype=dtype)
+    v_cache = torch.empty(3, 2, 64, 128, dtype=dtype)
+    rows = [torch.randn(192, 2, 128, generator=generator).to(dtype) for _ in range(2)]
+    slots = torch.randperm(192, generator=generator)
+    paged_kv_write(*rows, k_cache, v_cache, slots, isa=isa)
+    again = [torch.empty_like(each) for each in rows]
+    paged_kv_read(k_cache, v_cache, slots, *again, isa=isa)
+    assert all(torch.equal(one, other) for one, other in zip(rows, again, strict=True))
+
+
 def test_no_tokens_is_nothing_to_do() -> None:
-    cache = torch.zeros(2, 2, 4, 32)
-    paged_kv_write(torch.zeros(0, 2, 32), torch.zeros(0, 2, 32), cache, cache, torch.zeros(0).long())
+    cache, none, no_slots = torch.zeros(2, 2, 4, 32), torch.zeros(0, 2, 32), torch.zeros(0).long()
+    paged_kv_write(none, none, cache, cache, no_slots)
+    paged_kv_read(cache, cache, no_slots, none, none)
+
+
+Change = Callable[[Tensor], Tensor]
 
 
 @pytest.mark.parametrize(
@@ -103,17 +145,16 @@ def test_no_tokens_is_nothing_to_do() -> None:
         ("slots", lambda t: t.clamp(max=-1), r"slots\[0\] is -1, outside the cache's slots 0 to 7"),
         ("slots", lambda t: t + 6, r"slots\[2\] is 8, outside the cache's slots 0 to 7"),
         ("slots", lambda t: t.int(), r"slots has dtype int32; expected int64"),
-        ("slots", lambda t: t[:2], r"k has shape \[3, 2, 32\]; expected \[2, 2, 32\] = \[n of slots"),
+        ("slots", lambda t: t[:2], r"k{} has shape \[3, 2, 32\]; expected \[2, 2, 32\] = \[n of slots"),
         ("slots", lambda t: t.view(3, 1), r"slots has shape \[3, 1\]; expected 1 dimensions"),
-        ("k", lambda t: t[:, :1], r"k has shape \[3, 1, 32\]"),
-        ("v", lambda t: t[:, :, :16], r"v has shape \[3, 2, 16\]"),
-        ("v", lambda t: t.long(), r"v has dtype int64"),
-        ("v", lambda t: t.mT.contiguous().mT, r"v has strides .*; its last 1 dimension must be contiguous"),
-        ("k_cache", lambda t: t[:1].expand(2, -1, -1, -1), r"k_cache is expanded in dimension 0"),
+        ("k", lambda t: t[:, :1], r"k{} has shape \[3, 1, 32\]"),
+        ("v", lambda t: t[:, :, :16], r"v{} has shape \[3, 2, 16\]"),
+        ("v", lambda t: t.long(), r"v{} has dtype int64"),
+        ("v", lambda t: t.mT.contiguous().mT, r"v{} has strides .*; its last 1 dimension must be contiguous"),
         ("v_cache", lambda t: t.half(), r"v_cache has dtype float16; expected float32"),
     ],
 )
-def test_names_the_wrong_argument(argument: str, change: Callable[[Tensor], Tensor], complaint: str) -> None:
+def test_names_the_wrong_argument(argument: str, change: Change, complaint: str) -> None:
     given = {
         "k": torch.ones(3, 2, 32),
         "v": torch.ones(3, 2, 32),
@@ -121,8 +162,20 @@ def test_names_the_wrong_argument(argument: str, change: Callable[[Tensor], Tens
         "v_cache": torch.zeros(2, 2, 4, 32),
         "slots": torch.arange(3),
     }
-    caches = [given["k_cache"], given["v_cache"]]
+    rows, caches = (given["k"], given["v"]), (given["k_cache"], given["v_cache"])
     given[argument] = change(given[argument])
-    with pytest.raises(ValueError, match=complaint):
+    with pytest.raises(ValueError, match=complaint.format("")):
         paged_kv_write(**given)
     assert not any(cache.any() for cache in caches)
+    given["k_out"], given["v_out"] = given.pop("k"), given.pop("v")
+    with pytest.raises(ValueError, match=complaint.format("_out")):
+        paged_kv_read(**given)
+    assert all((each == 1).all() for each in rows)
+
+
+def test_what_is_written_may_not_be_expanded() -> None:
+    rows, cache, slots = torch.ones(3, 2, 32), torch.zeros(2, 2, 4, 32), torch.arange(3)
+    with pytest.raises(ValueError, match="k_cache is expanded in dimension 0"):
+        paged_kv_write(rows, rows, cache[:1].expand(2, -1, -1, -1), cache, slots)
+    with pytest.raises(ValueError, match="v_out is expanded in dimension 1"):
+        paged_kv_read(cache, cache, slots, rows, rows[:, :1].expand(-1, 2, -1))

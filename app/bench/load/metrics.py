@@ -1,0 +1,132 @@
+"""From the records of requests to figures."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from neo_desktop.app.bench.load.records import Limits, Outcome, RequestRecord
+from neo_desktop.engine.simulation.metrics import percentile
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How a time is spread over requests, or over chunks."""
+
+    p50_ms: float
+    p90_ms: float
+    p99_ms: float
+    mean_ms: float
+
+    @classmethod
+    def of(cls, values_ms: Iterable[float]) -> "Latency | None":
+        """Return None where there are no values."""
+        ordered = sorted(values_ms)
+        if not ordered:
+            return None
+        p50, p90, p99 = (percentile(ordered, percent) for percent in (50, 90, 99))
+        return cls(p50, p90, p99, sum(ordered) / len(ordered))
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Requests that ended for the same reason without an answer."""
+
+    outcome: str  # refused, failed or unfinished
+    reason: str
+    count: int
+    example: str  # the first one's message in full
+
+
+@dataclass(frozen=True, slots=True)
+class LoadMetrics:
+    """What a number of requests saw. Latencies and tokens are those of finished requests.
+
+    Rates are over `duration_s`, from the first arrival to the last end: a short run shows less of them than
+    a server would keep up for long, since it fills at the beginning and empties at the end.
+    """
+
+    duration_s: float
+    requests: int
+    finished: int
+    refused: int
+    failed: int
+    unfinished: int
+    failures: tuple[Failure, ...]
+    prompt_tokens: int
+    cached_tokens: int  # prompt tokens that were not computed but reused
+    output_tokens: int
+    sent_per_s: (
+        float | None
+    )  # requests, as the client really sent them; None for fewer than two, or all at once
+    finished_per_s: float  # requests
+    output_tokens_per_s: float
+    total_tokens_per_s: float  # prompts and outputs
+    good_share: float  # of all requests: finished within both limits, 0 to 1
+    good_per_s: float  # requests finished within both limits: the goodput
+    ttft: Latency | None  # per request; see `RequestRecord` for this and the following
+    tpot: Latency | None  # per request
+    itl: Latency | None  # over all gaps of all requests
+    end_to_end: Latency | None  # per request
+    per_token: Latency | None  # per request
+    client_lag: Latency | None  # per request, whatever became of it
+
+
+def summarise(records: Sequence[RequestRecord], limits: Limits) -> LoadMetrics:
+    """Return the figures of some requests of one clock; `records` may be empty."""
+    finished = [record for record in records if record.is_finished]
+    counts = Counter(record.outcome for record in records)
+    prompt_tokens = sum(record.prompt_tokens for record in finished)
+    output_tokens = sum(record.output_tokens for record in finished)
+    num_good = sum(record.is_good(limits) for record in records)
+    duration_s = 0.0
+    if records:
+        start_ms = min(record.arrival_ms for record in records)
+        duration_s = (max(record.end_ms for record in records) - start_ms) / 1e3
+
+    def per_s(count: int) -> float:
+        return count / duration_s if duration_s else 0.0
+
+    return LoadMetrics(
+        duration_s=duration_s,
+        requests=len(records),
+        finished=len(finished),
+        refused=counts[Outcome.REFUSED],
+        failed=counts[Outcome.FAILED],
+        unfinished=counts[Outcome.UNFINISHED],
+        failures=_failures(records),
+        prompt_tokens=prompt_tokens,
+        cached_tokens=sum(record.cached_tokens for record in finished),
+        output_tokens=output_tokens,
+        sent_per_s=_sent_per_s(records),
+        finished_per_s=per_s(len(finished)),
+        output_tokens_per_s=per_s(output_tokens),
+        total_tokens_per_s=per_s(prompt_tokens + output_tokens),
+        good_share=num_good / len(records) if records else 0.0,
+        good_per_s=per_s(num_good),
+        ttft=Latency.of(record.ttft_ms for record in finished),
+        tpot=Latency.of(tpot for record in finished if (tpot := record.tpot_ms) is not None),
+        itl=Latency.of(gap for record in finished for gap in record.itl_ms),
+        end_to_end=Latency.of(record.end_to_end_ms for record in finished),
+        per_token=Latency.of(record.per_token_ms for record in finished),
+        client_lag=Latency.of(record.client_lag_ms for record in records),
+    )
+
+
+def _sent_per_s(records: Sequence[RequestRecord]) -> float | None:
+    """Gaps over the time between the first and the last; requests that are due at once have no rate."""
+    if len({record.arrival_ms for record in records}) < 2:
+        return None
+    sent_ms = [record.sent_ms for record in records]
+    span_ms = max(sent_ms) - min(sent_ms)
+    return (len(sent_ms) - 1) / span_ms * 1e3 if span_ms else None
+
+
+def _failures(records: Sequence[RequestRecord]) -> tuple[Failure, ...]:
+    """Group by outcome and reason; the most frequent comes first."""
+    lost = [record for record in records if not record.is_finished]
+    groups = Counter((record.outcome, record.reason) for record in lost)
+    first = {(record.outcome, record.reason): record.message for record in reversed(lost)}
+    return tuple(
+        Failure(outcome.value, reason, count, first[outcome, reason])
+        for (outcome, reason), count in groups.most_common()
+    )

@@ -1,0 +1,274 @@
+"""One subject after the other: warm-up, one request alone, capacity, then rate by rate."""
+
+import asyncio
+import gc
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from neo_desktop.app.bench.load.client import ClientRequest, send_all
+from neo_desktop.app.bench.load.curve import Capacity, EngineFigures, LoadCurve, LoadPoint, LoadRun
+from neo_desktop.app.bench.load.engine_target import EngineTarget
+from neo_desktop.app.bench.load.metrics import LoadMetrics, summarise
+from neo_desktop.app.bench.load.options import LoadOptions
+from neo_desktop.app.bench.load.records import Limits
+from neo_desktop.app.bench.load.report import LoadReport
+from neo_desktop.app.bench.load.target import Target, TargetError
+from neo_desktop.app.bench.load.workload import Workload, poisson
+from neo_desktop.app.bench.suite import Progress
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.loading import choose_device
+from neo_desktop.engine.placement import Place, get_policy
+from neo_desktop.engine.simulation.workload import WorkloadRequest
+from neo_desktop.engine.stats import EngineStats
+
+FIRST_BURST, MOST_BURST = 4, 512
+BURST_GAIN = 1.1  # what a burst twice as large has to bring
+MOST_STALLS = 2  # bursts in a row that bring less: one may be a disturbance
+SHORT_PROMPT, SHORT_OUTPUT = 16, 2  # of the request that separates one run from the next
+_CAPACITY_SHARE = 0.2  # of a subject's progress
+
+
+def run_load(options: LoadOptions, progress: Progress) -> Iterator[LoadReport]:
+    """Measure, and yield what is known after every run.
+
+    Raises:
+        WorkloadError, OSError: the trace cannot be used.
+        TargetError: the server cannot be used, or not a single request is answered.
+        ModelError, ValueError, MemoryError: as from `Engine.from_pretrained`.
+    """
+    workload = Workload(options)
+    names = ("server",) if options.url is not None else policies(options)
+    done: tuple[LoadCurve, ...] = ()
+    with asyncio.Runner() as runner:
+        for index, name in enumerate(names):
+
+            def within(share: float, what: str, index: int = index, name: str = name) -> None:
+                progress((index + share) / len(names), f"{name}: {what}")
+
+            within(0.0, "connecting" if options.url is not None else "loading the model")
+            target, subject = _open(options, name, within)
+            report = LoadReport(
+                subject=subject,
+                workload=workload.description,
+                limits=_limits(options),
+                repeats=options.repeats,
+                curves=done,
+            )
+            try:
+                runner.run(target.start())
+                # Rates follow the first subject's capacity: all see the same requests at the same times.
+                loads = (
+                    tuple((point.rate_per_s, point.load_share) for point in done[0].points) if done else ()
+                )
+                with _brief_collections():
+                    for curve in _Measurement(runner, target, name, options, workload, within).curves(loads):
+                        yield replace(report, curves=(*done, curve))
+            finally:
+                runner.run(target.close())
+            done = (*done, curve)
+            del target  # an engine's memory, before the next one is loaded
+    progress(1.0, "done")
+
+
+def policies(options: LoadOptions) -> tuple[str, ...]:
+    """Return those to compare: with and without the CPU-cache, where there are two places to choose from.
+
+    Without a GPU its cache is imitated; it counts as a place of its own if its size was asked for.
+    """
+    if options.policies is not None:
+        return options.policies
+    has_host = options.cpu_cache_tokens != 0
+    if choose_device(options.device).type == "cuda":
+        has_device = options.gpu_cache_tokens != 0
+    else:
+        has_device = bool(options.gpu_cache_tokens)
+    return ("auto", "gpu-only") if has_host and has_device else ("auto",)
+
+
+def load_engine(options: LoadOptions, policy: str, progress: Progress) -> Engine:
+    """Load the model for one policy; random weights are the same every time."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # so that memory of the engine before this one counts as free
+    has_host = Place.HOST in get_policy(policy).places
+    return Engine.from_pretrained(
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        policy=policy,
+        gpu_cache_tokens=options.gpu_cache_tokens,
+        cpu_cache_tokens=options.cpu_cache_tokens,
+        gpu_memory_gib=options.gpu_memory_gib,
+        cpu_memory_gib=options.cpu_memory_gib,
+        cpu_cache_dtype=options.cpu_cache_dtype if has_host else "auto",
+        shape=options.shape,
+        profile_progress=lambda _, what: progress(0.0, f"measuring this computer: {what}"),
+    )
+
+
+@contextmanager
+def _brief_collections() -> Iterator[None]:
+    """Keep what is there now out of garbage collections: with torch loaded, each would stop all for 0.3 s."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def drain_seconds(options: LoadOptions, alone: LoadMetrics) -> float:
+    """Return what was asked for, else enough for five requests in a row, and `seconds` at least."""
+    if options.drain_seconds is not None:
+        return options.drain_seconds
+    return max(options.seconds, 5 * alone.duration_s)
+
+
+def _limits(options: LoadOptions) -> Limits:
+    return Limits(options.ttft_limit_ms, options.tpot_limit_ms)
+
+
+def _open(options: LoadOptions, name: str, progress: Progress) -> tuple[Target, str]:
+    """Return what to measure, and what to call it."""
+    if options.url is not None:
+        # Its client is slow to load, and not installed where there is torch alone.
+        from neo_desktop.app.bench.load.url_target import UrlTarget  # noqa: PLC0415
+
+        server = UrlTarget(options.url, options.api_key, options.url_model)
+        return server, server.url
+    engine = load_engine(options, name, progress)
+    stats = engine.stats()
+    return EngineTarget(engine, options.seed), f"neo-desktop on {stats.device}, {stats.dtype}"
+
+
+@dataclass(slots=True)
+class _Measurement:
+    """Of one subject."""
+
+    runner: asyncio.Runner
+    target: Target
+    name: str
+    options: LoadOptions
+    workload: Workload
+    progress: Progress
+
+    def curves(self, loads: Sequence[tuple[float, float | None]]) -> Iterator[LoadCurve]:
+        """Yield the curve as it grows; `loads` are (rate, share of the capacity), none: to be chosen."""
+        options = self.options
+        self.progress(0.0, "warming up")
+        if options.warm_up:
+            self._answered([self.workload.typical()] * options.warm_up)
+        alone = self._answered([self.workload.typical()])
+        curve = LoadCurve(
+            name=self.name,
+            model=self.target.model,
+            alone=alone,
+            capacity=None,
+            points=(),
+            drain_s=drain_seconds(options, alone),
+            notes=tuple(self.target.notes),
+        )
+        yield curve
+        if options.rates is None:
+            curve = replace(curve, capacity=self._capacity())
+            yield curve
+        if not loads:
+            loads = self._loads(curve.capacity)
+        for repeat in range(options.repeats):
+            for index, (rate, share) in enumerate(loads):
+                done = (repeat + index / len(loads)) / options.repeats
+                step = 1 / len(loads) / options.repeats
+                what = f"{rate:.3g} requests/s"
+
+                def within(
+                    num_ended: int, total: int, done: float = done, step: float = step, what: str = what
+                ) -> None:
+                    self._report(done + step * num_ended / total, what)
+
+                run = self._run(rate, repeat, curve.drain_s, within)
+                points = list(curve.points)
+                if repeat:
+                    points[index] = replace(points[index], runs=(*points[index].runs, run))
+                else:
+                    points.append(LoadPoint(rate, share, (run,)))
+                curve = replace(curve, points=tuple(points))
+                yield curve
+
+    def _report(self, share: float, what: str) -> None:
+        self.progress(_CAPACITY_SHARE + (1 - _CAPACITY_SHARE) * share, what)
+
+    def _loads(self, capacity: Capacity | None) -> Sequence[tuple[float, float | None]]:
+        if capacity is None:
+            return [(rate, None) for rate in sorted(self.options.rates or ())]
+        per_s = capacity.metrics.finished_per_s
+        return [(share * per_s, share) for share in sorted(self.options.load_shares)]
+
+    def _capacity(self) -> Capacity:
+        """Send more and more requests at once, until more of them bring no more, or it takes too long."""
+        best: Capacity | None = None
+        burst, stalls = FIRST_BURST, 0
+        while True:
+            self.progress(_CAPACITY_SHARE / 2, f"{burst} requests at once")
+            metrics = self._answered(self.workload.take(burst))
+            best_per_s = 0.0 if best is None else best.metrics.finished_per_s
+            stalls = 0 if metrics.finished_per_s > BURST_GAIN * best_per_s else stalls + 1
+            if best is None or metrics.finished_per_s > best_per_s:
+                best = Capacity(burst, metrics)
+            took_long = metrics.duration_s > self.options.seconds / 2
+            lost_some = metrics.finished < metrics.requests
+            if stalls == MOST_STALLS or took_long or lost_some or 2 * burst > MOST_BURST:
+                return best
+            burst *= 2
+
+    def _run(self, rate: float, repeat: int, drain_s: float, on_end: Callable[[int, int], None]) -> LoadRun:
+        options = self.options
+        count = options.num_requests or math.ceil(rate * options.seconds)
+        requests = poisson(self.workload.take(count), rate, options.seed + repeat)
+        # An iteration with requests that the run before has given up ends before this answer.
+        self._send([WorkloadRequest(0.0, SHORT_PROMPT, SHORT_OUTPUT)], drain_s)
+        before = self.target.stats()
+        metrics = self._send(requests, drain_s, lambda num_ended: on_end(num_ended, count))
+        after = self.target.stats()
+        return LoadRun(metrics, engine_figures(before, after) if before and after else None)
+
+    def _answered(self, requests: Sequence[WorkloadRequest]) -> LoadMetrics:
+        """Send requests for which there must be answers."""
+        metrics = self._send(requests)
+        if not metrics.finished:
+            raise TargetError(f"no request was answered: {metrics.failures[0].example}")
+        return metrics
+
+    def _send(
+        self,
+        requests: Sequence[WorkloadRequest],
+        drain_s: float | None = None,
+        on_end: Callable[[int], None] = lambda num_ended: None,
+    ) -> LoadMetrics:
+        sent = [
+            ClientRequest(
+                request.arrival_ms, self.target.make_prompt(request.prompt_tokens), request.output_tokens
+            )
+            for request in requests
+        ]
+        records = self.runner.run(send_all(self.target, sent, drain_s, on_end))
+        return summarise(records, _limits(self.options))
+
+
+def engine_figures(before: EngineStats, after: EngineStats) -> EngineFigures:
+    """Return what happened between two snapshots of one engine."""
+    iterations = after.num_iterations - before.num_iterations
+    tokens = after.num_output_tokens - before.num_output_tokens
+    return EngineFigures(
+        iterations=iterations,
+        mean_batch=tokens / iterations if iterations else 0.0,
+        cpu_share=(after.num_cpu_decodes - before.num_cpu_decodes) / tokens if tokens else 0.0,
+        double_share=(after.num_double_iterations - before.num_double_iterations) / iterations
+        if iterations
+        else 0.0,
+        preemptions=after.num_preemptions - before.num_preemptions,
+        moves=after.num_moves - before.num_moves,
+    )

@@ -1,0 +1,99 @@
+"""KV in host memory: in pages, laid out for the CPU's attention kernel."""
+
+import torch
+from torch import Tensor
+
+from neo_desktop import native
+from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
+from neo_desktop.engine.kv.layer import KVLayer, Rows
+from neo_desktop.models.config import ModelConfig
+
+PAIRED_TOKENS = 16  # the native kernels take K in pairs if block_size is a multiple of this
+
+
+class HostLayer(KVLayer):
+    """One layer in host memory; written, read and attended to by the native kernels.
+
+    A run of BLOCKS_PER_RUN blocks is a page: for each head its tokens lie in one piece. Where a request has
+    the whole run, as `BlockPool` sees to, the kernel reads it nearly at the memory's speed.
+
+        K         [pages, kv_heads, head_dim / 2, page_tokens, 2]: pairs of dimensions of all tokens side by
+                  side; or rows, as V, where block_size is no multiple of 16
+        V         [pages, kv_heads, page_tokens, head_dim]
+        K scales  [pages, kv_heads, page_tokens] fp32, of int8 only: a row is its elements times its scale
+        V scales  likewise
+    """
+
+    __slots__ = ("_k", "_k_scale", "_v", "_v_scale")
+
+    def __init__(self, parts: tuple[Tensor, ...], block_size: int) -> None:
+        super().__init__(parts, block_size)
+        k, self._v, *scales = parts
+        in_pairs = k.dim() > self._v.dim()
+        self._k = k.transpose(-3, -2) if in_pairs else k  # as the kernels see it: tokens before pairs
+        self._k_scale: Tensor | None
+        self._v_scale: Tensor | None
+        self._k_scale, self._v_scale = scales if scales else (None, None)
+
+    @classmethod
+    def allocate(
+        cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """Return K, V and, of int8, their scales, of all layers; the last page may be used in part only."""
+        in_pairs = block_size % PAIRED_TOKENS == 0
+        if dtype is torch.int8 and not in_pairs:
+            raise ValueError(
+                f"KV in 8 bits needs blocks of a multiple of {PAIRED_TOKENS} tokens, not of {block_size}"
+            )
+        page_tokens, dim = BLOCKS_PER_RUN * block_size, config.head_dim
+        pages = (config.num_layers, -(-num_blocks // BLOCKS_PER_RUN), config.num_kv_heads)
+        shapes = [
+            (*pages, dim // 2, page_tokens, 2) if in_pairs else (*pages, page_tokens, dim),
+            (*pages, page_tokens, dim),
+        ]
+        parts = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        if dtype is torch.int8:
+            parts += [torch.empty((*pages, page_tokens), device=device) for _ in range(2)]
+        for part in parts:
+            # Scattered pages in 4 KiB pieces cost a TLB miss each, and threads of all NUMA nodes read all of
+            # them; before the first write both cost nothing.
+            native.advise_huge_pages(part)
+            native.interleave_numa_nodes(part)
+        return tuple(parts)
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Put rows into slots."""
+        native.paged_kv_write(k, v, self._k, self._v, slots, k_scale=self._k_scale, v_scale=self._v_scale)
+
+    def read(self, slots: Tensor, out: Rows) -> None:
+        """Copy the rows of slots to `out`, in its dtype."""
+        native.paged_kv_read(self._k, self._v, slots, *out, k_scale=self._k_scale, v_scale=self._v_scale)
+
+    def decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slots: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        out: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        """Store and attend in one call; the kernel finds the slots itself."""
+        native.paged_attention_decode(
+            q,
+            self._k,
+            self._v,
+            block_tables,
+            context_lens,
+            scale,
+            out,
+            block_size=self.block_size,
+            k=k,
+            v=v,
+            window=window or 0,
+            k_scale=self._k_scale,
+            v_scale=self._v_scale,
+        )

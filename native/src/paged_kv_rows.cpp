@@ -1,0 +1,91 @@
+// The way of rows into the cache's slots and out of them.
+//
+// Slots that follow each other in a page, a span, are moved together, head by head: in dimension pairs their
+// keys lie side by side, and a span's lines stay in the first-level cache while all its rows are taken apart
+// or put together.
+#include <algorithm>
+#include <atomic>
+
+#include "neo_desktop/kernels.h"
+#include "neo_desktop/paged_attention.h"
+#include "neo_desktop/paged_cache.h"
+#include "neo_desktop/thread_pool.h"
+#include "slot_reader.h"
+#include "slot_writer.h"
+
+namespace neo_desktop {
+namespace {
+
+constexpr int64_t kPieceBytes = 64 << 10;  // what a thread moves before it asks for more, about
+
+// Calls body(span, head) for every KV head of spans that cover slots[0, count), on several threads.
+template <class Body>
+void for_each_span(const int64_t* slots, int64_t count, const PagedCache& cache, int threads, Body body) {
+  if (count == 0) return;
+  const int64_t head_bytes = 2 * cache.head_dim * size_of(cache.dtype);
+  const int64_t tokens = std::min(count, kSpanTokens);
+  const int64_t heads = std::clamp<int64_t>(kPieceBytes / (tokens * head_bytes), 1, cache.kv_heads);
+  const int64_t head_ranges = (cache.kv_heads + heads - 1) / heads;
+  const int64_t pieces = (count + tokens - 1) / tokens * head_ranges;
+  std::atomic<int64_t> next_piece{0};
+  ThreadPool::shared().run(static_cast<int>(std::min<int64_t>(threads, pieces)), [&](int) {
+    for (int64_t p = next_piece++; p < pieces; p = next_piece++) {
+      const int64_t first_head = p % head_ranges * heads;
+      const int64_t end_head = std::min(first_head + heads, cache.kv_heads);
+      const int64_t end = std::min(count, (p / head_ranges + 1) * tokens);
+      for (int64_t i = p / head_ranges * tokens; i < end;) {
+        Span span{i, 1, slots[i] / cache.page_tokens, slots[i] % cache.page_tokens};
+        const int64_t most = std::min(end - i, cache.page_tokens - span.row);
+        while (span.tokens < most && slots[i + span.tokens] == slots[i] + span.tokens) ++span.tokens;
+        for (int64_t head = first_head; head < end_head; ++head) body(span, head);
+        i += span.tokens;
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void paged_kv_write(const TensorView& k, const TensorView& v, const TensorView& k_cache,
+                    const TensorView& v_cache, const TensorView* k_scale, const TensorView* v_scale,
+                    const TensorView& slots, int num_threads, Isa isa) {
+  const PagedCache cache = check_cache(k_cache, v_cache, k_scale, v_scale);
+  check_no_overlap(k_cache, 2);
+  check_no_overlap(v_cache, 2);
+  check_dims(slots, "[n]", 1);
+  check_rows(k, "[n of slots, kv_heads, head_dim]", slots.size(0), cache);
+  check_rows(v, "[n of slots, kv_heads, head_dim]", slots.size(0), cache);
+  const int64_t* slot = check_slots(slots, cache);
+  const int threads = check_num_threads(num_threads);
+  const Kernels& kernels = kernels_for(isa);
+  const SlotWriter keys = SlotWriter::of_keys(k, cache, kernels);
+  const SlotWriter values = SlotWriter::of_values(v, cache, kernels);
+  for_each_span(slot, slots.size(0), cache, threads, [&](const Span& span, int64_t head) {
+    for (const SlotWriter* writer : {&keys, &values}) {
+      for (int64_t t = 0; t < span.tokens; ++t)
+        writer->write(span.first + t, span.page, span.row + t, head, 1);
+    }
+  });
+}
+
+void paged_kv_read(const TensorView& k_cache, const TensorView& v_cache, const TensorView* k_scale,
+                   const TensorView* v_scale, const TensorView& slots, const TensorView& k_out,
+                   const TensorView& v_out, int num_threads, Isa isa) {
+  const PagedCache cache = check_cache(k_cache, v_cache, k_scale, v_scale);
+  check_dims(slots, "[n]", 1);
+  for (const TensorView* out : {&k_out, &v_out}) {
+    check_rows(*out, "[n of slots, kv_heads, head_dim]", slots.size(0), cache);
+    check_no_overlap(*out, 2);
+  }
+  const int64_t* slot = check_slots(slots, cache);
+  const int threads = check_num_threads(num_threads);
+  const Kernels& kernels = kernels_for(isa);
+  const SlotReader keys = SlotReader::of_keys(k_out, cache, kernels);
+  const SlotReader values = SlotReader::of_values(v_out, cache, kernels);
+  for_each_span(slot, slots.size(0), cache, threads, [&](const Span& span, int64_t head) {
+    keys.read(span, head);
+    values.read(span, head);
+  });
+}
+
+}  // namespace neo_desktop

@@ -1,0 +1,221 @@
+"""Checks the Triton kernels against torch on a GPU, and their bandwidth against a copy's (see gpu_check.py).
+
+The sizes are those of an 8B model; what is measured is larger than a GPU's caches.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.kernels.activation import silu_mul
+from neo_desktop.engine.kernels.block_copy import gather_blocks, scatter_blocks
+from neo_desktop.engine.kernels.norm import add_rms_norm
+from neo_desktop.engine.kernels.paged_decode import num_splits, paged_decode
+from neo_desktop.engine.kernels.rope_append import rope_append
+from neo_desktop.engine.kv.gathered_attention import gathered_decode_attention
+from neo_desktop.models.layers import gated_silu, rms_norm, rotary, rotate
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, BLOCK_SIZE = 32, 8, 128, 4096, 14336, 16
+EPS = 1e-5
+# Relative error of all of an output, as one vector.
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A kernel with its arguments."""
+
+    name: str
+    launch: Callable[[], None]
+    results: tuple[Tensor, ...]  # what launching changes
+    expected: tuple[Tensor, ...]
+    num_bytes: int  # read and written
+
+    def compare(self, dtype: torch.dtype) -> None:
+        for result, expected in zip(self.results, self.expected, strict=True):
+            error = float((result.float() - expected.float()).norm() / expected.float().norm())
+            assert error <= TOLERANCE[dtype], f"{self.name}, {dtype}: relative error {error:.1e}"
+
+
+def random_lengths(device: torch.device, requests: int, context: int) -> Tensor:
+    """From half of `context` up to it; the first request is padding."""
+    lengths = torch.randint(context // 2, context + 1, (requests,), dtype=torch.int32, device=device)
+    lengths[0] = 0
+    return lengths
+
+
+def decode_case(
+    dtype: torch.dtype, num_sms: int, lengths: Tensor, context: int, window: int | None = None
+) -> Case:
+    """For contexts of these lengths, none above `context`, in scattered blocks."""
+    device, requests = lengths.device, len(lengths)
+    tables = torch.randperm(requests * context // BLOCK_SIZE, device=device).int().view(requests, -1)
+    cache_shape = (tables.numel(), BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    k_cache, v_cache = (torch.randn(cache_shape, dtype=dtype, device=device) for _ in range(2))
+    q = torch.randn(requests, HEADS, HEAD_DIM, dtype=dtype, device=device)
+    out = torch.empty_like(q)
+    splits = num_splits(requests, KV_HEADS, min(context, window or context), num_sms)
+    partial_out = torch.empty(requests, HEADS, splits, HEAD_DIM, device=device)
+    partial_lse = torch.empty(requests, HEADS, splits, device=device)
+    scale = HEAD_DIM**-0.5
+
+    expected = torch.zeros(q.shape, device=device)
+    by_head = [cache.transpose(1, 2).float() for cache in (k_cache, v_cache)]
+    expected[1:] = gathered_decode_attention(q[1:].float(), *by_head, tables[1:], lengths[1:], scale, window)
+    attended = int(lengths.clamp(max=window or context).sum())
+    return Case(
+        f"decode attention of {requests} x {context}, window {window}, {splits} splits",
+        lambda: paged_decode(
+            q, k_cache, v_cache, tables, lengths, out, partial_out, partial_lse, scale, window
+        ),
+        (out,),
+        (expected,),
+        2 * attended * KV_HEADS * HEAD_DIM * dtype.itemsize,
+    )
+
+
+def rope_case(dtype: torch.dtype, device: torch.device, tokens: int) -> Case:
+    """With norms; every fourth token is stored nowhere."""
+    qkv = torch.randn(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=dtype, device=device)
+    qk_norm = torch.rand(HEADS + KV_HEADS, HEAD_DIM, device=device).to(dtype)
+    frequencies = 500_000.0 ** -(torch.arange(HEAD_DIM // 2, device=device) / (HEAD_DIM // 2))
+    rotation = rotary(torch.randint(8192, (tokens,), device=device), frequencies, 1.0)
+    slots = torch.randperm(tokens, device=device)
+    slots[::4] = -1
+    cache_shape = (tokens // BLOCK_SIZE, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    k_cache, v_cache = (torch.zeros(cache_shape, dtype=dtype, device=device) for _ in range(2))
+
+    heads = qkv.clone()
+    heads[:, :-KV_HEADS] = rotate(rms_norm(heads[:, :-KV_HEADS], qk_norm, EPS), rotation)
+    is_stored = slots >= 0
+    expected_caches = [torch.zeros_like(cache) for cache in (k_cache, v_cache)]
+    for cache, rows in zip(expected_caches, heads[:, HEADS:].split(KV_HEADS, dim=1), strict=True):
+        cache.view(tokens, KV_HEADS, HEAD_DIM)[slots[is_stored]] = rows[is_stored]
+    row = qkv.flatten(1)
+    rotated, stored = tokens * (HEADS + KV_HEADS), 2 * int(is_stored.sum()) * KV_HEADS
+    written_bytes = (rotated + stored) * HEAD_DIM * dtype.itemsize
+    return Case(
+        f"rotation and store of {tokens} tokens",
+        lambda: rope_append(row, rotation.cos, rotation.sin, slots, k_cache, v_cache, qk_norm, EPS),
+        (row, k_cache, v_cache),
+        (heads.flatten(1), *expected_caches),
+        row.nbytes + written_bytes + rotation.cos.nbytes,  # half of cos, half of sin
+    )
+
+
+def norm_case(dtype: torch.dtype, device: torch.device, tokens: int) -> Case:
+    x, residual = (torch.randn(tokens, HIDDEN, dtype=dtype, device=device) for _ in range(2))
+    weight = torch.rand(HIDDEN, device=device).to(dtype)
+    out = torch.empty_like(x)
+    total = x + residual
+    return Case(
+        f"addition and norm of {tokens} tokens",
+        lambda: add_rms_norm(x, residual, weight, EPS, out),
+        (residual, out),
+        (total, rms_norm(total, weight, EPS)),
+        4 * x.nbytes,
+    )
+
+
+def silu_case(dtype: torch.dtype, device: torch.device, tokens: int) -> Case:
+    gate_up = torch.randn(tokens, 2 * INTERMEDIATE, dtype=dtype, device=device)
+    out = torch.empty(tokens, INTERMEDIATE, dtype=dtype, device=device)
+    return Case(
+        f"gated SiLU of {tokens} tokens",
+        lambda: silu_mul(gate_up, out),
+        (out,),
+        (gated_silu(gate_up),),
+        gate_up.nbytes + out.nbytes,
+    )
+
+
+def copy_cases(dtype: torch.dtype, device: torch.device, num_blocks: int) -> Iterator[Case]:
+    """Half of the blocks, out of the cache and into another one."""
+    cache_shape = (num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    k_cache, v_cache = (torch.randn(cache_shape, dtype=dtype, device=device) for _ in range(2))
+    blocks = torch.randperm(num_blocks, device=device)[: num_blocks // 2]
+    rows = torch.stack([cache[blocks].flatten(0, 1) for cache in (k_cache, v_cache)])
+    buffer = torch.empty_like(rows)
+    yield Case(
+        f"{len(blocks)} blocks out of the cache",
+        lambda: gather_blocks(k_cache, v_cache, blocks, buffer),
+        (buffer,),
+        (rows,),
+        2 * rows.nbytes,
+    )
+    targets = [torch.zeros_like(cache) for cache in (k_cache, v_cache)]
+    expected = [torch.zeros_like(cache) for cache in (k_cache, v_cache)]
+    for cache, own in zip(expected, rows, strict=True):
+        cache[blocks] = own.view(len(blocks), *cache_shape[1:])
+    yield Case(
+        f"{len(blocks)} blocks into the cache",
+        lambda: scatter_blocks(targets[0], targets[1], blocks, rows),
+        tuple(targets),
+        tuple(expected),
+        2 * rows.nbytes,
+    )
+
+
+def cases(dtype: torch.dtype, device: torch.device, num_sms: int, tokens: int) -> Iterator[Case]:
+    """Each kernel at the sizes of `tokens` tokens in all."""
+    for requests, window in ((32, None), (32, tokens // 128), (4, None)):
+        context = tokens // requests
+        yield decode_case(dtype, num_sms, random_lengths(device, requests, context), context, window)
+    yield rope_case(dtype, device, tokens // 8)
+    yield norm_case(dtype, device, tokens // 8)
+    yield silu_case(dtype, device, tokens // 8)
+    yield from copy_cases(dtype, device, tokens // BLOCK_SIZE)
+
+
+def elapsed_ms(launch: Callable[[], None], repetitions: int = 10, at_once: int = 5) -> float:
+    """The median time that a launch takes on the GPU; of several at once, so that Python's own time hides."""
+    times_ms = []
+    for _ in range(repetitions):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(at_once):
+            launch()
+        end.record()
+        end.synchronize()
+        times_ms.append(begin.elapsed_time(end) / at_once)
+    return statistics.median(times_ms)
+
+
+def check_graph(device: torch.device, num_sms: int) -> None:
+    """A graph serves other lengths than those that it was captured with."""
+    lengths = random_lengths(device, requests=8, context=2048)
+    case = decode_case(torch.float16, num_sms, lengths, context=2048)
+    wanted = lengths.clone()
+    lengths.fill_(1)
+    case.launch()  # compiles, which must not happen while capturing
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        case.launch()
+    lengths.copy_(wanted)
+    graph.replay()
+    case.compare(torch.float16)
+    print("kernel float16, decode attention in a CUDA graph: other lengths than when it was captured")
+
+
+def check_kernels() -> None:
+    """Every kernel gives what torch gives. Prints its bandwidth, also in percent of that of a copy."""
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+    for dtype in (torch.float16, torch.bfloat16) if has_bf16 else (torch.float16,):
+        for case in cases(dtype, device, num_sms, tokens=65_536):
+            case.launch()
+            case.compare(dtype)
+            time_ms = elapsed_ms(case.launch)
+            source = torch.empty(case.num_bytes // 2, dtype=torch.int8, device=device)
+            target = torch.empty_like(source)
+            copy_ms = elapsed_ms(lambda target=target, source=source: target.copy_(source))
+            print(
+                f"kernel {str(dtype).removeprefix('torch.')}, {case.name}: {1000 * time_ms:.0f} us, "
+                f"{case.num_bytes / time_ms / 1e6:.0f} GB/s, {copy_ms / time_ms:.0%} of a copy's bandwidth"
+            )
+    check_graph(device, num_sms)

@@ -1,0 +1,33 @@
+"""Where the kernels run: on a GPU if there is one, else in Triton's interpreter, on tensors of the CPU."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interpreter_multiplies_bf16() -> Any:
+    """It keeps bf16 as bits in uint16, and its `tl.dot` would multiply these (Triton issue 11584)."""
+
+    def as_float(operand: TensorHandle) -> TensorHandle:
+        if operand.data.dtype != np.uint16:
+            return operand
+        return TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    dot = InterpreterBuilder.create_dot
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            InterpreterBuilder,
+            "create_dot",
+            lambda self, a, b, *others: dot(self, as_float(a), as_float(b), *others),
+        )
+        yield

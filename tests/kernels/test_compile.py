@@ -1,0 +1,64 @@
+"""Every kernel compiles for every GPU that is supported, fits into it and spills no registers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "support" / "compile_kernels.py"
+KIB = 1024
+SHARED_MEMORY = {75: 64 * KIB, 80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB}  # most for a program
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What the compiler made, in a process of its own: in this one Triton may be in its interpreter."""
+    # An empty folder, since what an earlier run compiled would be found again.
+    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    result = subprocess.run(
+        [sys.executable, PROGRAM],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-10_000:]
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_every_kernel_was_compiled_for_every_gpu(kernels: list[dict[str, Any]]) -> None:
+    compiled = {(kernel["kernel"], kernel["capability"]) for kernel in kernels}
+    names = ("_attend", "_merge", "_rope_append", "_add_rms_norm", "_silu_mul", "_copy_blocks")
+    assert compiled == {(name, capability) for name in names for capability in SHARED_MEMORY}
+
+
+def test_no_kernel_spills_registers(kernels: list[dict[str, Any]]) -> None:
+    assert [kernel for kernel in kernels if kernel["spilled"]] == []
+
+
+def test_programs_fit_into_shared_memory(kernels: list[dict[str, Any]]) -> None:
+    assert [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY[kernel["capability"]]] == []
+
+
+def test_memory_is_read_16_bytes_at_a_time(kernels: list[dict[str, Any]]) -> None:
+    """More such loads in decode attention than queries need: those of K and V."""
+    for kernel in kernels:
+        assert kernel["wide_loads"] >= (4 if kernel["kernel"] == "_attend" else 1), kernel
+
+
+def test_two_tiles_of_k_and_v_are_under_way(kernels: list[dict[str, Any]]) -> None:
+    """From 8.0 on. Whether the compiler lets loads run ahead shows in the shared memory it sets aside."""
+    tile = 2 * 32 * 128 * 2  # K and V, tokens, head_dim, bytes
+    decodes = [
+        kernel
+        for kernel in kernels
+        if kernel["kernel"] == "_attend"
+        and kernel["capability"] >= 80
+        and "head_dim 128" in kernel["variant"]
+    ]
+    assert decodes
+    assert all(kernel["shared"] >= 2 * tile for kernel in decodes)

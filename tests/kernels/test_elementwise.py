@@ -1,0 +1,56 @@
+"""Norm and activation round where the decoder rounds."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.kernels.activation import silu_mul
+from neo_desktop.engine.kernels.norm import add_rms_norm
+from neo_desktop.models.layers import gated_silu, rms_norm
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+EPS = 1e-5
+
+
+def check(found: Tensor, expected: Tensor) -> None:
+    found = found.cpu()
+    if found.dtype is torch.float16:  # rounding at any other place would change many more
+        assert (found != expected).float().mean() < 0.005
+    # Of bf16 up to three units in the last place: the interpreter cuts off where a GPU rounds.
+    tolerance = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 3 * 2**-7}[found.dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("hidden", [64, 896, 4096, 5120])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_addition_and_norm_equal_the_decoder(hidden: int, dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    x, residual = (torch.randn(7, hidden).to(dtype) for _ in range(2))
+    residual[2] *= 100.0  # large ones occur in trained models
+    residual[3] = x[3] = 0.0
+    weight = torch.rand(hidden).to(dtype)
+    total = x + residual
+    on_device, out = residual.to(device, copy=True), torch.empty_like(x, device=device)
+    add_rms_norm(x.to(device), on_device, weight.to(device), EPS, out)
+    check(on_device, total)
+    check(out, rms_norm(total, weight, EPS))
+
+
+def test_norm_may_overwrite_what_was_added(device: torch.device) -> None:
+    x, residual, weight = torch.randn(3, 128), torch.randn(3, 128), torch.rand(128)
+    expected = rms_norm(x + residual, weight, EPS)
+    on_device = x.to(device, copy=True)
+    add_rms_norm(on_device, residual.to(device), weight.to(device), EPS, on_device)
+    check(on_device, expected)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # as intended: 1 / inf is 0
+@pytest.mark.parametrize("intermediate", [96, 1024, 1536])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gated_silu_equals_the_decoder(intermediate: int, dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    gate_up = (4 * torch.randn(5, 2 * intermediate)).to(dtype)
+    gate_up[0, :2] = torch.tensor([-1e4, 1e4], dtype=dtype)
+    out = torch.empty(5, intermediate, dtype=dtype, device=device)
+    silu_mul(gate_up.to(device), out)
+    check(out, gated_silu(gate_up))

@@ -1,0 +1,147 @@
+"""Decode attention on the GPU equals softmax(q·K)V in float64, however contexts are cut."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from paged_case import PagedCase, make_case
+from torch import Tensor
+
+from neo_desktop.engine.kernels.paged_decode import MAX_SPLITS, MIN_SPLIT_TOKENS, num_splits, paged_decode
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+# Relative error of a head's output vector. The weights of V are rounded to its dtype, as tensor cores want
+# them; and where a GPU rounds to bf16, the interpreter cuts off.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1.5e-2}
+LENGTHS = [1, 15, 16, 17, 0, 75]  # 0: padding
+
+
+def attend(case: PagedCase, splits: int, device: torch.device) -> Tensor:
+    """The kernel's answer, from workspace and output full of NaN."""
+    requests, heads, head_dim = case.q.shape
+    out, partial_out, partial_lse = (
+        torch.full(shape, torch.nan, dtype=dtype, device=device)
+        for shape, dtype in (
+            (case.q.shape, case.q.dtype),
+            ((requests, heads, splits, head_dim), torch.float32),
+            ((requests, heads, splits), torch.float32),
+        )
+    )
+    paged_decode(
+        case.q.to(device),
+        case.k_cache.to(device).transpose(1, 2),  # the case has the tokens of a head together
+        case.v_cache.to(device).transpose(1, 2),
+        case.block_tables.to(device),
+        case.context_lens.to(device),
+        out,
+        partial_out,
+        partial_lse,
+        case.scale,
+        case.window or None,
+    )
+    return out.cpu()
+
+
+def check(case: PagedCase, out: Tensor) -> None:
+    """Compare with float64; requests without tokens must have zeros."""
+    padding = case.context_lens == 0
+    assert (out[padding] == 0).all()
+    reference = case.reference()[~padding]
+    error = (out[~padding].double() - reference).norm(dim=-1) / reference.norm(dim=-1)
+    assert (error < TOLERANCE[out.dtype]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (3, 64), (4, 80), (7, 96), (8, 256)])
+def test_equals_float64_for_every_shape(
+    group: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    case = make_case(LENGTHS, group=group, head_dim=head_dim, dtype=dtype)
+    check(case, attend(case, 4, device))
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 32, 100])
+def test_any_block_size(block_size: int, device: torch.device) -> None:
+    case = make_case([1, block_size, block_size + 1, 75], block_size=block_size, dtype=torch.float16)
+    check(case, attend(case, 2, device))
+
+
+@given(data=st.data())
+@settings(max_examples=15, deadline=None)
+def test_equals_float64_for_random_batches(data: st.DataObject, device: torch.device) -> None:
+    lengths = data.draw(st.lists(st.integers(0, 130) | st.sampled_from(LENGTHS), min_size=1, max_size=4))
+    case = make_case(
+        lengths,
+        kv_heads=data.draw(st.integers(1, 3)),
+        group=data.draw(st.sampled_from([1, 3, 4, 7, 8])),
+        head_dim=data.draw(st.sampled_from([64, 80, 128])),
+        block_size=data.draw(st.sampled_from([16, 16, 5, 32])),
+        dtype=data.draw(st.sampled_from(DTYPES)),
+        window=data.draw(st.just(0) | st.integers(1, 140)),
+        seed=data.draw(st.integers(0, 2**16)),
+    )
+    check(case, attend(case, data.draw(st.sampled_from([1, 2, 4, 8])), device))
+
+
+@pytest.mark.parametrize("window", [1, 15, 16, 17, 70, 5000])
+def test_window_attends_to_the_last_tokens_only(window: int, device: torch.device) -> None:
+    case = make_case([1, 16, 17, 150], group=4, window=window)
+    check(case, attend(case, 2, device))
+
+
+def test_cutting_a_context_loses_nothing(device: torch.device) -> None:
+    case = make_case([300, 33, 1], kv_heads=1, group=2)
+    whole = attend(case, 1, device)
+    for splits in (2, 16):
+        torch.testing.assert_close(attend(case, splits, device), whole, rtol=0, atol=1e-6)
+
+
+def test_large_scores_do_not_overflow(device: torch.device) -> None:
+    case = make_case([100, 3], group=4)
+    case.q *= 1e4  # one token gets all the weight, as in float64
+    check(case, attend(case, 4, device))
+
+
+def test_queries_and_outputs_may_be_parts_of_wider_rows(device: torch.device) -> None:
+    case = make_case(LENGTHS, group=4, dtype=torch.float16)
+    expected = attend(case, 2, device)
+    wide = torch.full((len(LENGTHS), 11, 64), torch.nan, dtype=torch.float16)
+    wide[:, 2:10] = case.q
+    case.q = wide[:, 2:10]
+    assert torch.equal(attend(case, 2, device), expected)
+
+
+def test_caches_may_lie_token_by_token(device: torch.device) -> None:
+    case = make_case(LENGTHS, group=4, dtype=torch.float16)
+    expected = attend(case, 2, device)
+    for name in ("k_cache", "v_cache"):
+        rows = getattr(case, name).transpose(1, 2).contiguous()
+        setattr(case, name, rows.transpose(1, 2))
+    assert torch.equal(attend(case, 2, device), expected)
+
+
+def test_nan_stays_with_the_request_that_has_it(device: torch.device) -> None:
+    case = make_case([40, 40, 40], group=2)
+    expected = attend(case, 2, device)
+    case.k_cache[case.block_tables[1, 1], :, 3] = torch.nan
+    out = attend(case, 2, device)
+    assert out[1].isnan().all()
+    assert torch.equal(out[::2], expected[::2])
+
+
+@given(
+    requests=st.integers(1, 512),
+    kv_heads=st.integers(1, 64),
+    max_tokens=st.integers(1, 2**20),
+    num_sms=st.integers(1, 200),
+)
+def test_number_of_splits(requests: int, kv_heads: int, max_tokens: int, num_sms: int) -> None:
+    splits = num_splits(requests, kv_heads, max_tokens, num_sms)
+    assert splits.bit_count() == 1
+    assert splits <= max(1, min(MAX_SPLITS, max_tokens // MIN_SPLIT_TOKENS))
+    assert splits >= num_splits(requests + 1, kv_heads, max_tokens, num_sms)
+
+
+def test_one_long_request_uses_the_whole_gpu() -> None:
+    assert 8 * num_splits(1, 8, 32_768, 82) >= 82

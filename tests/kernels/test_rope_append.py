@@ -1,0 +1,65 @@
+"""Rotating and storing in one kernel does what the decoder and the cache do in several steps."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.kernels.rope_append import rope_append
+from neo_desktop.models.layers import rms_norm, rotary, rotate
+
+HEADS, KV_HEADS, BLOCK_SIZE, EPS = 6, 3, 16, 1e-6
+SLOTS = torch.tensor([5, -1, 47, 16, -1, 15])  # -1: stored nowhere
+
+
+def expected_heads(qkv: Tensor, positions: Tensor, frequencies: Tensor, qk_norm: Tensor | None) -> Tensor:
+    """Queries, keys and values `[tokens, heads + 2 * kv_heads, head_dim]` as the decoder makes them."""
+    query_key, value = qkv[:, :-KV_HEADS], qkv[:, -KV_HEADS:]
+    if qk_norm is not None:
+        query_key = rms_norm(query_key, qk_norm, EPS)
+    return torch.cat((rotate(query_key, rotary(positions, frequencies, 1.2)), value), dim=1)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_equals_the_decoder(head_dim: int, normed: bool, dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    tokens, width = len(SLOTS), HEADS + 2 * KV_HEADS
+    qkv = torch.randn(tokens, width, head_dim).to(dtype)
+    qk_norm = torch.rand(HEADS + KV_HEADS, head_dim).to(dtype) if normed else None
+    positions = torch.tensor([0, 1, 7, 900, 30_000, 131_071])
+    frequencies = 10_000.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2))
+    expected = expected_heads(qkv, positions, frequencies, qk_norm)
+    rotation = rotary(positions, frequencies, 1.2)
+    row = qkv.flatten(1).to(device, copy=True)
+    # The tokens of a head lie together, to see that strides are respected.
+    shape = (3, KV_HEADS, BLOCK_SIZE, head_dim)
+    k_cache, v_cache = (
+        torch.full(shape, torch.nan, dtype=dtype, device=device).transpose(1, 2) for _ in range(2)
+    )
+
+    rope_append(
+        row,
+        rotation.cos.to(device),
+        rotation.sin.to(device),
+        SLOTS.to(device),
+        k_cache,
+        v_cache,
+        None if qk_norm is None else qk_norm.to(device),
+        EPS,
+    )
+
+    found = row.cpu().view(tokens, width, head_dim)
+    assert torch.equal(found[:, -KV_HEADS:], qkv[:, -KV_HEADS:])
+    if dtype is torch.float16:  # rounding at any other place would change many more
+        assert (found != expected).float().mean() < 0.005
+    # The interpreter cuts bf16 off where a GPU rounds.
+    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    for cache, rows in ((k_cache, found[:, HEADS:-KV_HEADS]), (v_cache, found[:, -KV_HEADS:])):
+        by_slot = cache.cpu().reshape(-1, KV_HEADS, head_dim)
+        stored = SLOTS >= 0
+        assert torch.equal(by_slot[SLOTS[stored]], rows[stored])
+        others = torch.ones(len(by_slot), dtype=torch.bool)
+        others[SLOTS[stored]] = False
+        assert by_slot[others].isnan().all()

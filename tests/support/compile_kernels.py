@@ -1,0 +1,177 @@
+"""Compiles the Triton kernels for GPUs that are not there; a program, since elsewhere Triton may interpret.
+
+    python compile_kernels.py       one line of JSON per kernel and GPU: what `Compiled` has
+
+The functions that launch the kernels are called as they are, with tensors that have no memory: what is
+compiled is what a GPU would get, with all specialisations. A stand-in for the CUDA driver says which GPU.
+"""
+
+import json
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from neo_desktop.engine.kernels.activation import silu_mul
+from neo_desktop.engine.kernels.block_copy import gather_blocks, scatter_blocks
+from neo_desktop.engine.kernels.norm import add_rms_norm
+from neo_desktop.engine.kernels.paged_decode import paged_decode
+from neo_desktop.engine.kernels.rope_append import rope_append
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+WIDE_LOAD = re.compile(r"ld\.global\S*\.v4\.b32|cp\.async\S*\.shared\.global \[[^]]*\], \[[^]]*\], 0x10")
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One kernel for one GPU."""
+
+    variant: str
+    capability: int  # 86 is 8.6
+    kernel: str
+    registers: int  # per thread
+    spilled: int  # bytes per thread in local memory
+    shared: int  # bytes per program
+    wide_loads: int  # instructions that load 16 bytes
+
+
+class AbsentGPU:
+    """As much of a CUDA driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        return self._capability  # kernels are kept per device, so no two GPUs may share a number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+
+def compile_instead_of_launching(found: list[tuple[str, Any]]) -> None:
+    """From now on kernels are not launched but collected, each as often as it would have been launched."""
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        found.append((self.__name__, run(self, *args, grid=grid, warmup=True, **options)))
+
+    JITFunction.run = compile_only
+
+
+def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def decode(
+    dtype: torch.dtype, group: int, head_dim: int, *, kv_heads: int = 8, window: int | None = None
+) -> None:
+    q = empty(4, kv_heads * group, head_dim, dtype=dtype)
+    cache = empty(64, 16, kv_heads, head_dim, dtype=dtype)
+    tables, lens = empty(4, 64, dtype=torch.int32), empty(4, dtype=torch.int32)
+    partial_out = empty(4, kv_heads * group, 16, head_dim, dtype=FP32)
+    partial_lse = empty(4, kv_heads * group, 16, dtype=FP32)
+    paged_decode(
+        q, cache, cache, tables, lens, torch.empty_like(q), partial_out, partial_lse, head_dim**-0.5, window
+    )
+
+
+def rope(dtype: torch.dtype, *, normed: bool, head_dim: int = 128) -> None:
+    heads, kv_heads, tokens = 32, 8, 4
+    qkv = empty(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    angles = empty(tokens, 1, head_dim, dtype=FP32)
+    cache = empty(64, 16, kv_heads, head_dim, dtype=dtype)
+    weights = empty(heads + kv_heads, head_dim, dtype=dtype) if normed else None
+    rope_append(qkv, angles, angles, empty(tokens, dtype=torch.int64), cache, cache, weights, 1e-6)
+
+
+def norm(dtype: torch.dtype, hidden: int) -> None:
+    rows = empty(4, hidden, dtype=dtype)
+    add_rms_norm(rows, rows, empty(hidden, dtype=dtype), 1e-6, rows)
+
+
+def silu(dtype: torch.dtype) -> None:
+    silu_mul(empty(4, 2 * 14336, dtype=dtype), empty(4, 14336, dtype=dtype))
+
+
+def copy(dtype: torch.dtype) -> None:
+    cache = empty(64, 16, 8, 128, dtype=dtype)
+    blocks, buffer = empty(4, dtype=torch.int64), empty(2, 64, 8, 128, dtype=dtype)
+    gather_blocks(cache, cache, blocks, buffer)
+    scatter_blocks(cache, cache, blocks, buffer)
+
+
+FP16_GPUS = (75, 80, 86, 89, 90)
+BF16_GPUS = (80, 86, 89, 90)  # 7.5 has no bf16
+
+# variant -> (how to launch it, on which GPUs)
+VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
+    "decode fp16, group 1, head_dim 128": (lambda: decode(FP16, 1, 128), FP16_GPUS),
+    "decode fp16, group 4, head_dim 64": (lambda: decode(FP16, 4, 64), FP16_GPUS),
+    "decode fp16, group 8, head_dim 128, window": (lambda: decode(FP16, 8, 128, window=4096), FP16_GPUS),
+    "decode bf16, group 1, head_dim 64": (lambda: decode(BF16, 1, 64), (80,)),
+    "decode bf16, group 4, head_dim 128": (lambda: decode(BF16, 4, 128), BF16_GPUS),
+    "decode bf16, group 8, head_dim 128, window": (lambda: decode(BF16, 8, 128, window=4096), BF16_GPUS),
+    "decode fp16, group 7, head_dim 80": (lambda: decode(FP16, 7, 80), (75, 86)),
+    "decode fp16, group 8, head_dim 256": (lambda: decode(FP16, 8, 256), (75, 90)),
+    "decode fp16, group 16, head_dim 128": (lambda: decode(FP16, 16, 128), (75,)),
+    "decode fp32, group 4, head_dim 128": (lambda: decode(FP32, 4, 128), (75, 86)),
+    "rope fp16": (lambda: rope(FP16, normed=False), (75, 86)),
+    "rope fp16, norm": (lambda: rope(FP16, normed=True), FP16_GPUS),
+    "rope fp16, norm, head_dim 80": (lambda: rope(FP16, normed=True, head_dim=80), (75, 86)),
+    "rope bf16, norm": (lambda: rope(BF16, normed=True), (80,)),
+    "norm fp16": (lambda: norm(FP16, 4096), FP16_GPUS),
+    "norm fp16, hidden 16384": (lambda: norm(FP16, 16384), (75,)),
+    "norm bf16": (lambda: norm(BF16, 4096), (80,)),
+    "silu fp16": (lambda: silu(FP16), FP16_GPUS),
+    "silu bf16": (lambda: silu(BF16), (80,)),
+    "copy fp16": (lambda: copy(FP16), FP16_GPUS),
+}
+
+
+def inspected(variant: str, capability: int, kernel: str, compiled: Any) -> Compiled:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return Compiled(
+        variant=variant,
+        capability=capability,
+        kernel=kernel,
+        registers=numbers["REG"],
+        spilled=numbers["STACK"] + numbers["LOCAL"],
+        shared=compiled.metadata.shared,
+        wide_loads=len(WIDE_LOAD.findall(compiled.asm["ptx"])),
+    )
+
+
+def compile_all() -> Iterator[Compiled]:
+    found: list[tuple[str, Any]] = []
+    compile_instead_of_launching(found)
+    for variant, (launch, capabilities) in VARIANTS.items():
+        for capability in capabilities:
+            driver.set_active(AbsentGPU(capability))
+            found.clear()
+            launch()
+            for kernel, compiled in found:
+                yield inspected(variant, capability, kernel, compiled)
+
+
+if __name__ == "__main__":
+    for result in compile_all():
+        print(json.dumps(asdict(result)), flush=True)
