@@ -30,11 +30,6 @@ constexpr int kPairTile = kSegments * kSegmentTokens;  // tokens
 // Below every score, but so that differences of two scores stay finite.
 constexpr float kLowest = -0x1p127f;
 
-// The processor's own prefetching follows the rows of one query head at the memory's full speed. Where
-// several heads share a row, too much arithmetic lies between two loads for that, and a step asks for the
-// next one's.
-constexpr bool prefetches(int heads) { return heads > 1; }
-
 // Where one KV head's share of a tile lies, and that of the tile that is read next.
 template <class T>
 struct PairTile {
@@ -150,7 +145,7 @@ struct PairMath {
       }
 #pragma GCC unroll 4
       for (int s = 0; s < segments; ++s) {
-        if constexpr (prefetches(heads)) prefetch<vectors / segments * V::kLanes>(ahead[s], 0);
+        prefetch<vectors / segments * V::kLanes>(ahead[s], 0);
         keys[s] += tile.pair_stride;
         ahead[s] += tile.pair_stride;
       }
@@ -212,7 +207,7 @@ struct PairMath {
       const int end = smaller(tile.count, s * kSegmentTokens);
 #pragma GCC unroll 1
       for (; token < end; ++token) {
-        if constexpr (prefetches(heads)) prefetch<W * V::kLanes>(ahead, 0);
+        prefetch<W * V::kLanes>(ahead, 0);
         Reg v[W];
 #pragma GCC unroll 16
         for (int w = 0; w < W; ++w) v[w] = load(row + w * V::kLanes);

@@ -68,7 +68,7 @@ struct Bf16Math {
 #pragma GCC unroll 4
       for (int s = 0; s < kSegments; ++s) {
         k[s] = load_bf16(keys[s]);
-        if constexpr (prefetches(heads)) prefetch<kPairLanes>(ahead[s], 0);
+        prefetch<kPairLanes>(ahead[s], 0);
         keys[s] += tile.pair_stride;
         ahead[s] += tile.pair_stride;
       }
@@ -126,10 +126,8 @@ struct Bf16Math {
         const __m512i b = second ? load(row + task.head_dim, w) : _mm512_setzero_si512();
         v[w * 2] = interleave_low(a, b);
         v[w * 2 + 1] = interleave_high(a, b);
-        if constexpr (prefetches(heads)) {
-          prefetch<kPairLanes>(ahead + w * kPairLanes, 0);
-          prefetch<kPairLanes>(ahead + task.head_dim + w * kPairLanes, 0);
-        }
+        prefetch<kPairLanes>(ahead + w * kPairLanes, 0);
+        prefetch<kPairLanes>(ahead + task.head_dim + w * kPairLanes, 0);
       }
 #pragma GCC unroll 4
       for (int g = 0; g < heads; ++g) {

@@ -60,7 +60,7 @@ struct Bf16Math {
     for (int i = 0; i < heads * vectors; ++i) sums[i] = vdupq_n_f32(0);
 #pragma GCC unroll 1
     for (int d = 0; d < task.head_dim; d += kVector) {
-      if (prefetches(heads) && within == 0) {
+      if (within == 0) {
         for (int s = 0; s < segments; ++s) {
           for (int i = 0; i < kVector / 2; ++i) {
             prefetch<kSegmentTokens * 2>(ahead[s] + (d / 2 + i) * tile.pair_stride, 0);
