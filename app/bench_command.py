@@ -242,7 +242,7 @@ def bench(
 
     from neo_desktop.app.bench import run_suites
     from neo_desktop.app.bench.defaults import default_model, suite_options
-    from neo_desktop.app.bench.page.files import prepare_folder, write_files
+    from neo_desktop.app.bench.page.files import discard_folder, prepare_folder, write_files
     from neo_desktop.app.model_options import ModelOptions
 
     is_whole = len(names) > 1
@@ -299,7 +299,9 @@ def bench(
     _show(report)
     if json_file is not None:
         report.write_json(json_file)
-    if folder is not None:
+    if folder is not None and not report.suites:
+        discard_folder(folder)
+    elif folder is not None:
         page = write_files(report, folder)
         stdout.print(f"\nPage: [bold]{page}[/]", highlight=False, soft_wrap=True)
     if report.interrupted is not None:

@@ -81,7 +81,10 @@ class Report:
         try:
             report = _adapter().validate_json(Path(path).read_bytes())
         except ValidationError as error:
-            first = error.errors()[0]
+            errors = error.errors()
+            # A suite's report is tried as one of every suite: only the errors of the right one say something.
+            others = {each["loc"][:3] for each in errors if each["type"] == "literal_error"}
+            first = next((each for each in errors if each["loc"][:3] not in others), errors[0])
             where = ".".join(str(part) for part in first["loc"]) or "the file"
             raise ReportError(
                 f"{path} is no report of neo-desktop bench, version {SCHEMA_VERSION}: {where}: {first['msg']}"

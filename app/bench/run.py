@@ -1,9 +1,12 @@
 """Suites one after the other; what was measured is kept, whatever happens."""
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+
+import torch
 
 from neo_desktop.app.bench.cost_model import CostModelOptions, run_cost_model
 from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions
@@ -44,6 +47,13 @@ SUITES: dict[str, Suite] = {  # in the order in which a full self-test runs them
 }
 
 
+def _free_memory() -> None:
+    """Give back what a suite took: the next one counts what is free."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions | None = None) -> Report:
     """Run suites one after the other.
 
@@ -79,6 +89,7 @@ def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions |
             break
         except _EXPECTED as error:
             failures.append(Failure(name, str(error) or type(error).__name__))
+        _free_memory()
     return Report(
         started=started,
         seconds=time.perf_counter() - start,

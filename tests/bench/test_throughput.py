@@ -176,3 +176,11 @@ def test_a_changed_answer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_options_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"expected|unknown"):
         replace(SMALL, **wrong)  # type: ignore[arg-type]
+
+
+def test_answers_from_kv_in_8_bits_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "compare", lambda *_: Comparison(7, 1, 2))
+    options = replace(SMALL, cpu_cache_dtype="int8", policies=("gpu-only", "neo"), repeats=1)
+    report = last(run_throughput(options, ignore))
+    assert [(each.near_tie_answers, each.changed_answers) for each in report.policies] == [(3, 0)] * 2
+    assert any("int8" in note for note in report.notes)

@@ -1,5 +1,6 @@
 """The files of a report."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from neo_desktop.app.bench.page.html import html
@@ -13,6 +14,13 @@ PICTURES = "plots"
 def prepare_folder(folder: Path) -> None:
     """Make the folder, before anything is measured. Raises OSError where that is impossible."""
     (folder / PICTURES).mkdir(parents=True, exist_ok=True)
+
+
+def discard_folder(folder: Path) -> None:
+    """Take away what `prepare_folder` made, unless something else is there."""
+    with suppress(OSError):
+        (folder / PICTURES).rmdir()
+        folder.rmdir()
 
 
 def write_files(report: Report, folder: Path) -> Path:

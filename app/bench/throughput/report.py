@@ -5,7 +5,7 @@ from functools import partial
 from typing import Literal
 
 from neo_desktop.app.bench.section import Metric, Plot, Section, Table
-from neo_desktop.app.bench.spread import figure
+from neo_desktop.app.bench.spread import figure, size
 from neo_desktop.app.bench.throughput import plots
 
 BASELINE = "gpu-only"  # what offloading is compared with
@@ -146,7 +146,7 @@ class ThroughputReport:
         return Section(
             "Throughput: all requests at once",
             summary,
-            (self._speeds(), self._insides()),
+            (self._speeds(), self._insides(), self._memory()),
             tuple(shown),
             self.notes + tuple(f"{rival.settings} {_judgement(rival)}" for rival in self.rivals),
         )
@@ -216,6 +216,20 @@ class ThroughputReport:
                 for each in self.policies
             ),
             "What the engine did",
+        )
+
+    def _memory(self) -> Table:
+        return Table(
+            ("policy", "GPU memory, at most", "host memory of the process"),
+            tuple(
+                (
+                    each.policy,
+                    "no GPU" if each.gpu_peak_bytes is None else size(each.gpu_peak_bytes),
+                    size(each.host_bytes),
+                )
+                for each in self.policies
+            ),
+            "Memory",
         )
 
 
