@@ -103,6 +103,43 @@ def test_bench_of_the_cost_model_takes_a_model(tmp_path: Path) -> None:
     assert suite["model"] == "tiny (random weights)"
 
 
+QUICK = ("--requests", "4", "--input", "20", "--output", "4", "--repeats", "1")
+
+
+def test_bench_writes_a_page_that_can_be_compared(tmp_path: Path) -> None:
+    out = tmp_path / "page"
+    result = run("bench", "--suite", "throughput", *SMALL, *QUICK, "--policy", "neo", "--out", out)
+    assert result.returncode == 0, result.stderr
+    assert str(out / "report.html") in result.stdout.replace("\n", "")
+    assert {path.name for path in out.iterdir()} == {"report.html", "report.md", "report.json", "plots"}
+    compared = run("bench", "--compare", out / "report.json", out / "report.json")
+    assert compared.returncode == 0, compared.stderr
+    assert "throughput.neo.output_tokens_per_s" in compared.stdout
+
+
+def test_bench_that_could_measure_nothing_leaves_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "page"
+    result = run("bench", "--suite", "throughput", "--model", tmp_path / "nowhere", "--out", out)
+    assert result.returncode == 1
+    assert "throughput could not be measured" in result.stdout
+    assert not out.exists()
+
+
+def test_ctrl_c_ends_bench_with_what_it_has(tmp_path: Path) -> None:
+    out = tmp_path / "page"
+    endless = ("--suite", "throughput", *SMALL, *QUICK[:-1], "100000", "--policy", "gpu-only")
+    command = [PROGRAM, "bench", *endless, "--out", out]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while not out.exists() and process.poll() is None:  # then it measures
+            time.sleep(0.05)
+        time.sleep(2)
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "The run was ended during throughput" in " ".join(printed.split())
+    assert not out.exists() or json.loads((out / "report.json").read_text())["interrupted"] == "throughput"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

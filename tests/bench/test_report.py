@@ -168,7 +168,7 @@ def test_two_reports_side_by_side(report: Report) -> None:
     assert rows["throughput.gpu-only.output_tokens_per_s"][3] == "1.00x"
     assert rows["throughput.neo.output_tokens_per_s"][2:4] == ("", "")
     assert rows["cost-model.median_error"][5] == "lower"
-    assert "after is better in 1 and worse in 0 of 2 figures" in section.summary
+    assert "A is before, B is after. B is better in 1 and worse in 0 of 2 figures" in section.summary
     assert "…" not in shown(section, width=100)
 
 

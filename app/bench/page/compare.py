@@ -10,13 +10,13 @@ def compare(first: Report, second: Report, names: tuple[str, str]) -> Section:
     """Set the headline figures of two reports beside each other.
 
     Args:
-        names: of the reports, for the table's head.
+        names: of the reports, which may be long: the table calls them A and B.
     """
     a, b = first.metrics(), second.metrics()
     rows = [
         _row(name, a.get(name), b.get(name)) for name in sorted({*a, *b}, key=lambda name: _order(name, a, b))
     ]
-    ratios = [
+    ratios = [  # above 1: B is better
         (b[name].value / a[name].value if a[name].higher_is_better else a[name].value / b[name].value)
         for name in a
         if name in b and a[name].value > 0 and b[name].value > 0
@@ -24,18 +24,19 @@ def compare(first: Report, second: Report, names: tuple[str, str]) -> Section:
     better = sum(ratio > 1 + NOISE for ratio in ratios)
     worse = sum(ratio < 1 - NOISE for ratio in ratios)
     summary = (
-        f"{names[1]} is better in {better} and worse in {worse} of {len(ratios)} figures; the others differ "
+        f"B is better in {better} and worse in {worse} of {len(ratios)} figures; the others differ "
         f"by at most {NOISE:.0%}, as two runs on one machine do."
         if ratios
         else "The two reports have no figure in common: they are of different suites."
     )
+    summary = f"A is {names[0]}, B is {names[1]}. {summary}"
     notes = (
         [] if first.machine.cpu == second.machine.cpu else ["The two were measured on different processors."]
     )
     return Section(
         "Comparison",
         summary,
-        (Table(("figure", names[0], names[1], "ratio", "unit", "better"), tuple(rows)),),
+        (Table(("figure", "A", "B", "ratio", "unit", "better"), tuple(rows)),),
         notes=tuple(notes),
     )
 

@@ -26,7 +26,9 @@ def render_table(table: Table) -> RenderableType:
         title=table.title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
     for index, column in enumerate(table.columns):
-        shown.add_column(re.sub(r" |(?<=-)", "\n", column), justify="left" if index == 0 else "right")
+        is_name = index == 0
+        heading = re.sub(r" |(?<=-)", "\n", column)
+        shown.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name)
     for row in table.rows:
         shown.add_row(*map(Text, row))
     return shown
