@@ -151,6 +151,11 @@ class ModelConfig:
         """Bytes that the weights take in `dtype`."""
         return self.num_parameters * dtype.itemsize
 
+    def largest_linear_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes in `dtype` of the largest matrix that is only multiplied with, as tied embeddings are not."""
+        head_rows = 0 if self.tie_word_embeddings else self.vocab_size
+        return max(self.qkv_rows, 2 * self.intermediate_size, head_rows) * self.hidden_size * dtype.itemsize
+
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values that one token takes over all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize

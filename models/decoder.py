@@ -11,16 +11,24 @@ An iteration over a sub-batch of n tokens, of any requests, in any mix of prompt
     logits = decoder.logits(hidden[last_token_of_each_request])
 """
 
+import logging
+
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.layers import LayerWeights, Rotary, gated_silu, rms_norm, rotary, rotate
+from neo_desktop.models.linear import Linear, why_plain
+
+logger = logging.getLogger(__name__)
 
 
 class Decoder:
-    """A decoder-only transformer on one device and in one dtype; its weights start uninitialised."""
+    """A decoder-only transformer on one device and in one dtype.
+
+    Its weights start uninitialised: fill them (`weights.named_weights`), then call `prepare`.
+    """
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
         self.config = config
@@ -30,8 +38,28 @@ class Decoder:
         self.layers = [self._empty_layer() for _ in range(config.num_layers)]
         self.final_norm = self._empty(config.hidden_size)
         tied = config.tie_word_embeddings
-        self.lm_head = self.embedding if tied else self._empty(config.vocab_size, config.hidden_size)
+        self.lm_head = Linear(self.embedding) if tied else self._linear(config.vocab_size, config.hidden_size)
         self._inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
+
+    def prepare(self) -> None:
+        """Bring the weights, which are final now, into the form that the device multiplies fastest.
+
+        One matrix follows the other, so that only one is held twice meanwhile.
+        """
+        for layer in self.layers:
+            layer.qkv = layer.qkv.prepared()
+            layer.output = layer.output.prepared()
+            layer.gate_up = layer.gate_up.prepared()
+            layer.down = layer.down.prepared()
+        self.lm_head = self.lm_head.prepared(is_shared=self.config.tie_word_embeddings)
+        forms = {linear.form for w in self.layers for linear in (w.qkv, w.output, w.gate_up, w.down)}
+        reason = why_plain(self.device, self.dtype)
+        logger.debug(
+            "weights of the layers: %s; of the head: %s%s",
+            ", ".join(sorted(forms)),
+            self.lm_head.form,
+            f", since {reason}" if reason else "",
+        )
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Hidden states `[n, hidden]` of `token_ids` `[n]` int64."""
@@ -48,7 +76,7 @@ class Decoder:
         """
         config, weights = self.config, self.layers[layer]
         normed = rms_norm(hidden, weights.input_norm, config.rms_norm_eps)
-        qkv = linear(normed, weights.qkv, weights.qkv_bias).view(len(hidden), -1, config.head_dim)
+        qkv = weights.qkv(normed).view(len(hidden), -1, config.head_dim)
         query_key, value = qkv[:, : -config.num_kv_heads], qkv[:, -config.num_kv_heads :]
         if weights.qk_norm is not None:
             query_key = rms_norm(query_key, weights.qk_norm, config.rms_norm_eps)
@@ -58,17 +86,20 @@ class Decoder:
     def post_attention(self, layer: int, hidden: Tensor, attention_out: Tensor) -> Tensor:
         """The layer's output `[n, hidden]` from its input and `attention_out` `[n, heads, head_dim]`."""
         weights = self.layers[layer]
-        hidden = hidden + linear(attention_out.flatten(1), weights.output, weights.output_bias)
+        hidden = hidden + weights.output(attention_out.flatten(1))
         normed = rms_norm(hidden, weights.post_attention_norm, self.config.rms_norm_eps)
-        gated = gated_silu(linear(normed, weights.gate_up, weights.gate_up_bias))
-        return hidden + linear(gated, weights.down, weights.down_bias)
+        gated = gated_silu(weights.gate_up(normed))
+        return hidden + weights.down(gated)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores `[m, vocab]` float32 of the next token after each of `hidden` `[m, hidden]`."""
-        return linear(rms_norm(hidden, self.final_norm, self.config.rms_norm_eps), self.lm_head).float()
+        return self.lm_head(rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)).float()
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _linear(self, rows: int, columns: int, *, has_bias: bool = False) -> Linear:
+        return Linear(self._empty(rows, columns), self._empty(rows) if has_bias else None)
 
     def _empty_layer(self) -> LayerWeights:
         config = self.config
@@ -76,14 +107,10 @@ class Decoder:
         normed_heads = config.num_heads + config.num_kv_heads
         return LayerWeights(
             input_norm=self._empty(hidden),
-            qkv=self._empty(config.qkv_rows, hidden),
-            qkv_bias=self._empty(config.qkv_rows) if config.qkv_bias else None,
+            qkv=self._linear(config.qkv_rows, hidden, has_bias=config.qkv_bias),
             qk_norm=self._empty(normed_heads, config.head_dim) if config.qk_norm else None,
-            output=self._empty(hidden, config.num_heads * config.head_dim),
-            output_bias=self._empty(hidden) if config.output_bias else None,
+            output=self._linear(hidden, config.num_heads * config.head_dim, has_bias=config.output_bias),
             post_attention_norm=self._empty(hidden),
-            gate_up=self._empty(2 * intermediate, hidden),
-            gate_up_bias=self._empty(2 * intermediate) if config.mlp_bias else None,
-            down=self._empty(hidden, intermediate),
-            down_bias=self._empty(hidden) if config.mlp_bias else None,
+            gate_up=self._linear(2 * intermediate, hidden, has_bias=config.mlp_bias),
+            down=self._linear(hidden, intermediate, has_bias=config.mlp_bias),
         )

@@ -6,22 +6,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from neo_desktop.models.linear import Linear
+
 
 @dataclass(slots=True)
 class LayerWeights:
     """Weights of one layer, all in the model's dtype; matrices are `[out, in]`."""
 
     input_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]: queries, keys, values
-    qkv_bias: Tensor | None
+    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]: queries, keys, values
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: a row per head, so that one norm serves both
-    output: Tensor  # [hidden, heads * head_dim]
-    output_bias: Tensor | None
+    output: Linear  # [hidden, heads * head_dim]
     post_attention_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * intermediate, hidden]: gates, then ups
-    gate_up_bias: Tensor | None
-    down: Tensor  # [hidden, intermediate]
-    down_bias: Tensor | None
+    gate_up: Linear  # [2 * intermediate, hidden]: gates, then ups
+    down: Linear  # [hidden, intermediate]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ def load_model(
     """
     checkpoint = Checkpoint(path)
     outline = Decoder(config, dtype=dtype, device=torch.device("meta"))
-    checkpoint.check(named_weights(outline), tied_embeddings=config.tie_word_embeddings)
+    checkpoint.check(dict(named_weights(outline)), tied_embeddings=config.tie_word_embeddings)
     decoder = Decoder(config, dtype=dtype, device=device)
-    checkpoint.copy_to(named_weights(decoder), progress)
+    checkpoint.copy_to(dict(named_weights(decoder)), progress)
+    decoder.prepare()
     return decoder
 
 
@@ -34,9 +35,10 @@ def random_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     """A decoder with norms of one and all else from normal(0, 0.02), the same for a seed and device."""
     decoder = Decoder(config, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(seed)
-    for name, weight in named_weights(decoder).items():
+    for name, weight in named_weights(decoder):
         if name.endswith("norm.weight"):
             weight.fill_(1.0)
         else:
             weight.normal_(0.0, 0.02, generator=generator)
+    decoder.prepare()
     return decoder

@@ -1,6 +1,6 @@
 """Weights from a folder of safetensors files: checked whole before use, then streamed tensor by tensor."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.json_file import JsonFile, ModelError
+from neo_desktop.models.linear import Linear
 
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""
@@ -20,39 +21,41 @@ _PER_HEAD_NORMS = (".q_norm.weight", ".k_norm.weight")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
-def named_weights(decoder: Decoder) -> dict[str, Tensor]:
-    """The decoder's weights under their names in Hugging Face checkpoints.
+def named_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Yield the decoder's weights under their names in Hugging Face checkpoints.
 
-    Fused matrices appear as views of their parts, so that writing to the parts fills the whole. The norm of
-    queries and keys is kept per head (`[heads, head_dim]`): a checkpoint's `[head_dim]` broadcasts into it.
+    Fused matrices appear as views of their parts, so that writing to the parts fills the whole. Of a packed
+    matrix (`Decoder.prepare`) they are parts of a copy, which lasts until the next matrix is asked for.
+    The norm of queries and keys is kept per head (`[heads, head_dim]`): a checkpoint's `[head_dim]`
+    broadcasts into it.
     """
     config = decoder.config
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    named: dict[str, Tensor | None] = {"model.embed_tokens.weight": decoder.embedding}
+    yield "model.embed_tokens.weight", decoder.embedding
     for index, layer in enumerate(decoder.layers):
         prefix = f"model.layers.{index}."
-        named[prefix + "input_layernorm.weight"] = layer.input_norm
-        named[prefix + "post_attention_layernorm.weight"] = layer.post_attention_norm
+        yield prefix + "input_layernorm.weight", layer.input_norm
+        yield prefix + "post_attention_layernorm.weight", layer.post_attention_norm
         if layer.qk_norm is not None:
-            named[prefix + "self_attn.q_norm.weight"] = layer.qk_norm[: config.num_heads]
-            named[prefix + "self_attn.k_norm.weight"] = layer.qk_norm[config.num_heads :]
-        for kind, qkv, gate_up, output, down in (
-            ("weight", layer.qkv, layer.gate_up, layer.output, layer.down),
-            ("bias", layer.qkv_bias, layer.gate_up_bias, layer.output_bias, layer.down_bias),
-        ):
-            if qkv is not None:
-                named[f"{prefix}self_attn.q_proj.{kind}"] = qkv[:q_rows]
-                named[f"{prefix}self_attn.k_proj.{kind}"] = qkv[q_rows : q_rows + kv_rows]
-                named[f"{prefix}self_attn.v_proj.{kind}"] = qkv[q_rows + kv_rows :]
-            if gate_up is not None:
-                named[f"{prefix}mlp.gate_proj.{kind}"] = gate_up[: config.intermediate_size]
-                named[f"{prefix}mlp.up_proj.{kind}"] = gate_up[config.intermediate_size :]
-            named[f"{prefix}self_attn.o_proj.{kind}"] = output
-            named[f"{prefix}mlp.down_proj.{kind}"] = down
-    named["model.norm.weight"] = decoder.final_norm
+            yield prefix + "self_attn.q_norm.weight", layer.qk_norm[: config.num_heads]
+            yield prefix + "self_attn.k_norm.weight", layer.qk_norm[config.num_heads :]
+        qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+        yield from _parts(prefix + "self_attn.", layer.qkv, qkv)
+        yield from _parts(prefix + "self_attn.", layer.output, {"o_proj": config.hidden_size})
+        gate_up = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        yield from _parts(prefix + "mlp.", layer.gate_up, gate_up)
+        yield from _parts(prefix + "mlp.", layer.down, {"down_proj": config.hidden_size})
+    yield "model.norm.weight", decoder.final_norm
     if not config.tie_word_embeddings:
-        named["lm_head.weight"] = decoder.lm_head
-    return {name: weight for name, weight in named.items() if weight is not None}
+        yield "lm_head.weight", decoder.lm_head.dense()
+
+
+def _parts(prefix: str, linear: Linear, rows: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights, then biases, of layers that were fused; `rows` is their names → rows of each."""
+    for kind, whole in (("weight", linear.dense()), ("bias", linear.bias)):
+        if whole is not None:
+            for name, part in zip(rows, torch.split(whole, list(rows.values())), strict=True):
+                yield f"{prefix}{name}.{kind}", part
 
 
 @dataclass(frozen=True, slots=True)

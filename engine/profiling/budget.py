@@ -21,6 +21,7 @@ from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.linear import why_plain
 
 BLOCK_SIZE = 16  # tokens per KV block
 DEVICE_RESERVE_BYTES = 512 * 1024**2  # of a GPU: CUDA context, libraries' workspaces, fragmentation
@@ -114,21 +115,27 @@ def check_weights_fit(
     Raises:
         MemoryError: they do not fit into what is free, or not under the cap.
     """
-    needed = config.weight_bytes(dtype)
+    needed = loading_bytes(config, dtype, device)
     is_gpu = device.type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if is_gpu else host_memory().available_bytes
     where = "GPU" if is_gpu else "host"
     if needed > free:
         raise MemoryError(
-            f"the weights take {needed / 1e9:.1f} GB in {dtype}, but only {free / 1e9:.1f} GB of {where} "
-            f"memory are free{_other_programs() if is_gpu else ''}: close other programs, choose a 16-bit "
-            "dtype or a smaller model"
+            f"loading the weights takes {needed / 1e9:.1f} GB in {dtype}, but only {free / 1e9:.1f} GB of "
+            f"{where} memory are free{_other_programs() if is_gpu else ''}: close other programs, choose a "
+            "16-bit dtype or a smaller model"
         )
     if is_gpu and caps.gpu_bytes is not None and needed > caps.gpu_bytes:
         raise MemoryError(
             f"the weights take {needed / GIB:.1f} GiB in {dtype}, but GPU memory is capped at "
             f"{caps.gpu_bytes / GIB:.1f} GiB: raise the cap, choose a 16-bit dtype or a smaller model"
         )
+
+
+def loading_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the most memory that loading takes: weights, and once more the matrix that is being packed."""
+    is_packed = why_plain(device, dtype) is None
+    return config.weight_bytes(dtype) + (config.largest_linear_bytes(dtype) if is_packed else 0)
 
 
 def activation_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.dtype) -> int:

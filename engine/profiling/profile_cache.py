@@ -89,6 +89,7 @@ def profile_key(decoder: Decoder, storage: KVStorage, limits: SchedulerLimits) -
         "isa": native.default_isa(),
         "device": decoder.device.type,
         "dtype": str(decoder.dtype).removeprefix("torch."),
+        "linear": decoder.layers[0].qkv.form.value,
         "cpu_cache_dtype": str(host.dtype if host else decoder.dtype).removeprefix("torch."),
         "block_size": BLOCK_SIZE,
         "model": {

@@ -21,6 +21,7 @@ from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.profiling import hardware
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.shapes import shape
+from neo_desktop.models.weights import named_weights
 
 SMALL = GpuOptions(shape="tiny", device="cpu", batches=(1, 3), context_tokens=40, iterations=3, seconds=30.0)
 
@@ -99,21 +100,18 @@ def test_the_cpu_is_called_the_cpu(reports: list[GpuReport], monkeypatch: pytest
 
 def test_the_work_is_that_of_the_tensors() -> None:
     decoder = load_model(SMALL).decoder
-    layers = [
-        tensor
-        for layer in decoder.layers
-        for tensor in (getattr(layer, name) for name in type(layer).__dataclass_fields__)
-        if tensor is not None
-    ]
+    named = dict(named_weights(decoder))
+    lm_head = named.pop("lm_head.weight")
+    del named["model.embed_tokens.weight"]  # a few rows of it
+    weights = sum(tensor.nbytes for tensor in (*named.values(), lm_head))
     kv_bytes = 2 * 2 * 2 * 16 * 4  # K and V, layers, heads, head_dim, fp32
     work = iteration_work(decoder.config, decoder.dtype, [10, 30], 2, 2)
-    weights = sum(tensor.nbytes for tensor in (*layers, decoder.final_norm, decoder.lm_head))
     assert work.nbytes == weights + 40 * kv_bytes
-    products = sum(tensor.numel() for tensor in (*layers, decoder.lm_head) if tensor.dim() == 2)
+    products = sum(tensor.numel() for tensor in (*named.values(), lm_head) if tensor.dim() == 2)
     assert work.operations == pytest.approx(2 * 2 * products, rel=0.01)
     chunk = iteration_work(decoder.config, decoder.dtype, [64], 64, 0)  # not the prompt's last one
-    assert chunk.nbytes == weights - decoder.lm_head.nbytes + 64 * kv_bytes
-    assert chunk.operations == pytest.approx(2 * 64 * (products - decoder.lm_head.numel()), rel=0.01)
+    assert chunk.nbytes == weights - lm_head.nbytes + 64 * kv_bytes
+    assert chunk.operations == pytest.approx(2 * 64 * (products - lm_head.numel()), rel=0.01)
 
 
 def test_a_window_bounds_what_is_read_of_the_kv() -> None:

@@ -31,7 +31,6 @@ from neo_desktop.app.bench.throughput.llama_cpp.library import (
 )
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.registry import random_model
 from neo_desktop.models.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.weights import named_weights
@@ -72,12 +71,13 @@ SMALL = ThroughputOptions(
 
 def made(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decoder:
     """A model in which every weight matters."""
-    decoder = random_model(config, dtype=dtype, device=CPU)
+    decoder = Decoder(config, dtype=dtype, device=CPU)
     generator = torch.Generator().manual_seed(1)
-    for name, weight in named_weights(decoder).items():
+    for name, weight in named_weights(decoder):
         row = weight[0] if name.endswith(("q_norm.weight", "k_norm.weight")) else weight  # rows are alike
         values = torch.randn(row.shape, generator=generator) * 0.2
         weight.copy_(values + 1 if "norm" in name else values)
+    decoder.prepare()
     return decoder
 
 
@@ -129,23 +129,24 @@ def test_matrices_keep_their_dtype_and_everything_its_values(dtype: torch.dtype,
     reader, decoder = read(CONFIGS["qwen2"], tmp_path, dtype)
     tensors = tensors_of(reader)
     layer = decoder.layers[1]
-    assert layer.qkv_bias is not None
+    qkv, gate_up, bias = layer.qkv.dense(), layer.gate_up.dense(), layer.qkv.bias
+    assert bias is not None
     expected = {
         "token_embd.weight": decoder.embedding,
-        "output.weight": decoder.lm_head,
+        "output.weight": decoder.lm_head.dense(),
         "output_norm.weight": decoder.final_norm,
         "blk.1.attn_norm.weight": layer.input_norm,
         "blk.1.ffn_norm.weight": layer.post_attention_norm,
-        "blk.1.attn_q.weight": layer.qkv[:64],
-        "blk.1.attn_k.weight": layer.qkv[64:96],
-        "blk.1.attn_v.weight": layer.qkv[96:],
-        "blk.1.attn_q.bias": layer.qkv_bias[:64],
-        "blk.1.attn_k.bias": layer.qkv_bias[64:96],
-        "blk.1.attn_v.bias": layer.qkv_bias[96:],
-        "blk.1.attn_output.weight": layer.output,
-        "blk.1.ffn_gate.weight": layer.gate_up[:160],
-        "blk.1.ffn_up.weight": layer.gate_up[160:],
-        "blk.1.ffn_down.weight": layer.down,
+        "blk.1.attn_q.weight": qkv[:64],
+        "blk.1.attn_k.weight": qkv[64:96],
+        "blk.1.attn_v.weight": qkv[96:],
+        "blk.1.attn_q.bias": bias[:64],
+        "blk.1.attn_k.bias": bias[64:96],
+        "blk.1.attn_v.bias": bias[96:],
+        "blk.1.attn_output.weight": layer.output.dense(),
+        "blk.1.ffn_gate.weight": gate_up[:160],
+        "blk.1.ffn_up.weight": gate_up[160:],
+        "blk.1.ffn_down.weight": layer.down.dense(),
     }
     assert set(expected) == {name for name in tensors if not name.startswith("blk.0.")}
     names = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -158,16 +159,17 @@ def test_rows_of_q_and_k_are_ordered_for_the_rotation_of_neighbours(tmp_path: Pa
     reader, decoder = read(CONFIGS["llama-biases"], tmp_path)
     tensors = tensors_of(reader)
     layer = decoder.layers[0]
-    assert layer.qkv_bias is not None
+    qkv, bias = layer.qkv.dense(), layer.qkv.bias
+    assert bias is not None
     for begin, num_heads, name in ((0, 4, "attn_q"), (64, 2, "attn_k")):
-        for kind, ours in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
+        for kind, ours in (("weight", qkv), ("bias", bias)):
             theirs = values_of(tensors[f"blk.0.{name}.{kind}"])
             for head in range(num_heads):
                 for channel in range(8):  # turns with the one half a head further on
                     row = begin + 16 * head + channel
                     assert torch.equal(theirs[16 * head + 2 * channel], ours[row])
                     assert torch.equal(theirs[16 * head + 2 * channel + 1], ours[row + 8])
-    assert torch.equal(values_of(tensors["blk.0.attn_v.weight"]), layer.qkv[96:])
+    assert torch.equal(values_of(tensors["blk.0.attn_v.weight"]), qkv[96:])
 
 
 def test_tied_embeddings_are_written_once(tmp_path: Path) -> None:

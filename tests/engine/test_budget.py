@@ -140,6 +140,20 @@ def test_weights_must_fit_into_what_is_free_and_under_the_cap(machine: SimpleNam
         budget.check_weights_fit(CONFIG, DTYPE, CUDA, MemoryCaps())
 
 
+def test_without_a_gpu_there_must_be_room_for_the_matrix_that_is_being_packed(
+    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = CONFIG.vocab_size * CONFIG.hidden_size * DTYPE.itemsize
+    assert not CONFIG.tie_word_embeddings
+    for reason, needed in (("plain", WEIGHTS), (None, WEIGHTS + head)):
+        monkeypatch.setattr(budget, "why_plain", lambda device, dtype, reason=reason: reason)
+        machine.host = needed
+        budget.check_weights_fit(CONFIG, DTYPE, CPU, MemoryCaps())
+        machine.host = needed - 1
+        with pytest.raises(MemoryError, match="of host memory are free"):
+            budget.check_weights_fit(CONFIG, DTYPE, CPU, MemoryCaps())
+
+
 @pytest.mark.parametrize("gib", [0, -1.5, float("nan")])
 def test_a_cap_must_be_positive(gib: float) -> None:
     with pytest.raises(ValueError, match="above 0 GiB"):

@@ -167,7 +167,7 @@ def test_random_models_are_the_same_for_the_same_seed():
     token_ids = torch.arange(20)
     assert torch.equal(logits_of_all(first, token_ids), logits_of_all(same, token_ids))
     assert not torch.equal(logits_of_all(first, token_ids), logits_of_all(other, token_ids))
-    assert first.layers[0].qkv.std().item() == pytest.approx(0.02, rel=0.05)
+    assert first.layers[0].qkv.dense().std().item() == pytest.approx(0.02, rel=0.05)
     assert torch.all(first.final_norm == 1)
 
 

@@ -141,10 +141,7 @@ def test_num_parameters_counts_the_decoders_weights(name):
         for layer in decoder.layers
         if (norms := layer.qk_norm) is not None
     )
-    assert (
-        sum(weight.numel() for weight in named_weights(decoder).values()) - copies
-        == shape(name).num_parameters
-    )
+    assert sum(weight.numel() for _, weight in named_weights(decoder)) - copies == shape(name).num_parameters
 
 
 def test_kv_bytes_per_token():

@@ -23,8 +23,10 @@ from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.linear import Linear
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.shapes import shape
+from neo_desktop.models.weights import named_weights
 
 BLOCK_SIZE = 8
 NUM_LAYERS = 4
@@ -41,17 +43,14 @@ def tiny_model(
 ) -> Decoder:
     model = random_model(tiny_config(windows), dtype=torch.float32, device=torch.device("cpu"), seed=seed)
     for layer in model.layers:  # wide enough that attention decides which token comes next
-        for weight in (layer.qkv, layer.output, layer.gate_up, layer.down):
-            weight.mul_(8.0)
+        for name in ("qkv", "output", "gate_up", "down"):
+            setattr(layer, name, Linear(8.0 * getattr(layer, name).dense()).prepared())
     if device == "cpu":
         return model
     there = Decoder(model.config, dtype=torch.float32, device=torch.device(device))
-    there.embedding.copy_(model.embedding)
-    there.lm_head.copy_(model.lm_head)
-    there.final_norm.copy_(model.final_norm)
-    for target, source in zip(there.layers, model.layers, strict=True):
-        for name in ("input_norm", "qkv", "output", "post_attention_norm", "gate_up", "down"):
-            getattr(target, name).copy_(getattr(source, name))
+    for (_, target), (_, source) in zip(named_weights(there), named_weights(model), strict=True):
+        target.copy_(source)
+    there.prepare()
     return there
 
 

@@ -5,6 +5,7 @@ vocabulary in the file, only its size: llama.cpp is given token ids.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def check_expressible(config: ModelConfig) -> None:
 
 
 def write_gguf(gguf: Any, decoder: Decoder, path: Path) -> None:
-    """Write the model; one tensor at a time is held twice.
+    """Write the model; one matrix at a time is held twice.
 
     Args:
         gguf: the module of that name.
@@ -59,15 +60,15 @@ def write_gguf(gguf: Any, decoder: Decoder, path: Path) -> None:
     writer = gguf.GGUFWriter(path, architecture)
     try:
         _add_metadata(writer, gguf, decoder)
-        tensors = _tensors(gguf, decoder, architecture)
-        for name, tensor in tensors.items():
+        outline = Decoder(config, dtype=decoder.dtype, device=torch.device("meta"))
+        for name, tensor in _tensors(gguf, outline, architecture):
             size = tensor.numel() * (4 if tensor.ndim == 1 else tensor.itemsize)
             kind = _kind(gguf, tensor)
             writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), size, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name, tensor in tensors.items():
+        for name, tensor in _tensors(gguf, decoder, architecture):
             writer.write_tensor_data(_stored(_permuted(name, tensor, config, architecture)))
         writer.flush()
         for file in writer.fout:
@@ -97,18 +98,16 @@ def _add_metadata(writer: Any, gguf: Any, decoder: Decoder) -> None:
     writer.add_tokenizer_model("no_vocab")
 
 
-def _tensors(gguf: Any, decoder: Decoder, architecture: str) -> dict[str, Tensor]:
-    """Return the weights by their names in GGUF files, as they lie in the model."""
+def _tensors(gguf: Any, decoder: Decoder, architecture: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights with their names in GGUF files, as they lie in the model."""
     config = decoder.config
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_layers)
-    tensors: dict[str, Tensor] = {}
-    for name, weight in named_weights(decoder).items():
+    for name, weight in named_weights(decoder):
         stored = weight[0] if name.endswith(("q_norm.weight", "k_norm.weight")) else weight  # rows are alike
-        tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))] = stored
+        yield names.get_name(name, try_suffixes=(".weight", ".bias")), stored
     if isinstance(config.rope.scaling, Llama3Scaling):
         plain = 1.0 / config.rope.theta ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
-        tensors["rope_freqs.weight"] = plain / config.rope.inverse_frequencies(config.head_dim)
-    return tensors
+        yield "rope_freqs.weight", plain / config.rope.inverse_frequencies(config.head_dim)
 
 
 def _permuted(name: str, tensor: Tensor, config: ModelConfig, architecture: str) -> Tensor:

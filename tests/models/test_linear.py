@@ -1,0 +1,152 @@
+"""Products of linear layers in every form against double precision, and the weights that come back."""
+
+import platform
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from neo_desktop.models import linear as linear_module
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.linear import Form, Linear, padded_rows, why_plain
+from neo_desktop.models.registry import random_model
+from neo_desktop.models.shapes import shape
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def layer(rows: int, columns: int, dtype: torch.dtype, *, has_bias: bool, seed: int = 0) -> Linear:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator).to(dtype)
+    bias = torch.randn(rows, generator=generator).to(dtype) if has_bias else None
+    return Linear(weight, bias)
+
+
+def forms_of(plain: Linear) -> list[Linear]:
+    """All that the dtype has; they differ in nothing where oneDNN is not used."""
+    forms = [plain, plain.prepared(), plain.prepared(is_shared=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_module, "SMALL_BYTES", plain.weight.nbytes)
+        return [*forms, plain.prepared()]
+
+
+def check(linear: Linear, plain: Linear, x: Tensor) -> None:
+    """The error is one of sums in float32, in any order, rounded once to the dtype."""
+    weight, bias = plain.weight.double(), 0.0 if plain.bias is None else plain.bias.double()
+    exact = x.double() @ weight.T + bias
+    magnitude = x.double().abs() @ weight.abs().T + abs(bias)
+    sum_error = (x.shape[1] + 2) * torch.finfo(torch.float32).eps / 2
+    rounding = torch.finfo(plain.weight.dtype).eps / 2
+    product = linear(x)
+    assert product.dtype is plain.weight.dtype
+    assert product.shape == exact.shape
+    error = (product.double() - exact).abs()
+    assert (error <= sum_error * magnitude + rounding * exact.abs() * (1 + sum_error) + 1e-30).all()
+
+
+sizes = st.one_of(st.integers(1, 70), st.integers(1, 600))
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, sizes, sizes, st.sampled_from(DTYPES[:2]), st.booleans(), st.integers(0, 99))
+def test_products_are_as_exact_as_sums_in_float32(
+    count: int, rows: int, columns: int, dtype: torch.dtype, has_bias: bool, seed: int
+) -> None:
+    plain = layer(rows, columns, dtype, has_bias=has_bias, seed=seed)
+    x = torch.randn(count, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    for linear in forms_of(plain):
+        check(linear, plain, x)
+        assert torch.equal(linear.dense(), plain.weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_errors_are_of_the_size_of_torchs_own(dtype: torch.dtype) -> None:
+    plain = layer(300, 4864, dtype, has_bias=True)
+    x = torch.randn(33, 4864, generator=torch.Generator().manual_seed(1)).to(dtype)
+    exact = x.double() @ plain.weight.double().T + plain.bias.double()
+    errors = [(linear(x).double() - exact).square().mean().sqrt() for linear in forms_of(plain)]
+    assert max(errors) <= 4 * errors[0]  # the order of sums differs; 16-bit products would show as 100
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inputs_may_be_strided_or_empty(dtype: torch.dtype) -> None:
+    plain = layer(40, 24, dtype, has_bias=True)
+    wide = torch.randn(6, 48, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for linear in forms_of(plain):
+        for x in (wide[:, ::2], wide[:, :24], wide[:0, :24]):
+            torch.testing.assert_close(linear(x), plain(x.contiguous()), rtol=2e-2, atol=2e-2)
+
+
+def test_few_kernels_serve_all_numbers_of_rows_with_little_padding() -> None:
+    assert all(count <= padded_rows(count) <= count * 9 / 8 for count in range(5000))
+    assert [padded_rows(count) for count in range(17)] == list(range(17))
+    assert len({padded_rows(count) for count in range(1, 2049)}) == 16 + 7 * 8
+
+
+def test_float16_other_devices_and_other_processors_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = layer(4, 4, torch.float16, has_bias=False)
+    assert half.prepared() is half
+    assert "float16" in str(why_plain(CPU, torch.float16))
+    assert "cuda" in str(why_plain(torch.device("cuda"), torch.float32))
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert linear_module._why_plain.__wrapped__("cpu", torch.float32) == "oneDNN was not tried on aarch64"
+
+
+@pytest.mark.parametrize("broken", ["product", "packing", "missing"])
+def test_a_onednn_that_does_not_do_what_is_expected_is_not_used(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        if broken == "missing":
+            raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
+        return x @ weight.T + bias + (broken == "product")
+
+    monkeypatch.setattr(linear_module, "_packed", lambda w: w.flip(0) if broken == "packing" else w.clone())
+    monkeypatch.setattr(linear_module, "_onednn_linear", product)
+    reason = linear_module._why_plain.__wrapped__("cpu", torch.float32)
+    assert reason is not None
+    assert ("refuses" if broken == "missing" else "wrong") in reason
+
+
+@pytest.mark.skipif(why_plain(CPU, torch.float32) is not None, reason="oneDNN is not used on this computer")
+@pytest.mark.parametrize("tied", [False, True])
+def test_layers_are_packed_and_a_tied_head_is_not_held_twice(
+    tied: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    config = replace(shape("tiny"), tie_word_embeddings=tied)
+    decoder = random_model(config, dtype=torch.float32, device=CPU)
+    assert f"weights of the layers: packed; of the head: {decoder.lm_head.form}" in caplog.messages
+    for weights in decoder.layers:
+        layers = (weights.qkv, weights.output, weights.gate_up, weights.down)
+        assert {linear.form for linear in layers} == {Form.PACKED}
+    assert decoder.lm_head.form is (Form.SHARED if tied else Form.PACKED)
+    assert (decoder.lm_head.weight is decoder.embedding) == tied
+
+
+@pytest.mark.skipif(why_plain(CPU, torch.float32) is not None, reason="oneDNN is not used on this computer")
+def test_a_matrix_has_the_form_of_its_size_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "SMALL_BYTES", 64 * 4)
+    small, large = (layer(rows, 8, torch.float32, has_bias=False) for rows in (8, 9))
+    assert (small.prepared().form, small.prepared(is_shared=True).form) == (Form.SMALL, Form.SMALL)
+    assert (large.prepared().form, large.prepared(is_shared=True).form) == (Form.PACKED, Form.SHARED)
+    bfloat16 = layer(8, 8, torch.bfloat16, has_bias=False)
+    if why_plain(CPU, torch.bfloat16) is None:
+        assert bfloat16.prepared().form is Form.PACKED
+
+
+def test_a_model_computes_the_same_prepared_or_not() -> None:
+    prepared = random_model(shape("tiny"), dtype=torch.float32, device=CPU)
+    plain = Decoder(prepared.config, dtype=torch.float32, device=CPU)
+    assert {plain.lm_head.form, plain.layers[0].qkv.form} == {Form.PLAIN}
+    plain.embedding, plain.final_norm = prepared.embedding, prepared.final_norm
+    plain.lm_head = Linear(prepared.lm_head.dense())
+    hidden = prepared.embed(torch.arange(9))
+    torch.testing.assert_close(prepared.logits(hidden), plain.logits(hidden), rtol=1e-5, atol=1e-5)
