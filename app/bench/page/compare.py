@@ -1,5 +1,7 @@
 """Two reports side by side."""
 
+import statistics
+
 from neo_desktop.app.bench.report import Report
 from neo_desktop.app.bench.section import Metric, Section, Table
 
@@ -25,7 +27,8 @@ def compare(first: Report, second: Report, names: tuple[str, str]) -> Section:
     worse = sum(ratio < 1 - NOISE for ratio in ratios)
     summary = (
         f"B is better in {better} and worse in {worse} of {len(ratios)} figures; the others differ "
-        f"by at most {NOISE:.0%}, as two runs on one machine do."
+        f"by at most {NOISE:.0%}, as two runs on one machine do. In the middle the difference is "
+        f"{statistics.median(abs(ratio - 1) for ratio in ratios):.1%}."
         if ratios
         else "The two reports have no figure in common: they are of different suites."
     )
@@ -36,7 +39,7 @@ def compare(first: Report, second: Report, names: tuple[str, str]) -> Section:
     return Section(
         "Comparison",
         summary,
-        (Table(("figure", "A", "B", "ratio", "unit", "better"), tuple(rows)),),
+        (Table(("figure", "A", "B", "B to A", "better"), tuple(rows)),),
         notes=tuple(notes),
     )
 
@@ -51,7 +54,7 @@ def _row(name: str, a: Metric | None, b: Metric | None) -> tuple[str, ...]:
     assert known is not None
     ratio = f"{b.value / a.value:.2f}x" if a is not None and b is not None and a.value else ""
     better = "higher" if known.higher_is_better else "lower"
-    return name, _value(a), _value(b), ratio, known.unit, better
+    return name, _value(a), _value(b), ratio, better
 
 
 def _value(metric: Metric | None) -> str:
