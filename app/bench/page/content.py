@@ -11,7 +11,10 @@ def headline(report: Report) -> tuple[str, ...]:
     lines = list(verdict(report))
     if report.interrupted is not None:
         lines.append(f"The run was ended during {report.interrupted}: its figures may lack cases.")
-    lines += [f"{failure.suite} could not be measured: {failure.reason}" for failure in report.failures]
+    begun = {suite.suite for suite in report.suites}
+    for failure in report.failures:
+        what = "could not be measured to its end" if failure.suite in begun else "could not be measured"
+        lines.append(f"{failure.suite} {what}: {failure.reason}")
     return tuple(lines)
 
 
