@@ -7,9 +7,8 @@ from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
 
-Rows = tuple[
-    Tensor, Tensor
-]  # K and V, [tokens, kv_heads, head_dim] each: as models make them, and as they travel
+# K and V, [tokens, kv_heads, head_dim] each: as models make them, and as they travel.
+Rows = tuple[Tensor, Tensor]
 
 
 class KVLayer(ABC):
