@@ -129,7 +129,6 @@ def _told(row: DecodeFigures) -> str:
 def _decode_table(decode: tuple[DecodeFigures, ...]) -> Table:
     columns: tuple[str, ...] = (
         "batch",
-        "context",
         "tokens/s",
         "p10-p90",
         "limit",
@@ -139,12 +138,14 @@ def _decode_table(decode: tuple[DecodeFigures, ...]) -> Table:
         "outside ms",
         "idle",
     )
+    title = (
+        f"Decoding, with contexts of about {decode[0].context_tokens:.0f} tokens" if decode else "Decoding"
+    )
     has_energy = any(row.joules_per_token is not None for row in decode)
     rows = []
     for row in decode:
         cells = [
             str(row.batch),
-            f"{row.context_tokens:.0f}",
             figure(row.tokens_per_s.median),
             row.tokens_per_s.range,
             figure(row.limit_tokens_per_s),
@@ -158,7 +159,7 @@ def _decode_table(decode: tuple[DecodeFigures, ...]) -> Table:
             joules = row.joules_per_token
             cells.append("not measured" if joules is None else figure(joules))
         rows.append(tuple(cells))
-    return Table((*columns, "J/token") if has_energy else columns, tuple(rows), "Decoding")
+    return Table((*columns, "J/token") if has_energy else columns, tuple(rows), title)
 
 
 def _prefill_table(prefill: PrefillFigures) -> Table:
