@@ -42,7 +42,7 @@ _SPANNING_SHARE, _BETWEEN_SHARE = 0.7, 0.35
 _CHEAP_SHARE = 0.01  # a point between that takes no more may be run as long as one that spans the range
 _SECOND_CHANCES = 2
 _SECONDS_PER_WEIGHT_BYTE = 4e-9
-_MIN_SECONDS = 0.6
+_MIN_SECONDS = 1.5
 _SHARES = {  # of the time; the device's attention is only measured where it differs from the CPU's
     Stage.LINEAR: 0.35,
     Stage.CPU_ATTENTION: 0.2,
