@@ -30,7 +30,7 @@ class ModelOptions:
             device=self.device,
             dtype=self.dtype,
             shape=self.shape,
-            caps=self._caps,
+            caps=self.caps,
             progress=progress,
         )
 
@@ -40,7 +40,7 @@ class ModelOptions:
             model,
             places=places,
             cache_tokens={Place.DEVICE: self.gpu_cache_tokens, Place.HOST: self.cpu_cache_tokens},
-            caps=self._caps,
+            caps=self.caps,
             cpu_cache_dtype=choose_cpu_cache_dtype(self.cpu_cache_dtype),
         )
 
@@ -49,5 +49,6 @@ class ModelOptions:
         return self.take_memory(self.load(progress))
 
     @property
-    def _caps(self) -> MemoryCaps:
+    def caps(self) -> MemoryCaps:
+        """The most memory to take."""
         return MemoryCaps.from_gib(self.gpu_memory_gib, self.cpu_memory_gib)

@@ -1,12 +1,9 @@
 """Suites one after the other; what was measured is kept, whatever happens."""
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-
-import torch
 
 from neo_desktop.app.bench.cost_model import CostModelOptions, run_cost_model
 from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions
@@ -14,6 +11,7 @@ from neo_desktop.app.bench.cpu_attention.suite import run_cpu_attention
 from neo_desktop.app.bench.gpu import GpuOptions, run_gpu
 from neo_desktop.app.bench.hardware import HardwareOptions, run_hardware
 from neo_desktop.app.bench.load import LoadOptions, run_load
+from neo_desktop.app.bench.memory import give_back_memory
 from neo_desktop.app.bench.report import AnySuiteReport, Failure, Report
 from neo_desktop.app.bench.suite import Progress
 from neo_desktop.app.bench.throughput import ThroughputOptions, run_throughput
@@ -45,13 +43,6 @@ SUITES: dict[str, Suite] = {  # in the order in which a full self-test runs them
     "throughput": lambda options, progress: run_throughput(options.throughput, progress),
     "load": lambda options, progress: run_load(options.load, progress),
 }
-
-
-def _free_memory() -> None:
-    """Give back what a suite took: the next one counts what is free."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions | None = None) -> Report:
@@ -89,7 +80,7 @@ def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions |
             break
         except _EXPECTED as error:
             failures.append(Failure(name, str(error) or type(error).__name__))
-        _free_memory()
+        give_back_memory()
     return Report(
         started=started,
         seconds=time.perf_counter() - start,

@@ -96,6 +96,13 @@ def test_every_round_brings_a_report(reports: list[HardwareReport]) -> None:
     assert len(reports) >= LEAST_ROUNDS
 
 
+def test_progress_runs_from_start_to_end() -> None:
+    shares: list[float] = []
+    assert list(run_hardware(SMALL, lambda share, what: shares.append(share)))
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+
+
 def test_without_a_gpu_the_report_says_so_and_why(reports: list[HardwareReport]) -> None:
     report, section = reports[-1], reports[-1].section()
     assert report.gpu is None
@@ -350,7 +357,7 @@ def test_thread_counts_double_up_to_all_cores() -> None:
     assert doubling(2) == (1, 2)
     assert doubling(6) == (1, 2, 4, 6)
     assert doubling(16) == (1, 2, 4, 8, 16)
-    assert HardwareOptions.quick().thread_counts[-1] == native.default_num_threads()
+    assert HardwareOptions().thread_counts[-1] == native.default_num_threads()
 
 
 def test_a_spread_is_the_middle_and_where_most_lie() -> None:

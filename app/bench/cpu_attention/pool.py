@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from neo_desktop.app.bench.cpu_attention.options import (
     num_pieces_of,
     row_bytes,
 )
+from neo_desktop.app.bench.memory import bytes_beyond_caches
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.layer import slots_of
 
@@ -133,7 +133,7 @@ def pool_bytes(options: CpuAttentionOptions, last_level_bytes: int) -> int:
     """How much memory to take."""
     if options.memory_bytes is not None:
         return options.memory_bytes
-    return min(psutil.virtual_memory().available // 4, max(4 * last_level_bytes, 1 << 30))
+    return bytes_beyond_caches(last_level_bytes)
 
 
 def seeded() -> torch.Generator:

@@ -1,14 +1,13 @@
 """What the suite measures, and how much time it takes."""
 
 from dataclasses import dataclass
-from typing import Self
 
 from neo_desktop.app.model_options import ModelOptions
 
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions(ModelOptions):
-    """The defaults are a thorough run; `quick` takes about half a minute.
+    """The defaults are a thorough run.
 
     Raises ValueError for sizes and times that make no sense.
     """
@@ -27,11 +26,6 @@ class GpuOptions(ModelOptions):
                 raise ValueError(f"{name} is {value}; expected at least 1")
         if not self.seconds > 0:
             raise ValueError(f"seconds is {self.seconds:g}; expected more than 0")
-
-    @classmethod
-    def quick(cls) -> Self:
-        """A run of about half a minute with the built-in model."""
-        return cls(batches=(1, 8, 32), seconds=25.0)
 
     @property
     def longest_tokens(self) -> int:

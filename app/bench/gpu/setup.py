@@ -2,9 +2,9 @@
 
 from neo_desktop.app.bench.gpu.options import GpuOptions
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
-from neo_desktop.engine.loading import LoadedModel, load
+from neo_desktop.engine.loading import LoadedModel
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE, MemoryCaps
+from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.setup import MAX_BATCH_REQUESTS, Setup, take_memory
 
 _RUN_TOKENS = BLOCKS_PER_RUN * BLOCK_SIZE  # blocks are handed out in runs where there is room
@@ -12,9 +12,7 @@ _RUN_TOKENS = BLOCKS_PER_RUN * BLOCK_SIZE  # blocks are handed out in runs where
 
 def load_model(options: GpuOptions) -> LoadedModel:
     """Load it; ValueError where prompts and outputs do not fit into its context."""
-    model = load(
-        options.model, device=options.device, dtype=options.dtype, shape=options.shape, caps=_caps(options)
-    )
+    model = options.load()
     longest, most = options.longest_tokens, model.config.max_context_tokens
     if longest > most:
         raise ValueError(
@@ -60,14 +58,10 @@ def _take(model: LoadedModel, options: GpuOptions, tokens: int | None) -> Setup:
         model,
         places=(Place.DEVICE,),
         cache_tokens={Place.DEVICE: tokens, Place.HOST: None},
-        caps=_caps(options),
+        caps=options.caps,
         max_batch_requests=max(MAX_BATCH_REQUESTS, options.batches[-1]),
     )
 
 
 def _request_tokens(options: GpuOptions) -> int:
     return -(-options.longest_tokens // _RUN_TOKENS) * _RUN_TOKENS
-
-
-def _caps(options: GpuOptions) -> MemoryCaps:
-    return MemoryCaps.from_gib(options.gpu_memory_gib, options.cpu_memory_gib)

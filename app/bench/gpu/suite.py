@@ -15,7 +15,6 @@ from neo_desktop.app.bench.gpu.rig import Iteration, Rig
 from neo_desktop.app.bench.gpu.setup import fitting_batches, load_model, take_kv_memory
 from neo_desktop.app.bench.gpu.work import iteration_work
 from neo_desktop.app.bench.gpu_driver import GpuDriver, gpu_driver
-from neo_desktop.app.bench.hardware.cuda import give_back_memory
 from neo_desktop.app.bench.spread import Spread
 from neo_desktop.app.bench.suite import Progress
 from neo_desktop.engine.loading import choose_device
@@ -28,17 +27,10 @@ def run_gpu(options: GpuOptions, progress: Progress) -> Iterator[GpuReport]:
     Raises what `Engine.from_pretrained` raises for a model, a device or memory; ValueError where prompts and
     outputs do not fit into the model's context, RuntimeError where the engine fails.
     """
-    try:
-        yield from _measure(options, progress)
-    finally:
-        give_back_memory()
-    progress(1.0, "done")
-
-
-def _measure(options: GpuOptions, progress: Progress) -> Iterator[GpuReport]:
     progress(0.0, "loading the model")
     with ExitStack() as stack:
         yield from _Measurement(options, stack).run(progress)
+    progress(1.0, "done")
 
 
 class _Measurement:

@@ -1,6 +1,5 @@
 """The work on a CUDA GPU, between two of its events."""
 
-import gc
 from collections.abc import Callable
 
 import torch
@@ -16,12 +15,6 @@ def fitting_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the sizes whose matrices fit into a quarter of the free memory."""
     free, _ = torch.cuda.mem_get_info()
     return tuple(size for size in sizes if _MATRIX_BYTES * size**2 <= free // 4)
-
-
-def give_back_memory() -> None:
-    """Return what torch keeps of freed GPU memory: whoever measures next looks at what is free."""
-    gc.collect()
-    torch.cuda.empty_cache()  # does nothing where no GPU was used
 
 
 class CudaTimer:

@@ -1,17 +1,17 @@
 """What the suite measures, and how much memory and time it takes."""
 
 from dataclasses import dataclass
-from typing import Self
 
 from neo_desktop import native
-from neo_desktop.engine.profiling.hardware import host_memory, last_level_cache_bytes
+from neo_desktop.app.bench.memory import bytes_beyond_caches
+from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class HardwareOptions:
-    """The defaults are a thorough run; `quick` takes about twenty seconds.
+    """The defaults are a thorough run.
 
     Raises ValueError for sizes and times that make no sense.
     """
@@ -43,11 +43,6 @@ class HardwareOptions:
             if any(value < least for value in values):
                 raise ValueError(f"{name} must be at least {least}, got {min(values)}")
 
-    @classmethod
-    def quick(cls) -> Self:
-        """A run of about twenty seconds."""
-        return cls(seconds=18.0)
-
     @property
     def thread_counts(self) -> tuple[int, ...]:
         """The numbers of threads to measure with, rising."""
@@ -59,7 +54,7 @@ class HardwareOptions:
         """How much host memory to take."""
         if self.memory_bytes is not None:
             return self.memory_bytes
-        return min(host_memory().available_bytes // 4, max(4 * last_level_cache_bytes(), GIB))
+        return bytes_beyond_caches(last_level_cache_bytes())
 
 
 def doubling(cores: int) -> tuple[int, ...]:

@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import closing
 from functools import partial
 
 import torch
 
 from neo_desktop import native
 from neo_desktop.app.bench.gpu_driver import GpuState, gpu_driver
-from neo_desktop.app.bench.hardware.cuda import CudaTimer, fitting_sizes, give_back_memory
+from neo_desktop.app.bench.hardware.cuda import CudaTimer, fitting_sizes
 from neo_desktop.app.bench.hardware.device import gpu_cases
 from neo_desktop.app.bench.hardware.figures import (
     GpuFigures,
@@ -33,20 +33,10 @@ def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[Hardw
 
     Raises MemoryError where the host has no memory for it.
     """
-    try:
-        yield from _measure(options, progress)
-    finally:
-        give_back_memory()
-    progress(1.0, "done")
-
-
-def _measure(options: HardwareOptions, progress: Progress) -> Iterator[HardwareReport]:
     progress(0.0, "taking memory")
-    with ExitStack() as stack:
-        gpu = _Gpu(options) if torch.cuda.is_available() else None
-        host = _host(options)
-        hand_off = HandOff(torch.device("cpu" if gpu is None else "cuda"))
-        stack.callback(hand_off.close)
+    gpu = _Gpu(options) if torch.cuda.is_available() else None
+    host = _host(options)
+    with closing(HandOff(torch.device("cpu" if gpu is None else "cuda"))) as hand_off:
         cases = host_cases(host, options.thread_counts, options.cpu_matrix_size)
         if gpu is not None:
             cases |= gpu.cases
@@ -77,6 +67,7 @@ def _measure(options: HardwareOptions, progress: Progress) -> Iterator[HardwareR
                 ),
                 notes=() if gpu is None else gpu.notes,
             )
+    progress(1.0, "done")
 
 
 class _Gpu:

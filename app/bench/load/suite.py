@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import torch
-
 from neo_desktop.app.bench.load.client import ClientRequest, send_all
 from neo_desktop.app.bench.load.curve import Capacity, EngineFigures, LoadCurve, LoadPoint, LoadRun
 from neo_desktop.app.bench.load.engine_target import EngineTarget
@@ -18,10 +16,11 @@ from neo_desktop.app.bench.load.records import Limits
 from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.load.target import Target, TargetError
 from neo_desktop.app.bench.load.workload import Workload, poisson
+from neo_desktop.app.bench.memory import give_back_memory
 from neo_desktop.app.bench.suite import Progress
 from neo_desktop.engine.engine import Engine
-from neo_desktop.engine.loading import choose_device
-from neo_desktop.engine.placement import Place, get_policy
+from neo_desktop.engine.loading import LoadedModel, choose_device
+from neo_desktop.engine.placement import get_policy
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 from neo_desktop.engine.stats import EngineStats
 
@@ -42,6 +41,8 @@ def run_load(options: LoadOptions, progress: Progress) -> Iterator[LoadReport]:
     """
     workload = Workload(options)
     names = ("server",) if options.url is not None else policies(options)
+    progress(0.0, "connecting" if options.url is not None else "loading the model")
+    model = None if options.url is not None else options.load()
     done: tuple[LoadCurve, ...] = ()
     with asyncio.Runner() as runner:
         for index, name in enumerate(names):
@@ -49,8 +50,7 @@ def run_load(options: LoadOptions, progress: Progress) -> Iterator[LoadReport]:
             def within(share: float, what: str, index: int = index, name: str = name) -> None:
                 progress((index + share) / len(names), f"{name}: {what}")
 
-            within(0.0, "connecting" if options.url is not None else "loading the model")
-            target, subject = _open(options, name, within)
+            target, subject = _open(options, model, name, within)
             report = LoadReport(
                 subject=subject,
                 workload=workload.description,
@@ -70,7 +70,7 @@ def run_load(options: LoadOptions, progress: Progress) -> Iterator[LoadReport]:
             finally:
                 runner.run(target.close())
             done = (*done, curve)
-            del target  # an engine's memory, before the next one is loaded
+            del target  # an engine's caches, before the next one takes its own
     progress(1.0, "done")
 
 
@@ -89,23 +89,13 @@ def policies(options: LoadOptions) -> tuple[str, ...]:
     return ("auto", "gpu-only") if has_host and has_device else ("auto",)
 
 
-def load_engine(options: LoadOptions, policy: str, progress: Progress) -> Engine:
-    """Load the model for one policy; random weights are the same every time."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # so that memory of the engine before this one counts as free
-    has_host = Place.HOST in get_policy(policy).places
-    return Engine.from_pretrained(
-        options.model,
-        device=options.device,
-        dtype=options.dtype,
-        policy=policy,
-        gpu_cache_tokens=options.gpu_cache_tokens,
-        cpu_cache_tokens=options.cpu_cache_tokens,
-        gpu_memory_gib=options.gpu_memory_gib,
-        cpu_memory_gib=options.cpu_memory_gib,
-        cpu_cache_dtype=options.cpu_cache_dtype if has_host else "auto",
-        shape=options.shape,
+def _make_engine(options: LoadOptions, model: LoadedModel, policy: str, progress: Progress) -> Engine:
+    """Take the memory that the policy uses; the engine before this one is gone, and counts as free."""
+    give_back_memory()
+    setup = options.take_memory(model, get_policy(policy).places)
+    return Engine.from_setup(
+        setup,
+        policy,
         profile_progress=lambda _, what: progress(0.0, f"measuring this computer: {what}"),
     )
 
@@ -132,15 +122,18 @@ def _limits(options: LoadOptions) -> Limits:
     return Limits(options.ttft_limit_ms, options.tpot_limit_ms)
 
 
-def _open(options: LoadOptions, name: str, progress: Progress) -> tuple[Target, str]:
-    """Return what to measure, and what to call it."""
-    if options.url is not None:
+def _open(
+    options: LoadOptions, model: LoadedModel | None, name: str, progress: Progress
+) -> tuple[Target, str]:
+    """Return what to measure, and what to call it; `model` is None for a server."""
+    if model is None:
+        assert options.url is not None
         # Its client is slow to load, and not installed where there is torch alone.
         from neo_desktop.app.bench.load.url_target import UrlTarget  # noqa: PLC0415
 
         server = UrlTarget(options.url, options.api_key, options.url_model)
         return server, server.url
-    engine = load_engine(options, name, progress)
+    engine = _make_engine(options, model, name, progress)
     stats = engine.stats()
     return EngineTarget(engine, options.seed), f"neo-desktop on {stats.device}, {stats.dtype}"
 
