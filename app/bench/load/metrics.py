@@ -55,9 +55,7 @@ class LoadMetrics:
     prompt_tokens: int
     cached_tokens: int  # prompt tokens that were not computed but reused
     output_tokens: int
-    sent_per_s: (
-        float | None
-    )  # requests, as the client really sent them; None for fewer than two, or all at once
+    sent_per_s: float | None  # requests, as really sent; None for fewer than two, or all at once
     finished_per_s: float  # requests
     output_tokens_per_s: float
     total_tokens_per_s: float  # prompts and outputs

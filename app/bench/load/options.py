@@ -27,9 +27,7 @@ class LoadOptions(ModelOptions):
     rates: tuple[float, ...] | None = None  # requests per second; None: `load_shares` of the capacity
     load_shares: tuple[float, ...] = (0.25, 0.5, 0.75, 0.9, 1.1)
     seconds: float = 6.0  # in which the requests of a rate come
-    drain_seconds: float | None = (
-        None  # how long open requests are waited for; None: see `suite.drain_seconds`
-    )
+    drain_seconds: float | None = None  # for open requests at the end; None: see `suite.drain_seconds`
     repeats: int = 1  # each with other arrival times
     warm_up: int = 2  # requests sent first, and not counted
     seed: int = 0

@@ -11,12 +11,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_STYLES = (
-    ("#1c8c4c", "o"),
-    ("#b0413e", "s"),
-    ("#2f6fb0", "^"),
-    ("#d08700", "D"),
-)  # colour and marker per curve
+# Colour and marker per curve.
+_STYLES = (("#1c8c4c", "o"), ("#b0413e", "s"), ("#2f6fb0", "^"), ("#d08700", "D"))
 _PERCENTILES: tuple[tuple[str, str, Callable[[Latency], float]], ...] = (
     ("p50", "-", lambda latency: latency.p50_ms),
     ("p90", "--", lambda latency: latency.p90_ms),
