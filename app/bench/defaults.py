@@ -37,7 +37,7 @@ def default_model(device: str) -> str | None:
         return fitting[0] if fitting else None
     needed = shape(_CPU_SHAPE).weight_bytes(torch.float32)
     fits = needed <= _HOST_SHARE * host_memory().available_bytes
-    return _CPU_SHAPE if fits and native.default_num_threads() >= _CPU_CORES else None
+    return _CPU_SHAPE if fits and native.num_usable_cpus() >= _CPU_CORES else None
 
 
 def suite_options(

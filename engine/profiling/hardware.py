@@ -118,7 +118,7 @@ def machine_info() -> MachineInfo:
         cpu=cpu_name(),
         physical_cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
         logical_cores=os.cpu_count() or 1,
-        usable_cores=native.default_num_threads(),
+        usable_cores=native.num_usable_cpus(),
         isa=native.default_isa(),
         caches=cpu_caches(),
         numa_nodes=numa_nodes(),

@@ -2,15 +2,18 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "neo_desktop/arithmetic.h"
 #include "neo_desktop/cpu.h"
 #include "neo_desktop/memory.h"
 #include "neo_desktop/paged_attention.h"
+#include "neo_desktop/relay.h"
 
 namespace py = pybind11;
 using namespace neo_desktop;
@@ -29,6 +32,49 @@ std::optional<TensorView> view(const char* name, const std::optional<Tensor>& te
   return view(name, *tensor);
 }
 
+// q, out, block_tables, context_lens, k and v of the new tokens or neither, block_size, scale
+using Decode =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, std::optional<Tensor>, std::optional<Tensor>, int64_t, float>;
+
+DecodeArguments arguments(const Decode& decode) {
+  const auto& [q, out, block_tables, context_lens, k, v, block_size, scale] = decode;
+  std::optional<NewRows> new_rows;
+  if (k && v) new_rows = {view("k", *k), view("v", *v)};
+  return {view("q", q),
+          view("out", out),
+          view("block_tables", block_tables),
+          view("context_lens", context_lens),
+          new_rows,
+          block_size,
+          scale};
+}
+
+using Layer = std::tuple<Tensor, Tensor, std::optional<Tensor>, std::optional<Tensor>, int64_t>;
+
+std::unique_ptr<Relay> make_relay(const std::vector<Layer>& layers, int num_threads, const std::string& isa) {
+  std::vector<RelayLayer> views;
+  for (const auto& [k_cache, v_cache, k_scale, v_scale, window] : layers) {
+    views.push_back({view("k_cache", k_cache), view("v_cache", v_cache), view("k_scale", k_scale),
+                     view("v_scale", v_scale), window});
+  }
+  return std::make_unique<Relay>(views, num_threads, isa_from_name(isa));
+}
+
+void start(Relay& relay, const std::vector<std::tuple<Decode, Tensor>>& batches) {
+  std::vector<RelayBatch> views;
+  for (const auto& [decode, flags] : batches) views.push_back({arguments(decode), view("flags", flags)});
+  relay.start(std::move(views));
+}
+
+// [(layer, batch, start, end)], times in nanoseconds of the monotonic clock.
+std::vector<std::tuple<int, int, int64_t, int64_t>> finish(Relay& relay) {
+  std::vector<std::tuple<int, int, int64_t, int64_t>> steps;
+  for (const RelayStep& step : relay.finish()) {
+    steps.emplace_back(step.layer, step.batch, step.start_ns, step.end_ns);
+  }
+  return steps;
+}
+
 const TensorView* pointer(const std::optional<TensorView>& view) { return view ? &*view : nullptr; }
 
 }  // namespace
@@ -36,7 +82,10 @@ const TensorView* pointer(const std::optional<TensorView>& view) { return view ?
 PYBIND11_MODULE(_native, m) {
   const py::call_guard<py::gil_scoped_release> without_gil;
   m.def("cpu_features", &cpu_features);
+  m.def("num_usable_cpus", &num_usable_cpus);
+  m.def("num_threads_beside_gpu", &num_threads_beside_gpu);
   m.def("default_num_threads", &default_num_threads);
+  m.def("set_default_num_threads", &set_default_num_threads);
   m.def("available_isas", [] {
     std::vector<std::string> names;
     for (const Isa isa : available_isas()) names.emplace_back(isa_name(isa));
@@ -44,20 +93,14 @@ PYBIND11_MODULE(_native, m) {
   });
   m.def(
       "paged_attention_decode",
-      [](const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const std::optional<Tensor>& k_scale,
-         const std::optional<Tensor>& v_scale, const Tensor& block_tables, int64_t block_size,
-         const Tensor& context_lens, const Tensor& out, const std::optional<Tensor>& k,
-         const std::optional<Tensor>& v, float scale, int64_t window, int num_threads,
-         const std::string& isa) {
+      [](const Decode& decode, const Tensor& k_cache, const Tensor& v_cache,
+         const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, int64_t window,
+         int num_threads, const std::string& isa) {
         const auto k_scale_view = view("k_scale", k_scale);
         const auto v_scale_view = view("v_scale", v_scale);
-        std::optional<NewRows> new_rows;
-        if (k && v) new_rows = {view("k", *k), view("v", *v)};
-        paged_attention_decode(
-            view("q", q), view("k_cache", k_cache), view("v_cache", v_cache), pointer(k_scale_view),
-            pointer(v_scale_view), view("block_tables", block_tables), block_size,
-            view("context_lens", context_lens), view("out", out), new_rows ? &*new_rows : nullptr, scale,
-            window, num_threads, isa_from_name(isa));
+        paged_attention_decode(arguments(decode), view("k_cache", k_cache), view("v_cache", v_cache),
+                               pointer(k_scale_view), pointer(v_scale_view), window, num_threads,
+                               isa_from_name(isa));
       },
       without_gil);
   m.def(
@@ -103,4 +146,9 @@ PYBIND11_MODULE(_native, m) {
   m.def("advise_huge_pages", [](uintptr_t address, int64_t bytes) {
     return advise_huge_pages(reinterpret_cast<void*>(address), bytes);
   });
+  py::class_<Relay>(m, "Relay")
+      .def(py::init(&make_relay))
+      .def("start", &start, without_gil)
+      .def("finish", &finish, without_gil)
+      .def("cancel", &Relay::cancel, without_gil);
 }

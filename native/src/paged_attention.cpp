@@ -421,12 +421,7 @@ void check_context(const TensorView& block_tables, const TensorView& context_len
 
 }  // namespace
 
-void paged_attention_decode(const TensorView& q, const TensorView& k_cache, const TensorView& v_cache,
-                            const TensorView* k_scale, const TensorView* v_scale,
-                            const TensorView& block_tables, int64_t block_size,
-                            const TensorView& context_lens, const TensorView& out, const NewRows* new_rows,
-                            float scale, int64_t window, int num_threads, Isa isa) {
-  const PagedCache cache = check_cache(k_cache, v_cache, k_scale, v_scale);
+void DecodeArguments::check(const PagedCache& cache, int64_t window) const {
   check_dims(q, "[batch, heads, head_dim]", 3);
   check_shape(q, "[batch, heads, head_dim of the cache]", {q.size(0), q.size(1), cache.head_dim});
   if (q.size(1) < 1 || q.size(1) % cache.kv_heads != 0) {
@@ -447,19 +442,32 @@ void paged_attention_decode(const TensorView& q, const TensorView& k_cache, cons
   check_packed(context_lens, 1);
   if (!std::isfinite(scale)) fail("scale is ", scale, "; expected a finite number");
   if (window < 0) fail("window is ", window, "; expected 0 (all tokens) or a number of tokens");
-  const int threads = check_num_threads(num_threads);
-  const int64_t block_tokens = check_block_size(block_size, cache);
-  check_context(block_tables, context_lens, cache, block_tokens, window);
-  if (new_rows != nullptr) {
+  check_context(block_tables, context_lens, cache, check_block_size(block_size, cache), window);
+  if (new_rows) {
     check_rows(new_rows->k, "[batch of q, kv_heads, head_dim]", q.size(0), cache);
     check_rows(new_rows->v, "[batch of q, kv_heads, head_dim]", q.size(0), cache);
+  }
+}
+
+void DecodeArguments::run(const PagedCache& cache, int64_t window, int num_threads, Isa isa) const {
+  if (q.size(0) == 0) return;
+  const int64_t block_tokens = check_block_size(block_size, cache);
+  DecodeCall(q, cache, block_tables, block_tokens, context_lens, out, new_rows ? &*new_rows : nullptr, scale,
+             window, num_threads, kernels_for(isa))
+      .run();
+}
+
+void paged_attention_decode(const DecodeArguments& arguments, const TensorView& k_cache,
+                            const TensorView& v_cache, const TensorView* k_scale, const TensorView* v_scale,
+                            int64_t window, int num_threads, Isa isa) {
+  const PagedCache cache = check_cache(k_cache, v_cache, k_scale, v_scale);
+  const int threads = check_num_threads(num_threads);
+  arguments.check(cache, window);
+  if (arguments.new_rows) {
     check_no_overlap(k_cache, 2);
     check_no_overlap(v_cache, 2);
   }
-  if (q.size(0) == 0) return;
-  DecodeCall(q, cache, block_tables, block_tokens, context_lens, out, new_rows, scale, window, threads,
-             kernels_for(isa))
-      .run();
+  arguments.run(cache, window, threads, isa);
 }
 
 }  // namespace neo_desktop

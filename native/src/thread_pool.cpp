@@ -8,6 +8,9 @@
 #include <condition_variable>
 #include <thread>
 
+#include "neo_desktop/cpu.h"
+#include "pause.h"
+
 namespace neo_desktop {
 namespace {
 
@@ -18,31 +21,16 @@ std::atomic<ThreadPool*> shared_pool{nullptr};
 // sleep and a wake-up would cost more.
 constexpr std::chrono::microseconds kSpinTime{50};
 
-inline void pause_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-template <class Condition>
-void spin_until(Condition condition) {
+// Looks again and again: until the condition holds or, unless it is to stay, for a moment.
+template <class Condition, class Stay>
+void spin_until(Condition condition, Stay stay) {
   const auto end = std::chrono::steady_clock::now() + kSpinTime;
-  while (!condition() && std::chrono::steady_clock::now() < end) {
+  while (!condition()) {
     for (int i = 0; i < 16; ++i) pause_cpu();
+    if (std::chrono::steady_clock::now() < end) continue;
+    if (!stay()) return;
+    std::this_thread::yield();  // there may be fewer CPUs than threads
   }
-}
-
-std::vector<int> allowed_cpus() {
-  std::vector<int> cpus;
-  cpu_set_t mask;
-  if (sched_getaffinity(0, sizeof mask, &mask) == 0) {
-    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-      if (CPU_ISSET(cpu, &mask)) cpus.push_back(cpu);
-    }
-  }
-  return cpus;
 }
 
 constexpr int kAnywhere = -1;
@@ -65,7 +53,7 @@ struct ThreadPool::Worker {
   std::condition_variable wake{};
 };
 
-ThreadPool::ThreadPool() : cpus_(allowed_cpus()) {}
+ThreadPool::ThreadPool() : cpus_(usable_cpus()) {}
 
 ThreadPool& ThreadPool::shared() {
   // A forked child has none of its parent's threads, and the pool's mutex may be held by one of them: the
@@ -101,6 +89,21 @@ void ThreadPool::start_workers(int participants) {
   }
 }
 
+void ThreadPool::pin_caller() const {
+  if (cpus_.empty()) return;
+  cpu_set_t mask;
+  CPU_ZERO(&mask);
+  CPU_SET(cpus_.front(), &mask);
+  sched_setaffinity(0, sizeof mask, &mask);  // only slower where it is refused
+}
+
+ThreadPool::Awake::Awake(ThreadPool& pool) : pool_(pool) {
+  pool_.pin_caller();
+  pool_.num_awake_.fetch_add(1, std::memory_order_relaxed);
+}
+
+ThreadPool::Awake::~Awake() { pool_.num_awake_.fetch_sub(1, std::memory_order_relaxed); }
+
 void ThreadPool::run(int participants, const std::function<void(int)>& body) {
   if (participants <= 1) {
     body(0);
@@ -128,7 +131,7 @@ void ThreadPool::run(int participants, const std::function<void(int)>& body) {
     std::lock_guard lock(mutex_);
     if (std::erase(jobs_, &job) > 0) --num_jobs_;  // nobody joins from here on
   }
-  spin_until([&] { return job.running.load(std::memory_order_acquire) == 0; });
+  spin_until([&] { return job.running.load(std::memory_order_acquire) == 0; }, [] { return false; });
   std::unique_lock lock(mutex_);
   job.done.wait(lock, [&] { return job.running == 0; });
 }
@@ -141,13 +144,18 @@ ThreadPool::Job* ThreadPool::take(const Worker& worker) {
   return nullptr;
 }
 
+bool ThreadPool::stays_awake(const Worker& worker) const {
+  return num_awake_.load(std::memory_order_relaxed) > 0 && (cpus_.empty() || worker.cpu != cpus_.front());
+}
+
 void ThreadPool::work(Worker& self) {
   std::unique_lock lock(mutex_);
   for (;;) {
     Job* found = take(self);
     if (found == nullptr) {
       lock.unlock();
-      spin_until([this] { return num_jobs_.load(std::memory_order_relaxed) > 0; });
+      spin_until([this] { return num_jobs_.load(std::memory_order_relaxed) > 0; },
+                 [&] { return stays_awake(self); });
       lock.lock();
       self.asleep = true;
       self.wake.wait(lock, [&] { return (found = take(self)) != nullptr; });

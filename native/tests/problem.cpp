@@ -361,12 +361,21 @@ int64_t DecodeProblem::first_token(int64_t b) const {
   return window > 0 ? std::max<int64_t>(0, context_len(b) - window) : 0;
 }
 
-void DecodeProblem::call(Isa isa, int threads) const {
+DecodeArguments DecodeProblem::arguments() const {
   std::optional<NewRows> new_rows;
   if (new_k) new_rows = NewRows{new_k->view(), new_v->view()};
-  paged_attention_decode(q.view(), cache.k.view(), cache.v.view(), cache.k_scale_view(), cache.v_scale_view(),
-                         block_tables.view(), default_block_size ? 0 : block_tokens, context_lens.view(),
-                         out.view(), new_rows ? &*new_rows : nullptr, scale, window, threads, isa);
+  return {q.view(),
+          out.view(),
+          block_tables.view(),
+          context_lens.view(),
+          new_rows,
+          default_block_size ? 0 : block_tokens,
+          scale};
+}
+
+void DecodeProblem::call(Isa isa, int threads) const {
+  paged_attention_decode(arguments(), cache.k.view(), cache.v.view(), cache.k_scale_view(),
+                         cache.v_scale_view(), window, threads, isa);
 }
 
 std::string DecodeProblem::text() const {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "neo_desktop/cpu.h"
+#include "neo_desktop/paged_attention.h"
 #include "random.h"
 #include "tensor.h"
 
@@ -99,6 +100,7 @@ struct DecodeProblem {
     return block(b, token / block_tokens) * block_tokens + token % block_tokens;
   }
 
+  DecodeArguments arguments() const;
   void call(Isa isa, int threads) const;
 
   // Makes what the call is to write into the cache NaN before it does.

@@ -21,6 +21,9 @@ void test_read(Random& random, Report& report);
 // Threads that call at the same time get their own answers.
 void test_concurrent_calls(Random& random, Report& report);
 
+// The relay answers every layer, and lets nobody wait: cancelled, or destroyed in the middle of an iteration.
+void test_relay(Random& random, Report& report);
+
 // The largest error that test_decode has seen, as a share of what it allows.
 double largest_decode_error();
 

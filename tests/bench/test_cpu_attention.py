@@ -184,7 +184,7 @@ def test_says_when_the_cache_is_small_or_cases_do_not_fit() -> None:
 def test_leaves_two_cores_alone_where_there_are_many(
     cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "default_num_threads", lambda: cores)
+    monkeypatch.setattr(native, "num_usable_cpus", lambda: cores)
     assert CpuAttentionOptions().threads == threads
     assert CpuAttentionOptions(num_threads=3).threads == 3
 

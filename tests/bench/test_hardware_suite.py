@@ -357,7 +357,7 @@ def test_thread_counts_double_up_to_all_cores() -> None:
     assert doubling(2) == (1, 2)
     assert doubling(6) == (1, 2, 4, 6)
     assert doubling(16) == (1, 2, 4, 8, 16)
-    assert HardwareOptions().thread_counts[-1] == native.default_num_threads()
+    assert HardwareOptions().thread_counts[-1] == native.num_usable_cpus()
 
 
 def test_a_spread_is_the_middle_and_where_most_lie() -> None:

@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,8 +47,39 @@ def test_idle_threads_sleep() -> None:
     assert time.process_time() - before < 0.2  # three spinning workers would burn 0.4 or more
 
 
-def test_default_thread_count_follows_the_affinity_mask() -> None:
-    assert 1 <= native.default_num_threads() <= len(os.sched_getaffinity(0))
+def num_threads_with(mask: set[int]) -> tuple[int, int]:
+    """Thread counts by default and beside a GPU, of a process that may use these CPUs alone."""
+    code = "from neo_desktop.native import *; print(default_num_threads(), num_threads_beside_gpu())"
+    child = subprocess.run(
+        [sys.executable, "-c", code],
+        preexec_fn=lambda: os.sched_setaffinity(0, mask),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    default, beside_gpu = child.stdout.split()
+    return int(default), int(beside_gpu)
+
+
+def test_thread_counts_follow_the_affinity_mask() -> None:
+    cpus = os.sched_getaffinity(0)
+    default, beside_gpu = num_threads_with(cpus)
+    assert 1 <= default <= len(cpus)
+    assert 1 <= beside_gpu <= max(default - 2, 1)
+    assert num_threads_with({min(cpus)}) == (1, 1)
+
+
+def test_the_default_thread_count_can_be_set() -> None:
+    usual = native.default_num_threads()
+    try:
+        native.set_default_num_threads(3)
+        assert native.default_num_threads() == 3
+        assert native.num_usable_cpus() == usual
+        with pytest.raises(ValueError, match="num_threads is -1"):
+            native.set_default_num_threads(-1)
+    finally:
+        native.set_default_num_threads(0)
+    assert native.default_num_threads() == usual
 
 
 def test_environment_forces_an_isa(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ class CpuAttentionOptions:
     @property
     def threads(self) -> int:
         """Threads of every measurement: the default leaves two cores to the GPU's driver and the server."""
-        cores = native.default_num_threads()
+        cores = native.num_usable_cpus()
         return self.num_threads or (cores - 2 if cores > 4 else cores)
 
     @property

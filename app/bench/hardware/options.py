@@ -46,7 +46,7 @@ class HardwareOptions:
     @property
     def thread_counts(self) -> tuple[int, ...]:
         """The numbers of threads to measure with, rising."""
-        cores = native.default_num_threads()
+        cores = native.num_usable_cpus()
         return tuple(sorted(set(self.threads))) or doubling(cores)
 
     @property

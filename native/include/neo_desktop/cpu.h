@@ -25,8 +25,18 @@ Isa best_isa();
 // Feature name -> supported by CPU and operating system.
 std::map<std::string, bool> cpu_features();
 
-// Threads this process may keep busy: the affinity mask, capped by the cgroup's CPU quota; at least 1.
+// The CPUs of this process's affinity mask: one of each core, then the other hardware threads.
+std::vector<int> usable_cpus();
+
+// Threads that this process may keep busy: its CPUs, capped by the cgroup's CPU quota; at least 1.
+int num_usable_cpus();
+
+// Threads that leave room for what feeds a GPU: one per core but two cores, capped likewise; at least 1.
+int num_threads_beside_gpu();
+
+// Threads of calls that ask for 0: what was set, else num_usable_cpus().
 int default_num_threads();
+void set_default_num_threads(int num_threads);  // 0: as if nothing had been set
 
 // The number of threads a call asks for: 0 means the default. Throws std::invalid_argument outside [0, 1024].
 int check_num_threads(int num_threads);

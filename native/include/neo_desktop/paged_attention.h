@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "neo_desktop/cpu.h"
+#include "neo_desktop/paged_cache.h"
 #include "neo_desktop/tensor_view.h"
 
 namespace neo_desktop {
@@ -14,29 +16,41 @@ struct NewRows {
   TensorView v;
 };
 
-// out[b, h] = softmax(scale * q[b, h] · K) V over the last `window` (0: all) of request b's tokens.
-//
-//   q, out         [batch, heads, head_dim]    fp32, fp16 or bf16; rows contiguous
-//   k/v_cache      [num_pages, kv_heads, page_tokens, head_dim]; of K in pairs see check_cache
-//   k/v_scale      [num_pages, kv_heads, page_tokens] fp32 if the caches are int8, else null
-//   block_tables   [batch, max_blocks] int32; token t of request b is in slot
-//                  block_tables[b, t / block_size] * block_size + t % block_size (see paged_cache.h)
-//   block_size     tokens; a divisor of page_tokens, in pairs a multiple of 16; 0 means page_tokens
-//   context_lens   [batch] int32, tokens in the cache, the newest included
-//
-// new_rows, where given, are first written to the last of the context's slots, which no two requests may
-// share; else the cache holds them already.
+// out[b, h] = softmax(scale * q[b, h] · K) V over request b's tokens; with a `window` (0: none) over the last
+// ones alone.
 //
 // Query head h reads KV head h / (heads / kv_heads). Accumulates in fp32. The result does not depend on the
 // number of threads nor on the other requests of the batch. A non-finite key, value or query makes the heads
 // that attend to it non-finite, no others; what else the cache holds does not matter.
-// num_threads 0 means default_num_threads(). Throws std::invalid_argument before anything is read or written
-// if any shape, dtype, stride, length or block id is wrong.
-void paged_attention_decode(const TensorView& q, const TensorView& k_cache, const TensorView& v_cache,
-                            const TensorView* k_scale, const TensorView* v_scale,
-                            const TensorView& block_tables, int64_t block_size,
-                            const TensorView& context_lens, const TensorView& out, const NewRows* new_rows,
-                            float scale, int64_t window, int num_threads, Isa isa);
+struct DecodeArguments {
+  TensorView q;             // [batch, heads, head_dim] fp32, fp16 or bf16; rows contiguous
+  TensorView out;           // as q
+  TensorView block_tables;  // [batch, max_blocks] int32; token t of request b is in slot
+                            // block_tables[b, t / block_size] * block_size + t % block_size
+  TensorView context_lens;  // [batch] int32, tokens in the cache, the newest included
+  // Where given, they are first written to the last of the context's slots, which no two requests may share;
+  // else the cache holds them already.
+  std::optional<NewRows> new_rows;
+  int64_t block_size;  // tokens; a divisor of page_tokens, in pairs a multiple of 16; 0 means page_tokens
+  float scale;
+
+  // Throws std::invalid_argument if any shape, dtype, stride, length or block id is wrong for that cache.
+  void check(const PagedCache& cache, int64_t window) const;
+
+  // Attends, on num_threads threads. Must have been checked, with a cache of the same shape and dtype, and
+  // with this window or none.
+  void run(const PagedCache& cache, int64_t window, int num_threads, Isa isa) const;
+};
+
+// Checks and runs.
+//
+//   k/v_cache      [num_pages, kv_heads, page_tokens, head_dim]; of K in pairs see check_cache
+//   k/v_scale      [num_pages, kv_heads, page_tokens] fp32 if the caches are int8, else null
+//
+// num_threads 0 means default_num_threads(). Throws std::invalid_argument before anything is read or written.
+void paged_attention_decode(const DecodeArguments& arguments, const TensorView& k_cache,
+                            const TensorView& v_cache, const TensorView* k_scale, const TensorView* v_scale,
+                            int64_t window, int num_threads, Isa isa);
 
 // Row i of k and v, [n, kv_heads, head_dim], goes to slot slots[i] (int64) of the caches, cast to their
 // dtype; to int8 with the scale that its largest element needs. Slots must differ from each other; of equal

@@ -4,7 +4,8 @@ The instruction set is chosen at run time; NEO_DESKTOP_ISA in the environment fo
 `available_isas()`.
 
 Threads: calls share one pool of workers, which sleep between calls; the calling thread takes part and the
-GIL is released. Any number of threads may call at once. A forked child makes its own pool on first use.
+GIL is released. Any number of threads may call at once. A forked child makes its own pool on first use. How
+many threads a call takes by default follows the CPUs that the process may use, until somebody sets it.
 """
 
 import os
@@ -12,7 +13,14 @@ import os
 import torch
 
 from neo_desktop.native import _native
-from neo_desktop.native._native import available_isas, cpu_features, default_num_threads
+from neo_desktop.native._native import (
+    available_isas,
+    cpu_features,
+    default_num_threads,
+    num_threads_beside_gpu,
+    num_usable_cpus,
+    set_default_num_threads,
+)
 
 __all__ = [
     "advise_huge_pages",
@@ -23,11 +31,14 @@ __all__ = [
     "empty_paired_keys",
     "fma_rate",
     "interleave_numa_nodes",
+    "num_threads_beside_gpu",
+    "num_usable_cpus",
     "paged_attention_decode",
     "paged_kv_read",
     "paged_kv_write",
     "read_bandwidth",
     "read_seconds",
+    "set_default_num_threads",
 ]
 
 _DTYPE_CODES = {
@@ -104,18 +115,20 @@ def paged_attention_decode(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype)
     _native.paged_attention_decode(
-        _view("q", q),
-        _view("k_cache", k_cache),
-        _view("v_cache", v_cache),
-        None if k_scale is None else _view("k_scale", k_scale),
-        None if v_scale is None else _view("v_scale", v_scale),
-        _view("block_tables", block_tables),
-        block_size or 0,
-        _view("context_lens", context_lens),
-        _view("out", out),
-        None if k is None else _view("k", k),
-        None if v is None else _view("v", v),
-        scale,
+        (
+            view_of("q", q),
+            view_of("out", out),
+            view_of("block_tables", block_tables),
+            view_of("context_lens", context_lens),
+            None if k is None else view_of("k", k),
+            None if v is None else view_of("v", v),
+            block_size or 0,
+            scale,
+        ),
+        view_of("k_cache", k_cache),
+        view_of("v_cache", v_cache),
+        None if k_scale is None else view_of("k_scale", k_scale),
+        None if v_scale is None else view_of("v_scale", v_scale),
         window,
         num_threads,
         isa or default_isa(),
@@ -169,13 +182,13 @@ def paged_kv_write(
         ValueError: an argument's device, dtype, shape, stride or value is wrong; nothing was written.
     """
     _native.paged_kv_write(
-        _view("k", k),
-        _view("v", v),
-        _view("k_cache", k_cache),
-        _view("v_cache", v_cache),
-        None if k_scale is None else _view("k_scale", k_scale),
-        None if v_scale is None else _view("v_scale", v_scale),
-        _view("slots", slots),
+        view_of("k", k),
+        view_of("v", v),
+        view_of("k_cache", k_cache),
+        view_of("v_cache", v_cache),
+        None if k_scale is None else view_of("k_scale", k_scale),
+        None if v_scale is None else view_of("v_scale", v_scale),
+        view_of("slots", slots),
         num_threads,
         isa or default_isa(),
     )
@@ -213,13 +226,13 @@ def paged_kv_read(
         ValueError: an argument's device, dtype, shape, stride or value is wrong; nothing was written.
     """
     _native.paged_kv_read(
-        _view("k_cache", k_cache),
-        _view("v_cache", v_cache),
-        None if k_scale is None else _view("k_scale", k_scale),
-        None if v_scale is None else _view("v_scale", v_scale),
-        _view("slots", slots),
-        _view("k_out", k_out),
-        _view("v_out", v_out),
+        view_of("k_cache", k_cache),
+        view_of("v_cache", v_cache),
+        None if k_scale is None else view_of("k_scale", k_scale),
+        None if v_scale is None else view_of("v_scale", v_scale),
+        view_of("slots", slots),
+        view_of("k_out", k_out),
+        view_of("v_out", v_out),
         num_threads,
         isa or default_isa(),
     )
@@ -286,7 +299,12 @@ def _check_contiguous(tensor: torch.Tensor) -> None:
         raise ValueError("tensor must be contiguous and on the CPU")
 
 
-def _view(name: str, tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+def view_of(name: str, tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    """Return a CPU tensor as the native functions see it; `name` is for their error messages.
+
+    Raises:
+        ValueError: it is not on the CPU, or of a layout or dtype that they do not know.
+    """
     if tensor.device.type != "cpu":
         raise ValueError(f"{name} is on {tensor.device}; expected a CPU tensor")
     if tensor.layout is not torch.strided:

@@ -1,0 +1,14 @@
+// What a thread does while it waits without sleeping.
+#pragma once
+
+namespace neo_desktop {
+
+inline void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace neo_desktop

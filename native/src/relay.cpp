@@ -1,0 +1,152 @@
+#include "neo_desktop/relay.h"
+
+#include <chrono>
+#include <stdexcept>
+#include <utility>
+
+#include "neo_desktop/thread_pool.h"
+#include "pause.h"
+
+namespace neo_desktop {
+namespace {
+
+constexpr int kPausesPerYield = 4096;  // some 50 us: only where there are fewer CPUs than threads it matters
+
+enum FlagKind { kReady, kDone };
+
+std::atomic_ref<int32_t> flag(const RelayBatch& batch, FlagKind kind, size_t layer) {
+  auto* flags = static_cast<int32_t*>(batch.flags.data);
+  return std::atomic_ref<int32_t>(flags[(kind * batch.flags.shape[1] + layer) * kFlagInts]);
+}
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+const TensorView* pointer(const std::optional<TensorView>& view) { return view ? &*view : nullptr; }
+
+bool alike(const PagedCache& a, const PagedCache& b) {
+  return a.dtype == b.dtype && a.k_pairs == b.k_pairs && a.num_pages == b.num_pages &&
+         a.kv_heads == b.kv_heads && a.page_tokens == b.page_tokens && a.head_dim == b.head_dim;
+}
+
+}  // namespace
+
+Relay::Relay(const std::vector<RelayLayer>& layers, int num_threads, Isa isa)
+    : num_threads_(check_num_threads(num_threads)), isa_(isa) {
+  if (layers.empty()) fail("a relay needs at least one layer");
+  for (const RelayLayer& layer : layers) {
+    if (layer.window < 0) fail("window is ", layer.window, "; expected 0 (all tokens) or a number of tokens");
+    check_no_overlap(layer.k_cache, 2);
+    check_no_overlap(layer.v_cache, 2);
+    layers_.push_back(
+        {check_cache(layer.k_cache, layer.v_cache, pointer(layer.k_scale), pointer(layer.v_scale)),
+         layer.window});
+    if (!alike(layers_.back().cache, layers_.front().cache)) fail("the caches of all layers must be alike");
+  }
+  thread_ = std::thread([this] { work(); });
+}
+
+Relay::~Relay() {
+  cancel();
+  {
+    std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  changed_.notify_all();
+  thread_.join();
+}
+
+void Relay::start(std::vector<RelayBatch> batches) {
+  std::unique_lock lock(mutex_);
+  if (running_) throw std::logic_error("the relay's last iteration has not ended");
+  for (const RelayBatch& batch : batches) {
+    batch.arguments.check(layers_.front().cache, 0);
+    check_shape(batch.flags, "[2, layers, ints of a cache line]",
+                {2, static_cast<int64_t>(layers_.size()), kFlagInts});
+    check_dtype(batch.flags, {DType::kInt32});
+    check_packed(batch.flags, 3);
+  }
+  batches_ = std::move(batches);
+  steps_.clear();
+  error_ = nullptr;
+  cancelled_ = false;
+  for (const RelayBatch& batch : batches_) {
+    for (size_t layer = 0; layer < layers_.size(); ++layer) {
+      flag(batch, kReady, layer) = 0;
+      flag(batch, kDone, layer) = 0;
+    }
+  }
+  running_ = true;
+  lock.unlock();
+  changed_.notify_all();
+}
+
+std::vector<RelayStep> Relay::finish() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [this] { return !running_; });
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+  if (cancelled_) throw std::runtime_error("the iteration was cancelled");
+  return std::exchange(steps_, {});
+}
+
+void Relay::cancel() {
+  std::lock_guard lock(mutex_);
+  if (!running_) return;
+  cancelled_ = true;
+  release_all();
+}
+
+void Relay::work() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [this] { return running_ || closed_; });
+    if (!running_) return;
+    lock.unlock();
+    serve();
+    lock.lock();
+    running_ = false;
+    changed_.notify_all();
+  }
+}
+
+void Relay::serve() {
+  const ThreadPool::Awake awake(ThreadPool::shared());
+  try {
+    for (size_t layer = 0; layer < layers_.size(); ++layer) {
+      for (size_t b = 0; b < batches_.size(); ++b) {
+        const RelayBatch& batch = batches_[b];
+        if (!wait_until_ready(batch, layer)) return;
+        const int64_t start_ns = now_ns();
+        batch.arguments.run(layers_[layer].cache, layers_[layer].window, num_threads_, isa_);
+        flag(batch, kDone, layer).store(1, std::memory_order_release);
+        steps_.push_back({static_cast<int>(layer), static_cast<int>(b), start_ns, now_ns()});
+      }
+    }
+  } catch (...) {
+    error_ = std::current_exception();
+    release_all();
+  }
+}
+
+bool Relay::wait_until_ready(const RelayBatch& batch, size_t layer) const {
+  const auto ready = flag(batch, kReady, layer);
+  for (int pauses = 1; ready.load(std::memory_order_acquire) == 0; ++pauses) {
+    if (cancelled_.load(std::memory_order_relaxed)) return false;
+    pause_cpu();
+    if (pauses % kPausesPerYield == 0) std::this_thread::yield();
+  }
+  return true;
+}
+
+void Relay::release_all() {
+  for (const RelayBatch& batch : batches_) {
+    for (size_t layer = 0; layer < layers_.size(); ++layer) {
+      flag(batch, kDone, layer).store(1, std::memory_order_release);
+    }
+  }
+}
+
+}  // namespace neo_desktop

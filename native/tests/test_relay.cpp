@@ -1,0 +1,117 @@
+#include <atomic>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "answer.h"
+#include "neo_desktop/relay.h"
+#include "problem.h"
+#include "suites.h"
+
+namespace neo_desktop::testing {
+namespace {
+
+// Does what the GPU does with the flags, on a thread: hands one problem over in every layer.
+class Gpu {
+ public:
+  Gpu(const DecodeProblem& problem, const Answer& answer, int64_t layers, Random& random)
+      : problem_(problem),
+        answer_(answer),
+        layers_(layers),
+        flags_("flags", DType::kInt32, {2, layers, kFlagInts}, packed_strides({2, layers, kFlagInts}),
+               random) {}
+
+  RelayBatch batch() const { return {problem_.arguments(), flags_.view()}; }
+
+  // Runs all layers. The answers of those before `checked` must be right.
+  void run(int64_t checked) {
+    for (int64_t layer = 0; layer < layers_; ++layer) {
+      if (layer < checked) problem_.erase_new_tokens();
+      flag(0, layer).store(1, std::memory_order_release);
+      while (flag(1, layer).load(std::memory_order_acquire) == 0) std::this_thread::yield();
+      if (layer < checked && wrong_.empty()) wrong_ = what_is_wrong(problem_, answer_, largest_error_);
+    }
+  }
+
+  const std::string& wrong() const { return wrong_; }
+
+ private:
+  std::atomic_ref<int32_t> flag(int64_t kind, int64_t layer) const {
+    return std::atomic_ref<int32_t>(flags_.as<int32_t>()[flags_.at({kind, layer, 0})]);
+  }
+
+  const DecodeProblem& problem_;
+  const Answer& answer_;
+  const int64_t layers_;
+  Tensor flags_;
+  std::string wrong_;
+  double largest_error_ = 0;
+};
+
+RelayLayer layer_of(const DecodeProblem& problem) {
+  const Cache& cache = problem.cache;
+  RelayLayer layer{cache.k.view(), cache.v.view(), std::nullopt, std::nullopt, problem.window};
+  if (cache.k_scale) layer.k_scale = cache.k_scale->view();
+  if (cache.v_scale) layer.v_scale = cache.v_scale->view();
+  return layer;
+}
+
+}  // namespace
+
+void test_relay(Random& random, Report& report) {
+  // Filled: the relay checks all of a context's blocks, whatever the window.
+  const DecodeProblem problem(random, true);
+  const Answer answer = right_answer(problem);
+  const int64_t layers = random.between(1, 4);
+  const auto isas = available_isas();
+  const Isa isa = isas[random.between(0, static_cast<int64_t>(isas.size()) - 1)];
+  report.describe(isa_name(isa) + ("; " + std::to_string(layers) + " layers; " + problem.text()));
+
+  auto relay =
+      std::make_unique<Relay>(std::vector<RelayLayer>(layers, layer_of(problem)), problem.num_threads, isa);
+  for (int iteration = 0; iteration < 3; ++iteration) {
+    Gpu gpu(problem, answer, layers, random);
+    const bool cancels = random.chance(0.3);
+    relay->start({gpu.batch()});
+    std::thread stream([&] { gpu.run(cancels ? 0 : layers); });
+    if (cancels) relay->cancel();
+    bool cancelled = false;
+    size_t steps = 0;
+    try {
+      steps = relay->finish().size();
+    } catch (const std::runtime_error&) {
+      cancelled = true;
+    }
+    stream.join();  // it ends in any case, or the test never does
+    if (cancelled && !cancels) report.fail("cancelled, but nobody asked for it");
+    if (!cancelled && steps != static_cast<size_t>(layers)) report.fail("not every layer is reported");
+    if (!gpu.wrong().empty()) report.fail(gpu.wrong());
+  }
+
+  // What is wrong is found before anything begins, and what is right can follow.
+  Gpu gpu(problem, answer, layers, random);
+  RelayBatch wrong = gpu.batch();
+  wrong.arguments.block_size = -1;
+  try {
+    relay->start({wrong});
+    report.fail("a negative block size was not refused");
+  } catch (const std::invalid_argument&) {
+  }
+  relay->start({gpu.batch()});
+  try {
+    relay->start({gpu.batch()});
+    report.fail("two iterations at once were not refused");
+  } catch (const std::logic_error&) {
+  }
+  if (random.chance(0.5)) {
+    relay.reset();  // in the middle of an iteration, and before the memory that it looks at
+    return;
+  }
+  gpu.run(layers);
+  relay->finish();
+  if (!gpu.wrong().empty()) report.fail(gpu.wrong());
+}
+
+}  // namespace neo_desktop::testing

@@ -1,0 +1,118 @@
+"""The relay: attention layer by layer, told through memory alone, as a GPU's stream does it."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from paged_case import PagedCase, make_case
+from torch import Tensor
+
+from neo_desktop.native.relay import Relay, RelayBatch, RelayLayer, empty_flags
+
+NUM_LAYERS = 3
+
+
+def relay_of(case: PagedCase, windows: tuple[int, ...] = (0,) * NUM_LAYERS) -> Relay:
+    layers = [RelayLayer(case.k_cache, case.v_cache, None, None, window) for window in windows]
+    return Relay(layers, block_size=case.k_cache.shape[2], scale=case.scale, num_threads=2)
+
+
+def batch_of(case: PagedCase) -> RelayBatch:
+    """K and V of the newest tokens are those that the cache holds already."""
+    last = [case.slots(request, length - 1) for request, length in enumerate(case.context_lens)]
+    page_tokens = case.k_cache.shape[2]
+    k, v = (
+        torch.stack([cache[slot // page_tokens, :, slot % page_tokens] for slot in last])
+        for cache in (case.k_cache, case.v_cache)
+    )
+    out = torch.full_like(case.q, torch.nan)
+    flags = empty_flags(NUM_LAYERS, pinned=False)
+    return RelayBatch(case.q, k, v, out, case.block_tables, case.context_lens, flags)
+
+
+def hand_over(batch: RelayBatch, layer: int) -> Tensor:
+    """Do what a GPU does in one layer: raise the flag, wait for the other, take the output."""
+    batch.flags[0, layer, 0] = 1
+    while batch.flags[1, layer, 0].item() == 0:
+        time.sleep(0)
+    return batch.out.clone()
+
+
+def test_each_layer_is_attended_to_with_its_window() -> None:
+    case, windows = make_case([700, 90, 33], group=4), (0, 50, 0)
+    relay, batch = relay_of(case, windows), batch_of(case)
+    for _ in range(2):  # flags and buffers are used again
+        relay.start([batch])
+        for layer, window in enumerate(windows):
+            expected = replace(case, window=window).run()
+            assert torch.equal(hand_over(batch, layer), expected)
+        assert [(step.layer, step.batch) for step in relay.finish()] == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_sub_batches_take_turns_within_a_layer() -> None:
+    case = make_case([400, 120, 77], group=2)
+    batches = [batch_of(case), batch_of(case)]
+    relay = relay_of(case)
+    relay.start(batches)
+    for layer in range(NUM_LAYERS):
+        for batch in batches:
+            assert torch.equal(hand_over(batch, layer), case.run())
+    steps = relay.finish()
+    assert [(step.layer, step.batch) for step in steps] == [(i, b) for i in range(NUM_LAYERS) for b in (0, 1)]
+    times = [time_ns for step in steps for time_ns in (step.start_ns, step.end_ns)]
+    assert times == sorted(times)
+    assert times[-1] <= time.perf_counter_ns()
+
+
+def test_a_cancelled_iteration_lets_nobody_wait_and_the_next_one_is_right() -> None:
+    case = make_case([400, 120])
+    batch = batch_of(case)
+    relay = relay_of(case)
+    relay.start([batch])
+    hand_over(batch, 0)
+    waiting = threading.Thread(target=lambda: [hand_over(batch, layer) for layer in (1, 2)])
+    relay.cancel()
+    waiting.start()
+    with pytest.raises(RuntimeError, match="the iteration was cancelled"):
+        relay.finish()
+    waiting.join(timeout=10)
+    assert not waiting.is_alive()
+    relay.start([batch])
+    assert all(torch.equal(hand_over(batch, layer), case.run()) for layer in range(NUM_LAYERS))
+    relay.finish()
+
+
+def test_what_is_wrong_is_refused_before_anything_begins() -> None:
+    case = make_case([400, 120])
+    relay, batch = relay_of(case), batch_of(case)
+    with pytest.raises(ValueError, match=r"context_lens\[0\] is 9999, beyond the"):
+        relay.start([replace(batch, context_lens=torch.full_like(batch.context_lens, 9999))])
+    with pytest.raises(ValueError, match="flags has shape"):
+        relay.start([replace(batch, flags=torch.zeros(2, 9, 16, dtype=torch.int32))])
+    relay.start([batch])
+    with pytest.raises(RuntimeError, match="the relay's last iteration has not ended"):
+        relay.start([batch])
+    relay.cancel()
+    with pytest.raises(ValueError, match="caches of all layers must be alike"):
+        Relay(
+            [
+                RelayLayer(case.k_cache, case.v_cache, None, None, 0),
+                RelayLayer(case.k_cache[1:], case.v_cache[1:], None, None, 0),
+            ],
+            block_size=16,
+            scale=1.0,
+        )
+
+
+def test_the_relay_sleeps_between_iterations() -> None:
+    case = make_case([2000, 700])
+    relay, batch = relay_of(case), batch_of(case)
+    relay.start([batch])
+    for layer in range(NUM_LAYERS):
+        hand_over(batch, layer)
+    relay.finish()
+    before = time.process_time()
+    time.sleep(0.4)
+    assert time.process_time() - before < 0.2  # a thread that looks at flags would burn 0.4
