@@ -42,6 +42,7 @@ from neo_desktop.engine.batch import (
     IterationPlan,
     IterationResult,
     IterationTiming,
+    SampledToken,
 )
 from neo_desktop.engine.execute.forward import ForwardPass, HandOff
 from neo_desktop.engine.execute.lanes import Lanes, Signal
@@ -150,27 +151,38 @@ class PipelineExecutor:
                 sub_batch.step(layer, window, copies.done[layer])
 
         sampling = [(s.request_id, s.sampling) for s in plan.sequences if s.sampling is not None]
-        tokens = []
+        tokens: Sequence[SampledToken | None] = []
         if sampling:
             last = torch.cat([sub_batch.finish() for sub_batch in passes])
             with lanes.device.span(Stage("sample", num_layers, NO_SUB_BATCH, len(sampling))):
                 tokens = sample(model.logits(last), [item for _, item in sampling])
         lanes.join()
 
-        by_request = {request_id: token for (request_id, _), token in zip(sampling, tokens, strict=True)}
-        return IterationResult(
-            sampled={request_id: token for request_id, token in by_request.items() if token is not None},
-            failed={
-                request_id: "the model's output is not finite: its weights may be damaged, or the numbers "
-                f"exceed {model.dtype}; try another dtype"
-                for request_id, token in by_request.items()
-                if token is None
-            },
-            timing=IterationTiming(
-                total_ms=(time.perf_counter_ns() - started_ns) / 1e6,
-                cpu_attention_ms=sum(sub_batch.cpu_attention_ns for sub_batch in passes) / 1e6,
-            ),
+        timing = IterationTiming(
+            total_ms=(time.perf_counter_ns() - started_ns) / 1e6,
+            cpu_attention_ms=sum(sub_batch.cpu_attention_ns for sub_batch in passes) / 1e6,
         )
+        return result_of([request_id for request_id, _ in sampling], tokens, model.dtype, timing)
+
+
+def result_of(
+    request_ids: Sequence[str],
+    tokens: Sequence[SampledToken | None],
+    dtype: torch.dtype,
+    timing: IterationTiming,
+) -> IterationResult:
+    """Return the result of an iteration whose sampler gave each of these requests a token, or none."""
+    by_request = dict(zip(request_ids, tokens, strict=True))
+    return IterationResult(
+        sampled={request_id: token for request_id, token in by_request.items() if token is not None},
+        failed={
+            request_id: "the model's output is not finite: its weights may be damaged, or the numbers "
+            f"exceed {dtype}; try another dtype"
+            for request_id, token in by_request.items()
+            if token is None
+        },
+        timing=timing,
+    )
 
 
 class _Copies:

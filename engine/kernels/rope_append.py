@@ -26,8 +26,8 @@ def rope_append(
         qkv: [tokens, (heads + 2 * kv_heads) * head_dim], queries, keys, values; each token contiguous.
         cos: [tokens, 1, head_dim] fp32, contiguous; sin likewise, its first half negated. See
             `models.layers.Rotary`.
-        slots: [tokens] int64: block * block_size + offset; negative: stored nowhere. Such are the padding of
-            a batch and tokens whose KV lives in host memory.
+        slots: [tokens] int32 or int64: block * block_size + offset; negative: stored nowhere. Such are the
+            padding of a batch and tokens whose KV lives in host memory.
         k_cache: [num_blocks, block_size, kv_heads, head_dim], of qkv's dtype; v_cache likewise, with the same
             strides. Any will do with which the dimensions of a head are contiguous.
         qk_norm: [heads + kv_heads, head_dim], contiguous: the weights of an RMSNorm of each head, before the
@@ -117,7 +117,7 @@ def _rope_append(
     tl.store(row + low, out_low, mask=rotates)
     tl.store(row + high, out_high, mask=rotates)
 
-    slot = tl.load(slots + token)
+    slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
         place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * token_stride + dims[None, :]
         keys = place + (heads - (NORMED_HEADS - KV_HEADS))[:, None] * head_stride

@@ -7,6 +7,7 @@ from neo_desktop import native
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.layer import KVLayer, Rows
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.native.relay import RelayLayer
 
 PAIRED_TOKENS = 16  # the native kernels take K in pairs if block_size is a multiple of this
 
@@ -60,6 +61,10 @@ class HostLayer(KVLayer):
             native.advise_huge_pages(part)
             native.interleave_numa_nodes(part)
         return tuple(parts)
+
+    def for_relay(self, window: int | None) -> RelayLayer:
+        """Return the layer as `native.relay` takes it."""
+        return RelayLayer(self._k, self._v, self._k_scale, self._v_scale, window or 0)
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Put rows into slots."""

@@ -1,0 +1,246 @@
+"""Carries out plans of decodes alone as graphs, and all others by the pipeline."""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
+
+import torch
+
+from neo_desktop.engine.batch import (
+    IterationPlan,
+    IterationResult,
+    IterationTiming,
+    SampledToken,
+    SamplingInput,
+    ScheduledSequence,
+)
+from neo_desktop.engine.execute.graphs.bucket import Bucket, Most
+from neo_desktop.engine.execute.graphs.layers import FusedLayers
+from neo_desktop.engine.execute.graphs.program import DecodeProgram
+from neo_desktop.engine.execute.graphs.streams import Runner
+from neo_desktop.engine.execute.graphs.workspace import NOT_FINITE, SubBatchMemory, Workspace
+from neo_desktop.engine.execute.pipeline import PipelineExecutor, result_of
+from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.kv.device_layer import DeviceLayer
+from neo_desktop.engine.kv.host_layer import HostLayer
+from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.sampler import sample
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.native.relay import Relay, RelayBatch
+
+logger = logging.getLogger(__name__)
+
+
+class GraphExecutor:
+    """Runs plans on a GPU and the CPU beside it.
+
+    `execute` is called by one thread, `close` by any.
+
+    Args:
+        model: gives the weights.
+        storage: holds the KV.
+        most: the largest bucket; what is larger is left to the pipeline.
+        num_sms: of the GPU.
+        runner: of the graphs.
+        pipeline: carries out what is not decodes alone; closed with this executor.
+        with_host: whether graphs may hand over to the CPU; if not, the pipeline does.
+        timeline: the pipeline's.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        storage: KVStorage,
+        most: Most,
+        num_sms: int,
+        runner: Runner,
+        pipeline: PipelineExecutor,
+        *,
+        with_host: bool = True,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self._model = model
+        self._most = most
+        self._runner = runner
+        self._pipeline = pipeline
+        self._timeline = timeline
+        self._workspace = Workspace(model.config, model.dtype, model.device, most, num_sms)
+        self._layers = FusedLayers(model, self._workspace.scratch)
+        host = storage.get(Place.HOST)
+        # A policy without a GPU-cache still needs memory that kernels can be given: nothing is stored there.
+        self._pool = storage.get(Place.DEVICE) or _single_block(model, storage)
+        self._relay = None if host is None or not with_host else _relay(model, host)
+        self._is_closed = False
+
+    def execute(self, plan: IterationPlan) -> IterationResult:
+        """Carry out one iteration; see `PipelineExecutor.execute`."""
+        if not self._fits(plan):
+            return self._pipeline.execute(plan)
+        if self._is_closed:
+            raise RuntimeError("the executor is closed")
+        try:
+            with torch.inference_mode(), self._recorded():
+                return self._run(plan)
+        except torch.OutOfMemoryError as error:
+            # All that was done can be done again: the same KV is written to the same place.
+            logger.warning("no room for another graph of iterations: all graphs are given up (%s)", error)
+            self._runner.forget()
+            return self._pipeline.execute(plan)
+
+    def close(self) -> None:
+        """End all threads, also in the middle of an iteration, and write the timeline if it has a file."""
+        self._is_closed = True
+        if self._relay is not None:
+            self._relay.cancel()
+        self._pipeline.close()
+
+    def _fits(self, plan: IterationPlan) -> bool:
+        if plan.copies or not all(sequence.is_decode for sequence in plan.sequences):
+            return False
+        if self._relay is None and any(s.place is Place.HOST for s in plan.sequences):
+            return False
+        return Bucket.of(plan) in self._most
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Have the timeline record an iteration, if there is one."""
+        if self._timeline is None:
+            yield
+            return
+        self._timeline.begin_iteration(self._model.device)
+        try:
+            yield
+        except BaseException:
+            self._timeline.end_iteration(completed=False)
+            raise
+        self._timeline.end_iteration()
+
+    def _run(self, plan: IterationPlan) -> IterationResult:
+        started_ns = time.perf_counter_ns()
+        bucket = Bucket.of(plan)
+        memories = self._workspace.sub_batches(bucket)
+        parts = [sub_batch.sequences for sub_batch in plan.sub_batches if sub_batch.sequences]
+        batches = []
+        for memory, sequences in zip(memories, parts, strict=True):
+            on_device = [s for s in sequences if s.place is Place.DEVICE]
+            on_host = [s for s in sequences if s.place is Place.HOST]
+            self._fill(memory, on_device, on_host)
+            if on_host:
+                batches.append((memory.index, self._relay_batch(memory, on_host)))
+
+        program = DecodeProgram(bucket, self._model.config, self._layers, self._workspace, self._pool)
+        cpu_attention_ns = self._run_with_relay(bucket, program, batches)
+        if self._is_closed:
+            raise RuntimeError("the executor was closed in the middle of an iteration")
+
+        first_rows = [0, memories[0].rows.count]
+        rows = [
+            first_rows[memory.index] + row
+            for memory, part in zip(memories, parts, strict=True)
+            for row in _rows(memory, part)
+        ]
+        sampling = [
+            (row, sequence.request_id, sequence.sampling)
+            for row, sequence in zip(rows, chain.from_iterable(parts), strict=True)
+            if sequence.sampling is not None
+        ]
+        tokens = self._sample([row for row, _, _ in sampling], [inputs for _, _, inputs in sampling])
+        timing = IterationTiming((time.perf_counter_ns() - started_ns) / 1e6, cpu_attention_ns / 1e6)
+        return result_of([name for _, name, _ in sampling], tokens, self._model.dtype, timing)
+
+    def _fill(
+        self,
+        memory: SubBatchMemory,
+        on_device: Sequence[ScheduledSequence],
+        on_host: Sequence[ScheduledSequence],
+    ) -> None:
+        """Say what the iteration is about; all that is padding was said by zeros."""
+        staged, first_host_row = memory.staged, memory.rows.device
+        token_ids, positions, slots = (x.numpy() for x in (staged.token_ids, staged.positions, staged.slots))
+        context_lens, block_tables = staged.context_lens.numpy(), staged.block_tables.numpy()
+        token_ids[:], positions[:], slots[:], context_lens[:] = 0, 0, -1, 0
+        for first, sequences in ((0, on_device), (first_host_row, on_host)):
+            end = first + len(sequences)
+            token_ids[first:end] = [s.token_ids[0] for s in sequences]
+            positions[first:end] = [s.start for s in sequences]
+        block_size, count = self._pool.block_size, len(on_device)
+        context_lens[:count] = [s.context_len for s in on_device]
+        slots[:count] = [
+            s.block_table[s.start // block_size] * block_size + s.start % block_size for s in on_device
+        ]
+        for row, sequence in zip(block_tables, on_device, strict=False):
+            row[: len(sequence.block_table)] = sequence.block_table
+
+    def _relay_batch(self, memory: SubBatchMemory, sequences: Sequence[ScheduledSequence]) -> RelayBatch:
+        config, count = self._model.config, len(sequences)
+        width = max(len(sequence.block_table) for sequence in sequences)
+        block_tables = torch.zeros(count, width, dtype=torch.int32)
+        for row, sequence in zip(block_tables.numpy(), sequences, strict=True):
+            row[: len(sequence.block_table)] = sequence.block_table
+        first_k, first_v = config.num_heads, config.num_heads + config.num_kv_heads
+        qkv = memory.hand_over.qkv[:count]
+        return RelayBatch(
+            q=qkv[:, :first_k],
+            k=qkv[:, first_k:first_v],
+            v=qkv[:, first_v:],
+            out=memory.hand_over.out[:count],
+            block_tables=block_tables,
+            context_lens=torch.tensor([s.context_len for s in sequences], dtype=torch.int32),
+            flags=memory.hand_over.flags,
+        )
+
+    def _run_with_relay(
+        self, bucket: Bucket, program: DecodeProgram, batches: Sequence[tuple[int, RelayBatch]]
+    ) -> int:
+        """Run the program beside the relay, if it hands anything over; return the relay's nanoseconds."""
+        if not batches or self._relay is None:
+            self._runner.run(bucket, program)
+            return 0
+        self._relay.start([batch for _, batch in batches])
+        try:
+            self._runner.run(bucket, program)
+        except BaseException:
+            self._relay.cancel()  # it may wait for what no longer comes
+            with suppress(RuntimeError):  # that it was cancelled
+                self._relay.finish()
+            raise
+        steps = self._relay.finish()
+        if self._timeline is not None:
+            for step in steps:
+                index, batch = batches[step.batch]
+                stage = Stage("CPU attention", step.layer, index, len(batch.q))
+                self._timeline.add("cpu", stage, step.start_ns, step.end_ns)
+        return sum(step.end_ns - step.start_ns for step in steps)
+
+    def _sample(self, rows: list[int], inputs: Sequence[SamplingInput]) -> Sequence[SampledToken | None]:
+        params = [item.params for item in inputs]
+        if all(p.is_greedy and not p.has_penalties and p.logprobs is None for p in params):
+            chosen = self._workspace.tokens[rows].tolist()
+            return [None if token == NOT_FINITE else SampledToken(token) for token in chosen]
+        return sample(self._workspace.logits[rows].float(), inputs)
+
+
+def _rows(memory: SubBatchMemory, sequences: Sequence[ScheduledSequence]) -> Iterator[int]:
+    """Yield the row of each sequence: those of a place are in order, and the host's begin after padding."""
+    rows = {
+        Place.DEVICE: iter(range(memory.rows.device)),
+        Place.HOST: iter(range(memory.rows.device, memory.rows.count)),
+    }
+    return (next(rows[sequence.place]) for sequence in sequences)
+
+
+def _single_block(model: Decoder, storage: KVStorage) -> KVPool:
+    block_size = storage[Place.HOST].block_size
+    return KVPool(model.config, 1, block_size, model.dtype, model.device, DeviceLayer)
+
+
+def _relay(model: Decoder, pool: KVPool) -> Relay:
+    layers = []
+    for index, window in enumerate(model.config.layer_windows):
+        layer = pool.layer(index)
+        assert isinstance(layer, HostLayer)
+        layers.append(layer.for_relay(window))
+    return Relay(layers, block_size=pool.block_size, scale=model.config.attention_scale)

@@ -1,0 +1,154 @@
+"""A decode iteration as work for lanes: the order of `pipeline`, over memory that does not move."""
+
+from functools import partial
+
+import torch
+
+from neo_desktop.engine.execute.graphs.bucket import Bucket
+from neo_desktop.engine.execute.graphs.layers import FusedLayers
+from neo_desktop.engine.execute.graphs.streams import Lane, Mark, Recorder
+from neo_desktop.engine.execute.graphs.workspace import NOT_FINITE, SubBatchMemory, Workspace
+from neo_desktop.engine.execute.timeline import Stage
+from neo_desktop.engine.kernels.paged_decode import paged_decode
+from neo_desktop.engine.kv.storage import KVPool
+from neo_desktop.models.config import ModelConfig
+
+NO_SUB_BATCH = -1
+READY, DONE = 0, 1  # kinds of flags, see `native.relay.empty_flags`
+
+
+class DecodeProgram:
+    """One bucket's iteration; called with a recorder, it gives all work to the lanes.
+
+    What waits for what, besides the order of each lane and the flags:
+
+    - q, k and v leave, and the output arrives, after the linear stage that made the former and has read the
+      latter's memory;
+    - a linear stage waits for the output of the layer before.
+
+    Through the flags and the relay that is enough for all memory that is used again in every layer: nothing
+    writes q, k and v of a layer before the output of the layer before has arrived.
+    """
+
+    def __init__(
+        self, bucket: Bucket, config: ModelConfig, layers: FusedLayers, workspace: Workspace, pool: KVPool
+    ) -> None:
+        self._bucket = bucket
+        self._config = config
+        self._layers = layers
+        self._workspace = workspace
+        self._block_size = pool.block_size
+        self._k_caches, self._v_caches = pool.parts
+        self._memories = workspace.sub_batches(bucket)
+
+    def __call__(self, recorder: Recorder) -> None:
+        """Record the iteration."""
+        inputs, staged = self._workspace.inputs(self._bucket)
+        recorder.run(
+            Lane.DEVICE,
+            Stage("inputs", 0, NO_SUB_BATCH, len(inputs)),
+            partial(inputs.copy_, staged, non_blocking=True),
+        )
+        arrived: list[tuple[Mark, ...]] = [() for _ in self._memories]
+        for layer, window in enumerate(self._config.layer_windows):
+            for memory in self._memories:
+                arrived[memory.index] = self._step(recorder, layer, window, memory, arrived[memory.index])
+        first_row = 0
+        for memory in self._memories:
+            recorder.run(
+                Lane.DEVICE,
+                Stage("linear", self._config.num_layers, memory.index, memory.rows.count),
+                partial(self._finish, memory, first_row),
+                arrived[memory.index],
+            )
+            first_row += memory.rows.count
+        recorder.run(
+            Lane.DEVICE,
+            Stage("sample", self._config.num_layers, NO_SUB_BATCH, first_row),
+            partial(self._choose, first_row),
+        )
+
+    def _step(
+        self,
+        recorder: Recorder,
+        layer: int,
+        window: int | None,
+        memory: SubBatchMemory,
+        arrived: tuple[Mark, ...],
+    ) -> tuple[Mark, ...]:
+        """Record a layer up to its attention; return what the next one has to wait for."""
+        index, rows, hand_over = memory.index, memory.rows, memory.hand_over
+        linear = recorder.run(
+            Lane.DEVICE,
+            Stage("linear", layer, index, rows.count),
+            partial(self._linear, layer, memory),
+            arrived,
+        )
+        if rows.host:
+            recorder.run(
+                Lane.TO_HOST,
+                Stage("q, k, v", layer, index, rows.host),
+                partial(self._send, memory),
+                (linear,),
+            )
+            recorder.raise_flag(Lane.TO_HOST, hand_over.flags[READY, layer, :1])
+        if rows.device:
+            recorder.run(
+                Lane.DEVICE,
+                Stage("attention", layer, index, rows.device),
+                partial(self._attend, layer, window, memory),
+            )
+        if not rows.host:
+            return ()
+        recorder.wait_for_flag(Lane.TO_DEVICE, hand_over.flags[DONE, layer, :1])
+        output = memory.attention[rows.device :]
+        return (
+            recorder.run(
+                Lane.TO_DEVICE,
+                Stage("o", layer, index, rows.host),
+                partial(output.copy_, hand_over.out, non_blocking=True),
+                (linear,),
+            ),
+        )
+
+    # What the lanes run.
+
+    def _linear(self, layer: int, memory: SubBatchMemory) -> None:
+        if layer == 0:
+            self._layers.embed(memory)
+        else:
+            self._layers.post_attention(layer - 1, memory)
+        self._layers.pre_attention(layer, memory, self._k_caches[layer], self._v_caches[layer])
+
+    def _send(self, memory: SubBatchMemory) -> None:
+        rows = memory.qkv[memory.rows.device :]
+        memory.hand_over.qkv.copy_(rows.view(memory.hand_over.qkv.shape), non_blocking=True)
+
+    def _attend(self, layer: int, window: int | None, memory: SubBatchMemory) -> None:
+        config, count = self._config, memory.rows.device
+        max_tokens = self._bucket.max_blocks * self._block_size
+        heads = memory.qkv.view(memory.rows.count, -1, config.head_dim)
+        paged_decode(
+            heads[:count, : config.num_heads],
+            self._k_caches[layer],
+            self._v_caches[layer],
+            memory.inputs.block_tables,
+            memory.inputs.context_lens,
+            memory.attention[:count],
+            *self._workspace.partials(count, min(max_tokens, window or max_tokens)),
+            config.attention_scale,
+            window,
+        )
+
+    def _finish(self, memory: SubBatchMemory, first_row: int) -> None:
+        self._layers.post_attention(self._config.num_layers - 1, memory)
+        last_hidden = self._workspace.last_hidden[first_row : first_row + memory.rows.count]
+        self._layers.final_norm(memory, last_hidden)
+
+    def _choose(self, rows: int) -> None:
+        """Greedily, for all rows; whoever samples in another way reads the logits."""
+        logits = self._workspace.logits[:rows]
+        self._layers.logits(self._workspace.last_hidden[:rows], logits)
+        largest, tokens = logits.max(dim=-1)
+        tokens = torch.where(largest.isfinite(), tokens, NOT_FINITE)
+        self._workspace.tokens[:rows].copy_(tokens, non_blocking=True)

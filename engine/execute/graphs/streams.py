@@ -1,0 +1,234 @@
+"""Lanes as CUDA streams: work is put on them at once, or captured as a graph and launched from then on."""
+
+import ctypes
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.execute.timeline import Stage, Timeline
+
+MAX_GRAPHS = 128  # the one unused for longest goes first; each takes about a megabyte
+
+Work = Callable[[], object]
+
+
+class Lane(StrEnum):
+    """Each carries out its work in order, beside the others."""
+
+    DEVICE = "device"
+    TO_HOST = "to-host"
+    TO_DEVICE = "to-device"
+
+
+class Mark(Protocol):
+    """The end of a piece of work; what comes after it on another lane says so."""
+
+
+class Recorder(Protocol):
+    """Takes a program: what is given to a lane is carried out after all earlier work of that lane."""
+
+    def run(self, lane: Lane, stage: Stage, work: Work, after: Sequence[Mark] = ()) -> Mark:
+        """Carry `work` out after the marks, which are of other lanes. It may run again without Python."""
+        ...
+
+    def raise_flag(self, lane: Lane, flag: Tensor) -> None:
+        """Set an int32 in pinned host memory to 1, once the lane's earlier work can be seen there."""
+        ...
+
+    def wait_for_flag(self, lane: Lane, flag: Tensor) -> None:
+        """Hold the lane until an int32 in pinned host memory is 1."""
+        ...
+
+
+Program = Callable[[Recorder], None]
+
+
+class Runner(Protocol):
+    """Runs programs."""
+
+    def run(self, key: Hashable, program: Program) -> None:
+        """Carry a program out and block until it has ended; programs of one key are the same one."""
+        ...
+
+    def forget(self) -> None:
+        """Give up what is kept of programs, and its memory."""
+        ...
+
+
+class StreamMemoryError(RuntimeError):
+    """The driver does not let streams write and wait for words in host memory."""
+
+
+@dataclass(slots=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    spans: list["_TimedSpan"]
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedSpan:
+    lane: Lane
+    stage: Stage
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
+
+class CudaRunner:
+    """Runs a program at once when it is new, which compiles its kernels, and captures it for the next time.
+
+    Args:
+        streams: one per lane, none of them torch's default stream.
+        timeline: told when lanes were busy.
+    """
+
+    def __init__(self, streams: Mapping[Lane, torch.cuda.Stream], timeline: Timeline | None) -> None:
+        self._streams = dict(streams)
+        self._timeline = timeline
+        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        self._pool = torch.cuda.graph_pool_handle()  # graphs run one at a time and can share memory
+
+    def run(self, key: Hashable, program: Program) -> None:
+        """See `Runner`.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for the graph; whatever was launched has ended.
+        """
+        stream = self._streams[Lane.DEVICE]
+        graph = self._graphs.get(key)
+        with torch.cuda.stream(stream):
+            if graph is None:
+                spans = self._record(program)
+                stream.synchronize()
+                self._capture(key, program)
+            else:
+                self._graphs.move_to_end(key)
+                graph.graph.replay()
+                spans = graph.spans
+                stream.synchronize()
+        if self._timeline is not None:
+            for span in spans:
+                self._timeline.add_events(span.lane, span.stage, span.start, span.end)
+
+    def forget(self) -> None:
+        """See `Runner`."""
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def _capture(self, key: Hashable, program: Program) -> None:
+        while len(self._graphs) >= MAX_GRAPHS:
+            self._graphs.popitem(last=False)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use CUDA meanwhile, a server's or a benchmark's.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            spans = self._record(program)
+        finally:
+            graph.capture_end()
+        self._graphs[key] = _Graph(graph, spans)
+
+    def _record(self, program: Program) -> list[_TimedSpan]:
+        recorder = _StreamRecorder(self._streams, is_timed=self._timeline is not None)
+        program(recorder)
+        recorder.join()
+        return recorder.spans
+
+
+@dataclass(slots=True)
+class _StreamRecorder:
+    """Puts a program on streams. All of them are joined to the device's, where a capture begins and ends."""
+
+    streams: Mapping[Lane, torch.cuda.Stream]
+    is_timed: bool
+    spans: list[_TimedSpan] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        begin = self.streams[Lane.DEVICE].record_event()
+        for lane in (Lane.TO_HOST, Lane.TO_DEVICE):
+            self.streams[lane].wait_event(begin)
+
+    def run(self, lane: Lane, stage: Stage, work: Work, after: Sequence[Mark] = ()) -> Mark:
+        stream = self.streams[lane]
+        for mark in after:
+            assert isinstance(mark, torch.cuda.Event)
+            stream.wait_event(mark)
+        start = self._time(stream)
+        with torch.cuda.stream(stream):
+            work()
+        end = self._time(stream)
+        if start is not None and end is not None:
+            self.spans.append(_TimedSpan(lane, stage, start, end))
+        end_of_work: torch.cuda.Event = stream.record_event()
+        return end_of_work
+
+    def raise_flag(self, lane: Lane, flag: Tensor) -> None:
+        _write_flag(self.streams[lane], flag)
+
+    def wait_for_flag(self, lane: Lane, flag: Tensor) -> None:
+        _wait_for_flag(self.streams[lane], flag)
+
+    def join(self) -> None:
+        """Let the device's stream wait for all others."""
+        for lane in (Lane.TO_HOST, Lane.TO_DEVICE):
+            self.streams[Lane.DEVICE].wait_event(self.streams[lane].record_event())
+
+    def _time(self, stream: torch.cuda.Stream) -> torch.cuda.Event | None:
+        if not self.is_timed:
+            return None
+        # External: a node of the graph, whose time can be read after each launch.
+        event = torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+
+def check_stream_memory(stream: torch.cuda.Stream, flag: Tensor) -> None:
+    """Try whether a stream can raise a flag, an int32 in pinned host memory, and wait for it.
+
+    Raises:
+        StreamMemoryError: the driver refuses.
+    """
+    flag.zero_()
+    _write_flag(stream, flag)
+    _wait_for_flag(stream, flag)
+    stream.synchronize()
+    if flag.item() != 1:
+        raise StreamMemoryError("a word that a stream wrote to host memory did not arrive")
+
+
+_WAIT_UNTIL_EQUAL = 1
+
+
+def _write_flag(stream: torch.cuda.Stream, flag: Tensor) -> None:
+    _check(_driver().cuStreamWriteValue32_v2(*_arguments(stream, flag), 0), "cuStreamWriteValue32")
+
+
+def _wait_for_flag(stream: torch.cuda.Stream, flag: Tensor) -> None:
+    _check(
+        _driver().cuStreamWaitValue32_v2(*_arguments(stream, flag), _WAIT_UNTIL_EQUAL), "cuStreamWaitValue32"
+    )
+
+
+def _arguments(
+    stream: torch.cuda.Stream, flag: Tensor
+) -> tuple[ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32]:
+    assert flag.dtype is torch.int32
+    return ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(flag.data_ptr()), ctypes.c_uint32(1)
+
+
+def _check(code: int, function: str) -> None:
+    if code != 0:
+        raise StreamMemoryError(f"{function} failed with CUDA driver error {code}")
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    """CUDA's driver, which torch has loaded already."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise StreamMemoryError(f"CUDA's driver library cannot be opened: {error}") from error

@@ -1,0 +1,376 @@
+"""Decode iterations as graphs give the tokens of a plain computation, whatever order the streams take."""
+
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from imitated_streams import Hook, ImitatedRunner, Operation
+from pipeline_case import (
+    check_result,
+    make_storage,
+    reference_logprobs,
+    sampling_input,
+    tiny_config,
+    tiny_model,
+)
+
+from neo_desktop.engine.batch import IterationPlan, SamplingInput, ScheduledSequence, SubBatch
+from neo_desktop.engine.execute.graphs.bucket import Bucket, Most
+from neo_desktop.engine.execute.graphs.executor import GraphExecutor
+from neo_desktop.engine.execute.graphs.streams import Lane
+from neo_desktop.engine.execute.graphs.workspace import Scratch, Workspace
+from neo_desktop.engine.execute.pipeline import PipelineExecutor
+from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.linear import Linear
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 24
+MOST = Most(rows=8, blocks=64)
+
+
+def plain(model: Decoder) -> Decoder:
+    """Weights as they lie on a GPU: row by row."""
+    for layer in model.layers:
+        for name in ("qkv", "output", "gate_up", "down"):
+            linear = getattr(layer, name)
+            setattr(layer, name, Linear(linear.dense(), linear.bias))
+    model.lm_head = Linear(model.lm_head.dense())
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    """Two layers, one with a window."""
+    return plain(tiny_model((None, 5)))
+
+
+def make_executor(
+    model: Decoder,
+    seed: int = 0,
+    hook: Hook | None = None,
+    places: Collection[Place] = tuple(Place),
+    runner: ImitatedRunner | None = None,
+) -> tuple[GraphExecutor, ImitatedRunner]:
+    storage = make_storage(model, dict.fromkeys(places, NUM_BLOCKS), BLOCK_SIZE)
+    runner = runner or ImitatedRunner(seed, hook)
+    pipeline = PipelineExecutor(model, storage)
+    return GraphExecutor(model, storage, MOST, num_sms=8, runner=runner, pipeline=pipeline), runner
+
+
+TOKENS = {name: [(7 * ord(name) + 3 * i) % 257 for i in range(40)] for name in "abcdefg"}
+# Where each lives, its blocks, and how many tokens it has before the first decode.
+HOMES = {
+    "a": (Place.DEVICE, (0, 5), 20),
+    "b": (Place.DEVICE, (2,), 3),
+    "c": (Place.HOST, (8, 1), 16),
+    "d": (Place.HOST, (0, 7), 25),
+    "e": (Place.HOST, (3,), 1),
+    "f": (Place.DEVICE, (9, 11), 17),
+}
+
+
+def sequence(name: str, start: int, end: int, sampling: SamplingInput | None = None) -> ScheduledSequence:
+    place, blocks, _ = HOMES[name]
+    tokens = tuple(TOKENS[name][start:end])
+    return ScheduledSequence(name, tokens, start, place, blocks, sampling or sampling_input(end))
+
+
+def prompts(names: str) -> IterationPlan:
+    ordered = sorted(names, key=lambda name: list(Place).index(HOMES[name][0]))
+    return IterationPlan((SubBatch(tuple(sequence(name, 0, HOMES[name][2]) for name in ordered)),))
+
+
+def decodes(*names: str, step: int = 0, sampling: SamplingInput | None = None) -> IterationPlan:
+    """The tokens after the prompts: sub-batches of these names."""
+
+    def one(name: str) -> ScheduledSequence:
+        start = HOMES[name][2] + step
+        return sequence(name, start, start + 1, sampling)
+
+    return IterationPlan(tuple(SubBatch(tuple(one(name) for name in part)) for part in names))
+
+
+def contexts(plan: IterationPlan) -> dict[str, list[int]]:
+    return {s.request_id: TOKENS[s.request_id][: s.context_len] for s in plan.sequences}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_decodes_in_both_places_and_sub_batches(model: Decoder, seed: int) -> None:
+    executor, runner = make_executor(model, seed)
+    executor.execute(prompts("abcdef"))
+    assert runner.num_runs == 0  # prompts are the pipeline's
+    for step in range(2):
+        plan = decodes("abcd", "fe", step=step)
+        result = executor.execute(plan)
+        check_result(model, plan, contexts(plan), result)
+        assert result.timing is not None
+        assert 0 < result.timing.cpu_attention_ms < result.timing.total_ms
+    assert (runner.num_runs, runner.num_programs) == (2, 1)
+    executor.close()
+
+
+@pytest.mark.parametrize("parts", [("abf",), ("cde",), ("cd", "e"), ("ac",), ("", "a")])
+def test_one_place_or_one_sub_batch(model: Decoder, parts: tuple[str, ...]) -> None:
+    """`gpu-only`, `fastdecode`, and one sub-batch whose CPU attention runs beside its own."""
+    names = "".join(parts)
+    executor, runner = make_executor(model, places={HOMES[name][0] for name in names})
+    executor.execute(prompts(names))
+    plan = decodes(*parts)
+    check_result(model, plan, contexts(plan), executor.execute(plan))
+    assert runner.num_runs == 1
+    executor.close()
+
+
+def test_a_graph_serves_smaller_iterations_and_what_was_there_before_does_not_matter(model: Decoder) -> None:
+    executor, runner = make_executor(model)
+    executor.execute(prompts("abcdef"))
+    for step, names in enumerate(("abfcde", "afcde", "bfcde")):  # 3, 2 and 2 rows; 3 of the host
+        plan = decodes(names, step=step if names == "abfcde" else 0)
+        check_result(model, plan, contexts(plan), executor.execute(plan))
+    assert runner.num_programs == 2
+    executor.close()
+
+
+def test_what_is_not_decodes_alone_or_too_large_is_the_pipelines(model: Decoder) -> None:
+    executor, runner = make_executor(model)
+    executor.execute(prompts("abcde"))
+    mixed = IterationPlan((SubBatch((sequence("f", 0, 17), *decodes("ab").sub_batches[0].sequences)),))
+    check_result(model, mixed, contexts(mixed), executor.execute(mixed))
+    many = IterationPlan(
+        (SubBatch(tuple(replace(s, request_id=f"{s.request_id}{i}") for i in range(9) for s in one("a"))),)
+    )
+    result = executor.execute(many)
+    assert len({token.token_id for token in result.sampled.values()}) == 1
+    assert runner.num_runs == 0
+    executor.close()
+
+
+def one(name: str) -> tuple[ScheduledSequence, ...]:
+    return decodes(name).sub_batches[0].sequences
+
+
+def test_every_kind_of_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Biases everywhere, norms of heads, an embedding of its own."""
+    config = replace(
+        tiny_config((None,)),
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        qk_norm=True,
+        tie_word_embeddings=False,
+    )
+    monkeypatch.setattr("pipeline_case.tiny_config", lambda windows: config)
+    model = plain(tiny_model((None,)))
+    executor, _ = make_executor(model)
+    executor.execute(prompts("abcd"))
+    plan = decodes("ac", "bd")
+    check_result(model, plan, contexts(plan), executor.execute(plan))
+    executor.close()
+
+
+def test_sampling_is_the_pipelines(model: Decoder) -> None:
+    params = SamplingParams(temperature=0.9, top_p=0.8, repetition_penalty=1.3, logprobs=2)
+    inputs = SamplingInput(params, 5, 0, 21, (1, 2, 3), (4, 4))
+    plan = decodes("ac", "d", sampling=inputs)
+    executor, runner = make_executor(model)
+    pipeline = PipelineExecutor(model, make_storage(model, dict.fromkeys(Place, NUM_BLOCKS), BLOCK_SIZE))
+    for each in (executor, pipeline):
+        each.execute(prompts("acd"))
+    sampled, expected = executor.execute(plan).sampled, pipeline.execute(plan).sampled
+    assert runner.num_runs == 1
+    assert sampled.keys() == expected.keys()
+    for name, token in sampled.items():
+        assert token.token_id == expected[name].token_id
+        assert token.logprob is not None
+        assert token.logprob.logprob == pytest.approx(expected[name].logprob.logprob, abs=1e-4)
+    executor.close()
+    pipeline.close()
+
+
+def test_greedy_tokens_come_without_reading_logits(model: Decoder) -> None:
+    greedy = SamplingInput(SamplingParams(temperature=0.0), 0, 0, 21, (), ())
+    executor, _ = make_executor(model)
+    executor.execute(prompts("ac"))
+    plan = decodes("a", "c", sampling=greedy)
+    result = executor.execute(plan)
+    for name, context in contexts(plan).items():
+        assert result.sampled[name].token_id == int(reference_logprobs(model, context).argmax())
+    executor.close()
+
+
+def test_logits_that_are_not_finite_end_their_request_alone(model: Decoder) -> None:
+    executor, _ = make_executor(model)
+    executor.execute(prompts("abc"))
+    plan = decodes("ab", "c", sampling=SamplingInput(SamplingParams(temperature=0.0), 0, 0, 21, (), ()))
+    embedding = model.embedding
+    model.embedding = embedding.clone()
+    model.embedding[TOKENS["b"][HOMES["b"][2]]] = torch.nan
+    try:
+        result = executor.execute(plan)
+    finally:
+        model.embedding = embedding
+    assert result.sampled.keys() == {"a", "c"}
+    assert "not finite" in result.failed["b"]
+    executor.close()
+
+
+def test_a_wait_that_is_missing_shows(model: Decoder) -> None:
+    """The imitated streams would find it: without the events, some order gives other tokens."""
+
+    class Forgetful(ImitatedRunner):
+        def _carry_out(self, operations: Sequence[Operation]) -> None:
+            forgetting = [replace(operation, after=()) for operation in operations]
+            super()._carry_out(forgetting)
+
+    plan = decodes("abcd", "fe")
+    for seed in range(20):
+        executor, runner = make_executor(model, runner=Forgetful(seed))
+        executor.execute(prompts("abcdef"))
+        try:
+            check_result(model, plan, contexts(plan), executor.execute(plan))
+        except AssertionError:
+            return
+        finally:
+            executor.close()
+        assert runner.num_runs == 1
+    pytest.fail("no order showed that nothing waits")
+
+
+@pytest.mark.parametrize("lane", list(Lane))
+def test_whatever_fails_the_error_arrives_and_the_next_iteration_works(model: Decoder, lane: Lane) -> None:
+    failing = False
+
+    def hook(at: Lane, stage: Stage) -> None:
+        if failing and at is lane and stage.layer == 1:
+            raise ValueError(f"{stage.name} is broken")
+
+    executor, _ = make_executor(model, hook=hook)
+    executor.execute(prompts("acde"))
+    plan = decodes("ac", "d")
+    for failing in (True, False):
+        if failing:
+            with pytest.raises(ValueError, match="is broken"):
+                executor.execute(plan)
+        else:
+            check_result(model, plan, contexts(plan), executor.execute(plan))
+    executor.close()
+
+
+def test_without_memory_for_a_graph_the_pipeline_does_it(model: Decoder) -> None:
+    is_short = True
+
+    def hook(at: Lane, stage: Stage) -> None:
+        if is_short:
+            raise torch.OutOfMemoryError("no room")
+
+    executor, runner = make_executor(model, hook=hook)
+    executor.execute(prompts("ac"))
+    plan = decodes("ac")
+    check_result(model, plan, contexts(plan), executor.execute(plan))
+    assert runner.num_programs == 0
+    is_short = False
+    plan = decodes("ac", step=1)
+    check_result(model, plan, contexts(plan), executor.execute(plan))
+    assert runner.num_programs == 1
+    executor.close()
+
+
+@pytest.mark.parametrize("lane", [Lane.DEVICE, Lane.TO_HOST])
+def test_closing_in_the_middle_of_an_iteration_ends_it(model: Decoder, lane: Lane) -> None:
+    reached, gate = threading.Event(), threading.Event()
+
+    def hook(at: Lane, stage: Stage) -> None:
+        if at is lane and stage.layer == 1:
+            reached.set()
+            assert gate.wait(20)
+
+    executor, _ = make_executor(model, hook=hook)
+    executor.execute(prompts("ac"))
+    raised: list[RuntimeError] = []
+
+    def run() -> None:
+        try:
+            executor.execute(decodes("ac"))
+        except RuntimeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert reached.wait(20)
+    executor.close()
+    gate.set()
+    thread.join(20)
+    assert len(raised) == 1
+    assert "closed" in str(raised[0]) or "cancelled" in str(raised[0])
+    with pytest.raises(RuntimeError, match="is closed"):
+        executor.execute(decodes("ac"))
+    executor.close()  # again
+
+
+def test_the_timeline_shows_the_cpus_part(model: Decoder) -> None:
+    timeline = Timeline()
+    storage = make_storage(model, dict.fromkeys(Place, NUM_BLOCKS), BLOCK_SIZE)
+    pipeline = PipelineExecutor(model, storage, timeline)
+    executor = GraphExecutor(
+        model, storage, MOST, num_sms=8, runner=ImitatedRunner(), pipeline=pipeline, timeline=timeline
+    )
+    executor.execute(prompts("acd"))
+    timeline.take()
+    executor.execute(decodes("a", "cd"))
+    spans = [span for span in timeline.take() if span.lane == "cpu"]
+    assert [(span.stage.layer, span.stage.sub_batch, span.stage.tokens) for span in spans] == [
+        (0, 1, 2),
+        (1, 1, 2),
+    ]
+    executor.close()
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.sampled_from(list(Place)), st.integers(1, 3000)), max_size=70),
+        min_size=1,
+        max_size=2,
+    )
+)
+def test_a_bucket_holds_its_plan_and_not_much_more(parts: list[list[tuple[Place, int]]]) -> None:
+    sub_batches = tuple(
+        SubBatch(
+            tuple(
+                ScheduledSequence(f"{i}.{j}", (1,), 16 * blocks - 1, place, tuple(range(blocks)), None)
+                for j, (place, blocks) in enumerate(part)
+            )
+        )
+        for i, part in enumerate(parts)
+    )
+    bucket = Bucket.of(IterationPlan(sub_batches))
+    filled = [part for part in parts if part]
+    assert len(bucket.sub_batches) == len(filled)
+    for rows, part in zip(bucket.sub_batches, filled, strict=True):
+        for place, padded in ((Place.DEVICE, rows.device), (Place.HOST, rows.host)):
+            count = sum(p is place for p, _ in part)
+            assert count <= padded <= max(count * 1.5, count)
+    longest = max((blocks for part in parts for place, blocks in part if place is Place.DEVICE), default=0)
+    assert longest <= bucket.max_blocks <= max(2 * longest, 64)
+    assert (bucket in Most.of(70, 3000 * 16, 16)) == all(rows.count <= 96 for rows in bucket.sub_batches)
+
+
+def test_the_memory_of_a_workspace_is_known_beforehand() -> None:
+    config = tiny_config((None,))
+    for most in (Most(8, 64), Most(256, 1024)):
+        workspace = Workspace(config, torch.float16, torch.device("cpu"), most, num_sms=8)
+        tensors = [
+            value
+            for name, value in vars(workspace).items()
+            if isinstance(value, torch.Tensor) and name not in ("_staged", "tokens")  # in host memory
+        ]
+        tensors += [getattr(workspace.scratch, name) for name in Scratch.__slots__]
+        tensors += [tensor for part in workspace._sub_batches for tensor in part.values()]
+        taken = sum(tensor.nbytes for tensor in tensors)
+        assert taken == pytest.approx(most.device_bytes(config, torch.float16), rel=0.1)
