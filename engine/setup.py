@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from neo_desktop import native
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.loading import LoadedModel, Progress, choose_cpu_cache_dtype, load
 from neo_desktop.engine.placement import Place
@@ -77,6 +78,8 @@ def take_memory(
         MemoryError: there is no room.
     """
     decoder = loaded.decoder
+    if decoder.device.type == "cuda":
+        native.set_default_num_threads(native.num_threads_beside_gpu())
     limits = SchedulerLimits(
         max_batch_tokens=max_batch_tokens or max(MAX_BATCH_TOKENS[decoder.device.type], max_batch_requests),
         max_batch_requests=max_batch_requests,

@@ -14,6 +14,7 @@ from typing import Self
 
 import torch
 
+from neo_desktop.engine.execute.graphs.bucket import Most
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.gathered_attention import GATHERED_TOKENS
 from neo_desktop.engine.kv.layer import block_bytes
@@ -144,7 +145,7 @@ def activation_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.
     In the widest stage a token has its residual and normalised state, the gate-up product and its
     activation. Attention is narrower, but a chunk of a long prompt needs the KV before it in one piece, twice
     while it is put together, and a mask; decodes need theirs in one piece, too. Each sampled request has its
-    logits in float32, and the sampler a few copies of them.
+    logits in float32, and the sampler a few copies of them. Graphs of decodes keep memory of their own.
     """
     tokens = limits.max_batch_tokens
     context = max(min(config.max_context_tokens, LONG_CONTEXT_TOKENS), GATHERED_TOKENS)
@@ -153,7 +154,13 @@ def activation_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.
     attention = context * (2 * layer_kv_bytes + tokens * (1 + dtype.itemsize))
     per_request = 8 * config.vocab_size * torch.float32.itemsize
     linear = tokens * per_token * dtype.itemsize
-    return max(linear, attention) + limits.max_batch_requests * per_request
+    graphs = most_in_graphs(config, limits).device_bytes(config, dtype)
+    return max(linear, attention) + limits.max_batch_requests * per_request + graphs
+
+
+def most_in_graphs(config: ModelConfig, limits: SchedulerLimits) -> Most:
+    """Return the largest iteration of decodes that becomes a graph."""
+    return Most.of(limits.max_batch_requests, config.max_context_tokens, BLOCK_SIZE)
 
 
 def host_buffer_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.dtype) -> int:

@@ -1,0 +1,58 @@
+"""Puts the executor of graphs together for a GPU."""
+
+import logging
+
+import torch
+
+from neo_desktop.engine.execute.graphs.bucket import Most
+from neo_desktop.engine.execute.graphs.executor import GraphExecutor
+from neo_desktop.engine.execute.graphs.streams import (
+    CudaRunner,
+    Lane,
+    StreamMemoryError,
+    check_stream_memory,
+)
+from neo_desktop.engine.execute.pipeline import PipelineExecutor
+from neo_desktop.engine.execute.timeline import Timeline
+from neo_desktop.engine.kv.storage import KVStorage
+from neo_desktop.engine.placement import Place
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.native.relay import empty_flags
+
+logger = logging.getLogger(__name__)
+
+
+def graph_executor(
+    model: Decoder,
+    storage: KVStorage,
+    most: Most,
+    pipeline: PipelineExecutor,
+    timeline: Timeline | None,
+) -> GraphExecutor:
+    """Make an executor whose graphs run on streams of their own.
+
+    Args:
+        most: the largest bucket.
+        pipeline: for all other plans.
+    """
+    device = model.device
+    streams = {lane: torch.cuda.Stream(device) for lane in Lane}  # type: ignore[no-untyped-call]
+    with_host = storage.get(Place.HOST) is not None
+    if with_host:
+        try:
+            check_stream_memory(streams[Lane.DEVICE], empty_flags(1, pinned=True)[0, 0, :1])
+        except StreamMemoryError as error:
+            logger.warning(
+                "iterations with attention on the CPU are launched piece by piece, which is slower: %s", error
+            )
+            with_host = False
+    return GraphExecutor(
+        model,
+        storage,
+        most,
+        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+        runner=CudaRunner(streams, timeline),
+        pipeline=pipeline,
+        with_host=with_host,
+        timeline=timeline,
+    )

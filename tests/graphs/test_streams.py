@@ -1,0 +1,199 @@
+"""Programs on CUDA streams, with streams and a driver that only write down what they are told."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from neo_desktop.engine.execute.graphs import streams
+from neo_desktop.engine.execute.graphs.streams import (
+    CudaRunner,
+    Lane,
+    Recorder,
+    StreamMemoryError,
+    check_stream_memory,
+)
+from neo_desktop.engine.execute.timeline import Stage
+
+STAGE = Stage("work", 0, 0, 1)
+
+
+@dataclass
+class FakeGpu:
+    """Keeps the order of everything, and which streams wait for which events."""
+
+    log: list[tuple[Any, ...]] = field(default_factory=list)
+    current: list[str] = field(default_factory=lambda: ["default"])
+    is_full: bool = False
+    refuses: bool = False
+
+    def stream(self, name: str) -> SimpleNamespace:
+        def record_event() -> tuple[str, int]:
+            """Return which of the stream's events it is."""
+            event = (name, self.log.count(("record", name)))
+            self.log.append(("record", name))
+            return event
+
+        return SimpleNamespace(
+            cuda_stream=list(Lane).index(Lane(name)) + 1,
+            name=name,
+            record_event=record_event,
+            wait_event=lambda event: self.log.append(("wait", name, event)),
+            synchronize=lambda: self.log.append(("synchronize", name)),
+        )
+
+    @contextmanager
+    def on(self, stream: SimpleNamespace) -> Iterator[None]:
+        self.current.append(stream.name)
+        yield
+        self.current.pop()
+
+    def work(self, what: str) -> None:
+        self.log.append(("work", what, self.current[-1]))
+
+    def graph(self) -> SimpleNamespace:
+        def begin(pool: object, capture_error_mode: str) -> None:
+            self.log.append(("begin capture", self.current[-1], capture_error_mode))
+
+        def end() -> None:
+            self.log.append(("end capture", self.current[-1]))
+            if self.is_full:
+                raise torch.OutOfMemoryError("no room")
+
+        return SimpleNamespace(
+            capture_begin=begin,
+            capture_end=end,
+            replay=lambda: self.log.append(("replay", self.current[-1])),
+        )
+
+    def memory_operation(self, name: str) -> Any:
+        def call(stream: Any, address: Any, value: Any, flags: int) -> int:
+            self.log.append((name, list(Lane)[stream.value - 1].value, address.value, value.value, flags))
+            return 801 if self.refuses else 0
+
+        return call
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    fake = FakeGpu()
+    driver = SimpleNamespace(
+        cuStreamWriteValue32_v2=fake.memory_operation("write"),
+        cuStreamWaitValue32_v2=fake.memory_operation("wait for"),
+    )
+    monkeypatch.setattr(streams, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "stream", fake.on)
+    monkeypatch.setattr(torch.cuda, "Event", tuple)  # what the fake's events are
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", fake.graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    return fake
+
+
+def runner(gpu: FakeGpu) -> CudaRunner:
+    return CudaRunner({lane: gpu.stream(lane) for lane in Lane}, None)  # type: ignore[misc]
+
+
+def hand_over(gpu: FakeGpu, flag: torch.Tensor) -> streams.Program:
+    def program(recorder: Recorder) -> None:
+        made = recorder.run(Lane.DEVICE, STAGE, lambda: gpu.work("qkv"))
+        recorder.run(Lane.TO_HOST, STAGE, lambda: gpu.work("send"), (made,))
+        recorder.raise_flag(Lane.TO_HOST, flag[:1])
+        recorder.wait_for_flag(Lane.TO_DEVICE, flag[1:])
+        arrived = recorder.run(Lane.TO_DEVICE, STAGE, lambda: gpu.work("fetch"))
+        recorder.run(Lane.DEVICE, STAGE, lambda: gpu.work("output"), (arrived,))
+
+    return program
+
+
+def test_work_and_flags_go_to_their_streams_between_the_events(gpu: FakeGpu) -> None:
+    flag = torch.zeros(2, dtype=torch.int32)
+    runner(gpu).run("key", hand_over(gpu, flag))
+    first = gpu.log[: gpu.log.index(("synchronize", "device"))]
+    assert (
+        [entry for entry in first if entry[0] != "record"]
+        == [
+            (
+                "wait",
+                "to-host",
+                ("device", 0),
+            ),  # forked from the device's stream, so that a capture includes it
+            ("wait", "to-device", ("device", 0)),
+            ("work", "qkv", "device"),
+            ("wait", "to-host", ("device", 1)),
+            ("work", "send", "to-host"),
+            ("write", "to-host", flag.data_ptr(), 1, 0),
+            ("wait for", "to-device", flag[1:].data_ptr(), 1, 1),
+            ("work", "fetch", "to-device"),
+            ("wait", "device", ("to-device", 0)),
+            ("work", "output", "device"),
+            ("wait", "device", ("to-host", 1)),  # and joined to it
+            ("wait", "device", ("to-device", 1)),
+        ]
+    )
+
+
+def test_a_program_is_captured_once_and_launched_from_then_on(gpu: FakeGpu) -> None:
+    runs = runner(gpu)
+    program = hand_over(gpu, torch.zeros(2, dtype=torch.int32))
+    runs.run("key", program)
+    names = [entry[0] for entry in gpu.log]
+    # At once first: that compiles the kernels, which a capture must not.
+    assert names.index("synchronize") < names.index("begin capture")
+    assert names.count("work") == 2 * 4
+    assert ("begin capture", "device", "thread_local") in gpu.log
+    gpu.log.clear()
+    runs.run("key", program)
+    assert gpu.log == [("replay", "device"), ("synchronize", "device")]
+    gpu.log.clear()
+    runs.run("another", program)
+    assert ("end capture", "device") in gpu.log
+    runs.forget()
+    gpu.log.clear()
+    runs.run("key", program)
+    assert ("replay", "device") not in gpu.log
+
+
+def test_the_graph_unused_for_longest_is_given_up_first(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "MAX_GRAPHS", 2)
+    runs = runner(gpu)
+    program = hand_over(gpu, torch.zeros(2, dtype=torch.int32))
+    for key in ("a", "b", "a", "c"):
+        runs.run(key, program)
+    for key, is_kept in (("a", True), ("c", True), ("b", False)):
+        gpu.log.clear()
+        runs.run(key, program)
+        assert (("replay", "device") in gpu.log) == is_kept
+
+
+def test_a_capture_that_finds_no_room_leaves_nothing_behind(gpu: FakeGpu) -> None:
+    runs = runner(gpu)
+    program = hand_over(gpu, torch.zeros(2, dtype=torch.int32))
+    gpu.is_full = True
+    with pytest.raises(torch.OutOfMemoryError):
+        runs.run("key", program)
+    gpu.is_full = False
+    gpu.log.clear()
+    runs.run("key", program)
+    assert ("replay", "device") not in gpu.log
+
+
+def test_a_driver_without_memory_operations_is_found_out_at_the_start(gpu: FakeGpu) -> None:
+    gpu.refuses = True
+    flag = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(StreamMemoryError, match="cuStreamWriteValue32 failed with CUDA driver error 801"):
+        check_stream_memory(gpu.stream("device"), flag)  # type: ignore[arg-type]
+    gpu.refuses = False
+    with pytest.raises(StreamMemoryError, match="did not arrive"):
+        check_stream_memory(gpu.stream("device"), flag)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_streams_raise_flags_and_wait_for_them() -> None:
+    check_stream_memory(torch.cuda.Stream(), torch.ones(1, dtype=torch.int32).pin_memory())
