@@ -18,7 +18,7 @@ from neo_desktop.engine.loading import BUILTIN, LoadedModel, Progress
 from neo_desktop.engine.placement import Place, get_policy
 from neo_desktop.engine.predict.cost_model import CorrectedCostModel, CostModel
 from neo_desktop.engine.profiling import profiler
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE, MemoryCaps, most_in_graphs
+from neo_desktop.engine.profiling.budget import BLOCK_SIZE, MemoryCaps
 from neo_desktop.engine.profiling.profile_cache import load_or_profile
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -178,8 +178,7 @@ class Engine:
             cost_model = load_or_profile(decoder, storage, limits, profile_progress)
         corrected = None if cost_model is None else CorrectedCostModel(cost_model)
         scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected)
-        most = most_in_graphs(setup.model.config, limits)
-        executor = build_executor(decoder, storage, most, timeline)
+        executor = build_executor(decoder, storage, limits.max_batch_requests, timeline)
         return cls(setup.model, scheduler, kv_cache, executor, policy, corrected)
 
     @property

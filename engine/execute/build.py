@@ -1,22 +1,23 @@
 """Chooses what carries out plans."""
 
 from neo_desktop.engine.execute.executor import Executor
-from neo_desktop.engine.execute.graphs.bucket import Most
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.models.decoder import Decoder
 
 
-def build_executor(model: Decoder, storage: KVStorage, most: Most, timeline: Timeline | None) -> Executor:
+def build_executor(
+    model: Decoder, storage: KVStorage, max_requests: int, timeline: Timeline | None = None
+) -> Executor:
     """Return what is fastest on the model's device.
 
     Args:
-        most: the largest iteration of decodes that becomes a graph, on a GPU.
+        max_requests: in an iteration.
     """
     pipeline = PipelineExecutor(model, storage, timeline)
     if model.device.type != "cuda":
         return pipeline
     from neo_desktop.engine.execute.graphs.cuda import graph_executor  # noqa: PLC0415  needs Triton
 
-    return graph_executor(model, storage, most, pipeline, timeline)
+    return graph_executor(model, storage, max_requests, pipeline, timeline)

@@ -83,6 +83,11 @@ class KVStorage:
     def __getitem__(self, place: Place) -> KVPool:
         return self._pools[place]
 
+    @property
+    def block_size(self) -> int:
+        """Tokens per block, in all places."""
+        return next(iter(self._pools.values())).block_size
+
     def get(self, place: Place) -> KVPool | None:
         """Return the pool of a place; None if the policy does not use it."""
         return self._pools.get(place)

@@ -154,13 +154,8 @@ def activation_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.
     attention = context * (2 * layer_kv_bytes + tokens * (1 + dtype.itemsize))
     per_request = 8 * config.vocab_size * torch.float32.itemsize
     linear = tokens * per_token * dtype.itemsize
-    graphs = most_in_graphs(config, limits).device_bytes(config, dtype)
-    return max(linear, attention) + limits.max_batch_requests * per_request + graphs
-
-
-def most_in_graphs(config: ModelConfig, limits: SchedulerLimits) -> Most:
-    """Return the largest iteration of decodes that becomes a graph."""
-    return Most.of(limits.max_batch_requests, config.max_context_tokens, BLOCK_SIZE)
+    most = Most.of(limits.max_batch_requests, config.max_context_tokens, BLOCK_SIZE)
+    return max(linear, attention) + limits.max_batch_requests * per_request + most.device_bytes(config, dtype)
 
 
 def host_buffer_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.dtype) -> int:

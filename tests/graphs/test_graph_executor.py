@@ -25,6 +25,7 @@ from neo_desktop.engine.execute.graphs.streams import Lane
 from neo_desktop.engine.execute.graphs.workspace import Scratch, Workspace
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.kernels.paged_decode import num_splits
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.decoder import Decoder
@@ -171,6 +172,21 @@ def test_every_kind_of_model(monkeypatch: pytest.MonkeyPatch) -> None:
     executor, _ = make_executor(model)
     executor.execute(prompts("abcd"))
     plan = decodes("ac", "bd")
+    check_result(model, plan, contexts(plan), executor.execute(plan))
+    executor.close()
+
+
+def test_warming_up_changes_nothing_that_is_stored(model: Decoder) -> None:
+    """It goes through each way of cutting contexts once; the pools stay as they were."""
+    storage = make_storage(model, dict.fromkeys(Place, NUM_BLOCKS), BLOCK_SIZE)
+    runner = ImitatedRunner()
+    pipeline = PipelineExecutor(model, storage)
+    executor = GraphExecutor(model, storage, Most(2, 128), num_sms=4, runner=runner, pipeline=pipeline)
+    executor.warm_up()
+    assert runner.num_programs == len({num_splits(r, 2, 16 * b, 4) for r in (1, 2) for b in (64, 128)})
+    assert all(part.isnan().all() for place in Place for part in storage[place].parts)
+    executor.execute(prompts("a"))
+    plan = decodes("a")
     check_result(model, plan, contexts(plan), executor.execute(plan))
     executor.close()
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from neo_desktop.app.bench.gpu.work import Work, iteration_work
 from neo_desktop.engine.batch import IterationPlan, IterationResult
 from neo_desktop.engine.engine import Engine
-from neo_desktop.engine.execute.pipeline import PipelineExecutor
+from neo_desktop.engine.execute.build import build_executor
+from neo_desktop.engine.execute.executor import Executor
 from neo_desktop.engine.execute.timeline import Timeline, busy_ns
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import get_policy
@@ -44,8 +45,7 @@ class Recorder:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._plain = PipelineExecutor(setup.model.decoder, setup.storage)
-        self._executor = self._plain
+        self._executor = self._build(None)
         self.last: tuple[IterationPlan, float] | None = None
 
     def execute(self, plan: IterationPlan) -> IterationResult:
@@ -60,17 +60,25 @@ class Recorder:
     def traced(self) -> Iterator[Timeline]:
         """Record what happens in the block."""
         timeline = Timeline()
-        traced = PipelineExecutor(self._setup.model.decoder, self._setup.storage, timeline)
-        self._executor = traced
+        self._exchange(timeline)
         try:
             yield timeline
         finally:
-            self._executor = self._plain
-            traced.close()
+            self._exchange(None)
 
     def close(self) -> None:
         """As `Executor` says."""
-        self._plain.close()
+        self._executor.close()
+
+    def _exchange(self, timeline: Timeline | None) -> None:
+        """Go on with another executor; there is memory for one."""
+        self._executor.close()
+        del self._executor
+        self._executor = self._build(timeline)
+
+    def _build(self, timeline: Timeline | None) -> Executor:
+        setup = self._setup
+        return build_executor(setup.model.decoder, setup.storage, setup.limits.max_batch_requests, timeline)
 
 
 class Rig:

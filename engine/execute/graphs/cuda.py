@@ -25,14 +25,14 @@ logger = logging.getLogger(__name__)
 def graph_executor(
     model: Decoder,
     storage: KVStorage,
-    most: Most,
+    max_requests: int,
     pipeline: PipelineExecutor,
     timeline: Timeline | None,
 ) -> GraphExecutor:
-    """Make an executor whose graphs run on streams of their own.
+    """Make an executor whose graphs run on streams of their own; its kernels are compiled now.
 
     Args:
-        most: the largest bucket.
+        max_requests: in an iteration.
         pipeline: for all other plans.
     """
     device = model.device
@@ -46,13 +46,15 @@ def graph_executor(
                 "iterations with attention on the CPU are launched piece by piece, which is slower: %s", error
             )
             with_host = False
-    return GraphExecutor(
+    executor = GraphExecutor(
         model,
         storage,
-        most,
+        Most.of(max_requests, model.config.max_context_tokens, storage.block_size),
         num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
         runner=CudaRunner(streams, timeline),
         pipeline=pipeline,
         with_host=with_host,
         timeline=timeline,
     )
+    executor.warm_up()
+    return executor

@@ -16,13 +16,14 @@ from neo_desktop.engine.batch import (
     SamplingInput,
     ScheduledSequence,
 )
-from neo_desktop.engine.execute.graphs.bucket import Bucket, Most
+from neo_desktop.engine.execute.graphs.bucket import MIN_BLOCKS, Bucket, Most, Rows, powers_of_two
 from neo_desktop.engine.execute.graphs.layers import FusedLayers
 from neo_desktop.engine.execute.graphs.program import DecodeProgram
 from neo_desktop.engine.execute.graphs.streams import Runner
 from neo_desktop.engine.execute.graphs.workspace import NOT_FINITE, SubBatchMemory, Workspace
 from neo_desktop.engine.execute.pipeline import PipelineExecutor, result_of
 from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.kernels.paged_decode import num_splits
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
@@ -64,6 +65,7 @@ class GraphExecutor:
     ) -> None:
         self._model = model
         self._most = most
+        self._num_sms = num_sms
         self._runner = runner
         self._pipeline = pipeline
         self._timeline = timeline
@@ -74,6 +76,20 @@ class GraphExecutor:
         self._pool = storage.get(Place.DEVICE) or _single_block(model, storage)
         self._relay = None if host is None or not with_host else _relay(model, host)
         self._is_closed = False
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compile all kernels, which takes seconds, by iterations in which nobody decodes."""
+        kv_heads, block_size = self._model.config.num_kv_heads, self._pool.block_size
+        by_splits = {
+            num_splits(rows, kv_heads, blocks * block_size, self._num_sms): Bucket((Rows(rows, 0),), blocks)
+            for rows in powers_of_two(1, self._most.rows)
+            for blocks in powers_of_two(MIN_BLOCKS, self._most.blocks)
+        }
+        for bucket in by_splits.values():
+            (memory,) = self._workspace.sub_batches(bucket)
+            self._fill(memory, (), ())
+            self._run_program(bucket, ())
 
     def execute(self, plan: IterationPlan) -> IterationResult:
         """Carry out one iteration; see `PipelineExecutor.execute`."""
@@ -131,8 +147,7 @@ class GraphExecutor:
             if on_host:
                 batches.append((memory.index, self._relay_batch(memory, on_host)))
 
-        program = DecodeProgram(bucket, self._model.config, self._layers, self._workspace, self._pool)
-        cpu_attention_ns = self._run_with_relay(bucket, program, batches)
+        cpu_attention_ns = self._run_program(bucket, batches)
         if self._is_closed:
             raise RuntimeError("the executor was closed in the middle of an iteration")
 
@@ -192,10 +207,13 @@ class GraphExecutor:
             flags=memory.hand_over.flags,
         )
 
-    def _run_with_relay(
-        self, bucket: Bucket, program: DecodeProgram, batches: Sequence[tuple[int, RelayBatch]]
-    ) -> int:
-        """Run the program beside the relay, if it hands anything over; return the relay's nanoseconds."""
+    def _run_program(self, bucket: Bucket, batches: Sequence[tuple[int, RelayBatch]]) -> int:
+        """Run a bucket's program, beside the relay if it hands anything over; return the relay's nanoseconds.
+
+        Args:
+            batches: what is handed over, each with the index of its sub-batch.
+        """
+        program = DecodeProgram(bucket, self._model.config, self._layers, self._workspace, self._pool)
         if not batches or self._relay is None:
             self._runner.run(bucket, program)
             return 0
@@ -233,8 +251,7 @@ def _rows(memory: SubBatchMemory, sequences: Sequence[ScheduledSequence]) -> Ite
 
 
 def _single_block(model: Decoder, storage: KVStorage) -> KVPool:
-    block_size = storage[Place.HOST].block_size
-    return KVPool(model.config, 1, block_size, model.dtype, model.device, DeviceLayer)
+    return KVPool(model.config, 1, storage.block_size, model.dtype, model.device, DeviceLayer)
 
 
 def _relay(model: Decoder, pool: KVPool) -> Relay:
