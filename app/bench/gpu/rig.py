@@ -44,9 +44,13 @@ class Recorder:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._plain = PipelineExecutor(setup.model.decoder, setup.storage)
+        self._plain = self._executor_for(None)
         self._executor = self._plain
         self.last: tuple[IterationPlan, float] | None = None
+
+    def _executor_for(self, timeline: Timeline | None) -> PipelineExecutor:
+        model = self._setup.model
+        return PipelineExecutor(model.decoder, self._setup.storage, timeline, streams=model.streams)
 
     def execute(self, plan: IterationPlan) -> IterationResult:
         """As `Executor` says."""
@@ -60,7 +64,7 @@ class Recorder:
     def traced(self) -> Iterator[Timeline]:
         """Record what happens in the block."""
         timeline = Timeline()
-        traced = PipelineExecutor(self._setup.model.decoder, self._setup.storage, timeline)
+        traced = self._executor_for(timeline)
         self._executor = traced
         try:
             yield timeline
