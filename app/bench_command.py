@@ -22,6 +22,8 @@ neo-desktop bench --suite throughput --shape llama-3.1-8b --trace lengths.json -
 
 neo-desktop bench --url http://127.0.0.1:11434/v1 --rate 1 --rate 2 --rate 4
 
+neo-desktop bench --gpu-slice 16 --gpu-memory 24
+
 neo-desktop bench --compare before/report.json after/report.json
 """
 
@@ -91,6 +93,7 @@ def bench(
     gpu_cache_tokens: opt.GpuCacheTokens = None,
     cpu_cache_tokens: opt.CpuCacheTokens = None,
     gpu_memory: opt.GpuMemory = None,
+    gpu_slice: opt.GpuSlice = None,
     cpu_memory: opt.CpuMemory = None,
     cpu_cache_dtype: opt.CpuCacheDtypeOption = opt.CpuCacheDtype.AUTO,
     policy: Annotated[
@@ -237,6 +240,7 @@ def bench(
         )
     if trace is not None and (input_tokens, output_tokens) != (None, None):
         raise typer.BadParameter("give either --trace or --input and --output, not both")
+    _check_slice(gpu_slice, baseline, url)
 
     import torch
 
@@ -244,10 +248,13 @@ def bench(
     from neo_desktop.app.bench.defaults import default_model, suite_options
     from neo_desktop.app.bench.page.files import discard_folder, prepare_folder, write_files
     from neo_desktop.app.model_options import ModelOptions
+    from neo_desktop.engine.cuda.streams import open_streams
+    from neo_desktop.engine.loading import choose_device
 
+    open_streams(choose_device(device.value), gpu_slice)  # what cannot be is told before anything is made
     is_whole = len(names) > 1
     if model is None and shape is None and is_whole:
-        shape = default_model(device.value)
+        shape = default_model(device.value, gpu_memory)
     requests = _given(
         trace=trace,
         input_tokens=input_tokens,
@@ -266,6 +273,7 @@ def bench(
             gpu_cache_tokens=gpu_cache_tokens,
             cpu_cache_tokens=cpu_cache_tokens,
             gpu_memory_gib=gpu_memory,
+            gpu_slice=gpu_slice,
             cpu_memory_gib=cpu_memory,
             cpu_cache_dtype=cpu_cache_dtype.value,
         ),
@@ -319,6 +327,20 @@ def _chosen(suites: list[SuiteName] | None, given: list[str]) -> list[str]:
             belongs = " or ".join(each.value for each in _SUITES_OF_OPTIONS[name])
             raise typer.BadParameter(f"{name} belongs to --suite {belongs}")
     return [each.value for each in chosen]
+
+
+def _check_slice(gpu_slice: int | None, baseline: Baseline | None, url: str | None) -> None:
+    """Refuse what a slice of the GPU does not confine."""
+    if gpu_slice is None:
+        return
+    if baseline is not None:
+        raise typer.BadParameter(
+            f"{baseline.value} would have the whole GPU: leave --baseline out", param_hint="--gpu-slice"
+        )
+    if url is not None:
+        raise typer.BadParameter(
+            "the server at --url has its own settings: start that with a slice", param_hint="--gpu-slice"
+        )
 
 
 def _given(**settings: object) -> dict[str, object]:

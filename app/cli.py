@@ -84,6 +84,7 @@ def chat(
     gpu_cache_tokens: opt.GpuCacheTokens = None,
     cpu_cache_tokens: opt.CpuCacheTokens = None,
     gpu_memory: opt.GpuMemory = None,
+    gpu_slice: opt.GpuSlice = None,
     cpu_memory: opt.CpuMemory = None,
     cpu_cache_dtype: opt.CpuCacheDtypeOption = opt.CpuCacheDtype.AUTO,
     shape: opt.Shape = None,
@@ -101,6 +102,7 @@ def chat(
             gpu_cache_tokens=gpu_cache_tokens,
             cpu_cache_tokens=cpu_cache_tokens,
             gpu_memory_gib=gpu_memory,
+            gpu_slice=gpu_slice,
             cpu_memory_gib=cpu_memory,
             cpu_cache_dtype=cpu_cache_dtype,
             policy=policy,
@@ -123,6 +125,7 @@ def serve(
     gpu_cache_tokens: opt.GpuCacheTokens = None,
     cpu_cache_tokens: opt.CpuCacheTokens = None,
     gpu_memory: opt.GpuMemory = None,
+    gpu_slice: opt.GpuSlice = None,
     cpu_memory: opt.CpuMemory = None,
     cpu_cache_dtype: opt.CpuCacheDtypeOption = opt.CpuCacheDtype.AUTO,
     shape: opt.Shape = None,
@@ -140,6 +143,7 @@ def serve(
             gpu_cache_tokens=gpu_cache_tokens,
             cpu_cache_tokens=cpu_cache_tokens,
             gpu_memory_gib=gpu_memory,
+            gpu_slice=gpu_slice,
             cpu_memory_gib=cpu_memory,
             cpu_cache_dtype=cpu_cache_dtype,
             policy=policy,
@@ -174,6 +178,7 @@ def profile(
     gpu_cache_tokens: opt.GpuCacheTokens = None,
     cpu_cache_tokens: opt.CpuCacheTokens = None,
     gpu_memory: opt.GpuMemory = None,
+    gpu_slice: opt.GpuSlice = None,
     cpu_memory: opt.CpuMemory = None,
     cpu_cache_dtype: opt.CpuCacheDtypeOption = opt.CpuCacheDtype.AUTO,
     refresh: Annotated[
@@ -194,6 +199,7 @@ def profile(
         gpu_cache_tokens=gpu_cache_tokens,
         cpu_cache_tokens=cpu_cache_tokens,
         gpu_memory_gib=gpu_memory,
+        gpu_slice=gpu_slice,
         cpu_memory_gib=cpu_memory,
         cpu_cache_dtype=cpu_cache_dtype.value,
         refresh=refresh,
@@ -287,6 +293,7 @@ class _EngineSettings:
     gpu_cache_tokens: int | None
     cpu_cache_tokens: int | None
     gpu_memory_gib: float | None
+    gpu_slice: int | None
     cpu_memory_gib: float | None
     cpu_cache_dtype: opt.CpuCacheDtype
     policy: opt.PolicyName
@@ -333,6 +340,8 @@ def _serve(server: _ServerSettings, engine: _EngineSettings, debug: bool) -> Non
             stdout.print(f"API:   [bold]{url}/v1[/]  (model {loaded.model_name})", highlight=False)
             if engine.cpu_cache_dtype is opt.CpuCacheDtype.INT8:
                 stdout.print("CPU-cache in 8 bits: answers may differ slightly.", highlight=False)
+            if loaded.streams.note is not None:
+                stdout.print(loaded.streams.note, highlight=False)
             stdout.print("Ctrl-C ends the program.", highlight=False)
             if server.open_browser and _has_screen():
                 webbrowser.open(url)
@@ -361,6 +370,7 @@ def _load_engine(settings: _EngineSettings) -> "Engine":
             gpu_cache_tokens=settings.gpu_cache_tokens,
             cpu_cache_tokens=settings.cpu_cache_tokens,
             gpu_memory_gib=settings.gpu_memory_gib,
+            gpu_slice=settings.gpu_slice,
             cpu_memory_gib=settings.cpu_memory_gib,
             cpu_cache_dtype=settings.cpu_cache_dtype.value,
             trace_timeline=settings.trace_timeline,

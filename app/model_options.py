@@ -22,6 +22,7 @@ class ModelOptions:
     gpu_memory_gib: float | None = None
     cpu_memory_gib: float | None = None
     cpu_cache_dtype: str = "auto"
+    gpu_slice: int | None = None
 
     def load(self, progress: Progress | None = None) -> LoadedModel:
         """Load the model; raises what the engine raises."""
@@ -30,6 +31,7 @@ class ModelOptions:
             device=self.device,
             dtype=self.dtype,
             shape=self.shape,
+            gpu_slice=self.gpu_slice,
             caps=self.caps,
             progress=progress,
         )

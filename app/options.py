@@ -105,6 +105,17 @@ GpuMemory = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+GpuSlice = Annotated[
+    int | None,
+    typer.Option(
+        "--gpu-slice",
+        metavar="SMS",
+        min=1,
+        help="Use only so many of the GPU's multiprocessors, so that a big card can stand for a small one, "
+        "together with --gpu-memory. Default: all.",
+        rich_help_panel=_ENGINE,
+    ),
+]
 CpuMemory = Annotated[
     float | None,
     typer.Option(

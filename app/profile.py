@@ -45,6 +45,7 @@ class ProfileReport:
     key: dict[str, Any]
     path: Path
     tables: TableCostModel
+    note: str | None = None  # of a slice of the GPU
 
     def print(self, console: Console) -> None:
         """Print every table, in milliseconds for one layer."""
@@ -53,6 +54,8 @@ class ProfileReport:
         differs = key["cpu_cache_dtype"] != key["dtype"]
         dtype = f"{key['dtype']}, CPU-cache {key['cpu_cache_dtype']}" if differs else key["dtype"]
         console.print(f"{self.model} on {where}, {dtype}; milliseconds for one layer", highlight=False)
+        if self.note is not None:
+            console.print(self.note, highlight=False)
         for name, unit in _CURVES:
             console.print(_curve(name, unit, getattr(self.tables, name)), highlight=False)
         for name, x_unit, y_unit in _SURFACES:
@@ -77,10 +80,11 @@ def run_profile(options: ProfileOptions, progress: Progress) -> ProfileReport:
         setup.storage,
         setup.limits,
         lambda share, what: progress(share, f"Measuring this computer: {what}"),
+        streams=setup.model.streams,
         refresh=options.refresh,
     )
-    key = profile_key(decoder, setup.storage, setup.limits)
-    return ProfileReport(setup.model.name, key, profile_path(key), tables)
+    key = profile_key(decoder, setup.storage, setup.limits, setup.model.streams)
+    return ProfileReport(setup.model.name, key, profile_path(key), tables, setup.model.streams.note)
 
 
 def _curve(name: str, unit: str, curve: Curve) -> Table:

@@ -70,6 +70,7 @@ class Engine:
         self.config = model.config
         self.tokenizer = model.tokenizer
         self.max_context_tokens = min(model.config.max_context_tokens, scheduler.max_context_tokens)
+        self.streams = model.streams
         self._decoder = model.decoder
         self._scheduler = scheduler
         self._kv_cache = kv_cache
@@ -92,6 +93,7 @@ class Engine:
         gpu_memory_gib: float | None = None,
         cpu_memory_gib: float | None = None,
         cpu_cache_dtype: str = "auto",
+        gpu_slice: int | None = None,
         shape: str | None = None,
         max_batch_tokens: int | None = None,
         max_batch_requests: int = MAX_BATCH_REQUESTS,
@@ -114,6 +116,9 @@ class Engine:
             cpu_memory_gib: the most host memory to take for KV and transfers; None: half of what is free.
             cpu_cache_dtype: of KV in host memory: "auto", the model's, or "int8", which holds nearly
                 twice the tokens of 16 bits. Answers may then differ slightly, also from the GPU-cache's.
+            gpu_slice: multiprocessors of the GPU that everything runs on, so that a big card can stand for a
+                small one, together with `gpu_memory_gib`. A GPU gives them in groups: `stats().gpu_sms` tells
+                how many there are. None: all of them.
             shape: name of a published model shape: random weights, no checkpoint is read.
             max_batch_tokens: tokens per iteration at most; None: a good value for the device.
             max_batch_requests: requests that run at the same time at most.
@@ -126,6 +131,7 @@ class Engine:
         Raises:
             ModelError: the checkpoint cannot be used.
             ValueError: an argument is out of range or names something unknown.
+            RuntimeError: the GPU cannot be cut into slices.
             MemoryError: weights or caches do not fit.
         """
         cache_tokens = {Place.DEVICE: gpu_cache_tokens, Place.HOST: cpu_cache_tokens}
@@ -143,6 +149,7 @@ class Engine:
             cache_tokens=cache_tokens,
             caps=caps,
             cpu_cache_dtype=cpu_cache_dtype,
+            gpu_slice=gpu_slice,
             max_batch_tokens=max_batch_tokens,
             max_batch_requests=max_batch_requests,
             progress=progress,
@@ -172,13 +179,14 @@ class Engine:
         """
         chosen_policy = get_policy(policy)
         decoder, limits, storage = setup.model.decoder, setup.limits, setup.storage
+        streams = setup.model.streams
         kv_cache = KVCache(setup.num_blocks, BLOCK_SIZE)
         # With a single place to live there is nothing to predict.
         if cost_model is None and chosen_policy.needs_predictions and all(setup.num_blocks.values()):
-            cost_model = load_or_profile(decoder, storage, limits, profile_progress)
+            cost_model = load_or_profile(decoder, storage, limits, profile_progress, streams=streams)
         corrected = None if cost_model is None else CorrectedCostModel(cost_model)
         scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected)
-        executor = build_executor(decoder, storage, limits.max_batch_requests, timeline)
+        executor = build_executor(decoder, storage, limits.max_batch_requests, timeline, streams)
         return cls(setup.model, scheduler, kv_cache, executor, policy, corrected)
 
     @property
@@ -280,6 +288,7 @@ class Engine:
             policy=self._policy,
             device=self._decoder.device.type,
             dtype=str(self._decoder.dtype).removeprefix("torch."),
+            gpu_sms=self.streams.sms,
             max_context_tokens=self.max_context_tokens,
             block_size=self._kv_cache.block_size,
             num_running=self._scheduler.num_running,

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 import neo_desktop.models
+from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.profiling.budget import MemoryCaps, check_weights_fit
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.models.config import ModelConfig
@@ -30,6 +31,7 @@ class LoadedModel:
     config: ModelConfig
     decoder: Decoder
     tokenizer: Tokenizer
+    streams: Streams  # of the decoder's device
 
 
 def load(
@@ -38,6 +40,7 @@ def load(
     device: str,
     dtype: str,
     shape: str | None,
+    gpu_slice: int | None = None,
     caps: MemoryCaps | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
@@ -46,25 +49,29 @@ def load(
     Raises:
         ModelError: the checkpoint cannot be used.
         ValueError: device, dtype or shape is unknown or not to be had here.
+        RuntimeError: the GPU cannot be cut into slices.
         MemoryError: the weights do not fit.
     """
     torch_device = choose_device(device)
+    streams = open_streams(torch_device, gpu_slice)
     caps = caps or MemoryCaps()
     if shape is not None:
         config = published_shape(shape)
         torch_dtype = choose_dtype(dtype, config, torch_device)
         check_weights_fit(config, torch_dtype, torch_device, caps)
-        decoder = random_model(config, dtype=torch_dtype, device=torch_device)
-        return LoadedModel(f"{shape} (random weights)", config, decoder, ByteTokenizer())
+        with streams.on_device():
+            decoder = random_model(config, dtype=torch_dtype, device=torch_device)
+        return LoadedModel(f"{shape} (random weights)", config, decoder, ByteTokenizer(), streams)
 
     path = model_folder(model)
     config = ModelConfig.from_pretrained(path)
     tokenizer = Tokenizer.from_pretrained(path)
     torch_dtype = choose_dtype(dtype, config, torch_device)
     check_weights_fit(config, torch_dtype, torch_device, caps)
-    decoder = load_model(path, config, dtype=torch_dtype, device=torch_device, progress=progress)
+    with streams.on_device():
+        decoder = load_model(path, config, dtype=torch_dtype, device=torch_device, progress=progress)
     name = "neo-desktop-guide" if model == BUILTIN else path.resolve().name
-    return LoadedModel(name, config, decoder, tokenizer)
+    return LoadedModel(name, config, decoder, tokenizer, streams)
 
 
 def model_folder(model: str | Path) -> Path:

@@ -37,6 +37,7 @@ def set_up(
     cache_tokens: Mapping[Place, int | None],
     caps: MemoryCaps,
     cpu_cache_dtype: str = "auto",
+    gpu_slice: int | None = None,
     max_batch_tokens: int | None = None,
     max_batch_requests: int = MAX_BATCH_REQUESTS,
     progress: Progress | None = None,
@@ -47,7 +48,9 @@ def set_up(
         raise ValueError(
             f"the CPU-cache was asked for in {cpu_cache_dtype}, but with this policy there is none"
         )
-    loaded = load(model, device=device, dtype=dtype, shape=shape, caps=caps, progress=progress)
+    loaded = load(
+        model, device=device, dtype=dtype, shape=shape, gpu_slice=gpu_slice, caps=caps, progress=progress
+    )
     return take_memory(
         loaded,
         places=places,
@@ -96,10 +99,9 @@ def take_memory(
         Place.DEVICE: (decoder.dtype, decoder.device),
         Place.HOST: (cpu_cache_dtype or decoder.dtype, torch.device("cpu")),
     }
-    storage = KVStorage(
-        {
+    with loaded.streams.on_device():  # memory stays with the stream that it was taken on
+        pools = {
             place: KVPool(loaded.config, count, BLOCK_SIZE, *memories[place])
             for place, count in num_blocks.items()
         }
-    )
-    return Setup(loaded, limits, num_blocks, storage)
+    return Setup(loaded, limits, num_blocks, KVStorage(pools))

@@ -15,6 +15,7 @@ class EngineStats:
     policy: str
     device: str
     dtype: str
+    gpu_sms: int | None  # multiprocessors that the model runs on; None without a GPU
     max_context_tokens: int
     block_size: int  # tokens per KV block
     num_running: int  # requests that own KV

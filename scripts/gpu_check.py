@@ -92,7 +92,14 @@ def measure_decode(device: str, shape: str) -> None:
             print(f"{shape}, batch {batch}, {policy}: {batch * 64 / elapsed_s:.1f} output tok/s")
 
 
-def measure_policies(device: str, shape: str, num_requests: int, gpu_cache_tokens: int) -> None:
+def measure_policies(
+    device: str,
+    shape: str,
+    num_requests: int,
+    gpu_cache_tokens: int,
+    gpu_slice: int | None = None,
+    gpu_memory_gib: float | None = None,
+) -> None:
     """All requests at once, of the lengths of summaries: what offloading gains where GPU memory is scarce."""
     rng = random.Random(0)
     lengths = [(rng.randint(300, 440), rng.randint(30, 60)) for _ in range(num_requests)]
@@ -108,6 +115,8 @@ def measure_policies(device: str, shape: str, num_requests: int, gpu_cache_token
             policy=policy,
             gpu_cache_tokens=gpu_cache_tokens,
             cpu_cache_tokens=None if policy == "gpu-only" else 500 * num_requests,
+            gpu_slice=gpu_slice,
+            gpu_memory_gib=gpu_memory_gib,
         ) as engine:
             ready_s = time.perf_counter()
             outputs = engine.generate(requests, params)
@@ -117,8 +126,9 @@ def measure_policies(device: str, shape: str, num_requests: int, gpu_cache_token
             )
             baseline = baseline or elapsed_s
             stats = engine.stats()
+            on = "" if gpu_slice is None else f"on {stats.gpu_sms} SMs: "
             print(
-                f"{shape}, {num_requests} requests, GPU-cache {gpu_cache_tokens} tokens, {policy}: "
+                f"{on}{shape}, {num_requests} requests, GPU-cache {gpu_cache_tokens} tokens, {policy}: "
                 f"{num_tokens / elapsed_s:.1f} output tok/s, {baseline / elapsed_s:.2f}x gpu-only "
                 f"({stats.num_iterations} iterations, {stats.num_double_iterations} with two sub-batches, "
                 f"{stats.num_cpu_decodes} CPU decodes; start-up {ready_s - started_s:.1f} s)"
@@ -133,6 +143,8 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--gpu-cache-tokens", type=int, default=1000)
+    parser.add_argument("--gpu-slice", type=int, default=8, help="SMs that stand for a small GPU")
+    parser.add_argument("--gpu-memory", type=float, default=15.0, help="GiB of it")
     arguments = parser.parse_args()
     shape = arguments.shape or SHAPES[arguments.device]
     if arguments.device == "cuda":
@@ -146,6 +158,15 @@ def main() -> None:
     check_policies(arguments.device)
     measure_decode(arguments.device, shape)
     measure_policies(arguments.device, shape, arguments.requests, arguments.gpu_cache_tokens)
+    if arguments.device == "cuda":
+        measure_policies(
+            arguments.device,
+            shape,
+            arguments.requests,
+            arguments.gpu_cache_tokens,
+            arguments.gpu_slice,
+            arguments.gpu_memory,
+        )
     print("all checks passed")
 
 

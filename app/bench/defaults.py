@@ -16,6 +16,7 @@ from neo_desktop.app.bench.run import SuiteOptions
 from neo_desktop.app.bench.throughput import ThroughputOptions
 from neo_desktop.app.model_options import ModelOptions
 from neo_desktop.engine.loading import choose_device
+from neo_desktop.engine.profiling.budget import MemoryCaps
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.models.shapes import shape
 
@@ -27,10 +28,11 @@ _GPU_SHARE = 0.75  # of the free memory, for weights
 _HOST_SHARE = 0.25
 
 
-def default_model(device: str) -> str | None:
-    """Return the shape that suits this computer; None: only the built-in model does."""
+def default_model(device: str, gpu_memory_gib: float | None = None) -> str | None:
+    """Return the shape that suits this computer and a cap; None: only the built-in model does."""
     if choose_device(device).type == "cuda":
         free, _ = torch.cuda.mem_get_info()
+        free = min(free, MemoryCaps.from_gib(gpu_memory_gib, None).gpu_bytes or free)
         fitting = [
             name for name in _GPU_SHAPES if shape(name).weight_bytes(torch.float16) <= _GPU_SHARE * free
         ]
@@ -60,6 +62,8 @@ def suite_options(
     """
     of_model = asdict(model)
     suites = SuiteOptions(
+        gpu_slice=model.gpu_slice,
+        hardware=HardwareOptions(gpu_slice=model.gpu_slice),
         gpu=GpuOptions(**of_model),
         cost_model=CostModelOptions(**of_model),
         throughput=ThroughputOptions(**of_model),
@@ -67,8 +71,9 @@ def suite_options(
     )
     if quick:
         on_gpu = choose_device(model.device).type == "cuda"
-        suites = SuiteOptions(
-            hardware=HardwareOptions(seconds=15.0),
+        suites = replace(
+            suites,
+            hardware=replace(suites.hardware, seconds=15.0),
             cpu_attention=CpuAttentionOptions(
                 head_dims=(128,), context_tokens=(512, 8192), seconds=15.0, rival_seconds=12.0
             ),

@@ -48,6 +48,7 @@ class Report:
     suites: tuple[AnySuiteReport, ...]
     failures: tuple[Failure, ...] = ()
     interrupted: str | None = None  # the suite that was under way when the run was ended: it may lack cases
+    gpu_slice_sms: int | None = None  # multiprocessors that all GPU work was confined to; None: to none
     schema_version: int = SCHEMA_VERSION
 
     @property

@@ -15,6 +15,8 @@ from neo_desktop.app.bench.memory import give_back_memory
 from neo_desktop.app.bench.report import AnySuiteReport, Failure, Report
 from neo_desktop.app.bench.suite import Progress
 from neo_desktop.app.bench.throughput import ThroughputOptions, run_throughput
+from neo_desktop.engine.cuda.streams import open_streams
+from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.hardware import machine_info
 
 # What a person can mend: memory, files, settings. Anything else is a defect, and its traceback is wanted.
@@ -31,6 +33,7 @@ class SuiteOptions:
     cost_model: CostModelOptions = field(default_factory=CostModelOptions)
     throughput: ThroughputOptions = field(default_factory=ThroughputOptions)
     load: LoadOptions = field(default_factory=LoadOptions)
+    gpu_slice: int | None = None  # multiprocessors of the GPU that all suites run on; None: all of them
 
 
 Suite = Callable[[SuiteOptions, Progress], Iterator[AnySuiteReport]]
@@ -57,13 +60,16 @@ def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions |
         options: None: the defaults; suites that need a model then take the built-in one.
 
     Raises:
-        ValueError: a suite does not exist.
+        ValueError: a suite does not exist, or not the slice of the GPU.
+        RuntimeError: the GPU cannot be cut into slices.
     """
     for name in names:
         if name not in SUITES:
             raise ValueError(f"no benchmark suite is called {name!r}; choose from {', '.join(SUITES)}")
+    options = options or SuiteOptions()
     started, start = datetime.now().astimezone().isoformat(timespec="seconds"), time.perf_counter()
     machine = machine_info()
+    streams = open_streams(choose_device("auto"), options.gpu_slice)
     found: dict[str, AnySuiteReport] = {}
     failures: list[Failure] = []
     interrupted = None
@@ -73,8 +79,9 @@ def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions |
             progress((done + share) / len(names), what)
 
         try:
-            for report in SUITES[name](options or SuiteOptions(), of_all):
-                found[name] = report
+            with streams.on_device():
+                for report in SUITES[name](options, of_all):
+                    found[name] = report
         except KeyboardInterrupt:
             interrupted = name
             break
@@ -88,4 +95,5 @@ def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions |
         suites=tuple(found.values()),
         failures=tuple(failures),
         interrupted=interrupted,
+        gpu_slice_sms=None if options.gpu_slice is None else streams.sms,
     )

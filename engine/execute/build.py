@@ -1,5 +1,6 @@
 """Chooses what carries out plans."""
 
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.executor import Executor
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.execute.timeline import Timeline
@@ -8,16 +9,21 @@ from neo_desktop.models.decoder import Decoder
 
 
 def build_executor(
-    model: Decoder, storage: KVStorage, max_requests: int, timeline: Timeline | None = None
+    model: Decoder,
+    storage: KVStorage,
+    max_requests: int,
+    timeline: Timeline | None,
+    streams: Streams,
 ) -> Executor:
     """Return what is fastest on the model's device.
 
     Args:
         max_requests: in an iteration.
+        streams: what the work on the model's device runs on.
     """
-    pipeline = PipelineExecutor(model, storage, timeline)
+    pipeline = PipelineExecutor(model, storage, timeline, streams=streams)
     if model.device.type != "cuda":
         return pipeline
     from neo_desktop.engine.execute.graphs.cuda import graph_executor  # noqa: PLC0415  needs Triton
 
-    return graph_executor(model, storage, max_requests, pipeline, timeline)
+    return graph_executor(model, storage, max_requests, pipeline, timeline, streams)

@@ -19,6 +19,7 @@ from typing import Protocol, Self
 
 import torch
 
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.timeline import Stage, Timeline, timed_event
 
 Work = Callable[[], object]
@@ -173,10 +174,10 @@ def _error(task: Future[None]) -> BaseException | None:
 class StreamLane:
     """A CUDA stream, filled by the thread that submits; work must not block."""
 
-    def __init__(self, name: str, timeline: Timeline | None, device: torch.device) -> None:
+    def __init__(self, name: str, timeline: Timeline | None, stream: torch.cuda.Stream) -> None:
         self.name = name
         self._timeline = timeline
-        self._stream = _new_stream(device)
+        self._stream = stream
 
     def submit(self, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
         """Put `work` on the stream; blocks until those of the signals that come from threads have come."""
@@ -240,10 +241,6 @@ class CallerLane:
             stream.synchronize()
 
 
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
 @contextmanager
 def _clocked(lane: str, timeline: Timeline, stage: Stage) -> Iterator[None]:
     start_ns = time.perf_counter_ns()
@@ -275,12 +272,14 @@ class Lanes:
     swap: Lane  # KV that changes its place
 
     @classmethod
-    def for_device(cls, device: torch.device, timeline: Timeline | None) -> Self:
-        """Make the lanes for a model on that device."""
+    def for_device(cls, streams: Streams, timeline: Timeline | None) -> Self:
+        """Make the lanes for a model on the device of these streams."""
+        device = streams.device
+        is_cuda = device.type == "cuda"
 
         def transfer(name: str) -> Lane:
-            if device.type == "cuda":
-                return StreamLane(name, timeline, device)
+            if is_cuda:
+                return StreamLane(name, timeline, streams.stream())
             return ThreadLane(name, timeline)
 
         return cls(
@@ -288,7 +287,7 @@ class Lanes:
             to_host=transfer("to-host"),
             cpu=ThreadLane("cpu", timeline),
             to_device=transfer("to-device"),
-            swap=ThreadLane("swap", timeline, _new_stream(device) if device.type == "cuda" else None),
+            swap=ThreadLane("swap", timeline, streams.stream() if is_cuda else None),
         )
 
     @property

@@ -44,6 +44,7 @@ from neo_desktop.engine.batch import (
     IterationTiming,
     SampledToken,
 )
+from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.execute.forward import ForwardPass, HandOff
 from neo_desktop.engine.execute.lanes import Lanes, Signal
 from neo_desktop.engine.execute.timeline import Stage, Timeline
@@ -64,6 +65,7 @@ class PipelineExecutor:
         model: gives the linear stages.
         storage: holds the KV.
         timeline: records what every lane does.
+        streams: what the work on the model's device runs on; None: on the whole of it.
         lanes: for tests; None: those that fit the model's device.
     """
 
@@ -73,17 +75,18 @@ class PipelineExecutor:
         storage: KVStorage,
         timeline: Timeline | None = None,
         *,
+        streams: Streams | None = None,
         lanes: Lanes | None = None,
     ) -> None:
         self._model = model
         self._storage = storage
         self._timeline = timeline
-        self._lanes = lanes or Lanes.for_device(model.device, timeline)
+        self._streams = streams or WholeDevice(model.device)
+        self._lanes = lanes or Lanes.for_device(self._streams, timeline)
         self._carrier = Carrier(model.config, model.dtype, model.device)
         self._hand_offs = tuple(HandOff(HostBuffer(model.device), HostBuffer(model.device)) for _ in range(2))
         self._is_closed = False
 
-    @torch.inference_mode()
     def execute(self, plan: IterationPlan) -> IterationResult:
         """Carry out one iteration.
 
@@ -95,6 +98,10 @@ class PipelineExecutor:
         """
         if self._is_closed:
             raise RuntimeError("the executor is closed")
+        with self._streams.on_device(), torch.inference_mode():
+            return self._execute(plan)
+
+    def _execute(self, plan: IterationPlan) -> IterationResult:
         if self._timeline is not None:
             self._timeline.begin_iteration(self._model.device)
         try:

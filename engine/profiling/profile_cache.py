@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from neo_desktop import __version__, native
+from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
@@ -42,6 +43,7 @@ def load_or_profile(
     limits: SchedulerLimits,
     progress: Progress | None = None,
     *,
+    streams: Streams | None = None,
     refresh: bool = False,
 ) -> TableCostModel:
     """Return the tables of an earlier start on this computer, or measure them now and keep them.
@@ -53,28 +55,33 @@ def load_or_profile(
         storage: the KV pools, before the first request: measuring overwrites them.
         limits: bound what is measured.
         progress: called with the share done and what is being measured; not at all if nothing is.
+        streams: what the work on the decoder's device runs on; None: on the whole of it.
         refresh: measure in any case.
     """
-    key = profile_key(decoder, storage, limits)
+    streams = streams or WholeDevice(decoder.device)
+    key = profile_key(decoder, storage, limits, streams)
     path = profile_path(key)
     tables = None if refresh else read_profile(path, key)
     if tables is None:
         started = time.perf_counter()
-        tables = profile(decoder, storage, limits, progress=progress)
+        with streams.on_device():
+            tables = profile(decoder, storage, limits, progress=progress)
         logger.debug("measured this computer in %.1f s", time.perf_counter() - started)
         write_profile(path, key, tables)
     return tables
 
 
-def profile_key(decoder: Decoder, storage: KVStorage, limits: SchedulerLimits) -> dict[str, Any]:
-    """Return everything that the tables depend on, as plain JSON values."""
+def profile_key(
+    decoder: Decoder, storage: KVStorage, limits: SchedulerLimits, streams: Streams | None = None
+) -> dict[str, Any]:
+    """Return everything that the tables depend on, as plain JSON values; see `load_or_profile`."""
     config = decoder.config
     gpu, host = None, storage.get(Place.HOST)
     if decoder.device.type == "cuda":
         properties = torch.cuda.get_device_properties(decoder.device)
         gpu = {
             "name": properties.name,
-            "sms": properties.multi_processor_count,
+            "sms": (streams or WholeDevice(decoder.device)).sms,
             "memory_bytes": properties.total_memory,
             "driver": hardware.driver_version(),
         }

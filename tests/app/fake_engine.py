@@ -7,6 +7,7 @@ from typing import cast
 import torch
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult, SampledToken, SamplingInput, TokenLogprob
+from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.loading import LoadedModel
@@ -113,5 +114,6 @@ def make_engine(
     policy = get_policy("gpu-only")
     kv_cache = KVCache({Place.DEVICE: num_blocks}, BLOCK_SIZE)
     scheduler = Scheduler(kv_cache, policy, SchedulerLimits(max_batch_tokens=256, max_batch_requests=32))
-    model = LoadedModel(MODEL, config, cast("Decoder", _NoDecoder()), tokenizer)
+    decoder = cast("Decoder", _NoDecoder())
+    model = LoadedModel(MODEL, config, decoder, tokenizer, WholeDevice(decoder.device))
     return Engine(model, scheduler, kv_cache, executor, policy.name)

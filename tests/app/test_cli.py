@@ -148,6 +148,10 @@ def test_ctrl_c_ends_bench_with_what_it_has(tmp_path: Path) -> None:
         ("serve", "--policy", "magic"),
         ("serve", "--port", "x"),
         ("chat", "--gpu-memory", "-1"),
+        ("serve", "--gpu-slice", "0"),
+        ("profile", "--gpu-slice", "-8"),
+        ("bench", "--gpu-slice", "8", "--suite", "throughput", "--baseline", "llama.cpp"),
+        ("bench", "--gpu-slice", "8", "--url", "http://127.0.0.1:9/v1"),
         ("profile", "--cpu-memory", "0"),
         ("serve", "--cpu-cache-dtype", "int4"),
         ("bench", "--threads", "0"),
@@ -162,6 +166,16 @@ def test_ctrl_c_ends_bench_with_what_it_has(tmp_path: Path) -> None:
 )
 def test_wrong_use_exits_with_2(arguments: tuple[str, ...]) -> None:
     assert run(*arguments).returncode == 2
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "profile", "bench"])
+def test_a_slice_of_no_gpu_is_one_clear_line(command: str, tmp_path: Path) -> None:
+    out = ("--out", tmp_path / "page") if command == "bench" else ()
+    result = run(command, "--shape", "tiny", "--device", "cpu", "--gpu-slice", "8", *out)
+    assert result.returncode == 1
+    assert "error: --gpu-slice needs an NVIDIA GPU" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_brackets_in_an_error_are_shown() -> None:

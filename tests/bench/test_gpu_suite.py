@@ -17,6 +17,7 @@ from neo_desktop.app.bench.gpu.rig import Iteration, Rig
 from neo_desktop.app.bench.gpu.setup import load_model, take_kv_memory
 from neo_desktop.app.bench.gpu.work import Work, iteration_work
 from neo_desktop.engine.batch import IterationPlan, IterationResult
+from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.profiling import hardware
 from neo_desktop.models.config import ModelConfig
@@ -330,7 +331,7 @@ def test_on_a_gpu_its_state_memory_and_energy_are_told(
 
 def test_a_gpu_s_own_rates_come_from_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "CudaTimer", FakeTimer)
-    gpu = processor.processor(torch.device("cuda"), 8 << 30, torch.float16)
+    gpu = processor.processor(WholeDevice(torch.device("cuda")), 8 << 30, torch.float16)
     assert gpu.name == "Fake RTX"
     most = 1 << 30  # more is not read at once
     assert gpu.read_gb_per_s(8 << 30) == pytest.approx(most / (LAUNCH_S + most / READ_BYTES_PER_S) / 1e9)

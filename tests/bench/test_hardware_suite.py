@@ -24,6 +24,7 @@ from neo_desktop.app.bench.hardware.options import doubling
 from neo_desktop.app.bench.hardware.rounds import LEAST_ROUNDS, Case, rounds
 from neo_desktop.app.bench.section import Section
 from neo_desktop.app.bench.spread import Spread, figure, size
+from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.profiling import hardware
 from neo_desktop.engine.profiling.hardware import find_gpus
 
@@ -68,7 +69,7 @@ def with_gpu(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNv
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=UUID))
     monkeypatch.setattr(suite, "CudaTimer", FakeTimer)
     monkeypatch.setattr(suite, "fitting_sizes", lambda sizes: tuple(n for n in sizes if n <= 1024))
-    monkeypatch.setattr(suite, "HandOff", lambda _: HandOff(torch.device("cpu")))
+    monkeypatch.setattr(suite, "HandOff", lambda _: HandOff(WholeDevice(torch.device("cpu"))))
     yield nvml
     assert nvml.num_open == 0
 
@@ -217,7 +218,7 @@ def test_matrices_too_large_for_the_gpu_are_left_out_with_a_note(with_gpu: FakeN
 
 
 def test_short_work_is_repeated_until_the_clock_can_see_it() -> None:
-    timer = FakeTimer(64 * MIB, 1024, 16 * MIB)
+    timer = FakeTimer(WholeDevice(torch.device("cuda")), 64 * MIB, 1024, 16 * MIB)
     cases = gpu_cases(timer, (256, 1024), (4096, 16 * MIB))
     for _ in range(2):
         for measure in cases.values():
@@ -296,7 +297,7 @@ def test_plots_show_every_measurement(with_gpu: FakeNvml) -> None:
 
 
 def test_a_hand_off_that_loses_data_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    hand_off = HandOff(torch.device("cpu"))
+    hand_off = HandOff(WholeDevice(torch.device("cpu")))
     monkeypatch.setattr(hand_off._lanes.cpu, "submit", lambda *_: hand_off._lanes.device.mark())
     try:
         with pytest.raises(RuntimeError, match="lost data"):

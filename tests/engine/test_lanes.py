@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.execute.lanes import CallerLane, Lanes, ThreadLane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 
@@ -79,7 +80,7 @@ def test_tasks_run_in_inference_mode() -> None:
 
 
 def test_after_abandoning_nothing_runs_any_more_and_the_lanes_can_be_used_again() -> None:
-    lanes = Lanes.for_device(CPU, None)
+    lanes = Lanes.for_device(WholeDevice(CPU), None)
     begun, gate, ran = threading.Event(), threading.Event(), []
 
     def slow() -> None:
@@ -109,7 +110,7 @@ def test_after_abandoning_nothing_runs_any_more_and_the_lanes_can_be_used_again(
 
 def test_closing_ends_all_threads_and_whoever_waits_for_dropped_tasks() -> None:
     others = threads_of_lanes()
-    lanes = Lanes.for_device(CPU, None)
+    lanes = Lanes.for_device(WholeDevice(CPU), None)
     begun, gate = threading.Event(), threading.Event()
 
     def slow() -> None:
@@ -135,7 +136,7 @@ def test_closing_ends_all_threads_and_whoever_waits_for_dropped_tasks() -> None:
 
 def test_lanes_that_nobody_uses_have_no_threads() -> None:
     others = threads_of_lanes()
-    lanes = Lanes.for_device(CPU, None)
+    lanes = Lanes.for_device(WholeDevice(CPU), None)
     assert not threads_of_lanes() - others
     lanes.close()
 

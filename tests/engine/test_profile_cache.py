@@ -5,11 +5,12 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
@@ -168,7 +169,10 @@ def test_another_gpu_or_driver_has_another_key(storage: KVStorage, monkeypatch: 
         paths.add(profile_path(profile_key(decoder, storage, LIMITS)))
     driver[0] = "580.2"
     paths.add(profile_path(profile_key(decoder, storage, LIMITS)))
-    assert len(paths) == 5
+    for sms in (16, 24):  # of a slice
+        streams = SimpleNamespace(sms=sms)
+        paths.add(profile_path(profile_key(decoder, storage, LIMITS, cast("Streams", streams))))
+    assert len(paths) == 7
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from neo_desktop.app.bench.hardware.device import Way
+from neo_desktop.engine.cuda.streams import Streams
 
 LAUNCH_S = 4e-6  # what starting any work takes
 FLOP_PER_S = 80e12
@@ -20,7 +21,10 @@ class FakeTimer:
     name = "Fake RTX"
     dtypes = ("float16", "bfloat16")
 
-    def __init__(self, memory_bytes: int, matrix_size: int, transfer_bytes: int = 0) -> None:
+    def __init__(
+        self, streams: Streams, memory_bytes: int, matrix_size: int, transfer_bytes: int = 0
+    ) -> None:
+        self.streams = streams
         self.memory_bytes = memory_bytes
         self._matrix_size, self._transfer_bytes = matrix_size, transfer_bytes
         self.calls: list[tuple[Any, ...]] = []

@@ -9,6 +9,7 @@ from neo_desktop import native
 from neo_desktop.app.bench.hardware.cuda import CudaTimer
 from neo_desktop.app.bench.hardware.device import matrix_rate, read_rate
 from neo_desktop.app.bench.hardware.host import Host
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.profiling.hardware import cpu_name
 
 _MOST_BYTES = 1 << 30  # beyond any cache: more would only take longer
@@ -59,8 +60,8 @@ class Cpu:
 class CudaGpu:
     """The GPU that torch uses."""
 
-    def __init__(self, nbytes: int, dtype: str) -> None:
-        self._timer = CudaTimer(min(nbytes, _MOST_BYTES), _MATRIX_SIZE["cuda"])
+    def __init__(self, streams: Streams, nbytes: int, dtype: str) -> None:
+        self._timer = CudaTimer(streams, min(nbytes, _MOST_BYTES), _MATRIX_SIZE["cuda"])
         self._matrix = matrix_rate(self._timer, _MATRIX_SIZE["cuda"], dtype)
         self.name = self._timer.name
 
@@ -73,7 +74,7 @@ class CudaGpu:
         return self._matrix()
 
 
-def processor(device: torch.device, nbytes: int, dtype: torch.dtype) -> Processor:
+def processor(streams: Streams, nbytes: int, dtype: torch.dtype) -> Processor:
     """Take the memory for reads of up to `nbytes`."""
     name = str(dtype).removeprefix("torch.")
-    return CudaGpu(nbytes, name) if device.type == "cuda" else Cpu(nbytes, name)
+    return CudaGpu(streams, nbytes, name) if streams.device.type == "cuda" else Cpu(nbytes, name)

@@ -78,7 +78,10 @@ class Recorder:
 
     def _build(self, timeline: Timeline | None) -> Executor:
         setup = self._setup
-        return build_executor(setup.model.decoder, setup.storage, setup.limits.max_batch_requests, timeline)
+        model = setup.model
+        return build_executor(
+            model.decoder, setup.storage, setup.limits.max_batch_requests, timeline, model.streams
+        )
 
 
 class Rig:

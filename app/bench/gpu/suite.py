@@ -55,7 +55,7 @@ class _Measurement:
         stack.callback(self._rig.close)
 
         before = torch.cuda.memory_allocated() if self._is_cuda else 0
-        self._processor = processor(decoder.device, self._bytes(self._batches[-1]), decoder.dtype)
+        self._processor = processor(self._model.streams, self._bytes(self._batches[-1]), decoder.dtype)
         self._processor.matrix_gflop_per_s()  # to warm up, and to take its memory
         self._own_bytes = 0
         if self._is_cuda:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from neo_desktop.app.bench.hardware.device import Way
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.timeline import timed_event
 from neo_desktop.engine.loading import DTYPES
 
@@ -21,6 +22,7 @@ class CudaTimer:
     """See `GpuTimer`. Takes its memory when it is made.
 
     Args:
+        streams: of the GPU; all calls are made inside its `on_device`.
         memory_bytes: what reads and copies go over; a quarter of the free memory at most.
         matrix_size: of the largest matrices.
         transfer_bytes: of the largest transfer; 0: there will be none.
@@ -29,8 +31,10 @@ class CudaTimer:
         torch.OutOfMemoryError: the GPU has too little memory left.
     """
 
-    def __init__(self, memory_bytes: int, matrix_size: int, transfer_bytes: int = 0) -> None:
-        self._device = torch.device("cuda", torch.cuda.current_device())
+    def __init__(
+        self, streams: Streams, memory_bytes: int, matrix_size: int, transfer_bytes: int = 0
+    ) -> None:
+        self._device = streams.device
         self.name = torch.cuda.get_device_name(self._device)
         has_bfloat16 = torch.cuda.get_device_capability(self._device) >= (8, 0)
         self.dtypes = ("float16", "bfloat16") if has_bfloat16 else ("float16",)
@@ -41,7 +45,7 @@ class CudaTimer:
         self._matrices: dict[str, torch.Tensor] = {}
         self._ways = {
             way: (
-                torch.cuda.Stream(self._device),  # type: ignore[no-untyped-call]
+                streams.stream(),
                 torch.zeros(transfer_bytes, dtype=torch.uint8, device=self._device),
                 torch.zeros(transfer_bytes, dtype=torch.uint8).pin_memory(),
             )

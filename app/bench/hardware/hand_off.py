@@ -10,6 +10,7 @@ import time
 
 import torch
 
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.lanes import Lanes
 from neo_desktop.engine.execute.timeline import Stage
 
@@ -19,9 +20,9 @@ CHAIN = 32  # round trips in a row, as in an iteration over so many layers
 class HandOff:
     """Round trips on a device's lanes: CUDA streams and a thread; without a GPU threads alone."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._lanes = Lanes.for_device(device, None)
+    def __init__(self, streams: Streams) -> None:
+        self._device = streams.device
+        self._lanes = Lanes.for_device(streams, None)
 
     def seconds(self, nbytes: int) -> float:
         """Seconds of one round trip with so many bytes each way.

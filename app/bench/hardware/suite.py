@@ -25,18 +25,21 @@ from neo_desktop.app.bench.hardware.report import HardwareReport
 from neo_desktop.app.bench.hardware.rounds import Case, rounds
 from neo_desktop.app.bench.spread import Spread, size
 from neo_desktop.app.bench.suite import Progress
+from neo_desktop.engine.cuda.streams import Streams, open_streams
+from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.hardware import find_gpus, last_level_cache_bytes
 
 
 def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[HardwareReport]:
     """Measure; yields the report again after each round of repetitions.
 
-    Raises MemoryError where the host has no memory for it.
+    Raises MemoryError where the host has no memory for it, and what `open_streams` raises.
     """
     progress(0.0, "taking memory")
-    gpu = _Gpu(options) if torch.cuda.is_available() else None
+    streams = open_streams(choose_device("auto"), options.gpu_slice)
+    gpu = _Gpu(options, streams) if streams.device.type == "cuda" else None
     host = _host(options)
-    with closing(HandOff(torch.device("cpu" if gpu is None else "cuda"))) as hand_off:
+    with closing(HandOff(streams)) as hand_off:
         cases = host_cases(host, options.thread_counts, options.cpu_matrix_size)
         if gpu is not None:
             cases |= gpu.cases
@@ -73,7 +76,7 @@ def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[Hardw
 class _Gpu:
     """The GPU that torch uses, asked for its state before anything runs on it."""
 
-    def __init__(self, options: HardwareOptions) -> None:
+    def __init__(self, options: HardwareOptions, streams: Streams) -> None:
         self._state = _state()
         sizes = fitting_sizes(options.gpu_matrix_sizes)
         self.notes = tuple(
@@ -82,7 +85,7 @@ class _Gpu:
             if size not in sizes
         )
         self._timer = CudaTimer(
-            options.gpu_memory_bytes, max(sizes, default=0), max(options.transfer_bytes, default=0)
+            streams, options.gpu_memory_bytes, max(sizes, default=0), max(options.transfer_bytes, default=0)
         )
         self.cases: dict[Case, Callable[[], float]] = gpu_cases(self._timer, sizes, options.transfer_bytes)
 

@@ -37,6 +37,8 @@ def machine_lines(report: Report) -> tuple[str, ...]:
             f"driver {gpu.driver}"
         )
         lines += [f"the GPU was also used by {process.name}" for process in gpu.other_processes]
+    if report.gpu_slice_sms is not None:
+        lines.append(f"all GPU work ran on a slice of {report.gpu_slice_sms} of the GPU's multiprocessors")
     if machine.gpu_note:
         lines.append(f"GPU: {machine.gpu_note}")
     lines += machine.notes

@@ -2,8 +2,7 @@
 
 import logging
 
-import torch
-
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.graphs.bucket import Most
 from neo_desktop.engine.execute.graphs.executor import GraphExecutor
 from neo_desktop.engine.execute.graphs.streams import (
@@ -28,19 +27,21 @@ def graph_executor(
     max_requests: int,
     pipeline: PipelineExecutor,
     timeline: Timeline | None,
+    streams: Streams,
 ) -> GraphExecutor:
     """Make an executor whose graphs run on streams of their own; its kernels are compiled now.
 
     Args:
         max_requests: in an iteration.
         pipeline: for all other plans.
+        streams: where the graphs' own come from.
     """
-    device = model.device
-    streams = {lane: torch.cuda.Stream(device) for lane in Lane}  # type: ignore[no-untyped-call]
+    assert streams.sms is not None  # it is a GPU
+    by_lane = {lane: streams.stream() for lane in Lane}
     with_host = storage.get(Place.HOST) is not None
     if with_host:
         try:
-            check_stream_memory(streams[Lane.DEVICE], empty_flags(1, pinned=True)[0, 0, :1])
+            check_stream_memory(by_lane[Lane.DEVICE], empty_flags(1, pinned=True)[0, 0, :1])
         except StreamMemoryError as error:
             logger.warning(
                 "iterations with attention on the CPU are launched piece by piece, which is slower: %s", error
@@ -50,11 +51,12 @@ def graph_executor(
         model,
         storage,
         Most.of(max_requests, model.config.max_context_tokens, storage.block_size),
-        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
-        runner=CudaRunner(streams, timeline),
+        num_sms=streams.sms,
+        runner=CudaRunner(by_lane, timeline),
         pipeline=pipeline,
         with_host=with_host,
         timeline=timeline,
+        streams=streams,
     )
     executor.warm_up()
     return executor

@@ -16,6 +16,7 @@ from neo_desktop.engine.batch import (
     SamplingInput,
     ScheduledSequence,
 )
+from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.execute.graphs.bucket import MIN_BLOCKS, Bucket, Most, Rows, powers_of_two
 from neo_desktop.engine.execute.graphs.layers import FusedLayers
 from neo_desktop.engine.execute.graphs.program import DecodeProgram
@@ -49,6 +50,7 @@ class GraphExecutor:
         pipeline: carries out what is not decodes alone; closed with this executor.
         with_host: whether graphs may hand over to the CPU; if not, the pipeline does.
         timeline: the pipeline's.
+        streams: the pipeline's, too; None: the whole device's.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class GraphExecutor:
         *,
         with_host: bool = True,
         timeline: Timeline | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self._model = model
         self._most = most
@@ -69,7 +72,9 @@ class GraphExecutor:
         self._runner = runner
         self._pipeline = pipeline
         self._timeline = timeline
-        self._workspace = Workspace(model.config, model.dtype, model.device, most, num_sms)
+        self._streams = streams or WholeDevice(model.device)
+        with self._streams.on_device():
+            self._workspace = Workspace(model.config, model.dtype, model.device, most, num_sms)
         self._layers = FusedLayers(model, self._workspace.scratch)
         host = storage.get(Place.HOST)
         # A policy without a GPU-cache still needs memory that kernels can be given: nothing is stored there.
@@ -77,7 +82,6 @@ class GraphExecutor:
         self._relay = None if host is None or not with_host else _relay(model, host)
         self._is_closed = False
 
-    @torch.inference_mode()
     def warm_up(self) -> None:
         """Compile all kernels, which takes seconds, by iterations in which nobody decodes."""
         kv_heads, block_size = self._model.config.num_kv_heads, self._pool.block_size
@@ -86,10 +90,11 @@ class GraphExecutor:
             for rows in powers_of_two(1, self._most.rows)
             for blocks in powers_of_two(MIN_BLOCKS, self._most.blocks)
         }
-        for bucket in by_splits.values():
-            (memory,) = self._workspace.sub_batches(bucket)
-            self._fill(memory, (), ())
-            self._run_program(bucket, ())
+        with self._streams.on_device(), torch.inference_mode():
+            for bucket in by_splits.values():
+                (memory,) = self._workspace.sub_batches(bucket)
+                self._fill(memory, (), ())
+                self._run_program(bucket, ())
 
     def execute(self, plan: IterationPlan) -> IterationResult:
         """Carry out one iteration; see `PipelineExecutor.execute`."""
@@ -98,7 +103,7 @@ class GraphExecutor:
         if self._is_closed:
             raise RuntimeError("the executor is closed")
         try:
-            with torch.inference_mode(), self._recorded():
+            with self._streams.on_device(), torch.inference_mode(), self._recorded():
                 return self._run(plan)
         except torch.OutOfMemoryError as error:
             # All that was done can be done again: the same KV is written to the same place.

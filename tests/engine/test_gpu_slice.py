@@ -1,0 +1,350 @@
+"""A slice of the GPU: the driver is asked for it in the right way, and nothing works outside of it."""
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCublas, FakeDriver, FakeTorchCuda, RecordedStreams
+from pipeline_case import RandomIterations, check_result, make_storage, tiny_model
+from suites import ignore, last
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from neo_desktop import Engine, SamplingParams
+from neo_desktop.app.bench import run as bench_run
+from neo_desktop.app.bench.gpu import GpuOptions, run_gpu
+from neo_desktop.app.bench.run import SuiteOptions, run_suites
+from neo_desktop.engine import loading
+from neo_desktop.engine.cuda.driver import _FUNCTIONS, GreenContext, driver_library
+from neo_desktop.engine.cuda.streams import GpuSlice, WholeDevice, open_streams
+from neo_desktop.engine.execute.lanes import Lanes
+from neo_desktop.engine.execute.pipeline import PipelineExecutor
+from neo_desktop.engine.kv.storage import KVPool
+from neo_desktop.engine.placement import Place
+from neo_desktop.models.decoder import Decoder
+
+GPU = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def torch_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorchCuda]:
+    yield FakeTorchCuda(monkeypatch)
+    assert torch._C._get_sm_carveout_experimental() is None
+
+
+def make_slice(
+    num_sms: int = 8, driver: FakeDriver | None = None, cublas: FakeCublas | None = None
+) -> GpuSlice:
+    return GpuSlice(GPU, num_sms, driver or FakeDriver(), cublas or FakeCublas())
+
+
+@pytest.mark.parametrize(("asked", "given"), [(1, 8), (8, 8), (10, 16), (128, 128)])
+def test_the_driver_is_asked_step_by_step_and_what_it_gives_counts(asked: int, given: int) -> None:
+    driver = FakeDriver(total_sms=132)
+    context = GreenContext(driver, 0, asked)
+    assert driver.calls == [
+        "cuInit",
+        "cuDeviceGet",
+        "cuDeviceGetDevResource",
+        "cuDevSmResourceSplitByCount",
+        "cuDevResourceGenerateDesc",
+        "cuGreenCtxCreate",
+    ]
+    assert (context.num_sms, context.total_sms, driver.context_sms) == (given, 132, given)
+
+
+def test_all_sms_are_a_slice_although_they_are_no_whole_number_of_groups() -> None:
+    driver = FakeDriver(total_sms=132)
+    assert GreenContext(driver, 0, 132).num_sms == driver.context_sms == 132
+    assert "cuDevSmResourceSplitByCount" not in driver.calls
+
+
+@pytest.mark.parametrize(("asked", "message"), [(133, "this GPU has 132"), (131, "or for all 132")])
+def test_more_than_the_gpu_can_give_is_told(asked: int, message: str) -> None:
+    driver = FakeDriver(total_sms=132)
+    with pytest.raises(ValueError, match=message):
+        GreenContext(driver, 0, asked)
+    assert driver.open_contexts == 0
+
+
+@pytest.mark.parametrize("result", [1, 914])
+def test_a_split_that_the_driver_refuses_is_the_users_to_change(result: int) -> None:
+    driver = FakeDriver()
+    driver.fail["cuDevSmResourceSplitByCount"] = result
+    with pytest.raises(ValueError, match="cannot be cut"):
+        GreenContext(driver, 0, 8)
+
+
+@pytest.mark.parametrize("name", ["cuGreenCtxCreate", "cuGreenCtxStreamCreate", "cuDeviceGetDevResource"])
+def test_an_old_driver_is_told_before_anything_is_asked(name: str) -> None:
+    driver = FakeDriver(without=(name,))
+    with pytest.raises(RuntimeError, match=rf"driver is too old .*{name}.*12\.5"):
+        GreenContext(driver, 0, 8)
+    assert driver.calls == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name for name in _FUNCTIONS if name != "cuGreenCtxDestroy"],
+)
+def test_a_failed_call_is_named_and_leaves_nothing(name: str, torch_cuda: FakeTorchCuda) -> None:
+    driver = FakeDriver()
+    driver.fail[name] = 2
+    with pytest.raises(RuntimeError, match=f"{name} failed with error 2"):
+        make_slice(driver=driver)
+    assert driver.open_contexts == 0
+
+
+@pytest.mark.parametrize("num_sms", [0, -8])
+def test_a_slice_has_at_least_one_multiprocessor(num_sms: int) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        open_streams(GPU, num_sms)
+
+
+def test_a_slice_needs_a_gpu() -> None:
+    with pytest.raises(ValueError, match="--gpu-slice needs an NVIDIA GPU"):
+        Engine.from_pretrained(device="cpu", gpu_slice=8)
+
+
+def test_without_a_slice_nothing_is_asked_of_anybody() -> None:
+    streams = open_streams(torch.device("cpu"))
+    assert isinstance(streams, WholeDevice)
+    assert (streams.sms, streams.note) == (None, None)
+    with streams.on_device():
+        pass
+
+
+def test_work_inside_goes_to_the_slices_stream_and_in_order(torch_cuda: FakeTorchCuda) -> None:
+    driver, cublas = FakeDriver(), FakeCublas()
+    slice_ = make_slice(10, driver, cublas)
+    thread = threading.get_ident()
+    with slice_.on_device():
+        main = torch_cuda.current
+        assert main.handle in driver.streams
+        assert main.device == GPU
+        assert main.waited_for == [torch_cuda.default]
+        assert cublas.targets[thread] == 16
+        assert torch._C._get_sm_carveout_experimental() == 132 - 16
+        with slice_.on_device():
+            assert torch_cuda.current is main
+        assert cublas.targets[thread] == 16
+    assert torch_cuda.current is torch_cuda.default
+    assert torch_cuda.default.waited_for == [main]
+    assert cublas.targets[thread] == 0
+    assert slice_.note == "All GPU work runs on 16 of the GPU's 132 multiprocessors."
+
+
+def test_an_error_inside_leaves_the_thread_as_it_was(torch_cuda: FakeTorchCuda) -> None:
+    cublas = FakeCublas()
+    cublas.targets[threading.get_ident()] = 40
+    slice_ = make_slice(cublas=cublas)
+    with pytest.raises(KeyError), slice_.on_device():
+        raise KeyError
+    assert torch_cuda.current is torch_cuda.default
+    assert cublas.targets[threading.get_ident()] == 40
+
+
+def test_one_thread_inside_does_not_take_another_with_it(torch_cuda: FakeTorchCuda) -> None:
+    slice_, seen = make_slice(), []
+    with slice_.on_device():
+        other = threading.Thread(target=lambda: seen.append(torch_cuda.current))
+        other.start()
+        other.join()
+    assert seen == [torch_cuda.default]
+
+
+def test_streams_are_the_slices_and_shared_only_when_there_are_many(torch_cuda: FakeTorchCuda) -> None:
+    driver = FakeDriver()
+    slice_ = make_slice(driver=driver)
+    streams = [slice_.stream() for _ in range(33)]
+    assert len(driver.streams) == len(set(driver.streams)) == 33  # the main one, too
+    assert [stream.handle for stream in streams] == [*driver.streams[1:], driver.streams[1]]  # type: ignore[attr-defined]
+
+
+def test_every_stream_of_the_lanes_comes_from_the_slice(torch_cuda: FakeTorchCuda) -> None:
+    driver = FakeDriver()
+    lanes = Lanes.for_device(make_slice(driver=driver), None)
+    used = {lane._stream.handle for lane in (lanes.to_host, lanes.to_device, lanes.swap)}  # type: ignore[attr-defined]
+    assert len(used) == 3
+    assert used <= set(driver.streams)
+    lanes.close()
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordedStreams:
+    """Of the CPU; from now on a model must not compute, nor memory for KV be taken, outside of them."""
+    monkeypatch.setenv("NEO_DESKTOP_CACHE", str(tmp_path))
+    recorded = RecordedStreams()
+    monkeypatch.setattr(loading, "open_streams", lambda *_: recorded)
+    for owner, name in (
+        *((Decoder, each) for each in ("__init__", "prepare", "embed", "rotary", "logits")),
+        *((Decoder, each) for each in ("pre_attention", "post_attention")),
+        (KVPool, "__init__"),
+    ):
+        method = getattr(owner, name)
+
+        def inside(*args: object, method: object = method, **kwargs: object) -> object:
+            assert recorded.is_inside, f"{method} outside the slice"
+            return method(*args, **kwargs)  # type: ignore[operator]
+
+        monkeypatch.setattr(owner, name, inside)
+    return recorded
+
+
+def test_an_engine_loads_measures_and_generates_inside(streams: RecordedStreams) -> None:
+    with Engine.from_pretrained(
+        shape="tiny", device="cpu", gpu_slice=8, policy="neo", gpu_cache_tokens=256, cpu_cache_tokens=1024
+    ) as engine:
+        assert engine.stats().gpu_sms == 8
+        outputs = []
+        params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+        thread = threading.Thread(target=lambda: outputs.extend(engine.generate([[1, 2, 3]] * 20, params)))
+        thread.start()
+        thread.join()
+        assert [len(output.token_ids) for output in outputs] == [4] * 20
+    assert not streams.is_inside
+
+
+def test_the_gpu_suite_runs_the_model_inside(streams: RecordedStreams) -> None:
+    options = GpuOptions(
+        shape="tiny", device="cpu", batches=(1,), context_tokens=16, iterations=2, seconds=0.1
+    )
+    assert last(run_gpu(options, ignore)).decode
+
+
+def test_a_self_test_runs_every_suite_inside_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, seen = RecordedStreams(), []
+
+    def suite(*_: object) -> Iterator[object]:
+        seen.append(streams.is_inside)
+        yield from ()
+
+    monkeypatch.setattr(bench_run, "open_streams", lambda *_: streams)
+    monkeypatch.setattr(bench_run, "SUITES", dict.fromkeys(("a", "b"), suite))
+    assert run_suites(["a", "b"], ignore, SuiteOptions(gpu_slice=3)).gpu_slice_sms == 8
+    assert run_suites(["a"], ignore).gpu_slice_sms is None
+    assert seen == [True] * 3
+
+
+# From here on: on a GPU.
+
+on_a_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def gpu(function: Callable[..., None]) -> Callable[..., None]:
+    for mark in on_a_gpu:
+        function = mark(function)
+    return function
+
+
+def is_in_a_slice(stream: torch.cuda.Stream) -> bool:
+    """What the driver says."""
+    context = ctypes.c_void_p()
+    handle = ctypes.c_void_p(stream.cuda_stream)
+    assert driver_library().cuStreamGetGreenCtx(handle, ctypes.byref(context)) == 0
+    return context.value is not None
+
+
+@gpu
+def test_kernels_in_a_slice_see_no_other_multiprocessors() -> None:
+    from smid_kernel import multiprocessors  # noqa: PLC0415 - Triton is there with a GPU
+
+    streams = open_streams(torch.device("cuda"), 8)
+    assert streams.sms is not None
+    assert 8 <= streams.sms < len(multiprocessors())
+    with streams.on_device():
+        used = multiprocessors()
+        beside = streams.stream()
+        with torch.cuda.stream(beside):
+            used |= multiprocessors()
+    assert 0 < len(used) <= streams.sms
+
+
+@gpu
+def test_a_graph_captured_in_a_slice_stays_there() -> None:
+    from smid_kernel import buffers, launch  # noqa: PLC0415
+
+    streams = open_streams(torch.device("cuda"), 8)
+    assert streams.sms is not None
+    with streams.on_device():
+        sms, spun = buffers()
+        launch(sms, spun)  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=streams.stream()):
+            launch(sms, spun)
+        sms.fill_(-1)
+        graph.replay()
+        used = set(sms.tolist())
+    assert -1 not in used
+    assert len(used) <= streams.sms
+
+
+@gpu
+@pytest.mark.parametrize("tokens", [1, 2, 7, 16, 48, 128, 512, 2048])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_in_a_slice_are_those_of_the_whole_gpu(tokens: int, has_bias: bool) -> None:
+    streams = open_streams(torch.device("cuda"), 8)
+    torch.manual_seed(0)
+    for rows, columns in ((4096, 4096), (12288, 4096), (22016, 4096), (4096, 11008), (896, 896), (1152, 896)):
+        x = torch.randn(tokens, columns, dtype=torch.float16, device="cuda")
+        weight = torch.randn(rows, columns, dtype=torch.float16, device="cuda") / columns**0.5
+        bias = torch.randn(rows, dtype=torch.float16, device="cuda") if has_bias else None
+        with streams.on_device():
+            product = torch.nn.functional.linear(x, weight, bias)
+        torch.testing.assert_close(product, torch.nn.functional.linear(x, weight, bias), atol=2e-2, rtol=2e-2)
+
+
+class Watch(TorchDispatchMode):
+    """Looks at every operation of this thread that has to do with the GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_inside = 0
+        self.outside: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(x, torch.Tensor) and x.is_cuda for x in tree_leaves((args, kwargs, result))):
+            if is_in_a_slice(torch.cuda.current_stream()):
+                self.num_inside += 1
+            else:
+                self.outside.append(str(func))
+        return result
+
+
+@gpu
+def test_no_operation_of_an_engine_is_outside_its_slice() -> None:
+    open_streams(torch.device("cuda"), 8)  # makes the GPU's context by an operation of its own
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    with (
+        Watch() as watch,
+        Engine.from_pretrained(
+            shape="tiny", gpu_slice=8, policy="neo", gpu_cache_tokens=512, cpu_cache_tokens=4096
+        ) as engine,
+    ):
+        engine.generate([[1, 2, 3] * size for size in range(1, 30)], params)
+    assert watch.outside == []
+    assert watch.num_inside > 1000
+
+
+@gpu
+def test_an_executor_in_a_slice_gives_the_tokens_of_a_plain_computation() -> None:
+    model = tiny_model(device="cuda")
+    executor = PipelineExecutor(
+        model, make_storage(model, dict.fromkeys(Place, 24)), streams=open_streams(model.device, 8)
+    )
+    iterations = RandomIterations(0)
+    for plan, contexts in iterations.plans(12):
+        result = executor.execute(plan)
+        check_result(model, plan, contexts, result, tolerance=2e-3)
+        iterations.take_in(result)
+    executor.close()
