@@ -19,6 +19,8 @@ from pipeline_case import (
 )
 
 from neo_desktop.engine.batch import IterationPlan, SamplingInput, ScheduledSequence, SubBatch
+from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.graphs.bucket import Bucket, Most
 from neo_desktop.engine.execute.graphs.executor import GraphExecutor
 from neo_desktop.engine.execute.graphs.streams import Lane
@@ -390,3 +392,24 @@ def test_the_memory_of_a_workspace_is_known_beforehand() -> None:
         tensors += [tensor for part in workspace._sub_batches for tensor in part.values()]
         taken = sum(tensor.nbytes for tensor in tensors)
         assert taken == pytest.approx(most.device_bytes(config, torch.float16), rel=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("parts", [("abf",), ("cde",), ("abcd", "fe"), ("ac", "d")])
+def test_on_a_gpu_graphs_give_the_tokens_of_a_plain_computation(parts: tuple[str, ...]) -> None:
+    model = tiny_model((None, 5), device="cuda")
+    storage = make_storage(model, dict.fromkeys(Place, NUM_BLOCKS), BLOCK_SIZE)
+    timeline = Timeline()
+    executor = build_executor(model, storage, 8, timeline, WholeDevice(model.device))
+    assert isinstance(executor, GraphExecutor)
+    executor.execute(prompts("abcdef"))
+    for step in range(4):  # at once, captured, and launched again
+        plan = decodes(*parts, step=step)
+        timeline.take()
+        check_result(model, plan, contexts(plan), executor.execute(plan), tolerance=2e-3)
+        spans = timeline.take()
+        lanes = {"device", "cpu", "to-host", "to-device"} if set("cde") & set("".join(parts)) else {"device"}
+        assert {span.lane for span in spans} == lanes
+        assert all(span.end_ns >= span.start_ns for span in spans)
+    executor.close()
