@@ -16,6 +16,7 @@ from torch import Tensor
 
 from neo_desktop.engine.batch import BlockCopy, SamplingInput, ScheduledSequence, SubBatch
 from neo_desktop.engine.execute.attention import PlaceBatch, place_batches
+from neo_desktop.engine.execute.graphs.bucket import MAX_ROWS
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
@@ -135,6 +136,10 @@ class StageTimer:
         """
         call = self._prepare(point, turn)
         on_gpu = self.is_cuda and point.stage not in (Stage.HEAD, Stage.HAND_OFF, Stage.CPU_ATTENTION)
+        if on_gpu and self._is_in_graphs(point):
+            from neo_desktop.engine.profiling.captured import graph_ms  # noqa: PLC0415  needs Triton
+
+            return graph_ms(call, LAYERS_AT_ONCE)
         if on_gpu:
             return _gpu_ms(call, LAYERS_AT_ONCE)
         if self.is_cuda:
@@ -171,8 +176,18 @@ class StageTimer:
         }
         return makers[point.stage]()
 
+    def _is_in_graphs(self, point: Point) -> bool:
+        """Whether iterations that do this are mostly graphs, in which launching costs nothing."""
+        is_small = point.stage is Stage.LINEAR and point.x <= MAX_ROWS
+        return self.is_cuda and (is_small or point.stage is Stage.GPU_ATTENTION)
+
     def _linear(self, tokens: int, turn: int) -> Callable[[int], object]:
         decoder, num_layers = self._decoder, self._config.num_layers
+        if self._is_in_graphs(Point(Stage.LINEAR, tokens)):
+            from neo_desktop.engine.profiling.captured import fused_linear  # noqa: PLC0415  needs Triton
+
+            fused = fused_linear(decoder, self._regions[Place.DEVICE].pool, tokens)
+            return lambda step: fused((turn * LAYERS_AT_ONCE + step) % num_layers)
         hidden, attention_out = self._hidden[:tokens], self._q[:tokens]
         rotation = decoder.rotary(torch.arange(tokens, device=decoder.device))
 

@@ -1,0 +1,56 @@
+"""Times a stage as the graphs of decodes run it: without the gaps that launching leaves.
+
+Nothing in here may be imported where there is no GPU, since it needs Triton.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from neo_desktop.engine.execute.graphs.bucket import Bucket, Most, Rows
+from neo_desktop.engine.execute.graphs.layers import FusedLayers
+from neo_desktop.engine.execute.graphs.workspace import Workspace
+from neo_desktop.engine.kv.storage import KVPool
+from neo_desktop.models.decoder import Decoder
+
+
+def fused_linear(decoder: Decoder, pool: KVPool, tokens: int) -> Callable[[int], object]:
+    """Return the linear stages of a layer, for so many decodes; nothing is stored in the pool."""
+    workspace = Workspace(decoder.config, decoder.dtype, decoder.device, Most(tokens, 1), num_sms=1)
+    layers = FusedLayers(decoder, workspace.scratch)
+    (memory,) = workspace.sub_batches(Bucket((Rows(tokens, 0),), 1))
+    memory.inputs.slots.fill_(-1)
+    layers.embed(memory)
+    k_caches, v_caches = pool.parts
+
+    def call(layer: int) -> None:
+        layers.pre_attention(layer, memory, k_caches[layer], v_caches[layer])
+        layers.post_attention(layer, memory)
+
+    return call
+
+
+def graph_ms(call: Callable[[int], object], repeats: int) -> float:
+    """Return the time of one call among `repeats` that follow each other in a graph."""
+    current = torch.cuda.current_stream()
+    # Torch's default stream cannot be captured. Any other is there because work must stay on it.
+    stream = torch.cuda.Stream() if current == torch.cuda.default_stream() else current  # type: ignore[no-untyped-call]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        for step in range(repeats):  # compiles what is new
+            call(step)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for step in range(repeats):
+                call(step)
+        finally:
+            graph.capture_end()
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+    return float(start.elapsed_time(end)) / repeats
