@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 from fake_gpu import BUS_BYTES_PER_S, FLOP_PER_S, LAUNCH_S, READ_BYTES_PER_S, UUID, FakeNvml, FakeTimer
+from imitated_streams import ImitatedRunner, Operation
 from matplotlib.figure import Figure
 from pydantic import TypeAdapter
 
@@ -18,6 +19,7 @@ from neo_desktop.app.bench import gpu_driver
 from neo_desktop.app.bench.gpu_driver import GpuState, state_notes
 from neo_desktop.app.bench.hardware import HardwareOptions, HardwareReport, run_hardware, suite
 from neo_desktop.app.bench.hardware.device import BOTH, SAMPLE_SECONDS, Way, gpu_cases
+from neo_desktop.app.bench.hardware.graph_hand_off import GraphHandOff
 from neo_desktop.app.bench.hardware.hand_off import HandOff
 from neo_desktop.app.bench.hardware.host import Host, native_dtypes
 from neo_desktop.app.bench.hardware.options import doubling
@@ -25,6 +27,7 @@ from neo_desktop.app.bench.hardware.rounds import LEAST_ROUNDS, Case, rounds
 from neo_desktop.app.bench.section import Section
 from neo_desktop.app.bench.spread import Spread, figure, size
 from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.execute.graphs.streams import Lane
 from neo_desktop.engine.profiling import hardware
 from neo_desktop.engine.profiling.hardware import find_gpus
 
@@ -70,6 +73,8 @@ def with_gpu(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNv
     monkeypatch.setattr(suite, "CudaTimer", FakeTimer)
     monkeypatch.setattr(suite, "fitting_sizes", lambda sizes: tuple(n for n in sizes if n <= 1024))
     monkeypatch.setattr(suite, "HandOff", lambda _: HandOff(WholeDevice(torch.device("cpu"))))
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(suite, "graph_hand_off", lambda _: GraphHandOff(cpu, ImitatedRunner()))
     yield nvml
     assert nvml.num_open == 0
 
@@ -110,10 +115,10 @@ def test_without_a_gpu_the_report_says_so_and_why(reports: list[HardwareReport])
     why = f"No GPU that torch can use: {find_gpus()[1]}."
     assert why in section.summary
     assert any(why in note and "not measured" in note for note in section.notes)
-    assert report.hand_off[0].is_imitated
+    assert [row.way for row in report.hand_off] == ["threads"]
     assert report.hand_off[0].us.median > 0
-    assert any(table.title == "Hand-off (imitated by threads)" for table in section.tables)
-    assert not any(".gpu_" in metric.name or "hand_off_gpu" in metric.name for metric in report.metrics())
+    assert "imitated by threads" in text_of(section)
+    assert not any(".gpu_" in m.name or "hand_off_graph" in m.name for m in report.metrics())
 
 
 def test_the_summary_tells_the_best_rate_and_that_of_one_thread(reports: list[HardwareReport]) -> None:
@@ -160,7 +165,8 @@ def test_a_gpu_is_measured_and_named(with_gpu: FakeNvml) -> None:
     assert large.to_host_gb_per_s == pytest.approx(BUS_BYTES_PER_S[Way.TO_HOST] / 1e9, rel=0.01)
     # Both ways count, and the slower one decides when both have ended.
     assert large.both_ways_gb_per_s == pytest.approx(2 * large.to_host_gb_per_s)
-    assert not report.hand_off[0].is_imitated
+    assert [row.way for row in report.hand_off] == ["streams", "graph"]
+    assert all(row.us.median > 0 for row in report.hand_off)
     section = report.section()
     assert "Fake RTX" in section.summary
     assert "No GPU" not in text_of(section)
@@ -304,6 +310,19 @@ def test_a_hand_off_that_loses_data_is_an_error(monkeypatch: pytest.MonkeyPatch)
             hand_off.seconds(4096)
     finally:
         hand_off.close()
+
+
+def test_a_hand_off_in_a_graph_that_loses_data_is_an_error() -> None:
+    hand_off = GraphHandOff(torch.device("cpu"), ImitatedRunner())
+    assert hand_off.seconds(4096) > 0
+
+    class Lossy(ImitatedRunner):
+        def _carry_out(self, operations: Sequence[Operation]) -> None:
+            super()._carry_out(operations)
+            next(o for o in operations if o.lane is Lane.DEVICE).carry_out()  # once more than was sent
+
+    with pytest.raises(RuntimeError, match="lost data"):
+        GraphHandOff(torch.device("cpu"), Lossy()).seconds(4096)
 
 
 def test_a_copy_copies_and_bytes_count_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """What was measured, part by part."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from neo_desktop.app.bench.gpu_driver import GpuState
 from neo_desktop.app.bench.spread import Spread
@@ -54,8 +55,10 @@ class GpuFigures:
 
 @dataclass(frozen=True, slots=True)
 class HandOffFigures:
-    """From the device to the CPU and back, with work in between; on the engine's lanes."""
+    """From the device to the CPU and back, with work in between."""
 
+    # "graph": inside a CUDA graph, through flags, as iterations of decodes do. "streams": on the engine's
+    # lanes, as other iterations do. "threads": likewise, but without a GPU, between threads.
+    way: Literal["graph", "streams", "threads"]
     nbytes: int  # each way
     us: Spread  # of a round trip, in a chain of them
-    is_imitated: bool  # there is no GPU: threads hand over to each other

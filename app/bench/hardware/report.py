@@ -76,9 +76,8 @@ class HardwareReport:
         ]
         if self.gpu is not None:
             found += _gpu_metrics(self.gpu)
-        lanes = "threads" if self.gpu is None else "gpu"
         found += [
-            Metric(f"hardware.hand_off_{lanes}_us.{row.nbytes}_bytes", row.us.median, "us", False)
+            Metric(f"hardware.hand_off_{row.way}_us.{row.nbytes}_bytes", row.us.median, "us", False)
             for row in self.hand_off
         ]
         return tuple(found)
@@ -107,7 +106,8 @@ class HardwareReport:
             to_host = max(row.to_host_gb_per_s for row in gpu.transfers)
             text += f" and receives {figure(to_device)} GB/s from the host, sends {figure(to_host)}"
         if self.hand_off:
-            text += f". Handing work to the CPU and back takes {figure(self.hand_off[0].us.median)} us"
+            fastest_us = min(row.us.median for row in self.hand_off)
+            text += f". Handing work to the CPU and back takes {figure(fastest_us)} us"
         return f"{text}."
 
     def _tables(self) -> list[Table]:
@@ -208,9 +208,13 @@ def _transfer_table(transfers: tuple[TransferFigures, ...]) -> Table:
 
 
 def _hand_off_table(hand_off: tuple[HandOffFigures, ...]) -> Table:
-    lanes = "imitated by threads" if hand_off[0].is_imitated else "GPU, CPU, GPU"
-    rows = tuple((size(row.nbytes), str(row.us)) for row in hand_off)
-    return Table(("bytes each way", "round trip us"), rows, f"Hand-off ({lanes})")
+    names = {
+        "graph": "GPU, CPU, GPU in a graph (decodes)",
+        "streams": "GPU, CPU, GPU on streams (with prompts)",
+        "threads": "imitated by threads",
+    }
+    rows = tuple((names[row.way], size(row.nbytes), str(row.us)) for row in hand_off)
+    return Table(("way", "bytes each way", "round trip us"), rows, "Hand-off")
 
 
 def _state_table(state: GpuState) -> Table:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
+from typing import Literal
 
 import torch
 
@@ -18,6 +19,7 @@ from neo_desktop.app.bench.hardware.figures import (
     MatrixFigures,
     TransferFigures,
 )
+from neo_desktop.app.bench.hardware.graph_hand_off import GraphHandOff
 from neo_desktop.app.bench.hardware.hand_off import HandOff
 from neo_desktop.app.bench.hardware.host import Host, host_cases
 from neo_desktop.app.bench.hardware.options import HardwareOptions
@@ -26,8 +28,11 @@ from neo_desktop.app.bench.hardware.rounds import Case, rounds
 from neo_desktop.app.bench.spread import Spread, size
 from neo_desktop.app.bench.suite import Progress
 from neo_desktop.engine.cuda.streams import Streams, open_streams
+from neo_desktop.engine.execute.graphs.streams import CudaRunner, Lane
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.hardware import find_gpus, last_level_cache_bytes
+
+_Way = Literal["graph", "streams", "threads"]
 
 
 def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[HardwareReport]:
@@ -43,8 +48,15 @@ def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[Hardw
         cases = host_cases(host, options.thread_counts, options.cpu_matrix_size)
         if gpu is not None:
             cases |= gpu.cases
+        ways: dict[Case, _Way] = {}
         for nbytes in options.hand_off_bytes:
-            cases[Case("hand-off", nbytes)] = partial(hand_off.seconds, nbytes)
+            case = Case("hand-off", nbytes)
+            ways[case] = "threads" if gpu is None else "streams"
+            cases[case] = partial(hand_off.seconds, nbytes)
+            if gpu is not None:
+                case = Case("hand-off in a graph", nbytes)
+                ways[case] = "graph"
+                cases[case] = partial(gpu.graph_hand_off.seconds, nbytes)
 
         gpu_note = "" if gpu is not None else find_gpus()[1]
         last_level_bytes = last_level_cache_bytes()
@@ -64,13 +76,16 @@ def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[Hardw
                 gpu=None if gpu is None else gpu.figures(spreads),
                 gpu_note=gpu_note,
                 hand_off=tuple(
-                    HandOffFigures(case.size, spread.scaled(1e6), is_imitated=gpu is None)
-                    for case, spread in spreads.items()
-                    if case.what == "hand-off"
+                    HandOffFigures(way, case.size, spreads[case].scaled(1e6)) for case, way in ways.items()
                 ),
                 notes=() if gpu is None else gpu.notes,
             )
     progress(1.0, "done")
+
+
+def graph_hand_off(streams: Streams) -> GraphHandOff:
+    """Make what measures hand-offs in a CUDA graph."""
+    return GraphHandOff(streams.device, CudaRunner({lane: streams.stream() for lane in Lane}, None))
 
 
 class _Gpu:
@@ -84,6 +99,7 @@ class _Gpu:
             for size in options.gpu_matrix_sizes
             if size not in sizes
         )
+        self.graph_hand_off = graph_hand_off(streams)
         self._timer = CudaTimer(
             streams, options.gpu_memory_bytes, max(sizes, default=0), max(options.transfer_bytes, default=0)
         )

@@ -18,5 +18,5 @@ It is the order of `pipeline`, which carries out all other plans. The flags are 
 GPU writes and waits for as part of the graph (`cuStreamWriteValue32`, `cuStreamWaitValue32`); on the other
 side is `native.relay`, which neither Python nor a lock can delay.
 
-Nothing in here may be imported where there is no GPU, since it needs Triton.
+All but `bucket` and `streams` needs Triton, and may be imported where there is a GPU only.
 """
