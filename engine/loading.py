@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -78,19 +79,22 @@ def choose_device(name: str) -> torch.device:
     """Return the device of that name; "auto" takes a CUDA GPU if torch can use one.
 
     Raises:
-        ValueError: the name is unknown, or there is no such device.
+        ValueError: the name is unknown, there is no such device, or Triton is missing, which a GPU needs.
     """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cpu":
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if name != "cuda":
+    if name not in ("auto", "cuda"):
         raise ValueError(f"device {name!r} is unknown; choose one of: auto, cpu, cuda")
     if not torch.cuda.is_available():
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
         raise ValueError(
             f"device 'cuda' was asked for, but torch {torch.__version__} (built for {built_for}) finds no "
             "usable GPU: check the driver with nvidia-smi, or use device 'cpu'"
+        )
+    if find_spec("triton") is None:
+        raise ValueError(
+            "a GPU needs Triton, which is not installed: 'pip install triton' (on Windows "
+            "'pip install triton-windows'), or use device 'cpu'"
         )
     return torch.device("cuda")
 
