@@ -107,14 +107,18 @@ def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.
     take more than half of the free memory.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or the GPU has no such numbers.
     """
+    if name not in ("auto", *DTYPES):
+        raise ValueError(f"dtype {name!r} is unknown; choose one of: auto, {', '.join(DTYPES)}")
+    has_bfloat16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    if name == "bfloat16" and not has_bfloat16:
+        raise ValueError(
+            f"{torch.cuda.get_device_name(device)} has no bfloat16: use dtype 'float16', or 'auto'"
+        )
     if name in DTYPES:
         return DTYPES[name]
-    if name != "auto":
-        raise ValueError(f"dtype {name!r} is unknown; choose one of: auto, {', '.join(DTYPES)}")
     if device.type == "cuda":
-        has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.float16 if config.dtype is torch.bfloat16 and not has_bfloat16 else config.dtype
     if config.weight_bytes(torch.float32) <= host_memory().available_bytes // 2:
         return torch.float32

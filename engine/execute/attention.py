@@ -60,12 +60,12 @@ class PlaceBatch:
         if self.prefills:
             self.store_prefills(layer, k[self.prefill_rows], v[self.prefill_rows])
         for group in self.prefills:
-            contexts = k[group.rows], v[group.rows]
+            keys, values = k[group.rows], v[group.rows]
             if group.has_earlier:
-                rows = k.new_empty(2, len(group.slots), *k.shape[1:])
-                self.pool.layer(layer).read(group.slots, rows)
-                contexts = rows[0], rows[1]
-            group.attend(q, *contexts, out, scale, window)
+                contexts = k.new_empty(2, len(group.slots), *k.shape[1:])
+                self.pool.layer(layer).read(group.slots, contexts)
+                keys, values = contexts[0], contexts[1]
+            group.attend(q, keys, values, out, scale, window)
         if self.num_decodes:
             rows = self.decode_rows
             self.attend_decodes(layer, q[rows], k[rows], v[rows], out[rows], scale, window)
@@ -134,4 +134,3 @@ def _place_batch(sequences: Sequence[ScheduledSequence], pool: KVPool, first_row
         block_tables=torch.tensor(padded, dtype=torch.int32, device=device).reshape(len(decodes), width),
         context_lens=torch.tensor([s.context_len for s in decodes], dtype=torch.int32, device=device),
     )
-

@@ -174,7 +174,7 @@ class ForwardPass:
         self._stored.append(stored)
 
     def _attend_on_device(self, attention: _Attention, window: int | None, copied: Sequence[Signal]) -> None:
-        layer, device, host = attention.layer, self._lanes.device, self._on_host
+        layer, device = attention.layer, self._lanes.device
         q, k, v, out = attention.q, attention.k, attention.v, attention.out
         scale = self._model.config.attention_scale
         fetched = self._fetched[layer % 2]

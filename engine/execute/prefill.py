@@ -44,7 +44,12 @@ class Prefill:
     @property
     def context_len(self) -> int:
         """Tokens up to the chunk's end."""
-        return self.start + self.rows.stop - self.rows.start
+        return self.start + self.num_queries
+
+    @property
+    def num_queries(self) -> int:
+        """Tokens of the chunk."""
+        return int(self.rows.stop - self.rows.start)
 
     @property
     def earlier_slots(self) -> Tensor:
@@ -63,7 +68,7 @@ class PrefillGroup:
     @classmethod
     def of(cls, chunks: tuple[Prefill, ...]) -> Self:
         """Make a group, all of whose tensors are where the chunks' are."""
-        lengths = [chunk.rows.stop - chunk.rows.start for chunk in chunks], [c.context_len for c in chunks]
+        lengths = [chunk.num_queries for chunk in chunks], [chunk.context_len for chunk in chunks]
         ends = [list(accumulate(numbers, initial=0)) for numbers in lengths]
         slots = torch.cat([chunk.slots for chunk in chunks])
         return cls(chunks, slots, torch.tensor(ends, dtype=torch.int32, device=slots.device))
@@ -115,12 +120,12 @@ class PrefillGroup:
             window = None
         kernel = kernel_on(q.device, q.dtype, q.shape[2], window is not None)
         if kernel is PrefillKernel.FLASH:
-            queries = max(chunk.rows.stop - chunk.rows.start for chunk in self.chunks)
+            queries = max(chunk.num_queries for chunk in self.chunks)
             out[self.rows] = _flash(
                 q[self.rows], keys, values, self.ends, queries, max(context_lens), scale, window
             )
             return
-        contexts = zip(keys.split(context_lens), values.split(context_lens), strict=True)
+        contexts = zip(torch.split(keys, context_lens), torch.split(values, context_lens), strict=True)
         for chunk, (k, v) in zip(self.chunks, contexts, strict=True):
             if kernel is PrefillKernel.EFFICIENT:
                 out[chunk.rows] = _efficient(q[chunk.rows], k, v, scale)
@@ -210,8 +215,8 @@ def _flash(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    # What torch.nn.attention.varlen calls. That cannot be told of grouped queries before 2.12 and must be from
-    # 2.12 on, and importing it takes a second.
+    # What torch.nn.attention.varlen calls. That must be told of grouped queries from 2.12 on and cannot be
+    # before, and importing it takes a second.
     out: Tensor = torch.ops.aten._flash_attention_forward(
         q,
         k,
@@ -277,11 +282,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int 
 def _by_kv_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """View all as [kv_heads, group, tokens, head_dim]: the heads of K and V repeat without being copied.
 
-    The memory-efficient kernel knows no grouped queries: with `enable_gqa`, SDPA on a GPU older than 8.0 or in
-    float32 falls back to a kernel that writes all scores to memory.
+    The memory-efficient kernel knows no grouped queries: with `enable_gqa`, SDPA on a GPU older than 8.0 or
+    in float32 falls back to a kernel that writes all scores to memory.
     """
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads
-    queries = q.unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)
+    queries = torch.unflatten(q, 1, (kv_heads, group)).permute(1, 2, 0, 3)
     keys, values = (x.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for x in (k, v))
     return queries, keys, values

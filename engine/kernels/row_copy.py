@@ -62,14 +62,16 @@ def _copy_rows(
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
+    if slot < 0:
+        return
     offsets = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    is_copied = (offsets < ELEMENTS) & (slot >= 0)
+    in_row = offsets < ELEMENTS
     k_row = k + token * k_stride + offsets
     v_row = v + token * v_stride + offsets
     cached = slot * ELEMENTS + offsets
     if WRITE:
-        tl.store(k_cache + cached, tl.load(k_row, mask=is_copied), mask=is_copied)
-        tl.store(v_cache + cached, tl.load(v_row, mask=is_copied), mask=is_copied)
+        tl.store(k_cache + cached, tl.load(k_row, mask=in_row), mask=in_row)
+        tl.store(v_cache + cached, tl.load(v_row, mask=in_row), mask=in_row)
     else:
-        tl.store(k_row, tl.load(k_cache + cached, mask=is_copied), mask=is_copied)
-        tl.store(v_row, tl.load(v_cache + cached, mask=is_copied), mask=is_copied)
+        tl.store(k_row, tl.load(k_cache + cached, mask=in_row), mask=in_row)
+        tl.store(v_row, tl.load(v_cache + cached, mask=in_row), mask=in_row)

@@ -37,8 +37,8 @@ class DeviceLayer(KVLayer):
     def launch_all_kernels(self, num_heads: int) -> None:
         """Launch every variant of every kernel that will be needed, with nothing to do."""
         kv_heads, head_dim = self._k.shape[2:]
-        options = {"dtype": self._k.dtype, "device": self.device}
-        rows, q = torch.empty((2, 1, kv_heads, head_dim), **options), torch.empty((1, num_heads, head_dim), **options)
+        q = self._k.new_empty(1, num_heads, head_dim)
+        rows = self._k.new_empty(2, 1, kv_heads, head_dim)
         nowhere = torch.full((1,), -1, device=self.device)
         self.write(rows[0], rows[1], nowhere)
         self.read(nowhere, rows)

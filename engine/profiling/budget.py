@@ -142,9 +142,9 @@ def activation_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.
     """Return the most memory that one iteration needs beside weights and KV.
 
     In the widest stage a token has its residual and normalised state, the gate-up product and its
-    activation. Attention is narrower, but a chunk of a long prompt, or several of short ones, need the KV before
-    them in one piece, twice while it is put together, and a mask. Each sampled request has its logits in
-    float32, and the sampler a few copies of them.
+    activation. Attention is narrower, but a chunk of a long prompt, or several of short ones, need the KV
+    before them in one piece, twice while it is put together, and a mask. Each sampled request has its logits
+    in float32, and the sampler a few copies of them.
     """
     tokens = limits.max_batch_tokens
     context = max(min(config.max_context_tokens, LONG_CONTEXT_TOKENS), PACKED_TOKENS)

@@ -32,7 +32,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_every_kernel_was_compiled_for_every_gpu(kernels: list[dict[str, Any]]) -> None:
     compiled = {(kernel["kernel"], kernel["capability"]) for kernel in kernels}
-    names = ("_attend", "_merge", "_rope_append", "_add_rms_norm", "_silu_mul", "_copy_blocks")
+    names = ("_attend", "_merge", "_rope_append", "_add_rms_norm", "_silu_mul", "_copy_rows")
     assert compiled == {(name, capability) for name in names for capability in SHARED_MEMORY}
 
 

@@ -63,8 +63,8 @@ def make_storage(
 ) -> KVStorage:
     """Pools full of NaN: whatever is read before it was written shows.
 
-    Without a GPU the device's pool lies as in a GPU's memory, all the same, unless `device_kind` says something
-    else (None: what an engine would do).
+    Without a GPU the device's pool lies as in a GPU's memory, all the same, unless `device_kind` says
+    something else (None: what an engine would do).
     """
     if model.device.type != "cpu":
         device_kind = None
