@@ -47,7 +47,7 @@ def _launch(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tenso
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("slots",))  # part of a batch's slots, aligned or not: one variant for both
 def _copy_rows(
     k,
     v,
