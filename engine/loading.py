@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -85,19 +86,22 @@ def choose_device(name: str) -> torch.device:
     """Return the device of that name; "auto" takes a CUDA GPU if torch can use one.
 
     Raises:
-        ValueError: the name is unknown, or there is no such device.
+        ValueError: the name is unknown, there is no such device, or Triton is missing, which a GPU needs.
     """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cpu":
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if name != "cuda":
+    if name not in ("auto", "cuda"):
         raise ValueError(f"device {name!r} is unknown; choose one of: auto, cpu, cuda")
     if not torch.cuda.is_available():
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
         raise ValueError(
             f"device 'cuda' was asked for, but torch {torch.__version__} (built for {built_for}) finds no "
             "usable GPU: check the driver with nvidia-smi, or use device 'cpu'"
+        )
+    if find_spec("triton") is None:
+        raise ValueError(
+            "a GPU needs Triton, which is not installed: 'pip install triton' (on Windows "
+            "'pip install triton-windows'), or use device 'cpu'"
         )
     return torch.device("cuda")
 
@@ -110,14 +114,18 @@ def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.
     take more than half of the free memory.
 
     Raises:
-        ValueError: the name is unknown.
+        ValueError: the name is unknown, or the GPU has no such numbers.
     """
+    if name not in ("auto", *DTYPES):
+        raise ValueError(f"dtype {name!r} is unknown; choose one of: auto, {', '.join(DTYPES)}")
+    has_bfloat16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    if name == "bfloat16" and not has_bfloat16:
+        raise ValueError(
+            f"{torch.cuda.get_device_name(device)} has no bfloat16: use dtype 'float16', or 'auto'"
+        )
     if name in DTYPES:
         return DTYPES[name]
-    if name != "auto":
-        raise ValueError(f"dtype {name!r} is unknown; choose one of: auto, {', '.join(DTYPES)}")
     if device.type == "cuda":
-        has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.float16 if config.dtype is torch.bfloat16 and not has_bfloat16 else config.dtype
     if config.weight_bytes(torch.float32) <= host_memory().available_bytes // 2:
         return torch.float32

@@ -30,6 +30,8 @@ def check_logits(device: str) -> None:
     with Engine.from_pretrained(device="cpu", dtype="float32") as engine:
         reference = first_logprobs(engine)
     for dtype, tolerance in (("float32", 1e-3), ("float16", 2e-2), ("bfloat16", 2e-1)):
+        if dtype == "bfloat16" and device == "cuda" and torch.cuda.get_device_capability() < (8, 0):
+            continue
         with Engine.from_pretrained(device=device, dtype=dtype) as engine:
             found = first_logprobs(engine)
         error = max(

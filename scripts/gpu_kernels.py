@@ -6,22 +6,23 @@ The sizes are those of an 8B model; what is measured is larger than a GPU's cach
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from neo_desktop.engine.execute.prefill import Prefill, groups_of, kernel_on
 from neo_desktop.engine.kernels.activation import silu_mul
-from neo_desktop.engine.kernels.block_copy import gather_blocks, scatter_blocks
 from neo_desktop.engine.kernels.norm import add_rms_norm
 from neo_desktop.engine.kernels.paged_decode import num_splits, paged_decode
 from neo_desktop.engine.kernels.rope_append import rope_append
-from neo_desktop.engine.kv.gathered_attention import gathered_decode_attention
+from neo_desktop.engine.kernels.row_copy import read_rows, write_rows
 from neo_desktop.models.layers import gated_silu, rms_norm, rotary, rotate
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, BLOCK_SIZE = 32, 8, 128, 4096, 14336, 16
 EPS = 1e-5
 # Relative error of all of an output, as one vector.
-TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,11 @@ def decode_case(
     scale = HEAD_DIM**-0.5
 
     expected = torch.zeros(q.shape, device=device)
-    by_head = [cache.transpose(1, 2).float() for cache in (k_cache, v_cache)]
-    expected[1:] = gathered_decode_attention(q[1:].float(), *by_head, tables[1:], lengths[1:], scale, window)
+    for request in range(1, requests):
+        end = int(lengths[request])
+        begin = max(end - (window or end), 0)
+        k, v = (cache[tables[request].long()].flatten(0, 1)[begin:end] for cache in (k_cache, v_cache))
+        expected[request] = dense(q[request : request + 1], k, v, scale, None)[0]
     attended = int(lengths.clamp(max=window or context).sum())
     return Case(
         f"decode attention of {requests} x {context}, window {window}, {splits} splits",
@@ -132,31 +136,69 @@ def silu_case(dtype: torch.dtype, device: torch.device, tokens: int) -> Case:
     )
 
 
-def copy_cases(dtype: torch.dtype, device: torch.device, num_blocks: int) -> Iterator[Case]:
-    """Half of the blocks, out of the cache and into another one."""
-    cache_shape = (num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+def copy_cases(dtype: torch.dtype, device: torch.device, tokens: int) -> Iterator[Case]:
+    """Half of the rows, out of the cache and into another one."""
+    cache_shape = (tokens // BLOCK_SIZE, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
     k_cache, v_cache = (torch.randn(cache_shape, dtype=dtype, device=device) for _ in range(2))
-    blocks = torch.randperm(num_blocks, device=device)[: num_blocks // 2]
-    rows = torch.stack([cache[blocks].flatten(0, 1) for cache in (k_cache, v_cache)])
-    buffer = torch.empty_like(rows)
+    slots = torch.randperm(tokens, device=device)[: tokens // 2]
+    rows = torch.stack([cache.flatten(0, 1)[slots] for cache in (k_cache, v_cache)])
+    found = torch.empty_like(rows)
     yield Case(
-        f"{len(blocks)} blocks out of the cache",
-        lambda: gather_blocks(k_cache, v_cache, blocks, buffer),
-        (buffer,),
+        f"{len(slots)} rows out of the cache",
+        lambda: read_rows(found[0], found[1], k_cache, v_cache, slots),
+        (found,),
         (rows,),
         2 * rows.nbytes,
     )
     targets = [torch.zeros_like(cache) for cache in (k_cache, v_cache)]
     expected = [torch.zeros_like(cache) for cache in (k_cache, v_cache)]
     for cache, own in zip(expected, rows, strict=True):
-        cache[blocks] = own.view(len(blocks), *cache_shape[1:])
+        cache.flatten(0, 1)[slots] = own
     yield Case(
-        f"{len(blocks)} blocks into the cache",
-        lambda: scatter_blocks(targets[0], targets[1], blocks, rows),
+        f"{len(slots)} rows into the cache",
+        lambda: write_rows(rows[0], rows[1], targets[0], targets[1], slots),
         tuple(targets),
         tuple(expected),
         2 * rows.nbytes,
     )
+
+
+def prefill_case(dtype: torch.dtype, device: torch.device, window: int | None) -> Case:
+    """Chunks with and without earlier tokens; each group is attended to as in an iteration."""
+    starts, counts = (0, 1000, 3000), (300, 24, 500)
+    ends = list(accumulate(counts, initial=0))
+    chunks = [
+        Prefill(slice(begin, end), start, torch.zeros(start + end - begin, dtype=torch.int64, device=device))
+        for start, begin, end in zip(starts, ends, ends[1:], strict=False)
+    ]
+    q = torch.randn(ends[-1], HEADS, HEAD_DIM, dtype=dtype, device=device)
+    context_lens = [chunk.context_len for chunk in chunks]
+    keys, values = torch.randn(2, sum(context_lens), KV_HEADS, HEAD_DIM, dtype=dtype, device=device)
+    out, scale = torch.empty_like(q), HEAD_DIM**-0.5
+    (group,) = groups_of(chunks)
+    expected = [
+        dense(q[chunk.rows], k, v, scale, window)
+        for chunk, k, v in zip(chunks, keys.split(context_lens), values.split(context_lens), strict=True)
+    ]
+    kernel = kernel_on(device, dtype, HEAD_DIM, window is not None)
+    return Case(
+        f"prefill attention ({kernel}) of {len(q)} tokens, window {window}",
+        lambda: group.attend(q, keys, values, out, scale, window),
+        (out,),
+        (torch.cat(expected),),
+        2 * q.nbytes + 2 * keys.nbytes,
+    )
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """Causal attention of the last tokens of one context, in float32, with all scores in memory."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
+    distance = torch.arange(len(k) - len(q), len(k), device=q.device).unsqueeze(1)
+    distance = distance - torch.arange(len(k), device=q.device)
+    hidden = (distance < 0) | (distance >= (window or len(k)))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
 
 
 def cases(dtype: torch.dtype, device: torch.device, num_sms: int, tokens: int) -> Iterator[Case]:
@@ -167,7 +209,9 @@ def cases(dtype: torch.dtype, device: torch.device, num_sms: int, tokens: int) -
     yield rope_case(dtype, device, tokens // 8)
     yield norm_case(dtype, device, tokens // 8)
     yield silu_case(dtype, device, tokens // 8)
-    yield from copy_cases(dtype, device, tokens // BLOCK_SIZE)
+    yield from copy_cases(dtype, device, tokens)
+    for window in (None, 700):
+        yield prefill_case(dtype, device, window)
 
 
 def elapsed_ms(launch: Callable[[], None], repetitions: int = 10, at_once: int = 5) -> float:
@@ -218,4 +262,9 @@ def check_kernels() -> None:
                 f"kernel {str(dtype).removeprefix('torch.')}, {case.name}: {1000 * time_ms:.0f} us, "
                 f"{case.num_bytes / time_ms / 1e6:.0f} GB/s, {copy_ms / time_ms:.0%} of a copy's bandwidth"
             )
+    for window in (None, 700):  # what a GPU older than 8.0 uses in 16 bits, too
+        case = prefill_case(torch.float32, device, window)
+        case.launch()
+        case.compare(torch.float32)
+        print(f"kernel float32, {case.name}")
     check_graph(device, num_sms)

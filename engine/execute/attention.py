@@ -12,22 +12,13 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from neo_desktop.engine.batch import ScheduledSequence, SubBatch
-from neo_desktop.engine.kv.layer import Rows, slots_of
+from neo_desktop.engine.execute.prefill import Prefill, PrefillGroup, groups_of
+from neo_desktop.engine.kv.layer import slots_of
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """A prompt chunk: rows of the sub-batch, where its KV lies, and what precedes it."""
-
-    rows: slice
-    start: int  # tokens in the cache before this chunk
-    earlier_slots: Tensor  # [start] int64 on the pool's device: where those tokens are
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +31,7 @@ class PlaceBatch:
     """
 
     pool: KVPool
-    prefills: tuple[Prefill, ...]
+    prefills: tuple[PrefillGroup, ...]
     prefill_rows: slice
     decode_rows: slice
     num_prefill_tokens: int
@@ -68,12 +59,13 @@ class PlaceBatch:
         """Store K and V of all rows, and attend next to the KV; q, k, v and out are the sub-batch's."""
         if self.prefills:
             self.store_prefills(layer, k[self.prefill_rows], v[self.prefill_rows])
-        for chunk in self.prefills:
-            earlier = None
-            if chunk.start:
-                earlier = k.new_empty(chunk.start, *k.shape[1:]), v.new_empty(chunk.start, *v.shape[1:])
-                self.pool.layer(layer).read(chunk.earlier_slots, earlier)
-            attend_prefill(chunk, q, k, v, earlier, out, scale, window)
+        for group in self.prefills:
+            keys, values = k[group.rows], v[group.rows]
+            if group.has_earlier:
+                contexts = k.new_empty(2, len(group.slots), *k.shape[1:])
+                self.pool.layer(layer).read(group.slots, contexts)
+                keys, values = contexts[0], contexts[1]
+            group.attend(q, keys, values, out, scale, window)
         if self.num_decodes:
             rows = self.decode_rows
             self.attend_decodes(layer, q[rows], k[rows], v[rows], out[rows], scale, window)
@@ -122,10 +114,9 @@ def _place_batch(sequences: Sequence[ScheduledSequence], pool: KVPool, first_row
     prefills = []
     for sequence, begin, end in zip(sequences, ends, ends[1:], strict=False):
         if not sequence.is_decode:
-            earlier = sequence.block_table[: -(-sequence.start // block_size)]
-            blocks = torch.tensor(earlier, dtype=torch.int64, device=device)
-            earlier_slots = slots_of(blocks, block_size)[: sequence.start]
-            prefills.append(Prefill(slice(begin, end), sequence.start, earlier_slots))
+            blocks = torch.tensor(sequence.block_table, dtype=torch.int64, device=device)
+            context_slots = slots_of(blocks, block_size)[: sequence.context_len]
+            prefills.append(Prefill(slice(begin, end), sequence.start, context_slots))
 
     decodes = sequences[len(prefills) :]
     if any(not sequence.is_decode for sequence in decodes):
@@ -135,7 +126,7 @@ def _place_batch(sequences: Sequence[ScheduledSequence], pool: KVPool, first_row
     first_decode_row = ends[len(prefills)]
     return PlaceBatch(
         pool=pool,
-        prefills=tuple(prefills),
+        prefills=tuple(groups_of(prefills)),
         prefill_rows=slice(first_row, first_decode_row),
         decode_rows=slice(first_decode_row, ends[-1]),
         num_prefill_tokens=first_decode_row - first_row,
@@ -143,56 +134,3 @@ def _place_batch(sequences: Sequence[ScheduledSequence], pool: KVPool, first_row
         block_tables=torch.tensor(padded, dtype=torch.int32, device=device).reshape(len(decodes), width),
         context_lens=torch.tensor([s.context_len for s in decodes], dtype=torch.int32, device=device),
     )
-
-
-def attend_prefill(
-    chunk: Prefill,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    earlier: Rows | None,
-    out: Tensor,
-    scale: float,
-    window: int | None,
-) -> None:
-    """Attend from a prompt chunk to itself and to what precedes it, all of it on q's device.
-
-    Args:
-        q: [tokens, heads, head_dim] of the sub-batch; k, v, out likewise.
-        earlier: the tokens before the chunk, [start, kv_heads, head_dim] each; None if there are none.
-    """
-    keys, values = k[chunk.rows], v[chunk.rows]
-    if earlier is not None:
-        k_before, v_before = earlier
-        keys = torch.cat((k_before, keys))
-        values = torch.cat((v_before, values))
-    out[chunk.rows] = causal_attention(q[chunk.rows], keys, values, scale, window)
-
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """Attend from the last `len(q)` tokens of a context to all tokens up to each of them.
-
-    Args:
-        q: [queries, heads, head_dim]
-        k: [context, kv_heads, head_dim]
-        v: [context, kv_heads, head_dim]
-    """
-    num_queries, num_keys = len(q), len(k)
-    is_whole = num_queries == num_keys and (window is None or window >= num_keys)
-    mask = None
-    if not is_whole:
-        positions = torch.arange(num_keys - num_queries, num_keys, device=q.device).unsqueeze(1)
-        keys = torch.arange(num_keys, device=q.device)
-        mask = keys <= positions
-        if window is not None:
-            mask &= keys > positions - window
-    out = F.scaled_dot_product_attention(
-        q.transpose(0, 1).unsqueeze(0),
-        k.transpose(0, 1).unsqueeze(0),
-        v.transpose(0, 1).unsqueeze(0),
-        attn_mask=mask,
-        is_causal=is_whole,
-        scale=scale,
-        enable_gqa=True,
-    )
-    return out.squeeze(0).transpose(0, 1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.batch import SubBatch
-from neo_desktop.engine.execute.attention import PlaceBatch, attend_prefill, place_batches
+from neo_desktop.engine.execute.attention import PlaceBatch, place_batches
 from neo_desktop.engine.execute.lanes import Lanes, Signal
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.kv.layer import Rows
@@ -69,6 +69,9 @@ class ForwardPass:
         batches = place_batches(sub_batch, storage)
         self._on_device = batches.get(Place.DEVICE)
         self._on_host = batches.get(Place.HOST)
+        self._host_prefills = (
+            [] if self._on_host is None else [g.attending_on(model.device) for g in self._on_host.prefills]
+        )
         self._num_cpu_decodes = 0 if self._on_host is None else self._on_host.num_decodes
 
         sequences = sub_batch.sequences
@@ -96,7 +99,8 @@ class ForwardPass:
 
     def fetch_earlier(self, layer: int) -> None:
         """Start bringing what precedes the chunks in host memory to the device."""
-        if self._on_host is None or not (tokens := sum(chunk.start for chunk in self._on_host.prefills)):
+        tokens = sum(chunk.start for group in self._host_prefills for chunk in group.chunks)
+        if self._on_host is None or not tokens:
             return
         self._fetched[layer % 2] = self._lanes.swap.submit(
             self._stage("fetch earlier KV", layer, tokens),
@@ -170,7 +174,7 @@ class ForwardPass:
         self._stored.append(stored)
 
     def _attend_on_device(self, attention: _Attention, window: int | None, copied: Sequence[Signal]) -> None:
-        layer, device, host = attention.layer, self._lanes.device, self._on_host
+        layer, device = attention.layer, self._lanes.device
         q, k, v, out = attention.q, attention.k, attention.v, attention.out
         scale = self._model.config.attention_scale
         fetched = self._fetched[layer % 2]
@@ -178,9 +182,8 @@ class ForwardPass:
         with device.span(self._stage("attention", layer, self._num_tokens - self._num_cpu_decodes)):
             if self._on_device is not None:
                 self._on_device.attend(layer, q, k, v, out, scale, window)
-            if host is not None:
-                for chunk, earlier in zip(host.prefills, self._earlier[layer % 2], strict=True):
-                    attend_prefill(chunk, q, k, v, earlier, out, scale, window)
+            for group, earlier in zip(self._host_prefills, self._earlier[layer % 2], strict=True):
+                group.attend(q, *group.pack(k, v, earlier), out, scale, window)
         if fetched is not None:
             self._earlier_read = device.mark()
 
@@ -210,28 +213,24 @@ class ForwardPass:
         self.cpu_attention_ns += time.perf_counter_ns() - started_ns
 
     def _store(self, layer: int, host: PlaceBatch, k: Tensor, v: Tensor) -> None:
-        host.store_prefills(layer, *self._carrier.to_host((k, v)))
+        host.store_prefills(layer, *self._carrier.to_host(k, v))
 
     def _fetch(self, layer: int, host: PlaceBatch) -> None:
         cache = host.pool.layer(layer)
-        for chunk, earlier in zip(host.prefills, self._earlier[layer % 2], strict=True):
-            if earlier is not None:
-                self._carrier.fetch(cache, chunk.earlier_slots, earlier)
+        for group, buffers in zip(host.prefills, self._earlier[layer % 2], strict=True):
+            for chunk, earlier in zip(group.chunks, buffers, strict=True):
+                if earlier is not None:
+                    self._carrier.fetch(cache, chunk.earlier_slots, earlier)
 
-    def _earlier_buffers(self) -> list[Rows | None]:
-        """Make room on the device for one layer of what precedes each chunk in host memory."""
-        if self._on_host is None:
-            return []
-        config = self._model.config
+    def _earlier_buffers(self) -> list[list[Rows | None]]:
+        """Make room on the device for one layer of what precedes each chunk in host memory, by group."""
+        model, config = self._model, self._model.config
 
-        def room(tokens: int) -> Tensor:
-            shape = (tokens, config.num_kv_heads, config.head_dim)
-            return torch.empty(shape, dtype=self._model.dtype, device=self._model.device)
+        def room(tokens: int) -> Rows | None:
+            shape = (2, tokens, config.num_kv_heads, config.head_dim)
+            return torch.empty(shape, dtype=model.dtype, device=model.device) if tokens else None
 
-        return [
-            (room(chunk.start), room(chunk.start)) if chunk.start else None
-            for chunk in self._on_host.prefills
-        ]
+        return [[room(chunk.start) for chunk in group.chunks] for group in self._host_prefills]
 
     def _stage(self, name: str, layer: int, tokens: int) -> Stage:
         return Stage(name, layer, self._index, tokens)

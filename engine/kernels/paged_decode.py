@@ -128,7 +128,8 @@ def _cut(context_len, window, NUM_SPLITS: tl.constexpr, TILE: tl.constexpr):
     return first, tl.cdiv(tl.cdiv(context_len - first, NUM_SPLITS), TILE) * TILE
 
 
-@triton.jit
+# What differs from batch to batch or from layer to layer, alignment included, must not make another variant.
+@triton.jit(do_not_specialize=("block_tables", "context_lens", "max_blocks", "window"))
 def _attend(
     q,
     k_cache,
@@ -198,7 +199,7 @@ def _attend(
     tl.store(partial_out + parts[:, None] * HEAD_DIM + dims[None, :], out / total[:, None], mask=in_heads)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("context_lens", "window"))
 def _merge(
     partial_out,
     partial_lse,

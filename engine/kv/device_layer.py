@@ -1,9 +1,10 @@
-"""KV in a GPU's memory: rows as models make them."""
+"""KV in a GPU's memory: rows as models make them. Imports Triton, so `storage` imports it for a GPU only."""
 
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.kv.gathered_attention import gathered_decode_attention
+from neo_desktop.engine.kernels.paged_decode import num_splits, paged_decode
+from neo_desktop.engine.kernels.row_copy import read_rows, write_rows
 from neo_desktop.engine.kv.layer import KVLayer, Rows
 from neo_desktop.models.config import ModelConfig
 
@@ -11,34 +12,49 @@ from neo_desktop.models.config import ModelConfig
 class DeviceLayer(KVLayer):
     """One layer in device memory, K and V [num_blocks, block_size, kv_heads, head_dim] each.
 
-    All of it is done by torch. Rows are of the memory's dtype, the model's.
+    Written, read and attended to by the Triton kernels. Rows are of the memory's dtype, the model's.
     """
 
-    __slots__ = ("_k", "_v")
+    __slots__ = ("_k", "_num_sms", "_v")
 
     def __init__(self, parts: tuple[Tensor, ...], block_size: int) -> None:
         super().__init__(parts, block_size)
         self._k, self._v = parts
+        self._num_sms = num_sms(self.device)
 
     @classmethod
     def allocate(
         cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, ...]:
-        """Return K and V of all layers."""
+        """Return K and V of all layers; compiles the kernels, so that no iteration waits for the compiler."""
         if not dtype.is_floating_point:
             raise ValueError(f"KV in {dtype} is for host memory only")
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
+        parts = torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
+        cls(tuple(part[0] for part in parts), block_size).launch_all_kernels(config.num_heads)
+        return parts
+
+    def launch_all_kernels(self, num_heads: int) -> None:
+        """Launch every variant of every kernel that will be needed, with nothing to do."""
+        kv_heads, head_dim = self._k.shape[2:]
+        q = self._k.new_empty(1, num_heads, head_dim)
+        rows = self._k.new_empty(2, 1, kv_heads, head_dim)
+        nowhere = torch.full((1,), -1, device=self.device)
+        self.write(rows[0], rows[1], nowhere)
+        self.read(nowhere, rows)
+        zero = torch.zeros(1, dtype=torch.int32, device=self.device)
+        splits = self._num_splits(1, None)  # more requests have fewer
+        while splits:
+            self._attend(q, zero.view(1, 1), zero, q, splits, 1.0, None)
+            splits //= 2
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Put rows into slots."""
-        self._k.flatten(0, 1).index_copy_(0, slots, k)
-        self._v.flatten(0, 1).index_copy_(0, slots, v)
+        write_rows(k, v, self._k, self._v, slots)
 
     def read(self, slots: Tensor, out: Rows) -> None:
         """Copy the rows of slots to `out`."""
-        torch.index_select(self._k.flatten(0, 1), 0, slots, out=out[0])
-        torch.index_select(self._v.flatten(0, 1), 0, slots, out=out[1])
+        read_rows(out[0], out[1], self._k, self._v, slots)
 
     def decode(
         self,
@@ -54,4 +70,49 @@ class DeviceLayer(KVLayer):
     ) -> None:
         """Store, then attend."""
         self.write(k, v, slots)
-        out.copy_(gathered_decode_attention(q, self._k, self._v, block_tables, context_lens, scale, window))
+        splits = self._num_splits(len(q), window)
+        self._attend(q, block_tables, context_lens, out, splits, scale, window)
+
+    def _num_splits(self, requests: int, window: int | None) -> int:
+        """Into how many parts contexts are cut.
+
+        As if one request had all blocks: were it the longest of the batch, a batch that grows would want
+        other variants of the kernels. Parts that a context is too short for cost next to nothing.
+        """
+        most_tokens = self._k.shape[0] * self.block_size
+        kv_heads = self._k.shape[2]
+        return num_splits(requests, kv_heads, min(most_tokens, window or most_tokens), self._num_sms)
+
+    def _attend(
+        self,
+        q: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        out: Tensor,
+        splits: int,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        requests, heads, head_dim = q.shape
+        # At most a few MB, which torch keeps for the next layer.
+        partial_out = torch.empty(
+            (requests, heads, splits, head_dim), dtype=torch.float32, device=self.device
+        )
+        partial_lse = torch.empty((requests, heads, splits), dtype=torch.float32, device=self.device)
+        paged_decode(
+            q,
+            self._k,
+            self._v,
+            block_tables,
+            context_lens,
+            out,
+            partial_out,
+            partial_lse,
+            scale,
+            window,
+        )
+
+
+def num_sms(device: torch.device) -> int:
+    """Return how many multiprocessors a GPU has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
 
-# K and V, [tokens, kv_heads, head_dim] each: as models make them, and as they travel.
-Rows = tuple[Tensor, Tensor]
+# K and V in one piece, [2, tokens, kv_heads, head_dim], as they travel: of each token what models make.
+Rows = Tensor
 
 
 class KVLayer(ABC):

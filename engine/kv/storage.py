@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.batch import BlockCopy
-from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, slots_of
 from neo_desktop.engine.kv.transfer import Carrier
@@ -17,7 +16,11 @@ from neo_desktop.models.config import ModelConfig
 
 def layer_kind(device: torch.device) -> type[KVLayer]:
     """Return how KV lies in a device's memory."""
-    return HostLayer if device.type == "cpu" else DeviceLayer
+    if device.type == "cpu":
+        return HostLayer
+    from neo_desktop.engine.kv.device_layer import DeviceLayer  # needs Triton, which is there for GPUs only
+
+    return DeviceLayer
 
 
 class KVPool:

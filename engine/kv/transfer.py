@@ -33,6 +33,8 @@ class HostBuffer:
 class Carrier:
     """Brings rows, in the model's dtype, to the other memory; used by one thread, on its current stream.
 
+    K and V cross the bus as one piece.
+
     Args:
         config: the model's.
         dtype: likewise.
@@ -43,7 +45,8 @@ class Carrier:
         self._row_shape = (config.num_kv_heads, config.head_dim)
         self._dtype = dtype
         self._device = device
-        self._buffers = (HostBuffer(device), HostBuffer(device))
+        self._crosses = device.type != "cpu"
+        self._buffer = HostBuffer(device)
 
     def copy(self, source: KVLayer, source_slots: Tensor, target: KVLayer, target_slots: Tensor) -> None:
         """Copy rows from slots in one place to as many in another."""
@@ -54,43 +57,44 @@ class Carrier:
                 self.fetch(source, old, rows)
             else:
                 source.read(old, rows)
-            target.write(*(self.to_host(rows) if target.device.type == "cpu" else rows), new)
+            k, v = self._to_host(rows) if target.device.type == "cpu" else rows
+            target.write(k, v, new)
 
     def fetch(self, source: KVLayer, slots: Tensor, out: Rows) -> None:
         """Copy the rows of slots in host memory to `out`, on the device."""
-        if self._device.type == "cpu":
+        if not self._crosses:
             source.read(slots, out)
             return
-        for piece, *targets in zip(*(torch.split(x, TOKENS_AT_ONCE) for x in (slots, *out)), strict=True):
+        pieces = torch.split(slots, TOKENS_AT_ONCE), torch.split(out, TOKENS_AT_ONCE, dim=1)
+        for piece, rows in zip(*pieces, strict=True):
             staged = self._staged(len(piece))
             source.read(piece, staged)
-            for target, rows in zip(targets, staged, strict=True):
-                target.copy_(rows, non_blocking=True)
+            rows.copy_(staged, non_blocking=True)
             self._synchronize()  # `staged` is about to be written again
 
-    def to_host(self, rows: Rows) -> Rows:
-        """Return rows of the device in host memory, to be used before the next call of any kind."""
-        if self._device.type == "cpu":
+    def to_host(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return K and V of the device in host memory, to be used before the next call of any kind."""
+        if not self._crosses:
+            return k, v
+        k, v = self._to_host(torch.stack((k, v)))
+        return k, v
+
+    def _to_host(self, rows: Rows) -> Rows:
+        if not self._crosses:
             return rows
-        staged = self._staged(len(rows[0]))
-        for target, source in zip(staged, rows, strict=True):
-            target.copy_(source, non_blocking=True)
+        staged = self._staged(rows.shape[1])
+        staged.copy_(rows, non_blocking=True)
         self._synchronize()
         return staged
 
     def _rows_on_device(self, count: int) -> Rows:
-        if self._device.type == "cpu":
+        if not self._crosses:
             return self._staged(count)
-        shape = (count, *self._row_shape)  # torch keeps freed memory of a GPU for the next piece
-        return (
-            torch.empty(shape, dtype=self._dtype, device=self._device),
-            torch.empty(shape, dtype=self._dtype, device=self._device),
-        )
+        # Torch keeps freed memory of a GPU for the next piece.
+        return torch.empty((2, count, *self._row_shape), dtype=self._dtype, device=self._device)
 
     def _staged(self, count: int) -> Rows:
-        k, v = self._buffers
-        shape = (count, *self._row_shape)
-        return k.view(shape, self._dtype), v.view(shape, self._dtype)
+        return self._buffer.view((2, count, *self._row_shape), self._dtype)
 
     def _synchronize(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()

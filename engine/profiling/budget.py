@@ -15,8 +15,8 @@ from typing import Self
 import torch
 
 from neo_desktop.engine.execute.graphs.bucket import Most
+from neo_desktop.engine.execute.prefill import PACKED_TOKENS
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
-from neo_desktop.engine.kv.gathered_attention import GATHERED_TOKENS
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
@@ -143,12 +143,12 @@ def activation_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.
     """Return the most memory that one iteration needs beside weights and KV.
 
     In the widest stage a token has its residual and normalised state, the gate-up product and its
-    activation. Attention is narrower, but a chunk of a long prompt needs the KV before it in one piece, twice
-    while it is put together, and a mask; decodes need theirs in one piece, too. Each sampled request has its
-    logits in float32, and the sampler a few copies of them. Graphs of decodes keep memory of their own.
+    activation. Attention is narrower, but a chunk of a long prompt, or several of short ones, need the KV
+    before them in one piece, twice while it is put together, and a mask. Each sampled request has its logits
+    in float32, and the sampler a few copies of them. Graphs of decodes keep memory of their own.
     """
     tokens = limits.max_batch_tokens
-    context = max(min(config.max_context_tokens, LONG_CONTEXT_TOKENS), GATHERED_TOKENS)
+    context = max(min(config.max_context_tokens, LONG_CONTEXT_TOKENS), PACKED_TOKENS)
     per_token = 4 * config.hidden_size + 4 * config.intermediate_size
     layer_kv_bytes = config.kv_bytes_per_token(dtype) // config.num_layers
     attention = context * (2 * layer_kv_bytes + tokens * (1 + dtype.itemsize))

@@ -32,7 +32,7 @@ from neo_desktop.models.decoder import Decoder
 logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "NEO_DESKTOP_CACHE"  # environment variable that moves the folder
-PROFILER_VERSION = 6  # raise it when what is measured, or how, changes
+PROFILER_VERSION = 7  # raise it when what is measured, or how, changes
 
 Key = Mapping[str, Any]  # plain JSON values
 

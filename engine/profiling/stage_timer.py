@@ -186,7 +186,7 @@ class StageTimer:
         if self._is_in_graphs(Point(Stage.LINEAR, tokens)):
             from neo_desktop.engine.profiling.captured import fused_linear  # noqa: PLC0415  needs Triton
 
-            fused = fused_linear(decoder, self._regions[Place.DEVICE].pool, tokens)
+            fused, _ = fused_linear(decoder, tokens)
             return lambda step: fused((turn * LAYERS_AT_ONCE + step) % num_layers)
         hidden, attention_out = self._hidden[:tokens], self._q[:tokens]
         rotation = decoder.rotary(torch.arange(tokens, device=decoder.device))

@@ -5,21 +5,20 @@ from itertools import pairwise, product
 
 import pytest
 import torch
+from dense_attention import dense
 from kv_pools import spoiled
-from torch import Tensor
+from torch_layer import TorchLayer
 
 from neo_desktop.engine.batch import BlockCopy, ScheduledSequence, SubBatch
-from neo_desktop.engine.execute.attention import causal_attention, place_batches
-from neo_desktop.engine.kv import gathered_attention, transfer
-from neo_desktop.engine.kv.device_layer import DeviceLayer
-from neo_desktop.engine.kv.gathered_attention import gathered_decode_attention
+from neo_desktop.engine.execute import prefill
+from neo_desktop.engine.execute.attention import place_batches
+from neo_desktop.engine.kv import transfer
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, slots_of
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv.transfer import Carrier
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.shapes import shape
-from neo_desktop.native import paged_attention_decode
 
 CONFIG = shape("qwen3-0.6b")
 CPU = torch.device("cpu")
@@ -28,21 +27,8 @@ BLOCK_SIZE = 16
 SCALE = HEAD_DIM**-0.5
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """Attention in float64 for the last `len(q)` tokens of one context; shapes as in `causal_attention`."""
-    group = q.shape[1] // k.shape[1]
-    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * SCALE
-    positions = torch.arange(len(k) - len(q), len(k)).unsqueeze(1)
-    past = torch.arange(len(k)).unsqueeze(0)
-    hidden = past > positions
-    if window is not None:
-        hidden |= past <= positions - window
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
-
-
 def make_storage(
-    num_blocks: int, block_size: int = BLOCK_SIZE, device_kind: type[KVLayer] = DeviceLayer
+    num_blocks: int, block_size: int = BLOCK_SIZE, device_kind: type[KVLayer] = TorchLayer
 ) -> KVStorage:
     kinds = {Place.DEVICE: device_kind, Place.HOST: HostLayer}
     return KVStorage(
@@ -53,13 +39,19 @@ def make_storage(
     )
 
 
-@pytest.mark.parametrize("device_kind", [DeviceLayer, HostLayer])
+@pytest.mark.parametrize("device_kind", [TorchLayer, HostLayer])
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 @pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("packed_tokens", [40, 8192])
 def test_prompts_in_chunks_and_decodes_in_two_places_equal_dense_attention(
-    window: int | None, block_size: int, device_kind: type[KVLayer]
+    packed_tokens: int,
+    window: int | None,
+    block_size: int,
+    device_kind: type[KVLayer],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each context is computed in several iterations with different cuts; every row must match."""
+    monkeypatch.setattr(prefill, "PACKED_TOKENS", packed_tokens)
     torch.manual_seed(0)
     cuts = {
         "a": (Place.DEVICE, [0, 5, 40, 41, 42]),
@@ -93,6 +85,7 @@ def test_prompts_in_chunks_and_decodes_in_two_places_equal_dense_attention(
                 q[s.request_id][s.start : s.context_len],
                 k[s.request_id][: s.context_len],
                 v[s.request_id][: s.context_len],
+                SCALE,
                 window,
             )
             got = out[row : row + len(expected)]
@@ -103,42 +96,12 @@ def test_prompts_in_chunks_and_decodes_in_two_places_equal_dense_attention(
             assert part[[0, *range(2, CONFIG.num_layers)]].isnan().all()
 
 
-@pytest.mark.parametrize("at_once", [1, 130, 8192])
-@pytest.mark.parametrize("window", [None, 7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_plain_torch_decode_agrees_with_the_native_kernel(
-    dtype: torch.dtype, window: int | None, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a GPU computes from gathered blocks is what the CPU computes in place, some requests at a time."""
-    monkeypatch.setattr(gathered_attention, "GATHERED_TOKENS", at_once)
-    torch.manual_seed(1)
-    lengths = torch.tensor([1, 15, 16, 17, 64], dtype=torch.int32)
-    cache = [torch.randn(20, BLOCK_SIZE, KV_HEADS, HEAD_DIM).to(dtype) for _ in range(2)]
-    tables = torch.randperm(20)[: len(lengths) * 4].reshape(-1, 4).int()
-    q = torch.randn(len(lengths), HEADS, HEAD_DIM).to(dtype)
-    gathered = gathered_decode_attention(q, *cache, tables, lengths, SCALE, window)
-    in_heads = (each.transpose(1, 2).contiguous() for each in cache)
-    native = paged_attention_decode(q, *in_heads, tables, lengths, SCALE, window=window or 0)
-    tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
-    torch.testing.assert_close(gathered, native, atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (9, 9), (3, 9), (1, 9)])
-@pytest.mark.parametrize("window", [None, 4, 100])
-def test_causal_attention_equals_dense(num_queries: int, num_keys: int, window: int | None) -> None:
-    torch.manual_seed(2)
-    q = torch.randn(num_queries, HEADS, HEAD_DIM)
-    k, v = (torch.randn(num_keys, KV_HEADS, HEAD_DIM) for _ in range(2))
-    out = causal_attention(q, k, v, SCALE, window)
-    torch.testing.assert_close(out.double(), dense(q, k, v, window), atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_block_copies_are_carried_out_in_their_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block given up by one move may be the target of the next, and so on."""
     monkeypatch.setattr(transfer, "TOKENS_AT_ONCE", (5, BLOCK_SIZE, 40)[seed % 3])
     rng = random.Random(seed)
-    storage = make_storage(4, device_kind=(DeviceLayer, HostLayer)[seed % 2])
+    storage = make_storage(4, device_kind=(TorchLayer, HostLayer)[seed % 2])
     shape = (BLOCK_SIZE, KV_HEADS, HEAD_DIM)
     before = {
         (place, block): float(4 * index + block) for index, place in enumerate(Place) for block in range(4)
@@ -154,7 +117,7 @@ def test_block_copies_are_carried_out_in_their_order(seed: int, monkeypatch: pyt
         expected[target] = expected[source]
     groups = storage.copy_groups(copies)
     carrier = Carrier(CONFIG, torch.float32, CPU)
-    found = torch.empty(shape), torch.empty(shape)
+    found = torch.empty(2, *shape)
     for layer in (0, 2):
         for group in groups:
             group.copy_layer(layer, carrier)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, VOCAB_SIZE, save_checkpoint
 from cost_models import machine
+from torch_layer import TorchLayer
 from transformers import AutoModelForCausalLM
 
 from neo_desktop import Engine, SamplingParams
@@ -14,7 +15,6 @@ from neo_desktop.engine import setup
 from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan, IterationResult, SubBatch
 from neo_desktop.engine.engine import ContextLengthError, EngineError
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
-from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.placement import POLICIES, Place
@@ -141,7 +141,7 @@ def test_kv_moves_between_memories_of_two_kinds_as_with_a_gpu(
     checkpoints: dict[str, Path], cpu_cache_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = prompts(8)
-    kinds = iter([DeviceLayer, HostLayer])
+    kinds = iter([TorchLayer, HostLayer])
     assert POLICIES["neo"].places == (Place.DEVICE, Place.HOST)
     monkeypatch.setattr(setup, "KVPool", lambda *args: KVPool(*args, kind=next(kinds)))
     with Engine.from_pretrained(

@@ -19,6 +19,7 @@ from pipeline_case import (
     sampling_input,
     tiny_model,
 )
+from torch_layer import TorchLayer
 
 from neo_desktop.engine.batch import (
     BlockCopy,
@@ -30,7 +31,6 @@ from neo_desktop.engine.batch import (
 from neo_desktop.engine.execute.lanes import CallerLane, Lanes, Signal, ThreadLane, Work
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.execute.timeline import Stage, Timeline, overlap_ns
-from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.layer import KVLayer
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.decoder import Decoder
@@ -86,7 +86,7 @@ def make_executor(
     hook: Hook | None = None,
     timeline: Timeline | None = None,
     block_size: int = BLOCK_SIZE,
-    device_kind: type[KVLayer] | None = DeviceLayer,
+    device_kind: type[KVLayer] | None = TorchLayer,
 ) -> PipelineExecutor:
     num_blocks = dict.fromkeys(Place, NUM_BLOCKS)
     storage = make_storage(model, num_blocks, block_size, device_kind=device_kind)
@@ -148,7 +148,7 @@ def model() -> Decoder:
     return tiny_model()
 
 
-@pytest.mark.parametrize("device_kind", [DeviceLayer, None])  # as with a GPU, and as without one
+@pytest.mark.parametrize("device_kind", [TorchLayer, None])  # as with a GPU, and as without one
 @pytest.mark.parametrize("block_size", [8, 16])  # K of host memory in rows, and in pairs
 @pytest.mark.parametrize("seed", range(12))
 def test_random_plans_give_the_tokens_of_a_plain_computation(

@@ -9,30 +9,35 @@ from typing import Any
 
 import pytest
 
-PROGRAM = Path(__file__).parents[1] / "support" / "compile_kernels.py"
+SUPPORT = Path(__file__).parents[1] / "support"
 KIB = 1024
 SHARED_MEMORY = {75: 64 * KIB, 80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB}  # most for a program
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What the compiler made, in a process of its own: in this one Triton may be in its interpreter."""
-    # An empty folder, since what an earlier run compiled would be found again.
-    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    """What the compiler made for every GPU."""
+    lines = run("compile_kernels.py", tmp_path_factory.mktemp("triton")).splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def run(program: str, folder: Path) -> str:
+    """Run a program that compiles, in a process of its own: in this one Triton may be in its interpreter."""
     result = subprocess.run(
-        [sys.executable, PROGRAM],
-        env=os.environ | environment,
+        [sys.executable, SUPPORT / program],
+        # An empty folder, since what an earlier run compiled would be found again.
+        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-10_000:]
-    return [json.loads(line) for line in result.stdout.splitlines()]
+    return result.stdout
 
 
 def test_every_kernel_was_compiled_for_every_gpu(kernels: list[dict[str, Any]]) -> None:
     compiled = {(kernel["kernel"], kernel["capability"]) for kernel in kernels}
-    names = ("_attend", "_merge", "_rope_append", "_add_rms_norm", "_silu_mul", "_copy_blocks")
+    names = ("_attend", "_merge", "_rope_append", "_add_rms_norm", "_silu_mul", "_copy_rows")
     assert compiled == {(name, capability) for name in names for capability in SHARED_MEMORY}
 
 
@@ -62,3 +67,10 @@ def test_two_tiles_of_k_and_v_are_under_way(kernels: list[dict[str, Any]]) -> No
     ]
     assert decodes
     assert all(kernel["shared"] >= 2 * tile for kernel in decodes)
+
+
+def test_no_iteration_waits_for_the_compiler(tmp_path: Path) -> None:
+    """Batches of any size, tables of any width, windows and odd addresses use what making a pool compiled."""
+    at_start, later = run("late_variants.py", tmp_path).split()
+    assert int(at_start) > 4
+    assert int(later) == 0

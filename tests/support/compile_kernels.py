@@ -22,10 +22,10 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from neo_desktop.engine.kernels.activation import silu_mul
-from neo_desktop.engine.kernels.block_copy import gather_blocks, scatter_blocks
 from neo_desktop.engine.kernels.norm import add_rms_norm
 from neo_desktop.engine.kernels.paged_decode import paged_decode
 from neo_desktop.engine.kernels.rope_append import rope_append
+from neo_desktop.engine.kernels.row_copy import read_rows, write_rows
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -108,9 +108,9 @@ def silu(dtype: torch.dtype) -> None:
 
 def copy(dtype: torch.dtype) -> None:
     cache = empty(64, 16, 8, 128, dtype=dtype)
-    blocks, buffer = empty(4, dtype=torch.int64), empty(2, 64, 8, 128, dtype=dtype)
-    gather_blocks(cache, cache, blocks, buffer)
-    scatter_blocks(cache, cache, blocks, buffer)
+    slots, rows = empty(4, dtype=torch.int64), empty(2, 4, 8, 128, dtype=dtype)
+    write_rows(rows[0], rows[1], cache, cache, slots)
+    read_rows(rows[0], rows[1], cache, cache, slots)
 
 
 FP16_GPUS = (75, 80, 86, 89, 90)
@@ -138,6 +138,7 @@ VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
     "silu fp16": (lambda: silu(FP16), FP16_GPUS),
     "silu bf16": (lambda: silu(BF16), (80,)),
     "copy fp16": (lambda: copy(FP16), FP16_GPUS),
+    "copy fp32": (lambda: copy(FP32), (75,)),
 }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from kv_pools import spoiled
 from torch import Tensor
+from torch_layer import TorchLayer
 
 from neo_desktop.engine.batch import (
     BlockCopy,
@@ -16,7 +17,6 @@ from neo_desktop.engine.batch import (
     ScheduledSequence,
     SubBatch,
 )
-from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.layer import KVLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
@@ -59,13 +59,15 @@ def make_storage(
     num_blocks: Mapping[Place, int],
     block_size: int = BLOCK_SIZE,
     *,
-    device_kind: type[KVLayer] | None = DeviceLayer,
+    device_kind: type[KVLayer] | None = TorchLayer,
 ) -> KVStorage:
     """Pools full of NaN: whatever is read before it was written shows.
 
-    Without a GPU the device's pool is used as one in a GPU's memory, all the same, unless `device_kind` says
+    Without a GPU the device's pool lies as in a GPU's memory, all the same, unless `device_kind` says
     something else (None: what an engine would do).
     """
+    if model.device.type != "cpu":
+        device_kind = None
     devices = {Place.DEVICE: model.device, Place.HOST: torch.device("cpu")}
     kinds = {Place.DEVICE: device_kind, Place.HOST: None}
     return KVStorage(

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from itertools import chain
 
 import torch
+from torch import Tensor
 
 from neo_desktop.engine.batch import (
     IterationPlan,
@@ -25,7 +26,6 @@ from neo_desktop.engine.execute.graphs.workspace import NOT_FINITE, SubBatchMemo
 from neo_desktop.engine.execute.pipeline import PipelineExecutor, result_of
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.kernels.paged_decode import num_splits
-from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
@@ -77,14 +77,14 @@ class GraphExecutor:
             self._workspace = Workspace(model.config, model.dtype, model.device, most, num_sms)
         self._layers = FusedLayers(model, self._workspace.scratch)
         host = storage.get(Place.HOST)
-        # A policy without a GPU-cache still needs memory that kernels can be given: nothing is stored there.
-        self._pool = storage.get(Place.DEVICE) or _single_block(model, storage)
+        self._block_size = storage.block_size
+        self._caches = _caches(model, storage)
         self._relay = None if host is None or not with_host else _relay(model, host)
         self._is_closed = False
 
     def warm_up(self) -> None:
         """Compile all kernels, which takes seconds, by iterations in which nobody decodes."""
-        kv_heads, block_size = self._model.config.num_kv_heads, self._pool.block_size
+        kv_heads, block_size = self._model.config.num_kv_heads, self._block_size
         by_splits = {
             num_splits(rows, kv_heads, blocks * block_size, self._num_sms): Bucket((Rows(rows, 0),), blocks)
             for rows in powers_of_two(1, self._most.rows)
@@ -186,7 +186,7 @@ class GraphExecutor:
             end = first + len(sequences)
             token_ids[first:end] = [s.token_ids[0] for s in sequences]
             positions[first:end] = [s.start for s in sequences]
-        block_size, count = self._pool.block_size, len(on_device)
+        block_size, count = self._block_size, len(on_device)
         context_lens[:count] = [s.context_len for s in on_device]
         slots[:count] = [
             s.block_table[s.start // block_size] * block_size + s.start % block_size for s in on_device
@@ -218,7 +218,9 @@ class GraphExecutor:
         Args:
             batches: what is handed over, each with the index of its sub-batch.
         """
-        program = DecodeProgram(bucket, self._model.config, self._layers, self._workspace, self._pool)
+        program = DecodeProgram(
+            bucket, self._model.config, self._layers, self._workspace, self._caches, self._block_size
+        )
         if not batches or self._relay is None:
             self._runner.run(bucket, program)
             return 0
@@ -255,8 +257,17 @@ def _rows(memory: SubBatchMemory, sequences: Sequence[ScheduledSequence]) -> Ite
     return (next(rows[sequence.place]) for sequence in sequences)
 
 
-def _single_block(model: Decoder, storage: KVStorage) -> KVPool:
-    return KVPool(model.config, 1, storage.block_size, model.dtype, model.device, DeviceLayer)
+def _caches(model: Decoder, storage: KVStorage) -> tuple[Tensor, Tensor]:
+    """Return K and V of all layers in the device's memory, as `DeviceLayer` has them."""
+    pool = storage.get(Place.DEVICE)
+    if pool is not None:
+        k_caches, v_caches = pool.parts
+        return k_caches, v_caches
+    # A policy without a GPU-cache: kernels must be given memory all the same, but nothing is stored there.
+    config = model.config
+    shape = (config.num_layers, 1, storage.block_size, config.num_kv_heads, config.head_dim)
+    nothing = torch.zeros(shape, dtype=model.dtype, device=model.device)
+    return nothing, nothing
 
 
 def _relay(model: Decoder, pool: KVPool) -> Relay:

@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from neo_desktop.engine.execute.graphs.bucket import Bucket
 from neo_desktop.engine.execute.graphs.layers import FusedLayers
@@ -10,7 +11,6 @@ from neo_desktop.engine.execute.graphs.streams import Lane, Mark, Recorder
 from neo_desktop.engine.execute.graphs.workspace import NOT_FINITE, SubBatchMemory, Workspace
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.kernels.paged_decode import paged_decode
-from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.models.config import ModelConfig
 
 NO_SUB_BATCH = -1
@@ -28,17 +28,27 @@ class DecodeProgram:
 
     Through the flags and the relay that is enough for all memory that is used again in every layer: nothing
     writes q, k and v of a layer before the output of the layer before has arrived.
+
+    Args:
+        caches: K and V of the device, [num_layers, num_blocks, block_size, kv_heads, head_dim] each.
+        block_size: tokens per block.
     """
 
     def __init__(
-        self, bucket: Bucket, config: ModelConfig, layers: FusedLayers, workspace: Workspace, pool: KVPool
+        self,
+        bucket: Bucket,
+        config: ModelConfig,
+        layers: FusedLayers,
+        workspace: Workspace,
+        caches: tuple[Tensor, Tensor],
+        block_size: int,
     ) -> None:
         self._bucket = bucket
         self._config = config
         self._layers = layers
         self._workspace = workspace
-        self._block_size = pool.block_size
-        self._k_caches, self._v_caches = pool.parts
+        self._block_size = block_size
+        self._k_caches, self._v_caches = caches
         self._memories = workspace.sub_batches(bucket)
 
     def __call__(self, recorder: Recorder) -> None:

@@ -1,0 +1,77 @@
+"""Rows of a layer's KV into the cache and out of it, by slot, K and V in one launch."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 1024
+
+
+def write_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Copy rows into slots of the caches.
+
+    Args:
+        k: [tokens, kv_heads, head_dim], each token contiguous; v likewise. Their tokens may be strided.
+        k_cache: [num_blocks, block_size, kv_heads, head_dim], contiguous; v_cache likewise.
+        slots: [tokens] int64, all different: block * block_size + offset; negative: the row is not copied.
+    """
+    _launch(k, v, k_cache, v_cache, slots, write=True)
+
+
+def read_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Copy slots of the caches to `k` and `v`; arguments as of `write_rows`, where slots may be equal."""
+    _launch(k, v, k_cache, v_cache, slots, write=False)
+
+
+def _launch(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *, write: bool) -> None:
+    tokens, kv_heads, head_dim = k.shape
+    assert k.shape == v.shape
+    assert k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
+    assert k_cache.is_contiguous()
+    assert v_cache.is_contiguous()
+    if not tokens:
+        return
+    _copy_rows[tokens, triton.cdiv(kv_heads * head_dim, TILE)](
+        k,
+        v,
+        k_cache,
+        v_cache,
+        slots,
+        k.stride(0),
+        v.stride(0),
+        ELEMENTS=kv_heads * head_dim,
+        TILE=TILE,
+        WRITE=write,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit(do_not_specialize=("slots",))  # part of a batch's slots, aligned or not: one variant for both
+def _copy_rows(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    slots,
+    k_stride,
+    v_stride,
+    ELEMENTS: tl.constexpr,
+    TILE: tl.constexpr,
+    WRITE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    offsets = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    in_row = offsets < ELEMENTS
+    k_row = k + token * k_stride + offsets
+    v_row = v + token * v_stride + offsets
+    cached = slot * ELEMENTS + offsets
+    if WRITE:
+        tl.store(k_cache + cached, tl.load(k_row, mask=in_row), mask=in_row)
+        tl.store(v_cache + cached, tl.load(v_row, mask=in_row), mask=in_row)
+    else:
+        tl.store(k_row, tl.load(k_cache + cached, mask=in_row), mask=in_row)
+        tl.store(v_row, tl.load(v_cache + cached, mask=in_row), mask=in_row)

@@ -1,0 +1,43 @@
+"""Devices and dtypes that cannot work are refused before anything is loaded."""
+
+import pytest
+import torch
+
+from neo_desktop.engine import loading
+from neo_desktop.engine.loading import choose_device, choose_dtype
+from neo_desktop.models.shapes import shape
+
+CUDA = torch.device("cuda")
+CONFIG = shape("qwen3-0.6b")
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_a_gpu_needs_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(loading, "find_spec", lambda module: None)
+    with pytest.raises(ValueError, match="a GPU needs Triton, which is not installed: 'pip install triton'"):
+        choose_device(name)
+    assert choose_device("cpu").type == "cpu"
+    monkeypatch.setattr(loading, "find_spec", lambda module: module)
+    assert choose_device(name) == CUDA
+
+
+def test_without_a_gpu_nothing_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(loading, "find_spec", lambda module: None)
+    assert choose_device("auto").type == "cpu"
+    with pytest.raises(ValueError, match="finds no usable GPU"):
+        choose_device("cuda")
+    with pytest.raises(ValueError, match="'tpu' is unknown; choose one of: auto, cpu, cuda"):
+        choose_device("tpu")
+
+
+def test_bfloat16_is_refused_by_a_gpu_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CONFIG.dtype is torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ValueError, match="Tesla T4 has no bfloat16: use dtype 'float16', or 'auto'"):
+        choose_dtype("bfloat16", CONFIG, CUDA)
+    assert choose_dtype("auto", CONFIG, CUDA) is torch.float16
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert choose_dtype("bfloat16", CONFIG, CUDA) is choose_dtype("auto", CONFIG, CUDA) is torch.bfloat16

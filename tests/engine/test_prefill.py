@@ -1,0 +1,204 @@
+"""Prompt chunks see their contexts, whichever kernel computes it, and each device gets the best one."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from dense_attention import dense
+from hypothesis import given, settings
+from torch import Tensor
+
+from neo_desktop.engine.execute import prefill
+from neo_desktop.engine.execute.prefill import (
+    Prefill,
+    PrefillGroup,
+    PrefillKernel,
+    causal_attention,
+    check_operator,
+    choose_kernel,
+    groups_of,
+)
+
+HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
+SCALE = 0.3
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def make_chunks(lengths: list[tuple[int, int]], first_row: int = 0) -> list[Prefill]:
+    """Chunks of (tokens before, tokens)."""
+    chunks = []
+    for start, count in lengths:
+        rows = slice(first_row, first_row + count)
+        chunks.append(Prefill(rows, start, torch.zeros(start + count, dtype=torch.int64)))
+        first_row = rows.stop
+    return chunks
+
+
+def flash_as_documented(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_ends: Tensor,
+    k_ends: Tensor,
+    max_q: int,
+    max_k: int,
+    dropout: float,
+    is_causal: bool,
+    return_debug_mask: bool,
+    *,
+    scale: float,
+    window_size_left: int,
+    window_size_right: int,
+) -> tuple[Tensor]:
+    """Sequences lie one after the other; each last query sees the last key, and so many keys to its left."""
+    assert q_ends.dtype == k_ends.dtype == torch.int32
+    assert (dropout, return_debug_mask, window_size_right) == (0.0, False, 0)
+    assert is_causal == (window_size_left == -1)
+    parts = []
+    for (q_begin, q_end), (k_begin, k_end) in zip(
+        pairwise(q_ends.tolist()), pairwise(k_ends.tolist()), strict=True
+    ):
+        assert q_end - q_begin <= max_q
+        assert k_end - k_begin <= max_k
+        window = None if is_causal else window_size_left + 1
+        parts.append(dense(q[q_begin:q_end], k[k_begin:k_end], v[k_begin:k_end], scale, window))
+    return (torch.cat(parts).to(q.dtype),)
+
+
+def efficient_as_documented(q: Tensor, k: Tensor, v: Tensor, *others: object, scale: float) -> tuple[Tensor]:
+    """Tensors are [batch, tokens, heads, head_dim]; masks of type 2 are causal, the last query sees all."""
+    assert others == (None, None, None, None, None, 0.0, 2)
+    assert q.shape[2] == k.shape[2] == v.shape[2], "this kernel knows no grouped queries"
+    return (torch.stack([dense(*rows, scale, None) for rows in zip(q, k, v, strict=True)]).to(q.dtype),)
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("kernel", PrefillKernel)
+def test_every_kernel_is_asked_for_the_same(kernel: PrefillKernel, data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 2**16)))
+    lengths = data.draw(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=4))
+    window = data.draw(st.none() | st.integers(1, 12))
+    if kernel is PrefillKernel.EFFICIENT:
+        window = None  # not chosen otherwise
+    first_row = data.draw(st.integers(0, 3))
+    chunks = make_chunks(lengths, first_row)
+    q, out = torch.randn(2, chunks[-1].rows.stop + 1, HEADS, HEAD_DIM)
+    k, v = torch.randn(2, len(q), KV_HEADS, HEAD_DIM)
+    earlier = [torch.randn(2, start, KV_HEADS, HEAD_DIM) if start else None for start, _ in lengths]
+    untouched = out.clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill, "kernel_on", lambda *_: kernel)
+        operators = SimpleNamespace(
+            _flash_attention_forward=flash_as_documented, _efficient_attention_forward=efficient_as_documented
+        )
+        patch.setattr(torch.ops, "aten", operators)
+        patch.setattr(prefill, "PACKED_TOKENS", data.draw(st.sampled_from([1, 20, 1000])))
+        before = iter(earlier)
+        for group in groups_of(chunks):
+            keys, values = group.pack(k, v, [next(before) for _ in group.chunks])
+            group.attend(q, keys, values, out, SCALE, window)
+
+    for chunk, rows in zip(chunks, earlier, strict=True):
+        keys, values = (
+            x[chunk.rows] if rows is None else torch.cat((rows[i], x[chunk.rows]))
+            for i, x in enumerate((k, v))
+        )
+        expected = dense(q[chunk.rows], keys, values, SCALE, window)
+        torch.testing.assert_close(out[chunk.rows].double(), expected, atol=1e-5, rtol=1e-4)
+        untouched[chunk.rows] = out[chunk.rows]
+    assert torch.equal(out, untouched)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (9, 9), (3, 9), (1, 9)])
+@pytest.mark.parametrize("window", [None, 4, 100])
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+def test_causal_attention_equals_dense(
+    num_queries: int, num_keys: int, window: int | None, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(2)
+    q = torch.randn(num_queries, HEADS, HEAD_DIM).to(dtype)
+    k, v = torch.randn(2, num_keys, KV_HEADS, HEAD_DIM).to(dtype)
+    out = causal_attention(q, k, v, SCALE, window)
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), dense(q, k, v, SCALE, window), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "windowed", "kernel"),
+    [
+        (None, BF16, 128, False, PrefillKernel.SDPA),  # a CPU
+        (None, FP32, 128, True, PrefillKernel.SDPA),
+        ((7, 5), FP16, 128, False, PrefillKernel.EFFICIENT),  # Turing
+        ((7, 5), FP16, 128, True, PrefillKernel.SDPA),
+        ((7, 5), FP32, 64, False, PrefillKernel.EFFICIENT),
+        ((8, 0), FP16, 128, False, PrefillKernel.FLASH),
+        ((8, 6), BF16, 64, True, PrefillKernel.FLASH),
+        ((8, 9), FP16, 80, False, PrefillKernel.FLASH),
+        ((9, 0), BF16, 256, True, PrefillKernel.FLASH),
+        ((12, 0), BF16, 128, False, PrefillKernel.FLASH),
+        ((9, 0), FP32, 128, False, PrefillKernel.EFFICIENT),  # flash has 16 bits only
+        ((9, 0), FP32, 128, True, PrefillKernel.SDPA),
+        ((9, 0), FP16, 264, False, PrefillKernel.EFFICIENT),
+        ((9, 0), FP16, 100, False, PrefillKernel.EFFICIENT),
+    ],
+)
+def test_each_device_gets_its_best_kernel(
+    capability: tuple[int, int] | None,
+    dtype: torch.dtype,
+    head_dim: int,
+    windowed: bool,
+    kernel: PrefillKernel,
+) -> None:
+    assert choose_kernel(capability, dtype, head_dim, windowed) is kernel
+
+
+@pytest.mark.parametrize("kernel", PrefillKernel)
+def test_the_installed_torch_has_every_operator(kernel: PrefillKernel) -> None:
+    check_operator(kernel)
+
+
+@pytest.mark.parametrize("kernel", [PrefillKernel.FLASH, PrefillKernel.EFFICIENT])
+def test_a_torch_without_an_operator_is_told_at_once(
+    kernel: PrefillKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops, "aten", SimpleNamespace())
+    with pytest.raises(RuntimeError, match=r"has no usable _\w+_attention_forward: install a version from"):
+        check_operator(kernel)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "window"),
+    [(PrefillKernel.FLASH, None), (PrefillKernel.FLASH, 5), (PrefillKernel.EFFICIENT, None)],
+)
+@torch.inference_mode()
+def test_operators_take_what_they_are_called_with(
+    kernel: PrefillKernel, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch checks names, types and shapes of arguments for tensors without memory, too."""
+    monkeypatch.setattr(prefill, "kernel_on", lambda *_: kernel)
+    chunks = [
+        Prefill(slice(0, 3), 4, torch.zeros(7, dtype=torch.int64, device="meta")),
+        Prefill(slice(3, 8), 0, torch.zeros(5, dtype=torch.int64, device="meta")),
+    ]
+    q = torch.empty(8, HEADS, HEAD_DIM, dtype=FP16, device="meta")
+    keys, values = torch.empty(2, 12, KV_HEADS, HEAD_DIM, dtype=FP16, device="meta")
+    PrefillGroup.of(tuple(chunks)).attend(q, keys, values, torch.empty_like(q), SCALE, window)
+
+
+@given(lengths=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30)), max_size=8))
+def test_groups_keep_all_chunks_in_order_and_small(lengths: list[tuple[int, int]]) -> None:
+    chunks = make_chunks(lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill, "PACKED_TOKENS", 50)
+        groups = list(groups_of(chunks))
+    assert [id(chunk) for group in groups for chunk in group.chunks] == [id(chunk) for chunk in chunks]
+    for group in groups:
+        assert len(group.slots) <= 50 or len(group.chunks) == 1
+        assert group.ends[1, -1] == len(group.slots)
+        assert group.ends[0, -1] == group.rows.stop - group.rows.start
+    for group, following in pairwise(groups):  # no two of them would have been one
+        assert len(group.slots) + following.chunks[0].context_len > 50

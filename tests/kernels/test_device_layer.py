@@ -1,0 +1,207 @@
+"""KV in a GPU's memory gives the same rows and the same attention as KV in host memory, and moves there."""
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from dense_attention import dense
+from hypothesis import given, settings
+from kv_pools import spoiled
+from torch import Tensor
+
+from neo_desktop.engine.batch import BlockCopy
+from neo_desktop.engine.kv import device_layer, transfer
+from neo_desktop.engine.kv.device_layer import DeviceLayer
+from neo_desktop.engine.kv.host_layer import HostLayer
+from neo_desktop.engine.kv.layer import KVLayer, Rows, block_bytes, slots_of
+from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.kv.transfer import Carrier
+from neo_desktop.engine.placement import Place
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.shapes import shape
+
+CPU = torch.device("cpu")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+# Relative error of a head's output vector, as in test_paged_decode.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1.5e-2}
+NUM_SMS = 6  # so that a few requests have several parts
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_multiprocessors() -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_layer, "num_sms", lambda device: NUM_SMS)
+        yield
+
+
+def make_config(kv_heads: int = 2, group: int = 2, head_dim: int = 64) -> ModelConfig:
+    return replace(
+        shape("tiny"), num_layers=2, num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=head_dim
+    )
+
+
+def make_pool(
+    config: ModelConfig, kind: type[KVLayer], num_blocks: int, dtype: torch.dtype, device: torch.device
+) -> KVPool:
+    return spoiled(KVPool(config, num_blocks, 16, dtype, device, kind))
+
+
+def some_rows(config: ModelConfig, count: int, dtype: torch.dtype) -> Rows:
+    return torch.randn(2, count, config.num_kv_heads, config.head_dim).to(dtype)
+
+
+@given(data=st.data())
+@settings(max_examples=12, deadline=None)
+def test_decode_attention_equals_the_hosts_and_float64(data: st.DataObject, device: torch.device) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 2**16)))
+    dtype = data.draw(st.sampled_from(FLOATS))
+    config = make_config(*data.draw(st.sampled_from([(1, 1, 64), (2, 3, 80), (1, 8, 64), (3, 4, 32)])))
+    window = data.draw(st.none() | st.integers(1, 300))
+    lengths = data.draw(st.lists(st.integers(1, 60) | st.integers(200, 280), min_size=1, max_size=3))
+    width = -(-max(lengths) // 16)
+    num_blocks = width * len(lengths) + 2
+    tables = torch.randperm(num_blocks)[: width * len(lengths)].view(len(lengths), width)
+    contexts = [slots_of(table, 16)[:length] for table, length in zip(tables, lengths, strict=True)]
+    rows = [some_rows(config, length, dtype) for length in lengths]
+    q = torch.randn(len(lengths), config.num_heads, config.head_dim).to(dtype)
+    arguments = (
+        q,
+        torch.stack([k[-1] for k, _ in rows]),
+        torch.stack([v[-1] for _, v in rows]),
+        torch.stack([context[-1] for context in contexts]),
+        tables.int(),
+        torch.tensor(lengths, dtype=torch.int32),
+    )
+    outs = []
+    for kind, where in ((DeviceLayer, device), (HostLayer, CPU)):
+        layer = make_pool(config, kind, num_blocks, dtype, where).layer(1)
+        for context, (k, v) in zip(contexts, rows, strict=True):
+            layer.write(k[:-1].to(where), v[:-1].to(where), context[:-1].to(where))
+        out = torch.full_like(q, torch.nan, device=where)
+        layer.decode(*(tensor.to(where) for tensor in arguments), out, config.attention_scale, window)
+        outs.append(out.cpu())
+    expected = torch.cat(
+        [dense(q[i : i + 1], k, v, config.attention_scale, window) for i, (k, v) in enumerate(rows)]
+    )
+    for out in outs:
+        error = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert (error < TOLERANCE[dtype]).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_rows_come_back_as_they_were_written(dtype: torch.dtype, device: torch.device) -> None:
+    config = make_config()
+    pool = make_pool(config, DeviceLayer, 3, dtype, device)
+    order = torch.randperm(48).to(device)
+    rows = some_rows(config, 20, dtype).to(device)
+    pool.layer(1).write(rows[0], rows[1], order[:20])
+    found = torch.empty(2, 48, *rows.shape[2:], dtype=dtype, device=device)
+    pool.layer(1).read(order, found)
+    assert torch.equal(found[:, :20], rows)
+    assert found[:, 20:].isnan().all()
+    pool.layer(0).read(order, found)
+    assert found.isnan().all()
+    assert sum(part.nbytes for part in pool.parts) == 3 * 2 * block_bytes(config, 16, dtype)
+
+
+def as_with_a_gpu(pool: KVPool, carrier: Carrier, patch: pytest.MonkeyPatch) -> list[int]:
+    """Let rows cross a bus where there is none; return the list of copies' sizes that it will fill."""
+    sizes: list[int] = []
+    copy = Tensor.copy_
+
+    def counted(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if non_blocking:
+            sizes.append(source.shape[1])
+        return copy(target, source)
+
+    patch.setattr(Tensor, "copy_", counted)
+    if pool.device.type == "cpu":
+        for index in range(2):
+            pool.layer(index).device = torch.device("cuda")
+        patch.setattr(carrier, "_crosses", True)
+        patch.setattr(carrier, "_synchronize", lambda: None)
+    return sizes
+
+
+@pytest.mark.parametrize("host_dtype", [torch.float16, torch.int8], ids=str)
+@pytest.mark.parametrize("to_host", [True, False])
+def test_blocks_cross_the_bus_as_one_copy_per_piece(
+    to_host: bool, host_dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "TOKENS_AT_ONCE", 40)
+    torch.manual_seed(1)
+    config, dtype = make_config(), torch.float16
+    pools = {
+        Place.DEVICE: make_pool(config, DeviceLayer, 6, dtype, device),
+        Place.HOST: make_pool(config, HostLayer, 6, host_dtype, CPU),
+    }
+    source, target = (Place.DEVICE, Place.HOST) if to_host else (Place.HOST, Place.DEVICE)
+    rows, slots = some_rows(config, 96, dtype), torch.arange(96)
+    pools[source].layer(0).write(*rows.to(pools[source].device), slots.to(pools[source].device))
+    moves = [(0, 5), (3, 2), (4, 0)]
+    (group,) = KVStorage(pools).copy_groups([BlockCopy(source, old, target, new) for old, new in moves])
+    carrier = Carrier(config, dtype, device)
+    sizes = as_with_a_gpu(pools[Place.DEVICE], carrier, monkeypatch)
+    group.copy_layer(0, carrier)
+    assert sizes == [40, 8]
+
+    old, new = (slots_of(torch.tensor(blocks), 16) for blocks in zip(*moves, strict=True))
+    where = pools[target].device
+    found = torch.empty(2, 96, *rows.shape[2:], dtype=dtype, device=where)
+    pools[target].layer(0).read(slots.to(where), found)
+    moved = found.cpu()[:, new]
+    if host_dtype is torch.int8:  # within half a step of a row's largest element, and rounding
+        largest = rows[:, old].abs().amax(-1, keepdim=True).float()
+        assert ((moved.float() - rows[:, old].float()).abs() <= largest * (0.505 / 127 + 2**-11)).all()
+    else:
+        assert torch.equal(moved, rows[:, old])
+    others = torch.ones(96, dtype=torch.bool)
+    others[new] = False
+    assert found.cpu()[:, others].isnan().all()
+
+
+def test_kv_of_prompts_crosses_as_one_copy(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, dtype = make_config(), torch.float16
+    host = make_pool(config, HostLayer, 6, dtype, CPU).layer(0)
+    carrier = Carrier(config, dtype, device)
+    sizes = as_with_a_gpu(make_pool(config, DeviceLayer, 1, dtype, device), carrier, monkeypatch)
+    rows, slots = some_rows(config, 50, dtype), torch.randperm(96)[:50]
+    host.write(*carrier.to_host(*rows.to(device)), slots)
+    assert sizes == [50]
+    fetched = torch.full_like(rows, torch.nan, device=device)
+    carrier.fetch(host, slots, fetched)
+    assert sizes == [50, 50]
+    assert torch.equal(fetched.cpu(), rows)
+
+
+def test_8_bits_are_refused(device: torch.device) -> None:
+    with pytest.raises(ValueError, match=r"KV in torch\.int8 is for host memory only"):
+        KVPool(make_config(), 1, 16, torch.int8, device, DeviceLayer)
+
+
+def test_making_a_pool_launches_every_variant_of_decode_attention(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So no batch that comes later waits for the compiler: a variant is a number of parts."""
+    launched: list[int] = []
+    attend = device_layer.paged_decode
+
+    def recorded(*arguments: object) -> None:
+        launched.append(arguments[7].shape[2])  # type: ignore[attr-defined]
+        attend(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(device_layer, "paged_decode", recorded)
+    monkeypatch.setattr(device_layer, "num_sms", lambda device: 16)
+    config = make_config()
+    layer = KVPool(config, 400, 16, torch.float16, device, DeviceLayer).layer(0)
+    at_start = set(launched)
+    assert len(at_start) > 3
+    launched.clear()
+    for requests in (1, 2, 5, 40):
+        for window in (None, 20, 700):
+            zeros = torch.zeros(requests, dtype=torch.int32, device=device)
+            q = torch.zeros(requests, config.num_heads, config.head_dim, dtype=torch.float16, device=device)
+            k = q[:, : config.num_kv_heads]
+            layer.decode(q, k, k, zeros.long() - 1, zeros.view(-1, 1), zeros, q, 1.0, window)
+    assert set(launched) <= at_start

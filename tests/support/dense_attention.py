@@ -1,0 +1,20 @@
+"""Attention as it is defined, in float64."""
+
+import torch
+from torch import Tensor
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """Attend from the last `len(q)` tokens of one context, each up to itself; [queries, heads, head_dim].
+
+    Keys and values are [context, kv_heads, head_dim]; with a window each query sees that many tokens.
+    """
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * scale
+    positions = torch.arange(len(k) - len(q), len(k)).unsqueeze(1)
+    past = torch.arange(len(k)).unsqueeze(0)
+    hidden = past > positions
+    if window is not None:
+        hidden |= past <= positions - window
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)

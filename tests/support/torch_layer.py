@@ -1,0 +1,58 @@
+"""KV that lies as in a GPU's memory, but is used by plain torch: stands in for it where there is no GPU.
+
+`DeviceLayer` would work there, too, in Triton's interpreter: far too slowly for tests of whole iterations.
+"""
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.kv.layer import KVLayer, Rows
+from neo_desktop.models.config import ModelConfig
+
+
+class TorchLayer(KVLayer):
+    """K and V [num_blocks, block_size, kv_heads, head_dim]; attention in float64, request by request."""
+
+    __slots__ = ("_k", "_v")
+
+    def __init__(self, parts: tuple[Tensor, ...], block_size: int) -> None:
+        super().__init__(parts, block_size)
+        self._k, self._v = parts
+
+    @classmethod
+    def allocate(
+        cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        self._k.flatten(0, 1)[slots] = k
+        self._v.flatten(0, 1)[slots] = v
+
+    def read(self, slots: Tensor, out: Rows) -> None:
+        for rows, cache in zip(out, (self._k, self._v), strict=True):
+            rows.copy_(cache.flatten(0, 1)[slots])
+
+    def decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slots: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        out: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        self.write(k, v, slots)
+        for row, (table, context_len) in enumerate(zip(block_tables.long(), context_lens, strict=True)):
+            end = int(context_len)
+            first = max(end - (window or end), 0)
+            keys, values = (
+                cache[table].flatten(0, 1)[first:end].double().transpose(0, 1) for cache in (self._k, self._v)
+            )
+            queries = q[row].double().unflatten(0, (keys.shape[0], -1))
+            weights = (queries @ keys.transpose(1, 2) * scale).softmax(-1)
+            out[row] = (weights @ values).flatten(0, 1).to(out.dtype)
