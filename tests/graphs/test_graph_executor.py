@@ -281,7 +281,10 @@ def test_whatever_fails_the_error_arrives_and_the_next_iteration_works(model: De
     executor.close()
 
 
-def test_without_memory_for_a_graph_the_pipeline_does_it(model: Decoder) -> None:
+def test_without_memory_for_a_graph_the_pipeline_goes_on_for_a_while(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("neo_desktop.engine.execute.graphs.executor.PAUSE_ITERATIONS", 2)
     is_short = True
 
     def hook(at: Lane, stage: Stage) -> None:
@@ -290,12 +293,11 @@ def test_without_memory_for_a_graph_the_pipeline_does_it(model: Decoder) -> None
 
     executor, runner = make_executor(model, hook=hook)
     executor.execute(prompts("ac"))
-    plan = decodes("ac")
-    check_result(model, plan, contexts(plan), executor.execute(plan))
-    assert runner.num_programs == 0
-    is_short = False
-    plan = decodes("ac", step=1)
-    check_result(model, plan, contexts(plan), executor.execute(plan))
+    for step, num_runs in enumerate((1, 1, 1, 2)):
+        plan = decodes("ac", step=step)
+        check_result(model, plan, contexts(plan), executor.execute(plan))
+        assert runner.num_runs == num_runs
+        is_short = False
     assert runner.num_programs == 1
     executor.close()
 

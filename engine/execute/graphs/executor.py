@@ -35,6 +35,8 @@ from neo_desktop.native.relay import Relay, RelayBatch
 
 logger = logging.getLogger(__name__)
 
+PAUSE_ITERATIONS = 500  # without graphs, once there was no room for one: another program may need the memory
+
 
 class GraphExecutor:
     """Runs plans on a GPU and the CPU beside it.
@@ -80,6 +82,7 @@ class GraphExecutor:
         self._block_size = storage.block_size
         self._caches = _caches(model, storage)
         self._relay = None if host is None or not with_host else _relay(model, host)
+        self._pause = 0  # iterations for which graphs are not tried
         self._is_closed = False
 
     def warm_up(self) -> None:
@@ -98,7 +101,8 @@ class GraphExecutor:
 
     def execute(self, plan: IterationPlan) -> IterationResult:
         """Carry out one iteration; see `PipelineExecutor.execute`."""
-        if not self._fits(plan):
+        if self._pause > 0 or not self._fits(plan):
+            self._pause = max(self._pause - 1, 0)
             return self._pipeline.execute(plan)
         if self._is_closed:
             raise RuntimeError("the executor is closed")
@@ -107,7 +111,13 @@ class GraphExecutor:
                 return self._run(plan)
         except torch.OutOfMemoryError as error:
             # All that was done can be done again: the same KV is written to the same place.
-            logger.warning("no room for another graph of iterations: all graphs are given up (%s)", error)
+            logger.warning(
+                "the GPU has no memory for another graph: the next %d iterations are launched piece by "
+                "piece, which is slower (%s)",
+                PAUSE_ITERATIONS,
+                error,
+            )
+            self._pause = PAUSE_ITERATIONS
             self._runner.forget()
             return self._pipeline.execute(plan)
 
