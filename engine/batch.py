@@ -3,11 +3,12 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SamplingInput:
     """All that the sampler needs to choose one token."""
 
@@ -15,11 +16,11 @@ class SamplingInput:
     seed: int  # with `choice` and `position`, fixes the random number
     choice: int  # which of the n outputs of the prompt
     position: int  # index of the chosen token in prompt + output
-    prompt_token_ids: tuple[int, ...]  # empty unless a penalty needs them
-    output_token_ids: tuple[int, ...]  # likewise
+    prompt_token_ids: IntView  # each of them once; empty unless a penalty needs them
+    output_token_ids: IntView  # in order; empty unless a penalty needs them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ScheduledSequence:
     """One request's share of an iteration."""
 
@@ -27,7 +28,7 @@ class ScheduledSequence:
     token_ids: tuple[int, ...]  # the tokens whose KV this iteration computes
     start: int  # position of the first of them = tokens already in the KV cache
     place: Place  # where the KV lives
-    block_table: tuple[int, ...]  # blocks of that place, covering all `context_len` tokens
+    block_table: IntView  # blocks of that place, covering all `context_len` tokens; fixed, as all of a plan
     sampling: SamplingInput | None  # None: a part of the prompt that is not its last one
 
     @property

@@ -16,6 +16,7 @@ from neo_desktop.engine.batch import (
     ScheduledSequence,
     SubBatch,
 )
+from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.layer import KVLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
@@ -77,7 +78,8 @@ def make_storage(
 
 
 def sampling_input(position: int) -> SamplingInput:
-    return SamplingInput(PARAMS, 0, 0, position, (), ())
+    no_tokens = IntArray().view()
+    return SamplingInput(PARAMS, 0, 0, position, no_tokens, no_tokens)
 
 
 @torch.inference_mode()
@@ -208,7 +210,7 @@ class RandomIterations:
             tuple(request.token_ids[start:context_len]),
             start,
             request.place,
-            tuple(request.blocks),
+            IntArray(request.blocks).view(),
             sampling_input(context_len) if is_sampled else None,
         )
 
