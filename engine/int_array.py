@@ -14,12 +14,12 @@ class IntArray:
     So a view of it is fixed, too: what is appended later lies behind its end, or in a larger array.
     """
 
-    __slots__ = ("_memory", "_readable", "_size")
+    __slots__ = ("_memory", "_size", "_view")
 
     def __init__(self, numbers: Iterable[int] = ()) -> None:
-        self._size = 0
-        self._allocate(np.empty(16, dtype=np.int32))
-        self.extend(numbers)
+        self._memory = np.fromiter(numbers, dtype=np.int32)
+        self._size = len(self._memory)
+        self._view = _read_only(self._memory)
 
     def __len__(self) -> int:
         return self._size
@@ -41,14 +41,17 @@ class IntArray:
 
     def view(self) -> IntView:
         """Return all numbers there are now, without copying them."""
-        return self._readable[: self._size]
+        if len(self._view) < self._size:
+            self._view = _read_only(self._memory[: self._size])
+        return self._view
 
     def _make_room(self, num_added: int) -> None:
         memory = np.empty(2 * (self._size + num_added), dtype=np.int32)
         memory[: self._size] = self._memory[: self._size]
-        self._allocate(memory)
-
-    def _allocate(self, memory: NDArray[np.int32]) -> None:
         self._memory = memory
-        self._readable = memory.view()
-        self._readable.flags.writeable = False
+
+
+def _read_only(array: NDArray[np.int32]) -> IntView:
+    view = array.view()
+    view.flags.writeable = False
+    return view
