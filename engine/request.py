@@ -1,8 +1,8 @@
 """A request on its way through the engine, and what its owner gets to see of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the engine could not go on with it; `error` says why
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(NamedTuple):
     """What one iteration added to a request."""
 
     request_id: str  # as its owner named it

@@ -107,7 +107,7 @@ def test_a_token_depends_on_seed_choice_and_position_alone() -> None:
     first = draw(params, 200)
     assert draw(params, 200) == first
     other_seed = [sample(logits(), [item(params, p, seed=2)])[0] for p in range(200)]
-    other_choice = [sample(logits(), [replace(item(params, p), choice=1)])[0] for p in range(200)]
+    other_choice = [sample(logits(), [item(params, p)._replace(choice=1)])[0] for p in range(200)]
     for other in (other_seed, other_choice):
         assert [token.token_id for token in other if token] != first
 
@@ -163,7 +163,7 @@ def test_every_row_gets_its_own_settings() -> None:
         SamplingParams(temperature=1.2, top_p=0.6, min_p=0.1, repetition_penalty=0.5),
     ]
     inputs = [item(params, position=row, seed=row) for row, params in enumerate(every)]
-    inputs[4] = replace(inputs[4], output_token_ids=IntArray((7, 8, 8, 8)).view())
+    inputs[4] = inputs[4]._replace(output_token_ids=IntArray((7, 8, 8, 8)).view())
     rows = torch.cat([logits(seed=row) for row in range(len(every))])
     together = sample(rows, inputs)
     for row, token in enumerate(together):
