@@ -3,9 +3,9 @@
     python -m scripts.engine_overhead --requests 64 --context 400 8000
 
 Scheduler, KV cache, detokenizer and sampler are the real ones; a pause stands in for the model, after which
-the processor's caches hold less of the engine's data than in a tight loop. Predictions are those for a
-desktop from its datasheet, and with `auto` a quarter of the KV fits the GPU-cache. The sampler gets a small
-vocabulary: what more of it takes is computation on the device.
+the processor's caches hold less of the engine's data than in a tight loop (--pause-ms 0). Predictions are
+those for a desktop from its datasheet, and but for `gpu-only` three quarters of the KV fit the GPU-cache. The
+sampler gets a small vocabulary: what more of it takes is computation on the device.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def make_scheduler(policy: str, num_requests: int, context: int) -> Scheduler:
     lengths = [rng.randint(context // 2, context * 3 // 2) for _ in range(num_requests)]
     blocks = sum(-(-(length + OUTPUT_TOKENS) // BLOCK_SIZE) for length in lengths)
     blocks += num_requests**2  # what admission leaves free
-    sizes = {Place.DEVICE: blocks if policy == "gpu-only" else blocks // 4, Place.HOST: blocks}
+    sizes = {Place.DEVICE: blocks if policy == "gpu-only" else blocks * 3 // 4, Place.HOST: blocks}
     chosen = get_policy(policy)
     scheduler = Scheduler(
         KVCache({place: sizes[place] for place in chosen.places}, BLOCK_SIZE),
