@@ -1,33 +1,37 @@
-"""The contracts between scheduler and executor: a plan goes in, a result comes out, both frozen."""
+"""The contracts between scheduler and executor: a plan goes in, a result comes out, both frozen.
+
+What is made anew for every request in every iteration is a named tuple: no less frozen than a dataclass, and
+made in less than half of the time.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingInput:
+class SamplingInput(NamedTuple):
     """All that the sampler needs to choose one token."""
 
     params: SamplingParams
     seed: int  # with `choice` and `position`, fixes the random number
     choice: int  # which of the n outputs of the prompt
     position: int  # index of the chosen token in prompt + output
-    prompt_token_ids: tuple[int, ...]  # empty unless a penalty needs them
-    output_token_ids: tuple[int, ...]  # likewise
+    prompt_token_ids: IntView  # each of them once; empty unless a penalty needs them
+    output_token_ids: IntView  # in order; empty unless a penalty needs them
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """One request's share of an iteration."""
 
     request_id: str
     token_ids: tuple[int, ...]  # the tokens whose KV this iteration computes
     start: int  # position of the first of them = tokens already in the KV cache
     place: Place  # where the KV lives
-    block_table: tuple[int, ...]  # blocks of that place, covering all `context_len` tokens
+    block_table: IntView  # blocks of that place, covering all `context_len` tokens; fixed, as all of a plan
     sampling: SamplingInput | None  # None: a part of the prompt that is not its last one
 
     @property
@@ -87,16 +91,14 @@ class IterationPlan:
         return (sequence for sub_batch in self.sub_batches for sequence in sub_batch.sequences)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """A token and the natural logarithm of its probability under the model's unmodified logits."""
 
     token_id: int
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """The token chosen for one sequence."""
 
     token_id: int

@@ -26,9 +26,8 @@ class IncrementalText:
     def __init__(self, stream: TextStream, stop: Sequence[str]) -> None:
         self._stream = stream
         self._stop = tuple(stop)
-        self._text = ""
-        self._num_taken = 0  # characters already handed out by take()
-        self._num_safe = 0  # characters that no stop string can claim any more
+        self._ready = ""  # to be handed out by take()
+        self._held = ""  # behind it: what a stop string may still claim
         self._is_cut = False  # a stop string was found
 
     def push(self, token_id: int) -> bool:
@@ -40,41 +39,37 @@ class IncrementalText:
         if self._is_cut:
             return False
         stopped = self._append(self._stream.flush())
-        self._num_safe = len(self._text)
+        self._release(len(self._held))
         return stopped
 
     def take(self) -> str:
         """Return the text that became certain since the last call."""
-        delta = self._text[self._num_taken : self._num_safe]
-        self._num_taken = self._num_safe
-        return delta
-
-    @property
-    def text(self) -> str:
-        """The whole text so far, held-back characters included."""
-        return self._text
+        text, self._ready = self._ready, ""
+        return text
 
     def _append(self, piece: str) -> bool:
         if not piece:
             return False
-        # A match can only end in the new piece; what is safe was already found to hold no beginning of one.
-        search_from = self._num_safe
-        self._text += piece
-        found = [at for stop in self._stop if (at := self._text.find(stop, search_from)) >= 0]
+        self._held += piece
+        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
-            self._text = self._text[: min(found)]
-            self._num_safe = len(self._text)
+            self._release(min(found))
+            self._held = ""
             self._is_cut = True
             return True
-        self._num_safe = len(self._text) - self._longest_open_stop()
+        self._release(len(self._held) - self._longest_open_stop())
         return False
 
+    def _release(self, count: int) -> None:
+        self._ready += self._held[:count]
+        self._held = self._held[count:]
+
     def _longest_open_stop(self) -> int:
-        """Length of the longest suffix of the text that begins a stop string."""
+        """Length of the longest suffix of the held text that begins a stop string."""
         longest = 0
         for stop in self._stop:
-            for length in range(min(len(stop) - 1, len(self._text)), longest, -1):
-                if self._text.endswith(stop[:length]):
+            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:length]):
                     longest = length
                     break
         return longest

@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,7 @@ class Engine:
         self._cost_model = cost_model
         self._num_arrivals = 0
         self._num_iterations = 0
+        self._outside_s = 0.0
 
     @classmethod
     def from_pretrained(
@@ -228,10 +230,12 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run one iteration and return what each request gained by it."""
+        started = time.perf_counter()
         plan = self._scheduler.schedule()
         if plan is None:
             return []
         self._num_iterations += 1
+        planned = time.perf_counter()
         try:
             result = self._executor.execute(plan)
         except DeviceMemoryError as error:
@@ -242,9 +246,12 @@ class Engine:
         except Exception as error:  # whatever broke, the other requests must go on
             logger.exception("an iteration failed")
             return self._scheduler.fail(plan, f"the engine failed: {error}")
+        executed = time.perf_counter()
         if self._cost_model is not None and result.timing is not None:
             self._cost_model.learn(plan, result.timing)
-        return self._scheduler.update(plan, result)
+        outputs = self._scheduler.update(plan, result)
+        self._outside_s += planned - started + time.perf_counter() - executed
+        return outputs
 
     def generate(
         self,
@@ -301,6 +308,7 @@ class Engine:
             num_moves=counters.num_moves,
             num_cpu_decodes=counters.num_cpu_decodes,
             num_double_iterations=counters.num_double_iterations,
+            outside_s=self._outside_s,
             pools=self._kv_cache.usage(),
         )
 

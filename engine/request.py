@@ -1,11 +1,14 @@
 """A request on its way through the engine, and what its owner gets to see of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
 
 from neo_desktop.engine.batch import SampledToken, SamplingInput
 from neo_desktop.engine.detokenizer import IncrementalText
+from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.block_pool import BlockHash, extend_hashes
 from neo_desktop.engine.sampling_params import SamplingParams
 
@@ -19,8 +22,7 @@ class FinishReason(StrEnum):
     ERROR = "error"  # the engine could not go on with it; `error` says why
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(NamedTuple):
     """What one iteration added to a request."""
 
     request_id: str  # as its owner named it
@@ -116,6 +118,9 @@ class Request(RequestState):
         self._text = text
         self._new_tokens: list[SampledToken] = []
         self._block_hashes: list[BlockHash] = []
+        # For penalties alone, see `SamplingInput`.
+        self._distinct_prompt = IntArray(np.unique(prompt_token_ids) if params.has_penalties else ())
+        self._output = IntArray()
 
     def block_hashes(self, block_size: int) -> Sequence[BlockHash]:
         """Return the hashes of its full blocks; each is computed once."""
@@ -124,14 +129,13 @@ class Request(RequestState):
 
     def sampling_input(self) -> SamplingInput:
         """Return what the sampler needs to choose the next token."""
-        with_history = self.params.has_penalties
         return SamplingInput(
             params=self.params,
             seed=self._seed,
             choice=self.choice,
             position=self.num_tokens,
-            prompt_token_ids=self.prompt_token_ids if with_history else (),
-            output_token_ids=tuple(self.token_ids[self.num_prompt_tokens :]) if with_history else (),
+            prompt_token_ids=self._distinct_prompt.view(),
+            output_token_ids=self._output.view(),
         )
 
     def append(self, token: SampledToken) -> None:
@@ -139,6 +143,8 @@ class Request(RequestState):
         self.token_ids.append(token.token_id)
         self.num_tokens += 1
         self._new_tokens.append(token)
+        if self.params.has_penalties:
+            self._output.append(token.token_id)
         if token.token_id in self._end_token_ids or self._text.push(token.token_id):
             self.finish(FinishReason.STOP)
         elif self.num_output_tokens >= self._max_output_tokens:

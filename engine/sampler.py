@@ -1,12 +1,16 @@
 """Logits to tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from neo_desktop.engine.batch import SampledToken, SamplingInput, TokenLogprob
+from neo_desktop.engine.int_array import IntView
+
+NO_TOKEN = -1  # in place of a token that logits which are not finite cannot give
 
 
 def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[SampledToken | None]:
@@ -16,6 +20,9 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[SampledToken
     whatever else is in the batch, under every policy and after every preemption. Order of the steps:
     penalties, temperature, top-k, top-p, min-p, then inversion of the cumulative distribution.
 
+    All of it happens on the device, which is waited for once, for the tokens; if log-probabilities were asked
+    for, once more.
+
     Args:
         logits: [rows, vocab] float32; not modified.
         inputs: one per row.
@@ -24,101 +31,157 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[SampledToken
         One token per row; None where the logits are not finite, so that there is no answer.
     """
     penalised = _apply_penalties(logits, inputs)
-    token_ids = penalised.argmax(dim=-1)
-    random_rows = [row for row, item in enumerate(inputs) if not item.params.is_greedy]
-    if random_rows:
-        index = torch.tensor(random_rows, device=logits.device)
-        token_ids[index] = _draw(penalised[index], [inputs[row] for row in random_rows])
-
-    chosen: list[int] = token_ids.tolist()
-    is_finite: list[bool] = logits.amax(dim=-1).isfinite().tolist()
-    logprobs = _logprobs(logits, inputs, chosen)
+    token_ids = _choose(penalised, inputs)
+    is_finite = logits.amax(dim=-1).isfinite()
+    logprobs = _logprobs(logits, inputs, token_ids)
+    chosen: list[int] = token_ids.where(is_finite, NO_TOKEN).tolist()
     return [
-        SampledToken(token_id, *logprobs.get(row, ())) if is_finite[row] else None
+        None if token_id == NO_TOKEN else SampledToken(token_id, *logprobs.get(row, ()))
         for row, token_id in enumerate(chosen)
     ]
+
+
+def _choose(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
+    """Choose one token per row [rows, vocab]; returns [rows] int64.
+
+    A random number stands for another token where tokens are sorted: each row goes its own way, alone or not.
+    """
+    rows_of: dict[Callable[[Tensor, Sequence[SamplingInput]], Tensor], list[int]] = {}
+    for row, item in enumerate(inputs):
+        random = _draw_truncated if item.params.is_truncated else _draw
+        rows_of.setdefault(_best if item.params.is_greedy else random, []).append(row)
+    if len(rows_of) == 1:
+        (choose,) = rows_of
+        return choose(logits, inputs)
+    token_ids = torch.empty(len(inputs), dtype=torch.int64, device=logits.device)
+    for choose, rows in rows_of.items():
+        index = _upload(rows, torch.int64, logits.device)
+        token_ids[index] = choose(logits[index], [inputs[row] for row in rows])
+    return token_ids
 
 
 def _apply_penalties(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
     rows = [row for row, item in enumerate(inputs) if item.params.has_penalties]
     if not rows:
         return logits
-    logits = logits.clone()
+    penalised = [inputs[row] for row in rows]
+    index = _upload(rows, torch.int64, logits.device)
+    in_prompt = _counts([item.prompt_token_ids for item in penalised], logits)
+    in_output = _counts([item.output_token_ids for item in penalised], logits)
+    repetition, frequency, presence = _columns(
+        [
+            (item.params.repetition_penalty, item.params.frequency_penalty, item.params.presence_penalty)
+            for item in penalised
+        ],
+        logits.device,
+    )
+    values = logits[index]
+    # As in CTRL (Keskar et al., 2019): away from the token, whichever sign its logit has.
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    values = torch.where(in_prompt + in_output > 0, repeated, values)
+    values -= frequency * in_output + presence * (in_output > 0)
+    return logits.index_copy(0, index, values)
+
+
+def _counts(token_ids: Sequence[IntView], logits: Tensor) -> Tensor:
+    """Count tokens: [rows, vocab] of the logits' kind, for `row -> tokens`."""
     vocab_size = logits.shape[-1]
-    for row in rows:
-        params, prompt, output = (
-            inputs[row].params,
-            inputs[row].prompt_token_ids,
-            inputs[row].output_token_ids,
-        )
-        seen = torch.tensor(sorted({*prompt, *output}), device=logits.device)
-        values = logits[row, seen]
-        # As in CTRL (Keskar et al., 2019): away from the token, whichever sign its logit has.
-        logits[row, seen] = torch.where(
-            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
-        )
-        counts = torch.bincount(
-            torch.tensor(output, dtype=torch.int64, device=logits.device), minlength=vocab_size
-        )
-        logits[row] -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-    return logits
+    cells = np.concatenate([row * vocab_size + ids.astype(np.int64) for row, ids in enumerate(token_ids)])
+    index = _upload(cells, torch.int64, logits.device)
+    counts = logits.new_zeros(len(token_ids) * vocab_size)
+    return counts.scatter_add_(0, index, counts.new_ones(len(cells))).view(-1, vocab_size)
+
+
+def _best(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
+    """Return the most probable token of each row [rows, vocab]; [rows] int64."""
+    return logits.argmax(dim=-1)
 
 
 def _draw(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
-    """Draw one token per row [rows, vocab]; returns [rows] int64."""
+    """Draw one token per row [rows, vocab], of all tokens; returns [rows] int64."""
+    numbers = [
+        (item.params.temperature, number) for item, number in zip(inputs, _uniform(inputs), strict=True)
+    ]
+    temperature, uniform = _columns(numbers, logits.device)
+    return _invert(_scaled(logits, temperature).softmax(dim=-1), uniform)
 
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=logits.device).unsqueeze(1)
 
-    params = [item.params for item in inputs]
-    # Relative to the largest logit first: a very low temperature then gives -inf, never nan.
-    scaled = (logits - logits.amax(dim=-1, keepdim=True)) / column([p.temperature for p in params])
-    uniform = column([_uniform(item) for item in inputs])
-
-    if all(p.top_k == 0 and p.top_p == 1.0 and p.min_p == 0.0 for p in params):
-        return _invert(scaled.softmax(dim=-1), uniform)
-
-    values, order = scaled.sort(dim=-1, descending=True, stable=True)
+def _draw_truncated(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
+    """Draw one token per row [rows, vocab], of the more probable ones; returns [rows] int64."""
     vocab_size = logits.shape[-1]
-    top_k = column([p.top_k or vocab_size for p in params])
+    numbers = [
+        (p.temperature, p.top_k or vocab_size, p.top_p, p.min_p, number)
+        for p, number in zip((item.params for item in inputs), _uniform(inputs), strict=True)
+    ]
+    temperature, top_k, top_p, min_p, uniform = _columns(numbers, logits.device)
+    values, order = _scaled(logits, temperature).sort(dim=-1, descending=True, stable=True)
     values = values.masked_fill(torch.arange(vocab_size, device=logits.device) >= top_k, -torch.inf)
     probs = values.softmax(dim=-1)
     mass_before = probs.cumsum(dim=-1) - probs
     # A token stays while those before it have not reached top_p; the first one always stays.
-    dropped = (mass_before >= column([p.top_p for p in params])) | (
-        probs < column([p.min_p for p in params]) * probs[:, :1]
-    )
+    dropped = (mass_before >= top_p) | (probs < min_p * probs[:, :1])
     dropped[:, 0] = False
     ranks = _invert(probs.masked_fill(dropped, 0.0), uniform)
     return order.gather(1, ranks.unsqueeze(1)).squeeze(1)
 
 
+def _scaled(logits: Tensor, temperature: Tensor) -> Tensor:
+    # Relative to the largest logit first: a very low temperature then gives -inf, never nan.
+    return (logits - logits.amax(dim=-1, keepdim=True)) / temperature
+
+
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
     """Return the index at which the cumulative weight passes `uniform` (in [0, 1)) of the total."""
-    cumulative = weights.to(torch.float64).cumsum(dim=-1)
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1:].contiguous()
     # `right`: a token of weight 0 is never chosen, also when the random number is 0.
-    index = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).squeeze(1)
-    last = (weights > 0).to(torch.int64).cumsum(dim=-1).argmax(dim=-1)
-    return torch.minimum(index, last)
+    index = torch.searchsorted(cumulative, uniform * total, right=True)
+    # Nor when the number was rounded to 1: the last one of any weight is where the total is reached. That is
+    # nowhere if there are no numbers; `sample` then has no use for the token, but indices must be valid.
+    last = torch.searchsorted(cumulative, total).clamp_(max=weights.shape[-1] - 1)
+    return torch.minimum(index, last).squeeze(1)
 
 
-def _uniform(item: SamplingInput) -> float:
-    key = np.array([item.seed % 2**64, item.choice], dtype=np.uint64)
-    return float(np.random.Generator(np.random.Philox(key=key, counter=item.position)).random())
+def _uniform(inputs: Sequence[SamplingInput]) -> Iterator[float]:
+    """Yield each input's random number, in [0, 1)."""
+    philox = np.random.Philox(key=0)
+    generator = np.random.Generator(philox)
+    state: Any = philox.state
+    for item in inputs:
+        # As in a new generator of this key and counter, which would take ten times as long to make.
+        state["state"] = {"key": (item.seed % 2**64, item.choice), "counter": (item.position, 0, 0, 0)}
+        philox.state = state
+        yield generator.random()
 
 
 def _logprobs(
-    logits: Tensor, inputs: Sequence[SamplingInput], chosen: Sequence[int]
+    logits: Tensor, inputs: Sequence[SamplingInput], chosen: Tensor
 ) -> Mapping[int, tuple[TokenLogprob, tuple[TokenLogprob, ...]]]:
     """Return `row -> (chosen token, top tokens)` for the rows that asked."""
-    found = {}
-    for row, item in enumerate(inputs):
-        if item.params.logprobs is None:
-            continue
-        logprobs = logits[row].log_softmax(dim=-1)
-        top = logprobs.topk(item.params.logprobs)
-        found[row] = (
-            TokenLogprob(chosen[row], float(logprobs[chosen[row]])),
-            tuple(map(TokenLogprob, top.indices.tolist(), top.values.tolist())),
-        )
-    return found
+    asked = {row: k for row, item in enumerate(inputs) if (k := item.params.logprobs) is not None}
+    if not asked:
+        return {}
+    index = _upload(list(asked), torch.int64, logits.device)
+    logprobs = logits[index].log_softmax(dim=-1)
+    top = logprobs.topk(max(asked.values()))
+    # The chosen token before the most probable ones; token ids are exact in float64: all in one copy.
+    token_ids = torch.cat((chosen[index].unsqueeze(1), top.indices), dim=1)
+    found = torch.stack((token_ids.double(), logprobs.gather(1, token_ids).double())).tolist()
+    tokens = (
+        [TokenLogprob(int(i), p) for i, p in zip(*row, strict=True)] for row in zip(*found, strict=True)
+    )
+    return {
+        row: (first, tuple(rest[:k])) for (row, k), (first, *rest) in zip(asked.items(), tokens, strict=True)
+    }
+
+
+def _columns(rows: Sequence[tuple[float, ...]], device: torch.device) -> tuple[Tensor, ...]:
+    """Return numbers of each row as float32 columns, [rows, 1] each."""
+    return torch.split(_upload(rows, torch.float32, device), 1, dim=1)
+
+
+def _upload(numbers: object, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Bring numbers to the device without waiting for what runs there."""
+    if device.type == "cpu":
+        return torch.as_tensor(numbers, dtype=dtype)
+    return torch.as_tensor(numbers, dtype=dtype).pin_memory().to(device, non_blocking=True)

@@ -66,6 +66,11 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def is_truncated(self) -> bool:
+        """Whether improbable tokens are never drawn."""
+        return self.top_k != 0 or self.top_p != 1.0 or self.min_p != 0.0
+
+    @property
     def has_penalties(self) -> bool:
         """Whether earlier tokens change the logits, so that the sampler must see them."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

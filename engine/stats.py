@@ -28,4 +28,5 @@ class EngineStats:
     num_moves: int  # requests whose KV was brought to another place
     num_cpu_decodes: int  # output tokens whose attention the CPU computed
     num_double_iterations: int  # iterations with two sub-batches
+    outside_s: float  # spent outside the executor in iterations: planning, text, bookkeeping
     pools: Mapping[Place, PoolUsage]

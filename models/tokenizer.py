@@ -31,6 +31,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+        self._texts_alone: dict[int, str | None] = {}  # found out so far; every token generated is looked up
         self._byte_level = b'"ByteLevel"' in backend.decoder.__getstate__() if backend.decoder else False
 
     @classmethod
@@ -103,8 +104,13 @@ class Tokenizer:
         """One token as text; bytes that are no whole character appear as U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
 
-    def has_text(self, token_id: int) -> bool:
-        """Whether `decode` can give text for this token: not a special token, and inside the vocabulary."""
+    def text_alone(self, token_id: int) -> str | None:
+        """What `decode` gives for one token; None for a special token and outside the vocabulary."""
+        if token_id not in self._texts_alone:
+            self._texts_alone[token_id] = self.decode([token_id]) if self._has_text(token_id) else None
+        return self._texts_alone[token_id]
+
+    def _has_text(self, token_id: int) -> bool:
         if token_id in self._added:
             return not self._added[token_id].special
         return self._backend.id_to_token(token_id) is not None
@@ -142,7 +148,8 @@ class DecodeStream:
 
     def step(self, token_id: int) -> str:
         """Add a token; return the text that is complete now, often one word, possibly empty."""
-        if not self._tokenizer.has_text(token_id):
+        alone = self._tokenizer.text_alone(token_id)
+        if alone is None:
             return ""
         self._token_ids.append(token_id)
         text = self._tokenizer.decode(self._token_ids)
@@ -152,7 +159,7 @@ class DecodeStream:
         piece = text[len(self._given_text) :]
         del self._token_ids[: self._num_given_tokens]
         self._num_given_tokens = len(self._token_ids)
-        self._given_text = self._tokenizer.decode(self._token_ids)
+        self._given_text = alone if num_held_tokens == 1 else self._tokenizer.decode(self._token_ids)
         return piece
 
     def flush(self) -> str:

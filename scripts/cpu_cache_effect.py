@@ -20,6 +20,7 @@ from neo_desktop import Engine, SamplingParams
 from neo_desktop.app.chat_template import ChatTemplate
 from neo_desktop.engine.batch import IterationPlan, SamplingInput, ScheduledSequence, SubBatch
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
+from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE
@@ -29,6 +30,7 @@ from scripts.builtin.evaluate import Case, load_cases
 
 QUESTIONS = Path(__file__).resolve().parents[1] / "tests" / "builtin" / "development.json"
 GREEDY = SamplingParams(max_tokens=120, temperature=0.0)
+NO_TOKENS = IntArray().view()
 AT_ONCE = 64  # chats that are read together
 
 
@@ -69,8 +71,8 @@ def next_token_logits(decoder: Decoder, chats: Sequence[Chat], dtype: torch.dtyp
                 tuple(chunk),
                 start[index],
                 Place.HOST,
-                tuple(range(index * width, (index + 1) * width)),
-                SamplingInput(GREEDY, 0, 0, 0, (), ()) if is_recorded else None,
+                IntArray(range(index * width, (index + 1) * width)).view(),
+                SamplingInput(GREEDY, 0, 0, 0, NO_TOKENS, NO_TOKENS) if is_recorded else None,
             )
             for index, chunk in tokens.items()
         )

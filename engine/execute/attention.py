@@ -9,14 +9,16 @@ adjacent, prompts first:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from neo_desktop.engine.batch import ScheduledSequence, SubBatch
 from neo_desktop.engine.execute.prefill import Prefill, PrefillGroup, groups_of
-from neo_desktop.engine.kv.layer import slots_of
+from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
 
@@ -105,32 +107,40 @@ def place_batches(sub_batch: SubBatch, storage: KVStorage) -> dict[Place, PlaceB
 
 def _place_batch(sequences: Sequence[ScheduledSequence], pool: KVPool, first_row: int) -> PlaceBatch:
     block_size, device = pool.block_size, pool.device
-    ends = list(accumulate((len(sequence.token_ids) for sequence in sequences), initial=first_row))
-    slots = [
-        sequence.block_table[position // block_size] * block_size + position % block_size
-        for sequence in sequences
-        for position in range(sequence.start, sequence.context_len)
-    ]
-    prefills = []
-    for sequence, begin, end in zip(sequences, ends, ends[1:], strict=False):
-        if not sequence.is_decode:
-            blocks = torch.tensor(sequence.block_table, dtype=torch.int64, device=device)
-            context_slots = slots_of(blocks, block_size)[: sequence.context_len]
-            prefills.append(Prefill(slice(begin, end), sequence.start, context_slots))
-
-    decodes = sequences[len(prefills) :]
+    num_prefills = next((i for i, sequence in enumerate(sequences) if sequence.is_decode), len(sequences))
+    decodes = sequences[num_prefills:]
     if any(not sequence.is_decode for sequence in decodes):
         raise ValueError("a plan must order the prompts of a place before its decodes")
+    row, slots, prefills = first_row, [], []
+    for sequence in sequences[:num_prefills]:
+        begin, row = row, row + len(sequence.token_ids)
+        context_slots = _slots(sequence.block_table, np.arange(sequence.context_len), block_size)
+        slots.append(context_slots[sequence.start :])
+        prefills.append(
+            Prefill(slice(begin, row), sequence.start, torch.from_numpy(context_slots).to(device))
+        )
+
+    # Tables are long where contexts are: each costs one copy of its memory, and nothing per block in Python.
+    context_lens = np.fromiter((sequence.context_len for sequence in decodes), np.int32, len(decodes))
     width = max((len(sequence.block_table) for sequence in decodes), default=0)
-    padded = [sequence.block_table + (0,) * (width - len(sequence.block_table)) for sequence in decodes]
-    first_decode_row = ends[len(prefills)]
+    block_tables = np.zeros((len(decodes), width), np.int32)
+    for table, sequence in zip(block_tables, decodes, strict=True):
+        table[: len(sequence.block_table)] = sequence.block_table
+    # The slot of each last token, in the tables as if they were one.
+    first_tokens = np.arange(len(decodes)) * width * block_size
+    slots.append(_slots(block_tables.reshape(-1), first_tokens + context_lens - 1, block_size))
     return PlaceBatch(
         pool=pool,
         prefills=tuple(groups_of(prefills)),
-        prefill_rows=slice(first_row, first_decode_row),
-        decode_rows=slice(first_decode_row, ends[-1]),
-        num_prefill_tokens=first_decode_row - first_row,
-        slots=torch.tensor(slots, dtype=torch.int64, device=device),
-        block_tables=torch.tensor(padded, dtype=torch.int32, device=device).reshape(len(decodes), width),
-        context_lens=torch.tensor([s.context_len for s in decodes], dtype=torch.int32, device=device),
+        prefill_rows=slice(first_row, row),
+        decode_rows=slice(row, row + len(decodes)),
+        num_prefill_tokens=row - first_row,
+        slots=torch.from_numpy(np.concatenate(slots)).to(device),
+        block_tables=torch.from_numpy(block_tables).to(device),
+        context_lens=torch.from_numpy(context_lens).to(device),
     )
+
+
+def _slots(blocks: IntView, positions: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
+    """Return where the tokens at some positions of these blocks lie."""
+    return blocks[positions // block_size].astype(np.int64) * block_size + positions % block_size

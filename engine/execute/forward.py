@@ -76,9 +76,11 @@ class ForwardPass:
 
         sequences = sub_batch.sequences
         ends = accumulate(len(sequence.token_ids) for sequence in sequences)
-        self._sampled_rows = [
+        sampled_rows = [
             end - 1 for sequence, end in zip(sequences, ends, strict=True) if sequence.sampling is not None
         ]
+        # All of it here, before the first layer: a copy to the device may wait for what runs there.
+        self._sampled_rows = torch.tensor(sampled_rows, dtype=torch.int64, device=model.device)
         token_ids = [token_id for s in sequences for token_id in s.token_ids]
         positions = [position for s in sequences for position in range(s.start, s.context_len)]
         self._hidden = model.embed(torch.tensor(token_ids, device=model.device))
@@ -127,7 +129,7 @@ class ForwardPass:
 
     def finish(self) -> Tensor:
         """Return the last hidden states [rows, hidden] of the sequences that are to be sampled, in order."""
-        rows = torch.tensor(self._sampled_rows, dtype=torch.int64, device=self._hidden.device)
+        rows = self._sampled_rows
         attention = self._collect()
         if attention is None:
             return self._hidden[rows]

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from neo_desktop.engine.batch import BlockCopy
+from neo_desktop.engine.int_array import IntArray, IntView
 from neo_desktop.engine.kv.block_pool import BlockHash, BlockPool
 from neo_desktop.engine.placement import Place
 
@@ -13,7 +14,7 @@ class _Table:
     """The blocks of one request, in the order of its tokens."""
 
     place: Place
-    blocks: list[int]
+    blocks: IntArray  # of int32, as the kernels read them
     num_published: int = 0  # leading blocks that are full, computed and findable by their hash
 
 
@@ -66,9 +67,9 @@ class KVCache:
         """Return where the request's KV lives."""
         return self._tables[request_id].place
 
-    def block_table(self, request_id: str) -> tuple[int, ...]:
-        """Return the request's blocks."""
-        return tuple(self._tables[request_id].blocks)
+    def block_table(self, request_id: str) -> IntView:
+        """Return the request's blocks; whatever happens to the request later, the array stays as it is."""
+        return self._tables[request_id].blocks.view()
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that this many tokens need."""
@@ -108,10 +109,10 @@ class KVCache:
             return None
         for block in shared:
             pool.share(block)
-        num_shared = len(shared)
-        _extend(shared, num_new, pool)
-        self._tables[request_id] = _Table(place, shared, num_shared)
-        return num_shared * self.block_size
+        blocks = IntArray(shared)
+        _extend(blocks, num_new, pool)
+        self._tables[request_id] = _Table(place, blocks, len(shared))
+        return len(shared) * self.block_size
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
         """Make the table cover `num_tokens`; return False (and change nothing) when there is no room."""
@@ -145,14 +146,11 @@ class KVCache:
         num_blocks = max(self.blocks_for(num_tokens), len(table.blocks))
         if num_blocks + reserve_blocks > target.num_free_blocks:
             return None
-        blocks: list[int] = []
+        blocks = IntArray()
         _extend(blocks, num_blocks, target)
-        copies = [
-            BlockCopy(table.place, old, place, new) for old, new in zip(table.blocks, blocks, strict=False)
-        ]
-        # Backwards, so that the end of a prefix, the part least likely to be shared, is given up first.
-        for block in reversed(table.blocks):
-            source.release(block)
+        pairs = zip(table.blocks.view().tolist(), blocks.view().tolist(), strict=False)
+        copies = [BlockCopy(table.place, old, place, new) for old, new in pairs]
+        _release(table.blocks, source)
         self._tables[request_id] = _Table(place, blocks)
         return copies
 
@@ -163,16 +161,18 @@ class KVCache:
             hashes: of the request's leading full blocks; those beyond `num_computed_tokens` are ignored.
         """
         table = self._tables[request_id]
+        begin, end = table.num_published, min(num_computed_tokens // self.block_size, len(hashes))
+        if begin >= end:
+            return
         pool = self._pools[table.place]
-        for index in range(table.num_published, min(num_computed_tokens // self.block_size, len(hashes))):
-            pool.publish(table.blocks[index], hashes[index])
-            table.num_published += 1
+        for block, block_hash in zip(table.blocks.view()[begin:end].tolist(), hashes[begin:end], strict=True):
+            pool.publish(block, block_hash)
+        table.num_published = end
 
     def free(self, request_id: str) -> None:
         """Give all blocks of a request back."""
         table = self._tables.pop(request_id)
-        for block in reversed(table.blocks):
-            self._pools[table.place].release(block)
+        _release(table.blocks, self._pools[table.place])
 
     def check(self) -> None:
         """Check the invariants of every pool against the block tables.
@@ -184,12 +184,20 @@ class KVCache:
             num_owners = [0] * pool.num_blocks
             for table in self._tables.values():
                 if table.place is place:
-                    for block in table.blocks:
+                    for block in table.blocks.view():
                         num_owners[block] += 1
             pool.check(num_owners)
 
 
-def _extend(blocks: list[int], num_new: int, pool: BlockPool) -> None:
+def _extend(blocks: IntArray, num_new: int, pool: BlockPool) -> None:
     """Append new blocks, each after the one before it in memory where that can be."""
+    last = int(blocks.view()[-1]) if blocks else None
     for _ in range(num_new):
-        blocks.append(pool.allocate(after=blocks[-1] if blocks else None))
+        last = pool.allocate(after=last)
+        blocks.append(last)
+
+
+def _release(blocks: IntArray, pool: BlockPool) -> None:
+    """Give blocks back, the last one first: of a prefix, the end is the part least likely to be shared."""
+    for block in reversed(blocks.view().tolist()):
+        pool.release(block)

@@ -17,6 +17,7 @@ from torch import Tensor
 from neo_desktop.engine.batch import BlockCopy, SamplingInput, ScheduledSequence, SubBatch
 from neo_desktop.engine.execute.attention import PlaceBatch, place_batches
 from neo_desktop.engine.execute.graphs.bucket import MAX_ROWS
+from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
@@ -200,7 +201,8 @@ class StageTimer:
 
     def _head(self, rows: int) -> Callable[[int], object]:
         params = SamplingParams(temperature=0.0)
-        inputs = [SamplingInput(params, 0, 0, row, (), ()) for row in range(rows)]
+        no_tokens = IntArray().view()
+        inputs = [SamplingInput(params, 0, 0, row, no_tokens, no_tokens) for row in range(rows)]
         index = torch.arange(rows, device=self._decoder.device)
         return lambda _: sample(self._decoder.logits(self._hidden[index]), inputs)
 
@@ -253,7 +255,7 @@ class StageTimer:
         if sum(taken) > len(region.order):
             taken = widths  # once no run is idle, every block is for anybody
         blocks = _some(region, sum(taken), turn)
-        tables = [tuple(islice(blocks, count)) for count in taken]
+        tables = [IntArray(islice(blocks, count)).view() for count in taken]
         sequences = tuple(
             ScheduledSequence(
                 str(index), (0,) * new_tokens, context_len - new_tokens, place, table[:width], None

@@ -59,6 +59,7 @@ def test_figures_agree_with_each_other(report: ThroughputReport) -> None:
         assert each.bound_output_tokens_per_s is not None
         assert each.bound_share == pytest.approx(each.output_tokens_per_s / each.bound_output_tokens_per_s)
         assert each.host_bytes > 0
+        assert 0 < each.outside_ms < 1e3 * each.seconds
     gpu_only, fastdecode = report.policies[0], report.policies[1]
     assert (gpu_only.policy, gpu_only.cpu_decode_share, gpu_only.cpu_busy_share) == ("gpu-only", 0, 0)
     # All tokens but each request's first, which its prompt brings.

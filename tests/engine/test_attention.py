@@ -12,6 +12,7 @@ from torch_layer import TorchLayer
 from neo_desktop.engine.batch import BlockCopy, ScheduledSequence, SubBatch
 from neo_desktop.engine.execute import prefill
 from neo_desktop.engine.execute.attention import place_batches
+from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv import transfer
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, slots_of
@@ -62,7 +63,7 @@ def test_prompts_in_chunks_and_decodes_in_two_places_equal_dense_attention(
     width = 64 // block_size
     storage = make_storage(5 * width, block_size, device_kind)
     order = torch.randperm(5 * width).tolist()
-    tables = {name: tuple(order[width * i : width * (i + 1)]) for i, name in enumerate(cuts)}
+    tables = {name: IntArray(order[width * i : width * (i + 1)]).view() for i, name in enumerate(cuts)}
     q, k, v = (
         {name: torch.randn(64, heads, HEAD_DIM) for name in cuts} for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
@@ -141,7 +142,7 @@ def test_blocks_written_twice_are_not_written_at_once() -> None:
 
 def test_a_place_torn_apart_is_refused() -> None:
     def decode(name: str, place: Place) -> ScheduledSequence:
-        return ScheduledSequence(name, (1,), 0, place, (0,), None)
+        return ScheduledSequence(name, (1,), 0, place, IntArray([0]).view(), None)
 
     torn = SubBatch((decode("a", Place.DEVICE), decode("b", Place.HOST), decode("c", Place.DEVICE)))
     with pytest.raises(ValueError, match="keep the sequences of a place together"):

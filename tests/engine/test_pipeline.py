@@ -31,6 +31,7 @@ from neo_desktop.engine.batch import (
 from neo_desktop.engine.execute.lanes import CallerLane, Lanes, Signal, ThreadLane, Work
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.execute.timeline import Stage, Timeline, overlap_ns
+from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layer import KVLayer
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.decoder import Decoder
@@ -98,7 +99,7 @@ def sequence(
     name: str, tokens: Sequence[int], start: int, place: Place, first_block: int
 ) -> ScheduledSequence:
     num_blocks = -(-(start + len(tokens)) // BLOCK_SIZE)
-    blocks = tuple(range(first_block, first_block + num_blocks))
+    blocks = IntArray(range(first_block, first_block + num_blocks)).view()
     return ScheduledSequence(name, tuple(tokens), start, place, blocks, sampling_input(start + len(tokens)))
 
 

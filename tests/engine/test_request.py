@@ -96,6 +96,26 @@ def test_an_abort_releases_the_text_too() -> None:
     assert request.take_output().text == "a"
 
 
+def test_penalties_see_each_prompt_token_once_and_the_output_so_far() -> None:
+    request = make_request("r", [5, 3, 5, 3, 3], SamplingParams(presence_penalty=1.0))
+    before = request.sampling_input()
+    for token_id in (7, 7, 3):
+        request.append(SampledToken(token_id))
+    now = request.sampling_input()
+    assert now.prompt_token_ids.tolist() == [3, 5]
+    assert now.output_token_ids.tolist() == [7, 7, 3]
+    assert now.position == 8
+    assert before.output_token_ids.tolist() == [], "an iteration's input must not change after it was made"
+
+
+def test_without_penalties_the_sampler_is_given_no_tokens() -> None:
+    request = make_request("r", [5, 3], SamplingParams(temperature=0.7))
+    request.append(SampledToken(7))
+    assert (
+        len(request.sampling_input().prompt_token_ids) == len(request.sampling_input().output_token_ids) == 0
+    )
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -1,7 +1,9 @@
 """The sampler draws from the distribution that its settings describe, reproducibly."""
 
+import warnings
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,11 +17,12 @@ from transformers import (
 )
 
 from neo_desktop.engine.batch import SamplingInput
-from neo_desktop.engine.sampler import sample
+from neo_desktop.engine.int_array import IntArray
+from neo_desktop.engine.sampler import _invert, sample
 from neo_desktop.engine.sampling_params import SamplingParams
 
 VOCAB = 50
-PROMPT, OUTPUT = (1, 2, 3, 4), (3, 5, 5, 9)
+PROMPT, OUTPUT = IntArray((1, 2, 3, 4)).view(), IntArray((3, 5, 5, 9)).view()
 
 
 def logits(rows: int = 1, seed: int = 0) -> Tensor:
@@ -49,7 +52,7 @@ def transformers_distribution(params: SamplingParams) -> Tensor:
         processors.append(TopPLogitsWarper(params.top_p))
     if params.min_p:
         processors.append(MinPLogitsWarper(params.min_p))
-    scores = processors(torch.tensor([PROMPT + OUTPUT]), logits().clone())
+    scores = processors(torch.tensor([[*PROMPT, *OUTPUT]]), logits().clone())
     return scores.softmax(dim=-1)[0]
 
 
@@ -104,7 +107,7 @@ def test_a_token_depends_on_seed_choice_and_position_alone() -> None:
     first = draw(params, 200)
     assert draw(params, 200) == first
     other_seed = [sample(logits(), [item(params, p, seed=2)])[0] for p in range(200)]
-    other_choice = [sample(logits(), [replace(item(params, p), choice=1)])[0] for p in range(200)]
+    other_choice = [sample(logits(), [item(params, p)._replace(choice=1)])[0] for p in range(200)]
     for other in (other_seed, other_choice):
         assert [token.token_id for token in other if token] != first
 
@@ -133,3 +136,85 @@ def test_logits_that_are_not_finite_give_no_token() -> None:
     tokens = sample(broken, [item(SamplingParams(temperature=0)), item(SamplingParams(temperature=0))])
     assert tokens[0] is None
     assert tokens[1] is not None
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=4, top_p=0.8)], ids=str
+)
+@pytest.mark.parametrize("damage", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_harms_no_other(params: SamplingParams, damage: float) -> None:
+    broken = logits(3).clone()
+    broken[1, 3] = damage
+    asks = replace(params, logprobs=2)
+    tokens = sample(broken, [item(params), item(asks), item(asks)])
+    assert tokens[1] is None
+    assert tokens[0] == sample(logits(), [item(params)])[0]
+    assert tokens[2] == sample(logits(), [item(asks)])[0]
+
+
+def test_every_row_gets_its_own_settings() -> None:
+    """What a request gets does not depend on who else is in the batch."""
+    every = [
+        SamplingParams(temperature=0, logprobs=0),
+        SamplingParams(temperature=2.0),
+        SamplingParams(temperature=0, repetition_penalty=3.0, logprobs=5),
+        SamplingParams(temperature=1.5, top_k=3, logprobs=2),
+        SamplingParams(temperature=0.8, frequency_penalty=1.5, presence_penalty=-0.5),
+        SamplingParams(temperature=1.2, top_p=0.6, min_p=0.1, repetition_penalty=0.5),
+    ]
+    inputs = [item(params, position=row, seed=row) for row, params in enumerate(every)]
+    inputs[4] = inputs[4]._replace(output_token_ids=IntArray((7, 8, 8, 8)).view())
+    rows = torch.cat([logits(seed=row) for row in range(len(every))])
+    together = sample(rows, inputs)
+    for row, token in enumerate(together):
+        alone = sample(rows[row : row + 1], [inputs[row]])[0]
+        assert token is not None
+        assert alone is not None
+        assert token.token_id == alone.token_id
+        count = every[row].logprobs
+        assert len(token.top_logprobs) == (count or 0)
+        assert (token.logprob is None) == (count is None)
+        for one, other in zip(
+            (token.logprob, *token.top_logprobs), (alone.logprob, *alone.top_logprobs), strict=True
+        ):
+            if one is not None and other is not None:
+                assert one.token_id == other.token_id
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+
+
+def test_random_numbers_are_those_of_philox() -> None:
+    """Tokens of a seed stay the same from one version to the next."""
+    inputs = [item(SamplingParams(), position=p, seed=s) for p, s in [(0, 0), (1, 7), (8000, -3), (5, 2**63)]]
+    expected = [
+        np.random.Generator(
+            np.random.Philox(key=np.array([i.seed % 2**64, i.choice], np.uint64), counter=i.position)
+        ).random()
+        for i in inputs
+    ]
+    flat = torch.zeros(len(inputs), 10_000)  # of equal weights, the one drawn tells the number
+    tokens = sample(flat, inputs)
+    assert [token.token_id if token else None for token in tokens] == [int(10_000 * u) for u in expected]
+
+
+def test_random_numbers_at_the_edge_choose_a_token_that_has_some_weight() -> None:
+    weights = torch.tensor([[0.0, 0.3, 0.7, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0]])
+    assert _invert(weights, torch.ones(2, 1)).tolist() == [2, 0]
+    assert _invert(weights, torch.zeros(2, 1)).tolist() == [1, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_device_is_waited_for_once() -> None:
+    params = [SamplingParams(temperature=0), SamplingParams(top_p=0.9), SamplingParams(presence_penalty=1.0)]
+    inputs = [item(each) for each in params]
+    rows = logits(3).cuda()
+    expected = sample(rows, inputs)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert sample(rows, inputs) == expected
+            waits = sum("synchron" in str(each.message) for each in caught)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert waits == 1

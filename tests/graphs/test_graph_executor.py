@@ -27,6 +27,7 @@ from neo_desktop.engine.execute.graphs.streams import Lane
 from neo_desktop.engine.execute.graphs.workspace import Scratch, Workspace
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kernels.paged_decode import num_splits
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -36,6 +37,7 @@ from neo_desktop.models.linear import Linear
 BLOCK_SIZE = 16
 NUM_BLOCKS = 24
 MOST = Most(rows=8, blocks=64)
+EMPTY = IntArray().view()
 
 
 def plain(model: Decoder) -> Decoder:
@@ -82,7 +84,9 @@ HOMES = {
 def sequence(name: str, start: int, end: int, sampling: SamplingInput | None = None) -> ScheduledSequence:
     place, blocks, _ = HOMES[name]
     tokens = tuple(TOKENS[name][start:end])
-    return ScheduledSequence(name, tokens, start, place, blocks, sampling or sampling_input(end))
+    return ScheduledSequence(
+        name, tokens, start, place, IntArray(blocks).view(), sampling or sampling_input(end)
+    )
 
 
 def prompts(names: str) -> IterationPlan:
@@ -147,7 +151,7 @@ def test_what_is_not_decodes_alone_or_too_large_is_the_pipelines(model: Decoder)
     mixed = IterationPlan((SubBatch((sequence("f", 0, 17), *decodes("ab").sub_batches[0].sequences)),))
     check_result(model, mixed, contexts(mixed), executor.execute(mixed))
     many = IterationPlan(
-        (SubBatch(tuple(replace(s, request_id=f"{s.request_id}{i}") for i in range(9) for s in one("a"))),)
+        (SubBatch(tuple(s._replace(request_id=f"{s.request_id}{i}") for i in range(9) for s in one("a"))),)
     )
     result = executor.execute(many)
     assert len({token.token_id for token in result.sampled.values()}) == 1
@@ -195,7 +199,7 @@ def test_warming_up_changes_nothing_that_is_stored(model: Decoder) -> None:
 
 def test_sampling_is_the_pipelines(model: Decoder) -> None:
     params = SamplingParams(temperature=0.9, top_p=0.8, repetition_penalty=1.3, logprobs=2)
-    inputs = SamplingInput(params, 5, 0, 21, (1, 2, 3), (4, 4))
+    inputs = SamplingInput(params, 5, 0, 21, IntArray((1, 2, 3)).view(), IntArray((4, 4)).view())
     plan = decodes("ac", "d", sampling=inputs)
     executor, runner = make_executor(model)
     pipeline = PipelineExecutor(model, make_storage(model, dict.fromkeys(Place, NUM_BLOCKS), BLOCK_SIZE))
@@ -213,7 +217,7 @@ def test_sampling_is_the_pipelines(model: Decoder) -> None:
 
 
 def test_greedy_tokens_come_without_reading_logits(model: Decoder) -> None:
-    greedy = SamplingInput(SamplingParams(temperature=0.0), 0, 0, 21, (), ())
+    greedy = SamplingInput(SamplingParams(temperature=0.0), 0, 0, 21, EMPTY, EMPTY)
     executor, _ = make_executor(model)
     executor.execute(prompts("ac"))
     plan = decodes("a", "c", sampling=greedy)
@@ -226,7 +230,7 @@ def test_greedy_tokens_come_without_reading_logits(model: Decoder) -> None:
 def test_logits_that_are_not_finite_end_their_request_alone(model: Decoder) -> None:
     executor, _ = make_executor(model)
     executor.execute(prompts("abc"))
-    plan = decodes("ab", "c", sampling=SamplingInput(SamplingParams(temperature=0.0), 0, 0, 21, (), ()))
+    plan = decodes("ab", "c", sampling=SamplingInput(SamplingParams(temperature=0.0), 0, 0, 21, EMPTY, EMPTY))
     embedding = model.embedding
     model.embedding = embedding.clone()
     model.embedding[TOKENS["b"][HOMES["b"][2]]] = torch.nan
@@ -363,7 +367,9 @@ def test_a_bucket_holds_its_plan_and_not_much_more(parts: list[list[tuple[Place,
     sub_batches = tuple(
         SubBatch(
             tuple(
-                ScheduledSequence(f"{i}.{j}", (1,), 16 * blocks - 1, place, tuple(range(blocks)), None)
+                ScheduledSequence(
+                    f"{i}.{j}", (1,), 16 * blocks - 1, place, IntArray(range(blocks)).view(), None
+                )
                 for j, (place, blocks) in enumerate(part)
             )
         )

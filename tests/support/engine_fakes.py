@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult, SampledToken
 from neo_desktop.engine.detokenizer import IncrementalText
+from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.request import Request
@@ -73,8 +74,8 @@ class FakeExecutor:
             assert sequence.token_ids, "a request is scheduled to compute nothing"
             slots = self.slots[sequence.place]
 
-            def slot(position: int, table: tuple[int, ...] = sequence.block_table) -> int:
-                return table[position // self.block_size] * self.block_size + position % self.block_size
+            def slot(position: int, table: IntView = sequence.block_table) -> int:
+                return int(table[position // self.block_size]) * self.block_size + position % self.block_size
 
             for position, token_id in enumerate(sequence.token_ids, start=sequence.start):
                 slots[slot(position)] = token_id

@@ -17,6 +17,7 @@ from neo_desktop.engine.batch import (
     ScheduledSequence,
     SubBatch,
 )
+from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layer import KVLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
@@ -79,7 +80,8 @@ def make_storage(
 
 
 def sampling_input(position: int) -> SamplingInput:
-    return SamplingInput(PARAMS, 0, 0, position, (), ())
+    no_tokens = IntArray().view()
+    return SamplingInput(PARAMS, 0, 0, position, no_tokens, no_tokens)
 
 
 @torch.inference_mode()
@@ -210,7 +212,7 @@ class RandomIterations:
             tuple(request.token_ids[start:context_len]),
             start,
             request.place,
-            tuple(request.blocks),
+            IntArray(request.blocks).view(),
             sampling_input(context_len) if is_sampled else None,
         )
 

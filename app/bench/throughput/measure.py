@@ -22,6 +22,7 @@ class Run:
     num_double_iterations: int
     num_preemptions: int
     num_moves: int
+    outside_s: float  # of all iterations, not in the executor
 
     @property
     def output_tokens(self) -> int:
@@ -66,4 +67,5 @@ def run(
         num_double_iterations=after.num_double_iterations - before.num_double_iterations,
         num_preemptions=after.num_preemptions - before.num_preemptions,
         num_moves=after.num_moves - before.num_moves,
+        outside_s=after.outside_s - before.outside_s,
     )

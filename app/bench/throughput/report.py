@@ -36,6 +36,7 @@ class PolicyResult:
     tokens_per_iteration: float  # output tokens: the mean batch of decodes
     cpu_decode_share: float  # output tokens whose attention the CPU computed
     double_iteration_share: float  # iterations with two sub-batches
+    outside_ms: float  # of an iteration, not in the executor: planning, text, bookkeeping; the mean
     num_preemptions: float
     num_moves: float
     device_busy_share: float  # of the time, over all turns
@@ -198,6 +199,7 @@ class ThroughputReport:
                 "GPU busy",
                 "CPU busy",
                 "both",
+                "outside ms",
                 "preempted",
                 "moves",
             ),
@@ -210,6 +212,7 @@ class ThroughputReport:
                     f"{each.device_busy_share:.0%}",
                     f"{each.cpu_busy_share:.0%}",
                     f"{each.overlap_share:.0%}",
+                    figure(each.outside_ms),
                     f"{each.num_preemptions:.0f}",
                     f"{each.num_moves:.0f}",
                 )

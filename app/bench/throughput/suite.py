@@ -269,6 +269,7 @@ def _result(policy: _Policy, workload: Workload, tables: TableCostModel) -> Poli
         tokens_per_iteration=outputs / iterations,
         cpu_decode_share=sum(each.num_cpu_decodes for each in runs) / max(outputs, 1),
         double_iteration_share=sum(each.num_double_iterations for each in runs) / iterations,
+        outside_ms=sum(each.outside_s for each in runs) / iterations * 1e3,
         num_preemptions=statistics.median(each.num_preemptions for each in runs),
         num_moves=statistics.median(each.num_moves for each in runs),
         device_busy_share=device,

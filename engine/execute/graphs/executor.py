@@ -22,14 +22,14 @@ from neo_desktop.engine.execute.graphs.bucket import MIN_BLOCKS, Bucket, Most, R
 from neo_desktop.engine.execute.graphs.layers import FusedLayers
 from neo_desktop.engine.execute.graphs.program import DecodeProgram
 from neo_desktop.engine.execute.graphs.streams import Runner
-from neo_desktop.engine.execute.graphs.workspace import NOT_FINITE, SubBatchMemory, Workspace
+from neo_desktop.engine.execute.graphs.workspace import SubBatchMemory, Workspace
 from neo_desktop.engine.execute.pipeline import PipelineExecutor, result_of
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.kernels.paged_decode import num_splits
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.sampler import sample
+from neo_desktop.engine.sampler import NO_TOKEN, sample
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.native.relay import Relay, RelayBatch
 
@@ -254,7 +254,7 @@ class GraphExecutor:
         params = [item.params for item in inputs]
         if all(p.is_greedy and not p.has_penalties and p.logprobs is None for p in params):
             chosen = self._workspace.tokens[rows].tolist()
-            return [None if token == NOT_FINITE else SampledToken(token) for token in chosen]
+            return [None if token == NO_TOKEN else SampledToken(token) for token in chosen]
         return sample(self._workspace.logits[rows].float(), inputs)
 
 

@@ -8,9 +8,10 @@ from torch import Tensor
 from neo_desktop.engine.execute.graphs.bucket import Bucket
 from neo_desktop.engine.execute.graphs.layers import FusedLayers
 from neo_desktop.engine.execute.graphs.streams import Lane, Mark, Recorder
-from neo_desktop.engine.execute.graphs.workspace import NOT_FINITE, SubBatchMemory, Workspace
+from neo_desktop.engine.execute.graphs.workspace import SubBatchMemory, Workspace
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.kernels.paged_decode import paged_decode
+from neo_desktop.engine.sampler import NO_TOKEN
 from neo_desktop.models.config import ModelConfig
 
 NO_SUB_BATCH = -1
@@ -160,5 +161,5 @@ class DecodeProgram:
         logits = self._workspace.logits[:rows]
         self._layers.logits(self._workspace.last_hidden[:rows], logits)
         largest, tokens = logits.max(dim=-1)
-        tokens = torch.where(largest.isfinite(), tokens, NOT_FINITE)
+        tokens = torch.where(largest.isfinite(), tokens, NO_TOKEN)
         self._workspace.tokens[:rows].copy_(tokens, non_blocking=True)

@@ -11,8 +11,6 @@ from neo_desktop.engine.kernels.paged_decode import PROGRAMS_PER_SM, num_splits
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.native.relay import empty_flags
 
-NOT_FINITE = -1  # instead of a token: the logits are not finite
-
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
@@ -122,7 +120,7 @@ class Workspace:
         # Of all rows, those of sub-batch 0 first.
         self.last_hidden = room(2 * max_rows, config.hidden_size)  # normalised
         self.logits = room(2 * max_rows, config.vocab_size)
-        # The most probable token of each row, or NOT_FINITE; in host memory.
+        # The most probable token of each row, or `sampler.NO_TOKEN`; in host memory.
         self.tokens = torch.zeros(2 * max_rows, dtype=torch.int64, pin_memory=pinned)
 
     def sub_batches(self, bucket: Bucket) -> tuple[SubBatchMemory, ...]:

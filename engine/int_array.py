@@ -1,0 +1,57 @@
+"""Integers that are appended one by one and read as one array."""
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntView = NDArray[np.int32]  # read-only
+
+
+class IntArray:
+    """A sequence of int32 that grows at its end and never changes what is there.
+
+    So a view of it is fixed, too: what is appended later lies behind its end, or in a larger array.
+    """
+
+    __slots__ = ("_memory", "_size", "_view")
+
+    def __init__(self, numbers: Iterable[int] = ()) -> None:
+        self._memory = np.fromiter(numbers, dtype=np.int32)
+        self._size = len(self._memory)
+        self._view = _read_only(self._memory)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def append(self, number: int) -> None:
+        """Add one number."""
+        if self._size == len(self._memory):
+            self._make_room(1)
+        self._memory[self._size] = number
+        self._size += 1
+
+    def extend(self, numbers: Iterable[int]) -> None:
+        """Add some numbers."""
+        added = np.fromiter(numbers, dtype=np.int32)
+        if self._size + len(added) > len(self._memory):
+            self._make_room(len(added))
+        self._memory[self._size : self._size + len(added)] = added
+        self._size += len(added)
+
+    def view(self) -> IntView:
+        """Return all numbers there are now, without copying them."""
+        if len(self._view) < self._size:
+            self._view = _read_only(self._memory[: self._size])
+        return self._view
+
+    def _make_room(self, num_added: int) -> None:
+        memory = np.empty(2 * (self._size + num_added), dtype=np.int32)
+        memory[: self._size] = self._memory[: self._size]
+        self._memory = memory
+
+
+def _read_only(array: NDArray[np.int32]) -> IntView:
+    view = array.view()
+    view.flags.writeable = False
+    return view
