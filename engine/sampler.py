@@ -10,6 +10,13 @@ from torch import Tensor
 from neo_desktop.engine.batch import SampledToken, SamplingInput, TokenLogprob
 from neo_desktop.engine.int_array import IntView
 
+# Sampling copies the logits of a piece of rows `MOST_COPIES` times, in float32; greedy rows are not copied.
+PIECE_ELEMENTS = 2**22
+MOST_COPIES = 12
+
+# What was asked for of the chosen token, and of the most probable ones; nothing if nothing was.
+_RowLogprobs = tuple[TokenLogprob, tuple[TokenLogprob, ...]] | tuple[()]
+
 NO_TOKEN = -1  # in place of a token that logits which are not finite cannot give
 
 
@@ -21,7 +28,7 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[SampledToken
     penalties, temperature, top-k, top-p, min-p, then inversion of the cumulative distribution.
 
     All of it happens on the device, which is waited for once, for the tokens; if log-probabilities were asked
-    for, once more.
+    for, once more for each piece of rows.
 
     Args:
         logits: [rows, vocab] float32; not modified.
@@ -30,15 +37,36 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[SampledToken
     Returns:
         One token per row; None where the logits are not finite, so that there is no answer.
     """
+    pieces = [_sample(logits[rows], inputs[rows]) for rows in _pieces(logits, inputs)]
+    if not pieces:
+        return []
+    logprobs = [row_logprobs for _, piece in pieces for row_logprobs in piece]
+    chosen: list[int] = torch.cat([token_ids for token_ids, _ in pieces]).tolist()
+    return [
+        None if token_id == NO_TOKEN else SampledToken(token_id, *row_logprobs)
+        for token_id, row_logprobs in zip(chosen, logprobs, strict=True)
+    ]
+
+
+def _pieces(logits: Tensor, inputs: Sequence[SamplingInput]) -> Iterator[slice]:
+    """Yield rows to be sampled together: as many as need no more memory than `PIECE_ELEMENTS` stands for."""
+    plain = all(is_plain(item) for item in inputs)
+    rows = len(inputs) if plain else max(PIECE_ELEMENTS // logits.shape[-1], 1)
+    return (slice(first, first + rows) for first in range(0, len(inputs), max(rows, 1)))
+
+
+def is_plain(item: SamplingInput) -> bool:
+    """Whether nothing but the most probable token is asked for; for that no logits are copied."""
+    return item.params.is_greedy and not item.params.has_penalties and item.params.logprobs is None
+
+
+def _sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> tuple[Tensor, list[_RowLogprobs]]:
+    """Choose tokens [rows] int64, NO_TOKEN where there is none; with the log-probabilities of each row."""
     penalised = _apply_penalties(logits, inputs)
     token_ids = _choose(penalised, inputs)
     is_finite = logits.amax(dim=-1).isfinite()
     logprobs = _logprobs(logits, inputs, token_ids)
-    chosen: list[int] = token_ids.where(is_finite, NO_TOKEN).tolist()
-    return [
-        None if token_id == NO_TOKEN else SampledToken(token_id, *logprobs.get(row, ()))
-        for row, token_id in enumerate(chosen)
-    ]
+    return token_ids.where(is_finite, NO_TOKEN), [logprobs.get(row, ()) for row in range(len(inputs))]
 
 
 def _choose(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:

@@ -20,6 +20,7 @@ from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
+from neo_desktop.engine.sampler import MOST_COPIES, PIECE_ELEMENTS
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear import why_plain
@@ -145,17 +146,20 @@ def activation_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.
     In the widest stage a token has its residual and normalised state, the gate-up product and its
     activation. Attention is narrower, but a chunk of a long prompt, or several of short ones, need the KV
     before them in one piece, twice while it is put together, and a mask. Each sampled request has its logits
-    in float32, and the sampler a few copies of them. Graphs of decodes keep memory of their own.
+    in the model's dtype and in float32, and the sampler copies of some of them. Graphs of decodes keep memory
+    of their own.
     """
     tokens = limits.max_batch_tokens
     context = max(min(config.max_context_tokens, LONG_CONTEXT_TOKENS), PACKED_TOKENS)
     per_token = 4 * config.hidden_size + 4 * config.intermediate_size
     layer_kv_bytes = config.kv_bytes_per_token(dtype) // config.num_layers
     attention = context * (2 * layer_kv_bytes + tokens * (1 + dtype.itemsize))
-    per_request = 8 * config.vocab_size * torch.float32.itemsize
+    logits = limits.max_batch_requests * config.vocab_size
+    sampling = MOST_COPIES * min(logits, max(PIECE_ELEMENTS, config.vocab_size)) * torch.float32.itemsize
     linear = tokens * per_token * dtype.itemsize
     most = Most.of(limits.max_batch_requests, config.max_context_tokens, BLOCK_SIZE)
-    return max(linear, attention) + limits.max_batch_requests * per_request + most.device_bytes(config, dtype)
+    head = logits * (dtype.itemsize + torch.float32.itemsize) + sampling
+    return max(linear, attention) + head + most.device_bytes(config, dtype)
 
 
 def host_buffer_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.dtype) -> int:

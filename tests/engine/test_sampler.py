@@ -16,6 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from neo_desktop.engine import sampler
 from neo_desktop.engine.batch import SamplingInput
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.sampler import _invert, sample
@@ -180,6 +181,24 @@ def test_every_row_gets_its_own_settings() -> None:
             if one is not None and other is not None:
                 assert one.token_id == other.token_id
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+
+
+def test_pieces_of_a_batch_give_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.randn(7, VOCAB, generator=torch.Generator().manual_seed(3))
+    rows[4, 9] = torch.nan
+    settings = (
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0, logprobs=2),
+        SamplingParams(temperature=0.7, top_p=0.9, frequency_penalty=0.5),
+        SamplingParams(temperature=0.0, logprobs=0),
+    )
+    inputs = [item(settings[row % 4], position=row) for row in range(7)]
+    whole = sample(rows, inputs)
+    assert [token is None for token in whole] == [row == 4 for row in range(7)]
+    for count in (1, 2, 3):
+        monkeypatch.setattr(sampler, "PIECE_ELEMENTS", count * VOCAB)
+        assert sample(rows, inputs) == whole
+    assert sample(rows[:0], []) == []
 
 
 def test_random_numbers_are_those_of_philox() -> None:

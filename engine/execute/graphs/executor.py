@@ -29,7 +29,7 @@ from neo_desktop.engine.kernels.paged_decode import num_splits
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.sampler import NO_TOKEN, sample
+from neo_desktop.engine.sampler import NO_TOKEN, is_plain, sample
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.native.relay import Relay, RelayBatch
 
@@ -251,8 +251,7 @@ class GraphExecutor:
         return sum(step.end_ns - step.start_ns for step in steps)
 
     def _sample(self, rows: list[int], inputs: Sequence[SamplingInput]) -> Sequence[SampledToken | None]:
-        params = [item.params for item in inputs]
-        if all(p.is_greedy and not p.has_penalties and p.logprobs is None for p in params):
+        if all(is_plain(item) for item in inputs):
             chosen = self._workspace.tokens[rows].tolist()
             return [None if token == NO_TOKEN else SampledToken(token) for token in chosen]
         return sample(self._workspace.logits[rows].float(), inputs)
