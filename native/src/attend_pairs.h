@@ -105,7 +105,8 @@ struct PairMath {
     constexpr int vectors = smaller_of(V::kSums / heads, kSegments * kSegmentVectors);
     for (int n = 0; n * kVectorTokens < tile.count; n += vectors) {
       for (int g = 0; g < Q; g += heads) {
-        add_keys<heads, vectors>(task, tile, n, queries.q + g * task.padded_head_dim, out + g * kPairTile);
+        add_keys<heads, vectors, Q / heads>(task, tile, n, g / heads, queries.q + g * task.padded_head_dim,
+                                            out + g * kPairTile);
       }
     }
   }
@@ -115,16 +116,19 @@ struct PairMath {
   static void values(const AttendTask& task, const PairTile<T>& tile, const float* weights, float* acc) {
     constexpr int heads = Q < V::kHeadsAtOnce ? Q : V::kHeadsAtOnce;
     for (int g = 0; g < Q; g += heads) {
-      add_values<heads, V::kSums / heads>(task, tile, 0, weights + g * kPairTile,
-                                          acc + g * task.padded_head_dim);
+      add_values<heads, V::kSums / heads, Q / heads>(task, tile, 0, g / heads, weights + g * kPairTile,
+                                                     acc + g * task.padded_head_dim);
     }
   }
 
  private:
   static constexpr int smaller_of(int a, int b) { return a < b ? a : b; }
 
-  template <int heads, int vectors>
-  static void add_keys(const AttendTask& task, const PairTile<T>& tile, int n, const float* q, float* out) {
+  // Where heads take several passes over the same tile, each asks for its share of the next one: a processor
+  // drops what is asked for faster than memory can deliver, on Zen 5 beyond some 64 lines under way.
+  template <int heads, int vectors, int passes>
+  static void add_keys(const AttendTask& task, const PairTile<T>& tile, int n, int pass, const float* q,
+                       float* out) {
     constexpr int segments = vectors < kSegmentVectors ? 1 : vectors / kSegmentVectors;
     const int within = n % kSegmentVectors * V::kLanes;
     const T* keys[segments];
@@ -145,7 +149,7 @@ struct PairMath {
       }
 #pragma GCC unroll 4
       for (int s = 0; s < segments; ++s) {
-        prefetch<vectors / segments * V::kLanes>(ahead[s], 0);
+        if (passes > segments || s % passes == pass) prefetch<vectors / segments * V::kLanes>(ahead[s], 0);
         keys[s] += tile.pair_stride;
         ahead[s] += tile.pair_stride;
       }
@@ -169,23 +173,26 @@ struct PairMath {
   }
 
   // From `column` on, W vectors of a row at a time; what is left of the row is done with half the width.
-  template <int heads, int W>
-  static void add_values(const AttendTask& task, const PairTile<T>& tile, int column, const float* weights,
-                         float* acc) {
+  template <int heads, int W, int passes>
+  static void add_values(const AttendTask& task, const PairTile<T>& tile, int column, int pass,
+                         const float* weights, float* acc) {
     for (; column + W * V::kLanes <= task.head_dim; column += W * V::kLanes) {
-      add_columns<heads, W>(task, tile, column, weights, acc, [](const T* p) { return V::load(p); });
+      add_columns<heads, W, passes>(task, tile, column, pass, weights, acc,
+                                    [](const T* p) { return V::load(p); });
     }
     if (column == task.head_dim) return;
     if constexpr (W > 1) {
-      add_values<heads, W / 2>(task, tile, column, weights, acc);
+      add_values<heads, W / 2, passes>(task, tile, column, pass, weights, acc);
     } else if constexpr (V::kLanes > 8) {
-      add_columns<heads, 1>(task, tile, column, weights, acc, [](const T* p) { return V::load_half(p); });
+      add_columns<heads, 1, passes>(task, tile, column, pass, weights, acc,
+                                    [](const T* p) { return V::load_half(p); });
     }
   }
 
-  template <int heads, int W, class Load>
-  static void add_columns(const AttendTask& task, const PairTile<T>& tile, int column, const float* weights,
-                          float* acc, Load load) {
+  template <int heads, int W, int passes, class Load>
+  static void add_columns(const AttendTask& task, const PairTile<T>& tile, int column, int pass,
+                          const float* weights, float* acc, Load load) {
+    constexpr int kShare = W * V::kLanes / passes;
     acc += column;
     Reg sums[heads * W];
 #pragma GCC unroll 8
@@ -207,7 +214,7 @@ struct PairMath {
       const int end = smaller(tile.count, s * kSegmentTokens);
 #pragma GCC unroll 1
       for (; token < end; ++token) {
-        prefetch<W * V::kLanes>(ahead, 0);
+        prefetch<kShare>(ahead + pass * kShare, 0);
         Reg v[W];
 #pragma GCC unroll 16
         for (int w = 0; w < W; ++w) v[w] = load(row + w * V::kLanes);
