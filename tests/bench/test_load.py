@@ -2,7 +2,7 @@
 
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,9 @@ from pydantic import TypeAdapter
 
 from neo_desktop.app.bench.load import LoadOptions, LoadReport, run_load, suite
 from neo_desktop.app.bench.load.curve import LoadCurve
+from neo_desktop.app.bench.load.metrics import LoadMetrics
 from neo_desktop.app.bench.load.target import TargetError
+from neo_desktop.engine.simulation.workload import WorkloadRequest
 
 SMALL = LoadOptions(
     shape="tiny",
@@ -101,7 +103,7 @@ def test_metrics_have_names_that_do_not_depend_on_the_machine(report: LoadReport
             *(
                 f"at_{share}_percent.{figure}"
                 for share in (50, 100)
-                for figure in ("ttft_p50_ms", "tpot_p50_ms", "output_tokens_per_s")
+                for figure in ("ttft_p50_ms", "tpot_p50_ms")
             ),
         )
     }
@@ -274,6 +276,25 @@ def test_bursts_grow_until_they_bring_no_more(monkeypatch: pytest.MonkeyPatch) -
     assert curve.capacity is not None
     assert curve.capacity.burst >= 8  # the fake answers any number in the same time
     assert curve.capacity.metrics.requests == curve.capacity.burst
+
+
+def test_the_capacity_is_the_middle_of_several_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is disturbed is neither the capacity nor what the rates follow."""
+    rates: list[float] = []
+    original = suite._Measurement._answered
+
+    def noted(self: suite._Measurement, requests: Sequence[WorkloadRequest]) -> LoadMetrics:
+        metrics = original(self, requests)
+        if len(requests) > 1:
+            rates.append(metrics.finished_per_s)
+        return metrics
+
+    monkeypatch.setattr(suite._Measurement, "_answered", noted)
+    fake(monkeypatch, gap_s=0.001)
+    (curve,) = last(replace(SMALL, policies=("auto",), seconds=5.0, num_requests=4)).curves
+    assert curve.capacity is not None
+    of_this_size = [max(rates[: -suite.CAPACITY_RUNS + 1]), *rates[-suite.CAPACITY_RUNS + 1 :]]
+    assert curve.capacity.metrics.finished_per_s == sorted(of_this_size)[suite.CAPACITY_RUNS // 2]
 
 
 def curve_with(report: LoadReport, shares: list[float]) -> LoadCurve:

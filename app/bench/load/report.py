@@ -50,8 +50,9 @@ class LoadReport:
             for point in curve.points:
                 ttft = point.median_latency(lambda metrics: metrics.ttft)
                 tpot = point.median_latency(lambda metrics: metrics.tpot)
-                per_s = point.median(lambda metrics: metrics.output_tokens_per_s)
                 add(f"{point.label}.ttft_p50_ms", None if ttft is None else ttft.p50_ms, "ms", False)
                 add(f"{point.label}.tpot_p50_ms", None if tpot is None else tpot.p50_ms, "ms", False)
-                add(f"{point.label}.output_tokens_per_s", per_s, "tokens/s")
+                if point.load_share is None:  # else it repeats the capacity
+                    per_s = point.median(lambda metrics: metrics.output_tokens_per_s)
+                    add(f"{point.label}.output_tokens_per_s", per_s, "tokens/s")
         return tuple(found)

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from neo_desktop.engine.stats import EngineStats
 FIRST_BURST, MOST_BURST = 4, 512
 BURST_GAIN = 1.1  # what a burst twice as large has to bring
 MOST_STALLS = 2  # bursts in a row that bring less: one may be a disturbance
+CAPACITY_RUNS = 5  # of the best burst, at most
 SHORT_PROMPT, SHORT_OUTPUT = 16, 2  # of the request that separates one run from the next
 _CAPACITY_SHARE = 0.2  # of a subject's progress
 
@@ -201,21 +203,39 @@ class _Measurement:
         return [(share * per_s, share) for share in sorted(self.options.load_shares)]
 
     def _capacity(self) -> Capacity:
+        """Find out how many requests at once bring most, and what they bring: in the middle of several times.
+
+        The first burst of its size also pays for what is done once for each size, and all the rates that
+        follow are shares of this figure.
+        """
+        start = time.perf_counter()
+        burst, runs = self._best_burst()
+        while len(runs) < CAPACITY_RUNS and time.perf_counter() - start < self.options.seconds:
+            self._tell_capacity(burst)
+            runs.append(self._answered(self.workload.take(burst)))
+        # Of an even number the better one: where there are two, the first was not warm yet.
+        by_rate = sorted(runs, key=lambda metrics: metrics.finished_per_s)
+        return Capacity(burst, by_rate[len(runs) // 2])
+
+    def _best_burst(self) -> tuple[int, list[LoadMetrics]]:
         """Send more and more requests at once, until more of them bring no more, or it takes too long."""
-        best: Capacity | None = None
+        best: tuple[int, LoadMetrics] | None = None
         burst, stalls = FIRST_BURST, 0
         while True:
-            self.progress(_CAPACITY_SHARE / 2, f"{burst} requests at once")
+            self._tell_capacity(burst)
             metrics = self._answered(self.workload.take(burst))
-            best_per_s = 0.0 if best is None else best.metrics.finished_per_s
+            best_per_s = 0.0 if best is None else best[1].finished_per_s
             stalls = 0 if metrics.finished_per_s > BURST_GAIN * best_per_s else stalls + 1
             if best is None or metrics.finished_per_s > best_per_s:
-                best = Capacity(burst, metrics)
+                best = burst, metrics
             took_long = metrics.duration_s > self.options.seconds / 2
             lost_some = metrics.finished < metrics.requests
             if stalls == MOST_STALLS or took_long or lost_some or 2 * burst > MOST_BURST:
-                return best
+                return best[0], [best[1]]
             burst *= 2
+
+    def _tell_capacity(self, burst: int) -> None:
+        self.progress(_CAPACITY_SHARE / 2, f"{burst} requests at once")
 
     def _run(self, rate: float, repeat: int, drain_s: float, on_end: Callable[[int, int], None]) -> LoadRun:
         options = self.options
