@@ -12,6 +12,7 @@ from neo_desktop.app.bench.gpu.report import GpuReport
 from neo_desktop.app.bench.hardware.report import HardwareReport
 from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.section import Metric
+from neo_desktop.app.bench.steadiness import Probe
 from neo_desktop.app.bench.throughput.report import ThroughputReport
 from neo_desktop.engine.profiling.hardware import MachineInfo
 
@@ -49,6 +50,7 @@ class Report:
     failures: tuple[Failure, ...] = ()
     interrupted: str | None = None  # the suite that was under way when the run was ended: it may lack cases
     gpu_slice_sms: int | None = None  # multiprocessors that all GPU work was confined to; None: to none
+    probes: tuple[Probe, ...] = ()  # how fast the computer itself was, before the suites and after each
     schema_version: int = SCHEMA_VERSION
 
     @property

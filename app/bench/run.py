@@ -13,6 +13,7 @@ from neo_desktop.app.bench.hardware import HardwareOptions, run_hardware
 from neo_desktop.app.bench.load import LoadOptions, run_load
 from neo_desktop.app.bench.memory import give_back_memory
 from neo_desktop.app.bench.report import AnySuiteReport, Failure, Report
+from neo_desktop.app.bench.steadiness import Prober
 from neo_desktop.app.bench.suite import Progress
 from neo_desktop.app.bench.throughput import ThroughputOptions, run_throughput
 from neo_desktop.engine.cuda.streams import open_streams
@@ -73,6 +74,8 @@ def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions |
     found: dict[str, AnySuiteReport] = {}
     failures: list[Failure] = []
     interrupted = None
+    prober = Prober()
+    probes = [prober.probe()]
     for index, name in enumerate(names):
 
         def of_all(share: float, what: str, done: int = index) -> None:
@@ -88,6 +91,7 @@ def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions |
         except _EXPECTED as error:
             failures.append(Failure(name, str(error) or type(error).__name__))
         give_back_memory()
+        probes.append(prober.probe())
     return Report(
         started=started,
         seconds=time.perf_counter() - start,
@@ -96,4 +100,5 @@ def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions |
         failures=tuple(failures),
         interrupted=interrupted,
         gpu_slice_sms=None if options.gpu_slice is None else streams.sms,
+        probes=tuple(probes),
     )

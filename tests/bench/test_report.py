@@ -17,9 +17,11 @@ from neo_desktop.app.bench.load.metrics import LoadMetrics, summarise
 from neo_desktop.app.bench.load.records import Limits, Outcome, RequestRecord
 from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.page.compare import compare
+from neo_desktop.app.bench.page.content import headline, machine_lines
 from neo_desktop.app.bench.page.files import prepare_folder, write_files
 from neo_desktop.app.bench.page.verdict import verdict
 from neo_desktop.app.bench.report import SCHEMA_VERSION, json_schema
+from neo_desktop.app.bench.steadiness import Probe
 from neo_desktop.app.bench.suite import Progress
 from neo_desktop.app.bench.throughput import ThroughputOptions, ThroughputReport
 
@@ -155,6 +157,29 @@ def test_the_verdict_says_what_offloading_gains(report: Report) -> None:
     assert "FAILURE: auto changed 2 answers" in said("cuda", 1.0, policies=(gpu_only, changed))
     failed = replace(same, errors={"out of memory": 3})
     assert "FAILURE: auto gave up 3 requests" in said("cuda", 1.0, policies=(gpu_only, failed))
+
+
+def test_the_computer_itself_is_looked_at_between_the_suites(report: Report) -> None:
+    assert len(report.probes) == 3
+    assert all(probe.gflop_per_s > 0 and probe.read_gb_per_s > 0 for probe in report.probes)
+
+
+def test_a_computer_that_was_not_steady_is_told_at_the_top(report: Report) -> None:
+    steady = replace(report, probes=(Probe(100.0, 30.0), Probe(104.0, 31.0), Probe(101.0, 30.5)))
+    line = "The computer was steady: the CPU did 100 to 104 GFLOP/s and read memory at 30.0 to 31.0 GB/s"
+    assert any(each.startswith(line) for each in machine_lines(steady))
+    assert not any("steady" in each for each in headline(steady))
+    for slow in (Probe(80.0, 30.0), Probe(100.0, 20.0)):
+        disturbed = replace(report, probes=(*steady.probes, slow))
+        assert any(each.startswith("The computer was not steady") for each in headline(disturbed))
+        assert not any("steady" in each for each in machine_lines(disturbed))
+        notes = compare(steady, disturbed, ("one", "two")).notes
+        assert [note[:30] for note in notes] == [
+            "A: The computer was steady: the CPU"[:30],
+            "B: The computer was not steady"[:30],
+        ]
+    old = replace(report, probes=())  # a file that was written before
+    assert not any("steady" in each for each in (*headline(old), *machine_lines(old)))
 
 
 def test_two_reports_side_by_side(report: Report) -> None:

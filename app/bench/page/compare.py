@@ -4,6 +4,7 @@ import statistics
 
 from neo_desktop.app.bench.report import Report
 from neo_desktop.app.bench.section import Metric, Section, Table
+from neo_desktop.app.bench.steadiness import describe
 
 NOISE = 0.05  # by which two runs on one idle machine may differ
 
@@ -33,9 +34,13 @@ def compare(first: Report, second: Report, names: tuple[str, str]) -> Section:
         else "The two reports have no figure in common: they are of different suites."
     )
     summary = f"A is {names[0]}, B is {names[1]}. {summary}"
-    notes = (
-        [] if first.machine.cpu == second.machine.cpu else ["The two were measured on different processors."]
-    )
+    notes = []
+    if first.machine.cpu != second.machine.cpu:
+        notes.append("The two were measured on different processors.")
+    for name, report in (("A", first), ("B", second)):
+        steadiness = describe(report.probes)
+        if steadiness is not None:
+            notes.append(f"{name}: {steadiness}")
     return Section(
         "Comparison",
         summary,

@@ -4,6 +4,7 @@ from neo_desktop.app.bench.page.models import models_section
 from neo_desktop.app.bench.page.verdict import verdict
 from neo_desktop.app.bench.report import Report
 from neo_desktop.app.bench.section import Section
+from neo_desktop.app.bench.steadiness import describe, is_steady
 
 
 def headline(report: Report) -> tuple[str, ...]:
@@ -15,6 +16,9 @@ def headline(report: Report) -> tuple[str, ...]:
     for failure in report.failures:
         what = "could not be measured to its end" if failure.suite in begun else "could not be measured"
         lines.append(f"{failure.suite} {what}: {failure.reason}")
+    steadiness = describe(report.probes)
+    if steadiness is not None and not is_steady(report.probes):
+        lines.append(steadiness)
     return tuple(lines)
 
 
@@ -39,6 +43,9 @@ def machine_lines(report: Report) -> tuple[str, ...]:
         lines += [f"the GPU was also used by {process.name}" for process in gpu.other_processes]
     if report.gpu_slice_sms is not None:
         lines.append(f"all GPU work ran on a slice of {report.gpu_slice_sms} of the GPU's multiprocessors")
+    steadiness = describe(report.probes)
+    if steadiness is not None and is_steady(report.probes):
+        lines.append(steadiness)
     if machine.gpu_note:
         lines.append(f"GPU: {machine.gpu_note}")
     lines += machine.notes
