@@ -273,13 +273,14 @@ def test_whatever_fails_the_error_arrives_and_the_next_iteration_works(model: De
         if failing and at is lane and stage.layer == 1:
             raise ValueError(f"{stage.name} is broken")
 
-    executor, _ = make_executor(model, hook=hook)
+    executor, runner = make_executor(model, hook=hook)
     executor.execute(prompts("acde"))
     plan = decodes("ac", "d")
     for failing in (True, False):
         if failing:
             with pytest.raises(ValueError, match="is broken"):
                 executor.execute(plan)
+            assert runner.num_settled == 1
         else:
             check_result(model, plan, contexts(plan), executor.execute(plan))
     executor.close()

@@ -183,6 +183,30 @@ def test_a_capture_that_finds_no_room_leaves_nothing_behind(gpu: FakeGpu) -> Non
     assert ("replay", "device") not in gpu.log
 
 
+def test_a_capture_that_breaks_tells_why_and_ends(gpu: FakeGpu) -> None:
+    runs = runner(gpu)
+    is_captured = False
+
+    def program(recorder: Recorder) -> None:
+        if is_captured:
+            gpu.is_full = True  # ending a broken capture is an error, too
+            raise ValueError("broken")
+
+    def mark(what: object) -> None:
+        nonlocal is_captured
+        is_captured = True
+
+    recorded = runs._record
+    runs._record = lambda p: (recorded(p), mark(p))[0]  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="broken"):
+        runs.run("key", program)
+    assert gpu.log[-1] == ("end capture", "device")
+    runs.settle()
+    assert [entry for entry in gpu.log if entry[0] == "synchronize"][-3:] == [
+        ("synchronize", lane) for lane in Lane
+    ]
+
+
 def test_a_driver_without_memory_operations_is_found_out_at_the_start(gpu: FakeGpu) -> None:
     gpu.refuses = True
     flag = torch.zeros(1, dtype=torch.int32)

@@ -60,6 +60,7 @@ class ImitatedRunner:
         self._hook = hook
         self._recorded: dict[Hashable, list[Operation]] = {}
         self.num_runs = 0
+        self.num_settled = 0
 
     def run(self, key: Hashable, program: Program) -> None:
         self.num_runs += 1
@@ -68,6 +69,9 @@ class ImitatedRunner:
             program(recorder)
             self._recorded[key] = recorder.operations
         self._carry_out(self._recorded[key])
+
+    def settle(self) -> None:
+        self.num_settled += 1
 
     def forget(self) -> None:
         self._recorded.clear()

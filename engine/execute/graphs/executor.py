@@ -187,7 +187,7 @@ class GraphExecutor:
         on_device: Sequence[ScheduledSequence],
         on_host: Sequence[ScheduledSequence],
     ) -> None:
-        """Say what the iteration is about; all that is padding was said by zeros."""
+        """Say what the iteration is about, and that the other rows are padding."""
         staged, first_host_row = memory.staged, memory.rows.device
         token_ids, positions, slots = (x.numpy() for x in (staged.token_ids, staged.positions, staged.slots))
         context_lens, block_tables = staged.context_lens.numpy(), staged.block_tables.numpy()
@@ -231,18 +231,21 @@ class GraphExecutor:
         program = DecodeProgram(
             bucket, self._model.config, self._layers, self._workspace, self._caches, self._block_size
         )
-        if not batches or self._relay is None:
-            self._runner.run(bucket, program)
-            return 0
-        self._relay.start([batch for _, batch in batches])
+        relay = self._relay if batches else None
+        if relay is not None:
+            relay.start([batch for _, batch in batches])
         try:
             self._runner.run(bucket, program)
         except BaseException:
-            self._relay.cancel()  # it may wait for what no longer comes
-            with suppress(RuntimeError):  # that it was cancelled
-                self._relay.finish()
+            if relay is not None:
+                relay.cancel()  # it may wait for what no longer comes, and the device for it
+                with suppress(RuntimeError):  # that it was cancelled
+                    relay.finish()
+            self._runner.settle()
             raise
-        steps = self._relay.finish()
+        if relay is None:
+            return 0
+        steps = relay.finish()
         if self._timeline is not None:
             for step in steps:
                 index, batch = batches[step.batch]

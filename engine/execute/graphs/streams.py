@@ -3,6 +3,7 @@
 import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
@@ -56,6 +57,10 @@ class Runner(Protocol):
         """Carry a program out and block until it has ended; programs of one key are the same one."""
         ...
 
+    def settle(self) -> None:
+        """Block until nothing of a program that was broken off is under way. No flag may be missing."""
+        ...
+
     def forget(self) -> None:
         """Give up what is kept of programs, and its memory."""
         ...
@@ -97,7 +102,7 @@ class CudaRunner:
         """See `Runner`.
 
         Raises:
-            torch.OutOfMemoryError: there is no room for the graph; whatever was launched has ended.
+            torch.OutOfMemoryError: there is no room for the graph.
         """
         stream = self._streams[Lane.DEVICE]
         graph = self._graphs.get(key)
@@ -115,6 +120,11 @@ class CudaRunner:
             for span in spans:
                 self._timeline.add_events(span.lane, span.stage, span.start, span.end)
 
+    def settle(self) -> None:
+        """See `Runner`."""
+        for stream in self._streams.values():
+            stream.synchronize()
+
     def forget(self) -> None:
         """See `Runner`."""
         self._graphs.clear()
@@ -128,8 +138,11 @@ class CudaRunner:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             spans = self._record(program)
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # what broke the capture is the error to tell
+                graph.capture_end()
+            raise
+        graph.capture_end()
         self._graphs[key] = _Graph(graph, spans)
 
     def _record(self, program: Program) -> list[_TimedSpan]:
