@@ -1,14 +1,20 @@
 """Checks an installed neo-desktop on a GPU against its own CPU path, then measures it (see gpu_check.sh)."""
 
 import argparse
+import importlib.util
 import random
+import subprocess
 import sys
 import time
 from itertools import product
+from pathlib import Path
 
 import torch
 
 from neo_desktop import Engine, SamplingParams
+from neo_desktop.app.bench import run_suites
+from neo_desktop.app.bench.defaults import suite_options
+from neo_desktop.app.model_options import ModelOptions
 
 SHAPES = {"cuda": "llama-2-7b", "cpu": "tiny"}  # a CPU shows that the script works, not how fast anything is
 GREEDY = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True, logprobs=20)
@@ -74,6 +80,11 @@ def check_policies(device: str) -> None:
             )
     first, *others = results.values()
     assert all(other == first for other in others), "a policy changed the tokens"
+    with Engine.from_pretrained(device="cpu", dtype="float32") as engine:
+        expected = [output.token_ids for output in engine.generate(batch, GREEDY)]
+    same = sum(tokens == wanted for tokens, wanted in zip(first, expected, strict=True))
+    print(f"{same} of {len(batch)} answers of {GREEDY.max_tokens} tokens are those of the CPU")
+    assert same >= 0.9 * len(batch), "the GPU's answers are not the CPU's"  # near ties may go either way
 
 
 def measure_decode(device: str, shape: str) -> None:
@@ -137,6 +148,31 @@ def measure_policies(
             )
 
 
+def run_tests() -> None:
+    """The tests that need a GPU, and those of the kernels, which run on one where there is one."""
+    if importlib.util.find_spec("pytest") is None:
+        print("tests: not run, since pytest is not installed")
+        return
+    for what in (["tests/kernels"], ["-m", "gpu", "tests/engine", "tests/graphs"]):
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *what]
+        subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
+
+
+def measure_hardware(device: str) -> None:
+    """The self-test's suites of the hardware and of single iterations: their headline figures."""
+    options = suite_options(
+        ModelOptions(device=device, shape=None if device == "cpu" else SHAPES["cuda"]),
+        quick=True,
+        cpu_attention={},
+        throughput={},
+        load={},
+    )
+    report = run_suites(["hardware", "gpu"], lambda share, what: None, options)
+    for name, metric in report.metrics().items():
+        print(f"{name}: {metric.value:.4g} {metric.unit}")
+    assert not report.failures, report.failures
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=tuple(SHAPES))
@@ -156,8 +192,10 @@ def main() -> None:
         from gpu_kernels import check_kernels
 
         check_kernels()
+        run_tests()
     check_logits(arguments.device)
     check_policies(arguments.device)
+    measure_hardware(arguments.device)
     measure_decode(arguments.device, shape)
     measure_policies(arguments.device, shape, arguments.requests, arguments.gpu_cache_tokens)
     if arguments.device == "cuda":
