@@ -1,5 +1,6 @@
 """The pipeline gives the tokens of a plain computation, overlaps, and ends cleanly whatever fails."""
 
+import gc
 import json
 import random
 import threading
@@ -334,6 +335,15 @@ def stages_of_the_mixed_iteration(model: Decoder) -> list[tuple[str, Stage]]:
     return stages
 
 
+@pytest.fixture
+def brief_collections() -> Iterator[None]:
+    """A garbage collection follows each lack of memory: let it not look at all that tests have imported."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("brief_collections")
 @pytest.mark.parametrize("error_type", [ValueError, torch.OutOfMemoryError, KeyboardInterrupt])
 def test_whatever_fails_the_error_arrives_and_the_next_iteration_works(
     model: Decoder, error_type: type[BaseException]
