@@ -94,7 +94,8 @@ def rope(dtype: torch.dtype, *, normed: bool, head_dim: int = 128) -> None:
     angles = empty(tokens, 1, head_dim, dtype=FP32)
     cache = empty(64, 16, kv_heads, head_dim, dtype=dtype)
     weights = empty(heads + kv_heads, head_dim, dtype=dtype) if normed else None
-    rope_append(qkv, angles, angles, empty(tokens, dtype=torch.int64), cache, cache, weights, 1e-6)
+    slots = empty(tokens, dtype=torch.int32)  # as graphs have them
+    rope_append(qkv, angles, angles, slots, cache, cache, weights, 1e-6)
 
 
 def norm(dtype: torch.dtype, hidden: int) -> None:
