@@ -19,7 +19,7 @@ from neo_desktop.engine.profiling.hardware import MachineInfo
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-SCHEMA_VERSION = 2  # of the JSON file: raised when a field changes its meaning or goes away
+SCHEMA_VERSION = 3  # of the JSON file: raised when a field changes its meaning or goes away
 
 # `suite` tells which.
 AnySuiteReport = (

@@ -167,5 +167,5 @@ def cublas_library() -> Library:
         return ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
     except OSError as error:
         raise RuntimeError(
-            f"a slice of the GPU needs torch with {name} as a library of its own, as PyPI has it: {error}"
+            f"a slice of the GPU needs torch with {name} as a library of its own, as pip installs it: {error}"
         ) from error
