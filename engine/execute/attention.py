@@ -122,12 +122,9 @@ def _place_batch(sequences: Sequence[ScheduledSequence], pool: KVPool, first_row
 
     # Tables are long where contexts are: each costs one copy of its memory, and nothing per block in Python.
     context_lens = np.fromiter((sequence.context_len for sequence in decodes), np.int32, len(decodes))
-    width = max((len(sequence.block_table) for sequence in decodes), default=0)
-    block_tables = np.zeros((len(decodes), width), np.int32)
-    for table, sequence in zip(block_tables, decodes, strict=True):
-        table[: len(sequence.block_table)] = sequence.block_table
+    block_tables = padded_block_tables(decodes)
     # The slot of each last token, in the tables as if they were one.
-    first_tokens = np.arange(len(decodes)) * width * block_size
+    first_tokens = np.arange(len(decodes)) * block_tables.shape[1] * block_size
     slots.append(_slots(block_tables.reshape(-1), first_tokens + context_lens - 1, block_size))
     return PlaceBatch(
         pool=pool,
@@ -139,6 +136,15 @@ def _place_batch(sequences: Sequence[ScheduledSequence], pool: KVPool, first_row
         block_tables=torch.from_numpy(block_tables).to(device),
         context_lens=torch.from_numpy(context_lens).to(device),
     )
+
+
+def padded_block_tables(sequences: Sequence[ScheduledSequence]) -> NDArray[np.int32]:
+    """Return the sequences' block tables as one, [sequences, blocks of the longest]."""
+    width = max((len(sequence.block_table) for sequence in sequences), default=0)
+    tables = np.zeros((len(sequences), width), np.int32)
+    for table, sequence in zip(tables, sequences, strict=True):
+        table[: len(sequence.block_table)] = sequence.block_table
+    return tables
 
 
 def _slots(blocks: IntView, positions: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:

@@ -47,13 +47,11 @@ from neo_desktop.engine.batch import (
 from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.execute.forward import ForwardPass, HandOff
 from neo_desktop.engine.execute.lanes import Lanes, Signal
-from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage, Timeline
 from neo_desktop.engine.kv.storage import CopyGroup, KVStorage
 from neo_desktop.engine.kv.transfer import Carrier, HostBuffer
 from neo_desktop.engine.sampler import sample
 from neo_desktop.models.decoder import Decoder
-
-NO_SUB_BATCH = -1
 
 
 class PipelineExecutor:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+NO_SUB_BATCH = -1
 MAX_SPANS = 200_000  # some 50 MB of memory and as much of JSON
 
 
@@ -20,7 +21,7 @@ class Stage(NamedTuple):
 
     name: str
     layer: int
-    sub_batch: int  # -1: of no sub-batch
+    sub_batch: int  # or NO_SUB_BATCH
     tokens: int  # rows, or tokens of the blocks that are copied
 
 
@@ -35,7 +36,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _TimedEvents:
+class TimedEvents:
     """A span on a CUDA stream whose times are not known yet."""
 
     lane: str
@@ -44,9 +45,9 @@ class _TimedEvents:
     end: torch.cuda.Event
 
 
-def timed_event() -> torch.cuda.Event:
-    """Make a CUDA event whose time can be read."""
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def timed_event(*, in_graph: bool = False) -> torch.cuda.Event:
+    """Make a CUDA event whose time can be read; in a graph that is captured, after each of its launches."""
+    return torch.cuda.Event(enable_timing=True, external=in_graph)  # type: ignore[no-untyped-call]
 
 
 class Timeline:
@@ -69,7 +70,7 @@ class Timeline:
         self._spans: deque[Span] = deque(maxlen=max_spans)
         self._num_recorded = 0
         self._new: list[tuple[str, Stage, int, int]] = []  # of this iteration
-        self._new_events: list[_TimedEvents] = []
+        self._new_events: list[TimedEvents] = []
         self._iteration = 0
         self._origin_ns = time.perf_counter_ns()
         self._anchor: tuple[torch.cuda.Event, int] | None = None
@@ -107,7 +108,7 @@ class Timeline:
 
     def add_events(self, lane: str, stage: Stage, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
         """Record a span between two timed CUDA events; their times are read when the iteration ends."""
-        self._new_events.append(_TimedEvents(lane, stage, start, end))
+        self._new_events.append(TimedEvents(lane, stage, start, end))
 
     def end_iteration(self, completed: bool = True) -> None:
         """Take in the iteration's spans; all its work has ended. Events of a failed one cannot be read."""

@@ -10,6 +10,7 @@ import torch
 from neo_desktop.engine.execute.graphs.bucket import Bucket, Most, Rows
 from neo_desktop.engine.execute.graphs.layers import FusedLayers
 from neo_desktop.engine.execute.graphs.workspace import SubBatchMemory, Workspace
+from neo_desktop.engine.execute.timeline import timed_event
 from neo_desktop.models.decoder import Decoder
 
 
@@ -38,7 +39,7 @@ def graph_ms(call: Callable[[int], object], repeats: int) -> float:
     current = torch.cuda.current_stream()
     # Torch's default stream cannot be captured. Any other is there because work must stay on it.
     stream = torch.cuda.Stream() if current == torch.cuda.default_stream() else current  # type: ignore[no-untyped-call]
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start, end = timed_event(), timed_event()
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
         for step in range(repeats):  # compiles what is new

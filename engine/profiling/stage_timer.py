@@ -17,6 +17,7 @@ from torch import Tensor
 from neo_desktop.engine.batch import BlockCopy, SamplingInput, ScheduledSequence, SubBatch
 from neo_desktop.engine.execute.attention import PlaceBatch, place_batches
 from neo_desktop.engine.execute.graphs.bucket import MAX_ROWS
+from neo_desktop.engine.execute.timeline import timed_event
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.layer import block_bytes
@@ -345,7 +346,7 @@ def _region_bytes(decoder: Decoder, device: torch.device) -> int:
 
 def _gpu_ms(call: Callable[[int], object], repeats: int) -> float:
     """The time of one call among `repeats` that follow each other without waiting."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start, end = timed_event(), timed_event()
     torch.cuda.synchronize()
     start.record()
     for step in range(repeats):

@@ -6,6 +6,8 @@ from typing import Literal
 from neo_desktop.app.bench.gpu_driver import GpuState
 from neo_desktop.app.bench.spread import Spread
 
+Way = Literal["graph", "streams", "threads"]  # of a hand-off, see `HandOffFigures`
+
 
 @dataclass(frozen=True, slots=True)
 class HostFigures:
@@ -59,6 +61,6 @@ class HandOffFigures:
 
     # "graph": inside a CUDA graph, through flags, as iterations of decodes do. "streams": on the engine's
     # lanes, as other iterations do. "threads": likewise, but without a GPU, between threads.
-    way: Literal["graph", "streams", "threads"]
+    way: Way
     nbytes: int  # each way
     us: Spread  # of a round trip, in a chain of them

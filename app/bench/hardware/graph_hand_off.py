@@ -13,7 +13,7 @@ import torch
 from neo_desktop.app.bench.hardware.hand_off import CHAIN
 from neo_desktop.engine.execute.graphs.streams import Lane, Mark, Recorder, Runner
 from neo_desktop.engine.execute.timeline import Stage
-from neo_desktop.native.relay import Relay, RelayBatch, RelayLayer, empty_flags
+from neo_desktop.native.relay import DONE, READY, Relay, RelayBatch, RelayLayer, empty_flags
 
 _HEADS, _HEAD_DIM = 16, 64  # 4 KiB of float32: what one request hands over
 _ROW_BYTES = _HEADS * _HEAD_DIM * torch.float32.itemsize
@@ -54,8 +54,8 @@ class GraphHandOff:
                 stage = Stage("hand-off", number, 0, requests)
                 made = recorder.run(Lane.DEVICE, stage, lambda: qkv.add_(1), arrived)
                 recorder.run(Lane.TO_HOST, stage, lambda: qkv_on_host.copy_(qkv, non_blocking=True), (made,))
-                recorder.raise_flag(Lane.TO_HOST, flags[0, number, :1])
-                recorder.wait_for_flag(Lane.TO_DEVICE, flags[1, number, :1])
+                recorder.raise_flag(Lane.TO_HOST, flags[READY, number, :1])
+                recorder.wait_for_flag(Lane.TO_DEVICE, flags[DONE, number, :1])
                 arrived = (
                     recorder.run(
                         Lane.TO_DEVICE, stage, lambda: out.copy_(out_on_host, non_blocking=True), (made,)

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
-from typing import Literal
 
 import torch
 
@@ -18,6 +17,7 @@ from neo_desktop.app.bench.hardware.figures import (
     HostFigures,
     MatrixFigures,
     TransferFigures,
+    Way,
 )
 from neo_desktop.app.bench.hardware.graph_hand_off import GraphHandOff
 from neo_desktop.app.bench.hardware.hand_off import HandOff
@@ -31,8 +31,6 @@ from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.execute.graphs.streams import CudaRunner, Lane
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.hardware import find_gpus, last_level_cache_bytes
-
-_Way = Literal["graph", "streams", "threads"]
 
 
 def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[HardwareReport]:
@@ -48,7 +46,7 @@ def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[Hardw
         cases = host_cases(host, options.thread_counts, options.cpu_matrix_size)
         if gpu is not None:
             cases |= gpu.cases
-        ways: dict[Case, _Way] = {}
+        ways: dict[Case, Way] = {}
         for nbytes in options.hand_off_bytes:
             case = Case("hand-off", nbytes)
             ways[case] = "threads" if gpu is None else "streams"

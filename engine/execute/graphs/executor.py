@@ -18,6 +18,7 @@ from neo_desktop.engine.batch import (
     ScheduledSequence,
 )
 from neo_desktop.engine.cuda.streams import Streams, WholeDevice
+from neo_desktop.engine.execute.attention import padded_block_tables
 from neo_desktop.engine.execute.graphs.bucket import MIN_BLOCKS, Bucket, Most, Rows, powers_of_two
 from neo_desktop.engine.execute.graphs.layers import FusedLayers
 from neo_desktop.engine.execute.graphs.program import DecodeProgram
@@ -82,6 +83,7 @@ class GraphExecutor:
         self._block_size = storage.block_size
         self._caches = _caches(model, storage)
         self._relay = None if host is None or not with_host else _relay(model, host)
+        self._programs: dict[Bucket, DecodeProgram] = {}
         self._pause = 0  # iterations for which graphs are not tried
         self._is_closed = False
 
@@ -95,20 +97,22 @@ class GraphExecutor:
         }
         with self._streams.on_device(), torch.inference_mode():
             for bucket in by_splits.values():
-                (memory,) = self._workspace.sub_batches(bucket)
-                self._fill(memory, (), ())
-                self._run_program(bucket, ())
+                program = self._program(bucket)
+                for memory in program.memories:
+                    self._fill(memory, (), ())
+                self._run_program(program, ())
 
     def execute(self, plan: IterationPlan) -> IterationResult:
         """Carry out one iteration; see `PipelineExecutor.execute`."""
-        if self._pause > 0 or not self._fits(plan):
+        bucket = self._bucket_of(plan)
+        if self._pause > 0 or bucket is None:
             self._pause = max(self._pause - 1, 0)
             return self._pipeline.execute(plan)
         if self._is_closed:
             raise RuntimeError("the executor is closed")
         try:
             with self._streams.on_device(), torch.inference_mode(), self._recorded():
-                return self._run(plan)
+                return self._run(plan, self._program(bucket))
         except torch.OutOfMemoryError as error:
             # All that was done can be done again: the same KV is written to the same place.
             logger.warning(
@@ -128,12 +132,22 @@ class GraphExecutor:
             self._relay.cancel()
         self._pipeline.close()
 
-    def _fits(self, plan: IterationPlan) -> bool:
+    def _bucket_of(self, plan: IterationPlan) -> Bucket | None:
+        """Return the bucket that the plan is carried out in; None: it is the pipeline's."""
         if plan.copies or not all(sequence.is_decode for sequence in plan.sequences):
-            return False
+            return None
         if self._relay is None and any(s.place is Place.HOST for s in plan.sequences):
-            return False
-        return Bucket.of(plan) in self._most
+            return None
+        bucket = Bucket.of(plan)
+        return bucket if bucket in self._most else None
+
+    def _program(self, bucket: Bucket) -> DecodeProgram:
+        """Return a bucket's program; each is made once, since its views of the workspace take a while."""
+        if bucket not in self._programs:
+            self._programs[bucket] = DecodeProgram(
+                bucket, self._model.config, self._layers, self._workspace, self._caches, self._block_size
+            )
+        return self._programs[bucket]
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
@@ -149,10 +163,9 @@ class GraphExecutor:
             raise
         self._timeline.end_iteration()
 
-    def _run(self, plan: IterationPlan) -> IterationResult:
+    def _run(self, plan: IterationPlan, program: DecodeProgram) -> IterationResult:
         started_ns = time.perf_counter_ns()
-        bucket = Bucket.of(plan)
-        memories = self._workspace.sub_batches(bucket)
+        memories = program.memories
         parts = [sub_batch.sequences for sub_batch in plan.sub_batches if sub_batch.sequences]
         batches = []
         for memory, sequences in zip(memories, parts, strict=True):
@@ -162,7 +175,7 @@ class GraphExecutor:
             if on_host:
                 batches.append((memory.index, self._relay_batch(memory, on_host)))
 
-        cpu_attention_ns = self._run_program(bucket, batches)
+        cpu_attention_ns = self._run_program(program, batches)
         if self._is_closed:
             raise RuntimeError("the executor was closed in the middle of an iteration")
 
@@ -206,10 +219,6 @@ class GraphExecutor:
 
     def _relay_batch(self, memory: SubBatchMemory, sequences: Sequence[ScheduledSequence]) -> RelayBatch:
         config, count = self._model.config, len(sequences)
-        width = max(len(sequence.block_table) for sequence in sequences)
-        block_tables = torch.zeros(count, width, dtype=torch.int32)
-        for row, sequence in zip(block_tables.numpy(), sequences, strict=True):
-            row[: len(sequence.block_table)] = sequence.block_table
         first_k, first_v = config.num_heads, config.num_heads + config.num_kv_heads
         qkv = memory.hand_over.qkv[:count]
         return RelayBatch(
@@ -217,25 +226,22 @@ class GraphExecutor:
             k=qkv[:, first_k:first_v],
             v=qkv[:, first_v:],
             out=memory.hand_over.out[:count],
-            block_tables=block_tables,
+            block_tables=torch.from_numpy(padded_block_tables(sequences)),
             context_lens=torch.tensor([s.context_len for s in sequences], dtype=torch.int32),
             flags=memory.hand_over.flags,
         )
 
-    def _run_program(self, bucket: Bucket, batches: Sequence[tuple[int, RelayBatch]]) -> int:
-        """Run a bucket's program, beside the relay if it hands anything over; return the relay's nanoseconds.
+    def _run_program(self, program: DecodeProgram, batches: Sequence[tuple[int, RelayBatch]]) -> int:
+        """Run a program, beside the relay if it hands anything over; return the relay's nanoseconds.
 
         Args:
             batches: what is handed over, each with the index of its sub-batch.
         """
-        program = DecodeProgram(
-            bucket, self._model.config, self._layers, self._workspace, self._caches, self._block_size
-        )
         relay = self._relay if batches else None
         if relay is not None:
             relay.start([batch for _, batch in batches])
         try:
-            self._runner.run(bucket, program)
+            self._runner.run(program.bucket, program)
         except BaseException:
             if relay is not None:
                 relay.cancel()  # it may wait for what no longer comes, and the device for it

@@ -9,13 +9,11 @@ from neo_desktop.engine.execute.graphs.bucket import Bucket
 from neo_desktop.engine.execute.graphs.layers import FusedLayers
 from neo_desktop.engine.execute.graphs.streams import Lane, Mark, Recorder
 from neo_desktop.engine.execute.graphs.workspace import SubBatchMemory, Workspace
-from neo_desktop.engine.execute.timeline import Stage
+from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.kernels.paged_decode import paged_decode
 from neo_desktop.engine.sampler import NO_TOKEN
 from neo_desktop.models.config import ModelConfig
-
-NO_SUB_BATCH = -1
-READY, DONE = 0, 1  # kinds of flags, see `native.relay.empty_flags`
+from neo_desktop.native.relay import DONE, READY
 
 
 class DecodeProgram:
@@ -44,28 +42,28 @@ class DecodeProgram:
         caches: tuple[Tensor, Tensor],
         block_size: int,
     ) -> None:
-        self._bucket = bucket
+        self.bucket = bucket
         self._config = config
         self._layers = layers
         self._workspace = workspace
         self._block_size = block_size
         self._k_caches, self._v_caches = caches
-        self._memories = workspace.sub_batches(bucket)
+        self.memories = workspace.sub_batches(bucket)  # what the sub-batches work in
 
     def __call__(self, recorder: Recorder) -> None:
         """Record the iteration."""
-        inputs, staged = self._workspace.inputs(self._bucket)
+        inputs, staged = self._workspace.inputs(self.bucket)
         recorder.run(
             Lane.DEVICE,
             Stage("inputs", 0, NO_SUB_BATCH, len(inputs)),
             partial(inputs.copy_, staged, non_blocking=True),
         )
-        arrived: list[tuple[Mark, ...]] = [() for _ in self._memories]
+        arrived: list[tuple[Mark, ...]] = [() for _ in self.memories]
         for layer, window in enumerate(self._config.layer_windows):
-            for memory in self._memories:
+            for memory in self.memories:
                 arrived[memory.index] = self._step(recorder, layer, window, memory, arrived[memory.index])
         first_row = 0
-        for memory in self._memories:
+        for memory in self.memories:
             recorder.run(
                 Lane.DEVICE,
                 Stage("linear", self._config.num_layers, memory.index, memory.rows.count),
@@ -137,7 +135,7 @@ class DecodeProgram:
 
     def _attend(self, layer: int, window: int | None, memory: SubBatchMemory) -> None:
         config, count = self._config, memory.rows.device
-        max_tokens = self._bucket.max_blocks * self._block_size
+        max_tokens = self.bucket.max_blocks * self._block_size
         heads = memory.qkv.view(memory.rows.count, -1, config.head_dim)
         paged_decode(
             heads[:count, : config.num_heads],

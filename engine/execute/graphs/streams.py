@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.execute.timeline import Stage, TimedEvents, Timeline, timed_event
 
 MAX_GRAPHS = 128  # the one unused for longest goes first; each takes about a megabyte
 
@@ -73,15 +73,7 @@ class StreamMemoryError(RuntimeError):
 @dataclass(slots=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
-    spans: list["_TimedSpan"]
-
-
-@dataclass(frozen=True, slots=True)
-class _TimedSpan:
-    lane: Lane
-    stage: Stage
-    start: torch.cuda.Event
-    end: torch.cuda.Event
+    spans: list[TimedEvents]
 
 
 class CudaRunner:
@@ -145,7 +137,7 @@ class CudaRunner:
         graph.capture_end()
         self._graphs[key] = _Graph(graph, spans)
 
-    def _record(self, program: Program) -> list[_TimedSpan]:
+    def _record(self, program: Program) -> list[TimedEvents]:
         recorder = _StreamRecorder(self._streams, is_timed=self._timeline is not None)
         program(recorder)
         recorder.join()
@@ -158,7 +150,7 @@ class _StreamRecorder:
 
     streams: Mapping[Lane, torch.cuda.Stream]
     is_timed: bool
-    spans: list[_TimedSpan] = field(default_factory=list)
+    spans: list[TimedEvents] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         begin = self.streams[Lane.DEVICE].record_event()
@@ -175,7 +167,7 @@ class _StreamRecorder:
             work()
         end = self._time(stream)
         if start is not None and end is not None:
-            self.spans.append(_TimedSpan(lane, stage, start, end))
+            self.spans.append(TimedEvents(lane, stage, start, end))
         end_of_work: torch.cuda.Event = stream.record_event()
         return end_of_work
 
@@ -193,8 +185,7 @@ class _StreamRecorder:
     def _time(self, stream: torch.cuda.Stream) -> torch.cuda.Event | None:
         if not self.is_timed:
             return None
-        # External: a node of the graph, whose time can be read after each launch.
-        event = torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]
+        event = timed_event(in_graph=True)
         event.record(stream)
         return event
 

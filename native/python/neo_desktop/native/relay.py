@@ -10,6 +10,7 @@ from torch import Tensor
 from neo_desktop.native import _native, default_isa, view_of
 
 FLAG_INTS = 16  # a flag has a cache line to itself
+READY, DONE = 0, 1  # kinds of flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,8 @@ class RelayStep(NamedTuple):
 def empty_flags(num_layers: int, *, pinned: bool) -> Tensor:
     """Make the flags of a sub-batch: [2, num_layers, FLAG_INTS] int32.
 
-    flags[0, layer, 0] becomes 1 when q, k and v of the layer are there, flags[1, layer, 0] when its output
-    is; the rest is room between them.
+    flags[READY, layer, 0] becomes 1 when q, k and v of the layer are there, flags[DONE, layer, 0] when its
+    output is; the rest is room between them.
     """
     return torch.zeros(2, num_layers, FLAG_INTS, dtype=torch.int32, pin_memory=pinned)
 
