@@ -95,6 +95,21 @@ int place_in_core(int cpu, const cpu_set_t& mask) {
   return place;
 }
 
+// (place in its core, number) of the CPUs of this process's affinity mask, in order.
+std::vector<std::pair<int, int>> cpus_by_place() {
+  std::vector<std::pair<int, int>> cpus;
+  cpu_set_t mask;
+  if (sched_getaffinity(0, sizeof mask, &mask) == 0) {
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+      if (CPU_ISSET(cpu, &mask)) cpus.emplace_back(place_in_core(cpu, mask), cpu);
+    }
+  }
+  std::sort(cpus.begin(), cpus.end());
+  return cpus;
+}
+
+std::atomic<int> chosen_num_threads{0};  // 0: nobody has chosen
+
 #if defined(__x86_64__)
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -212,34 +227,18 @@ std::map<std::string, bool> cpu_features() {
 }
 
 std::vector<int> usable_cpus() {
-  std::vector<std::pair<int, int>> cpus;  // which one of its core, number
-  cpu_set_t mask;
-  if (sched_getaffinity(0, sizeof mask, &mask) == 0) {
-    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-      if (CPU_ISSET(cpu, &mask)) cpus.emplace_back(place_in_core(cpu, mask), cpu);
-    }
-  }
-  std::sort(cpus.begin(), cpus.end());
   std::vector<int> numbers;
-  for (const auto& [place, cpu] : cpus) numbers.push_back(cpu);
+  for (const auto& [place, cpu] : cpus_by_place()) numbers.push_back(cpu);
   return numbers;
 }
 
 int num_usable_cpus() { return within_quota(std::max<int>(static_cast<int>(usable_cpus().size()), 1)); }
 
 int num_threads_beside_gpu() {
-  int cores = 0;
-  cpu_set_t mask;
-  if (sched_getaffinity(0, sizeof mask, &mask) == 0) {
-    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-      if (CPU_ISSET(cpu, &mask) && place_in_core(cpu, mask) == 0) ++cores;
-    }
-  }
+  const auto cpus = cpus_by_place();
+  const auto is_first = [](const auto& cpu) { return cpu.first == 0; };
+  const int cores = static_cast<int>(std::count_if(cpus.begin(), cpus.end(), is_first));
   return std::max(within_quota(cores) - kCoresLeftFree, 1);
-}
-
-namespace {
-std::atomic<int> chosen_num_threads{0};  // 0: nobody has chosen
 }
 
 int default_num_threads() {

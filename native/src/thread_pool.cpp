@@ -35,6 +35,13 @@ void spin_until(Condition condition, Stay stay) {
 
 constexpr int kAnywhere = -1;
 
+void pin(pthread_t thread, int cpu) {
+  cpu_set_t mask;
+  CPU_ZERO(&mask);
+  CPU_SET(cpu, &mask);
+  pthread_setaffinity_np(thread, sizeof mask, &mask);  // only slower where it is refused
+}
+
 }  // namespace
 
 struct ThreadPool::Job {
@@ -78,23 +85,14 @@ void ThreadPool::start_workers(int participants) {
     auto worker = std::make_unique<Worker>(index < num_cpus ? cpus_[index] : kAnywhere);
     Worker& self = *worker;
     std::thread thread([this, &self] { work(self); });
-    if (self.cpu != kAnywhere) {
-      cpu_set_t mask;
-      CPU_ZERO(&mask);
-      CPU_SET(self.cpu, &mask);
-      pthread_setaffinity_np(thread.native_handle(), sizeof mask, &mask);  // only slower where it is refused
-    }
+    if (self.cpu != kAnywhere) pin(thread.native_handle(), self.cpu);
     thread.detach();
     workers_.push_back(std::move(worker));
   }
 }
 
 void ThreadPool::pin_caller() const {
-  if (cpus_.empty()) return;
-  cpu_set_t mask;
-  CPU_ZERO(&mask);
-  CPU_SET(cpus_.front(), &mask);
-  sched_setaffinity(0, sizeof mask, &mask);  // only slower where it is refused
+  if (!cpus_.empty()) pin(pthread_self(), cpus_.front());
 }
 
 ThreadPool::Awake::Awake(ThreadPool& pool) : pool_(pool) {
