@@ -70,8 +70,8 @@ class LoadAwareScheduler(Generic[R]):
     1. Room: every decode needs a slot for its new token. Where a place is full, its youngest request moves
        to another place that has room, or is preempted: its blocks are freed and it waits again, to be
        recomputed.
-    2. The decodes of the device join sub-batch 0. If there is ample room on the device, the oldest request
-       of the CPU-cache moves there.
+    2. The decodes of the device join sub-batch 0. If there is ample room on the device, the oldest requests
+       of the CPU-cache move there, as many as the bus can bring behind the linear stages, at least one.
     3. Prompts join sub-batch 0, in the order of their arrival, cut into chunks by the token budget. Their KV
        stays on the device if it fits, else it goes to the CPU-cache layer by layer.
     4. CPU decodes join sub-batch 0 or 1, or wait: how many and where depends on the policy (`balance.py`).
@@ -129,7 +129,7 @@ class LoadAwareScheduler(Generic[R]):
         has_room = residency.make_room(self._may_spill)
         # Requests that wait take free room first, unless the CPU has more to do than it can.
         if has_room and (self._cpu_is_loaded or not residency.waiting):
-            residency.promote_one()
+            self._promote()
         draft = self._draft_decodes()
         self._join_chunks(draft, may_admit=has_room)
         if not draft.load.tokens and not draft.queue:
@@ -147,6 +147,14 @@ class LoadAwareScheduler(Generic[R]):
                     sampled.append(request)
         self._grow_budget()
         return sampled
+
+    def _promote(self) -> None:
+        """Move requests to the device, where there is room, for as long as that hides their way there."""
+        layer_ms = self._cost.linear_ms(self.num_running)
+        num_tokens = more = self._residency.promote_one()
+        while more and self._cost.transfer_ms(num_tokens) < layer_ms:
+            more = self._residency.promote_one()
+            num_tokens += more
 
     def _draft_decodes(self) -> _Draft[R]:
         """Collect what can be decoded; sub-batch 0 gets what is on the device."""

@@ -88,8 +88,8 @@ class Residency(Generic[R]):
                     self._evict_youngest(self.place_of(request), may_spill)
         return self.counters.num_preemptions == num_preemptions
 
-    def promote_one(self) -> None:
-        """Move the oldest request of a less preferred place up, if there is ample room.
+    def promote_one(self) -> int:
+        """Move the oldest request of a less preferred place up, if there is ample room; return its tokens.
 
         Ample is a block left for everybody there, so that it will not have to go back within the next
         `block_size` iterations; it is what admission asks for, too.
@@ -100,8 +100,9 @@ class Residency(Generic[R]):
             key=attrgetter("arrival"),
             default=None,
         )
-        if request is not None:
-            self._move(request, best, reserve_blocks=len(self.running[best]))
+        if request is None or not self._move(request, best, reserve_blocks=len(self.running[best])):
+            return 0
+        return request.num_tokens
 
     def may_have_room(self, request: R) -> bool:
         """Whether some place may have room for a waiting request; quick, and wrong on the hopeful side."""
