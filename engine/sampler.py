@@ -1,6 +1,6 @@
 """Logits to tokens."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,44 +8,57 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.batch import SampledToken, SamplingInput, TokenLogprob
+from neo_desktop.engine.cuda.copies import download, upload
 from neo_desktop.engine.int_array import IntView
 
 # Sampling copies the logits of a piece of rows `MOST_COPIES` times, in float32; greedy rows are not copied.
 PIECE_ELEMENTS = 2**22
 MOST_COPIES = 12
 
-# What was asked for of the chosen token, and of the most probable ones; nothing if nothing was.
-_RowLogprobs = tuple[TokenLogprob, tuple[TokenLogprob, ...]] | tuple[()]
+# What was asked for of the chosen token, and of the most probable ones.
+_RowLogprobs = tuple[TokenLogprob, tuple[TokenLogprob, ...]]
 
 NO_TOKEN = -1  # in place of a token that logits which are not finite cannot give
 
 
 def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[SampledToken | None]:
-    """Choose one token per row.
+    """Choose one token per row and wait for them; see `start_sampling`."""
+    return start_sampling(logits, inputs)()
+
+
+def start_sampling(
+    logits: Tensor, inputs: Sequence[SamplingInput]
+) -> Callable[[], list[SampledToken | None]]:
+    """Start to choose one token per row.
 
     A row's random number depends on its seed, choice and position alone, so a request gets the same tokens
     whatever else is in the batch, under every policy and after every preemption. Order of the steps:
     penalties, temperature, top-k, top-p, min-p, then inversion of the cumulative distribution.
 
-    All of it happens on the device, which is waited for once, for the tokens; if log-probabilities were asked
-    for, once more for each piece of rows.
+    All of it happens on the device, behind what runs there; nothing is waited for.
 
     Args:
         logits: [rows, vocab] float32; not modified.
         inputs: one per row.
 
     Returns:
-        One token per row; None where the logits are not finite, so that there is no answer.
+        What waits for the tokens and returns them, one per row; None where the logits are not finite, so that
+        there is no answer.
     """
     pieces = [_sample(logits[rows], inputs[rows]) for rows in _pieces(logits, inputs)]
     if not pieces:
-        return []
-    logprobs = [row_logprobs for _, piece in pieces for row_logprobs in piece]
-    chosen: list[int] = torch.cat([token_ids for token_ids, _ in pieces]).tolist()
-    return [
-        None if token_id == NO_TOKEN else SampledToken(token_id, *row_logprobs)
-        for token_id, row_logprobs in zip(chosen, logprobs, strict=True)
-    ]
+        return list
+    chosen = download(torch.cat([token_ids for token_ids, _ in pieces]))
+
+    def wait() -> list[SampledToken | None]:
+        token_ids: list[int] = chosen().tolist()
+        logprobs = [row_logprobs for _, wait_for_piece in pieces for row_logprobs in wait_for_piece()]
+        return [
+            None if token_id == NO_TOKEN else SampledToken(token_id, *(row_logprobs or ()))
+            for token_id, row_logprobs in zip(token_ids, logprobs, strict=True)
+        ]
+
+    return wait
 
 
 def _pieces(logits: Tensor, inputs: Sequence[SamplingInput]) -> Iterator[slice]:
@@ -60,13 +73,14 @@ def is_plain(item: SamplingInput) -> bool:
     return item.params.is_greedy and not item.params.has_penalties and item.params.logprobs is None
 
 
-def _sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> tuple[Tensor, list[_RowLogprobs]]:
-    """Choose tokens [rows] int64, NO_TOKEN where there is none; with the log-probabilities of each row."""
+def _sample(
+    logits: Tensor, inputs: Sequence[SamplingInput]
+) -> tuple[Tensor, Callable[[], Sequence[_RowLogprobs | None]]]:
+    """Choose tokens [rows] int64, NO_TOKEN where there is none; with what waits for log-probabilities."""
     penalised = _apply_penalties(logits, inputs)
     token_ids = _choose(penalised, inputs)
     is_finite = logits.amax(dim=-1).isfinite()
-    logprobs = _logprobs(logits, inputs, token_ids)
-    return token_ids.where(is_finite, NO_TOKEN), [logprobs.get(row, ()) for row in range(len(inputs))]
+    return token_ids.where(is_finite, NO_TOKEN), _start_logprobs(logits, inputs, token_ids)
 
 
 def _choose(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
@@ -83,7 +97,7 @@ def _choose(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
         return choose(logits, inputs)
     token_ids = torch.empty(len(inputs), dtype=torch.int64, device=logits.device)
     for choose, rows in rows_of.items():
-        index = _upload(rows, torch.int64, logits.device)
+        index = upload(rows, torch.int64, logits.device)
         token_ids[index] = choose(logits[index], [inputs[row] for row in rows])
     return token_ids
 
@@ -93,7 +107,7 @@ def _apply_penalties(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
     if not rows:
         return logits
     penalised = [inputs[row] for row in rows]
-    index = _upload(rows, torch.int64, logits.device)
+    index = upload(rows, torch.int64, logits.device)
     in_prompt = _counts([item.prompt_token_ids for item in penalised], logits)
     in_output = _counts([item.output_token_ids for item in penalised], logits)
     repetition, frequency, presence = _columns(
@@ -115,7 +129,7 @@ def _counts(token_ids: Sequence[IntView], logits: Tensor) -> Tensor:
     """Count tokens: [rows, vocab] of the logits' kind, for `row -> tokens`."""
     vocab_size = logits.shape[-1]
     cells = np.concatenate([row * vocab_size + ids.astype(np.int64) for row, ids in enumerate(token_ids)])
-    index = _upload(cells, torch.int64, logits.device)
+    index = upload(cells, torch.int64, logits.device)
     counts = logits.new_zeros(len(token_ids) * vocab_size)
     return counts.scatter_add_(0, index, counts.new_ones(len(cells))).view(-1, vocab_size)
 
@@ -182,34 +196,30 @@ def _uniform(inputs: Sequence[SamplingInput]) -> Iterator[float]:
         yield generator.random()
 
 
-def _logprobs(
+def _start_logprobs(
     logits: Tensor, inputs: Sequence[SamplingInput], chosen: Tensor
-) -> Mapping[int, tuple[TokenLogprob, tuple[TokenLogprob, ...]]]:
-    """Return `row -> (chosen token, top tokens)` for the rows that asked."""
+) -> Callable[[], Sequence[_RowLogprobs | None]]:
+    """Start to compute what was asked for; return what waits for it: row by row, None where nothing was."""
     asked = {row: k for row, item in enumerate(inputs) if (k := item.params.logprobs) is not None}
     if not asked:
-        return {}
-    index = _upload(list(asked), torch.int64, logits.device)
+        return lambda: [None] * len(inputs)
+    index = upload(list(asked), torch.int64, logits.device)
     logprobs = logits[index].log_softmax(dim=-1)
     top = logprobs.topk(max(asked.values()))
     # The chosen token before the most probable ones; token ids are exact in float64: all in one copy.
     token_ids = torch.cat((chosen[index].unsqueeze(1), top.indices), dim=1)
-    found = torch.stack((token_ids.double(), logprobs.gather(1, token_ids).double())).tolist()
-    tokens = (
-        [TokenLogprob(int(i), p) for i, p in zip(*row, strict=True)] for row in zip(*found, strict=True)
-    )
-    return {
-        row: (first, tuple(rest[:k])) for (row, k), (first, *rest) in zip(asked.items(), tokens, strict=True)
-    }
+    found = download(torch.stack((token_ids.double(), logprobs.gather(1, token_ids).double())))
+
+    def wait() -> Sequence[_RowLogprobs | None]:
+        rows: list[_RowLogprobs | None] = [None] * len(inputs)
+        for (row, k), ids, values in zip(asked.items(), *found().tolist(), strict=True):
+            first, *rest = (TokenLogprob(int(i), p) for i, p in zip(ids, values, strict=True))
+            rows[row] = first, tuple(rest[:k])
+        return rows
+
+    return wait
 
 
 def _columns(rows: Sequence[tuple[float, ...]], device: torch.device) -> tuple[Tensor, ...]:
     """Return numbers of each row as float32 columns, [rows, 1] each."""
-    return torch.split(_upload(rows, torch.float32, device), 1, dim=1)
-
-
-def _upload(numbers: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Bring numbers to the device without waiting for what runs there."""
-    if device.type == "cpu":
-        return torch.as_tensor(numbers, dtype=dtype)
-    return torch.as_tensor(numbers, dtype=dtype).pin_memory().to(device, non_blocking=True)
+    return torch.split(upload(rows, torch.float32, device), 1, dim=1)

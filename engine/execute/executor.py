@@ -1,17 +1,34 @@
 """What the engine asks of whatever carries out its plans."""
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult
 
+Wait = Callable[[], IterationResult]
 
-class Executor(Protocol):
-    """Turns plans into results; tests put a fake one here."""
 
-    def execute(self, plan: IterationPlan) -> IterationResult:
-        """Carry out one iteration."""
-        ...
+class Executor(ABC):
+    """Turns plans into results, one after the other; tests put a fake one here."""
 
+    @abstractmethod
+    def start(self, plan: IterationPlan) -> Wait:
+        """Start an iteration, and return what waits for its result; called once before the next one starts.
+
+        A device beside the caller computes meanwhile. Where there is none, waiting is what computes.
+
+        When this or the waiting raises, nothing of the iteration is still under way, and the next one can be
+        started.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory for this plan now; so does waiting.
+            RuntimeError: the executor is closed, before or meanwhile; so does waiting.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """End what runs in the background; nothing can be executed afterwards. May be called again."""
-        ...
+
+    def execute(self, plan: IterationPlan) -> IterationResult:
+        """Carry out one iteration, for those who have nothing else to do meanwhile."""
+        return self.start(plan)()

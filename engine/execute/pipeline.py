@@ -32,8 +32,10 @@ does not know of uses on other streams.
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -45,19 +47,22 @@ from neo_desktop.engine.batch import (
     SampledToken,
 )
 from neo_desktop.engine.cuda.streams import Streams, WholeDevice
+from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.forward import ForwardPass, HandOff
 from neo_desktop.engine.execute.lanes import Lanes, Signal
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage, Timeline
 from neo_desktop.engine.kv.storage import CopyGroup, KVStorage
 from neo_desktop.engine.kv.transfer import Carrier, HostBuffer
-from neo_desktop.engine.sampler import sample
+from neo_desktop.engine.sampler import start_sampling
 from neo_desktop.models.decoder import Decoder
 
+T = TypeVar("T")
 
-class PipelineExecutor:
+
+class PipelineExecutor(Executor):
     """Runs plans on a model's device and the CPU beside it.
 
-    `execute` is called by one thread, `close` by any.
+    `start` and what it returns are called by one thread, `close` by any.
 
     Args:
         model: gives the linear stages.
@@ -85,27 +90,24 @@ class PipelineExecutor:
         self._hand_offs = tuple(HandOff(HostBuffer(model.device), HostBuffer(model.device)) for _ in range(2))
         self._is_closed = False
 
-    def execute(self, plan: IterationPlan) -> IterationResult:
-        """Carry out one iteration.
-
-        When this raises, nothing of the iteration is still under way, and the next one can be executed.
-
-        Raises:
-            DeviceMemoryError: the device has too little memory for this plan now.
-            RuntimeError: the executor is closed, before or meanwhile.
-        """
+    def start(self, plan: IterationPlan) -> Wait:
+        """See `Executor`."""
         if self._is_closed:
             raise RuntimeError("the executor is closed")
-        with self._streams.on_device(), torch.inference_mode():
-            return self._execute(plan)
+        if self._model.device.type == "cpu":  # no device works beside this thread
+            return partial(self._attempt, lambda: self._submit(plan)())  # noqa: PLW0108  not yet
+        return partial(self._attempt, self._attempt(lambda: self._submit(plan)))
 
-    def _execute(self, plan: IterationPlan) -> IterationResult:
-        if self._timeline is not None:
-            self._timeline.begin_iteration(self._model.device)
+    def _attempt(self, work: Callable[[], T]) -> T:
+        """Do a part of an iteration; when it fails, nothing of the iteration is under way any more."""
         try:
-            result = self._run(plan)
+            with self._streams.on_device(), torch.inference_mode():
+                if self._is_closed:
+                    raise RuntimeError("the executor is closed")
+                return work()
         except BaseException as error:
-            self._lanes.abandon()
+            with self._streams.on_device():
+                self._lanes.abandon()
             if self._timeline is not None:
                 self._timeline.end_iteration(completed=False)
             if self._is_closed and isinstance(error, Exception):
@@ -113,10 +115,6 @@ class PipelineExecutor:
             if not isinstance(error, torch.OutOfMemoryError):
                 raise
             reason = str(error)
-        else:
-            if self._timeline is not None:
-                self._timeline.end_iteration()
-            return result
         # The error held the attempt's frames, and they its tensors; some still do in a circle.
         gc.collect()
         torch.cuda.empty_cache()
@@ -126,10 +124,16 @@ class PipelineExecutor:
         """End all threads, also in the middle of an iteration, and write the timeline if it has a file."""
         self._is_closed = True
         self._lanes.close()
+        if self._model.device.type == "cuda":
+            with suppress(RuntimeError):  # whoever waits for what is under way is told
+                torch.cuda.synchronize(self._model.device)
         if self._timeline is not None:
             self._timeline.close()
 
-    def _run(self, plan: IterationPlan) -> IterationResult:
+    def _submit(self, plan: IterationPlan) -> Wait:
+        """Give all work of an iteration to the lanes; return what waits for them."""
+        if self._timeline is not None:
+            self._timeline.begin_iteration(self._model.device)
         started_ns = time.perf_counter_ns()
         model, lanes = self._model, self._lanes
         passes = [
@@ -156,18 +160,24 @@ class PipelineExecutor:
                 sub_batch.step(layer, window, copies.done[layer])
 
         sampling = [(s.request_id, s.sampling) for s in plan.sequences if s.sampling is not None]
-        tokens: Sequence[SampledToken | None] = []
+        tokens: Callable[[], Sequence[SampledToken | None]] = tuple
         if sampling:
             last = torch.cat([sub_batch.finish() for sub_batch in passes])
             with lanes.device.span(Stage("sample", num_layers, NO_SUB_BATCH, len(sampling))):
-                tokens = sample(model.logits(last), [item for _, item in sampling])
-        lanes.join()
+                tokens = start_sampling(model.logits(last), [item for _, item in sampling])
 
-        timing = IterationTiming(
-            total_ms=(time.perf_counter_ns() - started_ns) / 1e6,
-            cpu_attention_ms=sum(sub_batch.cpu_attention_ns for sub_batch in passes) / 1e6,
-        )
-        return result_of([request_id for request_id, _ in sampling], tokens, model.dtype, timing)
+        def wait() -> IterationResult:
+            lanes.join()
+            chosen = tokens()
+            timing = IterationTiming(
+                total_ms=(time.perf_counter_ns() - started_ns) / 1e6,
+                cpu_attention_ms=sum(sub_batch.cpu_attention_ns for sub_batch in passes) / 1e6,
+            )
+            if self._timeline is not None:
+                self._timeline.end_iteration()
+            return result_of([request_id for request_id, _ in sampling], chosen, model.dtype, timing)
+
+        return wait
 
 
 def result_of(

@@ -2,6 +2,7 @@
 
 import threading
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from neo_desktop.engine.batch import IterationPlan, IterationResult, SampledToken, SamplingInput, TokenLogprob
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.loading import LoadedModel
 from neo_desktop.engine.placement import Place, get_policy
@@ -29,7 +31,7 @@ TEMPLATE = (
 
 
 @dataclass
-class FakeExecutor:
+class FakeExecutor(Executor):
     """The n-th token of an output is the n-th letter; its last prompt token says nothing.
 
     An iteration needs `open` set or, where it is not, one of `steps`; `error` breaks it. `begun` is set from
@@ -46,7 +48,10 @@ class FakeExecutor:
     def __post_init__(self) -> None:
         self.open.set()
 
-    def execute(self, plan: IterationPlan) -> IterationResult:
+    def start(self, plan: IterationPlan) -> Wait:
+        return partial(self._carry_out, plan)
+
+    def _carry_out(self, plan: IterationPlan) -> IterationResult:
         self.begun.set()
         for _ in range(3000):
             if self.open.wait(0.005) or self.steps.acquire(timeout=0.005):

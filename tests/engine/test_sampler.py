@@ -19,7 +19,7 @@ from transformers import (
 from neo_desktop.engine import sampler
 from neo_desktop.engine.batch import SamplingInput
 from neo_desktop.engine.int_array import IntArray
-from neo_desktop.engine.sampler import _invert, sample
+from neo_desktop.engine.sampler import _invert, sample, start_sampling
 from neo_desktop.engine.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -223,17 +223,23 @@ def test_random_numbers_at_the_edge_choose_a_token_that_has_some_weight() -> Non
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_device_is_waited_for_once() -> None:
-    params = [SamplingParams(temperature=0), SamplingParams(top_p=0.9), SamplingParams(presence_penalty=1.0)]
+def test_starting_waits_for_nothing() -> None:
+    params = [
+        SamplingParams(temperature=0),
+        SamplingParams(top_p=0.9),
+        SamplingParams(presence_penalty=1.0),
+        SamplingParams(logprobs=3),
+    ]
     inputs = [item(each) for each in params]
-    rows = logits(3).cuda()
+    rows = logits(4).cuda()
     expected = sample(rows, inputs)
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            assert sample(rows, inputs) == expected
-            waits = sum("synchron" in str(each.message) for each in caught)
+            wait = start_sampling(rows, inputs)
+            num_waits = sum("synchron" in str(each.message) for each in caught)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert waits == 1
+    assert wait() == expected
+    assert num_waits == 0

@@ -44,6 +44,7 @@ class FakeGpu:
             record_event=record_event,
             wait_event=lambda event: self.log.append(("wait", name, event)),
             synchronize=lambda: self.log.append(("synchronize", name)),
+            device="cuda",
         )
 
     @contextmanager
@@ -87,6 +88,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     )
     monkeypatch.setattr(streams, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "stream", fake.on)
+    callers = SimpleNamespace(wait_stream=lambda other: fake.log.append(("caller waits for", other.name)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: callers)
     monkeypatch.setattr(torch.cuda, "Event", tuple)  # what the fake's events are
     monkeypatch.setattr(torch.cuda, "CUDAGraph", fake.graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
@@ -95,6 +98,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
 def runner(gpu: FakeGpu) -> CudaRunner:
     return CudaRunner({lane: gpu.stream(lane) for lane in Lane}, None)  # type: ignore[misc]
+
+
+def carry_out(runs: CudaRunner, key: str, program: streams.Program) -> None:
+    runs.start(key, program)
+    runs.wait()
 
 
 def hand_over(gpu: FakeGpu, flag: torch.Tensor) -> streams.Program:
@@ -111,7 +119,7 @@ def hand_over(gpu: FakeGpu, flag: torch.Tensor) -> streams.Program:
 
 def test_work_and_flags_go_to_their_streams_between_the_events(gpu: FakeGpu) -> None:
     flag = torch.zeros(2, dtype=torch.int32)
-    runner(gpu).run("key", hand_over(gpu, flag))
+    runner(gpu).start("key", hand_over(gpu, flag))
     first = gpu.log[: gpu.log.index(("synchronize", "device"))]
     assert (
         [entry for entry in first if entry[0] != "record"]
@@ -139,21 +147,23 @@ def test_work_and_flags_go_to_their_streams_between_the_events(gpu: FakeGpu) -> 
 def test_a_program_is_captured_once_and_launched_from_then_on(gpu: FakeGpu) -> None:
     runs = runner(gpu)
     program = hand_over(gpu, torch.zeros(2, dtype=torch.int32))
-    runs.run("key", program)
+    carry_out(runs, "key", program)
     names = [entry[0] for entry in gpu.log]
     # At once first: that compiles the kernels, which a capture must not.
     assert names.index("synchronize") < names.index("begin capture")
     assert names.count("work") == 2 * 4
     assert ("begin capture", "device", "thread_local") in gpu.log
     gpu.log.clear()
-    runs.run("key", program)
-    assert gpu.log == [("replay", "device"), ("synchronize", "device")]
+    runs.start("key", program)
+    assert gpu.log == [("replay", "device"), ("caller waits for", "device")]
+    runs.wait()
+    assert gpu.log[-1] == ("synchronize", "device")
     gpu.log.clear()
-    runs.run("another", program)
+    carry_out(runs, "another", program)
     assert ("end capture", "device") in gpu.log
     runs.forget()
     gpu.log.clear()
-    runs.run("key", program)
+    carry_out(runs, "key", program)
     assert ("replay", "device") not in gpu.log
 
 
@@ -164,10 +174,10 @@ def test_the_graph_unused_for_longest_is_given_up_first(
     runs = runner(gpu)
     program = hand_over(gpu, torch.zeros(2, dtype=torch.int32))
     for key in ("a", "b", "a", "c"):
-        runs.run(key, program)
+        carry_out(runs, key, program)
     for key, is_kept in (("a", True), ("c", True), ("b", False)):
         gpu.log.clear()
-        runs.run(key, program)
+        carry_out(runs, key, program)
         assert (("replay", "device") in gpu.log) == is_kept
 
 
@@ -176,10 +186,10 @@ def test_a_capture_that_finds_no_room_leaves_nothing_behind(gpu: FakeGpu) -> Non
     program = hand_over(gpu, torch.zeros(2, dtype=torch.int32))
     gpu.is_full = True
     with pytest.raises(torch.OutOfMemoryError):
-        runs.run("key", program)
+        carry_out(runs, "key", program)
     gpu.is_full = False
     gpu.log.clear()
-    runs.run("key", program)
+    carry_out(runs, "key", program)
     assert ("replay", "device") not in gpu.log
 
 
@@ -199,7 +209,7 @@ def test_a_capture_that_breaks_tells_why_and_ends(gpu: FakeGpu) -> None:
     recorded = runs._record
     runs._record = lambda p: (recorded(p), mark(p))[0]  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="broken"):
-        runs.run("key", program)
+        carry_out(runs, "key", program)
     assert gpu.log[-1] == ("end capture", "device")
     runs.settle()
     assert [entry for entry in gpu.log if entry[0] == "synchronize"][-3:] == [

@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult, SampledToken
 from neo_desktop.engine.detokenizer import IncrementalText
+from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import Place
@@ -50,7 +52,7 @@ def next_token(tokens: Sequence[int]) -> int:
 
 
 @dataclass
-class FakeExecutor:
+class FakeExecutor(Executor):
     """Executes plans on lists of tokens instead of tensors, and checks each plan as it goes.
 
     `slots[place][slot]` is the token whose KV lies there: attending means reading the slots of the block
@@ -61,7 +63,10 @@ class FakeExecutor:
     max_batch_tokens: int
     slots: dict[Place, dict[int, int]] = field(default_factory=lambda: {place: {} for place in Place})
 
-    def execute(self, plan: IterationPlan) -> IterationResult:
+    def start(self, plan: IterationPlan) -> Wait:
+        return partial(self._carry_out, plan)
+
+    def _carry_out(self, plan: IterationPlan) -> IterationResult:
         assert 0 < sum(sub_batch.num_tokens for sub_batch in plan.sub_batches) <= self.max_batch_tokens
         for copy in plan.copies:
             for offset in range(self.block_size):

@@ -62,13 +62,16 @@ class ImitatedRunner:
         self.num_runs = 0
         self.num_settled = 0
 
-    def run(self, key: Hashable, program: Program) -> None:
+    def start(self, key: Hashable, program: Program) -> None:
         self.num_runs += 1
         if key not in self._recorded:
             recorder = ImitatedRecorder(hook=self._hook)
             program(recorder)
             self._recorded[key] = recorder.operations
         self._carry_out(self._recorded[key])
+
+    def wait(self) -> None:
+        pass
 
     def settle(self) -> None:
         self.num_settled += 1

@@ -5,12 +5,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 from neo_desktop.app.bench.gpu.work import Work, iteration_work
 from neo_desktop.engine.batch import IterationPlan, IterationResult
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.build import build_executor
-from neo_desktop.engine.execute.executor import Executor
+from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.timeline import Timeline, busy_ns
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import get_policy
@@ -40,21 +41,28 @@ class Iteration:
         return self.new_tokens == self.batch
 
 
-class Recorder:
+class Recorder(Executor):
     """An executor that keeps the last plan and its time, and can record a timeline for a while."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._executor = self._build(None)
+        self._under_way: Wait | None = None
         self.last: tuple[IterationPlan, float] | None = None
 
-    def execute(self, plan: IterationPlan) -> IterationResult:
+    def start(self, plan: IterationPlan) -> Wait:
         """As `Executor` says."""
-        self.last = None
-        result = self._executor.execute(plan)
-        if result.timing is not None:
-            self.last = plan, result.timing.total_ms / 1e3
-        return result
+        wait_for_result = cache(self._executor.start(plan))  # the executor may be exchanged before
+
+        def wait() -> IterationResult:
+            self.last = None
+            result = wait_for_result()
+            if result.timing is not None:
+                self.last = plan, result.timing.total_ms / 1e3
+            return result
+
+        self._under_way = wait_for_result
+        return wait
 
     @contextmanager
     def traced(self) -> Iterator[Timeline]:
@@ -72,6 +80,8 @@ class Recorder:
 
     def _exchange(self, timeline: Timeline | None) -> None:
         """Go on with another executor; there is memory for one."""
+        if self._under_way is not None:
+            self._under_way()
         self._executor.close()
         del self._executor
         self._executor = self._build(timeline)

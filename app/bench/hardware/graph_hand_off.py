@@ -76,7 +76,8 @@ class GraphHandOff:
             relay.start([batch])
             start = time.perf_counter()
             try:
-                self._runner.run(nbytes, program)
+                self._runner.start(nbytes, program)
+                self._runner.wait()
             except BaseException:
                 relay.cancel()
                 raise

@@ -2,9 +2,11 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,8 +19,10 @@ from neo_desktop.engine.batch import (
     SamplingInput,
     ScheduledSequence,
 )
+from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.execute.attention import padded_block_tables
+from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.graphs.bucket import MIN_BLOCKS, Bucket, Most, Rows, powers_of_two
 from neo_desktop.engine.execute.graphs.layers import FusedLayers
 from neo_desktop.engine.execute.graphs.program import DecodeProgram
@@ -30,19 +34,20 @@ from neo_desktop.engine.kernels.paged_decode import num_splits
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.sampler import NO_TOKEN, is_plain, sample
+from neo_desktop.engine.sampler import NO_TOKEN, is_plain, start_sampling
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.native.relay import Relay, RelayBatch
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PAUSE_ITERATIONS = 500  # without graphs, once there was no room for one: another program may need the memory
 
 
-class GraphExecutor:
+class GraphExecutor(Executor):
     """Runs plans on a GPU and the CPU beside it.
 
-    `execute` is called by one thread, `close` by any.
+    `start` and what it returns are called by one thread, `close` by any.
 
     Args:
         model: gives the weights.
@@ -100,19 +105,19 @@ class GraphExecutor:
                 program = self._program(bucket)
                 for memory in program.memories:
                     self._fill(memory, (), ())
-                self._run_program(program, ())
+                self._runner.start(bucket, program)
+                self._runner.wait()
 
-    def execute(self, plan: IterationPlan) -> IterationResult:
-        """Carry out one iteration; see `PipelineExecutor.execute`."""
+    def start(self, plan: IterationPlan) -> Wait:
+        """See `Executor`."""
         bucket = self._bucket_of(plan)
         if self._pause > 0 or bucket is None:
             self._pause = max(self._pause - 1, 0)
-            return self._pipeline.execute(plan)
+            return self._pipeline.start(plan)
         if self._is_closed:
             raise RuntimeError("the executor is closed")
         try:
-            with self._streams.on_device(), torch.inference_mode(), self._recorded():
-                return self._run(plan, self._program(bucket))
+            return partial(self._attempt, self._attempt(lambda: self._submit(plan, self._program(bucket))))
         except torch.OutOfMemoryError as error:
             # All that was done can be done again: the same KV is written to the same place.
             logger.warning(
@@ -123,13 +128,30 @@ class GraphExecutor:
             )
             self._pause = PAUSE_ITERATIONS
             self._runner.forget()
-            return self._pipeline.execute(plan)
+            return self._pipeline.start(plan)
+
+    def _attempt(self, work: Callable[[], T]) -> T:
+        """Do a part of an iteration; when it fails, nothing of the iteration is under way any more."""
+        try:
+            with self._streams.on_device(), torch.inference_mode():
+                return work()
+        except BaseException:
+            if self._relay is not None:
+                self._relay.cancel()  # it may wait for what no longer comes, and the device for it
+                with suppress(Exception):  # the error that led here is told
+                    self._relay.finish()
+            self._runner.settle()
+            if self._timeline is not None:
+                self._timeline.end_iteration(completed=False)
+            raise
 
     def close(self) -> None:
         """End all threads, also in the middle of an iteration, and write the timeline if it has a file."""
         self._is_closed = True
         if self._relay is not None:
             self._relay.cancel()
+        with suppress(RuntimeError):  # whoever waits for what is under way is told
+            self._runner.settle()
         self._pipeline.close()
 
     def _bucket_of(self, plan: IterationPlan) -> Bucket | None:
@@ -149,21 +171,10 @@ class GraphExecutor:
             )
         return self._programs[bucket]
 
-    @contextmanager
-    def _recorded(self) -> Iterator[None]:
-        """Have the timeline record an iteration, if there is one."""
-        if self._timeline is None:
-            yield
-            return
-        self._timeline.begin_iteration(self._model.device)
-        try:
-            yield
-        except BaseException:
-            self._timeline.end_iteration(completed=False)
-            raise
-        self._timeline.end_iteration()
-
-    def _run(self, plan: IterationPlan, program: DecodeProgram) -> IterationResult:
+    def _submit(self, plan: IterationPlan, program: DecodeProgram) -> Wait:
+        """Start the program and the sampling behind it; return what waits for them."""
+        if self._timeline is not None:
+            self._timeline.begin_iteration(self._model.device)
         started_ns = time.perf_counter_ns()
         memories = program.memories
         parts = [sub_batch.sequences for sub_batch in plan.sub_batches if sub_batch.sequences]
@@ -174,10 +185,9 @@ class GraphExecutor:
             self._fill(memory, on_device, on_host)
             if on_host:
                 batches.append((memory.index, self._relay_batch(memory, on_host)))
-
-        cpu_attention_ns = self._run_program(program, batches)
-        if self._is_closed:
-            raise RuntimeError("the executor was closed in the middle of an iteration")
+        if self._relay is not None and batches:
+            self._relay.start([batch for _, batch in batches])
+        self._runner.start(program.bucket, program)
 
         first_rows = [0, memories[0].rows.count]
         rows = [
@@ -190,9 +200,20 @@ class GraphExecutor:
             for row, sequence in zip(rows, chain.from_iterable(parts), strict=True)
             if sequence.sampling is not None
         ]
-        tokens = self._sample([row for row, _, _ in sampling], [inputs for _, _, inputs in sampling])
-        timing = IterationTiming((time.perf_counter_ns() - started_ns) / 1e6, cpu_attention_ns / 1e6)
-        return result_of([name for _, name, _ in sampling], tokens, self._model.dtype, timing)
+        tokens = self._start_sampling([row for row, _, _ in sampling], [inputs for _, _, inputs in sampling])
+
+        def wait() -> IterationResult:
+            self._runner.wait()
+            cpu_attention_ns = self._finish_relay(batches)
+            if self._is_closed:
+                raise RuntimeError("the executor was closed in the middle of an iteration")
+            chosen = tokens()
+            timing = IterationTiming((time.perf_counter_ns() - started_ns) / 1e6, cpu_attention_ns / 1e6)
+            if self._timeline is not None:
+                self._timeline.end_iteration()
+            return result_of([name for _, name, _ in sampling], chosen, self._model.dtype, timing)
+
+        return wait
 
     def _fill(
         self,
@@ -231,27 +252,15 @@ class GraphExecutor:
             flags=memory.hand_over.flags,
         )
 
-    def _run_program(self, program: DecodeProgram, batches: Sequence[tuple[int, RelayBatch]]) -> int:
-        """Run a program, beside the relay if it hands anything over; return the relay's nanoseconds.
+    def _finish_relay(self, batches: Sequence[tuple[int, RelayBatch]]) -> int:
+        """Wait until all that was handed over is done; return for how many nanoseconds the CPU attended.
 
         Args:
             batches: what is handed over, each with the index of its sub-batch.
         """
-        relay = self._relay if batches else None
-        if relay is not None:
-            relay.start([batch for _, batch in batches])
-        try:
-            self._runner.run(program.bucket, program)
-        except BaseException:
-            if relay is not None:
-                relay.cancel()  # it may wait for what no longer comes, and the device for it
-                with suppress(RuntimeError):  # that it was cancelled
-                    relay.finish()
-            self._runner.settle()
-            raise
-        if relay is None:
+        if self._relay is None or not batches:
             return 0
-        steps = relay.finish()
+        steps = self._relay.finish()
         if self._timeline is not None:
             for step in steps:
                 index, batch = batches[step.batch]
@@ -259,11 +268,19 @@ class GraphExecutor:
                 self._timeline.add("cpu", stage, step.start_ns, step.end_ns)
         return sum(step.end_ns - step.start_ns for step in steps)
 
-    def _sample(self, rows: list[int], inputs: Sequence[SamplingInput]) -> Sequence[SampledToken | None]:
-        if all(is_plain(item) for item in inputs):
-            chosen = self._workspace.tokens[rows].tolist()
-            return [None if token == NO_TOKEN else SampledToken(token) for token in chosen]
-        return sample(self._workspace.logits[rows].float(), inputs)
+    def _start_sampling(
+        self, rows: list[int], inputs: Sequence[SamplingInput]
+    ) -> Callable[[], Sequence[SampledToken | None]]:
+        if not all(is_plain(item) for item in inputs):
+            logits = self._workspace.logits
+            chosen = logits.index_select(0, upload(rows, torch.int64, logits.device))
+            return start_sampling(chosen.float(), inputs)
+
+        def read() -> Sequence[SampledToken | None]:
+            tokens = self._workspace.tokens[rows].tolist()
+            return [None if token == NO_TOKEN else SampledToken(token) for token in tokens]
+
+        return read
 
 
 def _rows(memory: SubBatchMemory, sequences: Sequence[ScheduledSequence]) -> Iterator[int]:

@@ -53,8 +53,15 @@ Program = Callable[[Recorder], None]
 class Runner(Protocol):
     """Runs programs."""
 
-    def run(self, key: Hashable, program: Program) -> None:
-        """Carry a program out and block until it has ended; programs of one key are the same one."""
+    def start(self, key: Hashable, program: Program) -> None:
+        """Start to carry a program out; programs of one key are the same one.
+
+        What the caller puts on its current stream from then on comes after the program.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Block until the program that was started has ended."""
         ...
 
     def settle(self) -> None:
@@ -89,8 +96,9 @@ class CudaRunner:
         self._timeline = timeline
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()  # graphs run one at a time and can share memory
+        self._spans: list[TimedEvents] = []  # of what was started last
 
-    def run(self, key: Hashable, program: Program) -> None:
+    def start(self, key: Hashable, program: Program) -> None:
         """See `Runner`.
 
         Raises:
@@ -100,16 +108,20 @@ class CudaRunner:
         graph = self._graphs.get(key)
         with torch.cuda.stream(stream):
             if graph is None:
-                spans = self._record(program)
+                self._spans = self._record(program)
                 stream.synchronize()
                 self._capture(key, program)
             else:
                 self._graphs.move_to_end(key)
                 graph.graph.replay()
-                spans = graph.spans
-                stream.synchronize()
+                self._spans = graph.spans
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def wait(self) -> None:
+        """See `Runner`."""
+        self._streams[Lane.DEVICE].synchronize()
         if self._timeline is not None:
-            for span in spans:
+            for span in self._spans:
                 self._timeline.add_events(span.lane, span.stage, span.start, span.end)
 
     def settle(self) -> None:

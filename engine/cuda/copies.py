@@ -1,0 +1,29 @@
+"""Small copies between host and device that nobody waits for until the numbers are needed."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def upload(numbers: object, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Bring numbers to the device without waiting for what runs there."""
+    if device.type == "cpu":
+        return torch.as_tensor(numbers, dtype=dtype)
+    return torch.as_tensor(numbers, dtype=dtype).pin_memory().to(device, non_blocking=True)
+
+
+def download(tensor: Tensor) -> Callable[[], Tensor]:
+    """Start to bring a tensor to host memory; what is returned waits for it."""
+    if tensor.device.type == "cpu":
+        return lambda: tensor
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    on_host.copy_(tensor, non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+
+    def wait() -> Tensor:
+        arrived.synchronize()
+        return on_host
+
+    return wait
