@@ -2,7 +2,7 @@
 
     event loop                           engine thread
     ──────────                           ─────────────
-    submit() ──── inbox: commands ────→  between iterations: run the commands
+    submit() ──── inbox: commands ────→  before an iteration is planned: run the commands
                                          while there is work: engine.step()
     Generation ←─ one wake-up per step ── outputs of all requests
 
@@ -130,6 +130,7 @@ class EngineService:
         self._engine = engine
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None: stop
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._is_stopping = False  # the thread's own
         self._thread_ended = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ordinals = itertools.count()
@@ -245,11 +246,10 @@ class EngineService:
 
     def _run(self) -> None:
         try:
-            while True:
-                command = self._next_command()
-                if command is None:
-                    break
-                command()
+            while not self._is_stopping:
+                self._run_commands(wait=not self._engine.has_work)
+                if self._engine.has_work and not self._is_stopping:
+                    self._step()
         except Exception as error:
             # A failed iteration is the engine's own business (it ends the requests concerned). What comes
             # up to here is a defect, after which no state can be trusted.
@@ -258,15 +258,19 @@ class EngineService:
             self._post(self._refuse_all, EngineFailedError(reason))
         self._post(self._thread_ended.set)
 
-    def _next_command(self) -> Command | None:
-        """All commands that came in go before the next iteration; without work, wait for one."""
-        try:
-            return self._inbox.get(block=not self._engine.has_work)
-        except queue.Empty:
-            return self._step
+    def _run_commands(self, wait: bool = False) -> None:
+        """Run all commands that came in; `wait` for one if there are none."""
+        with contextlib.suppress(queue.Empty):
+            while not self._is_stopping:
+                command = self._inbox.get(block=wait)
+                wait = False
+                if command is None:
+                    self._is_stopping = True
+                else:
+                    command()
 
     def _step(self) -> None:
-        outputs = self._engine.step()
+        outputs = self._engine.step(before_next=self._run_commands)
         self.stats = self._engine.stats()
         if outputs:
             self._post(self._deliver, outputs)

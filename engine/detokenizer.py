@@ -29,23 +29,34 @@ class IncrementalText:
         self._ready = ""  # to be handed out by take()
         self._held = ""  # behind it: what a stop string may still claim
         self._is_cut = False  # a stop string was found
+        self._undecoded: list[int] = []  # tokens whose text nobody needed yet
 
     def push(self, token_id: int) -> bool:
         """Add one token; return True when a stop string is complete, which cuts the text before it."""
+        if not self._stop:
+            self._undecoded.append(token_id)
+            return False
         return self._append(self._stream.step(token_id))
 
     def finish(self) -> bool:
         """Release everything held back; return True when the last characters completed a stop string."""
         if self._is_cut:
             return False
+        self._decode()
         stopped = self._append(self._stream.flush())
         self._release(len(self._held))
         return stopped
 
     def take(self) -> str:
         """Return the text that became certain since the last call."""
+        self._decode()
         text, self._ready = self._ready, ""
         return text
+
+    def _decode(self) -> None:
+        for token_id in self._undecoded:
+            self._append(self._stream.step(token_id))
+        self._undecoded.clear()
 
     def _append(self, piece: str) -> bool:
         if not piece:

@@ -3,16 +3,16 @@
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from neo_desktop.engine.batch import DeviceMemoryError, SampledToken
+from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan, IterationTiming, SampledToken
 from neo_desktop.engine.detokenizer import IncrementalText
 from neo_desktop.engine.execute.build import build_executor
-from neo_desktop.engine.execute.executor import Executor
+from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.loading import BUILTIN, LoadedModel, Progress
@@ -80,6 +80,8 @@ class Engine:
         self._cost_model = cost_model
         self._num_arrivals = 0
         self._num_iterations = 0
+        self._under_way: tuple[IterationPlan, Wait] | None = None
+        self._last_end_s: float | None = None  # when the iteration before ended, if no pause followed
         self._outside_s = 0.0
 
     @classmethod
@@ -193,7 +195,11 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended."""
+        """Whether any request has not ended, or an iteration has not."""
+        return self._has_requests or self._under_way is not None
+
+    @property
+    def _has_requests(self) -> bool:
         return self._scheduler.num_waiting + self._scheduler.num_running > 0
 
     def add_request(
@@ -228,30 +234,71 @@ class Engine:
         """End a request now and free its memory; return the last of its outputs, if it was still there."""
         return self._scheduler.abort(request_id)
 
-    def step(self) -> list[RequestOutput]:
-        """Run one iteration and return what each request gained by it."""
-        started = time.perf_counter()
+    def step(self, before_next: Callable[[], object] | None = None) -> list[RequestOutput]:
+        """Wait for an iteration and start the next one; return what each request gained by the first.
+
+        While the device computes, the next iteration is decided on, and the caller has time for the outputs.
+
+        Args:
+            before_next: called before the next iteration is planned; may add and abort requests.
+        """
+        outputs = self._start_iteration() if self._under_way is None else []
+        if self._under_way is None:
+            return outputs
+        self._scheduler.look_ahead()
+        gained, failed = self._end_iteration()
+        if before_next is not None:
+            before_next()
+        failed += self._start_iteration()
+        # Text is made now, while the device computes. Who aborted a request has got its last output.
+        return [
+            request.take_output() for request in gained if request.finish_reason is not FinishReason.ABORT
+        ] + failed
+
+    def _start_iteration(self) -> list[RequestOutput]:
+        """Plan an iteration and start it; return the ends of requests that this failed for."""
         plan = self._scheduler.schedule()
         if plan is None:
+            self._last_end_s = None
             return []
         self._num_iterations += 1
-        planned = time.perf_counter()
         try:
-            result = self._executor.execute(plan)
-        except DeviceMemoryError as error:
-            if self._scheduler.shrink(plan):
-                logger.warning("the device is short of memory: going on with smaller iterations (%s)", error)
-                return []
-            return self._scheduler.fail(plan, f"the device has no memory left: {error}")
+            self._under_way = plan, self._executor.start(plan)
         except Exception as error:  # whatever broke, the other requests must go on
-            logger.exception("an iteration failed")
-            return self._scheduler.fail(plan, f"the engine failed: {error}")
-        executed = time.perf_counter()
-        if self._cost_model is not None and result.timing is not None:
-            self._cost_model.learn(plan, result.timing)
-        outputs = self._scheduler.update(plan, result)
-        self._outside_s += planned - started + time.perf_counter() - executed
-        return outputs
+            return self._give_up(error)
+        return []
+
+    def _end_iteration(self) -> tuple[list[Request], list[RequestOutput]]:
+        """Wait for the iteration under way; return who gained by it, and the ends of those it failed for."""
+        assert self._under_way is not None
+        (plan, wait), self._under_way = self._under_way, None
+        try:
+            result = wait()
+        except Exception as error:
+            return [], self._give_up(error)
+        if result.timing is not None:
+            self._book_time(result.timing)
+            if self._cost_model is not None:
+                self._cost_model.learn(plan, result.timing)
+        return self._scheduler.update(result), []
+
+    def _give_up(self, error: Exception) -> list[RequestOutput]:
+        """Take in that the iteration under way failed; return the ends of the requests that cannot go on."""
+        self._last_end_s = None
+        if not isinstance(error, DeviceMemoryError):
+            logger.error("an iteration failed", exc_info=error)
+            return self._scheduler.fail(f"the engine failed: {error}")
+        if not self._scheduler.shrink():
+            return self._scheduler.fail(f"the device has no memory left: {error}")
+        logger.warning("the device is short of memory: going on with smaller iterations (%s)", error)
+        return []
+
+    def _book_time(self, timing: IterationTiming) -> None:
+        """Add up what passes between iterations that follow each other."""
+        now = time.perf_counter()
+        if self._last_end_s is not None:
+            self._outside_s += now - self._last_end_s - timing.total_ms / 1e3
+        self._last_end_s = now
 
     def generate(
         self,
@@ -271,7 +318,7 @@ class Engine:
             ValueError: a prompt or a setting cannot be used; nothing is run then.
             EngineError: the engine had to give a request up.
         """
-        if self.has_work:
+        if self._has_requests:
             raise RuntimeError("generate() needs the engine for itself, but requests are running")
         each = _one_per_prompt(params or SamplingParams(), len(prompts))
         collected: dict[tuple[str, int], list[RequestOutput]] = {}
@@ -279,7 +326,7 @@ class Engine:
             for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
                 self.add_request(str(index), prompt, one)
                 collected |= {(str(index), choice): [] for choice in range(one.n)}
-            while self.has_work:
+            while self._has_requests:
                 for output in self.step():
                     collected[output.request_id, output.choice].append(output)
         finally:

@@ -44,14 +44,18 @@ class RequestState:
         owner_id: the request as its owner named it; its n outputs are n of these objects.
         arrival: ordinal that says who came first; it never changes, also when the request is preempted.
         num_prompt_tokens: at least 1.
+        max_num_tokens: of prompt and output, at which it ends at the latest.
     """
 
-    def __init__(self, request_id: str, owner_id: str, arrival: int, num_prompt_tokens: int) -> None:
+    def __init__(
+        self, request_id: str, owner_id: str, arrival: int, num_prompt_tokens: int, max_num_tokens: int
+    ) -> None:
         self.request_id = request_id
         self.owner_id = owner_id
         self.arrival = arrival
         self.num_prompt_tokens = num_prompt_tokens
-        self.num_tokens = num_prompt_tokens  # prompt and output so far
+        self.max_num_tokens = max_num_tokens
+        self.num_tokens = num_prompt_tokens  # prompt and output so far, with the token that is under way
         self.num_computed_tokens = 0  # how many of them have their KV in the cache
         self.num_cached_tokens = 0  # how many prompt tokens were found there at first admission
         self.num_preemptions = 0
@@ -64,9 +68,9 @@ class RequestState:
         return self.num_tokens - self.num_computed_tokens
 
     @property
-    def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
-        return self.num_tokens - self.num_prompt_tokens
+    def is_complete(self) -> bool:
+        """Whether it ends with the tokens that it has or that are under way."""
+        return self.num_tokens >= self.max_num_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -103,15 +107,22 @@ class Request(RequestState):
         eos_token_ids: tuple[int, ...],
         text: IncrementalText,
     ) -> None:
-        super().__init__(f"{owner_id}#{choice}", owner_id, arrival, len(prompt_token_ids))
+        num_prompt_tokens = len(prompt_token_ids)
+        room = max_context_tokens - num_prompt_tokens
+        max_output_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        super().__init__(
+            f"{owner_id}#{choice}",
+            owner_id,
+            arrival,
+            num_prompt_tokens,
+            num_prompt_tokens + max_output_tokens,
+        )
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.choice = choice
-        self.token_ids = list(prompt_token_ids)  # prompt and output
+        self.token_ids = list(prompt_token_ids)  # prompt and output, as far as they are known
         self.error: str | None = None
         self._seed = seed
-        room = max_context_tokens - len(prompt_token_ids)
-        self._max_output_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         self._end_token_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         )
@@ -133,21 +144,20 @@ class Request(RequestState):
             params=self.params,
             seed=self._seed,
             choice=self.choice,
-            position=self.num_tokens,
+            position=len(self.token_ids),
             prompt_token_ids=self._distinct_prompt.view(),
             output_token_ids=self._output.view(),
         )
 
     def append(self, token: SampledToken) -> None:
-        """Add a sampled token and find out whether it ends the request."""
+        """Take in the token that was under way and find out whether it ends the request."""
         self.token_ids.append(token.token_id)
-        self.num_tokens += 1
         self._new_tokens.append(token)
         if self.params.has_penalties:
             self._output.append(token.token_id)
         if token.token_id in self._end_token_ids or self._text.push(token.token_id):
             self.finish(FinishReason.STOP)
-        elif self.num_output_tokens >= self._max_output_tokens:
+        elif len(self.token_ids) >= self.max_num_tokens:
             self.finish(FinishReason.LENGTH)
 
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
@@ -168,5 +178,5 @@ class Request(RequestState):
             error=self.error,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
-            num_output_tokens=self.num_output_tokens,
+            num_output_tokens=len(self.token_ids) - self.num_prompt_tokens,
         )

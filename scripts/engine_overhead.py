@@ -88,7 +88,8 @@ def step(scheduler: Scheduler, logits: Tensor, pause_ms: float) -> tuple[Iterati
     by_request = {sequence.request_id: token for sequence, token in zip(sampled, tokens, strict=True)}
     times.append(times[-1] + time.perf_counter() - paused)
     booked = time.perf_counter()
-    scheduler.update(plan, IterationResult(by_request, {}))
+    for request in scheduler.update(IterationResult(by_request, {})):
+        request.take_output()
     times.append(times[-1] + time.perf_counter() - booked)
     return plan, [(end - start) * 1e3 for start, end in pairwise(times)]
 

@@ -41,6 +41,7 @@ class Decision(Generic[R]):
     """What one iteration is to do, in terms of requests."""
 
     sub_batches: list[list[tuple[R, int]]]  # (request, how many tokens of it)
+    cpu_decodes: list[R]  # those of them that the CPU attends for
     copies: list[BlockCopy]
     split: Split
     load: Load  # sub-batch 0 without its CPU decodes
@@ -123,9 +124,11 @@ class LoadAwareScheduler(Generic[R]):
         self._residency.remove(request)
 
     def decide(self) -> Decision[R] | None:
-        """Choose what the next iteration does; None when there is nothing to do."""
+        """Choose what the next iteration does; None when there is nothing to do.
+
+        A decision that is not carried out is replaced by the next one: moves and admissions stay.
+        """
         residency = self._residency
-        residency.begin_iteration()
         has_room = residency.make_room(self._may_spill)
         # Requests that wait take free room first, unless the CPU has more to do than it can.
         if has_room and (self._cpu_is_loaded or not residency.waiting):
@@ -138,12 +141,16 @@ class LoadAwareScheduler(Generic[R]):
         return self._decision(draft, split)
 
     def advance(self, decision: Decision[R]) -> list[R]:
-        """Book an iteration as carried out; return the requests that now get their next token."""
+        """Book an iteration as carried out; return those who get their next token by it, already counted."""
+        self._residency.start_moves()
+        self.counters.num_cpu_decodes += len(decision.cpu_decodes)
+        self.counters.num_double_iterations += len(decision.sub_batches) == 2
         sampled = []
         for batch in decision.sub_batches:
             for request, num_tokens in batch:
                 request.num_computed_tokens += num_tokens
                 if request.num_computed_tokens == request.num_tokens:
+                    request.num_tokens += 1
                     sampled.append(request)
         self._grow_budget()
         return sampled
@@ -160,7 +167,7 @@ class LoadAwareScheduler(Generic[R]):
         """Collect what can be decoded; sub-batch 0 gets what is on the device."""
         draft: _Draft[R] = _Draft(self._batch_tokens)
         for place, running in self._residency.running.items():
-            decodes = [r for r in running if r.num_tokens - r.num_computed_tokens == 1]
+            decodes = [r for r in running if r.num_uncomputed_tokens == 1 and not r.is_complete]
             if place is Place.HOST:
                 draft.queue = decodes
             else:
@@ -179,7 +186,7 @@ class LoadAwareScheduler(Generic[R]):
             request
             for running in self._residency.running.values()
             for request in running
-            if request.num_tokens - request.num_computed_tokens > 1
+            if request.num_uncomputed_tokens > 1
         ]
         unfinished.sort(key=attrgetter("arrival"))
         residency = self._residency
@@ -401,14 +408,13 @@ class LoadAwareScheduler(Generic[R]):
         for request in (*first, *second):
             request.num_skipped = 0
         self._cpu_is_loaded = num_joined < len(draft.queue)
-        self.counters.num_cpu_decodes += num_joined
-        self.counters.num_double_iterations += len(sub_batches) == 2
         attention_ms = sum(
             self._cost.cpu_attention_ms(len(part), sum(r.num_tokens for r in part))
             for part in (first, second)
         )
         return Decision(
             sub_batches=sub_batches,
+            cpu_decodes=[*second, *first],
             copies=self._residency.copies,
             split=split,
             load=draft.load,

@@ -42,14 +42,20 @@ class Residency(Generic[R]):
         self.places = places
         self.waiting: deque[R] = deque()
         self.running: dict[Place, list[R]] = {place: [] for place in places}
-        self.copies: list[BlockCopy] = []  # that the moves since `begin_iteration` need
+        self.copies: list[BlockCopy] = []  # that the moves need which are in no iteration yet
         self.moved: list[R] = []  # whom they concern
+        self._moving: list[R] = []  # whom those concern that are part of the iteration under way
         self.counters = SchedulerCounters()
 
     @property
     def num_running(self) -> int:
         """Requests that own KV."""
         return sum(map(len, self.running.values()))
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether moves are part of the iteration under way."""
+        return bool(self._moving)
 
     def place_of(self, request: R) -> Place:
         """Return where the request's KV lives."""
@@ -63,8 +69,9 @@ class Residency(Generic[R]):
         else:
             self.waiting.remove(request)
 
-    def begin_iteration(self) -> None:
-        """Forget the moves of the last iteration: they were carried out."""
+    def start_moves(self) -> None:
+        """Book the moves so far as part of an iteration that starts now; those of the last one have ended."""
+        self._moving = self.moved
         self.copies, self.moved = [], []
 
     def make_room(self, may_spill: Callable[[R], bool]) -> bool:
@@ -81,6 +88,8 @@ class Residency(Generic[R]):
         num_preemptions = self.counters.num_preemptions
         for place in self.places:
             for request in tuple(self.running[place]):
+                if request.is_complete:
+                    continue
                 # One behind others may have been moved or preempted for their sake.
                 while request.request_id in self.kv and not self.kv.extend(
                     request.request_id, request.num_tokens
@@ -143,10 +152,10 @@ class Residency(Generic[R]):
 
     def give_up_moved(self) -> None:
         """After a failed iteration nobody knows whether moved KV has arrived: it is computed again."""
-        for request in self.moved:
+        for request in (*self._moving, *self.moved):
             if request.request_id in self.kv:
                 self._preempt(request)
-        self.moved = []
+        self.copies, self.moved, self._moving = [], [], []
 
     def _evict_youngest(self, place: Place, may_spill: Callable[[R], bool]) -> None:
         victim = self.running[place][-1]

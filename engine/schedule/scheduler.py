@@ -1,17 +1,26 @@
 """From requests to plans, and from results back to requests."""
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult, ScheduledSequence, SubBatch
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import Policy
 from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput
-from neo_desktop.engine.schedule.load_aware import LoadAwareScheduler, SchedulerLimits
+from neo_desktop.engine.schedule.load_aware import Decision, LoadAwareScheduler, SchedulerLimits
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
 MOST_SHRINKS = 32  # far more than halvings lead to a single token
+
+
+class _Scheduled(NamedTuple):
+    """A request's share of the iteration under way."""
+
+    request: Request
+    sequence: ScheduledSequence
+    num_preemptions: int  # of the request, when the iteration started
 
 
 class Scheduler(LoadAwareScheduler[Request]):
@@ -26,12 +35,15 @@ class Scheduler(LoadAwareScheduler[Request]):
     ) -> None:
         super().__init__(kv_cache, policy, limits, cost_model)
         self._requests: dict[str, Request] = {}
+        self._under_way: list[_Scheduled] = []
+        self._ahead: Decision[Request] | None = None
         self._num_shrinks = 0  # iterations in a row that the device had no memory for
 
     def add(self, request: Request) -> None:
         """Queue a request."""
         self._requests[request.request_id] = request
         super().add(request)
+        self._ahead = None  # so that it need not wait for the iteration after that
 
     def remove(self, request: Request) -> None:
         """Forget a request and free its blocks."""
@@ -39,16 +51,42 @@ class Scheduler(LoadAwareScheduler[Request]):
         super().remove(request)
 
     def schedule(self) -> IterationPlan | None:
-        """Plan the next iteration; None when there is nothing to do."""
-        decision = self.decide()
+        """Plan the iteration that starts next; None when there is nothing to do.
+
+        From then on its tokens count as computed, and the next ones as under way. Before another iteration is
+        planned, `update`, `fail` or `shrink` must be called.
+        """
+        decision, self._ahead = self._without_ended(self._ahead), None
+        decision = decision or self.decide()
         if decision is None:
             return None
-        return IterationPlan(
+        plan = IterationPlan(
             tuple(SubBatch(tuple(self._sequences(batch))) for batch in decision.sub_batches),
             tuple(decision.copies),
             decision.predicted_ms,
             decision.predicted_cpu_ms,
         )
+        self._under_way = [
+            _Scheduled(request, sequence, request.num_preemptions)
+            for sequence in plan.sequences
+            for request in (self._requests[sequence.request_id],)
+        ]
+        self.advance(decision)
+        return plan
+
+    def look_ahead(self) -> None:
+        """Decide on the next iteration while one is under way, as if no token of that one ended a request."""
+        if self._ahead is None:
+            self._ahead = self.decide()
+
+    def _without_ended(self, decision: Decision[Request] | None) -> Decision[Request] | None:
+        """Take those out of a decision that ended since; None if nothing is left, or nothing was."""
+        if decision is None:
+            return None
+        batches = [[item for item in batch if not item[0].is_finished] for batch in decision.sub_batches]
+        decision.sub_batches = [batch for batch in batches if batch]
+        decision.cpu_decodes = [request for request in decision.cpu_decodes if not request.is_finished]
+        return decision if decision.sub_batches else None
 
     def _sequences(self, batch: Iterable[tuple[Request, int]]) -> Iterator[ScheduledSequence]:
         """Yield a sub-batch in the one order for all readers: by place; there, prompts before decodes."""
@@ -66,59 +104,71 @@ class Scheduler(LoadAwareScheduler[Request]):
                 sampling=request.sampling_input() if start + num_tokens == request.num_tokens else None,
             )
 
-    def update(self, plan: IterationPlan, result: IterationResult) -> list[RequestOutput]:
-        """Take in what an iteration brought; return what each of its requests gained."""
-        outputs = []
-        for sequence in plan.sequences:
-            request = self._requests.get(sequence.request_id)
-            if request is None:  # aborted while the iteration ran
-                continue
+    def update(self, result: IterationResult) -> list[Request]:
+        """Take in what the iteration under way brought; return those who gained something by it."""
+        gained = []
+        moving = {request.request_id for request in self._residency.moved}  # their KV has not arrived yet
+        for request, sequence, num_preemptions in self._end_iteration():
             if sequence.request_id in result.failed:
-                outputs.append(self._finish(request, FinishReason.ERROR, result.failed[sequence.request_id]))
+                self._finish(request, FinishReason.ERROR, result.failed[sequence.request_id])
+                gained.append(request)
                 continue
-            request.num_computed_tokens = sequence.context_len
-            self._kv.commit(
-                request.request_id,
-                request.block_hashes(self._kv.block_size),
-                request.num_computed_tokens,
-            )
             if sequence.sampling is not None:
                 request.append(result.sampled[sequence.request_id])
                 self.counters.num_output_tokens += 1
-                if request.is_finished:
-                    self.remove(request)
-                outputs.append(request.take_output())
-        self._grow_budget()
+                gained.append(request)
+            if request.num_preemptions == num_preemptions and request.request_id not in moving:
+                self._kv.commit(
+                    request.request_id, request.block_hashes(self._kv.block_size), sequence.context_len
+                )
+            if request.is_finished:
+                self.remove(request)
         self._num_shrinks = 0
-        return outputs
+        return gained
+
+    def _end_iteration(self) -> "list[_Scheduled]":
+        """Forget the iteration under way; return what it had of requests that have not been aborted."""
+        ended, self._under_way = self._under_way, []
+        return [scheduled for scheduled in ended if not scheduled.request.is_finished]
 
     def abort(self, owner_id: str) -> list[RequestOutput]:
         """End all outputs of a request now and free their blocks; nothing happens if there are none left."""
         requests = [request for request in self._requests.values() if request.owner_id == owner_id]
-        return [self._finish(request, FinishReason.ABORT) for request in requests]
+        for request in requests:
+            self._finish(request, FinishReason.ABORT)
+        return [request.take_output() for request in requests]
 
-    def fail(self, plan: IterationPlan, error: str) -> list[RequestOutput]:
-        """End the requests of an iteration that could not be carried out."""
-        requests = [self._requests[sequence.request_id] for sequence in plan.sequences]
-        outputs = [self._finish(request, FinishReason.ERROR, error) for request in requests]
-        self._residency.give_up_moved()
-        return outputs
+    def fail(self, error: str) -> list[RequestOutput]:
+        """End the requests of the iteration under way, which could not be carried out."""
+        requests = [scheduled.request for scheduled in self._end_iteration()]
+        for request in requests:
+            self._finish(request, FinishReason.ERROR, error)
+        self._give_up_moves()
+        return [request.take_output() for request in requests]
 
-    def shrink(self, plan: IterationPlan) -> bool:
-        """Book an iteration that the device had no memory for as not done: smaller ones follow.
+    def shrink(self) -> bool:
+        """Book the iteration under way, for which the device had no memory, as not done: smaller ones follow.
 
         Returns:
-            Whether there is something smaller to try.
+            Whether there is something smaller to try; if not, it must `fail`.
         """
-        num_tokens = sum(sub_batch.num_tokens for sub_batch in plan.sub_batches)
+        num_tokens = sum(len(sequence.token_ids) for _, sequence, _ in self._under_way)
         self._num_shrinks += 1
-        if (num_tokens == 1 and not plan.copies) or self._num_shrinks > MOST_SHRINKS:
+        if (num_tokens == 1 and not self._residency.has_moves) or self._num_shrinks > MOST_SHRINKS:
             return False
         self._batch_tokens = max(num_tokens // 2, 1)
-        self._residency.give_up_moved()
+        for request, sequence, num_preemptions in self._end_iteration():
+            if sequence.sampling is not None:
+                request.num_tokens -= 1
+            if request.num_preemptions == num_preemptions:
+                request.num_computed_tokens = sequence.start
+        self._give_up_moves()
         return True
 
-    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
+    def _give_up_moves(self) -> None:
+        self._ahead = None
+        self._residency.give_up_moved()
+
+    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         request.finish(reason, error)
         self.remove(request)
-        return request.take_output()

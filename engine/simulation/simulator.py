@@ -22,10 +22,9 @@ class SimulatedRequest(RequestState):
 
     def __init__(self, ordinal: int, request: WorkloadRequest) -> None:
         name = str(ordinal)
-        super().__init__(name, name, ordinal, request.prompt_tokens)
+        super().__init__(name, name, ordinal, request.prompt_tokens, request.total_tokens)
         self.arrival_ms = request.arrival_ms
         self.first_token_ms = 0.0
-        self.last_num_tokens = request.total_tokens
 
 
 def simulate(
@@ -94,11 +93,10 @@ def simulate(
             clock_ms += timing.total_ms
         _count(totals, decision, cost)
         for request in scheduler.advance(decision):
-            request.num_tokens += 1
             num_output_tokens = request.num_tokens - request.num_prompt_tokens
             if num_output_tokens == 1:
                 request.first_token_ms = clock_ms
-            if request.num_tokens == request.last_num_tokens:
+            if request.is_complete:
                 request.finish_reason = FinishReason.LENGTH
                 scheduler.remove(request)
                 finished.append(

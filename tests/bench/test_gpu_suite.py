@@ -16,9 +16,10 @@ from neo_desktop.app.bench.gpu.figures import Measured, decode_figures, prefill_
 from neo_desktop.app.bench.gpu.rig import Iteration, Rig
 from neo_desktop.app.bench.gpu.setup import load_model, take_kv_memory
 from neo_desktop.app.bench.gpu.work import Work, iteration_work
-from neo_desktop.engine.batch import IterationPlan, IterationResult
+from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.execute.executor import Wait
 from neo_desktop.engine.profiling import hardware
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.shapes import shape
@@ -222,10 +223,10 @@ def test_ctrl_c_keeps_what_was_measured_and_ends_the_engine() -> None:
 
 
 def test_an_engine_that_fails_is_an_error_and_not_a_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: object, plan: IterationPlan) -> IterationResult:
+    def fail(_: object, plan: IterationPlan) -> Wait:
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr(rig.Recorder, "execute", fail)
+    monkeypatch.setattr(rig.Recorder, "start", fail)
     with pytest.raises(RuntimeError, match="out of order"):
         list(run_gpu(SMALL, ignore))
 
@@ -236,7 +237,7 @@ def test_a_batch_that_does_not_stay_together_is_an_error() -> None:
         bench.join(3)
         bench._engine.abort("1")
         with pytest.raises(MemoryError, match="had to wait"):
-            bench.decode(1)
+            bench.decode(2)
     finally:
         bench.close()
 

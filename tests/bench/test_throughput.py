@@ -121,7 +121,7 @@ def test_an_interrupted_run_leaves_the_engine_empty() -> None:
         workload = fitting(lengths(SMALL, "cpu"), 256)
         with pytest.raises(KeyboardInterrupt):
             run(engine, workload.prompts(0, 0, 257), workload.params(), stop)
-        assert not engine.has_work
+        assert engine.stats().num_running == engine.stats().num_waiting == 0
         assert all(pool.num_used_blocks == 0 for pool in engine.stats().pools.values())
 
 

@@ -1,6 +1,7 @@
 """The whole engine against transformers, on small random checkpoints of every family."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine import setup
 from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan, IterationResult, SubBatch
 from neo_desktop.engine.engine import ContextLengthError, EngineError
+from neo_desktop.engine.execute.executor import Wait
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool
@@ -101,21 +103,28 @@ def test_every_policy_and_memory_gives_the_same_tokens(
     gpu_cache_tokens: int | None,
     cpu_cache_tokens: int | None,
     happens: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Requests wait, move between the pools, are preempted and recomputed; nobody can tell.
 
-    Predictions for an imaginary machine, so that what is tested happens on any.
+    Iterations are computed beside the engine, as by a GPU, while it decides on the next ones. Predictions are
+    those for an imaginary machine, so that what is tested happens on any.
     """
     batch = prompts(8)
     expected = [transformers_greedy(checkpoints["llama"], prompt, 64) for prompt in batch]
-    with Engine.from_pretrained(
-        checkpoints["llama"],
-        device="cpu",
-        policy=policy,
-        gpu_cache_tokens=gpu_cache_tokens,
-        cpu_cache_tokens=cpu_cache_tokens,
-        cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
-    ) as engine:
+    with (
+        Engine.from_pretrained(
+            checkpoints["llama"],
+            device="cpu",
+            policy=policy,
+            gpu_cache_tokens=gpu_cache_tokens,
+            cpu_cache_tokens=cpu_cache_tokens,
+            cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
+        ) as engine,
+        ThreadPoolExecutor(1) as device,
+    ):
+        start = engine._executor.start
+        monkeypatch.setattr(engine._executor, "start", lambda plan: device.submit(start(plan)).result)
         outputs = engine.generate(batch, GREEDY)
         assert [list(output.token_ids) for output in outputs] == expected
         assert_no_block_is_used(engine)
@@ -170,17 +179,20 @@ def test_a_device_short_of_memory_gets_smaller_iterations_and_no_request_is_lost
     """The device refuses what is large, now and then, also in the middle of moves between the pools."""
     batch = prompts(8)
     expected = [transformers_greedy(checkpoints["llama"], prompt, 64) for prompt in batch]
-    execute = PipelineExecutor.execute
+    start = PipelineExecutor.start
     sizes = []
 
-    def short_of_memory(self: PipelineExecutor, plan: IterationPlan) -> IterationResult:
+    def fail() -> IterationResult:
+        raise DeviceMemoryError("another program took it")
+
+    def short_of_memory(self: PipelineExecutor, plan: IterationPlan) -> Wait:
         num_tokens = sum(sub_batch.num_tokens for sub_batch in plan.sub_batches)
         sizes.append(num_tokens)
         if num_tokens > 40 or (plan.copies and len(sizes) % 5 == 0):
-            raise DeviceMemoryError("another program took it")
-        return execute(self, plan)
+            return fail if len(sizes) % 2 else fail()  # it shows when the work is submitted, or later
+        return start(self, plan)
 
-    monkeypatch.setattr(PipelineExecutor, "execute", short_of_memory)
+    monkeypatch.setattr(PipelineExecutor, "start", short_of_memory)
     with Engine.from_pretrained(
         checkpoints["llama"],
         device="cpu",
@@ -198,10 +210,10 @@ def test_a_device_short_of_memory_gets_smaller_iterations_and_no_request_is_lost
 def test_a_device_without_any_memory_ends_its_requests_with_a_reason(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_memory(self: PipelineExecutor, plan: IterationPlan) -> IterationResult:
+    def no_memory(self: PipelineExecutor, plan: IterationPlan) -> Wait:
         raise DeviceMemoryError("another program took it all")
 
-    monkeypatch.setattr(PipelineExecutor, "execute", no_memory)
+    monkeypatch.setattr(PipelineExecutor, "start", no_memory)
     with Engine.from_pretrained(checkpoints["llama"], device="cpu") as engine:
         with pytest.raises(EngineError, match="no memory left: another program took it all"):
             engine.generate(prompts(3), GREEDY)
@@ -251,6 +263,34 @@ def test_requests_join_and_leave_between_any_two_steps(llama: Engine) -> None:
     for name, completion in expected.items():
         assert seen[name] == list(completion.token_ids)
     assert seen["c"] == seen["b"][: len(seen["c"])]
+    assert_no_block_is_used(llama)
+
+
+def test_the_next_iteration_is_under_way_when_outputs_are_made(llama: Engine) -> None:
+    """And requests that come until it is planned are part of it."""
+    first, second = prompts(5)[3:5]
+    expected = [completion.token_ids for completion in llama.generate([first, second], GREEDY)]
+    start, plans = llama._executor.start, []
+
+    def started(plan: IterationPlan) -> Wait:
+        plans.append([sequence.request_id for sequence in plan.sequences])
+        return start(plan)
+
+    seen: dict[str, list[int]] = {"a": [], "b": []}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama._executor, "start", started)
+        llama.add_request("a", first, GREEDY)
+        while llama.has_work:
+            outputs = llama.step(
+                before_next=lambda: llama.add_request("b", second, GREEDY) if len(plans) == 3 else None
+            )
+            for output in outputs:
+                seen[output.request_id] += [token.token_id for token in output.tokens]
+            if len(seen["a"]) < 64:
+                assert len(plans) == 1 + len(seen["a"])
+    assert plans[2] == ["a#0"]
+    assert sorted(plans[3]) == ["a#0", "b#0"]
+    assert [tuple(tokens) for tokens in seen.values()] == expected
     assert_no_block_is_used(llama)
 
 
@@ -339,16 +379,16 @@ def test_a_plan_in_two_sub_batches_gives_the_same_tokens(checkpoints: dict[str, 
         checkpoints["llama"], device="cpu", gpu_cache_tokens=320, cpu_cache_tokens=2000
     ) as engine:
         expected = [output.token_ids for output in engine.generate(batch, GREEDY)]
-        execute = engine._executor.execute
+        start = engine._executor.start
         num_split = 0
 
-        def split_in_two(plan: IterationPlan) -> IterationResult:
+        def split_in_two(plan: IterationPlan) -> Wait:
             nonlocal num_split
             sequences = plan.sub_batches[0].sequences
             halves = tuple(SubBatch(half) for half in (sequences[::2], sequences[1::2]) if half)
             num_split += len(halves) == 2
-            return execute(IterationPlan(halves, plan.copies))
+            return start(IterationPlan(halves, plan.copies))
 
-        engine._executor.execute = split_in_two  # type: ignore[method-assign]
+        engine._executor.start = split_in_two  # type: ignore[method-assign]
         assert [output.token_ids for output in engine.generate(batch, GREEDY)] == expected
         assert num_split > 0

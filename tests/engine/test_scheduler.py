@@ -45,6 +45,7 @@ class Harness:
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[RequestOutput]] = defaultdict(list)
         self.num_blocks = num_blocks
+        self.was_short = False  # of the device's memory, so that iterations may be smaller than asked for
 
     def add(self, prompt: list[int], max_tokens: int) -> str:
         name = str(len(self.requests))
@@ -55,7 +56,7 @@ class Harness:
         self.scheduler.add(request)
         return name
 
-    def step(self) -> IterationPlan | None:
+    def start(self) -> IterationPlan | None:
         running = {f"{name}#0" for name in self.requests if f"{name}#0" in self.kv}
         plan = self.scheduler.schedule()
         self.kv.check()
@@ -65,9 +66,21 @@ class Harness:
         names = [sequence.request_id for sequence in plan.sequences]
         assert len(names) == len(set(names)), "a request is scheduled twice"
         for name in running:
-            if name in self.kv and name not in names:
+            if name in self.kv and name not in names and not self.was_short:
                 assert self.kv.place_of(name) is Place.HOST, "a request on the device had to wait"
-        self.collect(self.scheduler.update(plan, self.executor.execute(plan)))
+        return plan
+
+    def finish(self, plan: IterationPlan) -> None:
+        gained = self.scheduler.update(self.executor.execute(plan))
+        self.collect([request.take_output() for request in gained])
+
+    def step(self, look_ahead: bool = False) -> IterationPlan | None:
+        plan = self.start()
+        if plan is not None:
+            if look_ahead:
+                self.scheduler.look_ahead()
+                self.kv.check()
+            self.finish(plan)
         return plan
 
     def collect(self, outputs: list[RequestOutput]) -> None:
@@ -75,9 +88,9 @@ class Harness:
             self.outputs[output.request_id].append(output)
         self.kv.check()
 
-    def run(self, max_iterations: int = 5000) -> None:
+    def run(self, max_iterations: int = 5000, look_ahead: bool = False) -> None:
         for _ in range(max_iterations):
-            if self.step() is None:
+            if self.step(look_ahead) is None:
                 return
         raise AssertionError("the requests do not end")
 
@@ -124,7 +137,11 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
     cost_model: CostModel,
     data: st.DataObject,
 ) -> None:
-    """Requests arrive and are aborted at any time; memory is scarce; 13 blocks hold the longest request."""
+    """Memory is scarce; 13 blocks hold the longest request.
+
+    At any time, also while an iteration is under way, requests arrive and are aborted, the next iteration is
+    decided on, and the device may have too little memory for the one under way.
+    """
     places = POLICIES[policy].places
     if Place.DEVICE not in places:
         host_blocks += 13
@@ -137,16 +154,30 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
         cost_model=cost_model,
     )
     pending = list(jobs)
-    while pending:
-        action = data.draw(st.sampled_from(("add", "add", "step", "abort")))
-        if action == "add":
+    plan: IterationPlan | None = None
+    while pending or plan is not None:
+        action = data.draw(st.sampled_from(("add", "add", "go on", "go on", "look ahead", "shrink", "abort")))
+        if action == "add" and pending:
             harness.add(*pending.pop())
-        elif action == "step":
-            harness.step()
-        elif harness.requests:
+        elif action == "go on":
+            if plan is None:
+                plan = harness.start()
+            else:
+                harness.finish(plan)
+                plan = None
+        elif action == "look ahead" and plan is not None:
+            harness.scheduler.look_ahead()
+        elif action == "shrink" and plan is not None and sum(b.num_tokens for b in plan.sub_batches) > 1:
+            if data.draw(st.booleans()):
+                harness.executor.execute(plan)  # it got that far
+            assert harness.scheduler.shrink()
+            harness.was_short = True
+            plan = None
+        elif action == "abort" and harness.requests:
             victim = data.draw(st.sampled_from(sorted(harness.requests)))
             harness.collect(harness.scheduler.abort(victim))
-    harness.run()
+        harness.kv.check()
+    harness.run(look_ahead=data.draw(st.booleans()))
     harness.assert_all_answered()
 
 
@@ -162,7 +193,7 @@ def test_many_long_requests_in_two_scarce_places_never_hold_each_other_up() -> N
         )
         for _ in range(12):
             harness.add([rng.randrange(100) for _ in range(rng.randint(1, 20))], rng.randint(1, 40))
-        harness.run()
+        harness.run(look_ahead=seed % 2 == 0)
         harness.assert_all_answered()
 
 
@@ -244,7 +275,7 @@ def test_a_failed_iteration_ends_its_requests_and_frees_their_blocks() -> None:
     harness.add([1, 2, 3], 4)
     plan = harness.scheduler.schedule()
     assert plan is not None
-    (output,) = harness.scheduler.fail(plan, "the card fell out")
+    (output,) = harness.scheduler.fail("the card fell out")
     assert (output.finish_reason, output.error) == (FinishReason.ERROR, "the card fell out")
     assert free_blocks(harness.kv) == harness.num_blocks
     harness.add([4], 2)
@@ -312,8 +343,8 @@ class LightRequest(RequestState):
     """A request of known length without content."""
 
     def __init__(self, ordinal: int, prompt_tokens: int, output_tokens: int) -> None:
-        super().__init__(str(ordinal), str(ordinal), ordinal, prompt_tokens)
-        self.last_num_tokens = prompt_tokens + output_tokens
+        total_tokens = prompt_tokens + output_tokens
+        super().__init__(str(ordinal), str(ordinal), ordinal, prompt_tokens, total_tokens)
 
 
 def decisions(
@@ -327,8 +358,7 @@ def decisions(
     while (decision := scheduler.decide()) is not None:
         yield scheduler, decision
         for request in scheduler.advance(decision):
-            request.num_tokens += 1
-            if request.num_tokens == request.last_num_tokens:
+            if request.is_complete:
                 scheduler.remove(request)
     assert scheduler.num_running == scheduler.num_waiting == 0
     kv_cache.check()

@@ -152,6 +152,8 @@ class Rig:
         for request in range(self._num_requests):
             self._engine.abort(str(request))
         self._num_requests = 0
+        while self._engine.has_work:  # the iteration under way
+            self._engine.step()
 
     def close(self) -> None:
         """End the engine and drop its memory."""
