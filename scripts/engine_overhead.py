@@ -1,4 +1,7 @@
-"""What the engine itself takes of an iteration, beside the model: planning, text, bookkeeping, sampling.
+"""What the engine itself takes of an iteration, beside the model: planning, bookkeeping, sampling, text.
+
+The device waits for the first parts. The others are done while it computes: deciding on the next iteration,
+giving it the sampler's work, text. With a stop string (--stop) each token's text is made at once.
 
     python -m scripts.engine_overhead --requests 64 --context 400 8000
 
@@ -12,7 +15,7 @@ import argparse
 import random
 import statistics
 import time
-from itertools import pairwise
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
@@ -37,10 +40,11 @@ from neo_desktop.models.tokenizer import Tokenizer
 ITERATIONS = 200
 OUTPUT_TOKENS = 1000  # of a request; more than it gets here
 VOCABULARY = 256
-PARTS = ("plan", "its tensors", "sample", "book")
+PARTS = ("plan", "its tensors", "book")  # between two iterations
+BESIDE = ("decide ahead", "sample", "text")
 
 
-def make_scheduler(policy: str, num_requests: int, context: int) -> Scheduler:
+def make_scheduler(policy: str, num_requests: int, context: int, stop: Sequence[str]) -> Scheduler:
     """Return a scheduler with requests of random lengths around a mean."""
     rng = random.Random(0)
     lengths = [rng.randint(context // 2, context * 3 // 2) for _ in range(num_requests)]
@@ -66,37 +70,53 @@ def make_scheduler(policy: str, num_requests: int, context: int) -> Scheduler:
                 arrival=number,
                 max_context_tokens=length + OUTPUT_TOKENS,
                 eos_token_ids=(),
-                text=IncrementalText(tokenizer.decode_stream(), ("\n\n",)),
+                text=IncrementalText(tokenizer.decode_stream(), stop),
             )
         )
     return scheduler
 
 
-def step(scheduler: Scheduler, logits: Tensor, pause_ms: float) -> tuple[IterationPlan, list[float]]:
-    """Make an iteration; return its plan and how long each of PARTS took, in ms."""
+class Clock:
+    """How long each part of an iteration took, in ms."""
+
+    def __init__(self) -> None:
+        self.times_ms: dict[str, float] = {}
+        self._last_s = time.perf_counter()
+
+    def end(self, part: str) -> None:
+        """Book the time since the last part under this one."""
+        now = time.perf_counter()
+        self.times_ms[part], self._last_s = (now - self._last_s) * 1e3, now
+
+
+def step(scheduler: Scheduler, logits: Tensor, pause_ms: float) -> tuple[IterationPlan, dict[str, float]]:
+    """Make an iteration; return its plan and how long each of PARTS and BESIDE took, in ms."""
     pool = SimpleNamespace(block_size=BLOCK_SIZE, device=logits.device)
-    times = [time.perf_counter()]
+    clock = Clock()
     plan = scheduler.schedule()
-    times.append(time.perf_counter())
+    clock.end("plan")
     for sub_batch in plan.sub_batches:
         place_batches(sub_batch, dict.fromkeys(Place, pool))
-    times.append(time.perf_counter())
+    clock.end("its tensors")
+    scheduler.look_ahead()
+    clock.end("decide ahead")
     time.sleep(pause_ms / 1e3)
-    paused = time.perf_counter()
+    clock.end("pause")
     sampled = [sequence for sequence in plan.sequences if sequence.sampling is not None]
     tokens = sample(logits[: len(sampled)], [sequence.sampling for sequence in sampled])
     by_request = {sequence.request_id: token for sequence, token in zip(sampled, tokens, strict=True)}
-    times.append(times[-1] + time.perf_counter() - paused)
-    booked = time.perf_counter()
-    for request in scheduler.update(IterationResult(by_request, {})):
+    clock.end("sample")
+    gained = scheduler.update(IterationResult(by_request, {}))
+    clock.end("book")
+    for request in gained:
         request.take_output()
-    times.append(times[-1] + time.perf_counter() - booked)
-    return plan, [(end - start) * 1e3 for start, end in pairwise(times)]
+    clock.end("text")
+    return plan, clock.times_ms
 
 
-def measure(policy: str, num_requests: int, context: int, pause_ms: float) -> None:
+def measure(policy: str, num_requests: int, context: int, pause_ms: float, stop: Sequence[str]) -> None:
     """Let as many requests decode as find room, and print the medians."""
-    scheduler = make_scheduler(policy, num_requests, context)
+    scheduler = make_scheduler(policy, num_requests, context, stop)
     logits = torch.randn(num_requests, VOCABULARY, generator=torch.Generator().manual_seed(0))
     while any(len(sequence.token_ids) > 1 for sequence in step(scheduler, logits, 0)[0].sequences):
         pass
@@ -104,9 +124,12 @@ def measure(policy: str, num_requests: int, context: int, pause_ms: float) -> No
     times = [step(scheduler, logits, pause_ms)[1] for _ in range(ITERATIONS)]
     batch = (scheduler.counters.num_output_tokens - decodes[0]) / ITERATIONS
     on_cpu = (scheduler.counters.num_cpu_decodes - decodes[1]) / ITERATIONS
-    total = statistics.median(map(sum, times))
-    parts = "".join(f"{statistics.median(part):12.3f}" for part in zip(*times, strict=True))
-    print(f"{policy:10}{context:8}{batch:8.0f}{on_cpu:8.0f}{parts}{total:10.3f}", flush=True)
+    total = statistics.median(sum(each[part] for part in PARTS) for each in times)
+    parts, beside = (
+        "".join(f"{statistics.median(each[part] for each in times):13.3f}" for part in group)
+        for group in (PARTS, BESIDE)
+    )
+    print(f"{policy:10}{context:8}{batch:8.0f}{on_cpu:8.0f}{parts}{total:10.3f} |{beside}", flush=True)
 
 
 def main() -> None:
@@ -115,14 +138,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[400, 8000], help="tokens, mean")
     parser.add_argument("--policy", nargs="+", default=["gpu-only", "auto"])
     parser.add_argument("--pause-ms", type=float, default=8.0, help="in place of the model")
+    parser.add_argument("--stop", nargs="+", default=[], help="stop strings of all requests")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print(
-        f"{'policy':10}{'context':>8}{'batch':>8}{'on CPU':>8}{''.join(f'{p:>12}' for p in PARTS)}{'ms':>10}"
-    )
+    parts, beside = ("".join(f"{part:>13}" for part in group) for group in (PARTS, BESIDE))
+    print(f"{'policy':10}{'context':>8}{'batch':>8}{'on CPU':>8}{parts}{'ms':>10} |{beside}")
     for policy in options.policy:
         for context in options.context:
-            measure(policy, options.requests, context, options.pause_ms)
+            measure(policy, options.requests, context, options.pause_ms, options.stop)
 
 
 if __name__ == "__main__":

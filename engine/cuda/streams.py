@@ -6,7 +6,7 @@ stays in the slice of the GPU that was asked for; torch's own streams, the defau
 CUDA graphs must be captured on such a stream, too (`torch.cuda.graph(graph, stream=...)`).
 
 Who does: loading (`load`), the KV pools (`take_memory`), measuring (`load_or_profile`), the executor
-(`PipelineExecutor.execute`, and the streams of its lanes), and the self-test, around its suites.
+(`Executor.start` and what it returns, and the streams of its lanes), and the self-test, around its suites.
 """
 
 import logging

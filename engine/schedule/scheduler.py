@@ -91,15 +91,15 @@ class Scheduler(LoadAwareScheduler[Request]):
     def _sequences(self, batch: Iterable[tuple[Request, int]]) -> Iterator[ScheduledSequence]:
         """Yield a sub-batch in the one order for all readers: by place; there, prompts before decodes."""
         rank = {place: index for index, place in enumerate(self._policy.places)}
-        for request, num_tokens in sorted(
-            batch, key=lambda item: (rank[self._residency.place_of(item[0])], item[1] == 1)
-        ):
+        placed = [(self._residency.place_of(request), request, num_tokens) for request, num_tokens in batch]
+        placed.sort(key=lambda item: (rank[item[0]], item[2] == 1))
+        for place, request, num_tokens in placed:
             start = request.num_computed_tokens
             yield ScheduledSequence(
                 request_id=request.request_id,
                 token_ids=tuple(request.token_ids[start : start + num_tokens]),
                 start=start,
-                place=self._residency.place_of(request),
+                place=place,
                 block_table=self._kv.block_table(request.request_id),
                 sampling=request.sampling_input() if start + num_tokens == request.num_tokens else None,
             )
@@ -108,6 +108,7 @@ class Scheduler(LoadAwareScheduler[Request]):
         """Take in what the iteration under way brought; return those who gained something by it."""
         gained = []
         moving = {request.request_id for request in self._residency.moved}  # their KV has not arrived yet
+        block_size = self._kv.block_size
         for request, sequence, num_preemptions in self._end_iteration():
             if sequence.request_id in result.failed:
                 self._finish(request, FinishReason.ERROR, result.failed[sequence.request_id])
@@ -117,10 +118,10 @@ class Scheduler(LoadAwareScheduler[Request]):
                 request.append(result.sampled[sequence.request_id])
                 self.counters.num_output_tokens += 1
                 gained.append(request)
-            if request.num_preemptions == num_preemptions and request.request_id not in moving:
-                self._kv.commit(
-                    request.request_id, request.block_hashes(self._kv.block_size), sequence.context_len
-                )
+            has_news = sequence.context_len // block_size > sequence.start // block_size  # a block is full
+            is_there = request.num_preemptions == num_preemptions and request.request_id not in moving
+            if is_there and (has_news or request.is_finished):
+                self._kv.commit(request.request_id, request.block_hashes(block_size), sequence.context_len)
             if request.is_finished:
                 self.remove(request)
         self._num_shrinks = 0
