@@ -25,7 +25,7 @@ class DecodeFigures:
     read_bytes: int  # weights and KV, on average
     read_gb_per_s: Spread  # of plain reads, before and after the iterations
     step_ms: Spread
-    outside_ms: Spread  # of a step, not in the executor
+    outside_ms: Spread  # of a step, not in the executor: between two iterations
     idle_share: float  # of the device within iterations
     joules_per_token: float | None  # of the GPU; None: not measured
 

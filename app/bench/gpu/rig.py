@@ -33,7 +33,7 @@ class Iteration:
     new_tokens: int
     work: Work
     model_s: float  # in the executor: model, attention, sampling
-    step_s: float  # all of it
+    step_s: float  # all of it, from the end of the step before
 
     @property
     def is_decode(self) -> bool:
@@ -106,6 +106,7 @@ class Rig:
         self._random = random.Random(seed)
         self._prompts: list[list[int]] = []
         self._num_requests = 0  # running
+        self._last_step_s: float | None = None  # when the last step returned, if an iteration is under way
         self._recorder = Recorder(setup)
         kv_cache = KVCache(setup.num_blocks, BLOCK_SIZE)
         scheduler = Scheduler(kv_cache, get_policy(POLICY), setup.limits)
@@ -153,7 +154,7 @@ class Rig:
             self._engine.abort(str(request))
         self._num_requests = 0
         while self._engine.has_work:  # the iteration under way
-            self._engine.step()
+            self._step()
 
     def close(self) -> None:
         """End the engine and drop its memory."""
@@ -173,9 +174,12 @@ class Rig:
         Raises:
             RuntimeError: the engine gave a request up.
         """
-        start = time.perf_counter()
+        # An iteration that is under way began in the step before: steps follow each other without a gap then.
+        start = time.perf_counter() if self._last_step_s is None else self._last_step_s
         outputs = self._engine.step()
-        step_s = time.perf_counter() - start
+        now = time.perf_counter()
+        step_s = now - start
+        self._last_step_s = now if self._engine.has_work else None
         for output in outputs:
             if output.error is not None:
                 raise RuntimeError(output.error)

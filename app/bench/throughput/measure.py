@@ -22,7 +22,7 @@ class Run:
     num_double_iterations: int
     num_preemptions: int
     num_moves: int
-    outside_s: float  # of all iterations, not in the executor
+    outside_s: float  # between iterations, when nothing was computed
 
     @property
     def output_tokens(self) -> int:

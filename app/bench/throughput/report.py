@@ -36,7 +36,7 @@ class PolicyResult:
     tokens_per_iteration: float  # output tokens: the mean batch of decodes
     cpu_decode_share: float  # output tokens whose attention the CPU computed
     double_iteration_share: float  # iterations with two sub-batches
-    outside_ms: float  # of an iteration, not in the executor: planning, text, bookkeeping; the mean
+    outside_ms: float  # between two iterations, when nothing is computed: planning, bookkeeping; the mean
     num_preemptions: float
     num_moves: float
     device_busy_share: float  # of the time, over all turns
