@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,20 @@ SHARED_MEMORY = {75: 64 * KIB, 80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 22
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the compiler made for every GPU."""
-    lines = run("compile_kernels.py", tmp_path_factory.mktemp("triton")).splitlines()
-    return [json.loads(line) for line in lines]
+    parts = range(2)
+    folders = [tmp_path_factory.mktemp("triton") for _ in parts]
+    with ThreadPoolExecutor() as pool:
+        jobs = [
+            pool.submit(run, "compile_kernels.py", folders[part], str(part), str(len(parts)))
+            for part in parts
+        ]
+    return [json.loads(line) for job in jobs for line in job.result().splitlines()]
 
 
-def run(program: str, folder: Path) -> str:
+def run(program: str, folder: Path, *arguments: str) -> str:
     """Run a program that compiles, in a process of its own: in this one Triton may be in its interpreter."""
     result = subprocess.run(
-        [sys.executable, SUPPORT / program],
+        [sys.executable, SUPPORT / program, *arguments],
         # An empty folder, since what an earlier run compiled would be found again.
         env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder)},
         capture_output=True,

@@ -35,7 +35,7 @@ def program(emulator: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("processor", "cases", "isas"),
     [
         ("cortex-a53", 20, "scalar neon"),  # the first 64-bit instructions, nothing newer
-        ("max", 80, "scalar neon neon_bf16"),
+        ("max", 40, "scalar neon neon_bf16"),
     ],
 )
 def test_random_problems(emulator: str, program: Path, processor: str, cases: int, isas: str) -> None:

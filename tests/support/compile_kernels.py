@@ -1,6 +1,7 @@
 """Compiles the Triton kernels for GPUs that are not there; a program, since elsewhere Triton may interpret.
 
-    python compile_kernels.py       one line of JSON per kernel and GPU: what `Compiled` has
+    python compile_kernels.py 0 2   one line of JSON per kernel and GPU: what `Compiled` has; the first of two
+                                    halves, so that two processes can share the work
 
 The functions that launch the kernels are called as they are, with tensors that have no memory: what is
 compiled is what a GPU would get, with all specialisations. A stand-in for the CUDA driver says which GPU.
@@ -9,6 +10,7 @@ compiled is what a GPU would get, with all specialisations. A stand-in for the C
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -162,18 +164,18 @@ def inspected(variant: str, capability: int, kernel: str, compiled: Any) -> Comp
     )
 
 
-def compile_all() -> Iterator[Compiled]:
+def compile_part(part: int, num_parts: int) -> Iterator[Compiled]:
     found: list[tuple[str, Any]] = []
     compile_instead_of_launching(found)
-    for variant, (launch, capabilities) in VARIANTS.items():
-        for capability in capabilities:
-            driver.set_active(AbsentGPU(capability))
-            found.clear()
-            launch()
-            for kernel, compiled in found:
-                yield inspected(variant, capability, kernel, compiled)
+    everything = [(v, launch, c) for v, (launch, capabilities) in VARIANTS.items() for c in capabilities]
+    for variant, launch, capability in everything[part::num_parts]:
+        driver.set_active(AbsentGPU(capability))
+        found.clear()
+        launch()
+        for kernel, compiled in found:
+            yield inspected(variant, capability, kernel, compiled)
 
 
 if __name__ == "__main__":
-    for result in compile_all():
+    for result in compile_part(int(sys.argv[1]), int(sys.argv[2])):
         print(json.dumps(asdict(result)), flush=True)
