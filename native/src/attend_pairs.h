@@ -114,7 +114,7 @@ struct PairMath {
   // acc[g] += sum over t of weights[g][t] * v[t] for Q heads.
   template <int Q>
   static void values(const AttendTask& task, const PairTile<T>& tile, const float* weights, float* acc) {
-    constexpr int heads = Q < V::kHeadsAtOnce ? Q : V::kHeadsAtOnce;
+    constexpr int heads = Q < V::kValueHeads ? Q : V::kValueHeads;
     for (int g = 0; g < Q; g += heads) {
       add_values<heads, V::kSums / heads, Q / heads>(task, tile, 0, g / heads, weights + g * kPairTile,
                                                      acc + g * task.padded_head_dim);

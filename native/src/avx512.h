@@ -13,6 +13,7 @@ struct Avx512 {
   static constexpr int kLanes = 16;
   static constexpr int kSums = 16;  // registers to add up in, of 32
   static constexpr int kHeadsAtOnce = 4;
+  static constexpr int kValueHeads = 4;
 
   static Reg zero() { return _mm512_setzero_ps(); }
   static Reg broadcast(float x) { return _mm512_set1_ps(x); }

@@ -11,6 +11,7 @@ struct Avx2 {
   static constexpr int kLanes = 8;
   static constexpr int kSums = 8;  // registers to add up in, of 16
   static constexpr int kHeadsAtOnce = 4;
+  static constexpr int kValueHeads = 8;  // a row's conversion to fp32 serves all of them
 
   static Reg zero() { return _mm256_setzero_ps(); }
   static Reg broadcast(float x) { return _mm256_set1_ps(x); }
