@@ -87,13 +87,12 @@ def simulate_run(policy_name: str) -> list[tuple[float, float, float, float, int
                 decision.predicted_cpu_ms,
                 float(num_chunk_tokens),
                 scheduler.num_waiting,
-                decision.num_waiting_decodes,
+                len(decision.waiting_decodes),
             )
         )
         clock_ms += decision.predicted_ms
         for request in scheduler.advance(decision):
-            request.num_tokens += 1
-            if request.num_tokens == request.last_num_tokens:
+            if request.is_complete:
                 scheduler.remove(request)
     return rows
 

@@ -1,10 +1,14 @@
 """Shared by all tests."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # scripts are not part of the package
 
 # Both must be set before torch and transformers are imported. Tests work on small tensors, for which handing
 # work to several threads costs more than it brings; and nothing may be looked for on the internet.

@@ -42,10 +42,10 @@ class Decision(Generic[R]):
 
     sub_batches: list[list[tuple[R, int]]]  # (request, how many tokens of it)
     cpu_decodes: list[R]  # those of them that the CPU attends for
+    waiting_decodes: list[R]  # those that it could not: they wait for the next iteration
     copies: list[BlockCopy]
     split: Split
     load: Load  # sub-batch 0 without its CPU decodes
-    num_waiting_decodes: int  # CPU decodes that wait for the next iteration
     predicted_ms: float
     predicted_cpu_ms: float  # of it, CPU attention of all layers
 
@@ -143,6 +143,11 @@ class LoadAwareScheduler(Generic[R]):
     def advance(self, decision: Decision[R]) -> list[R]:
         """Book an iteration as carried out; return those who get their next token by it, already counted."""
         self._residency.start_moves()
+        for request in decision.waiting_decodes:
+            request.num_skipped += 1
+        for request in decision.cpu_decodes:
+            request.num_skipped = 0
+        self._cpu_is_loaded = bool(decision.waiting_decodes)
         self.counters.num_cpu_decodes += len(decision.cpu_decodes)
         self.counters.num_double_iterations += len(decision.sub_batches) == 2
         sampled = []
@@ -401,13 +406,7 @@ class LoadAwareScheduler(Generic[R]):
         sub_batches = [draft.chunks + [(r, 1) for r in draft.decodes] + [(r, 1) for r in first]]
         if second:
             sub_batches.append([(r, 1) for r in second])
-        num_joined = len(first) + len(second)
-        if num_joined < len(draft.queue):
-            for request in draft.queue:
-                request.num_skipped += 1
-        for request in (*first, *second):
-            request.num_skipped = 0
-        self._cpu_is_loaded = num_joined < len(draft.queue)
+        joined = {*split.first, *split.second}
         attention_ms = sum(
             self._cost.cpu_attention_ms(len(part), sum(r.num_tokens for r in part))
             for part in (first, second)
@@ -415,10 +414,10 @@ class LoadAwareScheduler(Generic[R]):
         return Decision(
             sub_batches=sub_batches,
             cpu_decodes=[*second, *first],
+            waiting_decodes=[request for i, request in enumerate(draft.queue) if i not in joined],
             copies=self._residency.copies,
             split=split,
             load=draft.load,
-            num_waiting_decodes=len(draft.queue) - num_joined,
             predicted_ms=split.predicted_ms,
             predicted_cpu_ms=attention_ms * self._cost.num_layers,
         )

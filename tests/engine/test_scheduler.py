@@ -370,7 +370,7 @@ def test_the_cpu_does_not_idle_once_all_prompts_are_in(policy: str) -> None:
     num_seen = 0
     for scheduler, decision in decisions(policy, machine()):
         num_joined = len(decision.split.first) + len(decision.split.second)
-        if not scheduler.num_waiting and num_joined + decision.num_waiting_decodes >= 4:
+        if not scheduler.num_waiting and num_joined + len(decision.waiting_decodes) >= 4:
             num_seen += 1
             assert num_joined > 0, "CPU requests wait for nothing"
     assert num_seen > 20
