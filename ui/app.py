@@ -95,6 +95,8 @@ def build_page(base_url: str, api_key: str | None, title: str = "neo-desktop") -
             chat.retry(handlers.retry, context, **asking),
         ]
         stop = box.stop(stopped, chat, chat, cancels=answers, queue=False, **quiet)
+        # Again, since a last piece of the answer may arrive after that and take its place.
+        stop = stop.then(stopped, chat, chat, queue=False, **quiet)
         for ended in [*answers, stop]:
             ended.then(idle, None, controls, queue=False, **quiet)
             ended.failure(idle, None, controls, queue=False, **quiet)

@@ -28,8 +28,10 @@ def answer(text: str, line: str, kind: str = "figures") -> Message:
 
 
 def stopped(shown: Sequence[Message]) -> list[Message]:
-    """The conversation after a stop, which the line under its last answer tells."""
+    """The conversation after a stop, which the line under its last answer tells; also if it does already."""
     *rest, last = shown
+    if "stopped " in (last.get("metadata") or {}).get("log", ""):
+        return list(shown)
     if not said(last):
         return [*rest, answer("", "stopped before the first token")]
     return [*rest, _signed(said(last), last["metadata"]["log"].replace(">", ">stopped · ", 1))]

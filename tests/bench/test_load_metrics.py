@@ -145,7 +145,7 @@ def test_percentiles_rise_and_latencies_hold_each_other_in(some: list[RequestRec
             assert latency.mean_ms >= 0
     if metrics.ttft is not None and metrics.end_to_end is not None:
         assert metrics.ttft.p99_ms <= metrics.end_to_end.p99_ms
-        assert metrics.end_to_end.p99_ms <= 1e3 * metrics.duration_s
+        assert metrics.end_to_end.p99_ms <= 1e3 * metrics.duration_s + 1e-6
 
 
 @PATIENT

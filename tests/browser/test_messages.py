@@ -56,3 +56,4 @@ def test_stopping_keeps_the_text_and_says_so() -> None:
     ended = stopped(as_the_page_returns_it(shown))
     assert said(ended[-1]) == "half an ans"
     assert "stopped · first token after 0.10 s" in ended[-1]["content"][0]["text"]
+    assert stopped(as_the_page_returns_it(ended)) == as_the_page_returns_it(ended)  # told once
