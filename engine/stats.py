@@ -28,7 +28,5 @@ class EngineStats:
     num_moves: int  # requests whose KV was brought to another place
     num_cpu_decodes: int  # output tokens whose attention the CPU computed
     num_double_iterations: int  # iterations with two sub-batches
-    outside_s: (
-        float  # between the end of an iteration and the start of the next, in which nothing is computed
-    )
+    outside_s: float  # between one iteration's end and the next one's start, when nothing is computed
     pools: Mapping[Place, PoolUsage]

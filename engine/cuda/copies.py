@@ -19,8 +19,7 @@ def download(tensor: Tensor) -> Callable[[], Tensor]:
         return lambda: tensor
     on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     on_host.copy_(tensor, non_blocking=True)
-    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    arrived.record()
+    arrived: torch.cuda.Event = torch.cuda.current_stream(tensor.device).record_event()
 
     def wait() -> Tensor:
         arrived.synchronize()

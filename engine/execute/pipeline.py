@@ -95,8 +95,11 @@ class PipelineExecutor(Executor):
         if self._is_closed:
             raise RuntimeError("the executor is closed")
         if self._model.device.type == "cpu":  # no device works beside this thread
-            return partial(self._attempt, lambda: self._submit(plan)())  # noqa: PLW0108  not yet
-        return partial(self._attempt, self._attempt(lambda: self._submit(plan)))
+            return partial(self._attempt, partial(self._carry_out, plan))
+        return partial(self._attempt, self._attempt(partial(self._submit, plan)))
+
+    def _carry_out(self, plan: IterationPlan) -> IterationResult:
+        return self._submit(plan)()
 
     def _attempt(self, work: Callable[[], T]) -> T:
         """Do a part of an iteration; when it fails, nothing of the iteration is under way any more."""

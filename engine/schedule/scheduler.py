@@ -66,10 +66,10 @@ class Scheduler(LoadAwareScheduler[Request]):
             decision.predicted_ms,
             decision.predicted_cpu_ms,
         )
+        requests = [self._requests[sequence.request_id] for sequence in plan.sequences]
         self._under_way = [
             _Scheduled(request, sequence, request.num_preemptions)
-            for sequence in plan.sequences
-            for request in (self._requests[sequence.request_id],)
+            for request, sequence in zip(requests, plan.sequences, strict=True)
         ]
         self.advance(decision)
         return plan
