@@ -8,8 +8,8 @@ from torch import Tensor
 
 def upload(numbers: object, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Bring numbers to the device without waiting for what runs there."""
-    if device.type == "cpu":
-        return torch.as_tensor(numbers, dtype=dtype)
+    if device.type != "cuda":
+        return torch.as_tensor(numbers, dtype=dtype, device=device)
     return torch.as_tensor(numbers, dtype=dtype).pin_memory().to(device, non_blocking=True)
 
 

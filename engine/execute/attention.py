@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from neo_desktop.engine.batch import ScheduledSequence, SubBatch
+from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.execute.prefill import Prefill, PrefillGroup, groups_of
 from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
@@ -117,7 +118,7 @@ def _place_batch(sequences: Sequence[ScheduledSequence], pool: KVPool, first_row
         context_slots = _slots(sequence.block_table, np.arange(sequence.context_len), block_size)
         slots.append(context_slots[sequence.start :])
         prefills.append(
-            Prefill(slice(begin, row), sequence.start, torch.from_numpy(context_slots).to(device))
+            Prefill(slice(begin, row), sequence.start, upload(context_slots, torch.int64, device))
         )
 
     # Tables are long where contexts are: each costs one copy of its memory, and nothing per block in Python.
@@ -132,9 +133,9 @@ def _place_batch(sequences: Sequence[ScheduledSequence], pool: KVPool, first_row
         prefill_rows=slice(first_row, row),
         decode_rows=slice(row, row + len(decodes)),
         num_prefill_tokens=row - first_row,
-        slots=torch.from_numpy(np.concatenate(slots)).to(device),
-        block_tables=torch.from_numpy(block_tables).to(device),
-        context_lens=torch.from_numpy(context_lens).to(device),
+        slots=upload(np.concatenate(slots), torch.int64, device),
+        block_tables=upload(block_tables, torch.int32, device),
+        context_lens=upload(context_lens, torch.int32, device),
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.batch import SubBatch
+from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.execute.attention import PlaceBatch, place_batches
 from neo_desktop.engine.execute.lanes import Lanes, Signal
 from neo_desktop.engine.execute.timeline import Stage
@@ -79,12 +80,11 @@ class ForwardPass:
         sampled_rows = [
             end - 1 for sequence, end in zip(sequences, ends, strict=True) if sequence.sampling is not None
         ]
-        # All of it here, before the first layer: a copy to the device may wait for what runs there.
-        self._sampled_rows = torch.tensor(sampled_rows, dtype=torch.int64, device=model.device)
+        self._sampled_rows = upload(sampled_rows, torch.int64, model.device)
         token_ids = [token_id for s in sequences for token_id in s.token_ids]
         positions = [position for s in sequences for position in range(s.start, s.context_len)]
-        self._hidden = model.embed(torch.tensor(token_ids, device=model.device))
-        self._rotation = model.rotary(torch.tensor(positions, device=model.device))
+        self._hidden = model.embed(upload(token_ids, torch.int64, model.device))
+        self._rotation = model.rotary(upload(positions, torch.int64, model.device))
         self._attention: _Attention | None = None  # of the layer reached
         self._stored: list[Signal] = []  # by layer, where there are prompts in host memory
 

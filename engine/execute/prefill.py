@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.kv.layer import Rows
 
 PACKED_TOKENS = 8192  # whose contexts make a group, unless one chunk's alone has more
@@ -71,11 +72,11 @@ class PrefillGroup:
         lengths = [chunk.num_queries for chunk in chunks], [chunk.context_len for chunk in chunks]
         ends = [list(accumulate(numbers, initial=0)) for numbers in lengths]
         slots = torch.cat([chunk.slots for chunk in chunks])
-        return cls(chunks, slots, torch.tensor(ends, dtype=torch.int32, device=slots.device))
+        return cls(chunks, slots, upload(ends, torch.int32, slots.device))
 
     def attending_on(self, device: torch.device) -> Self:
         """Return the group for attention on a device that is not the pool's."""
-        return replace(self, ends=self.ends.to(device))
+        return replace(self, ends=upload(self.ends, torch.int32, device))
 
     @property
     def rows(self) -> slice:

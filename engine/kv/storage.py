@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.batch import BlockCopy
+from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, slots_of
 from neo_desktop.engine.kv.transfer import Carrier
@@ -114,6 +115,6 @@ class KVStorage:
 
     def _group(self, copies: Sequence[BlockCopy]) -> CopyGroup:
         source, target = self._pools[copies[0].source], self._pools[copies[0].target]
-        old = torch.tensor([copy.source_block for copy in copies], device=source.device)
-        new = torch.tensor([copy.target_block for copy in copies], device=target.device)
+        old = upload([copy.source_block for copy in copies], torch.int64, source.device)
+        new = upload([copy.target_block for copy in copies], torch.int64, target.device)
         return CopyGroup(source, slots_of(old, source.block_size), target, slots_of(new, target.block_size))
