@@ -1,0 +1,54 @@
+"""Puts the imitated GPU in the place of the CUDA runtime and the cuBLAS of the torch that runs this.
+
+For a virtual environment made for it, and nothing else: its torch computes on no real GPU any more.
+"""
+
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+HERE = Path(__file__).parent
+LIBRARIES = {  # their names, and what imitates them; all other functions do nothing and return 0
+    "libcudart.so.13": ("order.cpp", "memory.cpp", "properties.cpp"),
+    "libcublas.so.13": ("cublas.cpp",),
+}
+
+
+def exported(library: Path) -> set[str]:
+    """Names of the functions of a library."""
+    listing = subprocess.check_output(["nm", "-D", "--defined-only", library], text=True)
+    symbols = (line.split()[1:] for line in listing.splitlines())
+    return {name.split("@")[0] for kind, name in symbols if kind in "TW"}
+
+
+def imitate(folder: Path, name: str, sources: tuple[str, ...], work: Path) -> None:
+    """Build a library with the name and the functions of one in a folder, in its place."""
+    original = folder / f"{name}.original"
+    if not original.exists():
+        (folder / name).rename(original)
+    own = set(re.findall(r"^EXPORT [^(]*?(\w+)\(", "\n".join((HERE / s).read_text() for s in sources), re.M))
+    others = sorted(exported(original) - own)
+    stubs, versions = work / "stubs.c", work / "versions.map"
+    stubs.write_text("\n".join(f"int {each}(void) {{ return 0; }}" for each in others))
+    versions.write_text(f"{name} {{ global: *; }};\n")
+    subprocess.run(["gcc", "-w", "-fPIC", "-c", stubs, "-o", work / "stubs.o"], check=True)
+    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-I", folder.parent / "include"]
+    command += [f"-Wl,-soname,{name}", f"-Wl,--version-script={versions}", work / "stubs.o"]
+    subprocess.run([*command, *(HERE / s for s in sources), "-o", folder / name], check=True)
+
+
+def main() -> None:
+    """Build all; the driver's library, which is the runtime's by another name, goes to the folder given."""
+    work, folder = Path(sys.argv[1]), Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "lib")
+    for name, sources in LIBRARIES.items():
+        imitate(folder, name, sources, work)
+    empty = work / "empty.cpp"
+    empty.write_text("")
+    command = ["g++", "-shared", "-Wl,-soname,libcuda.so.1", "-Wl,--no-as-needed", empty]
+    subprocess.run([*command, folder / "libcudart.so.13", "-o", work / "libcuda.so.1"], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""A pytest plugin: computes on the imitated GPU, on the CPU, when an operation's turn comes on its stream.
+
+The memory of the imitated GPU is host memory. So an operator of torch is put on the current stream as a
+piece of Python that computes the same on views of that memory; a Triton kernel likewise, in Triton's
+interpreter. All else is real: torch's streams, events, allocators and graphs, the engine, the relay.
+Operators that are views, or that only take memory, stay torch's.
+"""
+
+import ctypes
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from triton.runtime.interpreter import GridExecutor
+
+_runtime = ctypes.CDLL("libcudart.so.13", mode=os.RTLD_NOLOAD | ctypes.RTLD_GLOBAL)
+_Work = ctypes.CFUNCTYPE(None, ctypes.c_long)
+_runtime.imitated_gpu_enqueue.argtypes = [ctypes.c_void_p, ctypes.c_long, _Work, ctypes.c_char_p]
+_works: dict[int, tuple[bytes, Callable[[], object]]] = {}  # for ever: a graph may carry them out again
+_numbers = count()
+_generators: dict[int, tuple[torch.Generator, torch.Generator]] = {}  # of the GPU, and what stands for it
+_pinned: list[Tensor] = []  # of copies: torch's own operator, too, keeps such memory until a copy has ended
+
+# Not computed here: operators that are none (views, memory), and those that an engine has no use for.
+_LEFT = (
+    "empty set_ resize record_stream as_strided view _reshape_alias unfold is_pinned _pin_memory copy_ "
+    "_to_copy _copy_from _local_scalar _flash _efficient _scaled_dot _scaled_mm _assert nonzero unique "
+    "cudnn _cudnn miopen _thnn _foreach _fused_a _fused_s _fused_m sparse _sparse _nested _cslt _fft "
+    "linalg _linalg _ctc quantize _transformer _weight _amp _pdist _embedding_bag embedding_dense fake "
+    "_fake _fbgemm"
+)
+_COMPOSITE_BUT_COMPUTED = ("_fused_rms_norm",)
+
+
+@_Work
+def _carry_out(number: int) -> None:
+    name, work = _works[number]
+    try:
+        with torch.inference_mode():
+            work()
+    except BaseException:  # on a real GPU all that follows would fail, too
+        traceback.print_exc()
+        print(f"the imitated GPU could not compute {name.decode()}", flush=True)
+        os._exit(1)
+
+
+def _enqueue(name: str, work: Callable[[], object]) -> None:
+    number = next(_numbers)
+    _works[number] = name.encode(), work
+    stream = torch.cuda.current_stream().cuda_stream
+    if error := _runtime.imitated_gpu_enqueue(stream, number, _carry_out, _works[number][0]):
+        raise RuntimeError(f"CUDA error {error} in {name}")
+
+
+class _Place:
+    """Where a tensor lies in memory that the GPU sees. It keeps no tensor alive: no kernel does."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._address, self._dtype = tensor.data_ptr(), tensor.dtype
+        self._size, self._stride = tuple(tensor.shape), tensor.stride()
+        last = sum((size - 1) * stride for size, stride in zip(self._size, self._stride, strict=True))
+        self._bytes = (1 + last) * tensor.element_size() if tensor.numel() else 0
+
+    def open(self) -> Tensor:
+        if not self._bytes:
+            return torch.empty(self._size, dtype=self._dtype)
+        memory = (ctypes.c_ubyte * self._bytes).from_address(self._address)
+        return (
+            torch.frombuffer(memory, dtype=torch.uint8).view(self._dtype).as_strided(self._size, self._stride)
+        )
+
+
+class _Value:
+    """A number that a kernel is launched with."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach().clone()
+
+    def open(self) -> Tensor:
+        return self._tensor
+
+
+def _closed(value: object) -> object:
+    if isinstance(value, Tensor):
+        return _Place(value) if value.is_cuda or value.is_pinned() else _Value(value)
+    if isinstance(value, torch.Generator) and value.device.type == "cuda":
+        stand_in = torch.Generator().manual_seed(value.initial_seed())
+        return _generators.setdefault(id(value), (value, stand_in))[1]
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _opened(value: object) -> object:
+    return value.open() if isinstance(value, (_Place, _Value)) else value
+
+
+def _outline(value: object) -> object:
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, torch.Generator):
+        return None
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _on_gpu(value: object) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cuda")
+
+
+def _imitation(operator: Any) -> Callable[..., object]:
+    schema, name = operator._schema, operator.name()
+    written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+    def call(*args: object, **kwargs: object) -> object:
+        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        if any(isinstance(x, Tensor) and not x.is_cuda and x.dim() > 0 for x in tree_leaves(given)):
+            raise RuntimeError(f"{name}: a tensor of the CPU among those of the GPU")
+        if written:
+            if name.endswith("out"):
+                results = tree_leaves(operator(**tree_map(_outline, given)))
+                for target, result in zip(written, results, strict=True):
+                    if given[target].shape != result.shape:
+                        given[target].resize_(result.shape)
+            closed = tree_map(_closed, given)
+            _enqueue(name, lambda: operator(**tree_map(_opened, closed)))
+            outputs = tuple(given[target] for target in written)
+            return outputs[0] if len(schema.returns) == 1 else outputs or None
+        closed = tree_map(_closed, given)
+        results = tree_map(_on_gpu, operator(**tree_map(_outline, given)))
+        targets = [_Place(x) for x in tree_leaves(results) if isinstance(x, Tensor)]
+
+        def compute() -> None:
+            found = [x for x in tree_leaves(operator(**tree_map(_opened, closed))) if isinstance(x, Tensor)]
+            for target, result in zip(targets, found, strict=True):
+                target.open().copy_(result)
+
+        _enqueue(name, compute)
+        return results
+
+    return call
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    on_host = [x for x in (target, source) if not x.is_cuda]
+    is_pageable = not all(x.is_pinned() for x in on_host)
+    is_captured = torch.cuda.is_current_stream_capturing()
+    if is_captured and is_pageable:
+        raise RuntimeError("memory that is not pinned is copied in a capture")
+    if not is_captured:
+        _pinned.extend(on_host)
+    place, given = _Place(target), _closed(source.expand(target.shape))
+    _enqueue("copy", lambda: place.open().copy_(_opened(given)))
+    if on_host and not is_captured and (is_pageable or not non_blocking):
+        torch.cuda.current_stream().synchronize()
+    return target
+
+
+def _item(tensor: Tensor) -> object:
+    torch.cuda.current_stream().synchronize()
+    return _Place(tensor).open().item()
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> Tensor:
+    """Attend with a band around the diagonal that ends in the last corner; [tokens, heads, head_dim] each."""
+    k, v = (x.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    distance = torch.arange(len(k)) - (torch.arange(len(q)) + len(k) - len(q)).unsqueeze(1)
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if right is not None and right >= 0:
+        seen &= distance <= right
+    if left is not None and left >= 0:
+        seen &= distance >= -left
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) -> tuple[object, ...]:
+    ends_q, ends_k, max_q, max_k, _dropout, is_causal, _mask = rest
+    left, right = kwargs["window_size_left"], 0 if is_causal else kwargs["window_size_right"]
+    assert all(x.is_cuda and x.stride(-1) == 1 for x in (q, k, v, ends_q, ends_k))
+    assert ends_q.dtype == ends_k.dtype == torch.int32
+    out, nothing = torch.empty_like(q), torch.empty(0, device="cuda")
+    places = [_Place(x) for x in (q, k, v, ends_q, ends_k, out)]
+
+    def compute() -> None:
+        queries, keys, values, *ends, outputs = (place.open() for place in places)
+        q_ends, k_ends = (each.tolist() for each in ends)
+        for i in range(len(q_ends) - 1):
+            rows, context = slice(*q_ends[i : i + 2]), slice(*k_ends[i : i + 2])
+            assert rows.stop - rows.start <= max_q
+            assert context.stop - context.start <= max_k
+            k, v = keys[context], values[context]
+            outputs[rows] = _attend(queries[rows], k, v, kwargs["scale"], left, right)
+
+    _enqueue("flash attention", compute)
+    return out, nothing, nothing, nothing, nothing
+
+
+def _efficient(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) -> tuple[object, ...]:
+    is_bottom_right = rest[6] == 2
+    assert is_bottom_right
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    out, nothing = torch.empty(q.shape, dtype=q.dtype, device="cuda"), torch.empty(0, device="cuda")
+    places = [_Place(x) for x in (q, k, v, out)]
+
+    def compute() -> None:
+        for queries, keys, values, outputs in zip(*(place.open() for place in places), strict=True):
+            outputs.copy_(_attend(queries, keys, values, kwargs["scale"], None, 0))
+
+    _enqueue("memory-efficient attention", compute)
+    return out, nothing, nothing, nothing, 0, 0
+
+
+def _operators() -> Sequence[tuple[str, Any]]:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        base, _, overload = name.removeprefix("aten::").partition(".")
+        if (
+            not name.startswith("aten::")
+            or base.startswith(tuple(_LEFT.split()))
+            or not has_kernel(name, "CUDA")
+        ):
+            continue
+        composite = any(has_kernel(name, f"Composite{kind}Autograd") for kind in ("Implicit", "Explicit"))
+        if (not composite or base in _COMPOSITE_BUT_COMPUTED) and hasattr(torch.ops.aten, base):
+            found.append((name, getattr(getattr(torch.ops.aten, base), overload or "default")))
+    return found
+
+
+def _imitate_kernels() -> None:
+    on_cpu = GridExecutor.__call__
+
+    def call(executor: Any, *args: object, **kwargs: object) -> None:
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not any(x.is_cuda for x in tensors):
+            on_cpu(executor, *args, **kwargs)
+            return
+        if not all(x.is_cuda or x.is_pinned() for x in tensors):
+            raise RuntimeError(f"{executor.fn.__name__}: a kernel is given memory of the CPU")
+        closed = tree_map(_closed, (args, kwargs))
+
+        def compute() -> None:
+            positional, named = tree_map(_opened, closed)
+            on_cpu(executor, *positional, **named)
+
+        _enqueue(executor.fn.__name__, compute)
+
+    GridExecutor.__call__ = call
+
+
+warnings.filterwarnings("ignore", message="Warning only once for all operators")
+_library = torch.library.Library("aten", "IMPL")
+for _name, _operator in _operators():
+    _library.impl(_name, _imitation(_operator), "CUDA")
+_library.impl("copy_", _copy, "CUDA")
+_library.impl("_local_scalar_dense", _item, "CUDA")
+_library.impl("_flash_attention_forward", _flash, "CUDA")
+_library.impl("_efficient_attention_forward", _efficient, "CUDA")
+for _enable in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp):
+    _enable(False)  # SDPA then uses plain operators
+torch.backends.cuda.enable_cudnn_sdp(False)
+_imitate_kernels()
