@@ -29,7 +29,7 @@ CHROMIUM_ARGS = [
 ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # not longer: meanwhile nothing else can run an event loop in this thread
 def browser() -> Iterator[Browser]:
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
@@ -63,7 +63,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def fake_and_url(browser: Browser) -> Iterator[tuple[FakeServer, str]]:
     fake, port = FakeServer(), free_port()
     with serving(mount(fake.app(), f"http://127.0.0.1:{port}/v1", "secret"), port) as url:
