@@ -256,6 +256,12 @@ def _imitate_kernels() -> None:
     GridExecutor.__call__ = call
 
 
+def _give_back_cached_memory(give_back: Callable[[], None] = torch.cuda.empty_cache) -> None:
+    # torch keeps the interpreter's lock while it waits for the GPU, which computes in Python here.
+    torch.cuda.synchronize()
+    give_back()
+
+
 warnings.filterwarnings("ignore", message="Warning only once for all operators")
 _library = torch.library.Library("aten", "IMPL")
 for _name, _operator in _operators():
@@ -268,3 +274,4 @@ for _enable in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable
     _enable(False)  # SDPA then uses plain operators
 torch.backends.cuda.enable_cudnn_sdp(False)
 _imitate_kernels()
+torch.cuda.empty_cache = _give_back_cached_memory
