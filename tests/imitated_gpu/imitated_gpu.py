@@ -17,6 +17,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
 import torch
+from dense_attention import dense
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.interpreter import GridExecutor
@@ -168,22 +169,12 @@ def _item(tensor: Tensor) -> object:
     return _Place(tensor).open().item()
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int | None, right: int | None) -> Tensor:
-    """Attend with a band around the diagonal that ends in the last corner; [tokens, heads, head_dim] each."""
-    k, v = (x.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
-    distance = torch.arange(len(k)) - (torch.arange(len(q)) + len(k) - len(q)).unsqueeze(1)
-    seen = torch.ones_like(distance, dtype=torch.bool)
-    if right is not None and right >= 0:
-        seen &= distance <= right
-    if left is not None and left >= 0:
-        seen &= distance >= -left
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
-
-
 def _flash(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) -> tuple[object, ...]:
     ends_q, ends_k, max_q, max_k, _dropout, is_causal, _mask = rest
-    left, right = kwargs["window_size_left"], 0 if is_causal else kwargs["window_size_right"]
+    left, right = kwargs["window_size_left"], kwargs["window_size_right"]
+    window = None if left < 0 else left + 1
+    assert right == 0
+    assert is_causal == (window is None)
     assert all(x.is_cuda and x.stride(-1) == 1 for x in (q, k, v, ends_q, ends_k))
     assert ends_q.dtype == ends_k.dtype == torch.int32
     out, nothing = torch.empty_like(q), torch.empty(0, device="cuda")
@@ -197,22 +188,22 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) -> tuple[
             assert rows.stop - rows.start <= max_q
             assert context.stop - context.start <= max_k
             k, v = keys[context], values[context]
-            outputs[rows] = _attend(queries[rows], k, v, kwargs["scale"], left, right)
+            outputs[rows] = dense(queries[rows], k, v, kwargs["scale"], window)
 
     _enqueue("flash attention", compute)
     return out, nothing, nothing, nothing, nothing
 
 
 def _efficient(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **kwargs: Any) -> tuple[object, ...]:
-    is_bottom_right = rest[6] == 2
-    assert is_bottom_right
+    *_, mask = rest
+    assert mask == 2  # the last query sees the last key
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     out, nothing = torch.empty(q.shape, dtype=q.dtype, device="cuda"), torch.empty(0, device="cuda")
     places = [_Place(x) for x in (q, k, v, out)]
 
     def compute() -> None:
         for queries, keys, values, outputs in zip(*(place.open() for place in places), strict=True):
-            outputs.copy_(_attend(queries, keys, values, kwargs["scale"], None, 0))
+            outputs.copy_(dense(queries, keys, values, kwargs["scale"], None))
 
     _enqueue("memory-efficient attention", compute)
     return out, nothing, nothing, nothing, 0, 0
@@ -223,11 +214,8 @@ def _operators() -> Sequence[tuple[str, Any]]:
     found = []
     for name in torch._C._dispatch_get_all_op_names():
         base, _, overload = name.removeprefix("aten::").partition(".")
-        if (
-            not name.startswith("aten::")
-            or base.startswith(tuple(_LEFT.split()))
-            or not has_kernel(name, "CUDA")
-        ):
+        is_operator = name.startswith("aten::") and not base.startswith(tuple(_LEFT.split()))
+        if not is_operator or not has_kernel(name, "CUDA"):
             continue
         composite = any(has_kernel(name, f"Composite{kind}Autograd") for kind in ("Implicit", "Explicit"))
         if (not composite or base in _COMPOSITE_BUT_COMPUTED) and hasattr(torch.ops.aten, base):
@@ -270,8 +258,7 @@ _library.impl("copy_", _copy, "CUDA")
 _library.impl("_local_scalar_dense", _item, "CUDA")
 _library.impl("_flash_attention_forward", _flash, "CUDA")
 _library.impl("_efficient_attention_forward", _efficient, "CUDA")
-for _enable in (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.enable_mem_efficient_sdp):
-    _enable(False)  # SDPA then uses plain operators
-torch.backends.cuda.enable_cudnn_sdp(False)
+for _kernel in ("flash", "mem_efficient", "cudnn"):
+    getattr(torch.backends.cuda, f"enable_{_kernel}_sdp")(False)  # SDPA then uses plain operators
 _imitate_kernels()
 torch.cuda.empty_cache = _give_back_cached_memory
