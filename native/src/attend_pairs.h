@@ -27,16 +27,91 @@ namespace {
 constexpr int kSegments = 4;
 constexpr int kPairTile = kSegments * kSegmentTokens;  // tokens
 
+// Memory is asked for by about so much before it is used: less, and it comes late; more, and the first-level
+// cache does not hold it.
+constexpr int kFarBytes = 16 << 10;
+
 // Below every score, but so that differences of two scores stay finite.
 constexpr float kLowest = -0x1p127f;
 
-// Where one KV head's share of a tile lies, and that of the tile that is read next.
+// What is asked for at once: 16 tokens of two dimensions, or 32 columns of a row of V.
+constexpr int kPiece = 2 * kSegmentTokens;  // elements
+
+// Asks for half a tile, keys or values of one KV head, while another half is worked on: piece by piece, so
+// that requests to memory are spread over the computation, and in the order of memory as far as segments lie
+// together, however they are worked on later. A processor drops what is asked for faster than memory can
+// deliver, on Zen 5 beyond some 64 lines under way, and pieces in order are delivered faster than others.
+template <class T>
+class ReadAhead {
+ public:
+  // Pieces of a segment are `stride` elements apart; where segments lie `together`, all pieces follow each
+  // other.
+  ReadAhead(const T* const* segments, int64_t stride, int head_dim, bool together)
+      : segments_(segments),
+        next_(segments[0]),
+        stride_(together ? kPiece : stride),
+        run_((together ? kSegments : 1) * head_dim * kSegmentTokens),
+        left_(run_),
+        runs_(together ? 1 : kSegments) {}
+
+  // How many of `steps` steps of a loop, each of which takes `elements` elements of the other half, can ask
+  // before this is called again; at least one.
+  template <int elements>
+  [[gnu::always_inline]] int steps(int steps) {
+    constexpr int kShare = power_of_two(elements);
+    if (left_ < kShare) end_run();
+    const int within = left_ / kShare;
+    if (steps > within) steps = within > 0 ? within : 1;
+    left_ -= steps * kShare;
+    return steps;
+  }
+
+  // For step `i`.
+  template <int elements>
+  void ask(int i) {
+    constexpr int kShare = power_of_two(elements);
+    constexpr int kSteps = kShare < kPiece ? kPiece / kShare : 1;  // per piece
+    if (kSteps > 1 && i % kSteps != 0) return;
+#pragma GCC unroll 8
+    for (int piece = 0; piece < kShare; piece += kPiece) {
+      prefetch<kPiece>(next_, 0);
+      next_ += stride_;
+    }
+  }
+
+  // For loops that take a piece at a time.
+  void ask_for_piece() {
+    steps<kPiece>(1);
+    ask<kPiece>(0);
+  }
+
+ private:
+  // The least one that is not below x: shares of a piece must make up a piece.
+  static constexpr int power_of_two(int x) { return x <= 1 ? 1 : 2 * power_of_two((x + 1) / 2); }
+
+  void end_run() {
+    if (--runs_ > 0) {
+      next_ = *++segments_;
+      left_ = run_;
+    } else {
+      stride_ = 0;  // all has been asked for
+      left_ = 1 << 30;
+    }
+  }
+
+  const T* const* segments_;
+  const T* next_;
+  int64_t stride_;
+  int run_;   // elements of a run of memory
+  int left_;  // of this one
+  int runs_;
+};
+
+// Where one KV head's share of a tile lies.
 template <class T>
 struct PairTile {
   const T* k[kSegments];
   const T* v[kSegments];
-  const T* k_ahead[kSegments];
-  const T* v_ahead[kSegments];
   const float* k_scale[kSegments];  // of int8, else unused
   const float* v_scale[kSegments];
   int64_t pair_stride;  // elements of K from one pair of dimensions to the next
@@ -50,6 +125,8 @@ struct Segments {
   const T* k[kSegments];
   const T* v[kSegments];
   int64_t scale[kSegments];
+  bool k_together;  // one after the other in memory, and in the order of the pairs
+  bool v_together;
   int first;
   int count;  // 0: there are no more
 };
@@ -81,6 +158,13 @@ class SegmentWalker {
       }
     }
     next_ += kPairTile;
+    const bool whole = tile.count == kPairTile;
+    tile.k_together = whole && task_.page_tokens == kPairTile;
+    tile.v_together = whole;
+    for (int s = 1; whole && s < kSegments; ++s) {
+      tile.k_together &= tile.k[s] == tile.k[0] + s * kPiece;
+      tile.v_together &= tile.v[s] == tile.v[0] + s * kSegmentTokens * task_.head_dim;
+    }
   }
 
  private:
@@ -99,100 +183,125 @@ struct PairMath {
   static constexpr int kSegmentVectors = kSegmentTokens / kVectorTokens;
 
   // out[g][t] = q[g] · k[t] for Q heads, t up to the tile's count rounded up to whole segments.
+  //
+  // This and `values` are functions of their own so that their loops have all registers.
   template <int Q>
-  static void scores(const AttendTask& task, const PairTile<T>& tile, const QueryTile& queries, float* out) {
+  [[gnu::noinline]] static void scores(const AttendTask& task, const PairTile<T>& tile,
+                                       const QueryTile& queries, ReadAhead<T>& ahead, float* out) {
     constexpr int heads = Q < V::kHeadsAtOnce ? Q : V::kHeadsAtOnce;
-    constexpr int vectors = smaller_of(V::kSums / heads, kSegments * kSegmentVectors);
-    for (int n = 0; n * kVectorTokens < tile.count; n += vectors) {
+    constexpr int vectors = smaller_of(V::vectors_at_once(heads), kSegments * kSegmentVectors);
+    const int count = (tile.count + kSegmentTokens - 1) / kSegmentTokens * kSegmentVectors;
+    for (int n = 0; n < count;) {
+      // Vectors come in fours: what is no multiple of three ends with twos.
+      const bool two = vectors == 3 && (count - n == 4 || count - n == 2);
       for (int g = 0; g < Q; g += heads) {
-        add_keys<heads, vectors, Q / heads>(task, tile, n, g / heads, queries.q + g * task.padded_head_dim,
-                                            out + g * kPairTile);
+        const float* q = queries.q + g * task.padded_head_dim;
+        float* to = out + g * kPairTile;
+        if (two) {
+          add_keys<heads, 2, Q / heads>(task, tile, n, q, ahead, to);
+        } else {
+          add_keys<heads, vectors, Q / heads>(task, tile, n, q, ahead, to);
+        }
       }
+      n += two ? 2 : vectors;
     }
   }
 
   // acc[g] += sum over t of weights[g][t] * v[t] for Q heads.
   template <int Q>
-  static void values(const AttendTask& task, const PairTile<T>& tile, const float* weights, float* acc) {
-    constexpr int heads = Q < V::kValueHeads ? Q : V::kValueHeads;
+  [[gnu::noinline]] static void values(const AttendTask& task, const PairTile<T>& tile, const float* weights,
+                                       ReadAhead<T>& ahead, float* acc) {
+    constexpr int heads = Q < V::kHeadsAtOnce ? Q : V::kHeadsAtOnce;
     for (int g = 0; g < Q; g += heads) {
-      add_values<heads, V::kSums / heads, Q / heads>(task, tile, 0, g / heads, weights + g * kPairTile,
-                                                     acc + g * task.padded_head_dim);
+      add_values<heads, V::vectors_at_once(heads), Q / heads>(task, tile, 0, weights + g * kPairTile, ahead,
+                                                              acc + g * task.padded_head_dim);
     }
   }
 
  private:
   static constexpr int smaller_of(int a, int b) { return a < b ? a : b; }
 
-  // Where heads take several passes over the same tile, each asks for its share of the next one: a processor
-  // drops what is asked for faster than memory can deliver, on Zen 5 beyond some 64 lines under way.
+  // Where heads take several passes over the same keys, each asks for its share of what is read ahead.
   template <int heads, int vectors, int passes>
-  static void add_keys(const AttendTask& task, const PairTile<T>& tile, int n, int pass, const float* q,
-                       float* out) {
-    constexpr int segments = vectors < kSegmentVectors ? 1 : vectors / kSegmentVectors;
-    const int within = n % kSegmentVectors * V::kLanes;
-    const T* keys[segments];
-    const T* ahead[segments];
-    for (int s = 0; s < segments; ++s) {
-      keys[s] = tile.k[n / kSegmentVectors + s] + within;
-      ahead[s] = tile.k_ahead[n / kSegmentVectors + s] + within;
+  static void add_keys(const AttendTask& task, const PairTile<T>& tile, int n, const float* q,
+                       ReadAhead<T>& ahead, float* out) {
+    // Of neighbouring vectors that surely lie in one segment only the first needs an address.
+    constexpr int kRun = vectors % kSegmentVectors == 0   ? kSegmentVectors
+                         : kSegmentVectors % vectors == 0 ? vectors
+                                                          : 1;
+    constexpr int kStep = vectors * V::kLanes / passes;  // elements
+    const T* keys[vectors / kRun];
+    for (int i = 0; i < vectors; i += kRun) {
+      keys[i / kRun] = tile.k[(n + i) / kSegmentVectors] + (n + i) % kSegmentVectors * V::kLanes;
     }
+    ReadAhead<T> own = ahead;  // in registers
     Reg sums[heads * vectors];
 #pragma GCC unroll 16
     for (int i = 0; i < heads * vectors; ++i) sums[i] = V::zero();
+    const int64_t q_stride = task.padded_head_dim;
+    const int64_t pair_stride = tile.pair_stride;
+    for (int left = task.head_dim / 2; left > 0;) {
+      const int steps = own.template steps<kStep>(left);
+      left -= steps;
 #pragma GCC unroll 1
-    for (int d = 0; d < task.head_dim; d += 2) {
-      Reg k[vectors];
-#pragma GCC unroll 16
-      for (int i = 0; i < vectors; ++i) {
-        k[i] = V::load(keys[i / kSegmentVectors] + i % kSegmentVectors * V::kLanes);
-      }
-#pragma GCC unroll 4
-      for (int s = 0; s < segments; ++s) {
-        if (passes > segments || s % passes == pass) prefetch<vectors / segments * V::kLanes>(ahead[s], 0);
-        keys[s] += tile.pair_stride;
-        ahead[s] += tile.pair_stride;
-      }
-#pragma GCC unroll 8
-      for (int g = 0; g < heads; ++g) {
-        const Reg query = V::broadcast_pair(q + g * task.padded_head_dim + d);
+      for (int step = 0; step < steps; ++step, q += 2) {
+        own.template ask<kStep>(step);
+        Reg k[vectors];
 #pragma GCC unroll 16
         for (int i = 0; i < vectors; ++i) {
-          sums[g * vectors + i] = V::multiply_add(k[i], query, sums[g * vectors + i]);
+          k[i] = V::load(keys[i / kRun] + i % kRun * V::kLanes);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < vectors / kRun; ++i) keys[i] += pair_stride;
+#pragma GCC unroll 8
+        for (int g = 0; g < heads; ++g) {
+          const Reg query = V::broadcast_pair(q + g * q_stride);
+#pragma GCC unroll 16
+          for (int i = 0; i < vectors; ++i) {
+            sums[g * vectors + i] = V::multiply_add(k[i], query, sums[g * vectors + i]);
+          }
         }
       }
     }
+    ahead = own;
 #pragma GCC unroll 8
     for (int g = 0; g < heads; ++g) {
+      float* to = out + g * kPairTile + n * kVectorTokens;
 #pragma GCC unroll 8
-      for (int i = 0; i < vectors; i += 2) {
-        const Reg pair_sums = V::add_pairs(sums[g * vectors + i], sums[g * vectors + i + 1]);
-        V::store(out + g * kPairTile + (n + i) * kVectorTokens, pair_sums);
+      for (int i = 0; i + 1 < vectors; i += 2) {
+        V::store(to + i * kVectorTokens, V::add_pairs(sums[g * vectors + i], sums[g * vectors + i + 1]));
+      }
+      if constexpr (vectors % 2 == 1) {  // what is stored beyond it is replaced by the next vectors' sums
+        const Reg last = sums[g * vectors + vectors - 1];
+        V::store(to + (vectors - 1) * kVectorTokens, V::add_pairs(last, last));
       }
     }
   }
 
   // From `column` on, W vectors of a row at a time; what is left of the row is done with half the width.
   template <int heads, int W, int passes>
-  static void add_values(const AttendTask& task, const PairTile<T>& tile, int column, int pass,
-                         const float* weights, float* acc) {
-    for (; column + W * V::kLanes <= task.head_dim; column += W * V::kLanes) {
-      add_columns<heads, W, passes>(task, tile, column, pass, weights, acc,
+  static void add_values(const AttendTask& task, const PairTile<T>& tile, int column, const float* weights,
+                         ReadAhead<T>& ahead, float* acc) {
+    // With three at a time, two and two are better than three and one.
+    const int left_alone = W == 3 ? (W + 1) * V::kLanes : -1;
+    for (; column + W * V::kLanes <= task.head_dim && task.head_dim - column != left_alone;
+         column += W * V::kLanes) {
+      add_columns<heads, W, passes>(task, tile, column, weights, ahead, acc,
                                     [](const T* p) { return V::load(p); });
     }
     if (column == task.head_dim) return;
     if constexpr (W > 1) {
-      add_values<heads, W / 2, passes>(task, tile, column, pass, weights, acc);
+      add_values<heads, W == 3 ? 2 : W / 2, passes>(task, tile, column, weights, ahead, acc);
     } else if constexpr (V::kLanes > 8) {
-      add_columns<heads, 1, passes>(task, tile, column, pass, weights, acc,
+      add_columns<heads, 1, passes>(task, tile, column, weights, ahead, acc,
                                     [](const T* p) { return V::load_half(p); });
     }
   }
 
   template <int heads, int W, int passes, class Load>
-  static void add_columns(const AttendTask& task, const PairTile<T>& tile, int column, int pass,
-                          const float* weights, float* acc, Load load) {
-    constexpr int kShare = W * V::kLanes / passes;
+  static void add_columns(const AttendTask& task, const PairTile<T>& tile, int column, const float* weights,
+                          ReadAhead<T>& ahead, float* acc, Load load) {
+    constexpr int kStep = W * V::kLanes / passes;  // elements
     acc += column;
     Reg sums[heads * W];
 #pragma GCC unroll 8
@@ -200,34 +309,35 @@ struct PairMath {
 #pragma GCC unroll 16
       for (int w = 0; w < W; ++w) sums[g * W + w] = V::load(acc + g * task.padded_head_dim + w * V::kLanes);
     }
+    ReadAhead<T> own = ahead;  // in registers
     int token = tile.first;
     for (int s = 0; s * kSegmentTokens < tile.count;) {
-      const int64_t skip = static_cast<int64_t>(token - s * kSegmentTokens) * task.head_dim + column;
-      const T* row = tile.v[s] + skip;
-      const T* ahead = tile.v_ahead[s] + skip;
+      const T* row = tile.v[s] + static_cast<int64_t>(token - s * kSegmentTokens) * task.head_dim + column;
       // Segments of one page lie one after the other: long loops end in fewer mispredicted branches.
       const T* begin = tile.v[s];
       do {
         begin += kSegmentTokens * task.head_dim;
         ++s;
       } while (s * kSegmentTokens < tile.count && tile.v[s] == begin);
-      const int end = smaller(tile.count, s * kSegmentTokens);
+      while (token < smaller(tile.count, s * kSegmentTokens)) {
+        const int end = token + own.template steps<kStep>(smaller(tile.count, s * kSegmentTokens) - token);
 #pragma GCC unroll 1
-      for (; token < end; ++token) {
-        prefetch<kShare>(ahead + pass * kShare, 0);
-        Reg v[W];
+        for (; token < end; ++token) {
+          own.template ask<kStep>(token);
+          Reg v[W];
 #pragma GCC unroll 16
-        for (int w = 0; w < W; ++w) v[w] = load(row + w * V::kLanes);
+          for (int w = 0; w < W; ++w) v[w] = load(row + w * V::kLanes);
 #pragma GCC unroll 8
-        for (int g = 0; g < heads; ++g) {
-          const Reg weight = V::broadcast(weights[g * kPairTile + token]);
+          for (int g = 0; g < heads; ++g) {
+            const Reg weight = V::broadcast(weights[g * kPairTile + token]);
 #pragma GCC unroll 16
-          for (int w = 0; w < W; ++w) sums[g * W + w] = V::multiply_add(v[w], weight, sums[g * W + w]);
+            for (int w = 0; w < W; ++w) sums[g * W + w] = V::multiply_add(v[w], weight, sums[g * W + w]);
+          }
+          row += task.head_dim;
         }
-        row += task.head_dim;
-        ahead += task.head_dim;
       }
     }
+    ahead = own;
 #pragma GCC unroll 8
     for (int g = 0; g < heads; ++g) {
 #pragma GCC unroll 16
@@ -252,9 +362,10 @@ class PairStep {
     }
   }
 
-  static void run(const AttendTask& task, const PairTile<T>& tile, const QueryTile& queries) {
+  static void run(const AttendTask& task, const PairTile<T>& tile, const QueryTile& queries,
+                  ReadAhead<T>& during_scores, ReadAhead<T>& during_values) {
     alignas(64) float weights[Q * kPairTile];
-    M::template scores<Q>(task, tile, queries, weights);
+    M::template scores<Q>(task, tile, queries, during_scores, weights);
     if constexpr (kScaled) multiply(tile.k_scale, tile.count, weights);
     if (tile.first > 0 || tile.count < kPairTile) mask(tile, kLowest, weights);
     softmax(task, weights, queries.state, queries.acc);
@@ -262,7 +373,7 @@ class PairStep {
       multiply(tile.v_scale, tile.count, weights);
       if (tile.first > 0 || tile.count < kPairTile) mask(tile, 0, weights);
     }
-    M::template values<Q>(task, tile, weights, queries.acc);
+    M::template values<Q>(task, tile, weights, during_values, queries.acc);
   }
 
   static void finish(const QueryTile& queries) {
@@ -355,6 +466,8 @@ void attend_pairs(const AttendTask& task) {
   Segments<T> tiles[2];
   Segments<T> of_next_task{};
   if (task.next != nullptr) SegmentWalker<T>(*task.next).next(of_next_task);
+  // Halves of a tile are asked for one or two halves early.
+  const bool far = kPairTile * task.head_dim * static_cast<int>(sizeof(T)) < kFarBytes;
   int current = 0;
   walker.next(tiles[0]);
   while (tiles[current].count > 0) {
@@ -363,28 +476,34 @@ void attend_pairs(const AttendTask& task) {
     const Segments<T>& next = tiles[1 - current].count > 0 ? tiles[1 - current] : of_next_task;
     // The heads of a page lie one after the other: memory is read in order, as far as the page goes.
     for (int head = 0; head < task.kv_heads; ++head) {
+      const bool last = head + 1 == task.kv_heads && next.count > 0;
+      const Segments<T>& after = last ? next : now;
+      const int head_after = last ? 0 : smaller(head + 1, task.kv_heads - 1);
       PairTile<T> tile;
-      tile.pair_stride = task.page_tokens * 2;
-      tile.first = now.first;
-      tile.count = now.count;
-      const bool last_head = head + 1 == task.kv_heads;
+      const T* k_after[kSegments];
+      const T* v_after[kSegments];
       for (int s = 0; s < kSegments; ++s) {
         tile.k[s] = now.k[s] + head * task.k_head_stride;
         tile.v[s] = now.v[s] + head * task.v_head_stride;
-        if (last_head && next.count > 0) {
-          tile.k_ahead[s] = next.k[s];
-          tile.v_ahead[s] = next.v[s];
-        } else {
-          tile.k_ahead[s] = tile.k[s] + (last_head ? 0 : task.k_head_stride);
-          tile.v_ahead[s] = tile.v[s] + (last_head ? 0 : task.v_head_stride);
-        }
+        k_after[s] = after.k[s] + head_after * task.k_head_stride;
+        v_after[s] = after.v[s] + head_after * task.v_head_stride;
         if constexpr (sizeof(T) == 1) {
           tile.k_scale[s] = task.k_scale + now.scale[s] + head * task.scale_head_stride;
           tile.v_scale[s] = task.v_scale + now.scale[s] + head * task.scale_head_stride;
         }
       }
+      tile.pair_stride = task.page_tokens * 2;
+      tile.first = now.first;
+      tile.count = now.count;
+      const ReadAhead<T> keys(k_after, tile.pair_stride, task.head_dim, after.k_together);
+      const ReadAhead<T> values(far ? v_after : tile.v, kPiece, task.head_dim,
+                                (far ? after : now).v_together);
+      ReadAhead<T> during_scores = far ? keys : values;
+      ReadAhead<T> during_values = far ? values : keys;
       for_each_query_tile(task, head, [&](const QueryTile& queries) {
-        with_heads(queries.left, [&](auto heads) { PairStep<M, heads.value>::run(task, tile, queries); });
+        with_heads(queries.left, [&](auto heads) {
+          PairStep<M, heads.value>::run(task, tile, queries, during_scores, during_values);
+        });
       });
     }
     current = 1 - current;

@@ -12,8 +12,8 @@ struct Avx512 {
   using Reg = __m512;
   static constexpr int kLanes = 16;
   static constexpr int kSums = 16;  // registers to add up in, of 32
-  static constexpr int kHeadsAtOnce = 4;
-  static constexpr int kValueHeads = 4;
+  static constexpr int kHeadsAtOnce = 8;
+  static constexpr int vectors_at_once(int heads) { return kSums / heads; }
 
   static Reg zero() { return _mm512_setzero_ps(); }
   static Reg broadcast(float x) { return _mm512_set1_ps(x); }
@@ -79,8 +79,9 @@ struct Avx512 {
 
   // p[0], p[1], p[0], p[1], ...
   static Reg broadcast_pair(const float* p) {
-    return _mm512_castpd_ps(
-        _mm512_broadcastsd_pd(_mm_castps_pd(_mm_loadl_pi(_mm_setzero_ps(), (const __m64*)p))));
+    double pair;  // repeated by the load itself; from a register it would take the place of arithmetic
+    __builtin_memcpy(&pair, p, sizeof pair);
+    return _mm512_castpd_ps(_mm512_set1_pd(pair));
   }
 
   // The sums of neighbouring lanes, a's before b's.

@@ -20,7 +20,8 @@ struct AmxMath {
   using T = Element;
 
   template <int Q>
-  static void scores(const AttendTask& task, const PairTile<T>& tile, const QueryTile& queries, float* out) {
+  static void scores(const AttendTask& task, const PairTile<T>& tile, const QueryTile& queries,
+                     ReadAhead<T>& ahead, float* out) {
     configure<Q>();
     const BFloat16* q = task.q_bf16 + queries.row * task.padded_head_dim;
     const int64_t q_bytes = task.padded_head_dim * sizeof(BFloat16);
@@ -28,9 +29,7 @@ struct AmxMath {
       tile_zero<kScores>();
       for (int d = 0; d < task.head_dim; d += kPairLanes) {
         const int64_t at = d / 2 * tile.pair_stride;
-        for (int i = 0; i < kPairLanes / 2; ++i) {
-          prefetch<kPairLanes>(tile.k_ahead[s] + at + i * tile.pair_stride, 0);
-        }
+        for (int i = 0; i < kPairLanes / 2; ++i) ahead.ask_for_piece();
         tile_load<kQueries>(q + d, q_bytes);
         load_keys(tile.k[s] + at, tile.pair_stride);
         tile_dot_bf16<kScores, kQueries, kRight>();
@@ -44,7 +43,8 @@ struct AmxMath {
   }
 
   template <int Q>
-  static void values(const AttendTask& task, const PairTile<T>& tile, const float* weights, float* acc) {
+  static void values(const AttendTask& task, const PairTile<T>& tile, const float* weights,
+                     ReadAhead<T>& ahead, float* acc) {
     // Rows of the left matrix: the large parts of all heads' weights, then the rest of each.
     alignas(64) BFloat16 parts[2 * Q * kPairTile];
     split_weights(weights, Q * kPairTile, parts, parts + Q * kPairTile);
@@ -56,7 +56,7 @@ struct AmxMath {
       tile_zero<kOut + 3>();
       for (int token = 0; token < tile.count; token += kTileTokens) {
         alignas(64) BFloat16 right[kValueTiles][kTileTokens / 2][kPairLanes];
-        interleave(task, tile, token, column, width, right);
+        interleave(task, tile, token, column, width, ahead, right);
         tile_load<kWeights>(parts + token, kPairTile * sizeof(BFloat16));
         add<kOut>(right[0]);
         add<kOut + 1>(right[1]);
@@ -103,7 +103,7 @@ struct AmxMath {
 
   // Tokens [token, token + 32) of `width` columns, two by two; zero where they are not attended to.
   static void interleave(const AttendTask& task, const PairTile<T>& tile, int token, int column, int width,
-                         BFloat16 (*right)[kTileTokens / 2][kPairLanes]) {
+                         ReadAhead<T>& ahead, BFloat16 (*right)[kTileTokens / 2][kPairLanes]) {
     for (int i = 0; i < kTileTokens; i += 2) {
       const int t = token + i;
       const int s = t / kSegmentTokens;
@@ -116,8 +116,8 @@ struct AmxMath {
         const __m512i b = second ? load_bf16(row + task.head_dim) : _mm512_setzero_si512();
         _mm512_store_si512(right[2 * w][i / 2], interleave_low(a, b));
         _mm512_store_si512(right[2 * w + 1][i / 2], interleave_high(a, b));
-        prefetch<kPairLanes>(tile.v_ahead[s] + skip + w * kPairLanes, 0);
-        prefetch<kPairLanes>(tile.v_ahead[s] + skip + w * kPairLanes + task.head_dim, 0);
+        ahead.ask_for_piece();
+        ahead.ask_for_piece();
       }
     }
   }

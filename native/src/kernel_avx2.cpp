@@ -11,7 +11,8 @@ struct Avx2 {
   static constexpr int kLanes = 8;
   static constexpr int kSums = 8;  // registers to add up in, of 16
   static constexpr int kHeadsAtOnce = 4;
-  static constexpr int kValueHeads = 8;  // a row's conversion to fp32 serves all of them
+  // Four heads have 12 sums, so that none has to wait for its own last step.
+  static constexpr int vectors_at_once(int heads) { return heads == 4 ? 3 : kSums / heads; }
 
   static Reg zero() { return _mm256_setzero_ps(); }
   static Reg broadcast(float x) { return _mm256_set1_ps(x); }
@@ -69,8 +70,9 @@ struct Avx2 {
 
   // p[0], p[1], p[0], p[1], ...
   static Reg broadcast_pair(const float* p) {
-    return _mm256_castpd_ps(
-        _mm256_broadcastsd_pd(_mm_castps_pd(_mm_loadl_pi(_mm_setzero_ps(), (const __m64*)p))));
+    double pair;  // repeated by the load itself
+    __builtin_memcpy(&pair, p, sizeof pair);
+    return _mm256_castpd_ps(_mm256_set1_pd(pair));
   }
 
   // The sums of neighbouring lanes, a's before b's.

@@ -17,16 +17,18 @@ struct Bf16Math {
   static constexpr int kHeadsAtOnce = 4;
 
   template <int Q>
-  static void scores(const AttendTask& task, const PairTile<T>& tile, const QueryTile& queries, float* out) {
+  [[gnu::noinline]] static void scores(const AttendTask& task, const PairTile<T>& tile,
+                                       const QueryTile& queries, ReadAhead<T>& ahead, float* out) {
     constexpr int heads = Q < kHeadsAtOnce ? Q : kHeadsAtOnce;
     const BFloat16* q = task.q_bf16 + queries.row * task.padded_head_dim;
     for (int g = 0; g < Q; g += heads) {
-      add_keys<heads>(task, tile, q + g * task.padded_head_dim, out + g * kPairTile);
+      add_keys<heads, Q / heads>(task, tile, q + g * task.padded_head_dim, ahead, out + g * kPairTile);
     }
   }
 
   template <int Q>
-  static void values(const AttendTask& task, const PairTile<T>& tile, const float* weights, float* acc) {
+  [[gnu::noinline]] static void values(const AttendTask& task, const PairTile<T>& tile, const float* weights,
+                                       ReadAhead<T>& ahead, float* acc) {
     constexpr int heads = Q < kHeadsAtOnce ? Q : kHeadsAtOnce;
     alignas(64) BFloat16 parts[2][Q * kPairTile];
     split_weights(weights, Q * kPairTile, parts[0], parts[1]);
@@ -35,10 +37,11 @@ struct Bf16Math {
       float* rows = acc + g * task.padded_head_dim;
       int column = 0;
       for (; column + 2 * kPairLanes <= task.head_dim; column += 2 * kPairLanes) {
-        add_columns<heads, 2>(task, tile, column, kPairLanes, own, rows);
+        add_columns<heads, 2, Q / heads>(task, tile, column, kPairLanes, own, ahead, rows);
       }
       for (; column < task.head_dim; column += kPairLanes) {
-        add_columns<heads, 1>(task, tile, column, smaller(task.head_dim - column, kPairLanes), own, rows);
+        const int count = smaller(task.head_dim - column, kPairLanes);
+        add_columns<heads, 1, Q / heads>(task, tile, column, count, own, ahead, rows);
       }
     }
   }
@@ -51,35 +54,38 @@ struct Bf16Math {
     return _mm512_set1_epi32(pair);
   }
 
-  template <int heads>
-  static void add_keys(const AttendTask& task, const PairTile<T>& tile, const BFloat16* q, float* out) {
+  template <int heads, int passes>
+  static void add_keys(const AttendTask& task, const PairTile<T>& tile, const BFloat16* q,
+                       ReadAhead<T>& ahead, float* out) {
+    constexpr int kStep = kSegments * kPairLanes / passes;  // elements
     const T* keys[kSegments];
-    const T* ahead[kSegments];
-    for (int s = 0; s < kSegments; ++s) {
-      keys[s] = tile.k[s];
-      ahead[s] = tile.k_ahead[s];
-    }
+    for (int s = 0; s < kSegments; ++s) keys[s] = tile.k[s];
+    ReadAhead<T> own = ahead;  // in registers
     Reg sums[heads * kSegments];
 #pragma GCC unroll 16
     for (int i = 0; i < heads * kSegments; ++i) sums[i] = Avx512::zero();
+    for (int pair = 0; pair < task.head_dim / 2;) {
+      const int end = pair + own.template steps<kStep>(task.head_dim / 2 - pair);
 #pragma GCC unroll 1
-    for (int d = 0; d < task.head_dim; d += 2) {
-      __m512i k[kSegments];
+      for (; pair < end; ++pair) {
+        own.template ask<kStep>(pair);
+        __m512i k[kSegments];
 #pragma GCC unroll 4
-      for (int s = 0; s < kSegments; ++s) {
-        k[s] = load_bf16(keys[s]);
-        prefetch<kPairLanes>(ahead[s], 0);
-        keys[s] += tile.pair_stride;
-        ahead[s] += tile.pair_stride;
-      }
+        for (int s = 0; s < kSegments; ++s) {
+          k[s] = load_bf16(keys[s]);
+          keys[s] += tile.pair_stride;
+        }
 #pragma GCC unroll 4
-      for (int g = 0; g < heads; ++g) {
-        const __m512i query = broadcast_pair(q + g * task.padded_head_dim + d);
+        for (int g = 0; g < heads; ++g) {
+          const __m512i query = broadcast_pair(q + g * task.padded_head_dim + 2 * pair);
 #pragma GCC unroll 4
-        for (int s = 0; s < kSegments; ++s)
-          sums[g * kSegments + s] = dot(sums[g * kSegments + s], k[s], query);
+          for (int s = 0; s < kSegments; ++s) {
+            sums[g * kSegments + s] = dot(sums[g * kSegments + s], k[s], query);
+          }
+        }
       }
     }
+    ahead = own;
     const Reg scale = Avx512::broadcast(task.score_scale);
 #pragma GCC unroll 4
     for (int g = 0; g < heads; ++g) {
@@ -92,9 +98,10 @@ struct Bf16Math {
   }
 
   // Two tokens at a time, W times 32 columns; of the last 32 only `count` exist.
-  template <int heads, int W>
+  template <int heads, int W, int passes>
   static void add_columns(const AttendTask& task, const PairTile<T>& tile, int column, int count,
-                          const BFloat16* const* weights, float* acc) {
+                          const BFloat16* const* weights, ReadAhead<T>& ahead, float* acc) {
+    constexpr int kStep = 2 * W * kPairLanes / passes;  // elements
     const bool whole = count == kPairLanes;
     acc += column;
     Reg sums[heads * W * 2];
@@ -110,35 +117,38 @@ struct Bf16Math {
     const auto load = [&](const T* row, int w) {
       return whole || w + 1 < W ? load_bf16(row + w * kPairLanes) : load_bf16(row + w * kPairLanes, count);
     };
+    ReadAhead<T> own = ahead;  // in registers
+    for (int token = tile.first / 2 * 2; token < tile.count;) {
+      const int end = token + 2 * own.template steps<kStep>((tile.count - token + 1) / 2);
 #pragma GCC unroll 1
-    for (int token = tile.first / 2 * 2; token < tile.count; token += 2) {
-      const int s = token / kSegmentTokens;
-      const int64_t skip = static_cast<int64_t>(token % kSegmentTokens) * task.head_dim + column;
-      const T* row = tile.v[s] + skip;
-      const T* ahead = tile.v_ahead[s] + skip;
-      // A row that is not attended to may hold NaN, which a weight of zero would not silence.
-      const bool first = token >= tile.first;
-      const bool second = token + 1 < tile.count;
-      __m512i v[W * 2];
+      for (; token < end; token += 2) {
+        own.template ask<kStep>(token / 2);
+        const int s = token / kSegmentTokens;
+        const int64_t skip = static_cast<int64_t>(token % kSegmentTokens) * task.head_dim + column;
+        const T* row = tile.v[s] + skip;
+        // A row that is not attended to may hold NaN, which a weight of zero would not silence.
+        const bool first = token >= tile.first;
+        const bool second = token + 1 < tile.count;
+        __m512i v[W * 2];
 #pragma GCC unroll 2
-      for (int w = 0; w < W; ++w) {
-        const __m512i a = first ? load(row, w) : _mm512_setzero_si512();
-        const __m512i b = second ? load(row + task.head_dim, w) : _mm512_setzero_si512();
-        v[w * 2] = interleave_low(a, b);
-        v[w * 2 + 1] = interleave_high(a, b);
-        prefetch<kPairLanes>(ahead + w * kPairLanes, 0);
-        prefetch<kPairLanes>(ahead + task.head_dim + w * kPairLanes, 0);
-      }
+        for (int w = 0; w < W; ++w) {
+          const __m512i a = first ? load(row, w) : _mm512_setzero_si512();
+          const __m512i b = second ? load(row + task.head_dim, w) : _mm512_setzero_si512();
+          v[w * 2] = interleave_low(a, b);
+          v[w * 2 + 1] = interleave_high(a, b);
+        }
 #pragma GCC unroll 4
-      for (int g = 0; g < heads; ++g) {
-        const __m512i large = broadcast_pair(weights[0] + g * kPairTile + token);
-        const __m512i rest = broadcast_pair(weights[1] + g * kPairTile + token);
+        for (int g = 0; g < heads; ++g) {
+          const __m512i large = broadcast_pair(weights[0] + g * kPairTile + token);
+          const __m512i rest = broadcast_pair(weights[1] + g * kPairTile + token);
 #pragma GCC unroll 4
-        for (int w = 0; w < W * 2; ++w) {
-          sums[g * W * 2 + w] = dot(dot(sums[g * W * 2 + w], v[w], large), v[w], rest);
+          for (int w = 0; w < W * 2; ++w) {
+            sums[g * W * 2 + w] = dot(dot(sums[g * W * 2 + w], v[w], large), v[w], rest);
+          }
         }
       }
     }
+    ahead = own;
 #pragma GCC unroll 4
     for (int g = 0; g < heads; ++g) {
 #pragma GCC unroll 4

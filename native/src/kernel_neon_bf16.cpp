@@ -23,18 +23,20 @@ struct Bf16Math {
   using T = Element;
 
   template <int Q>
-  static void scores(const AttendTask& task, const PairTile<T>& tile, const QueryTile& queries, float* out) {
+  static void scores(const AttendTask& task, const PairTile<T>& tile, const QueryTile& queries,
+                     ReadAhead<T>& ahead, float* out) {
     constexpr int vectors = kSums / Q;
     const BFloat16* q = task.q_bf16 + queries.row * task.padded_head_dim;
     const int count = (tile.count + kSegmentTokens - 1) / kSegmentTokens * kSegmentTokens;
     for (int n = 0; n * kVectorTokens < count; n += vectors) {
-      add_keys<Q, vectors>(task, tile, n, q, out + n * kVectorTokens);
+      add_keys<Q, vectors>(task, tile, n, q, ahead, out + n * kVectorTokens);
     }
   }
 
   template <int Q>
-  static void values(const AttendTask& task, const PairTile<T>& tile, const float* weights, float* acc) {
-    PairMath<Neon, T>::template values<Q>(task, tile, weights, acc);
+  static void values(const AttendTask& task, const PairTile<T>& tile, const float* weights,
+                     ReadAhead<T>& ahead, float* acc) {
+    PairMath<Neon, T>::template values<Q>(task, tile, weights, ahead, acc);
   }
 
  private:
@@ -46,27 +48,17 @@ struct Bf16Math {
   // Keys from vector `n` of the tile on.
   template <int heads, int vectors>
   static void add_keys(const AttendTask& task, const PairTile<T>& tile, int n, const BFloat16* q,
-                       float* out) {
+                       ReadAhead<T>& ahead, float* out) {
     constexpr int segments = vectors < kSegmentVectors ? 1 : vectors / kSegmentVectors;
     const int within = n % kSegmentVectors * kVector;
     const T* keys[segments];
-    const T* ahead[segments];
-    for (int s = 0; s < segments; ++s) {
-      keys[s] = tile.k[n / kSegmentVectors + s] + within;
-      ahead[s] = tile.k_ahead[n / kSegmentVectors + s];
-    }
+    for (int s = 0; s < segments; ++s) keys[s] = tile.k[n / kSegmentVectors + s] + within;
     float32x4_t sums[heads * vectors];
 #pragma GCC unroll 16
     for (int i = 0; i < heads * vectors; ++i) sums[i] = vdupq_n_f32(0);
 #pragma GCC unroll 1
     for (int d = 0; d < task.head_dim; d += kVector) {
-      if (within == 0) {
-        for (int s = 0; s < segments; ++s) {
-          for (int i = 0; i < kVector / 2; ++i) {
-            prefetch<kSegmentTokens * 2>(ahead[s] + (d / 2 + i) * tile.pair_stride, 0);
-          }
-        }
-      }
+      for (int i = 0; i < vectors; ++i) ahead.ask_for_piece();
       bfloat16x8_t query[heads];
 #pragma GCC unroll 8
       for (int g = 0; g < heads; ++g) query[g] = load_bf16(q + g * task.padded_head_dim + d);

@@ -66,13 +66,13 @@ void attend(const AttendTask& task) {
 }
 
 template <class T>
-void widen(const void* source, float* target, int length) {
-  for (int i = 0; i < length; ++i) target[i] = to_float(static_cast<const T*>(source)[i]);
+void widen(const void* source, float* target, int length, float factor) {
+  for (int i = 0; i < length; ++i) target[i] = to_float(static_cast<const T*>(source)[i]) * factor;
 }
 
 template <class T>
-void narrow(const float* source, void* target, int length) {
-  for (int i = 0; i < length; ++i) from_float(source[i], static_cast<T*>(target)[i]);
+void narrow(const float* source, void* target, int length, float factor) {
+  for (int i = 0; i < length; ++i) from_float(source[i] * factor, static_cast<T*>(target)[i]);
 }
 
 float read(const void* data, int64_t bytes) {

@@ -18,7 +18,7 @@ struct Neon {
   static constexpr int kLanes = 8;
   static constexpr int kSums = 8;  // vectors to add up in
   static constexpr int kHeadsAtOnce = 4;
-  static constexpr int kValueHeads = 4;
+  static constexpr int vectors_at_once(int heads) { return kSums / heads; }
 
   static Reg zero() { return broadcast(0); }
   static Reg broadcast(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x)}; }

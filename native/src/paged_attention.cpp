@@ -30,8 +30,10 @@ namespace neo_desktop {
 namespace {
 
 // A chunk's first tile is read without having been asked for in time: chunks are long, except where a request
-// alone must keep all threads busy.
+// alone must keep all threads busy. And its result, a row of fp32 per query head, goes through memory: it
+// should be little beside the keys and values that its query heads share.
 constexpr int64_t kMinChunkTokens = 512;
+constexpr int64_t kMinChunkTokensPerQuery = 128;
 constexpr int64_t kMaxChunks = 64;  // per request and head: bounds the memory that partial results take
 
 // Waking a thread costs about as long as reading this much.
@@ -125,7 +127,8 @@ class DecodeCall {
     for (int64_t b = 0; b < q.size(0); ++b) {
       const int64_t begin = window > 0 ? std::max<int64_t>(0, lens[b] - window) : 0;
       const int64_t length = lens[b] - first_of_segment(begin);
-      const int64_t chunk_tokens = divide_up(length, kMinChunkTokens * kMaxChunks) * kMinChunkTokens;
+      const int64_t least = std::max(kMinChunkTokens, group_ * kMinChunkTokensPerQuery);
+      const int64_t chunk_tokens = divide_up(length, least * kMaxChunks) * least;
       requests_.push_back({b, begin, lens[b], chunk_tokens, divide_up(length, chunk_tokens), 0, 0});
       tokens += length;
       chunks += requests_.back().chunks;
@@ -192,6 +195,7 @@ class DecodeCall {
 
   void work(int participant) {
     float* memory = thread_memory_ + participant * thread_floats_;
+    Item last{};  // whose queries lie in `memory`
     int64_t number = next_item_.fetch_add(1, std::memory_order_relaxed);
     while (number < items_) {
       const Item item = item_at(number);
@@ -207,6 +211,8 @@ class DecodeCall {
           task.next = &next;
         }
       }
+      if (item.request != last.request || item.range != last.range) load_queries(item, memory);
+      last = item;
       run(item, task, memory);
       if (!early) number = next_item_.fetch_add(1, std::memory_order_relaxed);
     }
@@ -264,7 +270,6 @@ class DecodeCall {
     const Partial result = partial_at(request.chunks == 1 ? own : first + item.chunk * partial_floats_);
 
     if (new_rows_ != nullptr && item.chunk + 1 == request.chunks) append(request, head, heads);
-    load_queries(b, head, heads, memory);
     task.q = memory;
     task.q_bf16 = reinterpret_cast<const BFloat16*>(memory + q_floats_ - q_bf16_floats_);
     task.state = memory + q_floats_;
@@ -306,18 +311,18 @@ class DecodeCall {
     SlotWriter::of_values(new_rows_->v, cache_, kernels_).write(b, page, row, head, heads);
   }
 
-  void load_queries(int64_t b, int64_t head, int heads, float* q) const {
-    std::fill(q, q + q_floats_, 0.0f);
-    for (int h = 0; h < heads; ++h) {
+  void load_queries(const Item& item, float* q) const {
+    if (padded_group_ > group_ || padded_head_dim_ > cache_.head_dim) std::fill(q, q + q_floats_, 0.0f);
+    for (int h = 0; h < item.heads; ++h) {
       for (int g = 0; g < group_; ++g) {
         float* row = q + (h * padded_group_ + g) * padded_head_dim_;
-        const int64_t at = b * q_.stride(0) + ((head + h) * group_ + g) * q_.stride(1);
-        kernels_.widen[static_cast<int>(q_.dtype)](offset(q_.data, q_.dtype, at), row, cache_.head_dim);
+        const int64_t at = item.request->b * q_.stride(0) + ((item.head + h) * group_ + g) * q_.stride(1);
+        const void* from = offset(q_.data, q_.dtype, at);
+        kernels_.widen[static_cast<int>(q_.dtype)](from, row, cache_.head_dim, q_scale_);
         if (dot_products_) {
           void* narrow = q + q_floats_ - q_bf16_floats_ + (row - q) / 2;
-          std::memcpy(narrow, offset(q_.data, q_.dtype, at), cache_.head_dim * sizeof(BFloat16));
+          std::memcpy(narrow, from, cache_.head_dim * sizeof(BFloat16));
         }
-        for (int i = 0; i < cache_.head_dim; ++i) row[i] *= q_scale_;
       }
     }
   }
@@ -342,12 +347,10 @@ class DecodeCall {
     for (int h = 0; h < heads; ++h) {
       for (int g = 0; g < group_; ++g) {
         const int row = h * padded_group_ + g;
-        float* acc = result.acc + row * padded_head_dim_;
-        const float normalise = 1.0f / result.sum[row];
-        for (int i = 0; i < cache_.head_dim; ++i) acc[i] *= normalise;
+        const float* acc = result.acc + row * padded_head_dim_;
         const int64_t at = b * out_.stride(0) + ((head + h) * group_ + g) * out_.stride(1);
-        kernels_.narrow[static_cast<int>(out_.dtype)](acc, offset(out_.data, out_.dtype, at),
-                                                      cache_.head_dim);
+        kernels_.narrow[static_cast<int>(out_.dtype)](acc, offset(out_.data, out_.dtype, at), cache_.head_dim,
+                                                      1.0f / result.sum[row]);
       }
     }
   }

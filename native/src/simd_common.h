@@ -112,22 +112,24 @@ inline void with_heads(int queries, Body body) {
 }
 
 template <class V, class T>
-void widen(const void* source, float* target, int length) {
+void widen(const void* source, float* target, int length, float factor) {
   const T* from = static_cast<const T*>(source);
+  const auto by = V::broadcast(factor);
   int i = 0;
-  for (; i + V::kLanes <= length; i += V::kLanes) V::store(target + i, V::load(from + i));
+  for (; i + V::kLanes <= length; i += V::kLanes) V::store(target + i, V::multiply(V::load(from + i), by));
   if constexpr (V::kLanes > 8) {
-    if (i < length) V::store_half(target + i, V::load_half(from + i));
+    if (i < length) V::store_half(target + i, V::multiply(V::load_half(from + i), by));
   }
 }
 
 template <class V, class T>
-void narrow(const float* source, void* target, int length) {
+void narrow(const float* source, void* target, int length, float factor) {
   T* to = static_cast<T*>(target);
+  const auto by = V::broadcast(factor);
   int i = 0;
-  for (; i + V::kLanes <= length; i += V::kLanes) V::store(to + i, V::load(source + i));
+  for (; i + V::kLanes <= length; i += V::kLanes) V::store(to + i, V::multiply(V::load(source + i), by));
   if constexpr (V::kLanes > 8) {
-    if (i < length) V::store_half(to + i, V::load_half(source + i));
+    if (i < length) V::store_half(to + i, V::multiply(V::load_half(source + i), by));
   }
 }
 

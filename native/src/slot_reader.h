@@ -62,9 +62,9 @@ class SlotReader {
       const auto* steps = static_cast<const int8_t*>(from);
       for (int i = 0; i < cache_.head_dim; ++i) row[i] = steps[i] * scale;
     } else {
-      kernels_.widen[static_cast<int>(cache_.dtype)](from, row, cache_.head_dim);
+      kernels_.widen[static_cast<int>(cache_.dtype)](from, row, cache_.head_dim, 1);
     }
-    kernels_.narrow[static_cast<int>(target_.dtype)](row, to, cache_.head_dim);
+    kernels_.narrow[static_cast<int>(target_.dtype)](row, to, cache_.head_dim, 1);
   }
 
   void gather_pairs(const void* from, int64_t tokens, void* to) const {

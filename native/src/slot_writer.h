@@ -49,11 +49,11 @@ class SlotWriter {
   const void* cast_row(const void* from, void* memory, float* scale) const {
     if (source_.dtype == cache_.dtype) return from;
     float row[kMaxHeadDim];
-    kernels_.widen[static_cast<int>(source_.dtype)](from, row, cache_.head_dim);
+    kernels_.widen[static_cast<int>(source_.dtype)](from, row, cache_.head_dim, 1);
     if (cache_.dtype == DType::kInt8) {
       *scale = quantize(row, cache_.head_dim, static_cast<int8_t*>(memory));
     } else {
-      kernels_.narrow[static_cast<int>(cache_.dtype)](row, memory, cache_.head_dim);
+      kernels_.narrow[static_cast<int>(cache_.dtype)](row, memory, cache_.head_dim, 1);
     }
     return memory;
   }

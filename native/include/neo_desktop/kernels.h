@@ -74,8 +74,9 @@ struct Kernels {
   // All indexed by DType (the cache's, or the row's). Lengths are multiples of 8.
   AttendKernel* attend_rows[kFloatTypes];
   AttendKernel* attend_pairs[kCacheTypes];
-  void (*widen[kFloatTypes])(const void* source, float* target, int length);
-  void (*narrow[kFloatTypes])(const float* source, void* target, int length);
+  // To fp32 and from it, times a factor.
+  void (*widen[kFloatTypes])(const void* source, float* target, int length, float factor);
+  void (*narrow[kFloatTypes])(const float* source, void* target, int length, float factor);
 
   // Reads every cache line once, in order; the result only keeps that from being optimised away.
   float (*read)(const void* data, int64_t bytes);
