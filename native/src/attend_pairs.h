@@ -28,8 +28,9 @@ constexpr int kSegments = 4;
 constexpr int kPairTile = kSegments * kSegmentTokens;  // tokens
 
 // Memory is asked for by about so much before it is used: less, and it comes late; more, and the first-level
-// cache does not hold it.
-constexpr int kFarBytes = 16 << 10;
+// cache does not hold it. For one or two query heads less is enough: the processor's own loads come early.
+constexpr int kAheadBytes = 16 << 10;
+constexpr int kMinAheadGroup = 3;
 
 // Below every score, but so that differences of two scores stay finite.
 constexpr float kLowest = -0x1p127f;
@@ -466,8 +467,9 @@ void attend_pairs(const AttendTask& task) {
   Segments<T> tiles[2];
   Segments<T> of_next_task{};
   if (task.next != nullptr) SegmentWalker<T>(*task.next).next(of_next_task);
-  // Halves of a tile are asked for one or two halves early.
-  const bool far = kPairTile * task.head_dim * static_cast<int>(sizeof(T)) < kFarBytes;
+  // Half a tile is asked for one or two halves early.
+  const int64_t half_bytes = static_cast<int64_t>(kPairTile) * task.head_dim * sizeof(T);
+  const bool far = half_bytes < kAheadBytes && task.group >= kMinAheadGroup;
   int current = 0;
   walker.next(tiles[0]);
   while (tiles[current].count > 0) {

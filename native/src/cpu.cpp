@@ -125,14 +125,15 @@ bool has_amx() {
 #if defined(NEO_DESKTOP_IMITATE_AMX)
   return has_avx512bf16();
 #else
-  constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
-  constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
-  constexpr unsigned kBf16Tiles = 1u << 22 | 1u << 24;
-  unsigned a, b, c, d;
-  if (!has_avx512bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kBf16Tiles) != kBf16Tiles) {
-    return false;
-  }
-  static const bool allowed = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  // Asked once: in a virtual machine cpuid takes microseconds.
+  static const bool allowed = [] {
+    constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+    constexpr int kTileData = 18;               // XFEATURE_XTILEDATA
+    constexpr unsigned kBf16Tiles = 1u << 22 | 1u << 24;
+    unsigned a, b, c, d;
+    return has_avx512bf16() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBf16Tiles) == kBf16Tiles &&
+           syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  }();
   return allowed;
 #endif
 }

@@ -1,4 +1,4 @@
-// The contract between the driver (paged_attention.cpp) and the kernels, one set per instruction set.
+// The contract between the driver (decode_call.cpp) and the kernels, one set per instruction set.
 // Included by the ISA-specific files: nothing here may generate code of its own.
 #pragma once
 

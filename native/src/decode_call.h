@@ -1,0 +1,16 @@
+// The work of one call of decode attention, shared out over threads.
+#pragma once
+
+#include <cstdint>
+
+#include "neo_desktop/kernels.h"
+#include "neo_desktop/paged_attention.h"
+#include "neo_desktop/paged_cache.h"
+
+namespace neo_desktop {
+
+// Arguments must have been checked; block_tokens is the size of their blocks.
+void run_decode(const DecodeArguments& arguments, const PagedCache& cache, int64_t block_tokens,
+                int64_t window, int num_threads, const Kernels& kernels);
+
+}  // namespace neo_desktop
