@@ -11,6 +11,10 @@ from neo_desktop.native.relay import RelayLayer
 
 PAIRED_TOKENS = 16  # the native kernels take K in pairs if block_size is a multiple of this
 
+# From so many query heads per KV head on, the values of a head's page follow its keys: the kernel reads on
+# from one to the other, and memory is faster the longer the pieces are. For fewer, two places at once are faster.
+_MIN_GROUP_TOGETHER = 3
+
 
 class HostLayer(KVLayer):
     """One layer in host memory; written, read and attended to by the native kernels.
@@ -20,7 +24,8 @@ class HostLayer(KVLayer):
 
         K         [pages, kv_heads, head_dim / 2, page_tokens, 2]: pairs of dimensions of all tokens side by
                   side; or rows, as V, where block_size is no multiple of 16
-        V         [pages, kv_heads, page_tokens, head_dim]
+        V         [pages, kv_heads, page_tokens, head_dim]; where many query heads share a KV head, the values
+                  of each head and page follow its keys in memory
         K scales  [pages, kv_heads, page_tokens] fp32, of int8 only: a row is its elements times its scale
         V scales  likewise
     """
@@ -48,19 +53,18 @@ class HostLayer(KVLayer):
             )
         page_tokens, dim = BLOCKS_PER_RUN * block_size, config.head_dim
         pages = (config.num_layers, -(-num_blocks // BLOCKS_PER_RUN), config.num_kv_heads)
-        shapes = [
-            (*pages, dim // 2, page_tokens, 2) if in_pairs else (*pages, page_tokens, dim),
-            (*pages, page_tokens, dim),
-        ]
-        parts = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        memory = torch.empty((2, *pages, page_tokens * dim), dtype=dtype, device=device)
+        tensors = [memory]
         if dtype is torch.int8:
-            parts += [torch.empty((*pages, page_tokens), device=device) for _ in range(2)]
-        for part in parts:
+            tensors += [torch.empty((*pages, page_tokens), device=device) for _ in range(2)]
+        for tensor in tensors:
             # Scattered pages in 4 KiB pieces cost a TLB miss each, and threads of all NUMA nodes read all of
             # them; before the first write both cost nothing.
-            native.advise_huge_pages(part)
-            native.interleave_numa_nodes(part)
-        return tuple(parts)
+            native.advise_huge_pages(tensor)
+            native.interleave_numa_nodes(tensor)
+        k, v = split_pages(memory, config.group_size)
+        keys = (dim // 2, page_tokens, 2) if in_pairs else (page_tokens, dim)
+        return k.view(*pages, *keys), v.view(*pages, page_tokens, dim), *tensors[1:]
 
     def for_relay(self, window: int | None) -> RelayLayer:
         """Return the layer as `native.relay` takes it."""
@@ -102,3 +106,20 @@ class HostLayer(KVLayer):
             k_scale=self._k_scale,
             v_scale=self._v_scale,
         )
+
+
+def split_pages(memory: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Say where in a contiguous tensor keys and values lie.
+
+    Args:
+        memory: [2, ..., elements of a page of one KV head].
+        group: query heads per KV head.
+
+    Returns:
+        Keys and values, each [..., elements]: those of a page and head side by side, or all keys first.
+    """
+    if group < _MIN_GROUP_TOGETHER:
+        k, v = memory.unbind()
+    else:
+        k, v = memory.view(*memory.shape[1:-1], 2, memory.shape[-1]).unbind(-2)
+    return k, v

@@ -39,8 +39,9 @@ KINDS = [
 each_kind = pytest.mark.parametrize(("kind", "dtype", "block_size"), KINDS)
 
 
-def make_pool(kind: type[KVLayer], dtype: torch.dtype, block_size: int) -> KVPool:
-    return spoiled(KVPool(CONFIG, NUM_BLOCKS, block_size, dtype, CPU, kind))
+def make_pool(kind: type[KVLayer], dtype: torch.dtype, block_size: int, group: int = 2) -> KVPool:
+    config = replace(CONFIG, num_heads=group * KV_HEADS)
+    return spoiled(KVPool(config, NUM_BLOCKS, block_size, dtype, CPU, kind))
 
 
 def some_rows(count: int, dtype: torch.dtype = torch.float32) -> Rows:
@@ -155,11 +156,12 @@ def test_rows_of_any_slots_are_fetched() -> None:
 
 @each_kind
 @pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("group", [2, 4])
 def test_decode_attention_stores_the_new_token_and_attends_to_what_is_stored(
-    kind: type[KVLayer], dtype: torch.dtype, block_size: int, window: int | None
+    kind: type[KVLayer], dtype: torch.dtype, block_size: int, window: int | None, group: int
 ) -> None:
     torch.manual_seed(4)
-    pool, rows_dtype = make_pool(kind, dtype, block_size), model_dtype(dtype)
+    pool, rows_dtype = make_pool(kind, dtype, block_size, group), model_dtype(dtype)
     layer = pool.layer(0)
     tables = torch.randperm(NUM_BLOCKS).view(2, -1).int()
     lens = torch.tensor([1, 2 * block_size + 3], dtype=torch.int32)
@@ -170,7 +172,7 @@ def test_decode_attention_stores_the_new_token_and_attends_to_what_is_stored(
     new = torch.stack([context[-1] for context in contexts])
     k, v = some_rows(len(earlier) + 2, rows_dtype)
     layer.write(k[2:], v[2:], earlier)
-    q = torch.randn(2, CONFIG.num_heads, HEAD_DIM).to(rows_dtype)
+    q = torch.randn(2, group * KV_HEADS, HEAD_DIM).to(rows_dtype)
     out = torch.empty_like(q)
     layer.decode(q, k[:2], v[:2], new, tables, lens, out, CONFIG.attention_scale, window)
 
@@ -179,6 +181,16 @@ def test_decode_attention_stores_the_new_token_and_attends_to_what_is_stored(
         expected = dense(q[row : row + 1], keys, values, CONFIG.attention_scale, window)
         tolerance = 1e-5 if rows_dtype is torch.float32 else 4 * torch.finfo(rows_dtype).eps
         torch.testing.assert_close(out[row : row + 1].double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("block_size", [16, 8])
+def test_values_follow_their_keys_where_many_query_heads_share_them(block_size: int) -> None:
+    """What the kernel reads one after the other then lies so; other heads' values are far from their keys."""
+    for group, side_by_side in ((1, False), (4, True)):
+        k, v = make_pool(HostLayer, torch.float16, block_size, group).parts
+        page_bytes = BLOCKS_PER_RUN * block_size * HEAD_DIM * k.itemsize
+        assert (v[0, 0, 0].data_ptr() - k[0, 0, 0].data_ptr() == page_bytes) == side_by_side
+        assert (k[0, 0, 1].data_ptr() - v[0, 0, 0].data_ptr() == page_bytes) == side_by_side
 
 
 @each_kind

@@ -16,6 +16,7 @@ from neo_desktop.app.bench.cpu_attention.options import (
 )
 from neo_desktop.app.bench.memory import bytes_beyond_caches
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
+from neo_desktop.engine.kv.host_layer import split_pages
 from neo_desktop.engine.kv.layer import slots_of
 
 _READ_BYTES = 256 << 20
@@ -66,21 +67,21 @@ class Pool:
         dtype = options.dtype
         head_dim = min(options.head_dims)  # the one with the most rows, and so scales
         rows = nbytes // 2 // row_bytes(head_dim, dtype)
-        self.k, self.v = (torch.empty(rows * head_dim, dtype=dtype) for _ in range(2))
+        self._memory = torch.empty(2 * rows * head_dim, dtype=dtype)
+        self.k, self.v = self._memory.chunk(2)  # for what wants a contiguous tensor of each
         scale_rows = rows if dtype is torch.int8 else 0
         self._k_scale, self._v_scale = (torch.empty(scale_rows) for _ in range(2))
-        numbers = torch.randn(min(self.k.numel(), 9_999_991), generator=seeded())
+        numbers = torch.randn(min(self._memory.numel(), 9_999_991), generator=seeded())
         if dtype is torch.int8:
             numbers = (numbers * 40).round().clamp(-127, 127)
-        agreed = [_fill(tensor, numbers) for tensor in (self.k, self.v)]
-        self.huge_pages = all(agreed)
+        self.huge_pages = _fill(self._memory, numbers)
         for scales in (self._k_scale, self._v_scale):
             _fill(scales, 0.02 + 0.01 * torch.rand(min(scale_rows, 999_983), generator=seeded()))
 
     @property
     def nbytes(self) -> int:
         """All of it."""
-        return sum(tensor.nbytes for tensor in (self.k, self.v, self._k_scale, self._v_scale))
+        return sum(tensor.nbytes for tensor in (self._memory, self._k_scale, self._v_scale))
 
     def num_blocks(self, group: int, head_dim: int) -> int:
         """How many blocks of this shape the pool holds, in whole pages."""
@@ -91,10 +92,10 @@ class Pool:
         """View the pool as a paged KV cache, as the engine's."""
         page_tokens = self._options.page_tokens
         leading = (self.num_blocks(group, head_dim) // BLOCKS_PER_RUN, kv_heads(group))
-        pairs = (*leading, head_dim // 2, page_tokens, 2)
+        k, v = split_pages(_view(self._memory, (2, *leading, page_tokens * head_dim)), group)
         return Caches(
-            k=_view(self.k, pairs).transpose(-3, -2),
-            v=_view(self.v, (*leading, page_tokens, head_dim)),
+            k=k.view(*leading, head_dim // 2, page_tokens, 2).transpose(-3, -2),
+            v=v.view(*leading, page_tokens, head_dim),
             k_scale=_view(self._k_scale, (*leading, page_tokens)) if len(self._k_scale) else None,
             v_scale=_view(self._v_scale, (*leading, page_tokens)) if len(self._v_scale) else None,
             block_size=self._options.block_size,
