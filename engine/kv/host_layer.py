@@ -1,5 +1,8 @@
 """KV in host memory: in pages, laid out for the CPU's attention kernel."""
 
+import math
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -12,7 +15,7 @@ from neo_desktop.native.relay import RelayLayer
 PAIRED_TOKENS = 16  # the native kernels take K in pairs if block_size is a multiple of this
 
 # From so many query heads per KV head on, the values of a head's page follow its keys: the kernel reads on
-# from one to the other, and memory is faster the longer the pieces are. For fewer, two places at once are faster.
+# from one to the other, and long pieces of memory are faster. For fewer, two places at once are faster.
 _MIN_GROUP_TOGETHER = 3
 
 
@@ -53,10 +56,10 @@ class HostLayer(KVLayer):
             )
         page_tokens, dim = BLOCKS_PER_RUN * block_size, config.head_dim
         pages = (config.num_layers, -(-num_blocks // BLOCKS_PER_RUN), config.num_kv_heads)
-        memory = torch.empty((2, *pages, page_tokens * dim), dtype=dtype, device=device)
+        memory = empty_aligned((2, *pages, page_tokens * dim), dtype)
         tensors = [memory]
         if dtype is torch.int8:
-            tensors += [torch.empty((*pages, page_tokens), device=device) for _ in range(2)]
+            tensors += [empty_aligned((*pages, page_tokens), torch.float32) for _ in range(2)]
         for tensor in tensors:
             # Scattered pages in 4 KiB pieces cost a TLB miss each, and threads of all NUMA nodes read all of
             # them; before the first write both cost nothing.
@@ -106,6 +109,14 @@ class HostLayer(KVLayer):
             k_scale=self._k_scale,
             v_scale=self._v_scale,
         )
+
+
+def empty_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Make a tensor that begins at a page of the system's memory, so that KV pages lie in few of them."""
+    spare = mmap.PAGESIZE // dtype.itemsize
+    memory = torch.empty(math.prod(shape) + spare, dtype=dtype)
+    start = -memory.data_ptr() % mmap.PAGESIZE // dtype.itemsize
+    return memory[start : start + math.prod(shape)].view(shape)
 
 
 def split_pages(memory: Tensor, group: int) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from neo_desktop.app.bench.cpu_attention.options import (
 )
 from neo_desktop.app.bench.memory import bytes_beyond_caches
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
-from neo_desktop.engine.kv.host_layer import split_pages
+from neo_desktop.engine.kv.host_layer import empty_aligned, split_pages
 from neo_desktop.engine.kv.layer import slots_of
 
 _READ_BYTES = 256 << 20
@@ -67,7 +67,7 @@ class Pool:
         dtype = options.dtype
         head_dim = min(options.head_dims)  # the one with the most rows, and so scales
         rows = nbytes // 2 // row_bytes(head_dim, dtype)
-        self._memory = torch.empty(2 * rows * head_dim, dtype=dtype)
+        self._memory = empty_aligned((2 * rows * head_dim,), dtype)
         self.k, self.v = self._memory.chunk(2)  # for what wants a contiguous tensor of each
         scale_rows = rows if dtype is torch.int8 else 0
         self._k_scale, self._v_scale = (torch.empty(scale_rows) for _ in range(2))
