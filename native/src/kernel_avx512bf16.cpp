@@ -60,32 +60,25 @@ struct Bf16Math {
     constexpr int kStep = kSegments * kPairLanes / passes;  // elements
     const T* keys[kSegments];
     for (int s = 0; s < kSegments; ++s) keys[s] = tile.k[s];
-    ReadAhead<T> own = ahead;  // in registers
     Reg sums[heads * kSegments];
 #pragma GCC unroll 16
     for (int i = 0; i < heads * kSegments; ++i) sums[i] = Avx512::zero();
-    for (int pair = 0; pair < task.head_dim / 2;) {
-      const int end = pair + own.template steps<kStep>(task.head_dim / 2 - pair);
-#pragma GCC unroll 1
-      for (; pair < end; ++pair) {
-        own.template ask<kStep>(pair);
-        __m512i k[kSegments];
+    ahead.template during<kStep>(task.head_dim / 2, [&](int pair) {
+      __m512i k[kSegments];
+#pragma GCC unroll 4
+      for (int s = 0; s < kSegments; ++s) {
+        k[s] = load_bf16(keys[s]);
+        keys[s] += tile.pair_stride;
+      }
+#pragma GCC unroll 4
+      for (int g = 0; g < heads; ++g) {
+        const __m512i query = broadcast_pair(q + g * task.padded_head_dim + 2 * pair);
 #pragma GCC unroll 4
         for (int s = 0; s < kSegments; ++s) {
-          k[s] = load_bf16(keys[s]);
-          keys[s] += tile.pair_stride;
-        }
-#pragma GCC unroll 4
-        for (int g = 0; g < heads; ++g) {
-          const __m512i query = broadcast_pair(q + g * task.padded_head_dim + 2 * pair);
-#pragma GCC unroll 4
-          for (int s = 0; s < kSegments; ++s) {
-            sums[g * kSegments + s] = dot(sums[g * kSegments + s], k[s], query);
-          }
+          sums[g * kSegments + s] = dot(sums[g * kSegments + s], k[s], query);
         }
       }
-    }
-    ahead = own;
+    });
     const Reg scale = Avx512::broadcast(task.score_scale);
 #pragma GCC unroll 4
     for (int g = 0; g < heads; ++g) {
@@ -117,38 +110,33 @@ struct Bf16Math {
     const auto load = [&](const T* row, int w) {
       return whole || w + 1 < W ? load_bf16(row + w * kPairLanes) : load_bf16(row + w * kPairLanes, count);
     };
-    ReadAhead<T> own = ahead;  // in registers
-    for (int token = tile.first / 2 * 2; token < tile.count;) {
-      const int end = token + 2 * own.template steps<kStep>((tile.count - token + 1) / 2);
-#pragma GCC unroll 1
-      for (; token < end; token += 2) {
-        own.template ask<kStep>(token / 2);
-        const int s = token / kSegmentTokens;
-        const int64_t skip = static_cast<int64_t>(token % kSegmentTokens) * task.head_dim + column;
-        const T* row = tile.v[s] + skip;
-        // A row that is not attended to may hold NaN, which a weight of zero would not silence.
-        const bool first = token >= tile.first;
-        const bool second = token + 1 < tile.count;
-        __m512i v[W * 2];
+    const int begin = tile.first / 2 * 2;
+    ahead.template during<kStep>((tile.count - begin + 1) / 2, [&](int i) {
+      const int token = begin + 2 * i;
+      const int s = token / kSegmentTokens;
+      const int64_t skip = static_cast<int64_t>(token % kSegmentTokens) * task.head_dim + column;
+      const T* row = tile.v[s] + skip;
+      // A row that is not attended to may hold NaN, which a weight of zero would not silence.
+      const bool first = token >= tile.first;
+      const bool second = token + 1 < tile.count;
+      __m512i v[W * 2];
 #pragma GCC unroll 2
-        for (int w = 0; w < W; ++w) {
-          const __m512i a = first ? load(row, w) : _mm512_setzero_si512();
-          const __m512i b = second ? load(row + task.head_dim, w) : _mm512_setzero_si512();
-          v[w * 2] = interleave_low(a, b);
-          v[w * 2 + 1] = interleave_high(a, b);
-        }
+      for (int w = 0; w < W; ++w) {
+        const __m512i a = first ? load(row, w) : _mm512_setzero_si512();
+        const __m512i b = second ? load(row + task.head_dim, w) : _mm512_setzero_si512();
+        v[w * 2] = interleave_low(a, b);
+        v[w * 2 + 1] = interleave_high(a, b);
+      }
 #pragma GCC unroll 4
-        for (int g = 0; g < heads; ++g) {
-          const __m512i large = broadcast_pair(weights[0] + g * kPairTile + token);
-          const __m512i rest = broadcast_pair(weights[1] + g * kPairTile + token);
+      for (int g = 0; g < heads; ++g) {
+        const __m512i large = broadcast_pair(weights[0] + g * kPairTile + token);
+        const __m512i rest = broadcast_pair(weights[1] + g * kPairTile + token);
 #pragma GCC unroll 4
-          for (int w = 0; w < W * 2; ++w) {
-            sums[g * W * 2 + w] = dot(dot(sums[g * W * 2 + w], v[w], large), v[w], rest);
-          }
+        for (int w = 0; w < W * 2; ++w) {
+          sums[g * W * 2 + w] = dot(dot(sums[g * W * 2 + w], v[w], large), v[w], rest);
         }
       }
-    }
-    ahead = own;
+    });
 #pragma GCC unroll 4
     for (int g = 0; g < heads; ++g) {
 #pragma GCC unroll 4
