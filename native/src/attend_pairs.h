@@ -87,7 +87,7 @@ struct PairMath {
     constexpr int kStep = vectors * V::kLanes / passes;  // elements
     const T* keys[vectors / kRun];
     for (int i = 0; i < vectors; i += kRun) {
-      keys[i / kRun] = tile.k[(n + i) / kSegmentVectors] + (n + i) % kSegmentVectors * V::kLanes;
+      keys[i / kRun] = tile.k((n + i) / kSegmentVectors) + (n + i) % kSegmentVectors * V::kLanes;
     }
     Reg sums[heads * vectors];
 #pragma GCC unroll 16
@@ -157,13 +157,13 @@ struct PairMath {
     }
     int token = tile.first;
     for (int s = 0; s * kSegmentTokens < tile.count;) {
-      const T* row = tile.v[s] + static_cast<int64_t>(token - s * kSegmentTokens) * task.head_dim + column;
+      const T* row = tile.v(s) + static_cast<int64_t>(token - s * kSegmentTokens) * task.head_dim + column;
       // Segments of one page lie one after the other: long loops end in fewer mispredicted branches.
-      const T* begin = tile.v[s];
+      const T* begin = tile.v(s);
       do {
         begin += kSegmentTokens * task.head_dim;
         ++s;
-      } while (s * kSegmentTokens < tile.count && tile.v[s] == begin);
+      } while (s * kSegmentTokens < tile.count && tile.v(s) == begin);
       const int steps = smaller(tile.count, s * kSegmentTokens) - token;
       ahead.template during<kStep>(steps, [&](int) {
         Reg v[W];
@@ -207,11 +207,11 @@ class PairStep {
                   ReadAhead<T>& during_scores, ReadAhead<T>& during_values) {
     alignas(64) float weights[Q * kPairTile];
     M::template scores<Q>(task, tile, queries, during_scores, weights);
-    if constexpr (kScaled) multiply(tile.k_scale, tile.count, weights);
+    if constexpr (kScaled) multiply(tile, tile.k_scale, weights);
     if (tile.first > 0 || tile.count < kPairTile) mask(tile, kLowest, weights);
     softmax(task, weights, queries.state, queries.acc);
     if constexpr (kScaled) {
-      multiply(tile.v_scale, tile.count, weights);
+      multiply(tile, tile.v_scale, weights);
       if (tile.first > 0 || tile.count < kPairTile) mask(tile, 0, weights);
     }
     M::template values<Q>(task, tile, weights, during_values, queries.acc);
@@ -229,10 +229,10 @@ class PairStep {
   static float* max_of(float* state, int g) { return state + g * 2 * kMaxLanes; }
   static float* sum_of(float* state, int g) { return state + g * 2 * kMaxLanes + kMaxLanes; }
 
-  static void multiply(const float* const* scales, int count, float* weights) {
-    for (int s = 0; s * kSegmentTokens < count; ++s) {
+  static void multiply(const PairTile<T>& tile, const float* scales, float* weights) {
+    for (int s = 0; s * kSegmentTokens < tile.count; ++s) {
       for (int i = 0; i < kSegmentTokens; i += V::kLanes) {
-        const Reg scale = V::load(scales[s] + i);
+        const Reg scale = V::load(scales + tile.segments.scale[s] + i);
         for (int g = 0; g < Q; ++g) {
           float* at = weights + g * kPairTile + s * kSegmentTokens + i;
           V::store(at, V::multiply(V::load(at), scale));
@@ -310,6 +310,7 @@ void attend_pairs(const AttendTask& task) {
   // Half a tile is asked for one or two halves early.
   const int64_t half_bytes = static_cast<int64_t>(kPairTile) * task.head_dim * sizeof(T);
   const bool far = half_bytes < kAheadBytes && task.group >= kMinAheadGroup;
+  const int64_t pair_stride = task.page_tokens * 2;
   int current = 0;
   walker.next(tiles[0]);
   while (tiles[current].count > 0) {
@@ -321,27 +322,24 @@ void attend_pairs(const AttendTask& task) {
       const bool last = head + 1 == task.kv_heads && next.count > 0;
       const Segments<T>& after = last ? next : now;
       const int head_after = last ? 0 : smaller(head + 1, task.kv_heads - 1);
-      PairTile<T> tile;
-      const T* k_after[kSegments];
-      const T* v_after[kSegments];
-      for (int s = 0; s < kSegments; ++s) {
-        tile.k[s] = now.k[s] + head * task.k_head_stride;
-        tile.v[s] = now.v[s] + head * task.v_head_stride;
-        k_after[s] = after.k[s] + head_after * task.k_head_stride;
-        v_after[s] = after.v[s] + head_after * task.v_head_stride;
-        if constexpr (sizeof(T) == 1) {
-          tile.k_scale[s] = task.k_scale + now.scale[s] + head * task.scale_head_stride;
-          tile.v_scale[s] = task.v_scale + now.scale[s] + head * task.scale_head_stride;
-        }
+      PairTile<T> tile{now,
+                       head * task.k_head_stride,
+                       head * task.v_head_stride,
+                       nullptr,
+                       nullptr,
+                       pair_stride,
+                       now.first,
+                       now.count};
+      if constexpr (sizeof(T) == 1) {
+        tile.k_scale = task.k_scale + head * task.scale_head_stride;
+        tile.v_scale = task.v_scale + head * task.scale_head_stride;
       }
-      tile.pair_stride = task.page_tokens * 2;
-      tile.first = now.first;
-      tile.count = now.count;
-      const ReadAhead<T> keys(k_after, tile.pair_stride, task.head_dim, after.k_together);
-      const ReadAhead<T> values(far ? v_after : tile.v, kPiece, task.head_dim,
-                                (far ? after : now).v_together);
-      ReadAhead<T> during_scores = far ? keys : values;
-      ReadAhead<T> during_values = far ? values : keys;
+      ReadAhead<T> keys(after.k, head_after * task.k_head_stride, pair_stride, task.head_dim,
+                        after.k_together);
+      ReadAhead<T> values(far ? after.v : now.v, far ? head_after * task.v_head_stride : tile.v_offset,
+                          kPiece, task.head_dim, (far ? after : now).v_together);
+      ReadAhead<T>& during_scores = far ? keys : values;
+      ReadAhead<T>& during_values = far ? values : keys;
       for_each_query_tile(task, head, [&](const QueryTile& queries) {
         with_heads(queries.left, [&](auto heads) {
           PairStep<M, heads.value>::run(task, tile, queries, during_scores, during_values);

@@ -3,13 +3,17 @@
 // The work is cut into items: a chunk of one request's context, for some of the KV heads. Chunks depend on
 // the request's length and on the model only, so a result never depends on the batch or on the number of
 // threads. An item takes as many KV heads as leave enough items for all threads: the heads of a page lie side
-// by side in memory, and reading on is faster than jumping. Threads take items from a counter:
+// by side in memory, and reading on is faster than jumping.
 //
-//   request 0, 700 tokens    [0,512) heads 0-3   [0,512) heads 4-7   [512,700) heads 0-3   ...
-//   request 1,  90 tokens    [0,90)  heads 0-3   [0,90)  heads 4-7
+//   request 0, 1300 tokens    [0,1024) heads 0-3   [1024,1300) heads 0-3   [0,1024) heads 4-7   ...
+//   request 1,   90 tokens    [0,90)   heads 0-3   [0,90)      heads 4-7
 //
 // An item's result is a partial softmax (max, sum, acc) per query head. Where a request has several chunks,
 // the thread that finishes the last of them merges all, in order, in fp32 (as in Flash-Decoding).
+//
+// Threads take neighbouring items, many at first and fewer towards the end (guided self-scheduling): most
+// partial results are then merged by the thread that made them. From another core's cache they come so slowly
+// that sharing items out one by one took a fifth of the time where two threads ran on different dies.
 #include "decode_call.h"
 
 #include <algorithm>
@@ -33,8 +37,8 @@ namespace {
 // A chunk's first tile is read without having been asked for in time: chunks are long, except where a request
 // alone must keep all threads busy. And its result, a row of fp32 per query head, goes through memory: it
 // should be little beside the keys and values that its query heads share.
-constexpr int64_t kMinChunkTokens = 512;
-constexpr int64_t kMinChunkTokensPerQuery = 128;
+constexpr int64_t kMinChunkTokens = 1024;
+constexpr int64_t kMinChunkTokensPerQuery = 256;
 constexpr int64_t kMaxChunks = 64;  // per request and head: bounds the memory that partial results take
 
 // Waking a thread costs about as long as reading this much.
@@ -46,6 +50,10 @@ constexpr int kMinDotProductGroup = 3;
 // Enough for the threads to end at about the same time.
 constexpr int64_t kItemsPerThread = 8;
 
+// A thread takes this part of what is left, divided by the number of threads: with a larger one they end
+// further apart, with a smaller one they share more.
+constexpr int64_t kBatchesPerThread = 2;
+
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Chunks end where segments do: in dimension pairs a segment is read as a whole, and while one thread writes
@@ -56,9 +64,11 @@ struct Request {
   int64_t b;      // row of the batch
   int64_t begin;  // first token attended to
   int64_t end;
+  int64_t length;  // tokens, from the beginning of the first one's segment
   int64_t chunk_tokens;
   int64_t chunks;
   int64_t first_item;
+  int64_t tokens_before;  // of all items before the first one
   int64_t first_partial;  // where its partial results lie; unused with one chunk
 };
 
@@ -129,7 +139,8 @@ class DecodeCall {
       const int64_t length = lens[b] - first_of_segment(begin);
       const int64_t least = std::max(kMinChunkTokens, group_ * kMinChunkTokensPerQuery);
       const int64_t chunk_tokens = divide_up(length, least * kMaxChunks) * least;
-      requests_.push_back({b, begin, lens[b], chunk_tokens, divide_up(length, chunk_tokens), 0, 0});
+      requests_.push_back(
+          {b, begin, lens[b], length, chunk_tokens, divide_up(length, chunk_tokens), 0, 0, 0});
       tokens += length;
       chunks += requests_.back().chunks;
     }
@@ -145,8 +156,10 @@ class DecodeCall {
     head_ranges_ = divide_up(cache.kv_heads, heads_per_item_);
     for (Request& request : requests_) {
       request.first_item = items_;
+      request.tokens_before = item_tokens_;
       request.first_partial = partials_;
       items_ += request.chunks * head_ranges_;
+      item_tokens_ += request.length * head_ranges_;
       if (request.chunks > 1) partials_ += request.chunks * head_ranges_;
     }
     threads_ = static_cast<int>(std::min(useful_threads, items_));
@@ -196,37 +209,78 @@ class DecodeCall {
   void work(int participant) {
     float* memory = thread_memory_ + participant * thread_floats_;
     Item last{};  // whose queries lie in `memory`
-    int64_t number = next_item_.fetch_add(1, std::memory_order_relaxed);
-    while (number < items_) {
-      const Item item = item_at(number);
+    Batch batch = take();
+    while (batch.next < batch.end) {
+      const Item item = item_at(batch.next++);
       AttendTask task = task_of(item);
       // Knowing the next item before this one ends, the kernel asks for its memory in time. Towards the end
       // nobody holds one back that another thread could begin with.
+      const bool many_left = next_item_.load(std::memory_order_relaxed) < items_ - 2 * threads_;
+      if (batch.next == batch.end && many_left) batch = take();
       AttendTask next;
-      const bool early = next_item_.load(std::memory_order_relaxed) < items_ - 2 * threads_;
-      if (early) {
-        number = next_item_.fetch_add(1, std::memory_order_relaxed);
-        if (number < items_) {
-          next = task_of(item_at(number));
-          task.next = &next;
-        }
+      if (batch.next < batch.end) {
+        next = task_of(item_at(batch.next));
+        task.next = &next;
       }
       if (item.request != last.request || item.range != last.range) load_queries(item, memory);
       last = item;
       run(item, task, memory);
-      if (!early) number = next_item_.fetch_add(1, std::memory_order_relaxed);
+      if (batch.next == batch.end) batch = take();
     }
   }
 
+  // Items [next, end).
+  struct Batch {
+    int64_t next;
+    int64_t end;
+  };
+
+  // The next items, as many as hold a thread's part of the tokens that are left, all chunks of a request's
+  // heads or, where that is too much, some; none when all are taken.
+  Batch take() {
+    int64_t next = next_item_.load(std::memory_order_relaxed);
+    int64_t end;
+    do {
+      if (next >= items_) return {items_, items_};
+      const int64_t before = tokens_before(next);
+      const int64_t part = (item_tokens_ - before) / (threads_ * kBatchesPerThread);
+      end = std::max(next + 1, item_with(before + part));
+      const int64_t first_chunk = end - item_at(end).chunk;
+      if (first_chunk > next) end = first_chunk;
+    } while (!next_item_.compare_exchange_weak(next, end, std::memory_order_relaxed));
+    return {next, end};
+  }
+
+  // How many tokens all items before this one have together.
+  int64_t tokens_before(int64_t item) const {
+    const Request& request = last_that_begins(&Request::first_item, item);
+    const int64_t index = item - request.first_item;
+    return request.tokens_before + index / request.chunks * request.length +
+           index % request.chunks * request.chunk_tokens;
+  }
+
+  // The item in which the token of this number lies.
+  int64_t item_with(int64_t token) const {
+    const Request& request = last_that_begins(&Request::tokens_before, token);
+    const int64_t index = token - request.tokens_before;
+    return request.first_item + index / request.length * request.chunks +
+           index % request.length / request.chunk_tokens;
+  }
+
+  // The last request whose `beginning`, an item or a token, is not behind the given one.
+  const Request& last_that_begins(int64_t Request::* beginning, int64_t at) const {
+    const auto after = std::upper_bound(requests_.begin(), requests_.end(), at,
+                                        [=](int64_t i, const Request& r) { return i < r.*beginning; });
+    return *(after - 1);
+  }
+
   Item item_at(int64_t number) const {
-    const auto after = std::upper_bound(requests_.begin(), requests_.end(), number,
-                                        [](int64_t i, const Request& r) { return i < r.first_item; });
-    const Request& request = *(after - 1);
+    const Request& request = last_that_begins(&Request::first_item, number);
     const int64_t index = number - request.first_item;
-    const int64_t range = index % head_ranges_;
+    const int64_t range = index / request.chunks;
     const int64_t head = range * heads_per_item_;
     const int64_t heads = std::min<int64_t>(heads_per_item_, cache_.kv_heads - head);
-    return {&request, index / head_ranges_, range, head, static_cast<int>(heads)};
+    return {&request, index % request.chunks, range, head, static_cast<int>(heads)};
   }
 
   // All but the query and the results.
@@ -373,6 +427,7 @@ class DecodeCall {
   int heads_per_item_;
   int64_t head_ranges_;
   int64_t items_ = 0;
+  int64_t item_tokens_ = 0;  // of all items
   int64_t partials_ = 0;
 
   int64_t q_floats_ = 0;  // sizes of the parts of the scratch memory; the first holds both forms of q
@@ -383,8 +438,8 @@ class DecodeCall {
   float* thread_memory_ = nullptr;
   float* partial_memory_ = nullptr;
 
-  std::atomic<int>* unfinished_ = nullptr;  // chunks of (request, head range) still to come
-  std::atomic<int64_t> next_item_{0};
+  std::atomic<int>* unfinished_ = nullptr;         // chunks of (request, head range) still to come
+  alignas(64) std::atomic<int64_t> next_item_{0};  // apart from what threads only read
 };
 
 }  // namespace

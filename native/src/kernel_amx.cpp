@@ -31,7 +31,7 @@ struct AmxMath {
         const int64_t at = d / 2 * tile.pair_stride;
         for (int i = 0; i < kPairLanes / 2; ++i) ahead.ask_for_piece();
         tile_load<kQueries>(q + d, q_bytes);
-        load_keys(tile.k[s] + at, tile.pair_stride);
+        load_keys(tile.k(s) + at, tile.pair_stride);
         tile_dot_bf16<kScores, kQueries, kRight>();
       }
       tile_store<kScores>(out + s * kSegmentTokens, kPairTile * sizeof(float));
@@ -111,7 +111,7 @@ struct AmxMath {
       const bool first = t >= tile.first && t < tile.count;
       const bool second = t + 1 >= tile.first && t + 1 < tile.count;
       for (int w = 0; w * kPairLanes < width; ++w) {
-        const T* row = tile.v[s] + skip + w * kPairLanes;
+        const T* row = tile.v(s) + skip + w * kPairLanes;
         const __m512i a = first ? load_bf16(row) : _mm512_setzero_si512();
         const __m512i b = second ? load_bf16(row + task.head_dim) : _mm512_setzero_si512();
         _mm512_store_si512(right[2 * w][i / 2], interleave_low(a, b));

@@ -59,7 +59,7 @@ struct Bf16Math {
                        ReadAhead<T>& ahead, float* out) {
     constexpr int kStep = kSegments * kPairLanes / passes;  // elements
     const T* keys[kSegments];
-    for (int s = 0; s < kSegments; ++s) keys[s] = tile.k[s];
+    for (int s = 0; s < kSegments; ++s) keys[s] = tile.k(s);
     Reg sums[heads * kSegments];
 #pragma GCC unroll 16
     for (int i = 0; i < heads * kSegments; ++i) sums[i] = Avx512::zero();
@@ -115,7 +115,7 @@ struct Bf16Math {
       const int token = begin + 2 * i;
       const int s = token / kSegmentTokens;
       const int64_t skip = static_cast<int64_t>(token % kSegmentTokens) * task.head_dim + column;
-      const T* row = tile.v[s] + skip;
+      const T* row = tile.v(s) + skip;
       // A row that is not attended to may hold NaN, which a weight of zero would not silence.
       const bool first = token >= tile.first;
       const bool second = token + 1 < tile.count;

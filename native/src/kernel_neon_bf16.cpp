@@ -52,7 +52,7 @@ struct Bf16Math {
     constexpr int segments = vectors < kSegmentVectors ? 1 : vectors / kSegmentVectors;
     const int within = n % kSegmentVectors * kVector;
     const T* keys[segments];
-    for (int s = 0; s < segments; ++s) keys[s] = tile.k[n / kSegmentVectors + s] + within;
+    for (int s = 0; s < segments; ++s) keys[s] = tile.k(n / kSegmentVectors + s) + within;
     float32x4_t sums[heads * vectors];
 #pragma GCC unroll 16
     for (int i = 0; i < heads * vectors; ++i) sums[i] = vdupq_n_f32(0);

@@ -24,11 +24,12 @@ constexpr int kPiece = 2 * kSegmentTokens;  // elements
 template <class T>
 class ReadAhead {
  public:
-  // Pieces of a segment are `stride` elements apart; where segments lie `together`, all pieces follow each
-  // other.
-  ReadAhead(const T* const* segments, int64_t stride, int head_dim, bool together)
+  // Segments begin `offset` elements behind what `segments` points to, and their pieces are `stride` elements
+  // apart; where segments lie `together`, all pieces follow each other.
+  ReadAhead(const T* const* segments, int64_t offset, int64_t stride, int head_dim, bool together)
       : segments_(segments),
-        next_(segments[0]),
+        offset_(offset),
+        next_(segments[0] + offset),
         stride_(together ? kPiece : stride),
         run_((together ? kSegments : 1) * head_dim * kSegmentTokens),
         left_(run_),
@@ -38,22 +39,23 @@ class ReadAhead {
   // asks for as many.
   template <int elements, class Body>
   [[gnu::always_inline]] void during(int steps, Body body) {
-    ReadAhead own = *this;  // in registers
     for (int i = 0; i < steps;) {
-      const int end = i + own.take<elements>(steps - i);
+      const int end = i + take<elements>(steps - i);
+      const T* next = next_;  // in registers
+      const int64_t stride = stride_;
 #pragma GCC unroll 1
       for (; i < end; ++i) {
-        own.ask<elements>(i);
+        next = ask<elements>(i, next, stride);
         body(i);
       }
+      next_ = next;
     }
-    *this = own;
   }
 
   // For loops that take a piece at a time.
   void ask_for_piece() {
     take<kPiece>(1);
-    ask<kPiece>(0);
+    next_ = ask<kPiece>(0, next_, stride_);
   }
 
  private:
@@ -69,15 +71,16 @@ class ReadAhead {
   }
 
   template <int elements>
-  [[gnu::always_inline]] void ask(int i) {
+  [[gnu::always_inline]] static const T* ask(int i, const T* next, int64_t stride) {
     constexpr int kShare = power_of_two(elements);
     constexpr int kSteps = kShare < kPiece ? kPiece / kShare : 1;  // per piece
-    if (kSteps > 1 && i % kSteps != 0) return;
+    if (kSteps > 1 && i % kSteps != 0) return next;
 #pragma GCC unroll 8
     for (int piece = 0; piece < kShare; piece += kPiece) {
-      prefetch<kPiece>(next_, 0);
-      next_ += stride_;
+      prefetch<kPiece>(next, 0);
+      next += stride;
     }
+    return next;
   }
 
   // The least one that is not below x: shares of a piece must make up a piece.
@@ -85,7 +88,7 @@ class ReadAhead {
 
   void end_run() {
     if (--runs_ > 0) {
-      next_ = *++segments_;
+      next_ = *++segments_ + offset_;
       left_ = run_;
     } else {
       stride_ = 0;  // all has been asked for
@@ -94,23 +97,12 @@ class ReadAhead {
   }
 
   const T* const* segments_;
+  int64_t offset_;
   const T* next_;
   int64_t stride_;
   int run_;   // elements of a run of memory
   int left_;  // of this one
   int runs_;
-};
-
-// Where one KV head's share of a tile lies.
-template <class T>
-struct PairTile {
-  const T* k[kSegments];
-  const T* v[kSegments];
-  const float* k_scale[kSegments];  // of int8, else unused
-  const float* v_scale[kSegments];
-  int64_t pair_stride;  // elements of K from one pair of dimensions to the next
-  int first;            // tokens [first, count) are attended to
-  int count;
 };
 
 // The first head's segments of a tile. Segments past the last token repeat it.
@@ -123,6 +115,22 @@ struct Segments {
   bool v_together;
   int first;
   int count;  // 0: there are no more
+};
+
+// One KV head's share of a tile.
+template <class T>
+struct PairTile {
+  const Segments<T>& segments;
+  int64_t k_offset;  // elements from the first head's keys to this one's
+  int64_t v_offset;
+  const float* k_scale;  // of int8, else unused: this head's, where the memory begins
+  const float* v_scale;
+  int64_t pair_stride;  // elements of K from one pair of dimensions to the next
+  int first;            // tokens [first, count) are attended to
+  int count;
+
+  const T* k(int segment) const { return segments.k[segment] + k_offset; }
+  const T* v(int segment) const { return segments.v[segment] + v_offset; }
 };
 
 // Walks a block table from the segment of token `begin` on, tile by tile.

@@ -113,7 +113,7 @@ float random_scale(Kind kind, int64_t head_dim, Random& random) {
 // None, short, any, or a little more than the tokens that one thread works on at once.
 int64_t random_window(Random& random) {
   if (random.chance(0.7)) return 0;
-  return random.pick({random.between(1, 20), random.between(1, 2000), 512 + random.between(1, 20)});
+  return random.pick({random.between(1, 20), random.between(1, 2000), 1024 + random.between(1, 20)});
 }
 
 // Writes one token's key and value of one head.
