@@ -24,8 +24,13 @@ struct Suite {
 };
 
 constexpr Suite kSuites[] = {
-    {"decode", test_decode, 1}, {"decode of garbage", test_decode_of_garbage, 1}, {"write", test_write, 1},
-    {"read", test_read, 1},     {"concurrent calls", test_concurrent_calls, 10},  {"relay", test_relay, 4},
+    {"decode", test_decode, 1},
+    {"decode of garbage", test_decode_of_garbage, 1},
+    {"write", test_write, 1},
+    {"read", test_read, 1},
+    {"concurrent calls", test_concurrent_calls, 10},
+    {"relay", test_relay, 4},
+    {"schedule", test_schedule, 2},
 };
 
 }  // namespace

@@ -1,0 +1,142 @@
+#include "decode_schedule.h"
+
+#include <algorithm>
+
+#include "neo_desktop/kernels.h"
+
+namespace neo_desktop {
+namespace {
+
+// A chunk's first tile is read without having been asked for in time: chunks are long, except where a request
+// alone must keep all threads busy. And its result, a row of fp32 per query head, goes through memory: it
+// should be little beside the keys and values that its query heads share.
+constexpr int64_t kMinChunkTokens = 1024;
+constexpr int64_t kMinChunkTokensPerQuery = 256;
+constexpr int64_t kMaxChunks = 64;  // per request and head: bounds the memory that partial results take
+
+// Waking a thread costs about as long as reading this much.
+constexpr int64_t kMinBytesPerThread = 32 << 10;
+
+// An item is at most this part of what is left for each thread: with larger ones threads end further apart,
+// with smaller ones memory is read in shorter pieces.
+constexpr int64_t kItemsPerThread = 4;
+
+// Likewise what a thread takes at once: with more, threads end further apart; with less, they share more.
+constexpr int64_t kBatchesPerThread = 3;
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Chunks end where segments do: in dimension pairs a segment is read as a whole, and while one thread writes
+// the newest token's key there, no other may read next to it.
+int64_t first_of_segment(int64_t token) { return token / kSegmentTokens * kSegmentTokens; }
+
+int64_t length_of(const DecodeRequest& request) { return request.end - request.first_chunk; }
+
+int64_t longest_chunk(const DecodeRequest& request) {
+  return std::min(request.chunk_tokens, length_of(request));
+}
+
+}  // namespace
+
+DecodeSchedule::DecodeSchedule(const int32_t* context_lens, int64_t batch, int64_t window, const Shape& shape,
+                               int num_threads, std::vector<DecodeRequest>& requests)
+    : requests_(requests), kv_heads_(shape.kv_heads) {
+  requests_.clear();
+  for (int64_t b = 0; b < batch; ++b) {
+    DecodeRequest request{};
+    request.b = b;
+    request.end = context_lens[b];
+    request.begin = window > 0 ? std::max<int64_t>(0, request.end - window) : 0;
+    request.first_chunk = first_of_segment(request.begin);
+    const int64_t length = length_of(request);
+    const int64_t least = std::max(kMinChunkTokens, shape.group * kMinChunkTokensPerQuery);
+    request.chunk_tokens = divide_up(length, least * kMaxChunks) * least;
+    request.chunks = divide_up(length, request.chunk_tokens);
+    requests_.push_back(request);
+    work_ += length * kv_heads_;
+  }
+  // The longest items first, so that no thread is left with one at the end.
+  std::sort(requests_.begin(), requests_.end(), [](const DecodeRequest& x, const DecodeRequest& y) {
+    const int64_t of_x = longest_chunk(x);
+    const int64_t of_y = longest_chunk(y);
+    return of_x != of_y ? of_x > of_y : x.b < y.b;
+  });
+  const int64_t useful_threads =
+      std::min<int64_t>(num_threads, 1 + work_ * shape.bytes_per_token / kMinBytesPerThread);
+  int64_t done = 0;
+  for (DecodeRequest& request : requests_) {
+    const int64_t length = length_of(request);
+    const int64_t most = std::max<int64_t>(1, (work_ - done) / (useful_threads * kItemsPerThread));
+    const int64_t ranges = divide_up(longest_chunk(request) * kv_heads_, most);
+    request.heads_per_item =
+        useful_threads > 1 ? divide_up(kv_heads_, std::min(ranges, kv_heads_)) : kv_heads_;
+    request.head_ranges = divide_up(kv_heads_, request.heads_per_item);
+    request.items = items_;
+    request.work = done;
+    request.head_ranges_before = head_ranges_;
+    request.partials = partials_;
+    items_ += request.chunks * request.head_ranges;
+    done += length * kv_heads_;
+    head_ranges_ += request.head_ranges;
+    if (request.chunks > 1) partials_ += request.chunks * request.head_ranges;
+    most_heads_per_item_ = std::max(most_heads_per_item_, request.heads_per_item);
+  }
+  threads_ = static_cast<int>(std::min(useful_threads, items_));
+}
+
+DecodeSchedule::Batch DecodeSchedule::take() {
+  int64_t next = next_item_.load(std::memory_order_relaxed);
+  int64_t end;
+  do {
+    if (next >= items_) return {items_, items_};
+    const int64_t before = work_before(next);
+    end = std::max(next + 1, item_with(before + (work_ - before) / (threads_ * kBatchesPerThread)));
+    if (end < items_) {
+      const int64_t first_chunk = end - item(end).chunk;
+      if (first_chunk > next) end = first_chunk;
+    }
+  } while (!next_item_.compare_exchange_weak(next, end, std::memory_order_relaxed));
+  return {next, end};
+}
+
+DecodeItem DecodeSchedule::item(int64_t number) const {
+  const DecodeRequest& request = last_that_begins(&DecodeRequest::items, number);
+  const int64_t index = number - request.items;
+  const int64_t chunk = index % request.chunks;
+  const int64_t range = index / request.chunks;
+  const int64_t head = range * request.heads_per_item;
+  const int64_t first = request.first_chunk + chunk * request.chunk_tokens;
+  return {&request,
+          chunk,
+          range,
+          head,
+          static_cast<int>(std::min(request.heads_per_item, kv_heads_ - head)),
+          std::max(first, request.begin),
+          std::min(first + request.chunk_tokens, request.end)};
+}
+
+// Of all items before this one together.
+int64_t DecodeSchedule::work_before(int64_t item) const {
+  const DecodeRequest& request = last_that_begins(&DecodeRequest::items, item);
+  const int64_t index = item - request.items;
+  const int64_t length = length_of(request);
+  const int64_t tokens = index / request.chunks * length + index % request.chunks * request.chunk_tokens;
+  return request.work + tokens * request.heads_per_item;
+}
+
+// The item that so much work, of all items in order, ends in.
+int64_t DecodeSchedule::item_with(int64_t work) const {
+  const DecodeRequest& request = last_that_begins(&DecodeRequest::work, work);
+  const int64_t length = length_of(request);
+  const int64_t tokens = (work - request.work) / request.heads_per_item;
+  return request.items + tokens / length * request.chunks + tokens % length / request.chunk_tokens;
+}
+
+// The last request whose `beginning`, an item or an amount of work, is not behind the given one.
+const DecodeRequest& DecodeSchedule::last_that_begins(int64_t DecodeRequest::* beginning, int64_t at) const {
+  const auto after = std::upper_bound(requests_.begin(), requests_.end(), at,
+                                      [=](int64_t i, const DecodeRequest& r) { return i < r.*beginning; });
+  return *(after - 1);
+}
+
+}  // namespace neo_desktop

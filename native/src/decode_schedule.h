@@ -1,0 +1,99 @@
+// Which part of a call of decode attention a thread works on next.
+//
+// The work is cut into items: a chunk of one request's context, for some of the KV heads. Chunks depend on
+// the request's length and on the model only, so a result never depends on the batch or on the number of
+// threads. Items take all KV heads while there is much left, and fewer the less there is: the heads of a page
+// lie side by side in memory, and reading on is faster than jumping, but threads should end together.
+//
+//   request 0, 1300 tokens    [0,1024) heads 0-7   [1024,1300) heads 0-7
+//   request 1,   90 tokens    [0,90)   heads 0-3   [0,90)      heads 4-7
+//
+// Threads take neighbouring items, many at first and fewer towards the end (guided self-scheduling), so that
+// most chunks of a request are worked on by one thread: what another core has just written comes slowly, and
+// where two threads ran on different dies, sharing items out one by one cost a fifth of the speed.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+namespace neo_desktop {
+
+struct DecodeRequest {
+  int64_t b;      // row of the batch
+  int64_t begin;  // first token attended to
+  int64_t end;
+  int64_t first_chunk;  // the token that the first chunk begins with: that of `begin`'s segment
+  int64_t chunk_tokens;
+  int64_t chunks;
+  int64_t heads_per_item;
+  int64_t head_ranges;
+  // What comes before it, of all requests together:
+  int64_t items;
+  int64_t work;  // tokens times KV heads
+  int64_t head_ranges_before;
+  int64_t partials;  // results of single chunks, of requests that have several
+};
+
+struct DecodeItem {
+  const DecodeRequest* request;
+  int64_t chunk;
+  int64_t range;
+  int64_t head;  // the first one
+  int heads;
+  int64_t begin;  // tokens attended to
+  int64_t end;
+};
+
+class DecodeSchedule {
+ public:
+  // What every token and KV head costs.
+  struct Shape {
+    int64_t kv_heads;
+    int64_t group;            // query heads per KV head
+    int64_t bytes_per_token;  // keys and values of one KV head
+  };
+
+  // Requests of these lengths, which attend to their last `window` tokens only unless it is 0. `requests` is
+  // memory to use, and must live as long.
+  DecodeSchedule(const int32_t* context_lens, int64_t batch, int64_t window, const Shape& shape,
+                 int num_threads, std::vector<DecodeRequest>& requests);
+
+  int threads() const { return threads_; }  // that find something to do
+  const std::vector<DecodeRequest>& requests() const { return requests_; }
+  int64_t head_ranges() const { return head_ranges_; }  // of all requests
+  int64_t partials() const { return partials_; }
+  int64_t most_heads_per_item() const { return most_heads_per_item_; }
+
+  // Items [next, end).
+  struct Batch {
+    int64_t next;
+    int64_t end;
+  };
+
+  // The next items, as many as a thread's part of what is left: all chunks of a request's heads or, where
+  // that is too much, some. Empty when all are taken.
+  Batch take();
+
+  // Whether a thread may take items before it begins with them, leaving enough for others.
+  bool many_left() const { return next_item_.load(std::memory_order_relaxed) < items_ - 2 * threads_; }
+
+  DecodeItem item(int64_t number) const;
+
+ private:
+  int64_t work_before(int64_t item) const;
+  int64_t item_with(int64_t work) const;
+  const DecodeRequest& last_that_begins(int64_t DecodeRequest::* beginning, int64_t at) const;
+
+  std::vector<DecodeRequest>& requests_;
+  int64_t kv_heads_;
+  int threads_;
+  int64_t items_ = 0;
+  int64_t work_ = 0;
+  int64_t head_ranges_ = 0;
+  int64_t partials_ = 0;
+  int64_t most_heads_per_item_ = 0;
+  alignas(64) std::atomic<int64_t> next_item_{0};  // apart from what threads only read
+};
+
+}  // namespace neo_desktop
