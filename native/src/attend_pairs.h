@@ -282,9 +282,11 @@ class PairStep {
   static void raise_max(const AttendTask& task, Reg candidate, float* state, float* acc, int g) {
     const Reg old = V::load(max_of(state, g));
     const Reg max = V::template max_within<V::kLanes>(V::max(candidate, old));
-    const Reg factor = V::exp2(V::subtract(old, max));
     V::store(max_of(state, g), max);
-    V::store(sum_of(state, g), V::multiply(V::load(sum_of(state, g)), factor));
+    const Reg sum = V::load(sum_of(state, g));
+    if (!V::any_differs(sum, V::zero())) return;  // the first tile: nothing to scale down yet
+    const Reg factor = V::exp2(V::subtract(old, max));
+    V::store(sum_of(state, g), V::multiply(sum, factor));
     float* row = acc + g * task.padded_head_dim;
     for (int i = 0; i < task.padded_head_dim; i += V::kLanes) {
       V::store(row + i, V::multiply(V::load(row + i), factor));
