@@ -90,15 +90,17 @@ class DecodeCall {
                   num_threads, Scratch::own().requests) {}
 
   void run() {
-    rows_ = schedule_.most_heads_per_item() * padded_group_;
-    q_bf16_floats_ = dot_products_ ? rows_ * padded_head_dim_ / 2 : 0;
-    q_floats_ = rows_ * padded_head_dim_ + q_bf16_floats_;
-    state_floats_ = rows_ * 2 * kMaxLanes;
-    partial_floats_ = divide_up(rows_ * (padded_head_dim_ + 2), kMaxLanes) * kMaxLanes;
-    thread_floats_ = q_floats_ + state_floats_ + partial_floats_;
+    const int64_t heads = schedule_.most_heads_per_item();
+    const int64_t rows = heads * padded_group_;
+    q_bf16_floats_ = dot_products_ ? rows * padded_head_dim_ / 2 : 0;
+    q_floats_ = rows * padded_head_dim_ + q_bf16_floats_;
+    state_floats_ = rows * 2 * kMaxLanes;
+    partial_head_floats_ = divide_up(padded_group_ * (padded_head_dim_ + 2), kMaxLanes) * kMaxLanes;
+    thread_floats_ = q_floats_ + state_floats_ + heads * partial_head_floats_;
     Scratch& scratch = Scratch::own();
     const int threads = schedule_.threads();
-    thread_memory_ = scratch.floats(threads * thread_floats_ + schedule_.partials() * partial_floats_);
+    thread_memory_ =
+        scratch.floats(threads * thread_floats_ + schedule_.partial_heads() * partial_head_floats_);
     partial_memory_ = thread_memory_ + threads * thread_floats_;
     unfinished_ = scratch.counters(schedule_.head_ranges());
     for (const DecodeRequest& request : schedule_.requests()) {
@@ -118,9 +120,18 @@ class DecodeCall {
     float* sum;  // [rows]
   };
 
-  Partial partial_at(float* memory) const {
-    float* max = memory + rows_ * padded_head_dim_;
-    return {memory, max, max + rows_};
+  Partial partial_at(float* memory, const DecodeRequest& request) const {
+    const int64_t rows = request.heads_per_item * padded_group_;
+    float* max = memory + rows * padded_head_dim_;
+    return {memory, max, max + rows};
+  }
+
+  // The result of one of the chunks of an item's heads, where there are several.
+  Partial partial_of(const DecodeItem& item, int64_t chunk) const {
+    const DecodeRequest& request = *item.request;
+    const int64_t heads_before =
+        request.partial_heads_before + (item.range * request.chunks + chunk) * request.heads_per_item;
+    return partial_at(partial_memory_ + heads_before * partial_head_floats_, request);
   }
 
   void work(int participant) {
@@ -179,10 +190,8 @@ class DecodeCall {
   void run(const DecodeItem& item, AttendTask& task, float* memory) {
     const DecodeRequest& request = *item.request;
     const auto [b, head, heads] = std::tuple(request.b, item.head, item.heads);
-    float* own = memory + q_floats_ + state_floats_;
-    // The partial results of one head range lie one after the other, chunk by chunk.
-    float* first = partial_memory_ + (request.partials + item.range * request.chunks) * partial_floats_;
-    const Partial result = partial_at(request.chunks == 1 ? own : first + item.chunk * partial_floats_);
+    const Partial own = partial_at(memory + q_floats_ + state_floats_, request);
+    const Partial result = request.chunks == 1 ? own : partial_of(item, item.chunk);
 
     if (new_rows_ && item.chunk + 1 == request.chunks) append(request, head, heads);
     task.q = memory;
@@ -205,11 +214,10 @@ class DecodeCall {
     }
     // The last to finish sees everybody's results: each decrement releases its own, the last acquires all.
     if (unfinished_[request.head_ranges_before + item.range].fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      const Partial merged = partial_at(own);
       for (int h = 0; h < heads; ++h) {
-        for (int g = 0; g < group_; ++g) merge(first, request.chunks, h * padded_group_ + g, merged);
+        for (int g = 0; g < group_; ++g) merge(item, h * padded_group_ + g, own);
       }
-      store_output(b, head, heads, merged);
+      store_output(b, head, heads, own);
     }
   }
 
@@ -241,15 +249,15 @@ class DecodeCall {
     }
   }
 
-  void merge(float* first, int64_t chunks, int row, const Partial& result) const {
-    float max = partial_at(first).max[row];
-    for (int64_t c = 1; c < chunks; ++c)
-      max = std::max(max, partial_at(first + c * partial_floats_).max[row]);
+  void merge(const DecodeItem& item, int row, const Partial& result) const {
+    const int64_t chunks = item.request->chunks;
+    float max = partial_of(item, 0).max[row];
+    for (int64_t c = 1; c < chunks; ++c) max = std::max(max, partial_of(item, c).max[row]);
     float* acc = result.acc + row * padded_head_dim_;
     std::fill(acc, acc + cache_.head_dim, 0.0f);
     result.sum[row] = 0;
     for (int64_t c = 0; c < chunks; ++c) {
-      const Partial part = partial_at(first + c * partial_floats_);
+      const Partial part = partial_of(item, c);
       const float weight = std::exp2(part.max[row] - max);
       const float* values = part.acc + row * padded_head_dim_;
       result.sum[row] += weight * part.sum[row];
@@ -284,11 +292,10 @@ class DecodeCall {
 
   DecodeSchedule schedule_;
 
-  int64_t rows_ = 0;      // (KV head of an item, query head of its group)
   int64_t q_floats_ = 0;  // sizes of the parts of the scratch memory; the first holds both forms of q
   int64_t q_bf16_floats_ = 0;
   int64_t state_floats_ = 0;
-  int64_t partial_floats_ = 0;
+  int64_t partial_head_floats_ = 0;  // per KV head
   int64_t thread_floats_ = 0;
   float* thread_memory_ = nullptr;
   float* partial_memory_ = nullptr;

@@ -71,14 +71,14 @@ DecodeSchedule::DecodeSchedule(const int32_t* context_lens, int64_t batch, int64
     request.heads_per_item =
         useful_threads > 1 ? divide_up(kv_heads_, std::min(ranges, kv_heads_)) : kv_heads_;
     request.head_ranges = divide_up(kv_heads_, request.heads_per_item);
-    request.items = items_;
-    request.work = done;
+    request.items_before = items_;
+    request.work_before = done;
     request.head_ranges_before = head_ranges_;
-    request.partials = partials_;
+    request.partial_heads_before = partial_heads_;
     items_ += request.chunks * request.head_ranges;
     done += length * kv_heads_;
     head_ranges_ += request.head_ranges;
-    if (request.chunks > 1) partials_ += request.chunks * request.head_ranges;
+    if (request.chunks > 1) partial_heads_ += request.chunks * request.head_ranges * request.heads_per_item;
     most_heads_per_item_ = std::max(most_heads_per_item_, request.heads_per_item);
   }
   threads_ = static_cast<int>(std::min(useful_threads, items_));
@@ -89,7 +89,7 @@ DecodeSchedule::Batch DecodeSchedule::take() {
   int64_t end;
   do {
     if (next >= items_) return {items_, items_};
-    const int64_t before = work_before(next);
+    const int64_t before = work_up_to(next);
     end = std::max(next + 1, item_with(before + (work_ - before) / (threads_ * kBatchesPerThread)));
     if (end < items_) {
       const int64_t first_chunk = end - item(end).chunk;
@@ -100,8 +100,8 @@ DecodeSchedule::Batch DecodeSchedule::take() {
 }
 
 DecodeItem DecodeSchedule::item(int64_t number) const {
-  const DecodeRequest& request = last_that_begins(&DecodeRequest::items, number);
-  const int64_t index = number - request.items;
+  const DecodeRequest& request = last_that_begins(&DecodeRequest::items_before, number);
+  const int64_t index = number - request.items_before;
   const int64_t chunk = index % request.chunks;
   const int64_t range = index / request.chunks;
   const int64_t head = range * request.heads_per_item;
@@ -116,20 +116,20 @@ DecodeItem DecodeSchedule::item(int64_t number) const {
 }
 
 // Of all items before this one together.
-int64_t DecodeSchedule::work_before(int64_t item) const {
-  const DecodeRequest& request = last_that_begins(&DecodeRequest::items, item);
-  const int64_t index = item - request.items;
+int64_t DecodeSchedule::work_up_to(int64_t item) const {
+  const DecodeRequest& request = last_that_begins(&DecodeRequest::items_before, item);
+  const int64_t index = item - request.items_before;
   const int64_t length = length_of(request);
   const int64_t tokens = index / request.chunks * length + index % request.chunks * request.chunk_tokens;
-  return request.work + tokens * request.heads_per_item;
+  return request.work_before + tokens * request.heads_per_item;
 }
 
 // The item that so much work, of all items in order, ends in.
 int64_t DecodeSchedule::item_with(int64_t work) const {
-  const DecodeRequest& request = last_that_begins(&DecodeRequest::work, work);
+  const DecodeRequest& request = last_that_begins(&DecodeRequest::work_before, work);
   const int64_t length = length_of(request);
-  const int64_t tokens = (work - request.work) / request.heads_per_item;
-  return request.items + tokens / length * request.chunks + tokens % length / request.chunk_tokens;
+  const int64_t tokens = (work - request.work_before) / request.heads_per_item;
+  return request.items_before + tokens / length * request.chunks + tokens % length / request.chunk_tokens;
 }
 
 // The last request whose `beginning`, an item or an amount of work, is not behind the given one.

@@ -28,11 +28,11 @@ struct DecodeRequest {
   int64_t chunks;
   int64_t heads_per_item;
   int64_t head_ranges;
-  // What comes before it, of all requests together:
-  int64_t items;
-  int64_t work;  // tokens times KV heads
+  // Of all requests before it:
+  int64_t items_before;
+  int64_t work_before;  // tokens times KV heads
   int64_t head_ranges_before;
-  int64_t partials;  // results of single chunks, of requests that have several
+  int64_t partial_heads_before;  // KV heads of items whose results must be merged
 };
 
 struct DecodeItem {
@@ -61,8 +61,8 @@ class DecodeSchedule {
 
   int threads() const { return threads_; }  // that find something to do
   const std::vector<DecodeRequest>& requests() const { return requests_; }
-  int64_t head_ranges() const { return head_ranges_; }  // of all requests
-  int64_t partials() const { return partials_; }
+  int64_t head_ranges() const { return head_ranges_; }      // of all requests
+  int64_t partial_heads() const { return partial_heads_; }  // KV heads of items whose results must be merged
   int64_t most_heads_per_item() const { return most_heads_per_item_; }
 
   // Items [next, end).
@@ -81,7 +81,7 @@ class DecodeSchedule {
   DecodeItem item(int64_t number) const;
 
  private:
-  int64_t work_before(int64_t item) const;
+  int64_t work_up_to(int64_t item) const;
   int64_t item_with(int64_t work) const;
   const DecodeRequest& last_that_begins(int64_t DecodeRequest::* beginning, int64_t at) const;
 
@@ -91,7 +91,7 @@ class DecodeSchedule {
   int64_t items_ = 0;
   int64_t work_ = 0;
   int64_t head_ranges_ = 0;
-  int64_t partials_ = 0;
+  int64_t partial_heads_ = 0;
   int64_t most_heads_per_item_ = 0;
   alignas(64) std::atomic<int64_t> next_item_{0};  // apart from what threads only read
 };
