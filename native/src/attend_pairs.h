@@ -324,18 +324,14 @@ void attend_pairs(const AttendTask& task) {
       const bool last = head + 1 == task.kv_heads && next.count > 0;
       const Segments<T>& after = last ? next : now;
       const int head_after = last ? 0 : smaller(head + 1, task.kv_heads - 1);
-      PairTile<T> tile{now,
-                       head * task.k_head_stride,
-                       head * task.v_head_stride,
-                       nullptr,
-                       nullptr,
-                       pair_stride,
-                       now.first,
-                       now.count};
-      if constexpr (sizeof(T) == 1) {
-        tile.k_scale = task.k_scale + head * task.scale_head_stride;
-        tile.v_scale = task.v_scale + head * task.scale_head_stride;
-      }
+      const PairTile<T> tile{.segments = now,
+                             .k_offset = head * task.k_head_stride,
+                             .v_offset = head * task.v_head_stride,
+                             .k_scale = task.k_scale + head * task.scale_head_stride,
+                             .v_scale = task.v_scale + head * task.scale_head_stride,
+                             .pair_stride = pair_stride,
+                             .first = now.first,
+                             .count = now.count};
       ReadAhead<T> keys(after.k, head_after * task.k_head_stride, pair_stride, task.head_dim,
                         after.k_together);
       ReadAhead<T> values(far ? after.v : now.v, far ? head_after * task.v_head_stride : tile.v_offset,

@@ -26,7 +26,8 @@ namespace {
 // For fewer heads, fp32 keeps the memory's pace just as well.
 constexpr int kMinDotProductGroup = 3;
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Rounded up, so that what follows in memory begins with a vector.
+int64_t whole_vectors(int64_t floats) { return (floats + kMaxLanes - 1) / kMaxLanes * kMaxLanes; }
 
 // Memory that a calling thread keeps between its calls, so that calls in a row allocate nothing.
 class Scratch {
@@ -84,7 +85,7 @@ class DecodeCall {
         padded_group_(neo_desktop::padded_group(group_)),
         dot_products_(cache.k_pairs && group_ >= kMinDotProductGroup && q_.dtype == DType::kBFloat16 &&
                       kernels.bf16.attend[static_cast<int>(cache.dtype)] != nullptr),
-        padded_head_dim_(static_cast<int>(divide_up(cache.head_dim, kMaxLanes) * kMaxLanes)),
+        padded_head_dim_(static_cast<int>(whole_vectors(cache.head_dim))),
         schedule_(static_cast<const int32_t*>(arguments.context_lens.data), q_.size(0), window,
                   {cache.kv_heads, group_, 2 * cache.head_dim * static_cast<int64_t>(size_of(cache.dtype))},
                   num_threads, Scratch::own().requests) {}
@@ -95,7 +96,7 @@ class DecodeCall {
     q_bf16_floats_ = dot_products_ ? rows * padded_head_dim_ / 2 : 0;
     q_floats_ = rows * padded_head_dim_ + q_bf16_floats_;
     state_floats_ = rows * 2 * kMaxLanes;
-    partial_head_floats_ = divide_up(padded_group_ * (padded_head_dim_ + 2), kMaxLanes) * kMaxLanes;
+    partial_head_floats_ = whole_vectors(padded_group_ * (padded_head_dim_ + 2));
     thread_floats_ = q_floats_ + state_floats_ + heads * partial_head_floats_;
     Scratch& scratch = Scratch::own();
     const int threads = schedule_.threads();

@@ -17,11 +17,12 @@ constexpr int64_t kMaxChunks = 64;  // per request and head: bounds the memory t
 // Waking a thread costs about as long as reading this much.
 constexpr int64_t kMinBytesPerThread = 32 << 10;
 
-// An item is at most this part of what is left for each thread: with larger ones threads end further apart,
-// with smaller ones memory is read in shorter pieces.
+// What is left is at least so many items for each thread: with larger ones threads end further apart, with
+// smaller ones memory is read in shorter pieces.
 constexpr int64_t kItemsPerThread = 4;
 
-// Likewise what a thread takes at once: with more, threads end further apart; with less, they share more.
+// And at least so many batches: with larger ones threads end further apart, with smaller ones they share
+// more.
 constexpr int64_t kBatchesPerThread = 3;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -123,7 +123,7 @@ struct PairTile {
   const Segments<T>& segments;
   int64_t k_offset;  // elements from the first head's keys to this one's
   int64_t v_offset;
-  const float* k_scale;  // of int8, else unused: this head's, where the memory begins
+  const float* k_scale;  // of int8, else null: this head's, where the memory begins
   const float* v_scale;
   int64_t pair_stride;  // elements of K from one pair of dimensions to the next
   int first;            // tokens [first, count) are attended to

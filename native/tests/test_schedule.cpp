@@ -81,10 +81,11 @@ void test_schedule(Random& random, Report& report) {
       token = end;
     }
     if (token != problem.lens[b]) report.fail("the last tokens are missing");
+    if (where.second > 0) continue;
     // The request alone, in one thread: where it is cut decides how results are rounded.
     std::vector<DecodeRequest> own;
     DecodeSchedule alone(&problem.lens[b], 1, problem.window, problem.shape, 1, own);
-    if (where.second == 0 && take_all(alone, report)[{0, 0}] != cut) {
+    if (take_all(alone, report)[{0, 0}] != cut) {
       report.fail("chunks depend on the batch or on the number of threads");
     }
   }
