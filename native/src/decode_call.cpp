@@ -26,8 +26,16 @@ namespace {
 // For fewer heads, fp32 keeps the memory's pace just as well.
 constexpr int kMinDotProductGroup = 3;
 
-// Rounded up, so that what follows in memory begins with a vector.
-int64_t whole_vectors(int64_t floats) { return (floats + kMaxLanes - 1) / kMaxLanes * kMaxLanes; }
+int64_t rounded_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
+
+// So that what follows in memory begins with a vector.
+int64_t whole_vectors(int64_t floats) { return rounded_up(floats, kMaxLanes); }
+
+// A processor brings what follows in memory before it is asked for, as far as a page goes, and takes it away
+// from the core that writes there. So each thread works in pages of its own: on two dies of a Zen 5 that is
+// worth up to a sixth of the speed.
+constexpr int64_t kPageBytes = 4096;
+int64_t whole_pages(int64_t floats) { return rounded_up(floats, kPageBytes / sizeof(float)); }
 
 // Memory that a calling thread keeps between its calls, so that calls in a row allocate nothing.
 class Scratch {
@@ -49,19 +57,19 @@ class Scratch {
     return counters_.get();
   }
 
+  // Whole pages.
   float* floats(int64_t count) {
     if (count > capacity_) {
       memory_.reset();
-      memory_.reset(new (std::align_val_t{kAlignment}) float[count]);
+      memory_.reset(new (std::align_val_t{kPageBytes}) float[count]);
       capacity_ = count;
     }
     return memory_.get();
   }
 
  private:
-  static constexpr size_t kAlignment = 64;
   struct Free {
-    void operator()(float* p) const { operator delete[](p, std::align_val_t{kAlignment}); }
+    void operator()(float* p) const { operator delete[](p, std::align_val_t{kPageBytes}); }
   };
   std::unique_ptr<float[], Free> memory_;
   int64_t capacity_ = 0;
@@ -97,7 +105,7 @@ class DecodeCall {
     q_floats_ = rows * padded_head_dim_ + q_bf16_floats_;
     state_floats_ = rows * 2 * kMaxLanes;
     partial_head_floats_ = whole_vectors(padded_group_ * (padded_head_dim_ + 2));
-    thread_floats_ = q_floats_ + state_floats_ + heads * partial_head_floats_;
+    thread_floats_ = whole_pages(q_floats_ + state_floats_ + heads * partial_head_floats_);
     Scratch& scratch = Scratch::own();
     const int threads = schedule_.threads();
     thread_memory_ =
@@ -114,7 +122,7 @@ class DecodeCall {
   }
 
  private:
-  // One per row = (KV head of the item, query head of its group).
+  // One per row = (KV head of the item, query head of its group), one after the other in memory.
   struct Partial {
     float* acc;  // [rows, padded_head_dim]
     float* max;  // [rows]
@@ -192,15 +200,14 @@ class DecodeCall {
     const DecodeRequest& request = *item.request;
     const auto [b, head, heads] = std::tuple(request.b, item.head, item.heads);
     const Partial own = partial_at(memory + q_floats_ + state_floats_, request);
-    const Partial result = request.chunks == 1 ? own : partial_of(item, item.chunk);
 
     if (new_rows_ && item.chunk + 1 == request.chunks) append(request, head, heads);
     task.q = memory;
     task.q_bf16 = reinterpret_cast<const BFloat16*>(memory + q_floats_ - q_bf16_floats_);
     task.state = memory + q_floats_;
-    task.max = result.max;
-    task.sum = result.sum;
-    task.acc = result.acc;
+    task.max = own.max;
+    task.sum = own.sum;
+    task.acc = own.acc;
     if (dot_products_) {
       kernels_.bf16.attend[static_cast<int>(cache_.dtype)](task);
     } else if (cache_.k_pairs) {
@@ -210,9 +217,11 @@ class DecodeCall {
     }
 
     if (request.chunks == 1) {
-      store_output(b, head, heads, result);
+      store_output(b, head, heads, own);
       return;
     }
+    const int64_t rows = request.heads_per_item * padded_group_;
+    std::copy_n(own.acc, rows * (padded_head_dim_ + 2), partial_of(item, item.chunk).acc);
     // The last to finish sees everybody's results: each decrement releases its own, the last acquires all.
     if (unfinished_[request.head_ranges_before + item.range].fetch_sub(1, std::memory_order_acq_rel) == 1) {
       for (int h = 0; h < heads; ++h) {

@@ -7,6 +7,7 @@
 // accuracy.
 #include "attend_pairs.h"
 #include "neon.h"
+#include "pair_math.h"
 
 namespace neo_desktop {
 namespace {

@@ -3,6 +3,7 @@
 
 #include "attend_pairs.h"
 #include "attend_rows.h"
+#include "pair_math.h"
 
 namespace neo_desktop {
 namespace {

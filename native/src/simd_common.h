@@ -10,6 +10,13 @@
 
 #include "neo_desktop/kernels.h"
 
+// A function that stays one: neither inlined nor copied for some of its arguments.
+#ifdef __clang__
+#define NEO_DESKTOP_ONE_COPY [[gnu::noinline]]
+#else
+#define NEO_DESKTOP_ONE_COPY [[gnu::noipa]]
+#endif
+
 namespace neo_desktop {
 namespace {
 

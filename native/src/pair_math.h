@@ -1,0 +1,260 @@
+// Products of attend_pairs.h in fp32, for any vector registers V.
+//
+// Both halves of a step come down to the same loop: some vectors of memory, times a factor of each head, are
+// added up. So they share it, and all memory of a request is loaded, and asked for early, by the same few
+// instructions: a processor learns from the addresses of one instruction what to bring next, and would begin
+// anew with each half. On Zen 5 that is worth a tenth of the speed.
+#pragma once
+
+#include "pair_tiles.h"
+#include "simd_common.h"
+
+namespace neo_desktop {
+namespace {
+
+template <class V, class Element>
+struct PairMath {
+  using Vector = V;
+  using T = Element;
+  using Reg = typename V::Reg;
+  static constexpr int kVectorTokens = V::kLanes / 2;
+  static constexpr int kSegmentVectors = kSegmentTokens / kVectorTokens;
+
+  // out[g][t] = q[g] · k[t] for Q heads, t up to the tile's count rounded up to whole segments.
+  template <int Q>
+  static void scores(const AttendTask& task, const PairTile<T>& tile, const QueryTile& queries,
+                     ReadAhead<T>& ahead, float* out) {
+    constexpr int heads = heads_at_once(Q);
+    with_vectors<most_vectors(heads)>(task.head_dim, [&](auto at_once) {
+      constexpr int vectors = at_once.value;
+      const int count = (tile.count + kSegmentTokens - 1) / kSegmentTokens * kSegmentVectors;
+      for (int n = 0; n < count;) {
+        // Vectors come in fours: what is no multiple of three ends with twos.
+        const bool two = vectors == 3 && (count - n == 4 || count - n == 2);
+        for (int g = 0; g < Q; g += heads) {
+          const float* q = queries.q + g * task.padded_head_dim;
+          float* to = out + g * kPairTile + n * kVectorTokens;
+          if (two) {
+            add_keys<heads, 2, Q / heads>(task, tile, n, q, ahead, to);
+          } else {
+            add_keys<heads, vectors, Q / heads>(task, tile, n, q, ahead, to);
+          }
+        }
+        n += two ? 2 : vectors;
+      }
+    });
+  }
+
+  // acc[g] += sum over t of weights[g][t] * v[t] for Q heads.
+  template <int Q>
+  static void values(const AttendTask& task, const PairTile<T>& tile, const float* weights,
+                     ReadAhead<T>& ahead, float* acc) {
+    constexpr int heads = heads_at_once(Q);
+    for (int g = 0; g < Q; g += heads) {
+      add_values<heads, most_vectors(heads), Q / heads>(task, tile, 0, weights + g * kPairTile, ahead,
+                                                        acc + g * task.padded_head_dim);
+    }
+  }
+
+ private:
+  static constexpr int smaller_of(int a, int b) { return a < b ? a : b; }
+  static constexpr int heads_at_once(int queries) { return smaller_of(queries, V::kHeadsAtOnce); }
+  static constexpr int most_vectors(int heads) {
+    return smaller_of(V::vectors_at_once(heads), kSegments * kSegmentVectors);
+  }
+
+  // Calls body with how many vectors are worked on at once, as a compile-time number: not more than a row of
+  // V has, so that keys and values take as many.
+  template <int vectors>
+  struct Vectors {
+    static constexpr int value = vectors;
+  };
+  template <int most, class Body>
+  static void with_vectors(int head_dim, Body body) {
+    if constexpr (most > 3) {
+      if (most * V::kLanes > head_dim) return with_vectors<most / 2>(head_dim, body);
+    }
+    body(Vectors<most>());
+  }
+
+  // Of neighbouring vectors that surely lie in one segment of keys only the first needs an address.
+  static constexpr int run_of(int vectors) {
+    return vectors % kSegmentVectors == 0 ? kSegmentVectors : kSegmentVectors % vectors == 0 ? vectors : 1;
+  }
+
+  enum class Operand { kKeys, kValues, kEither };
+
+  // With as many heads as fit, arithmetic takes as long as memory, and a loop with nothing to decide is worth
+  // more than one for all.
+  static constexpr Operand either(Operand operand, int heads) {
+    return heads < V::kHeadsAtOnce ? Operand::kEither : operand;
+  }
+
+  // What add_products takes. Strides are elements from one step to the next, or from one head to the next.
+  template <int vectors>
+  struct Pass {
+    struct Run {
+      const T* at[vectors / run_of(vectors)];
+      int steps;
+    };
+    bool keys;
+    int num_runs;
+    Run runs[kSegments];
+    int64_t stride;
+    const float* factors;  // a step's are two dimensions of a query, or the weight of a token
+    int64_t factor_stride;
+    float* sums;
+    int64_t sum_stride;
+  };
+
+  // Adds up the products of `vectors` vectors and each head's factor, step by step. The sums of values are
+  // added to; those of keys begin at zero, and in the end the two of each token become one.
+  //
+  // Where heads take several passes over the same memory, each asks for its share of what is read ahead.
+  template <int heads, int vectors, int passes, Operand operand, class Load>
+  NEO_DESKTOP_ONE_COPY static void add_products(const Pass<vectors>& pass, ReadAhead<T>& ahead, Load load) {
+    constexpr int kRun = run_of(vectors);
+    constexpr int kStep = vectors * V::kLanes / passes;  // elements
+    int keys = operand == Operand::kEither ? pass.keys : operand == Operand::kKeys;
+    Reg sums[heads * vectors];
+#pragma GCC unroll 8
+    for (int g = 0; g < heads; ++g) {
+#pragma GCC unroll 16
+      for (int i = 0; i < vectors; ++i) {
+        sums[g * vectors + i] = keys ? V::zero() : V::load(pass.sums + g * pass.sum_stride + i * V::kLanes);
+      }
+    }
+    const float* factors = pass.factors;
+    const int64_t factor_stride = pass.factor_stride;
+    const int64_t stride = pass.stride;
+    for (int run = 0; run < pass.num_runs; ++run) {
+      const T* at[vectors / kRun];
+      for (int i = 0; i < vectors / kRun; ++i) at[i] = pass.runs[run].at[i];
+      ahead.template during<kStep>(pass.runs[run].steps, [&](int) {
+        Reg x[vectors];
+#pragma GCC unroll 16
+        for (int i = 0; i < vectors; ++i) x[i] = load(at[i / kRun] + i % kRun * V::kLanes);
+#pragma GCC unroll 16
+        for (int i = 0; i < vectors / kRun; ++i) at[i] += stride;
+        const auto add = [&](int g, Reg factor) {
+#pragma GCC unroll 16
+          for (int i = 0; i < vectors; ++i) {
+            sums[g * vectors + i] = V::multiply_add(x[i], factor, sums[g * vectors + i]);
+          }
+        };
+        // Else the compiler would make one loop for keys and one for values.
+        if constexpr (operand == Operand::kEither) asm volatile("" : "+r"(keys));
+        if (keys) {
+#pragma GCC unroll 8
+          for (int g = 0; g < heads; ++g) add(g, V::broadcast_pair(factors + g * factor_stride));
+          factors += 2;
+        } else {
+#pragma GCC unroll 8
+          for (int g = 0; g < heads; ++g) add(g, V::broadcast(factors[g * factor_stride]));
+          factors += 1;
+        }
+      });
+    }
+    float* to = pass.sums;
+    if (keys) {
+#pragma GCC unroll 8
+      for (int g = 0; g < heads; ++g) {
+        const Reg* own = sums + g * vectors;
+#pragma GCC unroll 8
+        for (int i = 0; i + 1 < vectors; i += 2) {
+          V::store(to + i * kVectorTokens, V::add_pairs(own[i], own[i + 1]));
+        }
+        if constexpr (vectors % 2 == 1) {  // what is stored beyond it is replaced by the next vectors' sums
+          const Reg last = own[vectors - 1];
+          V::store(to + (vectors - 1) * kVectorTokens, V::add_pairs(last, last));
+        }
+        to += pass.sum_stride;
+      }
+    } else {
+#pragma GCC unroll 8
+      for (int g = 0; g < heads; ++g) {
+#pragma GCC unroll 16
+        for (int i = 0; i < vectors; ++i) V::store(to + i * V::kLanes, sums[g * vectors + i]);
+        to += pass.sum_stride;
+      }
+    }
+  }
+
+  // How memory becomes a vector.
+  struct Whole {
+    Reg operator()(const T* p) const { return V::load(p); }
+  };
+  struct LowerHalf {
+    Reg operator()(const T* p) const { return V::load_half(p); }
+  };
+
+  // `vectors` vectors of keys from vector n of the tile on.
+  template <int heads, int vectors, int passes>
+  static void add_keys(const AttendTask& task, const PairTile<T>& tile, int n, const float* q,
+                       ReadAhead<T>& ahead, float* out) {
+    constexpr int kRun = run_of(vectors);
+    Pass<vectors> pass;
+    pass.keys = true;
+    pass.num_runs = 1;
+    for (int i = 0; i < vectors; i += kRun) {
+      pass.runs[0].at[i / kRun] = tile.k((n + i) / kSegmentVectors) + (n + i) % kSegmentVectors * V::kLanes;
+    }
+    pass.runs[0].steps = task.head_dim / 2;
+    pass.stride = tile.pair_stride;
+    pass.factors = q;
+    pass.factor_stride = task.padded_head_dim;
+    pass.sums = out;
+    pass.sum_stride = kPairTile;
+    add_products<heads, vectors, passes, either(Operand::kKeys, heads)>(pass, ahead, Whole());
+  }
+
+  // From `column` on, W vectors of a row at a time; what is left of the row is done with half the width.
+  template <int heads, int W, int passes>
+  static void add_values(const AttendTask& task, const PairTile<T>& tile, int column, const float* weights,
+                         ReadAhead<T>& ahead, float* acc) {
+    // With three at a time, two and two are better than three and one.
+    const int left_alone = W == 3 ? (W + 1) * V::kLanes : -1;
+    for (; column + W * V::kLanes <= task.head_dim && task.head_dim - column != left_alone;
+         column += W * V::kLanes) {
+      add_columns<heads, W, passes>(task, tile, column, weights, ahead, acc, Whole());
+    }
+    if (column == task.head_dim) return;
+    if constexpr (W > 1) {
+      add_values<heads, W == 3 ? 2 : W / 2, passes>(task, tile, column, weights, ahead, acc);
+    } else if constexpr (V::kLanes > 8) {
+      add_columns<heads, 1, passes>(task, tile, column, weights, ahead, acc, LowerHalf());
+    }
+  }
+
+  template <int heads, int W, int passes, class Load>
+  static void add_columns(const AttendTask& task, const PairTile<T>& tile, int column, const float* weights,
+                          ReadAhead<T>& ahead, float* acc, Load load) {
+    constexpr int kRun = run_of(W);
+    Pass<W> pass;
+    pass.keys = false;
+    pass.num_runs = 0;
+    int token = tile.first;
+    for (int s = 0; s * kSegmentTokens < tile.count;) {
+      const T* begin = tile.v(s);
+      const T* row = begin + static_cast<int64_t>(token - s * kSegmentTokens) * task.head_dim + column;
+      // Segments of one page lie one after the other: long loops end in fewer mispredicted branches.
+      do {
+        begin += kSegmentTokens * task.head_dim;
+        ++s;
+      } while (s * kSegmentTokens < tile.count && tile.v(s) == begin);
+      auto& run = pass.runs[pass.num_runs++];
+      for (int i = 0; i < W; i += kRun) run.at[i / kRun] = row + i * V::kLanes;
+      run.steps = smaller(tile.count, s * kSegmentTokens) - token;
+      token += run.steps;
+    }
+    pass.stride = task.head_dim;
+    pass.factors = weights + tile.first;
+    pass.factor_stride = kPairTile;
+    pass.sums = acc + column;
+    pass.sum_stride = task.padded_head_dim;
+    add_products<heads, W, passes, either(Operand::kValues, heads)>(pass, ahead, load);
+  }
+};
+
+}  // namespace
+}  // namespace neo_desktop
