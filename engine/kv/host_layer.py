@@ -14,10 +14,6 @@ from neo_desktop.native.relay import RelayLayer
 
 PAIRED_TOKENS = 16  # the native kernels take K in pairs if block_size is a multiple of this
 
-# From so many query heads per KV head on, the values of a head's page follow its keys: the kernel reads on
-# from one to the other, and long pieces of memory are faster. For fewer, two places at once are faster.
-_MIN_GROUP_TOGETHER = 3
-
 
 class HostLayer(KVLayer):
     """One layer in host memory; written, read and attended to by the native kernels.
@@ -27,8 +23,8 @@ class HostLayer(KVLayer):
 
         K         [pages, kv_heads, head_dim / 2, page_tokens, 2]: pairs of dimensions of all tokens side by
                   side; or rows, as V, where block_size is no multiple of 16
-        V         [pages, kv_heads, page_tokens, head_dim]; where many query heads share a KV head, the values
-                  of each head and page follow its keys in memory
+        V         [pages, kv_heads, page_tokens, head_dim]; the values of each head and page follow its keys
+                  in memory, so that the kernel reads long pieces
         K scales  [pages, kv_heads, page_tokens] fp32, of int8 only: a row is its elements times its scale
         V scales  likewise
     """
@@ -56,7 +52,7 @@ class HostLayer(KVLayer):
             )
         page_tokens, dim = BLOCKS_PER_RUN * block_size, config.head_dim
         pages = (config.num_layers, -(-num_blocks // BLOCKS_PER_RUN), config.num_kv_heads)
-        memory = empty_aligned((2, *pages, page_tokens * dim), dtype)
+        memory = empty_aligned((*pages, 2, page_tokens * dim), dtype)
         tensors = [memory]
         if dtype is torch.int8:
             tensors += [empty_aligned((*pages, page_tokens), torch.float32) for _ in range(2)]
@@ -65,7 +61,7 @@ class HostLayer(KVLayer):
             # them; before the first write both cost nothing.
             native.advise_huge_pages(tensor)
             native.interleave_numa_nodes(tensor)
-        k, v = split_pages(memory, config.group_size)
+        k, v = memory.unbind(-2)
         keys = (dim // 2, page_tokens, 2) if in_pairs else (page_tokens, dim)
         return k.view(*pages, *keys), v.view(*pages, page_tokens, dim), *tensors[1:]
 
@@ -117,20 +113,3 @@ def empty_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     memory = torch.empty(math.prod(shape) + spare, dtype=dtype)
     start = -memory.data_ptr() % mmap.PAGESIZE // dtype.itemsize
     return memory[start : start + math.prod(shape)].view(shape)
-
-
-def split_pages(memory: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Say where in a contiguous tensor keys and values lie.
-
-    Args:
-        memory: [2, ..., elements of a page of one KV head].
-        group: query heads per KV head.
-
-    Returns:
-        Keys and values, each [..., elements]: those of a page and head side by side, or all keys first.
-    """
-    if group < _MIN_GROUP_TOGETHER:
-        k, v = memory.unbind()
-    else:
-        k, v = memory.view(*memory.shape[1:-1], 2, memory.shape[-1]).unbind(-2)
-    return k, v

@@ -184,13 +184,12 @@ def test_decode_attention_stores_the_new_token_and_attends_to_what_is_stored(
 
 
 @pytest.mark.parametrize("block_size", [16, 8])
-def test_values_follow_their_keys_where_many_query_heads_share_them(block_size: int) -> None:
-    """What the kernel reads one after the other then lies so; other heads' values are far from their keys."""
-    for group, side_by_side in ((1, False), (4, True)):
-        k, v = make_pool(HostLayer, torch.float16, block_size, group).parts
-        page_bytes = BLOCKS_PER_RUN * block_size * HEAD_DIM * k.itemsize
-        assert (v[0, 0, 0].data_ptr() - k[0, 0, 0].data_ptr() == page_bytes) == side_by_side
-        assert (k[0, 0, 1].data_ptr() - v[0, 0, 0].data_ptr() == page_bytes) == side_by_side
+def test_values_follow_their_keys(block_size: int) -> None:
+    """What the kernel reads one after the other lies so."""
+    k, v = make_pool(HostLayer, torch.float16, block_size).parts
+    page_bytes = BLOCKS_PER_RUN * block_size * HEAD_DIM * k.itemsize
+    assert v[0, 0, 0].data_ptr() - k[0, 0, 0].data_ptr() == page_bytes
+    assert k[0, 0, 1].data_ptr() - v[0, 0, 0].data_ptr() == page_bytes
 
 
 @each_kind

@@ -16,7 +16,7 @@ from neo_desktop.app.bench.cpu_attention.options import (
 )
 from neo_desktop.app.bench.memory import bytes_beyond_caches
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
-from neo_desktop.engine.kv.host_layer import empty_aligned, split_pages
+from neo_desktop.engine.kv.host_layer import empty_aligned
 from neo_desktop.engine.kv.layer import slots_of
 
 _READ_BYTES = 256 << 20
@@ -92,7 +92,7 @@ class Pool:
         """View the pool as a paged KV cache, as the engine's."""
         page_tokens = self._options.page_tokens
         leading = (self.num_blocks(group, head_dim) // BLOCKS_PER_RUN, kv_heads(group))
-        k, v = split_pages(_view(self._memory, (2, *leading, page_tokens * head_dim)), group)
+        k, v = _view(self._memory, (*leading, 2, page_tokens * head_dim)).unbind(-2)
         return Caches(
             k=k.view(*leading, head_dim // 2, page_tokens, 2).transpose(-3, -2),
             v=v.view(*leading, page_tokens, head_dim),
