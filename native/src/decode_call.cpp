@@ -57,7 +57,7 @@ class Scratch {
     return counters_.get();
   }
 
-  // Whole pages.
+  // Begins with a page.
   float* floats(int64_t count) {
     if (count > capacity_) {
       memory_.reset();

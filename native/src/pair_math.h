@@ -3,7 +3,7 @@
 // Both halves of a step come down to the same loop: some vectors of memory, times a factor of each head, are
 // added up. So they share it, and all memory of a request is loaded, and asked for early, by the same few
 // instructions: a processor learns from the addresses of one instruction what to bring next, and would begin
-// anew with each half. On Zen 5 that is worth a tenth of the speed.
+// anew with each half. On Zen 5 that is worth up to a tenth of the speed.
 #pragma once
 
 #include "pair_tiles.h"
