@@ -23,9 +23,6 @@
 namespace neo_desktop {
 namespace {
 
-// For fewer heads, fp32 keeps the memory's pace just as well.
-constexpr int kMinDotProductGroup = 3;
-
 int64_t rounded_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
 // So that what follows in memory begins with a vector.
@@ -91,8 +88,9 @@ class DecodeCall {
         q_scale_(arguments.scale * std::numbers::log2e_v<float>),
         group_(static_cast<int>(q_.size(1) / cache.kv_heads)),
         padded_group_(neo_desktop::padded_group(group_)),
-        dot_products_(cache.k_pairs && group_ >= kMinDotProductGroup && q_.dtype == DType::kBFloat16 &&
-                      kernels.bf16.attend[static_cast<int>(cache.dtype)] != nullptr),
+        dot_products_(cache.k_pairs && q_.dtype == DType::kBFloat16 &&
+                      kernels.bf16.attend[static_cast<int>(cache.dtype)] != nullptr &&
+                      group_ >= kernels.bf16.min_group[static_cast<int>(cache.dtype)]),
         padded_head_dim_(static_cast<int>(whole_vectors(cache.head_dim))),
         schedule_(static_cast<const int32_t*>(arguments.context_lens.data), q_.size(0), window,
                   {cache.kv_heads, group_, 2 * cache.head_dim * static_cast<int64_t>(size_of(cache.dtype))},

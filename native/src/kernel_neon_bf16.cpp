@@ -121,6 +121,8 @@ int64_t dot_products(int64_t rounds, float* kept) {
 }  // namespace
 
 constinit const Bf16Kernels kNeonBf16Kernels = {
-    {nullptr, nullptr, attend_pairs<Bf16Math<BFloat16>>, attend_pairs<Bf16Math<Int8>>}, dot_products};
+    {nullptr, nullptr, attend_pairs<Bf16Math<BFloat16>>, attend_pairs<Bf16Math<Int8>>},
+    {0, 0, 3, 3},
+    dot_products};
 
 }  // namespace neo_desktop

@@ -66,6 +66,8 @@ using AttendKernel = void(const AttendTask& task);
 struct Bf16Kernels {
   // As attend_pairs, for several query heads in bf16 and caches that bf16 holds exactly. Adds up in fp32.
   std::array<AttendKernel*, kCacheTypes> attend;
+  // Query heads per KV head from which on they are faster than fp32; for fewer, memory decides.
+  std::array<int, kCacheTypes> min_group;
   // As Kernels::multiply_adds.
   int64_t (*multiply_adds)(int64_t rounds, float* kept);
 };
