@@ -63,18 +63,14 @@ struct PairMath {
     return smaller_of(V::vectors_at_once(heads), kSegments * kSegmentVectors);
   }
 
-  // Calls body with how many vectors are worked on at once, as a compile-time number: not more than a row of
-  // V has, so that keys and values take as many.
-  template <int vectors>
-  struct Vectors {
-    static constexpr int value = vectors;
-  };
+  // Calls body with how many vectors are worked on at once, as a Number: not more than a row of V has, so
+  // that keys and values take as many.
   template <int most, class Body>
   static void with_vectors(int head_dim, Body body) {
     if constexpr (most > 3) {
       if (most * V::kLanes > head_dim) return with_vectors<most / 2>(head_dim, body);
     }
-    body(Vectors<most>());
+    body(Number<most>());
   }
 
   // Of neighbouring vectors that surely lie in one segment of keys only the first needs an address.
@@ -180,7 +176,7 @@ struct PairMath {
     }
   }
 
-  // How memory becomes a vector.
+  // How memory becomes a vector. No lambdas: keys and values would not have the same add_products.
   struct Whole {
     Reg operator()(const T* p) const { return V::load(p); }
   };

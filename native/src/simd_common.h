@@ -100,21 +100,23 @@ inline void for_each_query_tile(const AttendTask& task, int head, Body body) {
   for (int g = 0; g < task.group; g += kQueryTile) body(QueryTile(task, head, g));
 }
 
-// Calls body with the smallest of 1, 2, 4 and 8 heads that serves `queries`, as a compile-time number.
+// A compile-time number, to call a generic function with.
 template <int n>
-struct Heads {
+struct Number {
   static constexpr int value = n;
 };
+
+// Calls body with the smallest of 1, 2, 4 and 8 heads that serves `queries`, as a Number.
 template <class Body>
 inline void with_heads(int queries, Body body) {
   if (queries > 4) {
-    body(Heads<8>());
+    body(Number<8>());
   } else if (queries > 2) {
-    body(Heads<4>());
+    body(Number<4>());
   } else if (queries == 2) {
-    body(Heads<2>());
+    body(Number<2>());
   } else {
-    body(Heads<1>());
+    body(Number<1>());
   }
 }
 
