@@ -220,9 +220,11 @@ def test_an_interrupt_keeps_what_was_measured_and_closes_the_target(
 ) -> None:
     made = fake(monkeypatch)
     kept: list[LoadReport] = []
+    pressed: list[str] = []
 
     def interrupt(share: float, what: str) -> None:
-        if len(kept) == stop_after:
+        if len(kept) == stop_after and not pressed:  # pressed again and again, it would also end the closing
+            pressed.append(what)
             signal.raise_signal(signal.SIGINT)  # what Ctrl-C does, also while requests are under way
 
     def keep() -> None:
@@ -241,7 +243,7 @@ def test_an_interrupt_while_requests_are_open_ends_them(monkeypatch: pytest.Monk
     open_then: list[int] = []
 
     def interrupt(share: float, what: str) -> None:
-        if what.endswith("requests/s") and made[0].open:
+        if what.endswith("requests/s") and made[0].open and not open_then:
             open_then.append(len(made[0].open))
             signal.raise_signal(signal.SIGINT)
 

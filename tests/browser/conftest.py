@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -52,9 +53,14 @@ def serving(app: FastAPI, port: int) -> Iterator[str]:
     )
     thread = threading.Thread(target=server.run)
     thread.start()
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    thread.join()
+    try:
+        while not server.started:
+            assert thread.is_alive(), f"nothing can be served at port {port}"
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def free_port() -> int:
@@ -63,18 +69,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(scope="package")
-def fake_and_url(browser: Browser) -> Iterator[tuple[FakeServer, str]]:
-    fake, port = FakeServer(), free_port()
-    with serving(mount(fake.app(), f"http://127.0.0.1:{port}/v1", "secret"), port) as url:
-        yield fake, url
+@pytest.fixture
+def fake() -> FakeServer:
+    """The server behind the page. Each test has its own: a request may arrive after its page was closed."""
+    return FakeServer()
 
 
 @pytest.fixture
-def fake(fake_and_url: tuple[FakeServer, str]) -> FakeServer:
-    """The server behind the page, as new."""
-    fake_and_url[0].reset()
-    return fake_and_url[0]
+def url(fake: FakeServer) -> Iterator[str]:
+    port = free_port()
+    with serving(mount(fake.app(), f"http://127.0.0.1:{port}/v1", "secret"), port) as url:
+        yield url
 
 
 @pytest.fixture
@@ -95,11 +100,6 @@ def new_page(browser: Browser) -> Iterator[Callable[..., ChatPage]]:
 
 
 @pytest.fixture
-def url(fake_and_url: tuple[FakeServer, str]) -> str:
-    return fake_and_url[1]
-
-
-@pytest.fixture
-def chat(fake: FakeServer, url: str, new_page: Callable[..., ChatPage]) -> ChatPage:
+def chat(url: str, new_page: Callable[..., ChatPage]) -> ChatPage:
     """The page in front of the fake server."""
     return new_page(url)

@@ -176,6 +176,8 @@ def test_typing_ahead_waits_for_the_answer(chat: ChatPage, fake: FakeServer) -> 
     expect(chat.box).to_have_value("second")
     chat.box.press("Enter")
     expect(chat.answers).to_have_count(2)
+    chat.wait_until_idle()
+    assert fake.bodies[1]["messages"] == [user("first"), assistant(HELLO), user("second")]
 
 
 @pytest.mark.parametrize(
