@@ -288,9 +288,11 @@ class Engine:
         if not isinstance(error, DeviceMemoryError):
             logger.error("an iteration failed", exc_info=error)
             return self._scheduler.fail(f"the engine failed: {error}")
+        is_known = self._scheduler.is_short_of_memory
         if not self._scheduler.shrink():
             return self._scheduler.fail(f"the device has no memory left: {error}")
-        logger.warning("the device is short of memory: going on with smaller iterations (%s)", error)
+        if not is_known:  # it stays so for a while, and larger iterations are tried now and then
+            logger.warning("the device is short of memory: going on with smaller iterations (%s)", error)
         return []
 
     def _book_time(self, timing: IterationTiming) -> None:

@@ -16,6 +16,7 @@ from neo_desktop.engine.schedule.residency import Residency
 
 PATIENCE = 128  # iterations that a CPU decode waits before it joins at any price
 SMALLEST_CHUNK_TOKENS = 64  # of a prompt, where CPU decodes set the pace
+BUDGET_GROWTH = 1 + 1 / 32  # of the tokens of an iteration, after the device had no memory for more
 MAX_REREAD_SHARE = 0.12  # of an iteration with prompts that reading the weights again may take
 
 R = TypeVar("R", bound=RequestState)
@@ -96,7 +97,7 @@ class LoadAwareScheduler(Generic[R]):
         self._limits = limits
         self._cost: CostModel = ZeroCostModel() if cost_model is None else cost_model
         self._residency: Residency[R] = Residency(kv_cache, policy.places)
-        self._batch_tokens = limits.max_batch_tokens  # less while memory is short
+        self._batch_tokens: float = limits.max_batch_tokens  # less while memory is short
         self._cpu_is_loaded = False  # whether CPU decodes had to wait in the last iteration
         self.counters = self._residency.counters
 
@@ -170,7 +171,7 @@ class LoadAwareScheduler(Generic[R]):
 
     def _draft_decodes(self) -> _Draft[R]:
         """Collect what can be decoded; sub-batch 0 gets what is on the device."""
-        draft: _Draft[R] = _Draft(self._batch_tokens)
+        draft: _Draft[R] = _Draft(int(self._batch_tokens))
         for place, running in self._residency.running.items():
             decodes = [r for r in running if r.num_uncomputed_tokens == 1 and not r.is_complete]
             if place is Place.HOST:
@@ -423,10 +424,11 @@ class LoadAwareScheduler(Generic[R]):
         )
 
     def _grow_budget(self) -> None:
-        """After memory was short, return to the full budget step by step."""
-        largest = self._limits.max_batch_tokens
-        if self._batch_tokens < largest:
-            self._batch_tokens = min(self._batch_tokens + max(largest // 64, 1), largest)
+        """After memory was short, return to the full budget: in 23 steps to twice as much.
+
+        If the memory does not come back, so many iterations pass between two that fail.
+        """
+        self._batch_tokens = min(self._batch_tokens * BUDGET_GROWTH, self._limits.max_batch_tokens)
 
 
 def _decode_load(contexts: Sequence[int]) -> Load:

@@ -39,6 +39,11 @@ class Scheduler(LoadAwareScheduler[Request]):
         self._ahead: Decision[Request] | None = None
         self._num_shrinks = 0  # iterations in a row that the device had no memory for
 
+    @property
+    def is_short_of_memory(self) -> bool:
+        """Whether iterations are smaller than they may be, since the device had no memory for more."""
+        return self._batch_tokens < self._limits.max_batch_tokens
+
     def add(self, request: Request) -> None:
         """Queue a request."""
         self._requests[request.request_id] = request

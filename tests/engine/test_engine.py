@@ -1,7 +1,9 @@
 """The whole engine against transformers, on small random checkpoints of every family."""
 
+import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -205,6 +207,31 @@ def test_a_device_short_of_memory_gets_smaller_iterations_and_no_request_is_lost
         assert [list(output.token_ids) for output in outputs] == expected
         assert_no_block_is_used(engine)
     assert max(sizes) > 40, "the test did not reach what it is about"
+
+
+def test_a_device_that_stays_short_of_memory_is_told_once_and_seldom_asked_for_more(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start = PipelineExecutor.start
+    sizes = []
+
+    def short_of_memory(self: PipelineExecutor, plan: IterationPlan) -> Wait:
+        sizes.append(sum(sub_batch.num_tokens for sub_batch in plan.sub_batches))
+        if sizes[-1] > 20:
+            raise DeviceMemoryError("another program took it")
+        return start(self, plan)
+
+    monkeypatch.setattr(PipelineExecutor, "start", short_of_memory)
+    lasting = replace(GREEDY, max_tokens=128)
+    with Engine.from_pretrained(checkpoints["llama"], device="cpu") as engine:
+        outputs = engine.generate([[index] for index in range(3, 35)], lasting)
+        assert {len(output.token_ids) for output in outputs} == {128}
+        assert_no_block_is_used(engine)
+    refused = sum(size > 20 for size in sizes)
+    assert 2 <= refused < 0.1 * len(sizes)
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "the device is short of memory: going on with smaller iterations (another program took it)"
+    ]
 
 
 def test_a_device_without_any_memory_ends_its_requests_with_a_reason(
