@@ -29,14 +29,14 @@ class Spread:
     @property
     def range(self) -> str:
         """The 10th and 90th percentile."""
-        return f"{figure(self.p10)}-{figure(self.p90)}"
+        return f"{number(self.p10)}-{number(self.p90)}"
 
     def __str__(self) -> str:
         """The median, and the 10th and 90th percentile in brackets."""
-        return f"{figure(self.median)} ({figure(self.p10)} - {figure(self.p90)})"
+        return f"{number(self.median)} ({number(self.p10)} - {number(self.p90)})"
 
 
-def figure(value: float) -> str:
+def number(value: float) -> str:
     """A number with about three digits."""
     if abs(value) >= 100:
         return f"{value:,.0f}"
@@ -45,11 +45,11 @@ def figure(value: float) -> str:
 
 def size(nbytes: float) -> str:
     """Bytes with a binary unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 999.5:  # more would be 1e+03 in three digits
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1024
-    return f"{nbytes:.3g} GiB"
+    return f"{nbytes:.3g} TiB"
 
 
 def _quantile(ordered: list[float], share: float) -> float:

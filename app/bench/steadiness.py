@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from neo_desktop import native
-from neo_desktop.app.bench.spread import figure
+from neo_desktop.app.bench.spread import number
 from neo_desktop.engine.profiling.hardware import host_memory, last_level_cache_bytes
 
 STEADY = 1.1  # the most by which the fastest and the slowest may differ
@@ -72,4 +72,4 @@ def _ranges(probes: Sequence[Probe]) -> tuple[tuple[float, float], tuple[float, 
 
 
 def _range(low: float, high: float) -> str:
-    return f"{figure(low)} to {figure(high)}"
+    return f"{number(low)} to {number(high)}"

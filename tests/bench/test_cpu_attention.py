@@ -60,7 +60,7 @@ def measured(options: CpuAttentionOptions) -> CpuAttentionReport:
 
 def report_of(*cases: CpuAttentionCase) -> CpuAttentionReport:
     return CpuAttentionReport(
-        "float16", 16, 64, False, 2, "avx2", 1 << 30, 1 << 25, True, ("A note.",), cases
+        "bfloat16", 16, 64, False, 14, "avx512bf16", 1 << 30, 1 << 25, True, ("A note.",), cases
     )
 
 

@@ -25,7 +25,7 @@ from neo_desktop.app.bench.hardware.host import Host, native_dtypes
 from neo_desktop.app.bench.hardware.options import doubling
 from neo_desktop.app.bench.hardware.rounds import LEAST_ROUNDS, Case, rounds
 from neo_desktop.app.bench.section import Section
-from neo_desktop.app.bench.spread import Spread, figure, size
+from neo_desktop.app.bench.spread import Spread, number, size
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.execute.graphs.streams import Lane
 from neo_desktop.engine.profiling import hardware
@@ -390,10 +390,12 @@ def test_a_spread_is_the_middle_and_where_most_lie() -> None:
 
 
 def test_figures_have_about_three_digits() -> None:
-    assert [figure(value) for value in (0.01234, 1.234, 12.34, 1234.5)] == ["0.0123", "1.23", "12.3", "1,234"]
-    assert [size(nbytes) for nbytes in (512, 4096, 64 * MIB, 3 << 30)] == [
+    assert [number(value) for value in (0.01234, 1.234, 12.34, 1234.5)] == ["0.0123", "1.23", "12.3", "1,234"]
+    assert [size(nbytes) for nbytes in (512, 4096, 64 * MIB, 1020 * MIB, 3 << 30, 1010 << 30)] == [
         "512 B",
         "4 KiB",
         "64 MiB",
+        "0.996 GiB",
         "3 GiB",
+        "0.986 TiB",
     ]

@@ -34,9 +34,12 @@ def shown(section: Section, width: int = 80) -> str:
 
 
 def drawn(plot: Plot) -> NDArray[np.float32]:
-    """The picture's pixels, [height, width, 3], from 0 to 1."""
-    pixels: NDArray[np.float32] = image.imread(BytesIO(picture(plot)))
-    return pixels[:, :, :3]
+    """The picture's pixels, [height, width, 3], from 0 to 1; nothing in it may be cut off."""
+    image_: NDArray[np.float32] = image.imread(BytesIO(picture(plot)))
+    pixels = image_[:, :, :3]
+    for border in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
+        assert (border == 1).all(), f"something in {plot.name} reaches beyond the picture"
+    return pixels
 
 
 def count_colour(pixels: NDArray[np.float32], colour: str) -> int:

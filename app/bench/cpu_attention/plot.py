@@ -67,7 +67,8 @@ def draw(report: "CpuAttentionReport", figure: "Figure") -> None:
         f"CPU decode attention: {report.dtype} KV in scattered "
         f"{'blocks' if report.fragmented else 'pages'} of "
         f"{report.block_size if report.fragmented else report.page_tokens} tokens, "
-        f"{report.num_threads} threads, {report.isa}"
+        f"{report.num_threads} threads, {report.isa}",
+        wrap=True,
     )
 
 

@@ -128,8 +128,13 @@ class CpuAttentionReport:
                     f"{case.read_gb_per_s:.1f}",
                     f"{case.fma_gb_per_s:.0f}",
                     f"{case.limit_fraction:.0%}",
-                    *(f"{case.rivals[key].gb_per_s:.2g}" if key in case.rivals else "" for key in rivals),
+                    *(_short(case.rivals[key].gb_per_s) if key in case.rivals else "" for key in rivals),
                 )
                 for case in self.cases
             ),
         )
+
+
+def _short(gb_per_s: float) -> str:
+    """Two digits, or all before the point: the column is narrow."""
+    return f"{gb_per_s:.2g}" if gb_per_s < 10 else f"{gb_per_s:.0f}"

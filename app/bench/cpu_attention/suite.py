@@ -13,6 +13,7 @@ from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions, sha
 from neo_desktop.app.bench.cpu_attention.pool import Pool, pool_bytes
 from neo_desktop.app.bench.cpu_attention.report import CpuAttentionCase, CpuAttentionReport
 from neo_desktop.app.bench.cpu_attention.rivals import Rival, TorchSdpa, measure_rival
+from neo_desktop.app.bench.spread import number
 from neo_desktop.app.bench.suite import Progress
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
@@ -99,7 +100,7 @@ def _rival_notes(rivals: dict[str, Rival], cases: Sequence[CpuAttentionCase]) ->
             note += f"; fewer requests per call in {fewer} cases, to end in time"
         # The memory's speed changes while the suite runs: shares of it are what can be compared.
         ratios = [case.fraction / case.rivals[key].fraction for case in cases]
-        times = f"{min(ratios):.2g} to {max(ratios):.2g} times as fast"
+        times = f"{number(min(ratios))} to {number(max(ratios))} times as fast"
         slower = sum(ratio < 1 for ratio in ratios)
         beaten = f"slower in {slower} of {len(cases)} cases" if slower else "faster in every case"
         notes.append(f"{note}. Relative to the reads around each call neo-desktop is {times}, {beaten}.")

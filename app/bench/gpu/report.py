@@ -8,7 +8,7 @@ from neo_desktop.app.bench.gpu.figures import DecodeFigures, PrefillFigures
 from neo_desktop.app.bench.gpu.plot import draw_decode
 from neo_desktop.app.bench.gpu_driver import GpuState, state_notes
 from neo_desktop.app.bench.section import Metric, Plot, Section, Table
-from neo_desktop.app.bench.spread import Spread, figure, size
+from neo_desktop.app.bench.spread import Spread, number, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class GpuReport:
 def _told(row: DecodeFigures) -> str:
     requests = "1 request" if row.batch == 1 else f"{row.batch} requests"
     return (
-        f"{figure(row.tokens_per_s.median)} tokens/s with {requests}, {row.share:.0%} of what its "
+        f"{number(row.tokens_per_s.median)} tokens/s with {requests}, {row.share:.0%} of what its "
         f"{row.bound} allows"
     )
 
@@ -146,18 +146,18 @@ def _decode_table(decode: tuple[DecodeFigures, ...]) -> Table:
     for row in decode:
         cells = [
             str(row.batch),
-            figure(row.tokens_per_s.median),
+            number(row.tokens_per_s.median),
             row.tokens_per_s.range,
-            figure(row.limit_tokens_per_s),
+            number(row.limit_tokens_per_s),
             f"{row.share:.0%}",
             row.bound,
-            figure(row.step_ms.median),
-            figure(row.outside_ms.median),
+            number(row.step_ms.median),
+            number(row.outside_ms.median),
             f"{row.idle_share:.0%}",
         ]
         if has_energy:
             joules = row.joules_per_token
-            cells.append("not measured" if joules is None else figure(joules))
+            cells.append("not measured" if joules is None else number(joules))
         rows.append(tuple(cells))
     return Table((*columns, "J/token") if has_energy else columns, tuple(rows), title)
 
@@ -166,7 +166,7 @@ def _prefill_table(prefill: PrefillFigures) -> Table:
     row = (
         str(prefill.prompt_tokens),
         str(prefill.tokens_per_s),
-        figure(prefill.limit_tokens_per_s),
+        number(prefill.limit_tokens_per_s),
         f"{prefill.share:.0%}",
         prefill.bound,
     )

@@ -14,7 +14,7 @@ from neo_desktop.app.bench.hardware.figures import (
 )
 from neo_desktop.app.bench.hardware.plot import draw_reads, draw_transfers
 from neo_desktop.app.bench.section import Metric, Plot, Section, Table
-from neo_desktop.app.bench.spread import figure, size
+from neo_desktop.app.bench.spread import number, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,26 +88,26 @@ class HardwareReport:
         if one.threads != best.threads:
             reads += f" ({_rate(one)} with {_threads(one.threads)})"
         products = " and ".join(
-            f"{figure(row.gflop_per_s.median)} GFLOP/s in {row.dtype}" for row in self.matrices
+            f"{number(row.gflop_per_s.median)} GFLOP/s in {row.dtype}" for row in self.matrices
         )
         host = f"{reads}. Its CPU multiplies matrices at {products}."
         gpu = self.gpu
         if gpu is None:
             return f"{host} No GPU that torch can use: {self.gpu_note}."
-        text = f"{host} Its GPU, {gpu.name}, reads its own memory at {figure(gpu.read_gb_per_s.median)} GB/s"
+        text = f"{host} Its GPU, {gpu.name}, reads its own memory at {number(gpu.read_gb_per_s.median)} GB/s"
         if gpu.matrices:
             fastest = max(gpu.matrices, key=lambda row: row.gflop_per_s.median)
             text += (
-                f", multiplies matrices at {figure(fastest.gflop_per_s.median / 1e3)} TFLOP/s in "
+                f", multiplies matrices at {number(fastest.gflop_per_s.median / 1e3)} TFLOP/s in "
                 f"{fastest.dtype}"
             )
         if gpu.transfers:
             to_device = max(row.to_device_gb_per_s for row in gpu.transfers)
             to_host = max(row.to_host_gb_per_s for row in gpu.transfers)
-            text += f" and receives {figure(to_device)} GB/s from the host, sends {figure(to_host)}"
+            text += f" and receives {number(to_device)} GB/s from the host, sends {number(to_host)}"
         if self.hand_off:
             fastest_us = min(row.us.median for row in self.hand_off)
-            text += f". Handing work to the CPU and back takes {figure(fastest_us)} us"
+            text += f". Handing work to the CPU and back takes {number(fastest_us)} us"
         return f"{text}."
 
     def _tables(self) -> list[Table]:
@@ -161,7 +161,7 @@ def _best(host: tuple[HostFigures, ...]) -> HostFigures:
 
 
 def _rate(row: HostFigures) -> str:
-    return figure(row.read_gb_per_s.median)
+    return number(row.read_gb_per_s.median)
 
 
 def _threads(count: int) -> str:
@@ -196,11 +196,11 @@ def _transfer_table(transfers: tuple[TransferFigures, ...]) -> Table:
         (
             size(row.nbytes),
             str(row.to_device_us),
-            figure(row.to_device_gb_per_s),
+            number(row.to_device_gb_per_s),
             str(row.to_host_us),
-            figure(row.to_host_gb_per_s),
+            number(row.to_host_gb_per_s),
             str(row.both_ways_us),
-            figure(row.both_ways_gb_per_s),
+            number(row.both_ways_gb_per_s),
         )
         for row in transfers
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from neo_desktop.app.bench.load.metrics import Latency, LoadMetrics
+from neo_desktop.app.bench.spread import number
 
 GOOD_SHARE = 0.9  # of the requests that have to keep the limits for a rate to count as sustained
 
@@ -61,7 +62,7 @@ class LoadPoint:
     @property
     def title(self) -> str:
         """Its rate, for people."""
-        rate = f"{self.rate_per_s:.3g}"
+        rate = number(self.rate_per_s)
         return rate if self.load_share is None else f"{rate} ({self.load_share:.0%})"
 
     @property

@@ -7,6 +7,7 @@ from statistics import median
 from neo_desktop.app.bench.load.curve import LoadCurve, LoadPoint
 from neo_desktop.app.bench.load.metrics import Latency, LoadMetrics
 from neo_desktop.app.bench.load.records import Outcome
+from neo_desktop.app.bench.spread import number
 
 MOST_CLIENT_LAG_MS = 10.0  # at p99; a client that is later is part of what it measures
 KEPT_UP = 0.9  # of the rate: fewer finished requests per second may mean that a queue grows
@@ -66,8 +67,8 @@ def _of_points(curve: LoadCurve) -> Iterator[str]:
         finished_per_s = point.median(lambda metrics: metrics.finished_per_s)
         if is_highest and finished_per_s < KEPT_UP * point.rate_per_s:
             yield (
-                f"{where}: kept the limits, but {finished_per_s:.3g} requests/s were finished. Either the "
-                "queue grows, which a longer run would show, or the run is short beside the latency."
+                f"{where}: kept the limits, but {number(finished_per_s)} requests/s were finished. Either "
+                "the queue grows, which a longer run would show, or the run is short beside the latency."
             )
         prompt_tokens = sum(run.metrics.prompt_tokens for run in point.runs)
         cached = sum(run.metrics.cached_tokens for run in point.runs) / max(prompt_tokens, 1)
@@ -86,7 +87,7 @@ def _losses(where: str, point: LoadPoint, drain_s: float) -> Iterator[str]:
     for (outcome, reason), count in counts.most_common():
         if outcome == Outcome.UNFINISHED:
             yield (
-                f"{where}: {count} unfinished {drain_s:.3g} s after the last arrival, and ended then. The "
+                f"{where}: {count} unfinished {number(drain_s)} s after the last arrival and ended then. The "
                 "slowest requests are therefore missing in the latencies, which look better than they are."
             )
         else:

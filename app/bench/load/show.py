@@ -8,6 +8,7 @@ from neo_desktop.app.bench.load.curve import GOOD_SHARE, LoadCurve
 from neo_desktop.app.bench.load.metrics import Latency
 from neo_desktop.app.bench.load.records import Limits
 from neo_desktop.app.bench.section import Plot, Table
+from neo_desktop.app.bench.spread import number
 
 
 def plots(curves: Sequence[LoadCurve], limits: Limits) -> tuple[Plot, ...]:
@@ -56,7 +57,7 @@ def _findings(curve: LoadCurve) -> str:
             f"delivers {number(metrics.finished_per_s)} requests/s, {number(metrics.output_tokens_per_s)} "
             f"output tokens/s, when {curve.capacity.burst} come at once"
         )
-    return f"{curve.name} {' and '.join(parts)}." if parts else ""
+    return f"{curve.name} {', and '.join(parts)}." if parts else ""
 
 
 def tables(curve: LoadCurve) -> Iterator[Table]:
@@ -120,8 +121,3 @@ def _latency(latency: Latency | None, scale: float = 1.0) -> str:
         return "-"
     values = (latency.p50_ms, latency.p90_ms, latency.p99_ms)
     return " / ".join(number(scale * value) for value in values)
-
-
-def number(value: float) -> str:
-    """Return three digits, or all before the point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -18,6 +18,7 @@ from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.load.target import Target, TargetError
 from neo_desktop.app.bench.load.workload import Workload, poisson
 from neo_desktop.app.bench.memory import give_back_memory
+from neo_desktop.app.bench.spread import number
 from neo_desktop.app.bench.suite import Progress
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.loading import LoadedModel, choose_device
@@ -177,7 +178,7 @@ class _Measurement:
             for index, (rate, share) in enumerate(loads):
                 done = (repeat + index / len(loads)) / options.repeats
                 step = 1 / len(loads) / options.repeats
-                what = f"{rate:.3g} requests/s"
+                what = f"{number(rate)} requests/s"
 
                 def within(
                     num_ended: int, total: int, done: float = done, step: float = step, what: str = what

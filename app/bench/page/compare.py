@@ -4,6 +4,7 @@ import statistics
 
 from neo_desktop.app.bench.report import Report
 from neo_desktop.app.bench.section import Metric, Section, Table
+from neo_desktop.app.bench.spread import number
 from neo_desktop.app.bench.steadiness import describe
 
 NOISE = 0.05  # by which two runs on one idle machine may differ
@@ -63,4 +64,4 @@ def _row(name: str, a: Metric | None, b: Metric | None) -> tuple[str, ...]:
 
 
 def _value(metric: Metric | None) -> str:
-    return "" if metric is None else f"{metric.value:.4g}"
+    return "" if metric is None else number(metric.value)

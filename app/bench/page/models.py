@@ -5,7 +5,7 @@ import torch
 from neo_desktop.app.bench.hardware.report import HardwareReport
 from neo_desktop.app.bench.report import Report
 from neo_desktop.app.bench.section import Section, Table
-from neo_desktop.app.bench.spread import figure
+from neo_desktop.app.bench.spread import number
 from neo_desktop.models.shapes import SHAPES
 
 _DTYPE = torch.float16
@@ -34,7 +34,7 @@ def models_section(report: Report) -> Section | None:
                 f"{weights / 1e9:.1f} GB",
                 "yes" if fits else "no",
                 f"{left / config.kv_bytes_per_token(_DTYPE):,.0f}" if fits else "",
-                figure(rate * 1e9 / weights) if fits else "",
+                number(rate * 1e9 / weights) if fits else "",
             )
         )
     columns = ("model", "weights", f"fits in {where} memory", "tokens of KV", "limit, tokens/s")

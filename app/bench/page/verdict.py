@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.report import Report
-from neo_desktop.app.bench.spread import figure
+from neo_desktop.app.bench.spread import number
 from neo_desktop.app.bench.throughput.report import BASELINE, ThroughputReport
 
 _WORTH_IT = 1.05  # a gain that two runs on one machine cannot make up
@@ -34,15 +34,15 @@ def _load(suite: LoadReport) -> Iterator[str]:
     if alone and offloading and offloading >= _WORTH_IT * alone:
         yield (
             f"On this machine offloading lets {offloading / alone:.1f}x more chats run at the same speed: "
-            f"{figure(offloading)} instead of {figure(alone)} requests per second {limits}."
+            f"{number(offloading)} instead of {number(alone)} requests per second {limits}."
         )
     elif alone and offloading:
         yield (
-            f"With and without offloading, about {figure(offloading)} requests per second are answered in "
+            f"With and without offloading, about {number(offloading)} requests per second are answered in "
             f"time {limits}."
         )
     elif len(sustained) == 1 and (only := next(iter(sustained.values()))) is not None:
-        yield f"Up to {figure(only)} requests per second are answered in time {limits}."
+        yield f"Up to {number(only)} requests per second are answered in time {limits}."
 
 
 def _throughput(suite: ThroughputReport, report: Report) -> Iterator[str]:
@@ -58,7 +58,7 @@ def _throughput(suite: ThroughputReport, report: Report) -> Iterator[str]:
         reason = report.machine.gpu_note or "the CPU was asked for"
         yield (
             f"Offloading does not help here, because there is no GPU to offload from ({reason}). The CPU "
-            f"alone writes {figure(suite.fastest.output_tokens_per_s)} tokens per second with {suite.model}, "
+            f"alone writes {number(suite.fastest.output_tokens_per_s)} tokens per second with {suite.model}, "
             f"all {suite.num_requests} requests together."
         )
     elif (gain := suite.gain) is not None and suite.baseline is not None:
@@ -66,8 +66,8 @@ def _throughput(suite: ThroughputReport, report: Report) -> Iterator[str]:
             yield (
                 f"On this machine offloading makes {suite.model} {gain:.1f}x as fast when "
                 f"{suite.num_requests} requests come at once: "
-                f"{figure(gain * suite.baseline.output_tokens_per_s)} instead of "
-                f"{figure(suite.baseline.output_tokens_per_s)} tokens per second."
+                f"{number(gain * suite.baseline.output_tokens_per_s)} instead of "
+                f"{number(suite.baseline.output_tokens_per_s)} tokens per second."
             )
         else:
             yield (

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from neo_desktop.app.bench.spread import figure as shown
+from neo_desktop.app.bench.spread import number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +31,7 @@ def bars(report: "ThroughputReport", figure: "Figure") -> None:
     drawn = axes.barh(
         names, speeds, color="#2f6fb0", height=0.6, xerr=list(zip(*spread, strict=True)), capsize=3
     )
-    axes.bar_label(drawn, [shown(each) for each in speeds], padding=6)
+    axes.bar_label(drawn, [number(each) for each in speeds], padding=6)
     bounds = [each.bound_output_tokens_per_s for each in report.policies]
     known = [(at, bound) for at, bound in enumerate(bounds) if bound is not None]
     if known:

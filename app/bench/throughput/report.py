@@ -5,7 +5,7 @@ from functools import partial
 from typing import Literal
 
 from neo_desktop.app.bench.section import Metric, Plot, Section, Table
-from neo_desktop.app.bench.spread import figure, size
+from neo_desktop.app.bench.spread import number, size
 from neo_desktop.app.bench.throughput import plots
 
 BASELINE = "gpu-only"  # what offloading is compared with
@@ -132,7 +132,7 @@ class ThroughputReport:
         summary = (
             f"{self.model} in {self.dtype}: {self.num_requests} requests at once, {self.prompt_tokens:.0f} "
             f"tokens in and {self.output_tokens:.0f} out on average. Fastest is {best.policy} with "
-            f"{figure(best.output_tokens_per_s)} output tokens per second."
+            f"{number(best.output_tokens_per_s)} output tokens per second."
         )
         shown = [Plot("throughput", "Output tokens per second by policy", partial(plots.bars, self))]
         if self.timeline:
@@ -165,11 +165,11 @@ class ThroughputReport:
             rows.append(
                 (
                     each.policy if isinstance(each, PolicyResult) else each.name,
-                    figure(each.output_tokens_per_s),
-                    f"{figure(each.lowest_output_tokens_per_s)}-{figure(each.highest_output_tokens_per_s)}",
+                    number(each.output_tokens_per_s),
+                    f"{number(each.lowest_output_tokens_per_s)}-{number(each.highest_output_tokens_per_s)}",
                     gain,
-                    figure(each.total_tokens_per_s),
-                    "" if bound is None else figure(bound),
+                    number(each.total_tokens_per_s),
+                    "" if bound is None else number(bound),
                     "" if share is None else f"{share:.0%}",
                     _answers(each),
                 )
@@ -212,7 +212,7 @@ class ThroughputReport:
                     f"{each.device_busy_share:.0%}",
                     f"{each.cpu_busy_share:.0%}",
                     f"{each.overlap_share:.0%}",
-                    figure(each.outside_ms),
+                    number(each.outside_ms),
                     f"{each.num_preemptions:.0f}",
                     f"{each.num_moves:.0f}",
                 )
