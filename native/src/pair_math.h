@@ -57,10 +57,9 @@ struct PairMath {
   }
 
  private:
-  static constexpr int smaller_of(int a, int b) { return a < b ? a : b; }
-  static constexpr int heads_at_once(int queries) { return smaller_of(queries, V::kHeadsAtOnce); }
+  static constexpr int heads_at_once(int queries) { return smaller(queries, V::kHeadsAtOnce); }
   static constexpr int most_vectors(int heads) {
-    return smaller_of(V::vectors_at_once(heads), kSegments * kSegmentVectors);
+    return smaller(V::vectors_at_once(heads), kSegments * kSegmentVectors);
   }
 
   // Calls body with how many vectors are worked on at once, as a Number: not more than a row of V has, so

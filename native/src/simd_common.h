@@ -23,7 +23,7 @@ namespace {
 constexpr int kCacheLineBytes = 64;
 constexpr int kFirstLevel = 3;  // in the terms of __builtin_prefetch
 
-inline int smaller(int64_t a, int64_t b) { return static_cast<int>(a < b ? a : b); }
+constexpr int smaller(int64_t a, int64_t b) { return static_cast<int>(a < b ? a : b); }
 
 // Asks for the lines that begin in columns [column, column + columns) of a row that is needed next, so that
 // loads from memory are spread over the computation: too much of it lies between two loads for the

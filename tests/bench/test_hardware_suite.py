@@ -288,9 +288,9 @@ def test_reports_survive_json(reports: list[HardwareReport], with_gpu: FakeNvml)
 def test_plots_show_every_measurement(with_gpu: FakeNvml) -> None:
     report = next(run_hardware(SMALL, ignore))
     for plot, points, series in zip(report.section().plots, (2, 2), (2, 3), strict=True):
-        figure_ = Figure(figsize=plot.inches)
-        plot.draw(figure_)
-        (axes,) = figure_.axes
+        figure = Figure(figsize=plot.inches)
+        plot.draw(figure)
+        (axes,) = figure.axes
         assert axes.get_xlabel()
         assert "GB/s" in axes.get_ylabel()
         legend = axes.get_legend()
@@ -299,7 +299,7 @@ def test_plots_show_every_measurement(with_gpu: FakeNvml) -> None:
         lines = [line for line in axes.lines if line.get_linestyle() != "None"]
         assert [len(line.get_xdata()) for line in lines] == [points] * series  # type: ignore[arg-type]
         assert len({(line.get_linestyle(), line.get_marker()) for line in lines}) == series
-        figure_.canvas.draw()
+        figure.canvas.draw()
 
 
 def test_a_hand_off_that_loses_data_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
