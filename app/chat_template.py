@@ -1,10 +1,20 @@
-"""A chat to the text that its model was trained on."""
+"""A chat to the text that its model was trained on.
 
+This file also is the program of a process of its own, see template_process.py: it imports nothing of ours, so
+that it starts in an instant.
+"""
+
+import contextlib
+import faulthandler
 import json
+import os
+import signal
+import struct
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, BinaryIO
 
 import jinja2
 from jinja2 import nodes
@@ -12,9 +22,13 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_LOOP_TURNS = 5_000_000  # about a second; a real template takes a few per message
+if sys.platform != "win32":
+    import resource
+
 MAX_TEXT_CHARS = 1 << 26
-_BUDGET = "loop budget"  # with a space: no template can name it
+MAX_CPU_S = 1.0  # a real template takes milliseconds
+MAX_MEMORY_BYTES = 512 << 20  # address space, and so everything
+FRAME_HEAD = struct.Struct(">Q")  # bytes of JSON that follow
 
 
 class ChatTemplateError(ValueError):
@@ -24,8 +38,8 @@ class ChatTemplateError(ValueError):
 class ChatTemplate:
     """The Jinja template of a checkpoint, rendered as `transformers` does it.
 
-    Templates come with downloaded models and are not trusted: they run in Jinja's sandbox, and their loops
-    and their output are bounded.
+    It runs in Jinja's sandbox: it reaches no files and no objects but its own. Its time and memory are not
+    bounded here; templates that come with downloaded models belong into a `TemplateProcess`.
 
     Args:
         source: Jinja source; None where the model has none.
@@ -42,9 +56,8 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: the model has no template, or it fails for these messages.
         """
-        context = self._special_tokens | dict(extra or {})
-        context |= {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
-        context[_BUDGET] = _LoopBudget(MAX_LOOP_TURNS)
+        context: dict[str, Any] = self._special_tokens | {"tools": None, "documents": None}
+        context |= {"add_generation_prompt": True} | dict(extra or {}) | {"messages": messages}
         pieces = []
         room_chars = MAX_TEXT_CHARS
         try:
@@ -53,9 +66,11 @@ class ChatTemplate:
                 if room_chars < 0:
                     raise ChatTemplateError(f"the text exceeds {MAX_TEXT_CHARS} characters")
                 pieces.append(piece)
+            return "".join(pieces)
+        except MemoryError:
+            raise ChatTemplateError("the model's chat template refused: it needs too much memory") from None
         except Exception as error:  # a template can raise anything, like any program
             raise ChatTemplateError(f"the model's chat template refused: {error}") from error
-        return "".join(pieces)
 
     @cached_property
     def _template(self) -> jinja2.Template:
@@ -64,24 +79,9 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
-        environment.filters |= {"tojson": _tojson, "_counted": _counted}
+        environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-        tree = environment.parse(self._source)
-        for loop in tree.find_all(nodes.For):
-            loop.iter = nodes.Filter(loop.iter, "_counted", [], [], None, None, lineno=loop.lineno)
-        return environment.from_string(tree)
-
-
-class _LoopBudget:
-    """Turns of all loops together that a rendering may still take."""
-
-    def __init__(self, num_turns: int) -> None:
-        self._num_turns = num_turns
-
-    def take(self, num_turns: int) -> None:
-        self._num_turns -= num_turns
-        if self._num_turns < 0:
-            raise ChatTemplateError(f"it loops more than {MAX_LOOP_TURNS} times")
+        return environment.from_string(self._source)
 
 
 class _Generation(Extension):
@@ -92,14 +92,6 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-@jinja2.pass_context
-def _counted(context: jinja2.runtime.Context, values: Any) -> list[Any]:
-    """What a loop runs over, once the budget has paid for it."""
-    items = list(values)
-    context.resolve(_BUDGET).take(len(items))
-    return items
 
 
 def _raise_exception(message: str) -> None:
@@ -121,3 +113,57 @@ def _tojson(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+# From here on: the process. Frames of JSON come in and go out; the first one says which template it is.
+
+
+def pack(value: Any) -> bytes:
+    """One frame: a length and JSON."""
+    body = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return FRAME_HEAD.pack(len(body)) + body
+
+
+def unpack(body: bytes) -> Any:
+    """What a frame holds, without its length."""
+    return json.loads(body.decode("utf-8", "surrogatepass"))
+
+
+def main() -> None:
+    """Answer [messages, extra] with {"text": …} or {"error": …}, until nobody asks any more."""
+    if sys.platform != "win32":
+        with contextlib.suppress(ValueError):  # a lower limit holds already
+            resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    incoming, outgoing = sys.stdin.buffer, sys.stdout.buffer
+    first = _read_frame(incoming)
+    if first is None:
+        return
+    template = ChatTemplate(**unpack(first))
+    while (body := _read_frame(incoming)) is not None:
+        _limit_time(MAX_CPU_S)
+        try:
+            messages, extra = unpack(body)
+            answer = {"text": template.render(messages, extra)}
+        except ChatTemplateError as error:
+            answer = {"error": str(error)}
+        frame = pack(answer)
+        _limit_time(0)
+        outgoing.write(frame)
+        outgoing.flush()
+
+
+def _read_frame(stream: BinaryIO) -> bytes | None:
+    head = stream.read(FRAME_HEAD.size)
+    if len(head) < FRAME_HEAD.size:
+        return None
+    return stream.read(FRAME_HEAD.unpack(head)[0])
+
+
+def _limit_time(seconds: float) -> None:
+    """End this process when it goes on for longer, wherever it is then; 0: no limit any more."""
+    if sys.platform != "win32":
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # processor time; nobody handles the signal
+    elif seconds:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    else:
+        faulthandler.cancel_dump_traceback_later()

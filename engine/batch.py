@@ -5,12 +5,18 @@ made in less than half of the time.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from neo_desktop.engine.grammar import GrammarState
 from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampling_params import SamplingParams
+
+FloatArray = NDArray[np.float32]
 
 
 class SamplingInput(NamedTuple):
@@ -22,6 +28,7 @@ class SamplingInput(NamedTuple):
     position: int  # index of the chosen token in prompt + output
     prompt_token_ids: IntView  # each of them once; empty unless a penalty needs them
     output_token_ids: IntView  # in order; empty unless a penalty needs them
+    grammar: GrammarState | None = None  # says which tokens may come; None: all
 
 
 class ScheduledSequence(NamedTuple):
@@ -32,7 +39,8 @@ class ScheduledSequence(NamedTuple):
     start: int  # position of the first of them = tokens already in the KV cache
     place: Place  # where the KV lives
     block_table: IntView  # blocks of that place, covering all `context_len` tokens; fixed, as all of a plan
-    sampling: SamplingInput | None  # None: a part of the prompt that is not its last one
+    sampling: SamplingInput | None  # None: no token is to be chosen after the last one of `token_ids`
+    num_pooled: int = 0  # how many of the last ones' hidden states are asked for, as their sum
 
     @property
     def context_len(self) -> int:
@@ -120,6 +128,7 @@ class IterationResult:
 
     sampled: Mapping[str, SampledToken]
     failed: Mapping[str, str]
+    pooled: Mapping[str, FloatArray] = field(default_factory=dict)  # sums of hidden states, [hidden] each
     timing: IterationTiming | None = None  # None: not measured
 
 

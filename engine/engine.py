@@ -3,26 +3,36 @@
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan, IterationTiming, SampledToken
+import torch
+
+from neo_desktop.engine.batch import (
+    DeviceMemoryError,
+    FloatArray,
+    IterationPlan,
+    IterationTiming,
+    SampledToken,
+)
 from neo_desktop.engine.detokenizer import IncrementalText
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.timeline import Timeline
+from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.kv.cache import KVCache
+from neo_desktop.engine.live import LiveView, Watch, live_requests, num_fitting
 from neo_desktop.engine.loading import BUILTIN, LoadedModel, Progress
 from neo_desktop.engine.placement import Place, get_policy
-from neo_desktop.engine.predict.cost_model import CorrectedCostModel, CostModel
+from neo_desktop.engine.predict.cost_model import CorrectedCostModel, CostModel, TableCostModel
 from neo_desktop.engine.profiling import profiler
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE, MemoryCaps
 from neo_desktop.engine.profiling.profile_cache import load_or_profile
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput
-from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.sampling_params import Pooling, SamplingParams
 from neo_desktop.engine.schedule.scheduler import Scheduler
 from neo_desktop.engine.setup import MAX_BATCH_REQUESTS, Setup, set_up
 from neo_desktop.engine.stats import EngineStats
@@ -66,11 +76,15 @@ class Engine:
         executor: Executor,
         policy: str,
         cost_model: CorrectedCostModel | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.model_name = model.name
         self.config = model.config
         self.tokenizer = model.tokenizer
         self.max_context_tokens = min(model.config.max_context_tokens, scheduler.max_context_tokens)
+        self.eos_token_ids = model.config.eos_token_ids or model.tokenizer.eos_token_ids
+        # Any thread may use it: before a request is added, so that compiling holds nobody up.
+        self.grammars = GrammarCompiler(model.tokenizer, model.config.vocab_size, self.eos_token_ids)
         self.streams = model.streams
         self._decoder = model.decoder
         self._scheduler = scheduler
@@ -78,6 +92,7 @@ class Engine:
         self._executor = executor
         self._policy = policy
         self._cost_model = cost_model
+        self._watch = Watch(timeline)
         self._num_arrivals = 0
         self._num_iterations = 0
         self._under_way: tuple[IterationPlan, Wait] | None = None
@@ -190,8 +205,10 @@ class Engine:
             cost_model = load_or_profile(decoder, storage, limits, profile_progress, streams=streams)
         corrected = None if cost_model is None else CorrectedCostModel(cost_model)
         scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected)
+        # Without a trace, single iterations are recorded for those who look.
+        timeline = timeline or Timeline(max_spans=0, is_continuous=False)
         executor = build_executor(decoder, storage, limits.max_batch_requests, timeline, streams)
-        return cls(setup.model, scheduler, kv_cache, executor, policy, corrected)
+        return cls(setup.model, scheduler, kv_cache, executor, policy, corrected, timeline)
 
     @property
     def has_work(self) -> bool:
@@ -209,10 +226,14 @@ class Engine:
 
         Raises:
             ContextLengthError: prompt and output would not fit into the context.
-            ValueError: the prompt is empty or holds ids outside the vocabulary.
+            ValueError: the prompt is empty, ids are outside the vocabulary, or the grammar cannot be used.
         """
         token_ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
         self._check_prompt(token_ids, params)
+        self._check_token_ids("stop_token_ids holds", params.stop_token_ids)
+        self._check_token_ids("logit_bias holds", params.logit_bias)
+        if params.grammar is not None:
+            self.grammars.compile(params.grammar)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         for choice in range(params.n):
             self._num_arrivals += 1
@@ -224,8 +245,11 @@ class Engine:
                 seed=seed,
                 arrival=self._num_arrivals,
                 max_context_tokens=self.max_context_tokens,
-                eos_token_ids=self.config.eos_token_ids or self.tokenizer.eos_token_ids,
+                eos_token_ids=self.eos_token_ids,
                 text=IncrementalText(self.tokenizer.decode_stream(), params.stop),
+                grammar=None
+                if params.grammar is None
+                else self.grammars.start(params.grammar, params.grammar_after),
             )
             self._scheduler.add(request)
         return token_ids
@@ -278,6 +302,8 @@ class Engine:
             return [], self._give_up(error)
         if result.timing is not None:
             self._book_time(result.timing)
+            if self._watch.is_on:
+                self._watch.note(plan, result.timing)
             if self._cost_model is not None:
                 self._cost_model.learn(plan, result.timing)
         return self._scheduler.update(result), []
@@ -320,9 +346,32 @@ class Engine:
             ValueError: a prompt or a setting cannot be used; nothing is run then.
             EngineError: the engine had to give a request up.
         """
-        if self._has_requests:
-            raise RuntimeError("generate() needs the engine for itself, but requests are running")
         each = _one_per_prompt(params or SamplingParams(), len(prompts))
+        return [_completion(outputs) for outputs in self._run(prompts, each)]
+
+    def embed(self, prompts: Sequence[str | Sequence[int]], pooling: Pooling = "mean") -> list[FloatArray]:
+        """Return what the model makes of each prompt: hidden states after the final norm, of length 1.
+
+        Args:
+            prompts: texts or token ids.
+            pooling: the mean of all tokens, or the last one.
+
+        Returns:
+            One array [hidden] per prompt.
+
+        Raises:
+            ValueError: a prompt cannot be used; nothing is run then.
+            EngineError: the engine had to give a request up.
+        """
+        each = [SamplingParams(pooling=pooling)] * len(prompts)
+        return [_embedding(outputs) for outputs in self._run(prompts, each)]
+
+    def _run(
+        self, prompts: Sequence[str | Sequence[int]], each: Sequence[SamplingParams]
+    ) -> list[list[RequestOutput]]:
+        """Carry requests out; return what came of each of their outputs."""
+        if self._has_requests:
+            raise RuntimeError("the engine is needed for these prompts alone, but requests are running")
         collected: dict[tuple[str, int], list[RequestOutput]] = {}
         try:
             for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
@@ -334,7 +383,7 @@ class Engine:
         finally:
             for index in range(len(prompts)):  # after an error or Ctrl-C; otherwise nothing is left
                 self.abort(str(index))
-        return [_completion(outputs) for outputs in collected.values()]
+        return list(collected.values())
 
     def stats(self) -> EngineStats:
         """Return a snapshot of what the engine holds and has done."""
@@ -348,6 +397,7 @@ class Engine:
             max_context_tokens=self.max_context_tokens,
             block_size=self._kv_cache.block_size,
             num_running=self._scheduler.num_running,
+            num_running_at=self._scheduler.num_running_at,
             num_waiting=self._scheduler.num_waiting,
             num_iterations=self._num_iterations,
             num_prompt_tokens=counters.num_prompt_tokens,
@@ -361,10 +411,38 @@ class Engine:
             pools=self._kv_cache.usage(),
         )
 
+    def live_view(self) -> LiveView:
+        """Return what the engine does right now, for people; once a second is often enough.
+
+        For some seconds from then on notes about iterations are taken, which the next view tells of.
+        """
+        self._watch.ask()
+        stats, device, running = self.stats(), self._decoder.device, self._scheduler.running
+        is_cuda = device.type == "cuda"
+        gpu_cache = stats.pools.get(Place.DEVICE)
+        tables = None if self._cost_model is None else self._cost_model.base
+        requests = [request for _, request in running]
+        return LiveView(
+            stats=stats,
+            requests=live_requests(running),
+            num_gpu_alone=(
+                num_fitting(requests, gpu_cache.num_blocks, stats.block_size) if gpu_cache else None
+            ),
+            is_gpu_imitated=not is_cuda,
+            device_name=torch.cuda.get_device_name(device) if is_cuda else None,
+            weights_bytes=self.config.weight_bytes(self._decoder.dtype),
+            rates=self._watch.rates,
+            iterations=self._watch.iterations,
+            spans=self._watch.spans,
+            spans_age_s=self._watch.spans_age_s,
+            tables=tables if isinstance(tables, TableCostModel) else None,
+        )
+
     def close(self) -> None:
         """End all threads, drop weights and caches; nothing can be generated afterwards."""
         if (executor := vars(self).pop("_executor", None)) is not None:
             executor.close()
+            self.grammars.close()
             del self._decoder
 
     def __enter__(self) -> Self:
@@ -389,10 +467,15 @@ class Engine:
                 f"the prompt has {num_tokens} tokens and max_tokens asks for {params.max_tokens} more, but "
                 f"the context holds {limit}: shorten the prompt or ask for {limit - num_tokens} at most"
             )
+        self._check_token_ids("the prompt holds", token_ids)
+
+    def _check_token_ids(self, what: str, token_ids: Iterable[int]) -> None:
         vocab_size = self.config.vocab_size
         for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
-                raise ValueError(f"token id {token_id} is outside the vocabulary of {vocab_size} tokens")
+                raise ValueError(
+                    f"{what} token id {token_id}, which is outside the vocabulary of {vocab_size} tokens"
+                )
 
 
 def _one_per_prompt(
@@ -405,10 +488,22 @@ def _one_per_prompt(
     return params
 
 
-def _completion(outputs: Sequence[RequestOutput]) -> Completion:
+def _last(outputs: Sequence[RequestOutput]) -> RequestOutput:
     last = outputs[-1]
     if last.finish_reason is None or last.error is not None:
         raise EngineError(last.error or "the request did not end")
+    return last
+
+
+def _embedding(outputs: Sequence[RequestOutput]) -> FloatArray:
+    embedding = _last(outputs).embedding
+    assert embedding is not None
+    return embedding
+
+
+def _completion(outputs: Sequence[RequestOutput]) -> Completion:
+    last = _last(outputs)
+    assert last.finish_reason is not None
     tokens = tuple(token for output in outputs for token in output.tokens)
     return Completion(
         text="".join(output.text for output in outputs),

@@ -13,11 +13,12 @@ from neo_desktop.engine.profiling.budget import MemoryCaps, check_weights_fit
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.registry import load_model, random_model
+from neo_desktop.models.registry import check_model, load_model, random_model
 from neo_desktop.models.shapes import shape as published_shape
 from neo_desktop.models.tokenizer import ByteTokenizer, Tokenizer
 
 BUILTIN = "builtin"
+BUILTIN_NAME = "neo-desktop-guide"  # as the API calls it
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 CPU_CACHE_DTYPES = {"auto": None, "int8": torch.int8}
 
@@ -66,12 +67,13 @@ def load(
 
     path = model_folder(model)
     config = ModelConfig.from_pretrained(path)
+    check_model(path, config)  # before anything is decided by numbers that may be wrong
     tokenizer = Tokenizer.from_pretrained(path)
     torch_dtype = choose_dtype(dtype, config, torch_device)
     check_weights_fit(config, torch_dtype, torch_device, caps)
     with streams.on_device():
         decoder = load_model(path, config, dtype=torch_dtype, device=torch_device, progress=progress)
-    name = "neo-desktop-guide" if model == BUILTIN else path.resolve().name
+    name = BUILTIN_NAME if model == BUILTIN else path.resolve().name
     return LoadedModel(name, config, decoder, tokenizer, streams)
 
 
@@ -106,12 +108,17 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda")
 
 
-def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+def choose_dtype(
+    name: str, config: ModelConfig, device: torch.device, available_bytes: int | None = None
+) -> torch.dtype:
     """Return the dtype of weights and KV; "auto" loses no accuracy that the checkpoint has.
 
     On a GPU that is the checkpoint's own dtype, or float16 instead of bfloat16 where the GPU has no bfloat16
     (Turing). On a CPU it is float32, which every CPU computes at full speed, unless the weights would then
     take more than half of the free memory.
+
+    Args:
+        available_bytes: of host memory; None: what is free now.
 
     Raises:
         ValueError: the name is unknown, or the GPU has no such numbers.
@@ -127,7 +134,8 @@ def choose_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.
         return DTYPES[name]
     if device.type == "cuda":
         return torch.float16 if config.dtype is torch.bfloat16 and not has_bfloat16 else config.dtype
-    if config.weight_bytes(torch.float32) <= host_memory().available_bytes // 2:
+    available = host_memory().available_bytes if available_bytes is None else available_bytes
+    if config.weight_bytes(torch.float32) <= available // 2:
         return torch.float32
     return config.dtype
 

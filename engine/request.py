@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from neo_desktop.engine.batch import SampledToken, SamplingInput
+from neo_desktop.engine.batch import FloatArray, SampledToken, SamplingInput
 from neo_desktop.engine.detokenizer import IncrementalText
+from neo_desktop.engine.grammar import GrammarState
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.block_pool import BlockHash, extend_hashes
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -34,6 +35,7 @@ class RequestOutput(NamedTuple):
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens whose KV was reused from earlier requests
     num_output_tokens: int  # so far
+    embedding: FloatArray | None = None  # of length 1, [hidden]; at the end, if pooling was asked for
 
 
 class RequestState:
@@ -92,6 +94,7 @@ class Request(RequestState):
         arrival: see `RequestState`.
         max_context_tokens: prompt and output together never exceed it.
         eos_token_ids: the model's own end-of-sequence tokens.
+        grammar: what the output follows, at its beginning.
     """
 
     def __init__(
@@ -106,10 +109,13 @@ class Request(RequestState):
         max_context_tokens: int,
         eos_token_ids: tuple[int, ...],
         text: IncrementalText,
+        grammar: GrammarState | None = None,
     ) -> None:
         num_prompt_tokens = len(prompt_token_ids)
         room = max_context_tokens - num_prompt_tokens
         max_output_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.pooling is not None:  # its end takes the place of a token
+            max_output_tokens = 1
         super().__init__(
             f"{owner_id}#{choice}",
             owner_id,
@@ -127,6 +133,9 @@ class Request(RequestState):
             frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         )
         self._text = text
+        self._grammar = grammar
+        self.is_pooled = params.pooling is not None
+        self._pooled: FloatArray | None = None  # sum of the hidden states that were asked for, so far
         self._new_tokens: list[SampledToken] = []
         self._block_hashes: list[BlockHash] = []
         # For penalties alone, see `SamplingInput`.
@@ -134,7 +143,12 @@ class Request(RequestState):
         self._output = IntArray()
 
     def block_hashes(self, block_size: int) -> Sequence[BlockHash]:
-        """Return the hashes of its full blocks; each is computed once."""
+        """Return the hashes of its full blocks; each is computed once.
+
+        There are none where hidden states are asked for: no token may be left out since its KV is there.
+        """
+        if self.is_pooled:
+            return ()
         extend_hashes(self._block_hashes, self.token_ids, block_size)
         return self._block_hashes
 
@@ -147,15 +161,35 @@ class Request(RequestState):
             position=len(self.token_ids),
             prompt_token_ids=self._distinct_prompt.view(),
             output_token_ids=self._output.view(),
+            grammar=self._grammar,
         )
+
+    def num_pooled(self, num_tokens: int) -> int:
+        """Return for how many of the next tokens hidden states are asked for; they are the last of them."""
+        if self.params.pooling == "mean":
+            return num_tokens
+        ends = self.num_computed_tokens + num_tokens == self.num_tokens
+        return int(self.params.pooling == "last" and ends)
+
+    def pool(self, hidden: FloatArray, *, is_first: bool) -> None:
+        """Take in the sum of hidden states, [hidden].
+
+        Args:
+            is_first: it begins with the first token; what there was before is void.
+        """
+        self._pooled = hidden if is_first or self._pooled is None else self._pooled + hidden
 
     def append(self, token: SampledToken) -> None:
         """Take in the token that was under way and find out whether it ends the request."""
+        if self._grammar is not None and not self._grammar.accept(token.token_id):
+            self.finish(FinishReason.ERROR, self._grammar.error)
+            return
         self.token_ids.append(token.token_id)
         self._new_tokens.append(token)
         if self.params.has_penalties:
             self._output.append(token.token_id)
-        if token.token_id in self._end_token_ids or self._text.push(token.token_id):
+        is_stopped = token.token_id in self._end_token_ids or self._text.push(token.token_id)
+        if is_stopped or (self._grammar is not None and self._grammar.is_complete):
             self.finish(FinishReason.STOP)
         elif len(self.token_ids) >= self.max_num_tokens:
             self.finish(FinishReason.LENGTH)
@@ -179,4 +213,12 @@ class Request(RequestState):
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=len(self.token_ids) - self.num_prompt_tokens,
+            embedding=None if self.finish_reason is not FinishReason.STOP else self._embedding(),
         )
+
+    def _embedding(self) -> FloatArray | None:
+        if self._pooled is None:
+            return None
+        # Of length 1, a mean and a sum are the same.
+        length = np.linalg.norm(self._pooled.astype(np.float64))
+        return (self._pooled / max(length, np.finfo(np.float32).tiny)).astype(np.float32)

@@ -33,9 +33,11 @@ def start_sampling(
 
     A row's random number depends on its seed, choice and position alone, so a request gets the same tokens
     whatever else is in the batch, under every policy and after every preemption. Order of the steps:
-    penalties, temperature, top-k, top-p, min-p, then inversion of the cumulative distribution.
+    penalties, biases, grammar, temperature, top-k, top-p, min-p, then inversion of the cumulative
+    distribution.
 
-    All of it happens on the device, behind what runs there; nothing is waited for.
+    All of it happens on the device, behind what runs there; nothing is waited for. Which tokens grammars
+    allow is found out here, by the caller's thread, while the device computes.
 
     Args:
         logits: [rows, vocab] float32; not modified.
@@ -70,15 +72,17 @@ def _pieces(logits: Tensor, inputs: Sequence[SamplingInput]) -> Iterator[slice]:
 
 def is_plain(item: SamplingInput) -> bool:
     """Whether nothing but the most probable token is asked for; for that no logits are copied."""
-    return item.params.is_greedy and not item.params.has_penalties and item.params.logprobs is None
+    params = item.params
+    is_changed = params.has_penalties or params.logit_bias or item.grammar is not None
+    return params.is_greedy and not is_changed and params.logprobs is None
 
 
 def _sample(
     logits: Tensor, inputs: Sequence[SamplingInput]
 ) -> tuple[Tensor, Callable[[], Sequence[_RowLogprobs | None]]]:
     """Choose tokens [rows] int64, NO_TOKEN where there is none; with what waits for log-probabilities."""
-    penalised = _apply_penalties(logits, inputs)
-    token_ids = _choose(penalised, inputs)
+    changed = _apply_grammars(_add_biases(_apply_penalties(logits, inputs), inputs), inputs)
+    token_ids = _choose(changed, inputs)
     is_finite = logits.amax(dim=-1).isfinite()
     return token_ids.where(is_finite, NO_TOKEN), _start_logprobs(logits, inputs, token_ids)
 
@@ -123,6 +127,35 @@ def _apply_penalties(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
     values = torch.where(in_prompt + in_output > 0, repeated, values)
     values -= frequency * in_output + presence * (in_output > 0)
     return logits.index_copy(0, index, values)
+
+
+def _add_biases(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
+    vocab_size = logits.shape[-1]
+    biases = {
+        row * vocab_size + token_id: bias
+        for row, item in enumerate(inputs)
+        for token_id, bias in item.params.logit_bias.items()
+    }
+    if not biases:
+        return logits
+    cells = upload(list(biases), torch.int64, logits.device)
+    values = upload(list(biases.values()), logits.dtype, logits.device)
+    return logits.flatten().index_add(0, cells, values).view_as(logits)
+
+
+def _apply_grammars(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
+    """Give tokens that may not come a logit of -inf."""
+    grammars = {row: item.grammar for row, item in enumerate(inputs) if item.grammar is not None}
+    if not grammars:
+        return logits
+    index = upload(list(grammars), torch.int64, logits.device)
+    masks = bytearray().join(grammar.allowed_tokens() for grammar in grammars.values())
+    packed = np.frombuffer(masks, np.uint8).reshape(len(grammars), -1)
+    packed_masks = upload(packed, torch.uint8, logits.device)
+    bit = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    bits = (packed_masks.unsqueeze(-1) >> bit).bitwise_and_(1).flatten(1)
+    is_forbidden = bits[:, : logits.shape[-1]] == 0
+    return logits.index_copy(0, index, logits[index].masked_fill_(is_forbidden, -torch.inf))
 
 
 def _counts(token_ids: Sequence[IntView], logits: Tensor) -> Tensor:

@@ -1,12 +1,16 @@
 """How the tokens of one request are chosen and when it ends."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
+MAX_LOGIT_BIAS = 100.0
+
+Pooling = Literal["mean", "last"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +34,17 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()  # tokens that end the output, beside the model's own
     logprobs: int | None = None  # return log-probabilities: of the chosen token and this many top ones
     n: int = 1  # independent outputs for the one prompt
-    ignore_eos: bool = False  # go on after the model's end-of-sequence token
+    ignore_eos: bool = False  # go on after the model's end-of-sequence token; a grammar ends all the same
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit, ±100
+    pooling: Pooling | None = None  # no output but the prompt's hidden states: their mean, or the last one
+    grammar: str | None = None  # what the output must follow, of llguidance; see `engine.grammar`
+    grammar_after: str | None = None  # text, such as the end of a thought, that comes before what follows it
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
         if self.max_tokens is not None:
             _check_integer("max_tokens", self.max_tokens, 1)
@@ -59,6 +68,15 @@ class SamplingParams:
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         _check_integer("n", self.n, 1, MAX_CHOICES)
+        for token_id, bias in self.logit_bias.items():
+            _check_integer("logit_bias", token_id, 0)
+            _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        for name, text in (("grammar", self.grammar), ("grammar_after", self.grammar_after)):
+            if text is not None and (not isinstance(text, str) or not text):
+                raise ValueError(f"{name} must be text that is not empty, got {text!r}")
+        _check_pooling(self)
+        if self.grammar_after is not None and self.grammar is None:
+            raise ValueError("grammar_after needs a grammar")
 
     @property
     def is_greedy(self) -> bool:
@@ -74,6 +92,15 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether earlier tokens change the logits, so that the sampler must see them."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _check_pooling(params: SamplingParams) -> None:
+    if params.pooling is None:
+        return
+    if params.pooling not in get_args(Pooling):
+        raise ValueError(f"pooling must be one of {', '.join(get_args(Pooling))}, got {params.pooling!r}")
+    if params.n != 1 or params.logprobs is not None or params.grammar is not None:
+        raise ValueError("pooling gives no output, so that n, logprobs and grammar cannot be asked for")
 
 
 def _check_number(name: str, value: float, low: float, high: float) -> None:

@@ -19,6 +19,7 @@ class EngineStats:
     max_context_tokens: int
     block_size: int  # tokens per KV block
     num_running: int  # requests that own KV
+    num_running_at: Mapping[Place, int]  # of them, by where it lives
     num_waiting: int  # requests that wait for it
     num_iterations: int
     num_prompt_tokens: int  # computed or reused

@@ -11,6 +11,17 @@ from neo_desktop.models.rope import RopeConfig, YarnScaling
 __all__ = ["GenerationDefaults", "ModelConfig", "ModelError", "RopeConfig"]
 
 
+# Several times what any model has. A number that is beyond is refused before anything is made of that size;
+# the others are compared with the weights (`registry.check_model`).
+MAX_LAYERS = 1024
+MAX_HIDDEN_SIZE = 2**18
+MAX_INTERMEDIATE_SIZE = 2**20
+MAX_HEADS = 2**12
+MAX_HEAD_DIM = 2**12
+MAX_VOCAB_SIZE = 2**23
+MAX_CONTEXT_TOKENS = 2**31 - 1
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
     """Sampling that the model's makers recommend (generation_config.json); None where they say nothing."""
@@ -77,11 +88,12 @@ class ModelConfig:
         family = _family(file)
         _refuse_unsupported(file)
 
-        num_layers = file.integer("num_hidden_layers")
-        hidden_size = file.integer("hidden_size")
-        num_heads = file.integer("num_attention_heads")
-        head_dim = file.integer("head_dim", family.head_dim or max(hidden_size // num_heads, 1))
-        num_kv_heads = file.integer("num_key_value_heads", num_heads)
+        num_layers = file.integer("num_hidden_layers", maximum=MAX_LAYERS)
+        hidden_size = file.integer("hidden_size", maximum=MAX_HIDDEN_SIZE)
+        num_heads = file.integer("num_attention_heads", maximum=MAX_HEADS)
+        derived_head_dim = family.head_dim or max(hidden_size // num_heads, 1)
+        head_dim = file.integer("head_dim", derived_head_dim, maximum=MAX_HEAD_DIM)
+        num_kv_heads = file.integer("num_key_value_heads", num_heads, maximum=MAX_HEADS)
         if num_heads % num_kv_heads:
             raise ModelError(f"{file.path}: {num_heads} heads cannot share {num_kv_heads} key-value heads.")
         if head_dim % 2:
@@ -95,9 +107,9 @@ class ModelConfig:
         eos_token_ids = file.token_ids("eos_token_id", family.eos_token_ids)
         return cls(
             architecture=family.architecture,
-            vocab_size=file.integer("vocab_size"),
+            vocab_size=file.integer("vocab_size", maximum=MAX_VOCAB_SIZE),
             hidden_size=hidden_size,
-            intermediate_size=file.integer("intermediate_size"),
+            intermediate_size=file.integer("intermediate_size", maximum=MAX_INTERMEDIATE_SIZE),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -243,7 +255,8 @@ def _dtype(file: JsonFile) -> torch.dtype:
 def _max_context_tokens(trained_tokens: int, rope: RopeConfig) -> int:
     # Qwen's cards switch YaRN on and leave max_position_embeddings as it was: the stretched length is meant.
     if isinstance(rope.scaling, YarnScaling):
-        return max(trained_tokens, int(rope.scaling.factor * rope.scaling.original_max_tokens))
+        stretched_tokens = int(rope.scaling.factor * rope.scaling.original_max_tokens)
+        return min(max(trained_tokens, stretched_tokens), MAX_CONTEXT_TOKENS)
     return trained_tokens
 
 

@@ -93,7 +93,11 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores `[m, vocab]` float32 of the next token after each of `hidden` `[m, hidden]`."""
-        return self.lm_head(rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)).float()
+        return self.lm_head(self.final_states(hidden)).float()
+
+    def final_states(self, hidden: Tensor) -> Tensor:
+        """What the head reads, and what stands for a text: `hidden` `[m, hidden]`, normed."""
+        return rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)

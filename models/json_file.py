@@ -4,14 +4,32 @@ import json
 from pathlib import Path
 from typing import Any
 
+MAX_FILE_BYTES = 8 << 20  # tokenizer_config.json may name thousands of tokens; others have kilobytes
+LARGEST_NUMBER, SMALLEST_NUMBER = 1e12, 1e-20  # of those that are no integers
+
 
 class ModelError(ValueError):
     """A checkpoint that cannot be used: one sentence that says what is wrong and what to do."""
 
 
-def read_text(path: Path) -> str:
-    """The text of a file of a checkpoint; ModelError where it is missing or not UTF-8."""
+def check_size(path: Path, max_bytes: int | None = None) -> None:
+    """Raise ModelError for a file that is too large, and for what is no file; a missing one is not minded."""
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise ModelError(f"{path} is no ordinary file: download the model again.")
+    size_bytes = path.stat().st_size
+    if max_bytes is not None and size_bytes > max_bytes:
+        raise ModelError(
+            f"{path} has {size_bytes} bytes, more than the {max_bytes} that such a file may have: "
+            "download it again."
+        )
+
+
+def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str:
+    """The text of a file of a checkpoint; ModelError where it is missing, too large or not UTF-8."""
     try:
+        check_size(path, max_bytes)
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ModelError(
@@ -35,11 +53,12 @@ class JsonFile:
         self.values = values
 
     @classmethod
-    def read(cls, path: Path) -> "JsonFile":
-        """Parse the file; ModelError where it is missing, not JSON, or not an object."""
+    def read(cls, path: Path, max_bytes: int = MAX_FILE_BYTES) -> "JsonFile":
+        """Parse the file; ModelError where it is missing, too large, not JSON, or not an object."""
+        text = read_text(path, max_bytes)
         try:
-            values = json.loads(read_text(path))
-        except (json.JSONDecodeError, RecursionError) as error:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:  # thousands of digits are a ValueError, too
             raise ModelError(f"{path} is not valid JSON ({error}): download the file again.") from None
         if not isinstance(values, dict):
             raise ModelError(f"{path} holds no JSON object: download the file again.")
@@ -52,20 +71,24 @@ class JsonFile:
         """The value as it stands, None where the key is missing."""
         return self.values.get(key)
 
-    def integer(self, key: str, default: int | None = None, minimum: int = 1) -> int:
-        """An integer from `minimum` to 2**31 - 1."""
+    def integer(
+        self, key: str, default: int | None = None, minimum: int = 1, maximum: int = 2**31 - 1
+    ) -> int:
+        """An integer from `minimum` to `maximum`."""
         value = self._present(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value < 2**31:
-            raise self._wrong(key, f"an integer from {minimum} to {2**31 - 1}")
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
+            raise self._wrong(key, f"an integer from {minimum} to {maximum}")
         return value
 
     def number(self, key: str, default: float | None = None, *, allow_zero: bool = False) -> float:
         """A finite number above zero, or zero where that is allowed."""
         value = self._present(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._wrong(key, "a number above zero")
-        if value == 0 and not allow_zero:
-            raise self._wrong(key, "a number above zero")
+        if value == 0 and allow_zero:
+            return 0.0
+        if not SMALLEST_NUMBER <= value <= LARGEST_NUMBER:
+            raise self._wrong(key, f"a number above zero, up to {LARGEST_NUMBER:g}")
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
@@ -111,6 +134,6 @@ class JsonFile:
         return value
 
     def _wrong(self, key: str, wanted: str) -> ModelError:
-        return ModelError(
-            f"{self.path} has {key!r} = {self.values[key]!r}, which is not {wanted}: correct the file."
-        )
+        value = repr(self.values.get(key))
+        shown = value if len(value) <= 100 else f"{value[:100]}…"
+        return ModelError(f"{self.path} has {key!r} = {shown}, which is not {wanted}: correct the file.")

@@ -22,13 +22,22 @@ def load_model(
     Everything is checked against `config` before memory is taken, and at most one tensor is held twice.
     Raises ModelError for weights that are missing, left over, damaged or of another shape.
     """
-    checkpoint = Checkpoint(path)
-    outline = Decoder(config, dtype=dtype, device=torch.device("meta"))
-    checkpoint.check(dict(named_weights(outline)), tied_embeddings=config.tie_word_embeddings)
+    checkpoint = check_model(path, config)
     decoder = Decoder(config, dtype=dtype, device=device)
     checkpoint.copy_to(dict(named_weights(decoder)), progress)
     decoder.prepare()
     return decoder
+
+
+def check_model(path: Path, config: ModelConfig) -> Checkpoint:
+    """Compare a folder's weights with its configuration, from headers alone.
+
+    Raises ModelError for weights that are missing, left over, damaged or of another shape.
+    """
+    checkpoint = Checkpoint(path)
+    outline = Decoder(config, dtype=config.dtype, device=torch.device("meta"))
+    checkpoint.check(dict(named_weights(outline)), tied_embeddings=config.tie_word_embeddings)
+    return checkpoint
 
 
 def random_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Decoder:

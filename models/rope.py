@@ -59,6 +59,10 @@ class RopeConfig:
         if any(isinstance(value, dict) for value in rope.values.values()):
             raise ModelError(f"{config.path} sets rope_parameters per layer type, which is not supported.")
         theta = rope.number("rope_theta", config.number("rope_theta", cls().theta))
+        if theta <= 1:
+            raise ModelError(
+                f"{config.path} has a rope_theta of {theta:g}, which is not above 1: correct it."
+            )
         for source in (config, rope):
             if source.number("partial_rotary_factor", 1.0) != 1.0:
                 raise ModelError(f"{config.path} sets partial_rotary_factor, which is not supported.")

@@ -68,8 +68,8 @@ def _llama3(*sizes: int, factor: float, head_dim: int = 128, tied: bool = False)
     )
 
 
-def _mistral(*sizes: int) -> ModelConfig:
-    return _shape("MistralForCausalLM", *sizes, max_context_tokens=32_768, rope=RopeConfig(1_000_000.0))
+def _mistral(*sizes: int, max_context_tokens: int = 32_768, theta: float = 1e6) -> ModelConfig:
+    return _shape("MistralForCausalLM", *sizes, max_context_tokens=max_context_tokens, rope=RopeConfig(theta))
 
 
 def _qwen2(*sizes: int, head_dim: int = 128, tied: bool = False) -> ModelConfig:
@@ -95,23 +95,43 @@ def _qwen3(*sizes: int, tied: bool = False) -> ModelConfig:
     )
 
 
+def _smollm2(*sizes: int) -> ModelConfig:
+    return _shape(
+        "LlamaForCausalLM",
+        49_152,
+        *sizes,
+        head_dim=64,
+        max_context_tokens=8192,
+        rope=RopeConfig(100_000.0),
+        tied=True,
+    )
+
+
 # vocabulary, hidden, intermediate, layers, heads, key-value heads: as in the config.json of each release
 SHAPES: dict[str, ModelConfig] = {
     "llama-2-7b": _llama2(32_000, 4096, 11_008, 32, 32, 32),
     "llama-2-13b": _llama2(32_000, 5120, 13_824, 40, 40, 40),
+    "llama-2-70b": _llama2(32_000, 8192, 28_672, 80, 64, 8),
     "llama-3.1-8b": _llama3(128_256, 4096, 14_336, 32, 32, 8, factor=8.0),
     "llama-3.1-70b": _llama3(128_256, 8192, 28_672, 80, 64, 8, factor=8.0),
     "llama-3.2-1b": _llama3(128_256, 2048, 8192, 16, 32, 8, factor=32.0, head_dim=64, tied=True),
     "llama-3.2-3b": _llama3(128_256, 3072, 8192, 28, 24, 8, factor=32.0, tied=True),
     "mistral-7b": _mistral(32_768, 4096, 14_336, 32, 32, 8),
+    "mistral-nemo-12b": _mistral(131_072, 5120, 14_336, 40, 32, 8, max_context_tokens=131_072),
+    "mistral-small-24b": _mistral(131_072, 5120, 32_768, 40, 32, 8, theta=1e8),
     "qwen2.5-0.5b": _qwen2(151_936, 896, 4864, 24, 14, 2, head_dim=64, tied=True),
     "qwen2.5-1.5b": _qwen2(151_936, 1536, 8960, 28, 12, 2, tied=True),
+    "qwen2.5-3b": _qwen2(151_936, 2048, 11_008, 36, 16, 2, tied=True),
     "qwen2.5-7b": _qwen2(152_064, 3584, 18_944, 28, 28, 4),
     "qwen2.5-14b": _qwen2(152_064, 5120, 13_824, 48, 40, 8),
+    "qwen2.5-32b": _qwen2(152_064, 5120, 27_648, 64, 40, 8),
     "qwen3-0.6b": _qwen3(151_936, 1024, 3072, 28, 16, 8, tied=True),
     "qwen3-1.7b": _qwen3(151_936, 2048, 6144, 28, 16, 8, tied=True),
     "qwen3-4b": _qwen3(151_936, 2560, 9728, 36, 32, 8, tied=True),
     "qwen3-8b": _qwen3(151_936, 4096, 12_288, 36, 32, 8),
     "qwen3-14b": _qwen3(151_936, 5120, 17_408, 40, 40, 8),
+    "qwen3-32b": _qwen3(151_936, 5120, 25_600, 64, 64, 8),
+    "smollm2-135m": _smollm2(576, 1536, 30, 9, 3),
+    "smollm2-360m": _smollm2(960, 2560, 32, 15, 5),
     "tiny": _llama2(257, 64, 160, 2, 4, 2, head_dim=16),  # for tests: the vocabulary of ByteTokenizer
 }

@@ -6,8 +6,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from neo_desktop.models.json_file import JsonFile, ModelError, read_text
+from neo_desktop.models.json_file import JsonFile, ModelError, check_size, read_text
 
+MAX_TOKENIZER_BYTES = 128 << 20  # of tokenizer.json; those of the largest vocabularies have 35 MB
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence decodes to
 _MAX_HELD_TOKENS = 64  # a run of broken bytes longer than this is passed on rather than held for ever
 
@@ -46,6 +47,7 @@ class Tokenizer:
                 f"{path} has no tokenizer.json: download it, or make it from tokenizer.model with "
                 "`AutoTokenizer.from_pretrained(...).save_pretrained(...)` of transformers."
             )
+        check_size(file, MAX_TOKENIZER_BYTES)
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing narrower
@@ -65,6 +67,11 @@ class Tokenizer:
         """The tokenizer's own end-of-text token; the model's configuration may name more."""
         token_id = self._role_id("eos_token")
         return () if token_id is None else (token_id,)
+
+    @property
+    def special_token_ids(self) -> tuple[int, ...]:
+        """Tokens that are no text: `decode` leaves them out."""
+        return tuple(token_id for token_id, token in self._added.items() if token.special)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written out in it are recognised as such.

@@ -10,13 +10,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.json_file import JsonFile, ModelError
+from neo_desktop.models.json_file import JsonFile, ModelError, check_size
 from neo_desktop.models.linear import Linear
 
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""
 
 _SUPPORTED_TYPES = {"F32": 4, "F16": 2, "BF16": 2}  # safetensors' names, bytes per value
+MAX_HEADER_BYTES = 8 << 20  # 1,024 layers in one file have less than 2 MB
 _PER_HEAD_NORMS = (".q_norm.weight", ".k_norm.weight")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -159,7 +160,7 @@ def _weight_files(path: Path) -> list[Path]:
         if not single.exists():
             raise ModelError(_no_weights(path))
         return [single]
-    weight_map = JsonFile.read(index).section("weight_map")
+    weight_map = JsonFile.read(index, MAX_HEADER_BYTES).section("weight_map")
     names = sorted({weight_map.text(weight) for weight in weight_map.values}) if weight_map else []
     if not names:
         raise ModelError(f"{index} names no weight files: download it again.")
@@ -182,7 +183,15 @@ def _no_weights(path: Path) -> str:
 
 
 def _open(file: Path) -> Any:
+    check_size(file)
     try:
+        with file.open("rb") as start:
+            header_bytes = int.from_bytes(start.read(8), "little")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise ModelError(
+                f"{file} is truncated or damaged (a header of {header_bytes} bytes, more than the "
+                f"{MAX_HEADER_BYTES} that one may have): download it again."
+            )
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file} is truncated or damaged ({error}): download it again.") from None

@@ -14,7 +14,7 @@ import torch
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.app.bench import run_suites
 from neo_desktop.app.bench.defaults import suite_options
-from neo_desktop.app.model_options import ModelOptions
+from neo_desktop.app.commands.model_options import ModelOptions
 
 SHAPES = {"cuda": "llama-2-7b", "cpu": "tiny"}  # a CPU shows that the script works, not how fast anything is
 GREEDY = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True, logprobs=20)

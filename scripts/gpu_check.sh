@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Builds neo-desktop on a machine with a CUDA GPU, checks the GPU path against the CPU path and measures it.
 #
-# Works offline, with torch, Triton, numpy, safetensors, tokenizers, psutil, nvidia-ml-py, pybind11 and
-# scikit-build-core installed; with pytest, hypothesis and transformers it also runs the tests that need a GPU.
+# Works offline, with torch, Triton, numpy, safetensors, tokenizers, psutil, nvidia-ml-py, prometheus-client, starlette,
+# pybind11 and scikit-build-core installed; with pytest, hypothesis, jsonschema, llguidance and transformers it also runs
+# the tests that need a GPU.
 # PYTHON chooses the interpreter; arguments go to gpu_check.py ("--device cpu" tries the script without a GPU).
 set -euo pipefail
 cd "$(dirname "$0")/.."

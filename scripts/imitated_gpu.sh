@@ -11,7 +11,7 @@ home="$PWD/build/imitated-gpu"
 if [ ! -x "$home/bin/pytest" ]; then
     "$(find_python)" -m venv "$home"
     "$home/bin/pip" install --quiet 'torch==2.11.0' 'triton==3.6.0' 'numpy<2.4' 'nvidia-cuda-crt==13.0.*' \
-        transformers hypothesis pytest pytest-timeout
+        transformers hypothesis jsonschema pytest pytest-timeout
 fi
 "$home/bin/pip" install --quiet . 'numpy<2.4'
 mkdir -p "$home/work"

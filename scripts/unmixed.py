@@ -84,4 +84,4 @@ def simulate_unmixed(
                 )
             )
         running = [item for item in running if item.num_outputs < item.request.output_tokens]
-    return SimulationResult("prefill first", finished, 0, totals)
+    return SimulationResult("prefill first", finished, 0, gpu_tokens, totals)

@@ -40,13 +40,10 @@ def test_every_folder_and_part_of_the_engine_imports_only_what_is_below_it() -> 
     [
         ("neo_desktop", "torch"),
         ("neo_desktop.app.cli", "torch"),
-        ("neo_desktop.engine.engine", "gradio"),
         ("neo_desktop.engine.engine", "triton"),  # which comes with torch for CUDA only
         ("neo_desktop.engine.engine", "fastapi"),
         ("neo_desktop.engine.schedule.scheduler", "torch"),
         ("neo_desktop.app.bench", "fastapi"),
-        ("neo_desktop.app.bench", "gradio"),
-        ("neo_desktop.app.server", "gradio"),
     ],
 )
 def test_importing_does_not_drag_in_what_is_not_needed(module: str, unwanted: str) -> None:

@@ -1,7 +1,1 @@
-"""The browser page: a client of the REST API like any other."""
-
-import os
-
-os.environ["GRADIO_ANALYTICS_ENABLED"] = (
-    "False"  # gradio reads it when it is imported: no calls to the internet
-)
+"""The browser page: static files, and the Markdown of answers as HTML that is safe to show."""

@@ -13,18 +13,22 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from neo_desktop.app.bench.section import Metric, Section, Table
+from neo_desktop.app.bench.section import Metric, Plot, Section, Table
 from neo_desktop.app.bench.suite import Progress
-from neo_desktop.app.model_options import ModelOptions
+from neo_desktop.app.commands.model_options import ModelOptions
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.profiling.profiler import Grid, profile, stage_grids, typical_ms
 from neo_desktop.engine.profiling.stage_timer import Point, Stage, StageTimer
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TARGET = 0.1  # median error that the tables are meant to keep
 BEYOND = 1.25  # how far beyond the grid sizes are drawn, as a factor
@@ -111,11 +115,53 @@ class CostModelReport:
                     ),
                 ),
             ),
+            plots=(
+                Plot(
+                    "cost-model",
+                    "Predicted against measured times; on the line they agree",
+                    partial(_draw, cases=self.cases, target=self.target),
+                    (5.4, 4.6),
+                ),
+            ),
             notes=(
                 "again: by how much points of the tables differ when they are measured again (median).",
                 *self.notes,
             ),
         )
+
+
+_STYLES = (("#2f6fb0", "o"), ("#d08700", "s"), ("#1c8c4c", "^"), ("#b0413e", "D"), ("#8a8a8a", "v"))
+
+
+def _draw(figure: "Figure", cases: Sequence[CostModelCase], target: float) -> None:
+    """A point per size, and a band as wide as the target."""
+    axes = figure.subplots()
+    times = [ms for case in cases for ms in (case.measured_ms, case.predicted_ms)]
+    ends = [min(times) / 1.5, max(times) * 1.5]
+    axes.plot(ends, ends, color="#222222", linewidth=0.9)
+    within = axes.fill_between(
+        ends, [ms * (1 - target) for ms in ends], [ms * (1 + target) for ms in ends], color="#cccccc"
+    )
+    within.set_label(f"within {target:.0%}")
+    for index, table in enumerate(dict.fromkeys(case.table for case in cases)):
+        points = [(case.measured_ms, case.predicted_ms) for case in cases if case.table == table]
+        colour, marker = _STYLES[index % len(_STYLES)]
+        fill = colour if index < len(_STYLES) else "none"
+        label = table.replace("_", " ")
+        axes.plot(
+            *zip(*points, strict=True),
+            marker,
+            color=colour,
+            markerfacecolor=fill,
+            markersize=4,
+            label=label,
+        )
+    axes.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms", xlim=ends, ylim=ends)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.minorticks_off()
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
 
 
 def run_cost_model(options: CostModelOptions, progress: Progress) -> Iterator[CostModelReport]:

@@ -1,45 +1,84 @@
 """What is measured when nobody says what."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from neo_desktop import native
 from neo_desktop.app.bench.cost_model import CostModelOptions
 from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions
 from neo_desktop.app.bench.gpu import GpuOptions
 from neo_desktop.app.bench.hardware import HardwareOptions
 from neo_desktop.app.bench.load import LoadOptions
 from neo_desktop.app.bench.run import SuiteOptions
+from neo_desktop.app.bench.spread import number
+from neo_desktop.app.bench.steadiness import Probe, Prober
 from neo_desktop.app.bench.throughput import ThroughputOptions
-from neo_desktop.app.model_options import ModelOptions
+from neo_desktop.app.commands.model_options import ModelOptions
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.budget import MemoryCaps
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.models.shapes import shape
 
 # The largest whose weights leave room is measured: offloading is for models that nearly fill a GPU.
-_GPU_SHAPES = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b", "qwen2.5-0.5b")
-_CPU_SHAPE = "qwen2.5-0.5b"
-_CPU_CORES = 8  # with fewer, a model of this size would take minutes
+_GPU_SHAPES = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b", "qwen2.5-0.5b", "smollm2-135m")
 _GPU_SHARE = 0.75  # of the free memory, for weights
-_HOST_SHARE = 0.25
+# On a CPU alone, the largest that answers this request alone, at best in so many seconds:
+# then the whole self-test takes a few minutes.
+_CPU_SHAPES = ("llama-3.2-3b", "llama-3.2-1b", "qwen2.5-0.5b", "smollm2-360m", "smollm2-135m")
+_PROMPT_TOKENS, _OUTPUT_TOKENS, _MOST_SECONDS = 128, 32, 4.0
+_HOST_SHARE = 0.25  # of the available memory, for weights
 
 
-def default_model(device: str, gpu_memory_gib: float | None = None) -> str | None:
-    """Return the shape that suits this computer and a cap; None: only the built-in model does."""
+@dataclass(frozen=True, slots=True)
+class DefaultModel:
+    """The model that suits this computer."""
+
+    shape: str
+    note: str  # why that one, in a sentence
+
+
+def default_model(device: str, gpu_memory_gib: float | None = None) -> DefaultModel:
+    """Choose by memory, on a CPU also by speed; the smallest where even that suits badly."""
     if choose_device(device).type == "cuda":
         free, _ = torch.cuda.mem_get_info()
         free = min(free, MemoryCaps.from_gib(gpu_memory_gib, None).gpu_bytes or free)
         fitting = [
             name for name in _GPU_SHAPES if shape(name).weight_bytes(torch.float16) <= _GPU_SHARE * free
         ]
-        return fitting[0] if fitting else None
-    needed = shape(_CPU_SHAPE).weight_bytes(torch.float32)
-    fits = needed <= _HOST_SHARE * host_memory().available_bytes
-    return _CPU_SHAPE if fits and native.num_usable_cpus() >= _CPU_CORES else None
+        return _described(
+            [*fitting, _GPU_SHAPES[-1]][0],
+            f"the largest of {', '.join(_GPU_SHAPES)} that leaves room for KV in {free / 1e9:.1f} GB of GPU "
+            "memory",
+        )
+    probe, room = Prober().probe(), _HOST_SHARE * host_memory().available_bytes
+    fitting = [
+        name
+        for name in _CPU_SHAPES
+        if shape(name).weight_bytes(torch.float32) <= room and _seconds(name, probe) <= _MOST_SECONDS
+    ]
+    return _described(
+        [*fitting, _CPU_SHAPES[-1]][0],
+        f"the largest of {', '.join(_CPU_SHAPES)} with which the self-test takes a few minutes on a CPU that "
+        f"reads {number(probe.read_gb_per_s)} GB/s",
+    )
+
+
+def _seconds(name: str, probe: Probe) -> float:
+    """Read the weights once per output token, and multiply by them once per token of the prompt."""
+    config = shape(name)
+    reading_s = config.weight_bytes(torch.float32) / (probe.read_gb_per_s * 1e9)
+    multiplying_s = 2 * config.num_parameters / (probe.gflop_per_s * 1e9)
+    return _OUTPUT_TOKENS * reading_s + _PROMPT_TOKENS * multiplying_s
+
+
+def _described(name: str, why: str) -> DefaultModel:
+    return DefaultModel(
+        name,
+        f"Measured with random weights in the shape of {name}, {why}. Speed does not depend on what the "
+        "weights are; --shape or --model takes another model.",
+    )
 
 
 def suite_options(
@@ -49,12 +88,14 @@ def suite_options(
     cpu_attention: Mapping[str, Any],
     throughput: Mapping[str, Any],
     load: Mapping[str, Any],
+    model_note: str = "",
 ) -> SuiteOptions:
     """Return what each suite is asked to do.
 
     Args:
         model: for all suites that need one.
         quick: for a self-test of all suites, in about three minutes.
+        model_note: which model was chosen and why.
         cpu_attention: settings that differ from the defaults; the others likewise.
 
     Raises:
@@ -68,6 +109,7 @@ def suite_options(
         cost_model=CostModelOptions(**of_model),
         throughput=ThroughputOptions(**of_model),
         load=LoadOptions(**of_model),
+        model_note=model_note,
     )
     if quick:
         on_gpu = choose_device(model.device).type == "cuda"
@@ -85,7 +127,13 @@ def suite_options(
             ),
             cost_model=replace(suites.cost_model, points=12, rounds=5, seconds=20.0),
             throughput=replace(suites.throughput, seconds=40.0),
-            load=replace(suites.load, seconds=3.0, load_shares=(0.5, 0.75, 1.0)),
+            load=replace(
+                suites.load,
+                input_tokens=256 if on_gpu else 96,
+                output_tokens=64 if on_gpu else 32,
+                seconds=3.0 if on_gpu else 8.0,  # fewer come in a second
+                load_shares=(0.5, 0.75, 1.0),
+            ),
         )
     return replace(
         suites,

@@ -85,6 +85,13 @@ def gpu_driver(uuid: str) -> Iterator[GpuDriver | None]:
         pynvml.nvmlShutdown()
 
 
+def no_gpu(note: str) -> str:
+    """Say in a sentence why there is no GPU; the libraries' words in `note` are for details."""
+    if note.startswith("no NVIDIA driver") or note.endswith("lists no GPU"):
+        return "No NVIDIA GPU was found"
+    return note[:1].upper() + note[1:] if note else "The CPU was asked for"
+
+
 def state_notes(state: GpuState | None) -> tuple[str, ...]:
     """Say who disturbed the GPU before the run, or that nobody could be asked."""
     if state is None:

@@ -19,7 +19,7 @@ from neo_desktop.engine.profiling.hardware import MachineInfo
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-SCHEMA_VERSION = 3  # of the JSON file: raised when a field changes its meaning or goes away
+SCHEMA_VERSION = 4  # of the JSON file: raised when a field changes its meaning, goes away, or is required
 
 # `suite` tells which.
 AnySuiteReport = (
@@ -50,6 +50,7 @@ class Report:
     failures: tuple[Failure, ...] = ()
     interrupted: str | None = None  # the suite that was under way when the run was ended: it may lack cases
     gpu_slice_sms: int | None = None  # multiprocessors that all GPU work was confined to; None: to none
+    model_note: str = ""  # which model was chosen and why; empty: it was asked for, or the built-in one
     probes: tuple[Probe, ...] = ()  # how fast the computer itself was, before the suites and after each
     schema_version: int = SCHEMA_VERSION
 

@@ -16,6 +16,7 @@ from neo_desktop.app.bench.report import AnySuiteReport, Failure, Report
 from neo_desktop.app.bench.steadiness import Prober
 from neo_desktop.app.bench.suite import Progress
 from neo_desktop.app.bench.throughput import ThroughputOptions, run_throughput
+from neo_desktop.app.commands.sentences import sentence
 from neo_desktop.engine.cuda.streams import open_streams
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.hardware import machine_info
@@ -35,6 +36,7 @@ class SuiteOptions:
     throughput: ThroughputOptions = field(default_factory=ThroughputOptions)
     load: LoadOptions = field(default_factory=LoadOptions)
     gpu_slice: int | None = None  # multiprocessors of the GPU that all suites run on; None: all of them
+    model_note: str = ""  # which model was chosen and why, for the page
 
 
 Suite = Callable[[SuiteOptions, Progress], Iterator[AnySuiteReport]]
@@ -89,7 +91,7 @@ def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions |
             interrupted = name
             break
         except _EXPECTED as error:
-            failures.append(Failure(name, str(error) or type(error).__name__))
+            failures.append(Failure(name, sentence(error) or type(error).__name__))
         give_back_memory()
         probes.append(prober.probe())
     return Report(
@@ -100,5 +102,6 @@ def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions |
         failures=tuple(failures),
         interrupted=interrupted,
         gpu_slice_sms=None if options.gpu_slice is None else streams.sms,
+        model_note=options.model_note,
         probes=tuple(probes),
     )

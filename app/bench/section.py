@@ -24,7 +24,7 @@ class Plot:
     name: str  # of its file, without suffix
     title: str  # what it shows, also for those who cannot see it
     draw: Callable[["Figure"], None]
-    inches: tuple[float, float] = (8.0, 4.5)
+    inches: tuple[float, float] = (5.4, 3.4)  # narrow: letters stay readable on a phone
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class Section:
     tables: tuple[Table, ...] = ()
     plots: tuple[Plot, ...] = ()
     notes: tuple[str, ...] = ()  # where the figures flatter, or what they cannot say
+    tables_are_details: bool = False  # the plots say what most people want to know
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.batch import SubBatch
+from neo_desktop.engine.batch import ScheduledSequence, SubBatch
 from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.execute.attention import PlaceBatch, place_batches
 from neo_desktop.engine.execute.lanes import Lanes, Signal
@@ -39,6 +39,11 @@ class _Attention:
     v: Tensor
     out: Tensor  # as q
     on_cpu: Signal | None = None  # the end of the CPU's part, if there is one
+
+
+def num_last_rows(sequence: ScheduledSequence) -> int:
+    """Return for how many of a sequence's tokens the hidden states after all layers are needed."""
+    return sequence.num_pooled or int(sequence.sampling is not None)
 
 
 class ForwardPass:
@@ -77,10 +82,12 @@ class ForwardPass:
 
         sequences = sub_batch.sequences
         ends = accumulate(len(sequence.token_ids) for sequence in sequences)
-        sampled_rows = [
-            end - 1 for sequence, end in zip(sequences, ends, strict=True) if sequence.sampling is not None
+        last_rows = [
+            row
+            for sequence, end in zip(sequences, ends, strict=True)
+            for row in range(end - num_last_rows(sequence), end)
         ]
-        self._sampled_rows = upload(sampled_rows, torch.int64, model.device)
+        self._last_rows = upload(last_rows, torch.int64, model.device)
         token_ids = [token_id for s in sequences for token_id in s.token_ids]
         positions = [position for s in sequences for position in range(s.start, s.context_len)]
         self._hidden = model.embed(upload(token_ids, torch.int64, model.device))
@@ -128,8 +135,8 @@ class ForwardPass:
         self._attention = attention
 
     def finish(self) -> Tensor:
-        """Return the last hidden states [rows, hidden] of the sequences that are to be sampled, in order."""
-        rows = self._sampled_rows
+        """Return the last hidden states [rows, hidden], of each sequence `num_last_rows`, in order."""
+        rows = self._last_rows
         attention = self._collect()
         if attention is None:
             return self._hidden[rows]

@@ -139,7 +139,7 @@ class ThreadLane:
             finally:
                 if self._stream is not None:
                     self._stream.synchronize()
-        if self._timeline is not None:
+        if self._timeline is not None and self._timeline.is_recording:
             self._timeline.add(self.name, stage, start_ns, time.perf_counter_ns())
 
     def cancel(self) -> None:
@@ -229,7 +229,7 @@ class CallerLane:
 
     def span(self, stage: Stage) -> AbstractContextManager[None]:
         """Record the block of the `with` statement."""
-        if self._timeline is None:
+        if self._timeline is None or not self._timeline.is_recording:
             return nullcontext()
         if self._stream is None:
             return _clocked(self.name, self._timeline, stage)
@@ -251,7 +251,7 @@ def _clocked(lane: str, timeline: Timeline, stage: Stage) -> Iterator[None]:
 @contextmanager
 def _timed(lane: str, timeline: Timeline | None, stage: Stage) -> Iterator[None]:
     """Record what the block puts on the current stream."""
-    if timeline is None:
+    if timeline is None or not timeline.is_recording:
         yield
         return
     start, end = timed_event(), timed_event()

@@ -32,23 +32,28 @@ does not know of uses on other streams.
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from neo_desktop.engine.batch import (
     DeviceMemoryError,
+    FloatArray,
     IterationPlan,
     IterationResult,
     IterationTiming,
     SampledToken,
 )
+from neo_desktop.engine.cuda.copies import download, upload
+from neo_desktop.engine.cuda.errors import is_out_of_memory
 from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.execute.executor import Executor, Wait
-from neo_desktop.engine.execute.forward import ForwardPass, HandOff
+from neo_desktop.engine.execute.forward import ForwardPass, HandOff, num_last_rows
 from neo_desktop.engine.execute.lanes import Lanes, Signal
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage, Timeline
 from neo_desktop.engine.kv.storage import CopyGroup, KVStorage
@@ -115,7 +120,7 @@ class PipelineExecutor(Executor):
                 self._timeline.end_iteration(completed=False)
             if self._is_closed and isinstance(error, Exception):
                 raise RuntimeError("the executor was closed in the middle of an iteration") from error
-            if not isinstance(error, torch.OutOfMemoryError):
+            if not is_out_of_memory(error):
                 raise
             reason = str(error)
         # The error held the attempt's frames, and they its tensors; some still do in a circle.
@@ -164,8 +169,11 @@ class PipelineExecutor(Executor):
 
         sampling = [(s.request_id, s.sampling) for s in plan.sequences if s.sampling is not None]
         tokens: Callable[[], Sequence[SampledToken | None]] = tuple
-        if sampling:
+        pooled: Callable[[], Mapping[str, FloatArray]] = dict
+        if any(num_last_rows(sequence) for sequence in plan.sequences):
             last = torch.cat([sub_batch.finish() for sub_batch in passes])
+            pooled, last = self._start_pooling(last, plan)
+        if sampling:
             with lanes.device.span(Stage("sample", num_layers, NO_SUB_BATCH, len(sampling))):
                 tokens = start_sampling(model.logits(last), [item for _, item in sampling])
 
@@ -178,9 +186,35 @@ class PipelineExecutor(Executor):
             )
             if self._timeline is not None:
                 self._timeline.end_iteration()
-            return result_of([request_id for request_id, _ in sampling], chosen, model.dtype, timing)
+            names = [request_id for request_id, _ in sampling]
+            return result_of(names, chosen, model.dtype, timing, pooled())
 
         return wait
+
+    def _start_pooling(
+        self, last: Tensor, plan: IterationPlan
+    ) -> tuple[Callable[[], Mapping[str, FloatArray]], Tensor]:
+        """Start to sum the hidden states that are asked for; `last` is [rows, hidden] of all sequences.
+
+        Returns:
+            What waits for the sums, and the rows that are to be sampled.
+        """
+        if not any(sequence.num_pooled for sequence in plan.sequences):
+            return dict, last
+        sampled: list[int] = []
+        names, sums = [], []
+        first = 0
+        for sequence in plan.sequences:
+            end = first + num_last_rows(sequence)
+            if sequence.num_pooled:
+                names.append(sequence.request_id)
+                sums.append(self._model.final_states(last[first:end]).float().sum(dim=0))
+            else:
+                sampled += range(first, end)
+            first = end
+        arrived = download(torch.stack(sums))
+        rows = upload(sampled, torch.int64, last.device)
+        return lambda: dict(zip(names, arrived().numpy(), strict=True)), last[rows]
 
 
 def result_of(
@@ -188,17 +222,21 @@ def result_of(
     tokens: Sequence[SampledToken | None],
     dtype: torch.dtype,
     timing: IterationTiming,
+    pooled: Mapping[str, FloatArray] | None = None,
 ) -> IterationResult:
     """Return the result of an iteration whose sampler gave each of these requests a token, or none."""
     by_request = dict(zip(request_ids, tokens, strict=True))
+    sums = pooled or {}
+    damaged = [request_id for request_id, token in by_request.items() if token is None]
+    damaged += [request_id for request_id, total in sums.items() if not np.isfinite(total).all()]
     return IterationResult(
         sampled={request_id: token for request_id, token in by_request.items() if token is not None},
-        failed={
-            request_id: "the model's output is not finite: its weights may be damaged, or the numbers "
-            f"exceed {dtype}; try another dtype"
-            for request_id, token in by_request.items()
-            if token is None
-        },
+        failed=dict.fromkeys(
+            damaged,
+            "the model's output is not finite: its weights may be damaged, or the numbers "
+            f"exceed {dtype}; try another dtype",
+        ),
+        pooled=sums,
         timing=timing,
     )
 

@@ -60,12 +60,20 @@ class Timeline:
         path: where `close` writes the trace; an empty one is written at once, so that a path that cannot be
             written to is known before the work begins.
         max_spans: what is kept.
+        is_continuous: record every iteration. If not, only those that `record_next` asks for, and CUDA graphs
+            are captured without events: of such an iteration nothing is known but the CPU's part.
 
     Raises:
         OSError: `path` cannot be written.
     """
 
-    def __init__(self, path: str | Path | None = None, max_spans: int = MAX_SPANS) -> None:
+    def __init__(
+        self, path: str | Path | None = None, max_spans: int = MAX_SPANS, *, is_continuous: bool = True
+    ) -> None:
+        self.is_continuous = is_continuous
+        self.is_recording = is_continuous  # the iteration under way
+        self.last: tuple[Span, ...] = ()  # of the newest iteration that was recorded, and completed
+        self._is_next_wanted = False
         self._path = None if path is None else Path(path)
         self._spans: deque[Span] = deque(maxlen=max_spans)
         self._num_recorded = 0
@@ -94,9 +102,15 @@ class Timeline:
         """Spans that had to make room for newer ones."""
         return self._num_recorded - len(self._spans)
 
+    def record_next(self) -> None:
+        """Record the iteration that begins next, also if not all are."""
+        self._is_next_wanted = True
+
     def begin_iteration(self, device: torch.device) -> None:
         """Start an iteration; on a CUDA device nothing may be under way."""
-        if device.type == "cuda":
+        self.is_recording = self.is_continuous or self._is_next_wanted
+        self._is_next_wanted = False
+        if self.is_recording and device.type == "cuda":
             # The device is idle: it reaches this event now, which ties its clock to ours.
             event = timed_event()
             event.record()
@@ -121,11 +135,14 @@ class Timeline:
                 end_ns = anchor_ns + round(anchor.elapsed_time(pair.end) * 1e6)
                 new.append((pair.lane, pair.stage, start_ns, end_ns))
         new.sort(key=lambda span: span[2])
-        self._spans.extend(
+        spans = tuple(
             Span(lane, stage, self._iteration, start_ns, end_ns) for lane, stage, start_ns, end_ns in new
         )
-        self._num_recorded += len(new)
+        self._spans.extend(spans)
+        self._num_recorded += len(spans)
         self._iteration += 1
+        if self.is_recording and completed:
+            self.last = spans
 
     def write_chrome_trace(self, path: str | Path) -> None:
         """Write all spans in Chrome's trace-event format (chrome://tracing, ui.perfetto.dev).

@@ -62,7 +62,8 @@ def rope_append(
     )
 
 
-@triton.jit
+# The slots of a batch begin at any address: alignment must not make another variant.
+@triton.jit(do_not_specialize=("slots",))
 def _rope_append(
     qkv,
     cos,

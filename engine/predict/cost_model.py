@@ -285,6 +285,11 @@ class CorrectedCostModel:
         self.cpu_factor = 1.0
 
     @property
+    def base(self) -> CostModel:
+        """What it started from."""
+        return self._base
+
+    @property
     def num_layers(self) -> int:
         """See `CostModel`."""
         return self._base.num_layers

@@ -53,6 +53,20 @@ class MemoryCaps:
         return cls(*(None if gib is None else int(gib * GIB) for gib in (gpu, cpu)))
 
 
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """What is free once the weights are loaded."""
+
+    host_bytes: int
+    gpu_bytes: int | None  # None: no GPU is used
+
+    @classmethod
+    def now(cls, device: torch.device) -> Self:
+        """Ask the system, and the GPU if it is the device."""
+        gpu = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+        return cls(host_memory().available_bytes, gpu)
+
+
 def pool_blocks(
     config: ModelConfig,
     dtype: torch.dtype,
@@ -61,6 +75,7 @@ def pool_blocks(
     cache_tokens: Mapping[Place, int | None],
     caps: MemoryCaps | None = None,
     cpu_cache_dtype: torch.dtype | None = None,
+    free: FreeMemory | None = None,
 ) -> dict[Place, int]:
     """Return `place -> blocks`, from the memory that is free now that the weights are loaded.
 
@@ -71,11 +86,13 @@ def pool_blocks(
         cache_tokens: `place -> tokens asked for`; None: as many as fit.
         caps: bounds on what fits.
         cpu_cache_dtype: of KV in host memory; None: the model's.
+        free: to reckon with; None: what is.
 
     Raises:
         MemoryError: the GPU has no room for one iteration, or more was asked for than there is.
     """
-    available = kv_bytes(config, dtype, limits, device, caps or MemoryCaps())
+    free = free or FreeMemory.now(device)
+    available = kv_bytes(config, dtype, limits, free, caps or MemoryCaps())
     dtypes = {Place.DEVICE: dtype, Place.HOST: cpu_cache_dtype or dtype}
     most_tokens = limits.max_batch_requests * config.max_context_tokens
     blocks = {}
@@ -94,32 +111,39 @@ def pool_blocks(
 
 
 def kv_bytes(
-    config: ModelConfig, dtype: torch.dtype, limits: SchedulerLimits, device: torch.device, caps: MemoryCaps
+    config: ModelConfig, dtype: torch.dtype, limits: SchedulerLimits, free: FreeMemory, caps: MemoryCaps
 ) -> dict[Place, int]:
     """Return `place -> bytes for KV`; see `pool_blocks`."""
-    host = host_memory().available_bytes
-    if device.type != "cuda":  # the GPU-cache is imitated: both places share the host's memory
+    host = free.host_bytes
+    if free.gpu_bytes is None:  # the GPU-cache is imitated: both places share the host's memory
         halves = {Place.DEVICE: caps.gpu_bytes, Place.HOST: caps.cpu_bytes}
         return {place: _host_bytes(host // 2, cap) for place, cap in halves.items()}
-    free, _ = torch.cuda.mem_get_info(device)
     buffers = host_buffer_bytes(config, limits, dtype)
     return {
-        Place.DEVICE: _device_bytes(config, dtype, limits, free, caps.gpu_bytes),
+        Place.DEVICE: _device_bytes(config, dtype, limits, free.gpu_bytes, caps.gpu_bytes),
         Place.HOST: max(_host_bytes(host, caps.cpu_bytes) - buffers, 0),
     }
 
 
 def check_weights_fit(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, caps: MemoryCaps
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    caps: MemoryCaps,
+    free_memory: FreeMemory | None = None,
 ) -> None:
     """Check before they are loaded.
+
+    Args:
+        free_memory: before that; None: what is.
 
     Raises:
         MemoryError: they do not fit into what is free, or not under the cap.
     """
     needed = loading_bytes(config, dtype, device)
     is_gpu = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] if is_gpu else host_memory().available_bytes
+    memory = free_memory or FreeMemory.now(device)
+    free = memory.host_bytes if memory.gpu_bytes is None else memory.gpu_bytes
     where = "GPU" if is_gpu else "host"
     if needed > free:
         raise MemoryError(

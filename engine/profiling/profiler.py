@@ -23,6 +23,7 @@ from itertools import product
 
 import torch
 
+from neo_desktop.engine.cuda.errors import is_out_of_memory
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
@@ -288,7 +289,9 @@ def measure(timer: StageTimer, grid: Grid, seconds: float, config: ModelConfig) 
 def _try(timer: StageTimer, point: Point, turn: int) -> float | None:
     try:
         return timer.time_ms(point, turn)
-    except torch.OutOfMemoryError:  # of the GPU: sizes that do not fit now will not be asked for either
+    except RuntimeError as error:  # sizes that do not fit the GPU now will not be asked for either
+        if not is_out_of_memory(error):
+            raise
         logger.debug("no memory for %s", point)
         return None
 

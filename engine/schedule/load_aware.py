@@ -116,6 +116,17 @@ class LoadAwareScheduler(Generic[R]):
         """Requests that own KV."""
         return self._residency.num_running
 
+    @property
+    def num_running_at(self) -> dict[Place, int]:
+        """Requests that own KV, by where it lives."""
+        return {place: len(requests) for place, requests in self._residency.running.items()}
+
+    @property
+    def running(self) -> list[tuple[Place, R]]:
+        """Requests that own KV, and where it lives."""
+        running = self._residency.running
+        return [(place, request) for place, requests in running.items() for request in requests]
+
     def add(self, request: R) -> None:
         """Queue a request."""
         self._residency.waiting.append(request)

@@ -21,6 +21,7 @@ class _Scheduled(NamedTuple):
     request: Request
     sequence: ScheduledSequence
     num_preemptions: int  # of the request, when the iteration started
+    is_last: bool  # whether it computes the last of the tokens there are, so that something new comes of it
 
 
 class Scheduler(LoadAwareScheduler[Request]):
@@ -73,7 +74,13 @@ class Scheduler(LoadAwareScheduler[Request]):
         )
         requests = [self._requests[sequence.request_id] for sequence in plan.sequences]
         self._under_way = [
-            _Scheduled(request, sequence, request.num_preemptions)
+            _Scheduled(
+                request,
+                sequence,
+                request.num_preemptions,
+                is_last=sequence.sampling is not None
+                or (sequence.num_pooled > 0 and sequence.context_len == request.num_tokens),
+            )
             for request, sequence in zip(requests, plan.sequences, strict=True)
         ]
         self.advance(decision)
@@ -100,13 +107,16 @@ class Scheduler(LoadAwareScheduler[Request]):
         placed.sort(key=lambda item: (rank[item[0]], item[2] == 1))
         for place, request, num_tokens in placed:
             start = request.num_computed_tokens
+            is_pooled = request.is_pooled
+            is_sampled = not is_pooled and start + num_tokens == request.num_tokens
             yield ScheduledSequence(
                 request_id=request.request_id,
                 token_ids=tuple(request.token_ids[start : start + num_tokens]),
                 start=start,
                 place=place,
                 block_table=self._kv.block_table(request.request_id),
-                sampling=request.sampling_input() if start + num_tokens == request.num_tokens else None,
+                sampling=request.sampling_input() if is_sampled else None,
+                num_pooled=request.num_pooled(num_tokens) if is_pooled else 0,
             )
 
     def update(self, result: IterationResult) -> list[Request]:
@@ -114,7 +124,7 @@ class Scheduler(LoadAwareScheduler[Request]):
         gained = []
         moving = {request.request_id for request in self._residency.moved}  # their KV has not arrived yet
         block_size = self._kv.block_size
-        for request, sequence, num_preemptions in self._end_iteration():
+        for request, sequence, num_preemptions, is_last in self._end_iteration():
             if sequence.request_id in result.failed:
                 self._finish(request, FinishReason.ERROR, result.failed[sequence.request_id])
                 gained.append(request)
@@ -122,6 +132,11 @@ class Scheduler(LoadAwareScheduler[Request]):
             if sequence.sampling is not None:
                 request.append(result.sampled[sequence.request_id])
                 self.counters.num_output_tokens += 1
+                gained.append(request)
+            if sequence.num_pooled:
+                request.pool(result.pooled[sequence.request_id], is_first=sequence.start == 0)
+            if is_last and sequence.sampling is None:
+                request.finish(FinishReason.STOP)
                 gained.append(request)
             has_news = sequence.context_len // block_size > sequence.start // block_size  # a block is full
             is_there = request.num_preemptions == num_preemptions and request.request_id not in moving
@@ -158,13 +173,13 @@ class Scheduler(LoadAwareScheduler[Request]):
         Returns:
             Whether there is something smaller to try; if not, it must `fail`.
         """
-        num_tokens = sum(len(sequence.token_ids) for _, sequence, _ in self._under_way)
+        num_tokens = sum(len(scheduled.sequence.token_ids) for scheduled in self._under_way)
         self._num_shrinks += 1
         if (num_tokens == 1 and not self._residency.has_moves) or self._num_shrinks > MOST_SHRINKS:
             return False
         self._batch_tokens = max(num_tokens // 2, 1)
-        for request, sequence, num_preemptions in self._end_iteration():
-            if sequence.sampling is not None:
+        for request, sequence, num_preemptions, is_last in self._end_iteration():
+            if is_last:
                 request.num_tokens -= 1
             if request.num_preemptions == num_preemptions:
                 request.num_computed_tokens = sequence.start

@@ -54,7 +54,7 @@ def kv_budget(
     if tokens < BLOCK_SIZE:
         raise MemoryError(
             f"the model's weights take {weights / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')}, and "
-            f"the {gpu.name} has {gpu.memory_bytes / 1e9:.1f} GB, of which "
+            f"the {gpu.title} has {gpu.memory_bytes / 1e9:.1f} GB, of which "
             f"{(gpu.memory_bytes - weights - rest) / 1e9:.1f} GB are needed for activations and the driver: "
             "choose a smaller model or a larger GPU"
         )

@@ -8,17 +8,82 @@ those that the GPU-cache holds, a run takes at least
     min over x of max( linear + prefill attention + (1 - x) * C * gpu,  x * C * cpu )
     where linear = max( tokens * cheapest linear per token,  (1 - x) * C / N * linear of one token )
 
-with perfect overlap and no waiting, no hand-off, no moves.
+with perfect overlap and no waiting, no hand-off, no moves. Where it is known that some tokens come one
+after the other, the weights are read as often, whoever attends.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Self
 
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 
-STEPS = 1000  # of x; the error is on the safe side, see `Bound.makespan_ms`
+STEPS = 1000  # of x; the error is on the safe side, see `least_ms`
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be computed, whoever does it, in tokens."""
+
+    linear_tokens: int  # through the linear stages
+    outputs: int  # through the head
+    prompt_context: float  # what prompts' tokens attend to, summed over these tokens
+    longest_prompt: int
+    decode_context: int  # what decodes attend to, summed over them
+    longest_chain: int = 0  # decodes that come one after the other; 0: not known
+
+    @classmethod
+    def of(cls, requests: Sequence[WorkloadRequest]) -> Self:
+        """Return the work of whole requests."""
+        return cls(
+            linear_tokens=sum(r.prompt_tokens + r.output_tokens - 1 for r in requests),
+            outputs=sum(r.output_tokens for r in requests),
+            # However a prompt is cut, its tokens see half of it on average.
+            prompt_context=sum(r.prompt_tokens**2 / 2 for r in requests),
+            longest_prompt=max((r.prompt_tokens for r in requests), default=1),
+            decode_context=sum(_decode_context(r) for r in requests),
+        )
+
+
+def least_ms(
+    cost: TableCostModel,
+    work: Work,
+    gpu_tokens: int,
+    smallest_cpu_share: float = 0.0,
+    largest_cpu_share: float = 1.0,
+) -> float:
+    """Return the least time that the work takes.
+
+    Args:
+        cost: the tables.
+        gpu_tokens: what the GPU-cache holds.
+        smallest_cpu_share: of decode attention: x above.
+        largest_cpu_share: likewise; (0, 0) for gpu-only, (1, 1) for fastdecode.
+    """
+    linear = cost.num_layers * _least_per_unit(cost.linear)
+    prefill = cost.num_layers * min(
+        _least_per_first(cost.first_chunk_attention, work.longest_prompt),
+        _least_per_later(cost.later_chunk_attention),
+    )
+    fixed_ms = work.outputs * _least_per_unit(cost.head) + prefill * work.prompt_context
+    gpu = cost.num_layers * _least_per_product(cost.gpu_attention)
+    cpu = cost.num_layers * _least_per_product(cost.cpu_attention)
+    weights = cost.num_layers * cost.linear(1) + cost.iteration_ms
+
+    def at_least(on_gpu: float, on_cpu: float) -> float:
+        iterations = on_gpu * work.decode_context / gpu_tokens if gpu_tokens else 0.0
+        iterations = max(iterations, work.longest_chain)
+        linear_ms = max(work.linear_tokens * linear, iterations * weights)
+        device_ms = fixed_ms + linear_ms + on_gpu * work.decode_context * gpu
+        cpu_ms = on_cpu * work.decode_context * cpu
+        return max(device_ms, cpu_ms) if cost.overlaps else device_ms + cpu_ms
+
+    low, high = smallest_cpu_share, largest_cpu_share if gpu_tokens else 1.0
+    width = (high - low) / STEPS
+    # Over a step of x, what falls with x is taken at its end, what rises at its start: never too long.
+    return min(at_least(1 - min(low + (step + 1) * width, high), low + step * width) for step in range(STEPS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,36 +101,9 @@ class Bound:
     gpu_tokens: int
 
     def makespan_ms(self, smallest_cpu_share: float = 0.0, largest_cpu_share: float = 1.0) -> float:
-        """Return the least time; the shares confine x: (0, 0) for gpu-only, (1, 1) for fastdecode."""
-        cost = self.cost
-        outputs = sum(r.output_tokens for r in self.requests)
-        tokens = sum(r.prompt_tokens + r.output_tokens - 1 for r in self.requests)
-        context = sum(_decode_context(r) for r in self.requests)
-        linear = cost.num_layers * _least_per_unit(cost.linear)
-        longest_prompt = max((r.prompt_tokens for r in self.requests), default=1)
-        # However a prompt is cut, its tokens see half of it on average.
-        prefill = cost.num_layers * min(
-            _least_per_first(cost.first_chunk_attention, longest_prompt),
-            _least_per_later(cost.later_chunk_attention),
-        )
-        fixed_ms = outputs * _least_per_unit(cost.head)
-        fixed_ms += prefill * sum(r.prompt_tokens**2 / 2 for r in self.requests)
-        gpu = cost.num_layers * _least_per_product(cost.gpu_attention)
-        cpu = cost.num_layers * _least_per_product(cost.cpu_attention)
-        weights = cost.num_layers * cost.linear(1) + cost.iteration_ms
-
-        def at_least(on_gpu: float, on_cpu: float) -> float:
-            iterations = on_gpu * context / self.gpu_tokens if self.gpu_tokens else 0.0
-            device_ms = fixed_ms + max(tokens * linear, iterations * weights) + on_gpu * context * gpu
-            cpu_ms = on_cpu * context * cpu
-            return max(device_ms, cpu_ms) if cost.overlaps else device_ms + cpu_ms
-
-        low, high = smallest_cpu_share, largest_cpu_share if self.gpu_tokens else 1.0
-        width = (high - low) / STEPS
-        # Over a step of x, what falls with x is taken at its end, what rises at its start: never too long.
-        return min(
-            at_least(1 - min(low + (step + 1) * width, high), low + step * width) for step in range(STEPS)
-        )
+        """Return the least time; see `least_ms`."""
+        work = Work.of(self.requests)
+        return least_ms(self.cost, work, self.gpu_tokens, smallest_cpu_share, largest_cpu_share)
 
     def output_tokens_per_s(self, smallest_cpu_share: float = 0.0, largest_cpu_share: float = 1.0) -> float:
         """Return the most output tokens per second; see `makespan_ms`."""

@@ -54,6 +54,7 @@ class SimulationResult:
     policy: str
     finished: Sequence[FinishedRequest]
     num_refused: int  # requests that no place can ever hold, or that exceed the model's context
+    longest_tokens: int  # prompt and answer together: longer requests are refused
     totals: Totals = field(repr=False)
 
     @property

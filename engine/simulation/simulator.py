@@ -113,7 +113,7 @@ def simulate(
     _check_empty(kv_cache)
     totals.num_preemptions = scheduler.counters.num_preemptions
     totals.num_moves = scheduler.counters.num_moves
-    return SimulationResult(policy.name, finished, len(requests) - len(coming), totals)
+    return SimulationResult(policy.name, finished, len(requests) - len(coming), longest, totals)
 
 
 def _count(totals: Totals, decision: Decision[SimulatedRequest], cost: CostModel) -> None:

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -60,10 +61,10 @@ std::unique_ptr<Relay> make_relay(const std::vector<Layer>& layers, int num_thre
   return std::make_unique<Relay>(views, num_threads, isa_from_name(isa));
 }
 
-void start(Relay& relay, const std::vector<std::tuple<Decode, Tensor>>& batches) {
+void start(Relay& relay, const std::vector<std::tuple<Decode, Tensor>>& batches, double patience_s) {
   std::vector<RelayBatch> views;
   for (const auto& [decode, flags] : batches) views.push_back({arguments(decode), view("flags", flags)});
-  relay.start(std::move(views));
+  relay.start(std::move(views), std::chrono::nanoseconds(static_cast<int64_t>(patience_s * 1e9)));
 }
 
 // [(layer, batch, start, end)], times in nanoseconds of the monotonic clock.
@@ -146,9 +147,10 @@ PYBIND11_MODULE(_native, m) {
   m.def("advise_huge_pages", [](uintptr_t address, int64_t bytes) {
     return advise_huge_pages(reinterpret_cast<void*>(address), bytes);
   });
+  py::register_exception<RelayStalledError>(m, "RelayStalledError", PyExc_RuntimeError);
   py::class_<Relay>(m, "Relay")
       .def(py::init(&make_relay))
-      .def("start", &start, without_gil)
+      .def("start", &start, py::arg("batches"), py::arg("patience_s") = 0.0, without_gil)
       .def("finish", &finish, without_gil)
       .def("cancel", &Relay::cancel, without_gil);
 }

@@ -1,6 +1,7 @@
 #include "neo_desktop/relay.h"
 
 #include <chrono>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -10,7 +11,8 @@
 namespace neo_desktop {
 namespace {
 
-constexpr int kPausesPerYield = 4096;  // some 50 us: only where there are fewer CPUs than threads it matters
+constexpr unsigned kPausesPerYield =
+    4096;  // some 50 us: only where there are fewer CPUs than threads it matters
 
 enum FlagKind { kReady, kDone };
 
@@ -46,6 +48,7 @@ Relay::Relay(const std::vector<RelayLayer>& layers, int num_threads, Isa isa)
          layer.window});
     if (!alike(layers_.back().cache, layers_.front().cache)) fail("the caches of all layers must be alike");
   }
+  guard_ = std::thread([this] { guard(); });
   thread_ = std::thread([this] { work(); });
 }
 
@@ -56,10 +59,12 @@ Relay::~Relay() {
     closed_ = true;
   }
   changed_.notify_all();
+  guard_changed_.notify_one();
+  guard_.join();
   thread_.join();
 }
 
-void Relay::start(std::vector<RelayBatch> batches) {
+void Relay::start(std::vector<RelayBatch> batches, std::chrono::nanoseconds patience) {
   std::unique_lock lock(mutex_);
   if (running_) throw std::logic_error("the relay's last iteration has not ended");
   for (const RelayBatch& batch : batches) {
@@ -73,6 +78,9 @@ void Relay::start(std::vector<RelayBatch> batches) {
   steps_.clear();
   error_ = nullptr;
   cancelled_ = false;
+  patience_ = patience;
+  stalled_.clear();
+  goes_on(0, 0, Doing::kWaiting);
   for (const RelayBatch& batch : batches_) {
     for (size_t layer = 0; layer < layers_.size(); ++layer) {
       flag(batch, kReady, layer) = 0;
@@ -80,13 +88,20 @@ void Relay::start(std::vector<RelayBatch> batches) {
     }
   }
   running_ = true;
+  const bool wakes_guard = patience.count() > 0 && now_ns() + patience.count() < guard_wakes_ns_;
   lock.unlock();
   changed_.notify_all();
+  if (wakes_guard) guard_changed_.notify_one();
 }
 
 std::vector<RelayStep> Relay::finish() {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [this] { return !running_; });
+  changed_.wait(lock, [this] { return !running_ || !stalled_.empty(); });
+  if (!stalled_.empty()) {
+    // A thread that waits for the GPU sees that it was cancelled; one that attends may never end.
+    if (doing_ == Doing::kWaiting) changed_.wait(lock, [this] { return !running_; });
+    throw RelayStalledError(stalled_);
+  }
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
   if (cancelled_) throw std::runtime_error("the iteration was cancelled");
   return std::exchange(steps_, {});
@@ -118,8 +133,10 @@ void Relay::serve() {
     for (size_t layer = 0; layer < layers_.size(); ++layer) {
       for (size_t b = 0; b < batches_.size(); ++b) {
         const RelayBatch& batch = batches_[b];
+        goes_on(layer, b, Doing::kWaiting);
         if (!wait_until_ready(batch, layer)) return;
         const int64_t start_ns = now_ns();
+        goes_on(layer, b, Doing::kAttending);
         batch.arguments.run(layers_[layer].cache, layers_[layer].window, num_threads_, isa_);
         flag(batch, kDone, layer).store(1, std::memory_order_release);
         steps_.push_back({static_cast<int>(layer), static_cast<int>(b), start_ns, now_ns()});
@@ -131,9 +148,43 @@ void Relay::serve() {
   }
 }
 
+void Relay::guard() {
+  constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+  std::unique_lock lock(mutex_);
+  while (!closed_) {
+    const bool guards = running_ && patience_.count() > 0 && stalled_.empty();
+    guard_wakes_ns_ = guards ? last_progress_ns_ + patience_.count() : kNever;
+    if (!guards) {
+      guard_changed_.wait(lock);
+    } else if (const int64_t left_ns = guard_wakes_ns_ - now_ns(); left_ns > 0) {
+      guard_changed_.wait_for(lock, std::chrono::nanoseconds(left_ns));
+    } else {
+      stalled_ = where();
+      cancelled_ = true;
+      release_all();
+      changed_.notify_all();
+    }
+  }
+}
+
+void Relay::goes_on(size_t layer, size_t batch, Doing doing) {
+  layer_.store(layer, std::memory_order_relaxed);
+  batch_.store(batch, std::memory_order_relaxed);
+  doing_.store(doing, std::memory_order_relaxed);
+  last_progress_ns_.store(now_ns(), std::memory_order_relaxed);
+}
+
+std::string Relay::where() const {
+  const std::string place = "layer " + std::to_string(layer_) + " of sub-batch " + std::to_string(batch_);
+  const std::string seconds = std::to_string(patience_.count() / 1'000'000'000.0);
+  const std::string time = seconds.substr(0, seconds.find('.') + 2) + " s";
+  return doing_ == Doing::kWaiting ? "the GPU did not hand over q, k and v for " + place + " within " + time
+                                   : "the CPU did not end its attention for " + place + " within " + time;
+}
+
 bool Relay::wait_until_ready(const RelayBatch& batch, size_t layer) const {
   const auto ready = flag(batch, kReady, layer);
-  for (int pauses = 1; ready.load(std::memory_order_acquire) == 0; ++pauses) {
+  for (unsigned pauses = 1; ready.load(std::memory_order_acquire) == 0; ++pauses) {
     if (cancelled_.load(std::memory_order_relaxed)) return false;
     pause_cpu();
     if (pauses % kPausesPerYield == 0) std::this_thread::yield();

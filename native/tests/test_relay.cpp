@@ -1,4 +1,5 @@
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -74,7 +75,8 @@ void test_relay(Random& random, Report& report) {
   for (int iteration = 0; iteration < 3; ++iteration) {
     Gpu gpu(problem, answer, layers, random);
     const bool cancels = random.chance(0.3);
-    relay->start({gpu.batch()});
+    // More than any step takes here; the guard must not mind that iterations come and go.
+    relay->start({gpu.batch()}, random.chance(0.5) ? std::chrono::seconds(60) : std::chrono::seconds(0));
     std::thread stream([&] { gpu.run(cancels ? 0 : layers); });
     if (cancels) relay->cancel();
     bool cancelled = false;
@@ -88,6 +90,21 @@ void test_relay(Random& random, Report& report) {
     if (cancelled && !cancels) report.fail("cancelled, but nobody asked for it");
     if (!cancelled && steps != static_cast<size_t>(layers)) report.fail("not every layer is reported");
     if (!gpu.wrong().empty()) report.fail(gpu.wrong());
+  }
+
+  // A GPU that does not go on is not waited for, whether or not it ever takes its flags.
+  if (random.chance(0.2)) {
+    Gpu silent(problem, answer, layers, random);
+    relay->start({silent.batch()}, std::chrono::milliseconds(1));
+    try {
+      relay->finish();
+      report.fail("a GPU that does nothing was not noticed");
+    } catch (const RelayStalledError& stalled) {
+      if (std::string(stalled.what()).find("layer 0 of sub-batch 0") == std::string::npos) {
+        report.fail("where the iteration stood is not told");
+      }
+    }
+    silent.run(0);  // all flags are raised
   }
 
   // What is wrong is found before anything begins, and what is right can follow.

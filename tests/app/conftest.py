@@ -11,8 +11,10 @@ import openai
 import pytest
 from fastapi import FastAPI
 
-from neo_desktop.app.server import Server, claim_port, create_app
 from neo_desktop.app.service import EngineService
+from neo_desktop.app.shelf.hosting import ModelHost
+from neo_desktop.app.web.limits import Limits
+from neo_desktop.app.web.server import Server, claim_port, create_app
 from neo_desktop.engine.engine import Engine
 
 from .fake_engine import FakeExecutor, make_engine
@@ -44,10 +46,11 @@ class RunningServer:
 
 @contextlib.contextmanager
 def running(engine: Engine, *, max_queued_requests: int = 64, **app_options: Any) -> Iterator[RunningServer]:
-    service = EngineService(engine, max_queued_requests)
+    limits = Limits(max_queued_requests=max_queued_requests)
+    service = EngineService(engine, app_options.get("limits", limits))
     sock = claim_port("127.0.0.1", 0)
     is_ready = threading.Event()
-    app = create_app(service, **app_options)
+    app = create_app(ModelHost(service), **app_options)
     server = Server(app, is_ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()

@@ -67,11 +67,30 @@ class FakeExecutor(Executor):
             known += sequence.token_ids
             if sequence.sampling is not None:
                 self.seen.append(sequence.sampling)
-                sampled[sequence.request_id] = letter(sequence.sampling)
+                sampled[sequence.request_id] = self._token(sequence.request_id, sequence.sampling)
         return IterationResult(sampled, {})
+
+    def _token(self, request_id: str, sampling: SamplingInput) -> SampledToken:
+        return letter(sampling)
 
     def close(self) -> None:
         pass
+
+
+@dataclass
+class ScriptedExecutor(FakeExecutor):
+    """Writes the answers it is given, one per prompt and the last one again and again, and then ends."""
+
+    answers: list[str] = field(default_factory=lambda: ["yes"])
+    _begun: dict[str, tuple[bytes, int]] = field(default_factory=dict)  # request -> answer, where it begins
+
+    def _token(self, request_id: str, sampling: SamplingInput) -> SampledToken:
+        if request_id not in self._begun:
+            answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+            self._begun[request_id] = (answer.encode(), sampling.position)
+        answer_bytes, start = self._begun[request_id]
+        written = sampling.position - start
+        return SampledToken(answer_bytes[written] if written < len(answer_bytes) else 256)
 
 
 def letter(sampling: SamplingInput) -> SampledToken:
@@ -95,6 +114,7 @@ def make_engine(
     num_blocks: int = 64,
     template: str | None = TEMPLATE,
     generation: GenerationDefaults | None = None,
+    context_tokens: int = CONTEXT_TOKENS,
 ) -> Engine:
     config = ModelConfig(
         architecture="LlamaForCausalLM",
@@ -105,7 +125,7 @@ def make_engine(
         num_heads=1,
         num_kv_heads=1,
         head_dim=8,
-        max_context_tokens=CONTEXT_TOKENS,
+        max_context_tokens=context_tokens,
         rms_norm_eps=1e-6,
         rope=cast("RopeConfig", None),
         tie_word_embeddings=True,

@@ -141,7 +141,6 @@ def render(source: str | None, content: str = "x") -> str:
         ("{{ messages.append(1) }}", "not safely callable|unsafe"),
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
         ("{% for i in 5 %}{% endfor %}", "not iterable"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "loops more than"),
         ("{% for i in range(10**9) %}{% endfor %}", "too big"),
         ("{% for i in range(99) %}{{ messages[0].content }}{% endfor %}", "characters"),
     ],
@@ -151,10 +150,11 @@ def test_a_template_that_fails_says_why(source: str | None, reason: str) -> None
         render(source, "x" * 2**20)
 
 
-def test_templates_cannot_replace_what_the_server_gives_them() -> None:
+def test_messages_cannot_be_replaced_but_the_answers_beginning_can_be_left_out() -> None:
     template = ChatTemplate("{{ messages | length }}{{ add_generation_prompt }}", {})
     messages = [{"role": "user", "content": "x"}]
-    assert template.render(messages, {"messages": [], "add_generation_prompt": False}) == "1True"
+    assert template.render(messages, {"messages": []}) == "1True"
+    assert template.render(messages, {"add_generation_prompt": False}) == "1False"
 
 
 def test_the_date_is_todays() -> None:

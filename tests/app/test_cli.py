@@ -128,11 +128,11 @@ def test_bench_that_could_measure_nothing_leaves_nothing(tmp_path: Path) -> None
 def test_ctrl_c_ends_bench_with_what_it_has(tmp_path: Path) -> None:
     out = tmp_path / "page"
     endless = ("--suite", "throughput", *SMALL, *QUICK[:-1], "100000", "--policy", "gpu-only")
-    command = [PROGRAM, "bench", *endless, "--out", out]
+    steps = tmp_path / "steps"
+    command = [PROGRAM, "bench", *endless, "--out", out, "--progress-json", steps]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        while not out.exists() and process.poll() is None:  # then it measures
+        while not (steps.exists() and "requests" in steps.read_text()) and process.poll() is None:
             time.sleep(0.05)
-        time.sleep(2)
         process.send_signal(signal.SIGINT)
         printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -188,6 +188,32 @@ def test_an_open_address_without_a_key_is_wrong_use() -> None:
     result = run("serve", "--host", "0.0.0.0")
     assert result.returncode == 2
     assert "API key" in re.sub(r"[\s│]+", " ", result.stderr)
+
+
+@pytest.mark.parametrize("origin", ["*", "localhost:3000"])
+def test_an_origin_that_is_none_is_wrong_use(origin: str) -> None:
+    result = run("serve", "--allow-origin", origin)
+    assert result.returncode == 2
+    assert "is not an origin" in re.sub(r"[\s│]+", " ", result.stderr)
+
+
+def test_who_reads_no_more_gets_no_traceback() -> None:
+    with subprocess.Popen([PROGRAM, "info"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        process.wait()
+
+
+def test_options_of_the_server_reach_it(checkpoint: Path) -> None:
+    limits = ("--max-body-mib", "0.001", "--allow-origin", "app://notes")
+    with running("serve", "--model", checkpoint, *limits) as (_, address):
+        answer = httpx.post(
+            f"{address}/v1/completions", content=b"x" * 2000, headers={"Origin": "app://notes"}
+        )
+        assert answer.status_code == 413
+        assert answer.headers["access-control-allow-origin"] == "app://notes"
 
 
 def damage(folder: Path, how: str) -> None:

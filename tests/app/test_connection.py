@@ -6,6 +6,8 @@ import socket
 import httpx
 import pytest
 
+from neo_desktop.app.web import connection as app_connection
+
 from .conftest import RunningServer, eventually, is_idle
 from .fake_engine import FakeExecutor
 
@@ -85,3 +87,27 @@ def test_one_connection_serves_many_requests(http: httpx.Client) -> None:
         answer = http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 2, "stream": stream})
         assert answer.status_code == 200
         assert answer.text.endswith("data: [DONE]\n\n") == stream
+
+
+def test_a_stream_shows_that_it_lives_while_a_long_prompt_is_computed(
+    server: RunningServer, executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_connection, "KEEP_ALIVE_S", 0.01)
+    executor.open.clear()
+    body = CHAT | {"stream": True, "max_tokens": 2}
+    url = f"{server.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, trust_env=False, timeout=30) as answer:
+        assert answer.status_code == 200
+        lines = answer.iter_lines()
+        assert [next(lines) for _ in range(4)] == [": keep-alive", "", ": keep-alive", ""]
+        executor.open.set()
+        *_, done, _ = lines
+    assert done == "data: [DONE]"
+
+
+def test_who_reads_with_openais_client_does_not_notice(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_connection, "KEEP_ALIVE_S", 0.001)
+    stream = server.client().completions.create(model="alphabet", prompt="x", max_tokens=50, stream=True)
+    assert len("".join(part.choices[0].text for part in stream)) == 50

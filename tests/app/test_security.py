@@ -9,7 +9,7 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from neo_desktop.app.security import AccessGuard, check_bind
+from neo_desktop.app.web.security import AccessGuard, check_bind
 
 KEY = "a-key"
 
@@ -19,13 +19,19 @@ async def anything(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"in"})
 
 
-def get(headers: Mapping[str, str | bytes], path: str = "/v1/models", **guard: Any) -> httpx.Response:
-    async def request() -> httpx.Response:
+def request(
+    method: str, headers: Mapping[str, str | bytes], path: str = "/v1/models", **guard: Any
+) -> httpx.Response:
+    async def ask() -> httpx.Response:
         transport = httpx.ASGITransport(AccessGuard(anything, **guard))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
-            return await client.get(path, headers=headers)
+            return await client.request(method, path, headers=headers)
 
-    return asyncio.run(request())
+    return asyncio.run(ask())
+
+
+def get(headers: Mapping[str, str | bytes], path: str = "/v1/models", **guard: Any) -> httpx.Response:
+    return request("GET", headers, path, **guard)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +95,7 @@ def test_pages_of_other_sites_are_not_let_in(origin: str, status: int) -> None:
         ("/", f"Basic {b64encode(f'anna:{KEY}'.encode()).decode()}", 200),
         ("/", f"Basic {b64encode(b'anna:wrong').decode()}", 401),
         ("/", "Basic %%%", 401),
-        ("/gradio_api/queue/join", None, 401),
+        ("/static/app.js", None, 401),
         ("/health", None, 200),
     ],
 )
@@ -132,3 +138,66 @@ def test_other_addresses_need_a_key(host: str) -> None:
     for no_key in (None, ""):
         with pytest.raises(ValueError, match="set an API key"):
             check_bind(host, no_key)
+
+
+ORIGINS = ["https://app.example", "http://localhost:*", "tauri://localhost", "chrome-extension://abc"]
+PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, x-a"}
+
+
+@pytest.mark.parametrize(
+    ("origin", "is_allowed"),
+    [
+        ("https://app.example", True),
+        ("HTTPS://App.Example", True),
+        ("http://localhost", True),
+        ("http://localhost:5173", True),
+        ("tauri://localhost", True),
+        ("chrome-extension://abc", True),
+        ("http://app.example", False),
+        ("https://app.example:444", False),
+        ("https://app.example.evil", False),
+        ("https://evil.example", False),
+        ("http://localhost.evil:80", False),
+        ("http://localhost:80.evil", False),
+        ("null", False),
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "OPTIONS"])
+def test_pages_of_allowed_origins_may_read(origin: str, is_allowed: bool, method: str) -> None:
+    headers = {"Host": "127.0.0.1", "Origin": origin}
+    headers |= PREFLIGHT if method == "OPTIONS" else {"Authorization": f"Bearer {KEY}"}
+    answer = request(method, headers, api_key=KEY, allowed_origins=ORIGINS)
+    assert answer.headers.get("access-control-allow-origin") == (origin if is_allowed else None)
+    assert answer.headers["vary"] == "Origin"
+    assert answer.status_code == (403 if not is_allowed else 204 if method == "OPTIONS" else 200)
+
+
+def test_a_preflight_is_answered_before_the_key_is_asked_for() -> None:
+    headers = {"Host": "127.0.0.1", "Origin": "tauri://localhost", **PREFLIGHT}
+    headers["Access-Control-Request-Private-Network"] = "true"
+    answer = request("OPTIONS", headers, api_key=KEY, allowed_origins=ORIGINS)
+    assert (answer.status_code, answer.content) == (204, b"")
+    assert "POST" in answer.headers["access-control-allow-methods"]
+    assert answer.headers["access-control-allow-headers"] == "authorization, x-a"
+    assert answer.headers["access-control-allow-private-network"] == "true"
+
+
+def test_a_page_can_read_why_it_was_refused() -> None:
+    headers = {"Host": "127.0.0.1", "Origin": "tauri://localhost"}
+    answer = request("POST", headers, api_key=KEY, allowed_origins=ORIGINS)
+    assert answer.status_code == 401
+    assert answer.headers["access-control-allow-origin"] == "tauri://localhost"
+
+
+def test_without_origins_no_page_may_read() -> None:
+    headers = {"Host": "127.0.0.1", "Origin": "http://localhost:3000"}
+    assert not [name for name in get(headers).headers if name.startswith("access-control")]
+    assert request("OPTIONS", headers | PREFLIGHT, api_key=KEY).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "pattern", ["*", "localhost", "https://*", "https://a/b", "null", "", "a://b\r\nX: y"]
+)
+def test_what_is_no_origin_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="is not an origin"):
+        AccessGuard(anything, allowed_origins=[pattern])

@@ -11,12 +11,14 @@ from typing import cast
 import pytest
 
 from neo_desktop.app.service import (
+    SHORT_CHARS,
     EngineFailedError,
     EngineService,
     Generation,
     ServiceBusyError,
     ServiceStoppedError,
 )
+from neo_desktop.app.web.limits import Limits
 from neo_desktop.engine.engine import ContextLengthError, Engine
 from neo_desktop.engine.sampling_params import SamplingParams
 
@@ -26,7 +28,7 @@ from .fake_engine import CONTEXT_TOKENS, FakeExecutor, make_engine
 
 @asynccontextmanager
 async def started(engine: Engine, max_queued_requests: int = 64) -> AsyncIterator[EngineService]:
-    service = EngineService(engine, max_queued_requests)
+    service = EngineService(engine, Limits(max_queued_requests=max_queued_requests))
     await service.start()
     try:
         yield service
@@ -283,7 +285,9 @@ def test_tokenising_does_not_hold_the_event_loop_up(
 
         monkeypatch.setattr(engine.tokenizer, "encode", slow_encode)
         async with started(engine) as service:
-            slow = asyncio.create_task(service.submit(["long"], SamplingParams(max_tokens=1)))
+            slow = asyncio.create_task(
+                service.submit(["x" * (SHORT_CHARS + 1)], SamplingParams(max_tokens=1))
+            )
             await until(is_tokenising.is_set)
             assert await collect(await service.submit([[1]], SamplingParams(max_tokens=1)))
             assert not slow.done()
@@ -291,3 +295,25 @@ def test_tokenising_does_not_hold_the_event_loop_up(
             assert await collect(await slow) == {0: letters(2, 1)}
 
     asyncio.run(scenario())
+
+
+def test_embeddings_come_in_the_order_of_the_prompts() -> None:
+    """With the built-in model, beside a stream."""
+    prompts = ["one", "another one", "one"]
+
+    async def scenario(engine: Engine) -> tuple[list[tuple[list[float], int]], int]:
+        service = EngineService(engine)
+        await service.start()
+        async with await service.submit(["Hello"], SamplingParams(max_tokens=20)) as stream:
+            found = await service.embed(prompts, "mean")
+            last = [output async for _, output in stream][-1]
+        await service.stop()
+        return found, last.num_output_tokens
+
+    with Engine.from_pretrained(device="cpu", policy="gpu-only", gpu_cache_tokens=4096) as engine:
+        expected = engine.embed(prompts, "mean")
+        found, num_output_tokens = asyncio.run(scenario(engine))
+        assert num_output_tokens > 0
+        for (embedding, num_tokens), wanted, text in zip(found, expected, prompts, strict=True):
+            assert embedding == pytest.approx(wanted.tolist(), abs=1e-5)
+            assert num_tokens == len(engine.tokenizer.encode(text))

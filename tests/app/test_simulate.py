@@ -14,15 +14,17 @@ from checkpoints import save_checkpoint
 from rich.console import Console
 
 from neo_desktop.app.cli import main
+from neo_desktop.app.commands.sentences import sentence
 from neo_desktop.app.simulate import SimulationOptions, UsageError, run_simulation
+from neo_desktop.app.simulate.answer import answer
 from neo_desktop.engine.placement import POLICIES
 from neo_desktop.engine.simulation.analytic import analytic_cost_model
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS
 from neo_desktop.models.json_file import ModelError
-from neo_desktop.models.shapes import shape
+from neo_desktop.models.shapes import SHAPES, shape
 
 PROGRAM = Path(sys.executable).parent / "neo-desktop"
-SMALL = SimulationOptions(gpu="t4", input_tokens=300, output_tokens=20, num_requests=30)
+SMALL = SimulationOptions(gpu="t4", model="llama-2-7b", input_tokens=300, output_tokens=20, num_requests=30)
 
 
 def ignore(share: float, what: str) -> None:
@@ -101,10 +103,17 @@ def test_wrong_use_ends_with_2_and_failure_with_1(
     [
         ({"gpu": None}, "no machine"),
         ({"gpu": "t5"}, "no GPU preset"),
+        ({"gpu": "rtx-3061"}, "did you mean rtx-3060"),
+        ({"gpu_json": Path("x.json")}, "not both"),
+        ({"gpu": None, "gpu_memory_gib": 12.0, "gpu_tflops": 20.0}, "also needs --gpu-bandwidth"),
+        ({"gpu_memory_gib": -1.0}, "--gpu-memory is -1"),
+        ({"gpu_bandwidth_gb_per_s": float("nan")}, "--gpu-bandwidth is nan"),
+        ({"cpu_bandwidth_gb_per_s": 1e9}, "at most 10,000"),
+        ({"cpu_cores": 0}, "--cpu-cores is 0"),
+        ({"dtype": "bfloat16"}, "the T4 has no bfloat16"),
         ({"cpu": "laptop"}, "no host preset"),
         ({"model": "gpt-5"}, "neither a shape nor a model folder"),
         ({"policy": "best"}, "no policy"),
-        ({"input_tokens": None}, "no workload"),
         ({"trace": Path("x.json")}, "not both"),
         ({"rate": 0.0}, "above 0"),
         ({"rate": float("nan")}, "above 0"),
@@ -141,7 +150,11 @@ def test_caches_can_be_set_and_what_cannot_fit_is_reported() -> None:
     assert 0 < figures["auto"]["num_refused"] < 30
     console = Console(width=80, record=True, file=StringIO())
     report.print(console)
-    assert "30 of 30 requests refused" in console.export_text()
+    text = " ".join(console.export_text().split())
+    assert "All 30 requests do not fit the GPU-cache of 256" in text
+    assert "gpu-only cannot run them" in text
+    assert "fit the 310 of --max-context-tokens" in text
+    assert " 0.0" not in text  # no figures of what never ran
 
 
 def test_measured_tables_replace_the_datasheet(tmp_path: Path) -> None:
@@ -188,3 +201,152 @@ def test_progress_runs_from_0_to_1_and_names_the_policy() -> None:
     assert all(0 <= share <= 1 for share in shares)
     assert {what for _, what in seen} <= set(POLICIES)
     assert seen
+
+
+def told(options: SimulationOptions) -> str:
+    """What the terminal shows, on one line."""
+    report = run_simulation(options, ignore)
+    console = Console(width=80, record=True, file=StringIO())
+    report.print(console)
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 80
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("gpu", ["rtx-3060", "gtx-1650", "rtx-5090", "h100"])
+def test_a_gpu_is_all_that_must_be_named(gpu: str) -> None:
+    text = told(SimulationOptions(gpu=gpu, num_requests=8))
+    assert text.startswith("On a")
+    for assumed in ("(vendor's datasheet)", "--cpu takes another", "--model takes another", "--input"):
+        assert assumed in text
+
+
+def test_the_price_stands_beside_the_gain() -> None:
+    options = SimulationOptions(
+        gpu="t4", model="llama-2-7b", input_tokens=400, output_tokens=50, num_requests=200
+    )
+    report = run_simulation(options, ignore)
+    figures = report.to_json()["policies"]
+    gain = figures["auto"]["output_tokens_per_s"] / figures["gpu-only"]["output_tokens_per_s"]
+    assert gain > 2
+    said = answer(report)
+    assert f"offloading makes llama-2-7b {gain:.1f}x as fast when 200 chats come at once" in said
+    slow, quick = (figures[name]["tpot_ms"] for name in ("auto", "gpu-only"))
+    assert f"Each chat gets its tokens at {slow:.0f} ms instead of {quick:.0f} ms" in said
+    row = next(line for line in told(options).split("auto ")[1:])
+    assert f"{slow / quick:.2f}x" in row
+
+
+def test_where_all_fits_the_answer_says_so() -> None:
+    said = answer(run_simulation(SimulationOptions(gpu="rtx-4090", num_requests=4), ignore))
+    assert said.startswith("On an RTX 4090 with a desktop's DDR5 memory, offloading changes nothing")
+    assert "because GPU memory has room for all of them" in said
+
+
+def test_what_only_host_memory_can_hold_is_named() -> None:
+    options = replace(SMALL, input_tokens=3000, num_requests=1, gpu_cache_tokens=1008)
+    text = told(options)
+    assert "only offloading lets" in text
+    assert "A prompt of" in text
+    assert "do not fit the GPU-cache of 1,008: gpu-only cannot run it." in text
+
+
+def test_what_no_place_can_hold_is_named() -> None:
+    text = told(replace(SMALL, input_tokens=5000))
+    assert "llama-2-7b cannot run this, with or without offloading" in text
+    assert "do not fit llama-2-7b's context of 4,096" in text
+
+
+def test_own_figures_stand_for_a_card() -> None:
+    of_card = simulated(replace(SMALL, gpu="rtx-3070", model="llama-3.2-1b", cpu="ddr4-desktop"))
+    own = SimulationOptions(
+        gpu_memory_gib=8.0,
+        gpu_bandwidth_gb_per_s=448.0,
+        gpu_tflops=40.6,
+        model="llama-3.2-1b",
+        input_tokens=300,
+        output_tokens=20,
+        num_requests=30,
+    )
+    assert simulated(own)["gpu-only"] == of_card["gpu-only"]
+    text = told(own)
+    assert text.startswith("On a GPU of your own with a desktop's DDR4 memory")
+    assert "(your figures)" in text
+
+
+def test_own_figures_of_a_host_change_what_offloading_gains() -> None:
+    options = replace(SMALL, num_requests=60, gpu_cache_tokens=1008, policy="fastdecode")
+    slow = replace(options, cpu_bandwidth_gb_per_s=10.0, cpu_memory_gib=16.0)
+    assert (
+        simulated(slow)["fastdecode"]["output_tokens_per_s"]
+        < simulated(options)["fastdecode"]["output_tokens_per_s"]
+    )
+    assert "main memory of 16 GiB at 10 GB/s" in told(slow)
+
+
+def test_own_figures_come_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    figures = {"memory_gib": 8, "bandwidth_gb_per_s": 448, "tflops": 40.6, "name": "My Card"}
+    file.write_text(json.dumps(figures), encoding="utf-8")
+    options = replace(SMALL, gpu=None, gpu_json=file, model="llama-3.2-1b")
+    assert "On My Card with" in told(options)
+    for wrong, reason in (
+        ({"memory_gib": "8"}, "'memory_gib' is '8', expected a number above 0"),
+        ({"tflops": 0}, "'tflops' is 0"),
+        ({"bandwith": 1}, "'bandwith' is no figure of a GPU"),
+        ({"bfloat16": 1}, "expected true or false"),
+    ):
+        file.write_text(json.dumps(figures | wrong), encoding="utf-8")
+        with pytest.raises(UsageError, match=reason):
+            run_simulation(options, ignore)
+    for text, reason in (("{", "line 1: not valid JSON"), ("[1]", "no.* JSON object"), ("{}", "is missing")):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(UsageError, match=reason):
+            run_simulation(options, ignore)
+
+
+def test_a_model_that_does_not_fit_is_answered_with_one_that_does() -> None:
+    with pytest.raises(MemoryError, match=r"RTX 3060 .*qwen3-4b would leave room"):
+        run_simulation(SimulationOptions(gpu="rtx-3060", model="llama-2-7b"), ignore)
+
+
+def test_the_list_shows_all_that_can_be_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, "--list") == 0
+    shown = capsys.readouterr().out
+    for name in (*GPUS, *HOSTS, *(name for name in SHAPES if name != "tiny")):
+        assert f" {name} " in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--trace", "missing.csv"), "does not exist"),
+        (("--trace", "."), "is a directory"),
+        (("--json", "missing/report.json"), "there is no folder missing"),
+        (("--json", "."), "is a folder"),
+    ],
+)
+def test_files_that_cannot_be_used_are_told_in_words(
+    arguments: tuple[str, str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert exit_code(monkeypatch, "--gpu", "t4", *arguments) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert "Errno" not in said
+
+
+def test_the_systems_errors_become_sentences(tmp_path: Path) -> None:
+    for path, says in ((tmp_path / "none", "no such file or folder"), (tmp_path, "a folder, not a file")):
+        with pytest.raises(OSError, match="Errno") as caught:
+            path.read_text()
+        assert sentence(caught.value).startswith(f"{path}: ")
+        assert says in sentence(caught.value)
+    assert sentence(OSError("port 80 is taken")) == "port 80 is taken"
+    assert sentence(ValueError("wrong")) == "wrong"

@@ -5,7 +5,9 @@ import torch
 
 from neo_desktop.app.bench import defaults
 from neo_desktop.app.bench.defaults import default_model, suite_options
-from neo_desktop.app.model_options import ModelOptions
+from neo_desktop.app.bench.steadiness import Probe
+from neo_desktop.app.commands.model_options import ModelOptions
+from neo_desktop.engine.profiling.hardware import HostMemory
 
 GIB = 1 << 30
 
@@ -16,15 +18,45 @@ GIB = 1 << 30
         (130, None, "llama-3.1-8b"),
         (130, 15, "llama-3.2-3b"),
         (15, 130, "llama-3.2-3b"),
-        (130, 1, None),
+        (130, 1, "smollm2-135m"),
+        (130, 0.1, "smollm2-135m"),  # the smallest: its error says what is missing
     ],
 )
 def test_the_largest_model_that_leaves_room_under_the_cap(
-    free_gib: int, cap_gib: float | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
+    free_gib: int, cap_gib: float | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(defaults, "choose_device", torch.device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_gib * GIB, 140 * GIB))
-    assert default_model("cuda", cap_gib) == expected
+    chosen = default_model("cuda", cap_gib)
+    assert chosen.shape == expected
+    assert f"random weights in the shape of {expected}" in chosen.note
+    assert "GB of GPU memory" in chosen.note
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "gflop_per_s", "read_gb_per_s", "expected"),
+    [
+        (64, 2000.0, 200.0, "llama-3.2-3b"),  # a workstation
+        (64, 1000.0, 65.0, "llama-3.2-1b"),  # a desktop
+        (16, 1000.0, 65.0, "qwen2.5-0.5b"),  # the same with little memory
+        (16, 300.0, 22.0, "qwen2.5-0.5b"),  # an old laptop
+        (16, 60.0, 5.0, "smollm2-135m"),
+        (0.5, 1.0, 1.0, "smollm2-135m"),
+    ],
+)
+def test_on_a_cpu_the_largest_model_that_is_quick_enough(
+    free_gib: float,
+    gflop_per_s: float,
+    read_gb_per_s: float,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    available = HostMemory(int(64 * GIB), int(free_gib * GIB), None)
+    monkeypatch.setattr(defaults, "host_memory", lambda: available)
+    monkeypatch.setattr(defaults.Prober, "probe", lambda self: Probe(gflop_per_s, read_gb_per_s))
+    chosen = default_model("cpu")
+    assert chosen.shape == expected
+    assert f"a CPU that reads {read_gb_per_s:.3g} GB/s" in chosen.note.replace(".0 GB", " GB")
 
 
 @pytest.mark.parametrize("quick", [False, True])

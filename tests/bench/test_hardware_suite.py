@@ -20,7 +20,7 @@ from neo_desktop.app.bench.gpu_driver import GpuState, state_notes
 from neo_desktop.app.bench.hardware import HardwareOptions, HardwareReport, run_hardware, suite
 from neo_desktop.app.bench.hardware.device import BOTH, SAMPLE_SECONDS, Way, gpu_cases
 from neo_desktop.app.bench.hardware.graph_hand_off import GraphHandOff
-from neo_desktop.app.bench.hardware.hand_off import HandOff
+from neo_desktop.app.bench.hardware.hand_off import CHAIN, HandOff
 from neo_desktop.app.bench.hardware.host import Host, native_dtypes
 from neo_desktop.app.bench.hardware.options import doubling
 from neo_desktop.app.bench.hardware.rounds import LEAST_ROUNDS, Case, rounds
@@ -112,8 +112,8 @@ def test_progress_runs_from_start_to_end() -> None:
 def test_without_a_gpu_the_report_says_so_and_why(reports: list[HardwareReport]) -> None:
     report, section = reports[-1], reports[-1].section()
     assert report.gpu is None
-    why = f"No GPU that torch can use: {find_gpus()[1]}."
-    assert why in section.summary
+    assert section.summary.endswith("No NVIDIA GPU was found.")
+    why = f"No GPU that torch can use: {find_gpus()[1]}."  # the library's words are for the details
     assert any(why in note and "not measured" in note for note in section.notes)
     assert [row.way for row in report.hand_off] == ["threads"]
     assert report.hand_off[0].us.median > 0
@@ -323,6 +323,15 @@ def test_a_hand_off_in_a_graph_that_loses_data_is_an_error() -> None:
 
     with pytest.raises(RuntimeError, match="lost data"):
         GraphHandOff(torch.device("cpu"), Lossy()).seconds(4096)
+
+
+@pytest.mark.parametrize("num_queues", [None, 1, 2, 3, 8])
+def test_a_hand_off_in_a_graph_does_not_hang_on_a_gpu_with_few_queues(num_queues: int | None) -> None:
+    class Kept(ImitatedRunner):
+        def forget(self) -> None:
+            assert self.check_flags(CHAIN) == CHAIN
+
+    GraphHandOff(torch.device("cpu"), Kept(num_queues=num_queues)).seconds(4096)
 
 
 def test_a_copy_copies_and_bytes_count_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,9 @@ from neo_desktop.app.bench.load.client import ClientRequest, send_all
 from neo_desktop.app.bench.load.records import Outcome, RequestRecord
 from neo_desktop.app.bench.load.target import TargetError
 from neo_desktop.app.bench.load.url_target import UrlTarget
-from neo_desktop.app.server import Server, claim_port, create_app
 from neo_desktop.app.service import EngineService
+from neo_desktop.app.shelf.hosting import ModelHost
+from neo_desktop.app.web.server import Server, claim_port, create_app
 from neo_desktop.engine.loading import BUILTIN
 
 Use = Callable[[UrlTarget], Coroutine[None, None, list[RequestRecord]]]
@@ -183,7 +184,7 @@ def own_server() -> Iterator[str]:
     with Engine.from_pretrained(BUILTIN, device="cpu", cpu_cache_tokens=4096, gpu_cache_tokens=0) as engine:
         sock = claim_port("127.0.0.1", 0)
         is_ready = threading.Event()
-        server = Server(create_app(EngineService(engine)), is_ready.set)
+        server = Server(create_app(ModelHost(EngineService(engine))), is_ready.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         assert is_ready.wait(30)

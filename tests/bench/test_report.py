@@ -19,8 +19,9 @@ from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.page.compare import compare
 from neo_desktop.app.bench.page.content import headline, machine_lines
 from neo_desktop.app.bench.page.files import prepare_folder, write_files
+from neo_desktop.app.bench.page.html import html
 from neo_desktop.app.bench.page.verdict import verdict
-from neo_desktop.app.bench.report import SCHEMA_VERSION, json_schema
+from neo_desktop.app.bench.report import SCHEMA_VERSION, Failure, json_schema
 from neo_desktop.app.bench.steadiness import Probe
 from neo_desktop.app.bench.suite import Progress
 from neo_desktop.app.bench.throughput import ThroughputOptions, ThroughputReport
@@ -48,7 +49,8 @@ def report() -> Report:
 def throughput(report: Report, **changes: object) -> Report:
     """The report with another result of its throughput suite."""
     (suite,) = (each for each in report.suites if isinstance(each, ThroughputReport))
-    return replace(report, suites=(replace(suite, **changes),))  # type: ignore[arg-type]
+    nowhere = replace(report.machine, gpus=(), gpu_note="no NVIDIA driver: NVML Shared Library Not Found")
+    return replace(report, machine=nowhere, suites=(replace(suite, **changes),))  # type: ignore[arg-type]
 
 
 def test_json_is_what_the_documented_schema_says(report: Report) -> None:
@@ -86,16 +88,50 @@ def test_other_files_are_refused(text: str | None, says: str, report: Report, tm
 def test_the_page_needs_nothing_but_itself(report: Report, tmp_path: Path) -> None:
     prepare_folder(tmp_path / "new" / "folder")
     page = write_files(report, tmp_path / "new" / "folder")
-    html = page.read_text()
-    assert not re.search(r'(src|href)="(?!data:)', html)
-    assert len(re.findall(r'<img alt="[^"]{10,}" src="data:image/png;base64,[^"]{1000,}"', html)) == 2
+    written = page.read_text()
+    assert not re.search(r'(src|href)="(?!data:|#)|url\((?!#)|@import|<script', written)
+    sections = [section for section in written.split("<section>")[1:] if "<table>" in section]
+    assert len(sections) == 2
+    for section in sections:
+        assert 0 < section.index("<svg") < section.index("<table>"), "the chart comes first"
+    ids = re.findall(r'\bid="([^"]+)"', written)
+    assert len(ids) == len(set(ids)) > 0
+    assert set(re.findall(r'(?:href="|url\()#([^")]+)', written)) <= set(ids)
     markdown = (page.parent / "report.md").read_text()
     for picture in re.findall(r"!\[.+\]\((.+)\)", markdown):
         assert (page.parent / picture).stat().st_size > 1000
-    for text in (html, markdown):
+    for text in (written, markdown):
         assert "gpu-only" in text
         assert "The GPU was imitated" in text
     assert Report.read_json(page.parent / "report.json") == report
+
+
+def test_plots_take_the_pages_colours_in_light_and_dark(report: Report) -> None:
+    text = html(report)
+    svgs = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert len(svgs) == 3
+    for svg in svgs:
+        assert not re.findall(r"#[0-9a-f]{6}\b", svg), "a colour that the dark page does not know"
+        assert "<text" in svg
+    used = set(re.findall(r"var\(--(\w+)\)", text))
+    light, dark = text.split("prefers-color-scheme: dark")
+    for name in used:
+        assert f"--{name}:" in light
+        assert f"--{name}:" in dark
+
+
+def test_the_page_says_which_model_was_chosen(report: Report, tmp_path: Path) -> None:
+    chosen = replace(report, model_note="Measured with random weights in the shape of smollm2-135m.")
+    prepare_folder(tmp_path)
+    page = write_files(chosen, tmp_path)
+    for text in (page.read_text(), (tmp_path / "report.md").read_text()):
+        assert chosen.model_note in text.replace("\\", "")
+
+
+def test_a_librarys_error_does_not_fill_the_top_of_the_page(report: Report) -> None:
+    failed = replace(report, failures=(Failure("gpu", "CUDA error: out of luck\n" + "at frame\n" * 100),))
+    (line,) = (line for line in headline(failed) if line.startswith("gpu could not"))
+    assert line == "gpu could not be measured: CUDA error: out of luck"
 
 
 def test_names_from_outside_cannot_break_the_page(report: Report, tmp_path: Path) -> None:
@@ -153,11 +189,22 @@ def test_the_verdict_says_what_offloading_gains(report: Report) -> None:
         changes = {"device": device, "imitated": False, "policies": (gpu_only, faster)} | changes
         return " ".join(verdict(throughput(report, **changes)))
 
-    assert "offloading makes tiny (random weights) 3.1x as fast when 6 requests" in said("cuda", 3.1)
+    slow = replace(
+        auto, output_tokens_per_s=3.1 * gpu_only.output_tokens_per_s, tpot_p50_ms=532.0, ttft_p50_ms=9000.0
+    )
+    quick = replace(gpu_only, tpot_p50_ms=82.0, ttft_p50_ms=64_000.0)
+    gained = said("cuda", 3.1, policies=(quick, slow))
+    assert "offloading makes tiny (random weights) 3.1x as fast when 6 requests" in gained
+    price = "each chat gets its tokens at 532 ms instead of 82 ms, its first one after 9.0 s instead of 64 s"
+    assert f"The price: {price}." in gained
+    (section,) = throughput(report, policies=(quick, slow)).suites
+    assert f"3.10x the tokens per second of gpu-only; {price}" in section.section().summary
     assert "GPU's memory holds all 6 requests" in said("cuda", 1.0, gpu_cache_tokens=10**6)
     small = {"gpu_cache_tokens": 64}
     assert "costs" in said("cuda", 1.0, **small, policies=(replace(gpu_only, device_busy_share=0.5), same))
-    assert "no GPU to offload from" in said("cpu", 1.0)
+    alone = said("cpu", 1.0)
+    assert alone.startswith("No NVIDIA GPU was found, so there is nothing to offload from")
+    assert "when 6 requests come at once; each chat gets its tokens at" in alone
     changed = replace(same, changed_answers=2)
     assert "FAILURE: auto changed 2 answers" in said("cuda", 1.0, policies=(gpu_only, changed))
     failed = replace(same, errors={"out of memory": 3})
@@ -200,6 +247,13 @@ def test_two_reports_side_by_side(report: Report) -> None:
     assert rows["cost-model.median_error"][4] == "lower"
     assert "A is before, B is after. B is better in 1 and worse in 0 of 2 figures" in section.summary
     assert "…" not in shown(section)
+
+
+def test_a_comparison_of_two_models_says_so(report: Report) -> None:
+    other = throughput(report, model="llama-3.2-1b (random weights)")
+    notes = " ".join(compare(throughput(report), other, ("a", "b")).notes)
+    assert "different models (tiny (random weights) and llama-3.2-1b (random weights))" in notes
+    assert "different models" not in " ".join(compare(report, report, ("a", "b")).notes)
 
 
 def test_reports_of_different_suites_have_nothing_to_compare(report: Report) -> None:

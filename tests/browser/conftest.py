@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 from playwright.sync_api import Browser, expect, sync_playwright
 
-from neo_desktop.ui.app import mount
+from neo_desktop.ui.page import mount
 
 from .chat_page import ChatPage
 from .fake_server import FakeServer
@@ -78,7 +78,7 @@ def fake() -> FakeServer:
 @pytest.fixture
 def url(fake: FakeServer) -> Iterator[str]:
     port = free_port()
-    with serving(mount(fake.app(), f"http://127.0.0.1:{port}/v1", "secret"), port) as url:
+    with serving(mount(fake.app()), port) as url:
         yield url
 
 

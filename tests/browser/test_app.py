@@ -1,5 +1,6 @@
-"""The whole program: the command, its built-in model, and the chat in a real browser."""
+"""The whole program: the command, its model, and the chat in a real browser."""
 
+import os
 import re
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import expect
 
 from .chat_page import ChatPage
 from .conftest import free_port
@@ -20,50 +21,68 @@ pytestmark = pytest.mark.browser
 ARTIFACTS = Path(__file__).parents[2] / "artifacts"
 
 
-def is_up(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
+class Program:
+    """`neo-desktop chat` as a user starts it, with a data folder of its own."""
+
+    def __init__(self, data: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._environment = {**os.environ, "NEO_DESKTOP_DATA": str(data)}
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Run it, and wait until it answers."""
+        program = [sys.executable, "-m", "neo_desktop.app.cli"]
+        self._process = subprocess.Popen(
+            [*program, "chat", "--no-browser", "--port", str(self.port)],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=self._environment,
+        )
+        deadline_s = time.monotonic() + 120
+        while not self._is_up():
+            if self._process.poll() is not None or time.monotonic() > deadline_s:
+                self._process.kill()
+                said = self._process.stdout.read() if self._process.stdout else ""
+                pytest.fail(f"the app did not come up:\n{said}")
+            time.sleep(0.2)
+
+    def end(self, by: signal.Signals) -> None:
+        """Send it a signal and wait until it is gone."""
+        if self._process is None:
+            return
+        self._process.send_signal(by)
+        self._process.communicate(timeout=30)
+        self._process = None
+
+    def _is_up(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", trust_env=False).status_code == 200
+        except httpx.TransportError:
+            return False
 
 
 @pytest.fixture
-def app(browser: Browser) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The program as a user starts it, and its address."""
-    port = free_port()
-    command = [sys.executable, "-m", "neo_desktop.app.cli", "chat", "--no-browser", "--port", str(port)]
-    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        url = f"http://127.0.0.1:{port}"
-        try:
-            deadline = time.monotonic() + 120
-            while not is_up(url):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    process.kill()
-                    pytest.fail(
-                        f"the app did not come up:\n{process.stdout.read() if process.stdout else ''}"
-                    )
-                time.sleep(0.2)
-            yield process, url
-        finally:
-            process.kill()
+def program(tmp_path: Path) -> Iterator[Program]:
+    program = Program(tmp_path)
+    yield program
+    program.end(signal.SIGKILL)
 
 
-def test_built_in_model_answers_in_the_browser(
-    app: tuple[subprocess.Popen[str], str], new_page: Callable[..., ChatPage]
-) -> None:
-    process, url = app
-    chat = new_page(url, viewport={"width": 1200, "height": 800})
+def test_built_in_model_answers_in_the_browser(program: Program, new_page: Callable[..., ChatPage]) -> None:
+    program.start()
+    chat = new_page(program.url, viewport={"width": 1280, "height": 800})
+    chat.button("What is a KV cache?").click()
+    chat.wait_until_idle()
+    told = re.compile(r"\w+.*first token after .* s · .*\d+ tokens", re.DOTALL)
+    expect(chat.last_answer).to_contain_text(told)
     chat.ask("hi")
-    expect(chat.last_answer).to_contain_text(
-        re.compile(r"\w+.*first token after .* tokens/s · \d+ tokens", re.DOTALL)
-    )
-    chat.ask("What is a KV cache?")
     expect(chat.answers).to_have_count(2)
     ARTIFACTS.mkdir(exist_ok=True)
     chat.page.screenshot(path=ARTIFACTS / "chat.png")
 
     # Ctrl-C ends the program, also while a page is open.
-    process.send_signal(signal.SIGINT)
-    process.wait(timeout=15)
+    program.end(signal.SIGINT)
     chat.page.close()
     chat.problems.clear()  # the page saw its server go

@@ -1,4 +1,4 @@
-"""The chat as its user sees it, in a real browser in front of a fake server."""
+"""One chat as its user sees it, in a real browser in front of a fake server."""
 
 import re
 from collections.abc import Callable
@@ -7,8 +7,6 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from playwright.sync_api import expect
 
-from neo_desktop.ui.app import mount
-
 from .chat_page import ChatPage
 from .conftest import free_port, serving
 from .fake_server import FakeServer
@@ -16,14 +14,7 @@ from .fake_server import FakeServer
 pytestmark = pytest.mark.browser
 
 HELLO = "Hello from the fake server."
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
+ENDLESS = [f"w{number} " for number in range(100_000)]
 
 
 def test_answer_grows_word_by_word_and_ends_with_its_figures(chat: ChatPage, fake: FakeServer) -> None:
@@ -34,84 +25,61 @@ def test_answer_grows_word_by_word_and_ends_with_its_figures(chat: ChatPage, fak
     expect(chat.last_answer).to_contain_text("Hello")
     expect(chat.last_answer).not_to_contain_text("server.")
     chat.wait_until_idle()
-    expect(chat.last_answer).to_contain_text(HELLO)
-    expect(chat.last_answer).to_contain_text(
-        re.compile(r"first token after \d+\.\d\d s · \d+\.\d tokens/s · 5 tokens$")
-    )
+    expect(chat.last_text).to_have_text(HELLO)
+    expect(chat.last_answer).to_contain_text("first token after 0.12 s · 31.2 tokens/s · 5 tokens")
+    expect(chat.page.get_by_role("meter", name="Context used")).to_have_attribute("aria-valuemax", "4096")
 
 
-def test_history_is_what_was_said_and_nothing_of_the_page(chat: ChatPage, fake: FakeServer) -> None:
+def test_a_question_is_sent_and_shown_as_it_was_typed(chat: ChatPage, fake: FakeServer) -> None:
     chat.ask("first")
-    chat.ask("  second\n    indented")
-    assert fake.bodies[1]["messages"] == [user("first"), assistant(HELLO), user("  second\n    indented")]
+    text = "  second\n    *indented* <b>"
+    chat.send(text)
+    expect(chat.questions.last.locator(".bubble")).to_have_text(text, use_inner_text=True)
+    assert fake.questions[1]["text"] == text
+    first_answer = next(node for node in fake.nodes.values() if node["text"] == HELLO)
+    assert fake.questions[1]["parent_id"] == first_answer["id"]
 
 
-def test_unset_settings_are_not_sent(chat: ChatPage, fake: FakeServer) -> None:
-    chat.open_settings()  # looking at them sets none
+def test_empty_messages_are_ignored(chat: ChatPage, fake: FakeServer) -> None:
+    chat.send("")
+    chat.send("  \n ")
+    expect(chat.send_button).to_be_disabled()
     chat.ask("hi")
-    assert fake.bodies == [
-        {
-            "model": "fake-model",
-            "messages": [user("hi")],
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    ]
-    assert fake.authorization == "Bearer secret"
+    assert [body["text"] for body in fake.questions] == ["hi"]
 
 
-def test_system_prompt_and_settings_reach_the_server(chat: ChatPage, fake: FakeServer) -> None:
-    settings = {
-        "Temperature": ("temperature", 0.7),
-        "Top-p": ("top_p", 0.9),
-        "Top-k": ("top_k", 40),
-        "Min-p": ("min_p", 0.05),
-        "Repetition penalty": ("repetition_penalty", 1.1),
-        "Max tokens": ("max_tokens", 64),
-        "Seed": ("seed", 0),
-    }
-    chat.set("System prompt", "Answer in rhymes.")
-    for label, (_, value) in settings.items():
-        chat.set(label, str(value))
-    chat.ask("hi")
-    body = fake.bodies[0]
-    assert {name: body[name] for name, _ in settings.values()} == dict(settings.values())
-    assert body["messages"] == [{"role": "system", "content": "Answer in rhymes."}, user("hi")]
+def test_typing_ahead_waits_for_the_answer(chat: ChatPage, fake: FakeServer) -> None:
+    fake.words = ENDLESS
+    chat.send("first")
+    expect(chat.last_answer).to_contain_text("w5")
+    chat.send("second")
+    expect(chat.box).to_have_value("second")
+    fake.words = ["Short."]
+    chat.stop_button.click()
+    expect(chat.last_answer).to_contain_text("stopped")
+    assert len(fake.questions) == 1
+    chat.box.press("Enter")
+    expect(chat.answers).to_have_count(2)
+    expect(chat.box).to_have_value("")
 
 
-def test_a_cleared_setting_is_unset_again(chat: ChatPage, fake: FakeServer) -> None:
-    chat.set("Temperature", "0")
-    chat.ask("hi")
-    chat.set("Temperature", "")
-    chat.ask("again")
-    assert fake.bodies[0]["temperature"] == 0
-    assert "temperature" not in fake.bodies[1]
-
-
-def test_setting_that_is_no_number_is_refused(chat: ChatPage, fake: FakeServer) -> None:
-    chat.set("Max tokens", "many")
-    chat.send("hi")
-    expect(chat.last_answer).to_have_text(
-        "Max tokens is a whole number, not 'many': change it in the settings."
-    )
-    chat.set("Max tokens", "")
-    chat.ask("hi")
-    assert len(fake.bodies) == 1
-
-
-def test_stop_disconnects_and_keeps_what_was_said(chat: ChatPage, fake: FakeServer) -> None:
-    fake.words, fake.pause_s = [f"w{i} " for i in range(1000)], 0.02
+@pytest.mark.parametrize("how", ["button", "Escape"])
+def test_stop_keeps_what_was_said_and_it_can_go_on(chat: ChatPage, fake: FakeServer, how: str) -> None:
+    fake.words = ENDLESS
     chat.send("hi")
     expect(chat.last_answer).to_contain_text("w5")
-    chat.stop_button.click()
-    expect(chat.last_answer).to_contain_text(re.compile(r"stopped · first token after \d+\.\d\d s$"))
+    if how == "button":
+        chat.stop_button.click()
+    else:
+        chat.page.keyboard.press("Escape")
+    expect(chat.last_answer).to_contain_text("stopped · first token after")
     expect(chat.send_button).to_be_visible()
-    assert fake.disconnected.wait(timeout=10)
-
-    partial = chat.last_answer.locator("p").first.inner_text()
-    fake.reset()
-    chat.ask("go on")
-    assert fake.bodies[0]["messages"] == [user("hi"), assistant(partial), user("go on")]
+    expect(chat.box).to_be_focused()
+    fake.words = ["and the end."]
+    chat.button("Continue").click()
+    expect(chat.last_text).to_contain_text(re.compile(r"^w0 w1 .* and the end\.\s*$"))
+    expect(chat.button("Continue")).to_have_count(0)
+    expect(chat.answers).to_have_count(1)
 
 
 def test_stop_while_the_prompt_is_read(chat: ChatPage, fake: FakeServer) -> None:
@@ -119,143 +87,104 @@ def test_stop_while_the_prompt_is_read(chat: ChatPage, fake: FakeServer) -> None
     chat.send("hi")
     expect(chat.last_answer).to_have_text("waiting for the first token")
     chat.stop_button.click()
-    expect(chat.last_answer).to_have_text("stopped before the first token")
-    assert fake.disconnected.wait(timeout=10)
-    fake.reset()
+    expect(chat.last_answer).to_contain_text("stopped before the first token")
+    fake.first_pause_s = 0
     chat.retry_button.click()
-    expect(chat.last_answer).to_contain_text(HELLO)
+    expect(chat.last_text).to_have_text(HELLO)
 
 
-def test_closing_the_page_disconnects(chat: ChatPage, fake: FakeServer) -> None:
-    fake.words, fake.pause_s = ["word "] * 100_000, 0.02
-    chat.send("hi")
-    expect(chat.last_answer).to_contain_text("word")
-    chat.page.close()
-    assert fake.disconnected.wait(timeout=20)
+def test_an_answer_cut_at_the_limit_says_so_and_can_go_on(chat: ChatPage, fake: FakeServer) -> None:
+    fake.words, fake.finish_reason = ["```python\n", "x = 1"], "length"
+    chat.ask("hi")
+    expect(chat.last_answer.locator("p.figures")).to_contain_text("cut at the token limit")
+    expect(chat.last_answer.locator("pre")).to_have_text("x = 1")
+    expect(chat.button("Continue")).to_be_visible()
 
 
-def test_regenerate_asks_the_same_again(chat: ChatPage, fake: FakeServer) -> None:
+def test_another_answer_is_kept_beside_the_first(chat: ChatPage, fake: FakeServer) -> None:
     chat.ask("first")
     chat.ask("second")
     fake.words = ["Another ", "answer."]
     chat.retry_button.click()
-    expect(chat.last_answer).to_contain_text("Another answer.")
-    chat.wait_until_idle()
-    assert fake.bodies[2] == fake.bodies[1]
+    expect(chat.last_text).to_have_text("Another answer.")
     expect(chat.answers).to_have_count(2)
+    expect(chat.last_answer).to_contain_text("2/2")
+    chat.button("Previous variant").click()
+    expect(chat.last_text).to_have_text(HELLO)
+    expect(chat.last_answer).to_contain_text("1/2")
+    chat.page.reload()
+    expect(chat.last_answer).to_contain_text("1/2")  # the server remembers which one was chosen
 
 
-def test_edited_question_is_answered_anew_and_drops_what_followed(chat: ChatPage, fake: FakeServer) -> None:
+def test_an_edited_question_starts_a_branch_and_the_old_one_stays(chat: ChatPage, fake: FakeServer) -> None:
     for text in ("first", "second", "third"):
         chat.ask(text)
-    chat.page.get_by_role("button", name="Edit").nth(1).click()
-    chat.page.locator("#chat textarea").fill("changed")
-    chat.page.get_by_role("button", name="Submit").click()
+    chat.questions.nth(1).hover()
+    chat.button("Edit").nth(1).click()
+    field = chat.page.get_by_role("textbox", name="Edit your question")
+    expect(field).to_be_focused()
+    field.fill("changed")
+    chat.button("Submit").click()
     expect(chat.answers).to_have_count(2)
+    expect(chat.questions.locator(".bubble")).to_have_text(["first", "changed"])
     chat.wait_until_idle()
-    assert fake.bodies[3]["messages"] == [user("first"), assistant(HELLO), user("changed")]
-    expect(chat.questions).to_have_text(["first", "changed"])
+    chat.questions.nth(1).hover()
+    chat.button("Previous variant").click()
+    expect(chat.questions.locator(".bubble")).to_have_text(["first", "second", "third"])
+    # Escape leaves a question as it was.
+    chat.box.press("ArrowUp")
+    expect(field).to_have_value("third")
+    field.fill("not this")
+    field.press("Escape")
+    expect(chat.questions.locator(".bubble")).to_have_text(["first", "second", "third"])
 
 
-def test_empty_messages_are_ignored(chat: ChatPage, fake: FakeServer) -> None:
-    chat.send("")
-    chat.send("  \n ")
-    chat.page.wait_for_timeout(500)  # a message sent before the last one is dealt with stays in the box
-    expect(chat.questions).to_have_count(0)
-    chat.ask("hi")
-    assert [body["messages"] for body in fake.bodies] == [[user("hi")]]
-
-
-def test_typing_ahead_waits_for_the_answer(chat: ChatPage, fake: FakeServer) -> None:
-    fake.pause_s = 0.3
-    chat.send("first")
-    expect(chat.last_answer).to_contain_text("Hello")
-    chat.send("second")
-    chat.wait_until_idle()
-    assert len(fake.bodies) == 1
-    expect(chat.box).to_have_value("second")
-    chat.box.press("Enter")
-    expect(chat.answers).to_have_count(2)
-    chat.wait_until_idle()
-    assert fake.bodies[1]["messages"] == [user("first"), assistant(HELLO), user("second")]
-
-
-@pytest.mark.parametrize(
-    ("status", "message"),
-    [(503, "The queue is full: 1,000 requests wait."), (400, "The prompt has *5000* tokens, <max> 4096.")],
-)
-def test_refusal_is_shown_and_the_page_goes_on(
-    chat: ChatPage, fake: FakeServer, status: int, message: str
-) -> None:
-    fake.refusal = (status, message)
+def test_a_refusal_is_told_and_the_question_stays_in_the_box(chat: ChatPage, fake: FakeServer) -> None:
+    fake.refusal = (503, "the queue is <full>: *1,000* requests wait")
     chat.send("too much")
-    expect(chat.last_answer).to_have_text(f"{message} (HTTP {status})")
+    expect(chat.page.get_by_role("alert").first).to_have_text("The queue is <full>: *1,000* requests wait.")
+    expect(chat.box).to_have_value("too much")
     fake.refusal = None
-    chat.ask("hi")
-    assert fake.bodies[1]["messages"] == [user("hi")]
+    chat.problems.clear()
+    chat.box.press("Enter")
+    expect(chat.last_text).to_have_text(HELLO)
+    expect(chat.page.get_by_text("The queue is")).to_have_count(0)
+    expect(chat.box).to_have_value("")
 
 
-def test_error_in_the_stream_is_shown_under_what_was_said(chat: ChatPage, fake: FakeServer) -> None:
-    fake.breaks_after = 2
+def test_a_failure_is_shown_under_what_was_said(chat: ChatPage, fake: FakeServer) -> None:
+    fake.fails_after = 2
     chat.send("hi")
-    expect(chat.last_answer).to_contain_text("Hello from")
-    expect(chat.last_answer).to_contain_text("The server broke off: out of memory")
+    expect(chat.last_text).to_have_text("Hello from")
+    expect(chat.last_answer.get_by_role("alert")).to_have_text("Out of memory.")
     expect(chat.send_button).to_be_visible()
 
 
-def test_missing_server_is_told(new_page: Callable[..., ChatPage]) -> None:
-    nowhere, port = f"http://127.0.0.1:{free_port()}/v1", free_port()
-    with serving(mount(FastAPI(), nowhere, None), port) as url:
-        chat = new_page(url)
-        expect(chat.page.locator("#model")).to_contain_text(f"No connection to the server at {nowhere}.")
-        chat.send("hi")
-        expect(chat.last_answer).to_contain_text(f"No connection to the server at {nowhere}.")
-        expect(chat.send_button).to_be_visible()
-        chat.page.close()
-
-
-def test_answer_cut_inside_a_code_block_keeps_its_figures_readable(chat: ChatPage, fake: FakeServer) -> None:
-    fake.words, fake.finish_reason = ["```python\n", "x = 1"], "length"
+def test_thoughts_fold_away_under_their_duration(chat: ChatPage, fake: FakeServer) -> None:
+    fake.thoughts = ["Hmm, ", "a greeting."]
     chat.ask("hi")
-    expect(chat.last_answer.locator("p.figures")).to_contain_text("2 tokens · cut at the token limit")
-    expect(chat.last_answer.locator("pre")).to_contain_text("x = 1")
+    thought = chat.page.get_by_text("a greeting.")
+    expect(thought).to_be_hidden()
+    chat.page.get_by_text("Thought for 3.2 s").click()
+    expect(thought).to_be_visible()
+    expect(chat.last_text).to_have_text(HELLO)
 
 
-def test_thoughts_fold_away_and_are_not_sent_back(chat: ChatPage, fake: FakeServer) -> None:
-    fake.words = ["<think>", "Hmm, ", "a greeting.", "</think>\n\n", "Good ", "day."]
-    chat.ask("hi")
-    expect(chat.page.get_by_text("Reasoning")).to_be_visible()
-    chat.ask("again")
-    assert fake.bodies[1]["messages"] == [user("hi"), assistant("Good day."), user("again")]
-
-
-def test_chats_are_kept_opened_and_deleted(chat: ChatPage, fake: FakeServer) -> None:
-    chat.ask("about cats")
-    chat.new_button.click()
-    expect(chat.answers).to_have_count(0)
-    chat.ask("about dogs")
-    chat.page.reload()
-    expect(chat.chats).to_have_count(2)
-    chat.page.get_by_text("about cats").click()
-    expect(chat.questions).to_have_text(["about cats"])
-    chat.ask("more")
-    assert fake.bodies[2]["messages"] == [user("about cats"), assistant(HELLO), user("more")]
-    expect(chat.chats).to_have_count(2)
-    chat.page.get_by_role("button", name="Delete this chat").click()
-    expect(chat.answers).to_have_count(0)
-    expect(chat.chats).to_have_count(1)
-
-
-def test_copying_an_answer_leaves_its_figures_out(
-    fake: FakeServer, url: str, new_page: Callable[..., ChatPage]
-) -> None:
+def test_copying(fake: FakeServer, url: str, new_page: Callable[..., ChatPage]) -> None:
+    fake.words = ["Use **this**:\n\n", "```sh\nls -l\n```"]
     chat = new_page(url, permissions=["clipboard-read", "clipboard-write"])
     chat.ask("hi")
-    chat.page.get_by_role("button", name="Copy message").last.click()
-    chat.page.wait_for_function(f"navigator.clipboard.readText().then(text => text === '{HELLO}')")
+    chat.button("Copy message").last.click()
+    box = chat.page.get_by_role("textbox", name="Message", exact=True)
+    box.press("Control+v")
+    expect(box).to_have_value("Use **this**:\n\n```sh\nls -l\n```")
+    box.fill("")
+    chat.button("Copy code").click()
+    box.press("Control+v")
+    expect(box).to_have_value("ls -l\n")
 
 
-def test_markup_in_an_answer_cannot_call_out_or_run(chat: ChatPage, fake: FakeServer) -> None:
+def test_markup_anywhere_cannot_call_out_or_run(chat: ChatPage, fake: FakeServer) -> None:
     calls: list[str] = []
     elsewhere = FastAPI()
 
@@ -265,29 +194,66 @@ def test_markup_in_an_answer_cannot_call_out_or_run(chat: ChatPage, fake: FakeSe
         return Response()
 
     with serving(elsewhere, free_port()) as other:
+        evil = f'<img src="{other}/html.png" onerror="window.ran = true">'
         fake.words = [
             f"![a]({other}/markdown.png) ",
-            f'<img src="{other}/html.png" onerror="window.ran = true"> ',
-            f"<script>fetch('{other}/script')</script> ",
-            "$$e = mc^2$$ and `code` done.",
+            evil,
+            f"<script>fetch('{other}/script'); window.ran = true</script> ",
+            f'```"><img src={other}/code.png>\nx\n```\n\n',
+            "[click](javascript:window.ran=true) done.",
         ]
-        chat.ask("hi")
+        fake.thoughts = [evil]
+        chat.page.locator("input[type=file]").set_input_files(
+            {"name": f"{evil}.txt", "mimeType": "text/plain", "buffer": b"x"}
+        )
+        expect(chat.page.locator(".chip")).to_contain_text("<img")
+        chat.ask(evil)
         expect(chat.last_answer).to_contain_text("done.")
-        chat.page.wait_for_load_state("networkidle")
+        chat.choose("<img", "Rename")
+        field = chat.page.get_by_role("textbox", name="Title")
+        field.fill(f"title {evil}")
+        field.press("Enter")
+        expect(chat.chats.first).to_contain_text("title <img")
+        chat.page.get_by_role("searchbox").fill("html.png")
+        expect(chat.chats.first).to_contain_text("onerror")
+        chat.choose("title", "Delete")
+        expect(chat.page.get_by_text("Deleted “title <img")).to_be_visible()
         assert chat.page.evaluate("window.ran") is None
+        assert chat.page.locator("img").count() == 1  # the page's own
     assert calls == []
 
 
-def test_narrow_window_shows_the_conversation(
-    fake: FakeServer, url: str, new_page: Callable[..., ChatPage]
+def test_the_rules_stop_scripts_even_if_markup_came_through(
+    chat: ChatPage, fake: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chat = new_page(url, viewport={"width": 360, "height": 640})
-    chat.ask("hi")
-    expect(chat.last_answer).to_be_in_viewport()
-    expect(chat.box).to_be_in_viewport()
-    expect(chat.new_button).not_to_be_in_viewport()
-    assert chat.page.evaluate("document.documentElement.scrollWidth") <= 360
-    chat.page.get_by_role("button", name="Toggle Sidebar").click()
-    chat.new_button.click()
-    expect(chat.new_button).not_to_be_in_viewport()
-    expect(chat.answers).to_have_count(0)
+    monkeypatch.setattr(FakeServer, "_say", staticmethod(_say_unclean))
+    fake.words = ["<img src=x onerror='window.ran = true'>", " done."]
+    chat.send("hi")
+    expect(chat.last_answer).to_contain_text("done.")
+    expect(chat.page.locator(".markdown img")).to_be_attached()
+    assert chat.page.evaluate("window.ran") is None
+    chat.problems.clear()  # the browser told of the rule that was broken
+
+
+def _say_unclean(node: dict[str, object], text: str) -> None:
+    node["text"], node["blocks"] = text, [f"<p>{text}</p>"]
+
+
+def test_scrolling_up_is_never_undone_while_text_streams(chat: ChatPage, fake: FakeServer) -> None:
+    fake.words, fake.pause_s = [f"line {number}\n\n" for number in range(100_000)], 0.002
+    chat.send("hi")
+    expect(chat.last_answer).to_contain_text("line 60")
+    distance = "e => e.scrollHeight - e.clientHeight - e.scrollTop"
+    assert chat.scroller.evaluate(distance) < 40  # it follows
+    # Within one task, so that text is drawn between the scroll and the browser's event for it.
+    top = chat.scroller.evaluate("e => (e.scrollTop -= 40)")
+    seen = chat.last_text.locator(".block").count()
+    expect(chat.last_text.locator(".block").nth(seen + 20)).to_be_attached()
+    assert chat.scroller.evaluate("e => e.scrollTop") == pytest.approx(top, abs=1)
+    chat.button("Jump to latest").click()
+    expect(chat.button("Jump to latest")).to_be_hidden()
+    seen = chat.last_text.locator(".block").count()
+    expect(chat.last_text.locator(".block").nth(seen + 20)).to_be_attached()
+    assert chat.scroller.evaluate(distance) < 40
+    chat.stop_button.click()
+    expect(chat.send_button).to_be_visible()

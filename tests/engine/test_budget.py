@@ -12,6 +12,7 @@ from neo_desktop.engine.profiling.budget import (
     BLOCK_SIZE,
     DEVICE_RESERVE_BYTES,
     GIB,
+    FreeMemory,
     MemoryCaps,
     activation_bytes,
 )
@@ -39,7 +40,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def kv(device: torch.device, caps: MemoryCaps | None = None) -> dict[Place, int]:
-    return budget.kv_bytes(CONFIG, DTYPE, LIMITS, device, caps or MemoryCaps())
+    return budget.kv_bytes(CONFIG, DTYPE, LIMITS, FreeMemory.now(device), caps or MemoryCaps())
 
 
 def test_gpu_kv_is_what_is_free_less_what_an_iteration_needs(machine: SimpleNamespace) -> None:

@@ -102,7 +102,7 @@ def test_percentiles_are_values_that_occur() -> None:
 
 def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
     finished = [FinishedRequest(0.0, 5.0, 5.0, 10, 1), FinishedRequest(0.0, 5.0, 25.0, 10, 3)]
-    figures = SimulationResult("auto", finished, 0, Totals()).to_json()
+    figures = SimulationResult("auto", finished, 0, 1008, Totals()).to_json()
     assert figures["tpot_ms"] == 10.0
     assert figures["latency_per_token_ms"]["mean"] == pytest.approx((5 + 25 / 3) / 2)
 

@@ -27,12 +27,14 @@ from neo_desktop.engine.execute.graphs.streams import Lane
 from neo_desktop.engine.execute.graphs.workspace import Scratch, Workspace
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.grammar import GrammarCompiler, from_regex
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kernels.paged_decode import num_splits
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear import Linear
+from neo_desktop.models.tokenizer import ByteTokenizer
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 24
@@ -120,6 +122,27 @@ def test_decodes_in_both_places_and_sub_batches(model: Decoder, seed: int) -> No
         assert result.timing is not None
         assert 0 < result.timing.cpu_attention_ms < result.timing.total_ms
     assert (runner.num_runs, runner.num_programs) == (2, 1)
+    executor.close()
+
+
+@pytest.mark.parametrize("num_queues", range(1, 9))
+def test_a_gpu_with_few_queues_neither_hangs_nor_errs(model: Decoder, num_queues: int) -> None:
+    """CUDA puts nodes of a graph into any of its queues, each of which goes on in order."""
+    runner = ImitatedRunner(num_queues, num_queues=num_queues)
+    executor, _ = make_executor(model, runner=runner)
+    executor.execute(prompts("abcdef"))
+    for step in range(2):
+        plan = decodes("abcd", "fe", step=step)
+        check_result(model, plan, contexts(plan), executor.execute(plan))
+    executor.close()
+
+
+def test_every_wait_for_a_flag_comes_after_its_question_for_cuda_too(model: Decoder) -> None:
+    executor, runner = make_executor(model)
+    executor.execute(prompts("abcdef"))
+    for parts in (("abcd", "fe"), ("ce",), ("ac", "d")):
+        executor.execute(decodes(*parts))
+    assert runner.check_flags(model.config.num_layers) == 2 * (2 + 1 + 2)
     executor.close()
 
 
@@ -216,6 +239,31 @@ def test_sampling_is_the_pipelines(model: Decoder) -> None:
     pipeline.close()
 
 
+def test_grammars_and_biases_are_obeyed_beside_greedy_requests(model: Decoder) -> None:
+    vocab_size = model.config.vocab_size
+    greedy = SamplingInput(SamplingParams(temperature=0.0), 0, 0, 21, EMPTY, EMPTY)
+    compiler = GrammarCompiler(ByteTokenizer(), vocab_size, ())
+    bound = greedy._replace(grammar=compiler.start(from_regex("z")))
+    compiler.close()
+    biased = greedy._replace(params=SamplingParams(temperature=0.0, logit_bias={77: 100.0}))
+    executor, runner = make_executor(model)
+    executor.execute(prompts("acd"))
+    sequences = [
+        decodes(name, sampling=sampling).sub_batches[0].sequences[0]
+        for name, sampling in (("a", greedy), ("c", bound), ("d", biased))
+    ]
+    plan = IterationPlan((SubBatch(tuple(sequences)),))
+    result = executor.execute(plan)
+    assert runner.num_runs == 1
+    best = int(reference_logprobs(model, contexts(plan)["a"]).argmax())
+    assert {name: token.token_id for name, token in result.sampled.items()} == {
+        "a": best,
+        "c": ord("z"),
+        "d": 77,
+    }
+    executor.close()
+
+
 def test_greedy_tokens_come_without_reading_logits(model: Decoder) -> None:
     greedy = SamplingInput(SamplingParams(temperature=0.0), 0, 0, 21, EMPTY, EMPTY)
     executor, _ = make_executor(model)
@@ -286,15 +334,18 @@ def test_whatever_fails_the_error_arrives_and_the_next_iteration_works(model: De
     executor.close()
 
 
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no room"), RuntimeError("Triton Error [CUDA]: out of memory")]
+)
 def test_without_memory_for_a_graph_the_pipeline_goes_on_for_a_while(
-    model: Decoder, monkeypatch: pytest.MonkeyPatch
+    model: Decoder, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr("neo_desktop.engine.execute.graphs.executor.PAUSE_ITERATIONS", 2)
     is_short = True
 
     def hook(at: Lane, stage: Stage) -> None:
         if is_short:
-            raise torch.OutOfMemoryError("no room")
+            raise error
 
     executor, runner = make_executor(model, hook=hook)
     executor.execute(prompts("ac"))
@@ -304,6 +355,32 @@ def test_without_memory_for_a_graph_the_pipeline_goes_on_for_a_while(
         assert runner.num_runs == num_runs
         is_short = False
     assert runner.num_programs == 1
+    executor.close()
+
+
+def test_an_iteration_that_stands_still_is_done_again_by_the_pipeline(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("neo_desktop.engine.execute.graphs.executor.PATIENCE_S", 1.0)
+
+    class Stalling(ImitatedRunner):
+        def _carry_out(self, operations: Sequence[Operation]) -> None:
+            """The GPU never comes to hand the second layer over; whoever waits for flags goes on."""
+            raised = [o for o in operations if o.flag is not None and not o.is_wait]
+            for lost in raised[1:2]:
+                lost.carry_out = lambda: None
+            super()._carry_out(operations)
+
+    executor, runner = make_executor(model, runner=Stalling())
+    executor.execute(prompts("ac"))
+    for step in range(2):
+        plan = decodes("ac", step=step)
+        check_result(model, plan, contexts(plan), executor.execute(plan))
+        assert runner.num_runs == 1
+    assert "the GPU did not hand over q, k and v for layer" in caplog.text
+    plan = decodes("a", step=2)  # on the device alone, graphs go on
+    executor.execute(plan)
+    assert runner.num_runs == 2
     executor.close()
 
 
@@ -354,6 +431,26 @@ def test_the_timeline_shows_the_cpus_part(model: Decoder) -> None:
         (0, 1, 2),
         (1, 1, 2),
     ]
+    executor.close()
+
+
+def test_of_a_single_graph_that_is_asked_for_the_cpus_part_is_recorded(model: Decoder) -> None:
+    timeline = Timeline(max_spans=0, is_continuous=False)
+    storage = make_storage(model, dict.fromkeys(Place, NUM_BLOCKS), BLOCK_SIZE)
+    pipeline = PipelineExecutor(model, storage, timeline)
+    executor = GraphExecutor(
+        model, storage, MOST, num_sms=8, runner=ImitatedRunner(), pipeline=pipeline, timeline=timeline
+    )
+    executor.execute(prompts("abcde"))
+    executor.execute(decodes("abc", "de"))
+    assert timeline.last == ()
+    timeline.record_next()
+    executor.execute(decodes("abc", "de", step=1))
+    recorded = timeline.last
+    assert {span.lane for span in recorded} == {"cpu"}
+    assert {span.stage.sub_batch for span in recorded} == {0, 1}
+    executor.execute(decodes("abc", "de", step=2))
+    assert timeline.last is recorded
     executor.close()
 
 

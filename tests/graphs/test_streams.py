@@ -15,7 +15,7 @@ from neo_desktop.engine.execute.graphs.streams import (
     Lane,
     Recorder,
     StreamMemoryError,
-    check_stream_memory,
+    check_flags,
 )
 from neo_desktop.engine.execute.timeline import Stage
 
@@ -30,6 +30,10 @@ class FakeGpu:
     current: list[str] = field(default_factory=lambda: ["default"])
     is_full: bool = False
     refuses: bool = False
+    refuses_capture: bool = False
+    loses_replay: bool = False
+    is_capturing: bool = False
+    written: torch.Tensor | None = None  # the flag that memory operations really write
 
     def stream(self, name: str) -> SimpleNamespace:
         def record_event() -> tuple[str, int]:
@@ -58,22 +62,33 @@ class FakeGpu:
 
     def graph(self) -> SimpleNamespace:
         def begin(pool: object, capture_error_mode: str) -> None:
+            self.is_capturing = True
             self.log.append(("begin capture", self.current[-1], capture_error_mode))
 
         def end() -> None:
+            self.is_capturing = False
             self.log.append(("end capture", self.current[-1]))
             if self.is_full:
                 raise torch.OutOfMemoryError("no room")
 
+        def replay() -> None:
+            self.log.append(("replay", self.current[-1]))
+            if self.written is not None and not self.loses_replay:
+                self.written.fill_(1)
+
         return SimpleNamespace(
             capture_begin=begin,
             capture_end=end,
-            replay=lambda: self.log.append(("replay", self.current[-1])),
+            replay=replay,
         )
 
     def memory_operation(self, name: str) -> Any:
         def call(stream: Any, address: Any, value: Any, flags: int) -> int:
             self.log.append((name, list(Lane)[stream.value - 1].value, address.value, value.value, flags))
+            if self.is_capturing and self.refuses_capture:
+                return 900
+            if self.written is not None and not self.is_capturing:
+                self.written.fill_(1)
             return 801 if self.refuses else 0
 
         return call
@@ -109,8 +124,8 @@ def hand_over(gpu: FakeGpu, flag: torch.Tensor) -> streams.Program:
     def program(recorder: Recorder) -> None:
         made = recorder.run(Lane.DEVICE, STAGE, lambda: gpu.work("qkv"))
         recorder.run(Lane.TO_HOST, STAGE, lambda: gpu.work("send"), (made,))
-        recorder.raise_flag(Lane.TO_HOST, flag[:1])
-        recorder.wait_for_flag(Lane.TO_DEVICE, flag[1:])
+        asked = recorder.raise_flag(Lane.TO_HOST, flag[:1])
+        recorder.wait_for_flag(Lane.TO_DEVICE, flag[1:], asked)
         arrived = recorder.run(Lane.TO_DEVICE, STAGE, lambda: gpu.work("fetch"))
         recorder.run(Lane.DEVICE, STAGE, lambda: gpu.work("output"), (arrived,))
 
@@ -134,11 +149,12 @@ def test_work_and_flags_go_to_their_streams_between_the_events(gpu: FakeGpu) -> 
             ("wait", "to-host", ("device", 1)),
             ("work", "send", "to-host"),
             ("write", "to-host", flag.data_ptr(), 1, 0),
+            ("wait", "to-device", ("to-host", 1)),  # the answer comes after the question, for CUDA, too
             ("wait for", "to-device", flag[1:].data_ptr(), 1, 1),
             ("work", "fetch", "to-device"),
             ("wait", "device", ("to-device", 0)),
             ("work", "output", "device"),
-            ("wait", "device", ("to-host", 1)),  # and joined to it
+            ("wait", "device", ("to-host", 2)),  # and joined to it
             ("wait", "device", ("to-device", 1)),
         ]
     )
@@ -221,13 +237,26 @@ def test_a_driver_without_memory_operations_is_found_out_at_the_start(gpu: FakeG
     gpu.refuses = True
     flag = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(StreamMemoryError, match="cuStreamWriteValue32 failed with CUDA driver error 801"):
-        check_stream_memory(gpu.stream("device"), flag)  # type: ignore[arg-type]
+        check_flags(runner(gpu), flag)
     gpu.refuses = False
-    with pytest.raises(StreamMemoryError, match="did not arrive"):
-        check_stream_memory(gpu.stream("device"), flag)  # type: ignore[arg-type]
+    with pytest.raises(StreamMemoryError, match="at once did not arrive"):
+        check_flags(runner(gpu), flag)
+
+
+def test_memory_operations_that_only_a_capture_refuses_are_found_out_too(gpu: FakeGpu) -> None:
+    flag = torch.zeros(1, dtype=torch.int32)
+    gpu.written = flag
+    check_flags(runner(gpu), flag)
+    gpu.refuses_capture = True
+    with pytest.raises(StreamMemoryError, match="cuStreamWriteValue32 failed with CUDA driver error 900"):
+        check_flags(runner(gpu), flag)
+    gpu.refuses_capture, gpu.loses_replay = False, True
+    with pytest.raises(StreamMemoryError, match="by a graph did not arrive"):
+        check_flags(runner(gpu), flag)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_streams_raise_flags_and_wait_for_them() -> None:
-    check_stream_memory(torch.cuda.Stream(), torch.ones(1, dtype=torch.int32).pin_memory())
+    runs = CudaRunner({lane: torch.cuda.Stream() for lane in Lane}, None)  # type: ignore[no-untyped-call]
+    check_flags(runs, torch.ones(1, dtype=torch.int32).pin_memory())

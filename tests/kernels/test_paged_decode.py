@@ -43,13 +43,16 @@ def attend(case: PagedCase, splits: int, device: torch.device) -> Tensor:
     return out.cpu()
 
 
-def check(case: PagedCase, out: Tensor) -> None:
-    """Compare with float64; requests without tokens must have zeros."""
+def check(case: PagedCase, out: Tensor, allowed: Tensor | None = None) -> None:
+    """Compare with float64, `allowed` [batch, heads] beside the tolerance; no tokens give zeros."""
     padding = case.context_lens == 0
     assert (out[padding] == 0).all()
     reference = case.reference()[~padding]
-    error = (out[~padding].double() - reference).norm(dim=-1) / reference.norm(dim=-1)
-    assert (error < TOLERANCE[out.dtype]).all()
+    error = (out[~padding].double() - reference).norm(dim=-1)
+    bound = TOLERANCE[out.dtype] * reference.norm(dim=-1)
+    if allowed is not None:
+        bound += allowed[~padding]
+    assert (error < bound).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -99,8 +102,8 @@ def test_cutting_a_context_loses_nothing(device: torch.device) -> None:
 
 def test_large_scores_do_not_overflow(device: torch.device) -> None:
     case = make_case([100, 3], group=4)
-    case.q *= 1e4  # one token gets all the weight, as in float64
-    check(case, attend(case, 4, device))
+    case.q *= 1e4  # one token gets all the weight, but where two scores differ by their rounding
+    check(case, attend(case, 4, device), allowed=case.error_from_scores())
 
 
 def test_queries_and_outputs_may_be_parts_of_wider_rows(device: torch.device) -> None:

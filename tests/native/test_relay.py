@@ -9,7 +9,7 @@ import torch
 from paged_case import PagedCase, make_case
 from torch import Tensor
 
-from neo_desktop.native.relay import Relay, RelayBatch, RelayLayer, empty_flags
+from neo_desktop.native.relay import Relay, RelayBatch, RelayLayer, RelayStalledError, empty_flags
 
 NUM_LAYERS = 3
 
@@ -116,3 +116,31 @@ def test_the_relay_sleeps_between_iterations() -> None:
     before = time.process_time()
     time.sleep(0.4)
     assert time.process_time() - before < 0.2  # a thread that looks at flags would burn 0.4
+
+
+def test_a_gpu_that_stops_is_given_up_and_where_it_stood_is_told() -> None:
+    case = make_case([400, 120])
+    relay, batches = relay_of(case), [batch_of(case), batch_of(case)]
+    relay.start(batches, patience_s=0.2)
+    hand_over(batches[0], 0)
+    with pytest.raises(
+        RelayStalledError, match=r"GPU did not hand over .* layer 0 of sub-batch 1 within 0.2 s"
+    ):
+        relay.finish()
+    for batch in batches:  # whoever waits later is not left waiting
+        assert bool((batch.flags[1, :, 0] == 1).all())
+    relay.start(batches, patience_s=60)
+    for layer in range(NUM_LAYERS):
+        for batch in batches:
+            assert torch.equal(hand_over(batch, layer), case.run())
+    relay.finish()
+
+
+def test_patience_begins_anew_with_every_step() -> None:
+    case = make_case([40])
+    relay, batch = relay_of(case), batch_of(case)
+    relay.start([batch], patience_s=3.0)
+    for layer in range(NUM_LAYERS):
+        time.sleep(1.1)  # together more than the patience
+        hand_over(batch, layer)
+    assert len(relay.finish()) == NUM_LAYERS

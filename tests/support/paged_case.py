@@ -64,6 +64,29 @@ class PagedCase:
             out[request] = torch.einsum("ht,thd->hd", scores.softmax(-1), self.context(self.v_cache, request))
         return out
 
+    def error_from_scores(self) -> Tensor:
+        """How far rounded fp32 scores may move each head's output vector, [batch, heads] float64.
+
+        In whatever order n products are summed, the sum is off by n roundings of the sum of their sizes at
+        most (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1); scores off by e change a
+        weight by a factor within exp(±2e). The worst case: for scores near 1e5, where a rounding is 0.004.
+        """
+        bound = torch.zeros(self.q.shape[:2], dtype=torch.float64)
+        roundings = (self.q.shape[-1] + 2) * torch.finfo(torch.float32).eps / 2  # the scale is two of them
+        for request in range(len(self.q)):
+            q, k, v = (
+                self.q[request].double(),
+                *(self.context(c, request) for c in (self.k_cache, self.v_cache)),
+            )
+            if not len(k):
+                continue
+            products = torch.einsum("hd,thd->thd", q, k) * self.scale
+            off = roundings * products.abs().sum(-1).amax(0)
+            weights = products.sum(-1).softmax(0)
+            out = torch.einsum("th,thd->hd", weights, v)
+            bound[request] = torch.expm1(2 * off) * (weights * (v - out).norm(dim=-1)).sum(0)
+        return bound
+
     def error(self, out: Tensor) -> float:
         """The largest relative error of any head's output vector."""
         reference = self.reference()

@@ -1,4 +1,4 @@
-"""The suite's figures as a picture."""
+"""The suite's figures as pictures: a row per case, so that they can be read on a narrow screen, too."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -20,78 +20,74 @@ _COLOURS = {
     "torch_sdpa": "#8a8a8a",
     "llama_cpp": "#b0413e",
 }
+_WIDTH, _CASE_HEIGHT, _PANEL_HEIGHT, _REST_HEIGHT = 5.4, 0.24, 0.45, 1.0  # inches
 
 
-def size(report: "CpuAttentionReport") -> tuple[float, float]:
+def size(report: "CpuAttentionReport", bars_per_case: int = 1) -> tuple[float, float]:
     """Width and height in inches: a bar wants its room."""
-    panels = _panels(report)
-    most = max(len(cases) for _, cases in panels)
-    return max(7.0, (0.8 + 0.24 * most) * len(panels)), 8.5
+    per_case = _CASE_HEIGHT * (1 + 0.4 * (bars_per_case - 1))
+    return _WIDTH, per_case * len(report.cases) + _PANEL_HEIGHT * len(_panels(report)) + _REST_HEIGHT
 
 
-def draw(report: "CpuAttentionReport", figure: "Figure") -> None:
-    """Draw the share of the limit, and speeds beside those of others; one panel per group and head_dim."""
-    panels = _panels(report)
-    rows = figure.subplots(
-        2,
-        len(panels),
-        sharex="col",
-        sharey="row",
-        squeeze=False,
-        width_ratios=[len(cases) for _, cases in panels],
-    )
-    for (title, cases), share, speed in zip(panels, rows[0], rows[1], strict=True):
-        share.set_title(title, fontsize=10)
-        _draw_shares(share, cases)
-        _draw_speeds(speed, cases)
+def draw_shares(report: "CpuAttentionReport", figure: "Figure") -> None:
+    """Draw the share of the limit; one panel per group and head_dim."""
+    all_axes = _draw_panels(report, figure)
+    for axes, (_, cases) in zip(all_axes, _panels(report), strict=True):
+        for bound, label in (("memory", "bound by memory"), ("arithmetic", "bound by arithmetic")):
+            chosen = [(at, case.limit_fraction) for at, case in enumerate(cases) if case.bound == bound]
+            if chosen:
+                places, shares = zip(*chosen, strict=True)
+                bars = axes.barh(places, shares, height=0.75, color=_COLOURS[bound], label=label)
+                axes.bar_label(bars, [f"{share:.0%}" for share in shares], fontsize=8, padding=2)
+        axes.axvline(TARGET, color="black", linewidth=0.9, linestyle="--", label=f"target {TARGET:.0%}")
     highest = max(1.0, *(case.limit_fraction for case in report.cases))
-    rows[0, 0].set(ylabel="share of the limit", ylim=(0, 1.08 * highest))
-    rows[0, 0].yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    rows[1, 0].set_ylabel("GB of KV per second")
+    all_axes[-1].set(xlabel="share of what memory and cores allow", xlim=(0, 1.12 * highest))
+    all_axes[-1].xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    _legend(figure, all_axes)
+
+
+def draw_speeds(report: "CpuAttentionReport", figure: "Figure") -> None:
+    """Draw speeds beside those of others, and the limit."""
+    from matplotlib.ticker import LogLocator  # noqa: PLC0415
+
+    all_axes = _draw_panels(report, figure)
+    for axes, (_, cases) in zip(all_axes, _panels(report), strict=True):
+        _draw_speeds(axes, cases)
+    all_axes[-1].set_xlabel("GB of KV per second")
     if any(case.rivals for case in report.cases):
-        rows[1, 0].set_yscale("log")  # others can be a hundred times slower
-        rows[1, 0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    handles = {
-        label: handle
-        for axes in rows.flat
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(
-        list(handles.values()),
-        list(handles),
-        loc="outside lower center",
-        ncols=min(len(handles), max(2, round(size(report)[0] / 2.2))),
-        frameon=False,
+        all_axes[-1].set_xscale("log")  # others can be a hundred times slower
+        all_axes[-1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        all_axes[-1].xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        for axes in all_axes:
+            axes.minorticks_off()
+    _legend(figure, all_axes)
+
+
+def _draw_panels(report: "CpuAttentionReport", figure: "Figure") -> "list[Axes]":
+    panels = _panels(report)
+    column = figure.subplots(
+        len(panels), 1, sharex=True, squeeze=False, height_ratios=[len(cases) for _, cases in panels]
     )
-    figure.suptitle(
-        f"CPU decode attention: {report.dtype} KV in scattered "
-        f"{'blocks' if report.fragmented else 'pages'} of "
-        f"{report.block_size if report.fragmented else report.page_tokens} tokens, "
-        f"{report.num_threads} threads, {report.isa}",
-        wrap=True,
-    )
+    for axes, (title, cases) in zip(column[:, 0], panels, strict=True):
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_yticks(
+            range(len(cases)), [f"{case.batch} x {case.context_tokens:,}" for case in cases], fontsize=8
+        )
+        axes.invert_yaxis()
+        axes.set_axisbelow(True)
+        axes.grid(axis="x", linewidth=0.4, color="#cccccc")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.margins(y=0.02)
+    return list(column[:, 0])
 
 
 def _panels(report: "CpuAttentionReport") -> list[tuple[str, list["CpuAttentionCase"]]]:
     by_shape = groupby(report.cases, lambda case: (case.group, case.head_dim))
-    return [(f"group {group}, head_dim {head_dim}", list(cases)) for (group, head_dim), cases in by_shape]
-
-
-def _draw_shares(axes: "Axes", cases: Sequence["CpuAttentionCase"]) -> None:
-    for bound, label in (("memory", "bound by memory"), ("arithmetic", "bound by arithmetic")):
-        chosen = [(at, case.limit_fraction) for at, case in enumerate(cases) if case.bound == bound]
-        if chosen:
-            places, shares = zip(*chosen, strict=True)
-            bars = axes.bar(places, shares, width=0.75, color=_COLOURS[bound], label=label)
-            axes.bar_label(
-                bars,
-                [f"{100 * share:.0f}" for share in shares],
-                fontsize=7,
-                padding=1,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
-            )
-    axes.axhline(TARGET, color="black", linewidth=0.9, linestyle="--", label=f"target {TARGET:.0%}")
-    _tidy(axes)
+    return [
+        (f"group {group}, head_dim {head_dim}: requests x tokens", list(cases))
+        for (group, head_dim), cases in by_shape
+    ]
 
 
 def _draw_speeds(axes: "Axes", cases: Sequence["CpuAttentionCase"]) -> None:
@@ -101,12 +97,12 @@ def _draw_speeds(axes: "Axes", cases: Sequence["CpuAttentionCase"]) -> None:
         for key, name in RIVALS.items()
         if all(key in case.rivals for case in cases)
     ]
-    width = 0.84 / len(series)
+    height = 0.84 / len(series)
     for index, (label, colour, values) in enumerate(series):
-        shift = (index - (len(series) - 1) / 2) * width
+        shift = (index - (len(series) - 1) / 2) * height
         places = [at + shift for at in range(len(cases))]
-        axes.bar(places, values, width=width, color=colour, label=label)
-    axes.hlines(
+        axes.barh(places, values, height=height, color=colour, label=label)
+    axes.vlines(
         [case.limit_gb_per_s for case in cases],
         [at - 0.45 for at in range(len(cases))],
         [at + 0.45 for at in range(len(cases))],
@@ -114,19 +110,14 @@ def _draw_speeds(axes: "Axes", cases: Sequence["CpuAttentionCase"]) -> None:
         linewidth=1.2,
         label="the limit",
     )
-    axes.set_xlabel("requests x tokens")
-    axes.set_xticks(
-        range(len(cases)),
-        [f"{case.batch} x {case.context_tokens:,}" for case in cases],
-        rotation=90,
-        fontsize=8,
+
+
+def _legend(figure: "Figure", all_axes: "Sequence[Axes]") -> None:
+    handles = {
+        label: handle
+        for axes in all_axes
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        list(handles.values()), list(handles), loc="outside lower center", ncols=2, frameon=False, fontsize=9
     )
-    _tidy(axes)
-
-
-def _tidy(axes: "Axes") -> None:
-    axes.set_axisbelow(True)
-    axes.grid(axis="y", linewidth=0.4, color="#cccccc")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(axis="x", length=0)
-    axes.margins(x=0.02)

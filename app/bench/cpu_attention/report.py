@@ -2,10 +2,11 @@
 
 import statistics
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from neo_desktop.app.bench.cpu_attention.options import RIVALS
-from neo_desktop.app.bench.cpu_attention.plot import draw, size
+from neo_desktop.app.bench.cpu_attention.plot import draw_shares, draw_speeds, size
 from neo_desktop.app.bench.section import Metric, Plot, Section, Table
 
 
@@ -84,6 +85,7 @@ class CpuAttentionReport:
     def section(self) -> Section:
         """One table, and a picture of shares and speeds."""
         shares = [case.limit_fraction for case in self.cases]
+        rivals = {key for case in self.cases for key in case.rivals}
         return Section(
             "CPU attention: decode attention next to the KV in host memory",
             f"{self.dtype} KV, {self.block_size}-token blocks "
@@ -96,12 +98,19 @@ class CpuAttentionReport:
             (
                 Plot(
                     "cpu-attention",
-                    "CPU attention: share of the limit, and GB of KV per second",
-                    lambda figure: draw(self, figure),
+                    "How near the kernel comes to its limit",
+                    partial(draw_shares, self),
                     size(self),
+                ),
+                Plot(
+                    "cpu-attention-speed",
+                    "GB of KV per second, beside the limit and others",
+                    partial(draw_speeds, self),
+                    size(self, bars_per_case=1 + len(rivals)),
                 ),
             ),
             self.notes,
+            tables_are_details=True,
         )
 
     def _table(self) -> Table:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from neo_desktop.app.model_options import ModelOptions
+from neo_desktop.app.commands.model_options import ModelOptions
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,12 +54,10 @@ class GraphHandOff:
                 stage = Stage("hand-off", number, 0, requests)
                 made = recorder.run(Lane.DEVICE, stage, lambda: qkv.add_(1), arrived)
                 recorder.run(Lane.TO_HOST, stage, lambda: qkv_on_host.copy_(qkv, non_blocking=True), (made,))
-                recorder.raise_flag(Lane.TO_HOST, flags[READY, number, :1])
-                recorder.wait_for_flag(Lane.TO_DEVICE, flags[DONE, number, :1])
+                asked = recorder.raise_flag(Lane.TO_HOST, flags[READY, number, :1])
+                recorder.wait_for_flag(Lane.TO_DEVICE, flags[DONE, number, :1], asked)
                 arrived = (
-                    recorder.run(
-                        Lane.TO_DEVICE, stage, lambda: out.copy_(out_on_host, non_blocking=True), (made,)
-                    ),
+                    recorder.run(Lane.TO_DEVICE, stage, lambda: out.copy_(out_on_host, non_blocking=True)),
                 )
             recorder.run(Lane.DEVICE, Stage("end", CHAIN, 0, requests), lambda: None, arrived)
 

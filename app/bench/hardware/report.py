@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from neo_desktop.app.bench.gpu_driver import GpuState, state_notes
+from neo_desktop.app.bench.gpu_driver import GpuState, no_gpu, state_notes
 from neo_desktop.app.bench.hardware.figures import (
     GpuFigures,
     HandOffFigures,
@@ -93,7 +93,7 @@ class HardwareReport:
         host = f"{reads}. Its CPU multiplies matrices at {products}."
         gpu = self.gpu
         if gpu is None:
-            return f"{host} No GPU that torch can use: {self.gpu_note}."
+            return f"{host} {no_gpu(self.gpu_note)}."
         text = f"{host} Its GPU, {gpu.name}, reads its own memory at {number(gpu.read_gb_per_s.median)} GB/s"
         if gpu.matrices:
             fastest = max(gpu.matrices, key=lambda row: row.gflop_per_s.median)

@@ -7,6 +7,7 @@ from statistics import median
 from neo_desktop.app.bench.load.metrics import Latency, LoadMetrics
 from neo_desktop.app.bench.spread import number
 
+ENOUGH_REQUESTS = 8  # of one rate: fewer say little about it
 GOOD_SHARE = 0.9  # of the requests that have to keep the limits for a rate to count as sustained
 
 
@@ -102,6 +103,16 @@ class LoadCurve:
                 break
             sustained = point.rate_per_s
         return sustained
+
+    @property
+    def says_enough(self) -> bool:
+        """Whether the highest rate that was kept was kept by enough requests to call it so."""
+        sustained = self.sustained_per_s
+        return any(
+            point.rate_per_s == sustained
+            and min(run.metrics.requests for run in point.runs) >= ENOUGH_REQUESTS
+            for point in self.points
+        )
 
     def rows(self) -> list[tuple[str, LoadPoint]]:
         """Return all that was measured with its name, what is no point of the curve included."""

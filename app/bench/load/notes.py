@@ -4,14 +4,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
-from neo_desktop.app.bench.load.curve import LoadCurve, LoadPoint
+from neo_desktop.app.bench.load.curve import ENOUGH_REQUESTS, LoadCurve, LoadPoint
 from neo_desktop.app.bench.load.metrics import Latency, LoadMetrics
 from neo_desktop.app.bench.load.records import Outcome
 from neo_desktop.app.bench.spread import number
 
 MOST_CLIENT_LAG_MS = 10.0  # at p99; a client that is later is part of what it measures
 KEPT_UP = 0.9  # of the rate: fewer finished requests per second may mean that a queue grows
-ENOUGH_REQUESTS = 8  # of one rate
 CACHED_SHARE = 0.01  # of the prompts' tokens; more of them reused make prompts look cheap
 
 DEFINITIONS = (

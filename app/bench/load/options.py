@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from neo_desktop.app.model_options import ModelOptions
+from neo_desktop.app.commands.model_options import ModelOptions
 from neo_desktop.engine.placement import get_policy
 
 

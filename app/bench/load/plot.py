@@ -30,7 +30,7 @@ def draw_per_token(curves: Sequence[LoadCurve], figure: "Figure") -> None:
 
 def draw_ttft_tpot(curves: Sequence[LoadCurve], limits: Limits, figure: "Figure") -> None:
     """Draw the two that have limits, and the limits where they are not far above."""
-    first, second = figure.subplots(1, 2)
+    first, second = figure.subplots(2, 1)
     _draw(first, curves, lambda metrics: metrics.ttft, limits.ttft_ms)
     first.set(title="Time to first token", ylabel="ms")
     _draw(second, curves, lambda metrics: metrics.tpot, limits.tpot_ms)
@@ -83,6 +83,6 @@ def _legend(figure: "Figure", *panels: "Axes") -> None:
         list(handles.values()),
         list(handles),
         loc="outside lower center",
-        ncols=min(len(handles), 5),
+        ncols=min(len(handles), 3),
         frameon=False,
     )

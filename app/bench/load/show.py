@@ -25,6 +25,7 @@ def plots(curves: Sequence[LoadCurve], limits: Limits) -> tuple[Plot, ...]:
             "load-ttft-tpot",
             "Time to first token and time per output token against the rate of requests",
             lambda figure: plot.draw_ttft_tpot(curves, limits, figure),
+            (5.4, 6.0),
         ),
     )
 

@@ -13,7 +13,7 @@ from openai.types import Completion, CompletionUsage
 
 from neo_desktop.app.bench.load.target import Chunk, Prompt, TargetError, Usage
 from neo_desktop.app.bench.load.words import WORDS
-from neo_desktop.app.open_files import allow_open_files
+from neo_desktop.app.web.open_files import allow_open_files
 
 CONNECT_TIMEOUT_S = 10.0
 MOST_IDLE_CONNECTIONS = 32  # each is looked at for every new request

@@ -38,6 +38,12 @@ def compare(first: Report, second: Report, names: tuple[str, str]) -> Section:
     notes = []
     if first.machine.cpu != second.machine.cpu:
         notes.append("The two were measured on different processors.")
+    models = [", ".join(_models(each)) for each in (first, second)]
+    if all(models) and models[0] != models[1]:
+        notes.append(
+            f"The two were measured with different models ({' and '.join(models)}): their speeds do not "
+            "compare. --shape takes the same one for both."
+        )
     for name, report in (("A", first), ("B", second)):
         steadiness = describe(report.probes)
         if steadiness is not None:
@@ -48,6 +54,13 @@ def compare(first: Report, second: Report, names: tuple[str, str]) -> Section:
         (Table(("figure", "A", "B", "B to A", "better"), tuple(rows)),),
         notes=tuple(notes),
     )
+
+
+def _models(report: Report) -> tuple[str, ...]:
+    """Those of suites that have one, each once."""
+    curves = [curve.model for suite in report.suites for curve in getattr(suite, "curves", ())]
+    names = [getattr(suite, "model", None) for suite in report.suites]
+    return tuple(dict.fromkeys(name for name in (*names, *curves) if name))
 
 
 def _order(name: str, a: dict[str, Metric], b: dict[str, Metric]) -> tuple[int, int]:

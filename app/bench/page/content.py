@@ -6,6 +6,8 @@ from neo_desktop.app.bench.report import Report
 from neo_desktop.app.bench.section import Section
 from neo_desktop.app.bench.steadiness import describe, is_steady
 
+_LONGEST_REASON = 300
+
 
 def headline(report: Report) -> tuple[str, ...]:
     """The verdict, and what is missing in the report."""
@@ -15,11 +17,17 @@ def headline(report: Report) -> tuple[str, ...]:
     begun = {suite.suite for suite in report.suites}
     for failure in report.failures:
         what = "could not be measured to its end" if failure.suite in begun else "could not be measured"
-        lines.append(f"{failure.suite} {what}: {failure.reason}")
+        lines.append(f"{failure.suite} {what}: {_first_line(failure.reason)}")
     steadiness = describe(report.probes)
     if steadiness is not None and not is_steady(report.probes):
         lines.append(steadiness)
     return tuple(lines)
+
+
+def _first_line(reason: str) -> str:
+    """A library's error may be a page long: the rest is in report.json."""
+    line = reason.partition("\n")[0]
+    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}…"
 
 
 def sections(report: Report) -> tuple[Section, ...]:
@@ -47,8 +55,9 @@ def machine_lines(report: Report) -> tuple[str, ...]:
     if steadiness is not None and is_steady(report.probes):
         lines.append(steadiness)
     if machine.gpu_note:
-        lines.append(f"GPU: {machine.gpu_note}")
+        lines.append(f"no GPU: {machine.gpu_note}")
     lines += machine.notes
     lines.append(f"torch {machine.torch}, Python {machine.python}, {machine.platform}")
-    lines.append(f"measured {report.started}, in {report.seconds:.0f} s, neo-desktop {machine.neo_desktop}")
+    started = report.started[:16].replace("T", " ")
+    lines.append(f"measured {started}, in {report.seconds:.0f} s, neo-desktop {machine.neo_desktop}")
     return tuple(lines)

@@ -34,5 +34,5 @@ def write_files(report: Report, folder: Path) -> Path:
         (folder / PICTURES / f"{name}.png").write_bytes(png)
     (folder / "report.md").write_text(markdown(report, PICTURES), encoding="utf-8")
     page = folder / "report.html"
-    page.write_text(html(report, drawn), encoding="utf-8")
+    page.write_text(html(report), encoding="utf-8")
     return page

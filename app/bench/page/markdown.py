@@ -19,6 +19,8 @@ def _lines(report: Report, pictures: str) -> Iterator[str]:
     for line in headline(report):
         yield f"**{_escaped(line)}**"
         yield ""
+    if report.model_note:
+        yield from (_escaped(report.model_note), "")
     yield from (f"- {_escaped(line)}" for line in machine_lines(report))
     for section in sections(report):
         yield from _section(section, pictures)
@@ -26,10 +28,10 @@ def _lines(report: Report, pictures: str) -> Iterator[str]:
 
 def _section(section: Section, pictures: str) -> Iterator[str]:
     yield from ("", f"## {_escaped(section.title)}", "", _escaped(section.summary))
-    for table in section.tables:
-        yield from _table(table)
     for plot in section.plots:
         yield from ("", f"![{_escaped(plot.title)}]({pictures}/{plot.name}.png)")
+    for table in section.tables:
+        yield from _table(table)
     if section.notes:
         yield ""
         yield from (f"- {_escaped(note)}" for note in section.notes)

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
+from neo_desktop.app.bench.gpu_driver import no_gpu
 from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.report import Report
 from neo_desktop.app.bench.spread import number
 from neo_desktop.app.bench.throughput.report import BASELINE, ThroughputReport
+from neo_desktop.app.commands.sentences import duration
 
 _WORTH_IT = 1.05  # a gain that two runs on one machine cannot make up
 
@@ -25,7 +27,7 @@ def verdict(report: Report) -> tuple[str, ...]:
 
 def _load(suite: LoadReport) -> Iterator[str]:
     """How many more visitors can be served within the limits."""
-    sustained = {curve.name: curve.sustained_per_s for curve in suite.curves}
+    sustained = {curve.name: curve.sustained_per_s for curve in suite.curves if curve.says_enough}
     alone, offloading = sustained.get(BASELINE), sustained.get("auto")
     limits = (
         f"(first token within {suite.limits.ttft_ms:g} ms, each further one within "
@@ -35,14 +37,28 @@ def _load(suite: LoadReport) -> Iterator[str]:
         yield (
             f"On this machine offloading lets {offloading / alone:.1f}x more chats run at the same speed: "
             f"{number(offloading)} instead of {number(alone)} requests per second {limits}."
+            f"{_price(suite, alone, offloading)}"
         )
     elif alone and offloading:
         yield (
             f"With and without offloading, about {number(offloading)} requests per second are answered in "
             f"time {limits}."
         )
-    elif len(sustained) == 1 and (only := next(iter(sustained.values()))) is not None:
+    elif len(suite.curves) == len(sustained) == 1 and (only := next(iter(sustained.values()))) is not None:
         yield f"Up to {number(only)} requests per second are answered in time {limits}."
+
+
+def _price(suite: LoadReport, alone: float, offloading: float) -> str:
+    """At what pace a chat gets its tokens at either rate."""
+    paces = []
+    for name, rate in (("auto", offloading), (BASELINE, alone)):
+        (curve,) = (each for each in suite.curves if each.name == name)
+        point = next(each for each in curve.points if each.rate_per_s == rate)
+        latency = point.median_latency(lambda metrics: metrics.tpot)
+        if latency is None:
+            return ""
+        paces.append(duration(latency.p50_ms))
+    return f" Each chat then gets its tokens at {paces[0]} instead of {paces[1]}."
 
 
 def _throughput(suite: ThroughputReport, report: Report) -> Iterator[str]:
@@ -55,11 +71,17 @@ def _throughput(suite: ThroughputReport, report: Report) -> Iterator[str]:
     if suite.imitated:
         yield "The GPU was imitated: whether offloading helps can only be seen on a computer with a GPU."
     elif suite.device != "cuda":
-        reason = report.machine.gpu_note or "the CPU was asked for"
+        best = suite.fastest
+        pace = ""
+        if best.tpot_p50_ms is not None:
+            pace = f"; each chat gets its tokens at {duration(best.tpot_p50_ms)}"
         yield (
-            f"Offloading does not help here, because there is no GPU to offload from ({reason}). The CPU "
-            f"alone writes {number(suite.fastest.output_tokens_per_s)} tokens per second with {suite.model}, "
-            f"all {suite.num_requests} requests together."
+            f"{no_gpu(report.machine.gpu_note)}, so there is nothing to offload from: the CPU does the whole "
+            "work."
+        )
+        yield (
+            f"It writes {number(best.output_tokens_per_s)} tokens per second with {suite.model} when "
+            f"{suite.num_requests} requests come at once{pace}."
         )
     elif (gain := suite.gain) is not None and suite.baseline is not None:
         if gain >= _WORTH_IT:
@@ -69,6 +91,8 @@ def _throughput(suite: ThroughputReport, report: Report) -> Iterator[str]:
                 f"{number(gain * suite.baseline.output_tokens_per_s)} instead of "
                 f"{number(suite.baseline.output_tokens_per_s)} tokens per second."
             )
+            if suite.price:
+                yield f"The price: {suite.price}."
         else:
             yield (
                 f"Offloading does not help {suite.model} here ({gain:.2f}x of {BASELINE}): {_why_not(suite)}."

@@ -16,6 +16,8 @@ class Run:
 
     seconds: float
     answers: tuple[Answer, ...]  # of each request
+    ttft_ms: tuple[float, ...]  # of each request that got a token: from the start of the run
+    tpot_ms: tuple[float, ...]  # of each with more than one: mean time between its tokens
     errors: tuple[str, ...]  # of those that the engine gave up
     num_iterations: int
     num_cpu_decodes: int
@@ -39,6 +41,7 @@ def run(
     """Let an idle engine answer all prompts; `progress` gets the share of the tokens that are there."""
     before = engine.stats()
     answers: list[list[SampledToken]] = [[] for _ in prompts]
+    first_s, last_s = [0.0] * len(prompts), [0.0] * len(prompts)
     errors: list[str] = []
     expected = sum(each.max_tokens or 1 for each in params)
     done = 0
@@ -47,8 +50,14 @@ def run(
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
             engine.add_request(str(index), prompt, each)
         while engine.has_work:
-            for output in engine.step():
-                answers[int(output.request_id)] += output.tokens
+            outputs = engine.step()
+            now_s = time.perf_counter() - started
+            for output in outputs:
+                index = int(output.request_id)
+                if output.tokens:
+                    last_s[index] = now_s
+                    first_s[index] = first_s[index] or now_s
+                answers[index] += output.tokens
                 done += len(output.tokens)
                 if output.error is not None:
                     errors.append(output.error)
@@ -61,6 +70,12 @@ def run(
     return Run(
         seconds=seconds,
         answers=tuple(map(tuple, answers)),
+        ttft_ms=tuple(1e3 * first for first in first_s if first),
+        tpot_ms=tuple(
+            1e3 * (last - first) / (len(answer) - 1)
+            for first, last, answer in zip(first_s, last_s, answers, strict=True)
+            if len(answer) > 1
+        ),
         errors=tuple(errors),
         num_iterations=after.num_iterations - before.num_iterations,
         num_cpu_decodes=after.num_cpu_decodes - before.num_cpu_decodes,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from neo_desktop.app.bench.throughput.llama_cpp.library import check_installed
-from neo_desktop.app.model_options import ModelOptions
+from neo_desktop.app.commands.model_options import ModelOptions
 from neo_desktop.engine.placement import get_policy
 
 # Tokens in and out of a synthetic request, unless they are given. On a GPU as in summaries, the case that NEO

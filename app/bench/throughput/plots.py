@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 _LANES = ("device", "to-host", "cpu", "to-device", "swap")
 _LANE_NAMES = {"device": "GPU", "to-host": "q, k, v to CPU", "cpu": "CPU attention", "to-device": "o to GPU"}
 _COLOURS = {-1: "#9a9a9a", 0: "#2f6fb0", 1: "#d08700"}
+_UNDER_LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 _HATCHES = {-1: "", 0: "", 1: "///"}
 
 
@@ -31,7 +32,7 @@ def bars(report: "ThroughputReport", figure: "Figure") -> None:
     drawn = axes.barh(
         names, speeds, color="#2f6fb0", height=0.6, xerr=list(zip(*spread, strict=True)), capsize=3
     )
-    axes.bar_label(drawn, [number(each) for each in speeds], padding=6)
+    axes.bar_label(drawn, [_label(each) for each in results], padding=6, fontsize=9, bbox=_UNDER_LABEL)
     bounds = [each.bound_output_tokens_per_s for each in report.policies]
     known = [(at, bound) for at, bound in enumerate(bounds) if bound is not None]
     if known:
@@ -45,9 +46,17 @@ def bars(report: "ThroughputReport", figure: "Figure") -> None:
         )
         figure.legend(loc="outside lower center", frameon=False)
     axes.invert_yaxis()
-    axes.set_xlabel("output tokens per second")
-    axes.margins(x=0.12)
+    axes.set_xlabel("output tokens per second, and ms per token of each chat")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.locator_params(axis="x", nbins=5)
+    axes.margins(x=0.3)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _label(result: "PolicyResult | Rival") -> str:
+    """The speed, and what a chat notices of it; of a rival only the former is known."""
+    pace_ms = getattr(result, "tpot_p50_ms", None)
+    return number(result.output_tokens_per_s) + ("" if pace_ms is None else f", {number(pace_ms)} ms")
 
 
 def timeline(report: "ThroughputReport", figure: "Figure") -> None:

@@ -2,7 +2,7 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
@@ -265,6 +265,8 @@ def _result(policy: _Policy, workload: Workload, tables: TableCostModel) -> Poli
             (each.output_tokens + prompt_tokens) / each.seconds for each in runs
         ),
         seconds=seconds,
+        ttft_p50_ms=_median(ms for each in runs for ms in each.ttft_ms),
+        tpot_p50_ms=_median(ms for each in runs for ms in each.tpot_ms),
         turns=len(runs),
         tokens_per_iteration=outputs / iterations,
         cpu_decode_share=sum(each.num_cpu_decodes for each in runs) / max(outputs, 1),
@@ -283,6 +285,11 @@ def _result(policy: _Policy, workload: Workload, tables: TableCostModel) -> Poli
         gpu_peak_bytes=policy.gpu_peak_bytes,
         host_bytes=psutil.Process().memory_info().rss,
     )
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.median(found) if found else None
 
 
 def _bound(policy: _Policy, workload: Workload, tables: TableCostModel) -> float:

@@ -9,7 +9,7 @@ from neo_desktop.engine.execute.graphs.streams import (
     CudaRunner,
     Lane,
     StreamMemoryError,
-    check_stream_memory,
+    check_flags,
 )
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.execute.timeline import Timeline
@@ -37,11 +37,11 @@ def graph_executor(
         streams: where the graphs' own come from.
     """
     assert streams.sms is not None  # it is a GPU
-    by_lane = {lane: streams.stream() for lane in Lane}
+    runner = CudaRunner({lane: streams.stream() for lane in Lane}, timeline)
     with_host = storage.get(Place.HOST) is not None
     if with_host:
         try:
-            check_stream_memory(by_lane[Lane.DEVICE], empty_flags(1, pinned=True)[0, 0, :1])
+            check_flags(runner, empty_flags(1, pinned=True)[0, 0, :1])
         except StreamMemoryError as error:
             logger.warning(
                 "iterations with attention on the CPU are launched piece by piece, which is slower: %s", error
@@ -52,7 +52,7 @@ def graph_executor(
         storage,
         Most.of(max_requests, model.config.max_context_tokens, storage.block_size),
         num_sms=streams.sms,
-        runner=CudaRunner(by_lane, timeline),
+        runner=runner,
         pipeline=pipeline,
         with_host=with_host,
         timeline=timeline,

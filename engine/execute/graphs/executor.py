@@ -20,13 +20,14 @@ from neo_desktop.engine.batch import (
     ScheduledSequence,
 )
 from neo_desktop.engine.cuda.copies import upload
+from neo_desktop.engine.cuda.errors import is_out_of_memory
 from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.execute.attention import padded_block_tables
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.graphs.bucket import MIN_BLOCKS, Bucket, Most, Rows, powers_of_two
 from neo_desktop.engine.execute.graphs.layers import FusedLayers
 from neo_desktop.engine.execute.graphs.program import DecodeProgram
-from neo_desktop.engine.execute.graphs.streams import Runner
+from neo_desktop.engine.execute.graphs.streams import Runner, StreamMemoryError
 from neo_desktop.engine.execute.graphs.workspace import SubBatchMemory, Workspace
 from neo_desktop.engine.execute.pipeline import PipelineExecutor, result_of
 from neo_desktop.engine.execute.timeline import Stage, Timeline
@@ -36,11 +37,15 @@ from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampler import NO_TOKEN, is_plain, start_sampling
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.native.relay import Relay, RelayBatch
+from neo_desktop.native.relay import Relay, RelayBatch, RelayStalledError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# When neither side of an iteration goes on for so long, and for so many times what it should take as a whole,
+# it is given up.
+PATIENCE_S = 30.0
+PATIENCE_FACTOR = 20
 PAUSE_ITERATIONS = 500  # without graphs, once there was no room for one: another program may need the memory
 
 
@@ -88,6 +93,7 @@ class GraphExecutor(Executor):
         self._block_size = storage.block_size
         self._caches = _caches(model, storage)
         self._relay = None if host is None or not with_host else _relay(model, host)
+        self._stalled_relay: Relay | None = None
         self._programs: dict[Bucket, DecodeProgram] = {}
         self._pause = 0  # iterations for which graphs are not tried
         self._is_closed = False
@@ -117,18 +123,51 @@ class GraphExecutor(Executor):
         if self._is_closed:
             raise RuntimeError("the executor is closed")
         try:
-            return partial(self._attempt, self._attempt(lambda: self._submit(plan, self._program(bucket))))
-        except torch.OutOfMemoryError as error:
-            # All that was done can be done again: the same KV is written to the same place.
-            logger.warning(
-                "the GPU has no memory for another graph: the next %d iterations are launched piece by "
-                "piece, which is slower (%s)",
-                PAUSE_ITERATIONS,
-                error,
-            )
-            self._pause = PAUSE_ITERATIONS
-            self._runner.forget()
-            return self._pipeline.start(plan)
+            wait = self._attempt(lambda: self._submit(plan, self._program(bucket)))
+            return partial(self._end, plan, wait)
+        except StreamMemoryError as error:
+            self._give_relay_up(error)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self._give_graphs_up(error)
+        return self._pipeline.start(plan)
+
+    def _end(self, plan: IterationPlan, wait: Wait) -> IterationResult:
+        """Wait for an iteration; if it cannot be ended, let the pipeline do it.
+
+        All that was done can be done again: the same KV is written to the same place.
+        """
+        try:
+            return self._attempt(wait)
+        except RelayStalledError as error:
+            self._give_relay_up(error)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self._give_graphs_up(error)
+        return self._pipeline.execute(plan)
+
+    def _give_relay_up(self, error: RuntimeError) -> None:
+        """Hand nothing over to the CPU within graphs any more."""
+        logger.error(
+            "from now on, iterations with attention on the CPU are launched piece by piece, which is slower "
+            "(%s)",
+            error,
+        )
+        # Its thread may still be in a step that does not end, so that its memory must stay.
+        self._stalled_relay, self._relay = self._relay, None
+
+    def _give_graphs_up(self, error: RuntimeError) -> None:
+        """Free the memory of all graphs, and try none for a while."""
+        logger.warning(
+            "the GPU has no memory for another graph: the next %d iterations are launched piece by piece, "
+            "which is slower (%s)",
+            PAUSE_ITERATIONS,
+            error,
+        )
+        self._pause = PAUSE_ITERATIONS
+        self._runner.forget()
 
     def _attempt(self, work: Callable[[], T]) -> T:
         """Do a part of an iteration; when it fails, nothing of the iteration is under way any more."""
@@ -156,7 +195,7 @@ class GraphExecutor(Executor):
 
     def _bucket_of(self, plan: IterationPlan) -> Bucket | None:
         """Return the bucket that the plan is carried out in; None: it is the pipeline's."""
-        if plan.copies or not all(sequence.is_decode for sequence in plan.sequences):
+        if plan.copies or not all(s.is_decode and not s.num_pooled for s in plan.sequences):
             return None
         if self._relay is None and any(s.place is Place.HOST for s in plan.sequences):
             return None
@@ -186,7 +225,8 @@ class GraphExecutor(Executor):
             if on_host:
                 batches.append((memory.index, self._relay_batch(memory, on_host)))
         if self._relay is not None and batches:
-            self._relay.start([batch for _, batch in batches])
+            patience_s = max(PATIENCE_S, PATIENCE_FACTOR * plan.predicted_ms / 1e3)
+            self._relay.start([batch for _, batch in batches], patience_s)
         self._runner.start(program.bucket, program)
 
         first_rows = [0, memories[0].rows.count]
@@ -261,7 +301,7 @@ class GraphExecutor(Executor):
         if self._relay is None or not batches:
             return 0
         steps = self._relay.finish()
-        if self._timeline is not None:
+        if self._timeline is not None and self._timeline.is_recording:
             for step in steps:
                 index, batch = batches[step.batch]
                 stage = Stage("CPU attention", step.layer, index, len(batch.q))

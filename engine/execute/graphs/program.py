@@ -21,8 +21,9 @@ class DecodeProgram:
 
     What waits for what, besides the order of each lane and the flags:
 
-    - q, k and v leave, and the output arrives, after the linear stage that made the former and has read the
-      latter's memory;
+    - q, k and v leave after the linear stage that made them;
+    - the wait for the output comes after the flag that asks for it, and so after that linear stage, which has
+      read the output's memory;
     - a linear stage waits for the output of the layer before.
 
     Through the flags and the relay that is enough for all memory that is used again in every layer: nothing
@@ -93,6 +94,7 @@ class DecodeProgram:
             partial(self._linear, layer, memory),
             arrived,
         )
+        asked: Mark | None = None
         if rows.host:
             recorder.run(
                 Lane.TO_HOST,
@@ -100,23 +102,22 @@ class DecodeProgram:
                 partial(self._send, memory),
                 (linear,),
             )
-            recorder.raise_flag(Lane.TO_HOST, hand_over.flags[READY, layer, :1])
+            asked = recorder.raise_flag(Lane.TO_HOST, hand_over.flags[READY, layer, :1])
         if rows.device:
             recorder.run(
                 Lane.DEVICE,
                 Stage("attention", layer, index, rows.device),
                 partial(self._attend, layer, window, memory),
             )
-        if not rows.host:
+        if asked is None:
             return ()
-        recorder.wait_for_flag(Lane.TO_DEVICE, hand_over.flags[DONE, layer, :1])
+        recorder.wait_for_flag(Lane.TO_DEVICE, hand_over.flags[DONE, layer, :1], asked)
         output = memory.attention[rows.device :]
         return (
             recorder.run(
                 Lane.TO_DEVICE,
                 Stage("o", layer, index, rows.host),
                 partial(output.copy_, hand_over.out, non_blocking=True),
-                (linear,),
             ),
         )
 

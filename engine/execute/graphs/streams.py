@@ -38,12 +38,19 @@ class Recorder(Protocol):
         """Carry `work` out after the marks, which are of other lanes. It may run again without Python."""
         ...
 
-    def raise_flag(self, lane: Lane, flag: Tensor) -> None:
+    def raise_flag(self, lane: Lane, flag: Tensor) -> Mark:
         """Set an int32 in pinned host memory to 1, once the lane's earlier work can be seen there."""
         ...
 
-    def wait_for_flag(self, lane: Lane, flag: Tensor) -> None:
-        """Hold the lane until an int32 in pinned host memory is 1."""
+    def wait_for_flag(self, lane: Lane, flag: Tensor, answers: Mark) -> None:
+        """Hold the lane until an int32 in pinned host memory is 1, which the host makes it.
+
+        CUDA may put several streams, or nodes of a graph, into one hardware queue. It must know of every
+        order that a wait relies on: without it the wait may come to stand before what makes the host act.
+
+        Args:
+            answers: the end of the `raise_flag` on which the host acts; the lane waits for that, too.
+        """
         ...
 
 
@@ -88,12 +95,12 @@ class CudaRunner:
 
     Args:
         streams: one per lane, none of them torch's default stream.
-        timeline: told when lanes were busy.
+        timeline: told when lanes were busy, if it records all iterations: a graph has events or has not.
     """
 
     def __init__(self, streams: Mapping[Lane, torch.cuda.Stream], timeline: Timeline | None) -> None:
         self._streams = dict(streams)
-        self._timeline = timeline
+        self._timeline = timeline if timeline is not None and timeline.is_continuous else None
         self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()  # graphs run one at a time and can share memory
         self._spans: list[TimedEvents] = []  # of what was started last
@@ -183,10 +190,14 @@ class _StreamRecorder:
         end_of_work: torch.cuda.Event = stream.record_event()
         return end_of_work
 
-    def raise_flag(self, lane: Lane, flag: Tensor) -> None:
+    def raise_flag(self, lane: Lane, flag: Tensor) -> Mark:
         _write_flag(self.streams[lane], flag)
+        raised: torch.cuda.Event = self.streams[lane].record_event()
+        return raised
 
-    def wait_for_flag(self, lane: Lane, flag: Tensor) -> None:
+    def wait_for_flag(self, lane: Lane, flag: Tensor, answers: Mark) -> None:
+        assert isinstance(answers, torch.cuda.Event)
+        self.streams[lane].wait_event(answers)
         _wait_for_flag(self.streams[lane], flag)
 
     def join(self) -> None:
@@ -202,18 +213,34 @@ class _StreamRecorder:
         return event
 
 
-def check_stream_memory(stream: torch.cuda.Stream, flag: Tensor) -> None:
-    """Try whether a stream can raise a flag, an int32 in pinned host memory, and wait for it.
+def check_flags(runner: Runner, flag: Tensor) -> None:
+    """Try whether a program can raise a flag and wait for it, at once and as a graph.
+
+    Args:
+        runner: forgets its programs.
+        flag: an int32 in pinned host memory.
 
     Raises:
-        StreamMemoryError: the driver refuses.
+        StreamMemoryError: the driver refuses, or the flag does not arrive.
     """
-    flag.zero_()
-    _write_flag(stream, flag)
-    _wait_for_flag(stream, flag)
-    stream.synchronize()
-    if flag.item() != 1:
-        raise StreamMemoryError("a word that a stream wrote to host memory did not arrive")
+
+    def program(recorder: Recorder) -> None:
+        raised = recorder.raise_flag(Lane.TO_HOST, flag)
+        recorder.wait_for_flag(Lane.TO_DEVICE, flag, raised)
+
+    try:
+        for way in ("at once", "by a graph"):
+            flag.zero_()
+            runner.start("check flags", program)
+            runner.wait()
+            if flag.item() != 1:
+                raise StreamMemoryError(f"a word that was to be written to host memory {way} did not arrive")
+    except StreamMemoryError:
+        raise
+    except RuntimeError as error:  # torch's, of the capture
+        raise StreamMemoryError(str(error)) from error
+    finally:
+        runner.forget()
 
 
 _WAIT_UNTIL_EQUAL = 1

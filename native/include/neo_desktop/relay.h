@@ -11,11 +11,14 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -50,6 +53,12 @@ struct RelayStep {
   int64_t end_ns;
 };
 
+// An iteration in which nothing went on for longer than it may; the message names where it stood.
+class RelayStalledError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
 // One thread makes the calls; any may cancel.
 class Relay {
  public:
@@ -62,10 +71,14 @@ class Relay {
   // Clears the flags and begins an iteration; to be called before the GPU is told to. Throws
   // std::invalid_argument if anything in the batches is wrong, and std::logic_error if an iteration is under
   // way; then nothing was begun. The batches' memory must stay until the iteration has ended.
-  void start(std::vector<RelayBatch> batches);
+  //
+  // When nothing goes on for `patience`, neither the GPU nor the CPU, the iteration is given up: all flags
+  // that the GPU may wait for are raised. The patience begins anew with every step. 0: it never ends.
+  void start(std::vector<RelayBatch> batches, std::chrono::nanoseconds patience = {});
 
-  // Blocks until the iteration has ended and returns what was done, in order. Throws what a step threw, or
-  // std::runtime_error if the iteration was cancelled.
+  // Blocks until the iteration has ended and returns what was done, in order. Throws what a step threw,
+  // RelayStalledError if it was given up, or std::runtime_error if it was cancelled. After RelayStalledError
+  // the thread may still be in a step that does not end: then the iteration counts as under way.
   std::vector<RelayStep> finish();
 
   // Ends the iteration early: what the GPU still waits for is declared done. Nothing happens if there is
@@ -81,8 +94,13 @@ class Relay {
     int64_t window;
   };
 
+  enum class Doing : int { kWaiting, kAttending };
+
   void work();
   void serve();
+  void guard();
+  void goes_on(size_t layer, size_t batch, Doing doing);
+  std::string where() const;
   bool wait_until_ready(const RelayBatch& batch, size_t layer) const;
   void release_all();
 
@@ -94,13 +112,25 @@ class Relay {
   std::vector<RelayBatch> batches_;
   std::vector<RelayStep> steps_;
   std::exception_ptr error_;
+  std::chrono::nanoseconds patience_{};
   std::atomic<bool> cancelled_{false};
+
+  // What the guard looks at.
+  std::atomic<int64_t> last_progress_ns_{0};
+  std::atomic<size_t> layer_{0};
+  std::atomic<size_t> batch_{0};
+  std::atomic<Doing> doing_{Doing::kWaiting};
 
   std::mutex mutex_;  // guards the following
   std::condition_variable changed_;
   bool running_ = false;
   bool closed_ = false;
-  std::thread thread_;  // the last member: it uses all others
+  std::string stalled_;  // where the iteration stood when it was given up
+  std::condition_variable guard_changed_;
+  int64_t guard_wakes_ns_ = 0;  // when the guard looks next, whatever happens meanwhile
+
+  std::thread guard_;   // gives iterations up; with one after the other nobody wakes it
+  std::thread thread_;  // serves them. The last members: they use all others
 };
 
 }  // namespace neo_desktop

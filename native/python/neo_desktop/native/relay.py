@@ -12,6 +12,9 @@ from neo_desktop.native import _native, default_isa, view_of
 FLAG_INTS = 16  # a flag has a cache line to itself
 READY, DONE = 0, 1  # kinds of flags
 
+# An iteration in which nothing went on for longer than it may; the message names where it stood.
+RelayStalledError = _native.RelayStalledError
+
 
 @dataclass(frozen=True, slots=True)
 class RelayLayer:
@@ -98,8 +101,13 @@ class Relay:
         ]
         self._relay = _native.Relay(views, num_threads, isa or default_isa())
 
-    def start(self, batches: Sequence[RelayBatch]) -> None:
+    def start(self, batches: Sequence[RelayBatch], patience_s: float = 0.0) -> None:
         """Clear the flags and begin an iteration; to be called before whoever raises flags begins.
+
+        Args:
+            batches: what is handed over.
+            patience_s: when nothing goes on for so long, on either side, the iteration is given up: all flags
+                of outputs are raised, and `finish` says where it stood. 0: it never is.
 
         Raises:
             ValueError: something in the batches is wrong; nothing was begun.
@@ -121,13 +129,15 @@ class Relay:
             )
             for batch in batches
         ]
-        self._relay.start(views)
+        self._relay.start(views, patience_s)
         self._batches = tuple(batches)
 
     def finish(self) -> list[RelayStep]:
         """Block until the iteration has ended; return what was done, in order.
 
         Raises:
+            RelayStalledError: it was given up. A step that does not end may still be under way, so that no
+                other iteration can begin.
             RuntimeError: the iteration was cancelled, or a step failed.
         """
         return [RelayStep(*step) for step in self._relay.finish()]

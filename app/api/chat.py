@@ -1,0 +1,318 @@
+"""POST /v1/chat/completions: OpenAI's chats, with what vLLM and llama.cpp add."""
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Literal, Self
+
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from neo_desktop.app.api.calls import CallStart, Piece, Text, Thought
+from neo_desktop.app.api.conversation import Conversation, thinking_fields
+from neo_desktop.app.api.fields import MAX_TOOLS, Content, Json, Model, Only, Unsupported, described, given
+from neo_desktop.app.api.outputs import Answer, Call, Outputs, begin, collect
+from neo_desktop.app.api.replies import event, head, token_logprobs, until_done, usage_body
+from neo_desktop.app.api.sampling import GenerationRequest
+from neo_desktop.app.api.tools import AUTO, REQUIRED, Tool, ToolChoice
+from neo_desktop.app.service import EngineService
+from neo_desktop.app.web.connection import EventStream
+from neo_desktop.app.web.errors import ApiError
+from neo_desktop.engine.batch import SampledToken
+from neo_desktop.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from neo_desktop.models.config import GenerationDefaults
+from neo_desktop.models.tokenizer import Tokenizer
+
+OWN_TEMPLATE_FIELDS = ("messages", "tools", "add_generation_prompt", "documents")
+
+
+class CalledFunction(Model):
+    """Which tool was called, and with what: JSON text."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Model):
+    """A call that the model made earlier."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None  # of streams; some clients send it back
+
+    def for_template(self) -> Json:
+        """The call as chat templates expect it: with the arguments as an object, if they are one."""
+        try:
+            arguments = json.loads(self.function.arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+        function = {
+            "name": self.function.name,
+            "arguments": arguments if isinstance(arguments, dict) else self.function.arguments,
+        }
+        return {"id": self.id, "type": "function", "function": function}
+
+
+class Message(Model):
+    """One message of a chat; which roles a model knows is up to its template."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Content | None, Field(validate_default=True)] = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of it
+    # Parts of an answer that clients send back as they got it.
+    refusal: Unsupported = None
+    audio: Unsupported = None
+    function_call: Unsupported = None
+    annotations: Annotated[Any, Only([])] = None
+
+    @field_validator("content")
+    @classmethod
+    def _check_content(cls, content: str | None, info: ValidationInfo) -> str | None:
+        if content is None and info.data.get("role") != "assistant":
+            raise PydanticCustomError("missing", "must be text: only an assistant's message may have none")
+        return content
+
+    def for_template(self) -> Json:
+        """The message as chat templates expect it; "developer" is OpenAI's newer name for "system"."""
+        fields = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content or "",
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": [call.for_template() for call in self.tool_calls or ()] or None,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
+        return given(fields)
+
+
+class Function(Model):
+    """What a tool does and takes."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: Json | None = None  # JSON schema
+    strict: bool | None = None  # a call that must come always follows the schema
+
+
+class FunctionTool(Model):
+    """A tool that the client runs."""
+
+    type: Literal["function"]
+    function: Function
+
+    def tool(self) -> Tool:
+        """The same for every protocol."""
+        return Tool(self.function.name, self.function.description, self.function.parameters or {})
+
+
+class FunctionName(Model):
+    """The name of a tool."""
+
+    name: str
+
+
+class NamedChoice(Model):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None  # OpenAI's newer name for max_tokens
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedChoice | None,
+        described('"none", "auto", "required" or {"type": "function", "function": {"name": …}}'),
+    ] = None
+    parallel_tool_calls: bool | None = None
+
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    chat_template_kwargs: Json | None = None  # vLLM's; e.g. {"enable_thinking": false} for Qwen3
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    audio: Unsupported = None
+    chat_template: Unsupported = None
+    documents: Annotated[Any, Only([])] = None
+    echo: Annotated[Any, Only(False)] = None
+    function_call: Annotated[Any, Only("none", "auto")] = None
+    functions: Annotated[Any, Only([])] = None
+    include_reasoning: Annotated[Any, Only(True)] = None
+    modalities: Annotated[Any, Only(["text"])] = None
+    moderation: Unsupported = None
+    prediction: Unsupported = None
+    prompt_cache_options: Unsupported = None
+    prompt_cache_retention: Annotated[Any, Only("in_memory")] = None
+    reasoning_format: Annotated[Any, Only("auto", "deepseek")] = None
+    service_tier: Annotated[Any, Only("auto", "default")] = None
+    store: Annotated[Any, Only(False)] = None
+    verbosity: Annotated[Any, Only("medium")] = None
+    web_search_options: Unsupported = None
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("pair", "has top_logprobs, which needs logprobs to be true")
+        return self
+
+    def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
+        """Return what was asked for; what was left open is the model's own recommendation.
+
+        Raises:
+            ValueError: a value is out of range; the message begins with the field's name.
+        """
+        return self._sampling_params(
+            defaults,
+            max_tokens=self._max_tokens(self.max_completion_tokens),
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+    def conversation(self, template: str | None) -> Conversation:
+        """The chat, for the model with this template.
+
+        Raises:
+            ApiError: fields contradict each other, or the template cannot do what they ask for.
+        """
+        continues = bool(self.continue_final_message)
+        if continues and self.add_generation_prompt:
+            message = (
+                "continue_final_message goes on with a message, add_generation_prompt begins another one"
+            )
+            raise ApiError(400, f"{message}: give one of them", param="continue_final_message")
+        fields = thinking_fields(template, self.reasoning_effort) | (self.chat_template_kwargs or {})
+        for name in OWN_TEMPLATE_FIELDS:
+            if name in fields:
+                message = f"chat_template_kwargs.{name} is set by the server; leave it out"
+                raise ApiError(400, message, param="chat_template_kwargs")
+        if self.add_generation_prompt is False:
+            fields["add_generation_prompt"] = False
+        return Conversation(
+            messages=[message.for_template() for message in self.messages],
+            tools=[tool.tool() for tool in self.tools or ()],
+            choice=self._choice(),
+            is_parallel=self.parallel_tool_calls is not False,
+            template_fields=fields,
+            structure=self.structure(),
+            continues_last=continues,
+        )
+
+    def _choice(self) -> ToolChoice | None:
+        if isinstance(self.tool_choice, NamedChoice):
+            return ToolChoice(is_required=True, name=self.tool_choice.function.name)
+        return {None: AUTO, "auto": AUTO, "none": None, "required": REQUIRED}[self.tool_choice]
+
+
+async def answer(service: EngineService, body: ChatCompletionRequest, params: SamplingParams) -> Response:
+    """Answer a chat, in one piece or as a stream of events."""
+    outputs = await begin(service, body.conversation(service.tokenizer.chat_template), params)
+    shape = _Shape(service.tokenizer, bool(body.logprobs), bool(body.return_token_ids))
+    if body.stream:
+        return EventStream(
+            until_done(_events(outputs, shape, service.model_name, body.include_usage)), outputs
+        )
+    answers = await collect(outputs)
+    choices = [shape.whole(index, answer) for index, answer in enumerate(answers)]
+    top = head("chatcmpl-", "chat.completion", service.model_name) | shape.prompt(outputs)
+    return JSONResponse(top | {"choices": choices, "usage": usage_body(outputs.usage)})
+
+
+async def _events(outputs: Outputs, shape: "_Shape", model: str, include_usage: bool) -> AsyncIterator[bytes]:
+    """Yield the outputs while they grow."""
+    top = head("chatcmpl-", "chat.completion.chunk", model)
+    top |= {"usage": None} if include_usage else {}
+    begun: set[int] = set()
+    async for step in outputs:
+        deltas = [shape.delta(piece) for piece in step.pieces]
+        if step.index not in begun:
+            begun.add(step.index)
+            opening = {"role": "assistant", "content": ""}
+            yield event(top | shape.prompt(outputs) | {"choices": [shape.part(step.index, opening)]})
+        if step.tokens and shape.with_tokens and not deltas:
+            deltas.append({"content": ""})
+        for number, delta in enumerate(deltas):
+            tokens = step.tokens if number == 0 else ()
+            yield event(top | {"choices": [shape.part(step.index, delta, tokens)]})
+        if step.end is not None:
+            yield event(top | {"choices": [shape.part(step.index, {}, end=step.end)]})
+    if include_usage:
+        yield event(top | {"choices": [], "usage": usage_body(outputs.usage)})
+
+
+class _Shape:
+    """Choices of an answer, as OpenAI's clients read them."""
+
+    def __init__(self, tokenizer: Tokenizer, with_logprobs: bool, with_token_ids: bool) -> None:
+        self.with_tokens = with_logprobs or with_token_ids
+        self._with_logprobs = with_logprobs
+        self._with_token_ids = with_token_ids
+        self._tokenizer = tokenizer
+
+    def prompt(self, outputs: Outputs) -> Json:
+        """What is told of the prompt."""
+        return {"prompt_token_ids": outputs.prompt_token_ids[0]} if self._with_token_ids else {}
+
+    def whole(self, index: int, answer: Answer) -> Json:
+        """One message."""
+        has_text = answer.text or not answer.calls
+        message: Json = {
+            "role": "assistant",
+            "content": answer.text if has_text else None,
+            "refusal": None,
+        }
+        if answer.thought:
+            message["reasoning_content"] = answer.thought
+        if answer.calls:
+            message["tool_calls"] = [_call(call) for call in answer.calls]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(answer.tokens),
+            "finish_reason": answer.end,
+        } | self._token_ids(answer.tokens)
+
+    def part(
+        self, index: int, delta: Json, tokens: Sequence[SampledToken] = (), end: str | None = None
+    ) -> Json:
+        """More of a message, or its end."""
+        choice = {"index": index, "delta": delta, "logprobs": self._logprobs(tokens), "finish_reason": end}
+        return choice | self._token_ids(tokens)
+
+    def delta(self, piece: Piece) -> Json:
+        """One piece."""
+        if isinstance(piece, Text):
+            return {"content": piece.text}
+        if isinstance(piece, Thought):
+            return {"reasoning_content": piece.text}
+        if isinstance(piece, CallStart):
+            begun = _call(Call(piece.call_id, piece.name))
+            return {"tool_calls": [{"index": piece.number} | begun]}
+        return {"tool_calls": [{"index": piece.number, "function": {"arguments": piece.text}}]}
+
+    def _token_ids(self, tokens: Sequence[SampledToken]) -> Json:
+        return {"token_ids": [token.token_id for token in tokens]} if self._with_token_ids else {}
+
+    def _logprobs(self, tokens: Sequence[SampledToken]) -> Json | None:
+        if not self._with_logprobs or not tokens:
+            return None
+        return {"content": token_logprobs(self._tokenizer, tokens), "refusal": None}
+
+
+def _call(call: Call) -> Json:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}

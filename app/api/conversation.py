@@ -1,0 +1,213 @@
+"""A chat, whatever protocol it came in, on its way to the model.
+
+    messages, tools, settings ──template──→ prompt ──engine──→ text ──→ thoughts, answer, tool calls
+
+The protocols (`chat`, `responses`, `messages`) are only shapes around this; `outputs` is the way back.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from neo_desktop.app.api.calls import short_id
+from neo_desktop.app.api.fields import Json
+from neo_desktop.app.api.structure import Structure
+from neo_desktop.app.api.tools import (
+    AUTO,
+    Tool,
+    ToolChoice,
+    ToolFormat,
+    explained,
+    format_of,
+    with_single_calls,
+)
+from neo_desktop.app.chat_template import ChatTemplateError
+from neo_desktop.app.service import EngineService
+from neo_desktop.app.thoughts import OPENING
+from neo_desktop.app.web.errors import ApiError
+from neo_desktop.engine import grammar
+from neo_desktop.models.tokenizer import Tokenizer
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What the model is to go on with.
+
+    Args:
+        messages: as chat templates expect them, at least one.
+        tools: that may be called.
+        choice: None: no tool is to be called.
+        is_parallel: several calls may come in one answer.
+        template_fields: for the template alone, like {"enable_thinking": False}.
+        structure: the form of the answer, and the field that asks for it.
+        continues_last: go on with the last message rather than answer it.
+        field: of the body, that holds the messages.
+    """
+
+    messages: Sequence[Json]
+    tools: Sequence[Tool] = ()
+    choice: ToolChoice | None = AUTO
+    is_parallel: bool = True
+    template_fields: Mapping[str, Any] = field(default_factory=dict)
+    structure: tuple[str, Structure] | None = None
+    continues_last: bool = False
+    field: str = "messages"
+
+
+class Prepared(NamedTuple):
+    """A conversation as the model sees it."""
+
+    prompt: str
+    tool_format: ToolFormat
+    tools: Sequence[Tool]  # that may be called
+    is_thinking: bool  # the prompt has begun a thought
+    is_calling: bool  # a call must come; without a thought, the prompt has begun it
+    is_parallel: bool
+    grammar: str | None
+
+
+async def prepare(service: EngineService, conversation: Conversation) -> Prepared:
+    """Write a conversation as its model's template does it.
+
+    Raises:
+        ApiError: it cannot be written, or what it asks for contradicts itself.
+    """
+    tool_format = format_of(service.tokenizer.chat_template)
+    choice = conversation.choice
+    tools = _callable_tools(conversation)
+    messages = conversation.messages
+    if tool_format.short_ids:
+        messages = [_with_short_ids(message) for message in messages]
+    if tool_format.single_calls:
+        messages = with_single_calls(messages)
+    if not tool_format.in_template:
+        messages = explained(messages, tools)
+    shown = [tool.for_template() for tool in tools] if tool_format.in_template else []
+    fields = {**conversation.template_fields, "tools": shown or None}
+    if conversation.continues_last:
+        fields["add_generation_prompt"] = False
+    try:
+        prompt = await service.render_chat(messages, fields)
+    except ChatTemplateError as error:
+        raise ApiError(400, str(error), param=conversation.field) from error
+    if conversation.continues_last:
+        prompt = _cut_after(prompt, messages[-1], conversation.field)
+    is_thinking = prompt.rstrip().endswith(OPENING)
+    is_calling = choice is not None and choice.is_required
+    if is_calling and not is_thinking:
+        prompt += tool_format.prompt_end()
+    try:
+        # In a thread: schemas may be long.
+        lark = await asyncio.to_thread(
+            _grammar, service.tokenizer, conversation, tool_format, tools, is_thinking
+        )
+    except ValueError as error:
+        blamed = conversation.structure[0] if conversation.structure else "tools"
+        raise ApiError(400, f"{blamed} cannot be enforced: {error}", param=blamed) from error
+    return Prepared(prompt, tool_format, tools, is_thinking, is_calling, conversation.is_parallel, lark)
+
+
+def thinking_fields(
+    template: str | None, effort: str | None, is_on: bool | None = None, *, is_hint: bool = False
+) -> Json:
+    """What the template is told about thoughts.
+
+    Args:
+        effort: one of `EFFORTS`; None: as the model does it by itself.
+        is_on: whether to think at all; None: likewise.
+        is_hint: agents always send it; a template that knows no levels takes no notice.
+
+    Raises:
+        ApiError: the template cannot do it.
+    """
+    template = template or ""
+    if effort is not None and is_on is None and "enable_thinking" in template:
+        is_on = effort != "none"
+    fields: Json = {}
+    if is_on is not None and "enable_thinking" in template:
+        fields["enable_thinking"] = is_on
+    if effort is not None and "reasoning_effort" in template:
+        fields["reasoning_effort"] = effort
+    if effort not in (None, "none", "medium") and not fields and not is_hint:
+        message = "reasoning_effort is not something that this model knows; leave it out"
+        raise ApiError(400, message, param="reasoning_effort")
+    return fields
+
+
+def _callable_tools(conversation: Conversation) -> Sequence[Tool]:
+    choice = conversation.choice
+    if choice is None:
+        return ()
+    if choice.is_required and not conversation.tools:
+        raise ApiError(400, "tool_choice asks for a call, but there are no tools", param="tool_choice")
+    if choice.name is None:
+        return conversation.tools
+    named = [tool for tool in conversation.tools if tool.name == choice.name]
+    if not named:
+        message = f"tool_choice names {choice.name!r}, which is not among the tools"
+        raise ApiError(400, message, param="tool_choice")
+    return named
+
+
+def _grammar(
+    tokenizer: Tokenizer,
+    conversation: Conversation,
+    tool_format: ToolFormat,
+    tools: Sequence[Tool],
+    is_thinking: bool,
+) -> str | None:
+    """What the answer must follow; None: nothing."""
+    structure = conversation.structure
+    if conversation.choice is not None and conversation.choice.is_required:
+        mark = _in_lark(tokenizer, "[ARGS]")
+        calls = tool_format.grammar(tools, is_parallel=conversation.is_parallel, arguments_mark=mark)
+        opening = f'/\\s*/ {_in_lark(tokenizer, tool_format.opening)} "\\n"' if is_thinking else ""
+        return grammar.from_lark(f"start: {opening} calls\n{calls}")
+    if structure is None:
+        return None
+    if not tools:
+        return structure[1].grammar()
+    schema = structure[1].schema()
+    if schema is None:
+        raise ValueError("beside tools, the answer's form can only be JSON: leave the tools out")
+    mark = _in_lark(tokenizer, "[ARGS]")
+    calls = tool_format.grammar(tools, is_parallel=conversation.is_parallel, arguments_mark=mark)
+    opening = "" if tool_format.is_bare else _in_lark(tokenizer, tool_format.opening)
+    opening += ' "\\n"' if tool_format.closing else ""
+    return grammar.from_lark(f"start: answer | {opening} calls\nanswer: %json {schema}\n{calls}")
+
+
+def _in_lark(tokenizer: Tokenizer, mark: str) -> str:
+    """A mark as Lark names it: by its id where it is a special token."""
+    token_id = special_id(tokenizer, mark)
+    return json.dumps(mark) if token_id is None else f"<[{token_id}]>"
+
+
+def special_id(tokenizer: Tokenizer, mark: str) -> int | None:
+    """The token that a mark is, where it gives no text of its own."""
+    token_ids = tokenizer.encode(mark, add_special_tokens=False)
+    is_special = len(token_ids) == 1 and tokenizer.text_alone(token_ids[0]) is None
+    return token_ids[0] if is_special else None
+
+
+def _with_short_ids(message: Json) -> Json:
+    result = dict(message)
+    if "tool_call_id" in message:
+        result["tool_call_id"] = short_id(message["tool_call_id"])
+    if "tool_calls" in message:
+        result["tool_calls"] = [call | {"id": short_id(call["id"])} for call in message["tool_calls"]]
+    return result
+
+
+def _cut_after(prompt: str, message: Json, field: str) -> str:
+    """The prompt up to the end of the last message's text: without what the template ends a message with."""
+    text = message["content"].strip()
+    found = prompt.rfind(text) if text else -1
+    if found < 0:
+        reason = "there is no text to continue" if not text else "the chat template changes the text"
+        raise ApiError(400, f"the last message cannot be continued: {reason}", param=field)
+    return prompt[: found + len(text)]

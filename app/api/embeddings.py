@@ -1,0 +1,59 @@
+"""POST /v1/embeddings: texts as vectors, from the hidden states of the loaded model."""
+
+import base64
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi.responses import JSONResponse, Response
+
+from neo_desktop.app.api.fields import Model, Only, Prompts, Unsupported
+from neo_desktop.app.service import EngineService
+from neo_desktop.app.web.errors import ApiError
+from neo_desktop.engine.engine import ContextLengthError
+
+
+class EmbeddingRequest(Model):
+    """Body of POST /v1/embeddings."""
+
+    model: str | None = None
+    input: Prompts  # one text or several
+    encoding_format: Literal["float", "base64"] | None = None  # base64: of 32-bit floats, little-endian
+    dimensions: int | None = None  # only as many as the model has
+    pooling: Literal["mean", "last"] | None = None  # over all tokens (the default), or the last one alone
+
+    # They say nothing about the answer.
+    user: str | None = None
+    request_id: str | None = None
+
+    add_special_tokens: Annotated[Any, Only(True)] = None
+    normalize: Annotated[Any, Only(True)] = None  # vectors have length 1
+    priority: Annotated[Any, Only(0)] = None
+    truncate_prompt_tokens: Unsupported = None
+
+
+async def answer(service: EngineService, body: EmbeddingRequest) -> Response:
+    """Return one vector per text."""
+    try:
+        found = await service.embed(body.input, body.pooling or "mean")
+    except ContextLengthError as error:
+        raise ApiError(400, str(error), param="input", code="context_length_exceeded") from error
+    except ValueError as error:
+        raise ApiError(400, str(error), param="input") from error
+    num_dimensions = len(found[0][0])
+    if body.dimensions not in (None, num_dimensions):
+        message = f"dimensions must be {num_dimensions}, which this model's vectors have, or left out"
+        raise ApiError(400, message, param="dimensions")
+    num_tokens = sum(tokens for _, tokens in found)
+    data = [
+        {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
+        for index, (vector, _) in enumerate(found)
+    ]
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return JSONResponse({"object": "list", "model": service.model_name, "data": data, "usage": usage})
+
+
+def _encoded(vector: Sequence[float], form: str | None) -> Sequence[float] | str:
+    if form != "base64":
+        return vector
+    return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode()

@@ -1,0 +1,266 @@
+"""What the model writes, on its way to the client: thoughts, answer and tool calls, told apart."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from neo_desktop.app.api.calls import CallArguments, CallReader, CallStart, Piece, Text, Thought
+from neo_desktop.app.api.conversation import Conversation, Prepared, prepare, special_id
+from neo_desktop.app.api.structure import Structure
+from neo_desktop.app.service import EngineFailedError, EngineService, Generation, Prompt
+from neo_desktop.app.thoughts import CLOSING, ThoughtSplitter
+from neo_desktop.app.web.errors import ApiError
+from neo_desktop.engine.batch import SampledToken
+from neo_desktop.engine.engine import ContextLengthError
+from neo_desktop.engine.request import RequestOutput
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one iteration brought to one output."""
+
+    index: int
+    pieces: Sequence[Piece]
+    tokens: Sequence[SampledToken]
+    end: str | None  # "stop", "length" or "tool_calls"; None: more will follow
+    text: str  # as the model wrote it, marks included
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens over all outputs of a request; a prompt counts once, however many outputs it has."""
+
+    prompts: dict[str, tuple[int, int]] = field(default_factory=dict)  # request -> tokens, cached ones
+    outputs: dict[int, int] = field(default_factory=dict)
+    num_thought_tokens: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return sum(tokens for tokens, _ in self.prompts.values())
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens whose KV was reused."""
+        return sum(cached for _, cached in self.prompts.values())
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all outputs."""
+        return sum(self.outputs.values())
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        """Take in an output; its counts are totals."""
+        self.prompts[output.request_id] = (output.num_prompt_tokens, output.num_cached_tokens)
+        self.outputs[index] = output.num_output_tokens
+
+
+class Outputs:
+    """What comes of a request, read; leaving the `async with` aborts what is open.
+
+    Raises:
+        ServiceError, ApiError: while iterating, when the rest will not come.
+    """
+
+    def __init__(self, generation: Generation, tokenizer: Tokenizer, prepared: Prepared | None) -> None:
+        self.usage = Usage()
+        self._generation = generation
+        self._prepared = prepared
+        self._mark = "" if prepared is None else prepared.tool_format.opening
+        self._mark_id = special_id(tokenizer, self._mark) if prepared and prepared.tools else None
+        self._readers: defaultdict[int, _Reader] = defaultdict(lambda: _Reader(self._prepared))
+
+    @property
+    def prompt_token_ids(self) -> Sequence[Sequence[int]]:
+        """The tokens of each prompt."""
+        return self._generation.prompt_token_ids
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._generation.close()
+
+    async def __aiter__(self) -> AsyncIterator[Step]:
+        try:
+            async for index, output in self._generation:
+                yield self._step(index, output)
+        except EngineFailedError as error:
+            if not str(error).startswith("grammar"):
+                raise
+            raise ApiError(400, str(error), param="grammar") from error
+
+    def _step(self, index: int, output: RequestOutput) -> Step:
+        reader, text = self._readers[index], output.text
+        if any(token.token_id == self._mark_id for token in output.tokens):
+            text += self._mark  # a special token, which has no text of its own
+        pieces = reader.feed(text)
+        self.usage.add(index, output)
+        if pieces and isinstance(pieces[-1], Thought):
+            self.usage.num_thought_tokens += len(output.tokens)
+        end = None if output.finish_reason is None else str(output.finish_reason)
+        if end is not None:
+            pieces += reader.flush()
+            end = "tool_calls" if reader.has_calls and end == "stop" else end
+        return Step(index, pieces, output.tokens, end, text)
+
+
+class _Reader:
+    """Reads one output: thoughts first, then calls; nothing at all in raw completions."""
+
+    def __init__(self, prepared: Prepared | None) -> None:
+        self._thoughts = ThoughtSplitter(prepared.is_thinking) if prepared else None
+        self._calls: CallReader | None = None
+        self.has_calls = False
+        if prepared and prepared.tools:
+            max_calls = None if prepared.is_parallel else 1
+            names = {tool.name for tool in prepared.tools}
+            is_begun = prepared.is_calling and not prepared.is_thinking
+            self._calls = CallReader(prepared.tool_format, names, is_begun=is_begun, max_calls=max_calls)
+
+    def feed(self, text: str) -> list[Piece]:
+        """Take in the next piece of text."""
+        if self._thoughts is None:
+            return [Text(text)] if text else []
+        return [piece for kind, part in self._thoughts.feed(text) for piece in self._read(kind, part)]
+
+    def flush(self) -> list[Piece]:
+        """End the text."""
+        if self._thoughts is None:
+            return []
+        pieces = [piece for kind, part in self._thoughts.flush() for piece in self._read(kind, part)]
+        return pieces + (self._told(self._calls.flush()) if self._calls else [])
+
+    def _read(self, kind: str, text: str) -> list[Piece]:
+        if kind == "thought":
+            return [Thought(text)]
+        return self._told(self._calls.feed(text)) if self._calls else [Text(text)]
+
+    def _told(self, pieces: Iterable[Piece]) -> list[Piece]:
+        told = list(pieces)
+        self.has_calls |= any(isinstance(piece, CallStart) for piece in told)
+        return told
+
+
+@dataclass(slots=True)
+class Call:
+    """One tool call."""
+
+    call_id: str
+    name: str
+    arguments: str = ""  # JSON, unless the model wrote something else
+
+
+@dataclass(slots=True)
+class Answer:
+    """One output, collected."""
+
+    thought: str = ""
+    text: str = ""
+    calls: list[Call] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
+    end: str | None = None
+    raw_text: str = ""
+
+    def add(self, step: Step) -> None:
+        """Take in what came."""
+        for piece in step.pieces:
+            match piece:
+                case Text(text):
+                    self.text += text
+                case Thought(text):
+                    self.thought += text
+                case CallStart(_, call_id, name):
+                    self.calls.append(Call(call_id, name))
+                case CallArguments(number, text):
+                    self.calls[number].arguments += text
+        self.tokens += step.tokens
+        self.raw_text += step.text
+        self.end = step.end
+
+
+async def collect(outputs: Outputs) -> list[Answer]:
+    """Wait for all outputs.
+
+    Raises:
+        ServiceError, ApiError: they will not come.
+    """
+    answers: defaultdict[int, Answer] = defaultdict(Answer)
+    async with outputs:
+        async for step in outputs:
+            answers[step.index].add(step)
+    return [answers[index] for index in sorted(answers)]
+
+
+def with_grammar(asked: tuple[str, Structure] | None, params: SamplingParams) -> tuple[SamplingParams, str]:
+    """Settings with the form that the text must have, and the field that asks for it.
+
+    Raises:
+        ApiError: it cannot be enforced.
+    """
+    if asked is None:
+        return params, ""
+    field, structure = asked
+    try:
+        grammar = structure.grammar()
+    except ValueError as error:
+        raise ApiError(400, f"{field} cannot be enforced: {error}", param=field) from error
+    return _with_grammar(params, grammar, field), field
+
+
+def _with_grammar(
+    params: SamplingParams, grammar: str, field: str, after: str | None = None
+) -> SamplingParams:
+    try:
+        return dataclasses.replace(params, grammar=grammar, grammar_after=after)
+    except ValueError as error:
+        raise ApiError(400, f"{field} cannot be enforced: {error}", param=field) from error
+
+
+async def begin(service: EngineService, conversation: Conversation, params: SamplingParams) -> Outputs:
+    """Queue the next message of a conversation.
+
+    Raises:
+        ApiError: the template, the grammar or the engine cannot take it.
+        ServiceError: the service takes no requests.
+    """
+    prepared = await prepare(service, conversation)
+    forms = conversation.structure[0] if conversation.structure else "tools"
+    if prepared.grammar is not None:
+        after = CLOSING if prepared.is_thinking else None
+        params = _with_grammar(params, prepared.grammar, forms, after)
+    # The template has written the special tokens out.
+    generation = await submit(
+        service, [prepared.prompt], params, conversation.field, add_special_tokens=False, grammar_field=forms
+    )
+    return Outputs(generation, service.tokenizer, prepared)
+
+
+async def submit(
+    service: EngineService,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    field: str,
+    *,
+    add_special_tokens: bool,
+    grammar_field: str,
+) -> Generation:
+    """Queue prompts; `field` of the body holds them.
+
+    Raises:
+        ApiError: the engine cannot take them.
+        ServiceError: the service takes no requests.
+    """
+    try:
+        return await service.submit(prompts, params, add_special_tokens=add_special_tokens)
+    except ContextLengthError as error:
+        raise ApiError(400, str(error), param=field, code="context_length_exceeded") from error
+    except ValueError as error:
+        blamed = str(error).partition(" ")[0]
+        names = {"grammar": grammar_field, "logit_bias": "logit_bias", "stop_token_ids": "stop_token_ids"}
+        message = str(error).replace("grammar", grammar_field, 1) if blamed == "grammar" else str(error)
+        raise ApiError(400, message, param=names.get(blamed, field)) from error

@@ -1,0 +1,76 @@
+"""What the answers of OpenAI's endpoints have in common."""
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+
+from neo_desktop.app.api.fields import Json
+from neo_desktop.app.api.outputs import Usage
+from neo_desktop.app.service import ServiceError
+from neo_desktop.app.web.errors import ApiError, from_service
+from neo_desktop.engine.batch import SampledToken, TokenLogprob
+from neo_desktop.models.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(body: Json, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    # Half a character may come from a client, such as in the name of a tool.
+    data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return head + b"data: " + data + b"\n\n"
+
+
+async def until_done(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the events of a stream and the one that ends it; an error is the last but that one."""
+    try:
+        async for one in events:
+            yield one
+    except ServiceError as error:
+        yield event(from_service(error).body)
+    except ApiError as error:
+        yield event(error.body)
+    yield DONE
+
+
+def new_id(prefix: str) -> str:
+    """An id that nobody else has."""
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+def head(prefix: str, kind: str, model: str) -> Json:
+    """What every answer begins with."""
+    return {"id": new_id(prefix), "object": kind, "created": int(time.time()), "model": model}
+
+
+def usage_body(usage: Usage) -> Json:
+    """The usage object of chats and completions."""
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_output_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.num_thought_tokens},
+    }
+
+
+def token_logprobs(tokenizer: Tokenizer, tokens: Sequence[SampledToken]) -> list[Json]:
+    """Log-probabilities of tokens, as chats and responses write them."""
+
+    def entry(token: TokenLogprob) -> Json:
+        text = tokenizer.token_text(token.token_id)
+        token_bytes = list(tokenizer.token_bytes(token.token_id))
+        return {"token": text, "logprob": finite(token.logprob), "bytes": token_bytes}
+
+    return [
+        entry(token.logprob) | {"top_logprobs": [entry(top) for top in token.top_logprobs]}
+        for token in tokens
+        if token.logprob is not None
+    ]
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI documents this value for "very unlikely"."""
+    return max(logprob, -9999.0)

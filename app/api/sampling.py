@@ -1,0 +1,225 @@
+"""The settings that all ways to generate have in common, under OpenAI's, vLLM's and llama.cpp's names."""
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+from neo_desktop.app.api.fields import Json, Model, Only, Unsupported, described, given
+from neo_desktop.app.api.structure import ResponseFormat, Structure, one_of
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.config import GenerationDefaults
+
+# Two names of one setting: (the one used here, the other one).
+SYNONYMS = (
+    ("max_tokens", "max_completion_tokens"),
+    ("max_tokens", "n_predict"),
+    ("repetition_penalty", "repeat_penalty"),
+)
+
+
+def _logit_bias(value: object) -> dict[int, float] | None:
+    """Token id -> what is added to its logit; JSON writes the ids as strings."""
+    if value is None:
+        return None
+    message = "must map token ids to numbers from -100 to 100"
+    if not isinstance(value, dict):
+        raise PydanticCustomError("logit_bias", message)
+    biases = {}
+    for token_id, bias in value.items():
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not (token_id.isascii() and token_id.isdigit() and len(token_id) < 10 and is_number):
+            raise PydanticCustomError("logit_bias", message)
+        biases[int(token_id)] = float(max(min(bias, 1e9), -1e9))
+    return biases
+
+
+_LOGIT_BIAS_SCHEMA = {
+    "type": ["object", "null"],
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+}
+
+
+class StructuredOutputs(Model):
+    """vLLM's way to ask for one form."""
+
+    # `json` is a method of pydantic's models.
+    json_: Annotated[Json | str | None, described("a JSON schema")] = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: Unsupported = None
+
+
+class StreamOptions(Model):
+    """Extras of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Annotated[Any, Only(False)] = None
+    continuous_usage_stats: Annotated[Any, Only(False)] = None
+
+
+class GenerationRequest(Model):
+    """What chats and raw completions have in common."""
+
+    model: str | None = None  # None: the model that is served
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    max_tokens: int | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: Annotated[str | list[str] | None, described("a string or a list of strings")] = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[
+        dict[int, float] | None, PlainValidator(_logit_bias), WithJsonSchema(_LOGIT_BIAS_SCHEMA)
+    ] = None
+
+    # Beyond OpenAI's: what vLLM and llama.cpp call it.
+    top_k: int | None = None  # 0 or -1: all tokens
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    repeat_penalty: float | None = None
+    n_predict: int | None = None  # -1: until the context is full
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+
+    # The answer's form; at most one of these.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Annotated[Json | str | None, described("a JSON schema")] = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    grammar: str | None = None
+    json_schema: Json | None = None
+
+    return_token_ids: bool | None = None  # vLLM's: beside the text, those of prompt and output
+
+    # Labels and hints: they say nothing about the answer.
+    user: str | None = None
+    request_id: str | None = None
+    cache_prompt: bool | None = None  # prompts are always cached, which changes no token
+    return_progress: Annotated[Any, Only(False)] = None
+    timings_per_token: Annotated[Any, Only(False)] = None
+
+    # vLLM's and llama.cpp's defaults, which some clients send always.
+    add_special_tokens: Annotated[Any, Only(False, True)] = None
+    allowed_token_ids: Unsupported = None
+    bad_words: Annotated[Any, Only([])] = None
+    dry_multiplier: Annotated[Any, Only(0, 0.0)] = None
+    dynatemp_range: Annotated[Any, Only(0, 0.0)] = None
+    id_slot: Annotated[Any, Only(-1)] = None
+    include_stop_str_in_output: Annotated[Any, Only(False)] = None
+    length_penalty: Annotated[Any, Only(1, 1.0)] = None
+    logits_processors: Annotated[Any, Only([])] = None
+    min_tokens: Annotated[Any, Only(0)] = None
+    mirostat: Annotated[Any, Only(0)] = None
+    n_keep: Annotated[Any, Only(0)] = None
+    priority: Annotated[Any, Only(0)] = None
+    prompt_logprobs: Annotated[Any, Only(False)] = None
+    repeat_last_n: Annotated[Any, Only(-1)] = None
+    return_tokens_as_token_ids: Annotated[Any, Only(False)] = None
+    skip_special_tokens: Annotated[Any, Only(True)] = None
+    spaces_between_special_tokens: Annotated[Any, Only(True)] = None
+    truncate_prompt_tokens: Unsupported = None
+    typical_p: Annotated[Any, Only(1, 1.0)] = None
+    use_beam_search: Annotated[Any, Only(False)] = None
+    xtc_probability: Annotated[Any, Only(0, 0.0)] = None
+
+    @model_validator(mode="after")
+    def _check_synonyms(self) -> Self:
+        for one, other in SYNONYMS:
+            if None not in (getattr(self, one), getattr(self, other, None)):
+                message = "has {one} and {other}: give one of them"
+                raise PydanticCustomError("pair", message, {"one": one, "other": other})
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def structure(self) -> tuple[str, Structure] | None:
+        """The form that the answer must have, and the field that says so; None: any.
+
+        Raises:
+            ApiError: more than one is asked for.
+        """
+        outputs = self.structured_outputs or StructuredOutputs()
+        schemas = {
+            "json_schema": self.json_schema,
+            "guided_json": self.guided_json,
+            "structured_outputs.json": outputs.json_,
+        }
+        regexes = {"guided_regex": self.guided_regex, "structured_outputs.regex": outputs.regex}
+        choices = {"guided_choice": self.guided_choice, "structured_outputs.choice": outputs.choice}
+        grammars = {
+            "grammar": self.grammar,
+            "guided_grammar": self.guided_grammar,
+            "structured_outputs.grammar": outputs.grammar,
+        }
+        asked = {name: Structure("json_schema", schema) for name, schema in given(schemas).items()}
+        asked |= {name: Structure("regex", regex) for name, regex in given(regexes).items()}
+        asked |= {name: Structure.choice(texts) for name, texts in given(choices).items()}
+        asked |= {name: Structure("grammar", text) for name, text in given(grammars).items()}
+        if outputs.json_object:
+            asked["structured_outputs.json_object"] = Structure("json")
+        if self.response_format is not None and self.response_format.type != "text":
+            asked["response_format"] = Structure.from_response_format(self.response_format)
+        return one_of(asked)
+
+    def _sampling_params(
+        self, defaults: GenerationDefaults, *, max_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
+        penalty = self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
+        return sampling_params(
+            defaults,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            n=self.n,
+            seed=self.seed,
+            stop=self.stop,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            top_k=0 if self.top_k == -1 else self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=penalty,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            logit_bias=self.logit_bias or None,
+        )
+
+    def _max_tokens(self, newer_name: int | None = None) -> int | None:
+        asked = given({"max_tokens": self.max_tokens, "newer": newer_name})
+        if self.n_predict is not None and self.n_predict != -1:
+            return self.n_predict
+        return next(iter(asked.values()), None)
+
+
+def sampling_params(defaults: GenerationDefaults, **asked: Any) -> SamplingParams:
+    """Return what was asked for; what was left open (None) is the model's own recommendation.
+
+    Raises:
+        ValueError: a value is out of range; the message begins with the field's name.
+    """
+    return SamplingParams(**(_recommended(defaults) | given(asked)))
+
+
+def _recommended(defaults: GenerationDefaults) -> Json:
+    return given(
+        {
+            "temperature": 0.0 if defaults.do_sample is False else defaults.temperature,
+            "top_k": defaults.top_k,
+            "top_p": defaults.top_p,
+            "min_p": defaults.min_p,
+            "repetition_penalty": defaults.repetition_penalty,
+        }
+    )

@@ -1,0 +1,184 @@
+"""Tools in the words of a model's family: how they are shown to it, and how it writes its calls."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from neo_desktop.app.api.fields import Json
+
+WHITE_SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may ask its client to call; `parameters` is a JSON schema."""
+
+    name: str
+    description: str | None
+    parameters: Json
+
+    def for_template(self) -> Json:
+        """The tool as chat templates expect it."""
+        function = {"name": self.name, "description": self.description or "", "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether the model has to call a tool, and which."""
+
+    is_required: bool = False
+    name: str | None = None  # the only one that it may call
+
+
+AUTO = ToolChoice()
+REQUIRED = ToolChoice(is_required=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How one family writes calls: marks around JSON objects like {"name": "f", "arguments": {"a": 1}}.
+
+    A call that must come is begun in the prompt with `opening`; a grammar sees to the rest.
+    """
+
+    opening: str
+    closing: str = ""
+    separators: str = WHITE_SPACE  # what else may stand between calls
+    arguments_key: str = "arguments"
+    in_list: bool = False  # the objects stand in one list after one mark
+    is_bare: bool = False  # a text that begins with "{" is a call without any mark
+    has_names: bool = False  # name, then the arguments alone: f[ARGS]{"a": 1}
+    in_template: bool = True  # the model's template shows tools, calls and results
+    short_ids: bool = False  # the template wants ids of nine letters and digits
+    single_calls: bool = False  # the template takes one call per message
+
+    def prompt_end(self) -> str:
+        """What stands in the prompt before a call that must come."""
+        return "" if self.is_bare else self.opening + ("\n" if self.closing else "")
+
+    def grammar(self, tools: Sequence[Tool], *, is_parallel: bool, arguments_mark: str = '"[ARGS]"') -> str:
+        """Lark rules of `calls`: calls of these tools, after `prompt_end`.
+
+        Args:
+            tools: which may be called, at least one.
+            is_parallel: more than one call may be made.
+            arguments_mark: `[ARGS]` in Lark, for names that stand before their arguments.
+        """
+        rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
+        for i, tool in enumerate(tools):
+            name = json.dumps(tool.name, ensure_ascii=False)
+            if self.has_names:
+                rules.append(f"call_{i}: {name} {arguments_mark} arguments_{i}")
+            else:
+                head = json.dumps(f'{{"name": {name}, "{self.arguments_key}": ', ensure_ascii=False)
+                rules.append(f'call_{i}: {head} arguments_{i} "}}"')
+            # Its own grammar, so that references within the schema still hold.
+            rules.append(f"arguments_{i}: %json {json.dumps(_as_written(tool.parameters))}")
+        if self.closing:
+            between = json.dumps(f"\n{self.closing}\n{self.opening}\n")
+            end = json.dumps(f"\n{self.closing}")
+            start = f"call ({between} call)* {end}" if is_parallel else f"call {end}"
+        elif self.in_list:
+            start = '"[" call (", " call)* "]"' if is_parallel else '"[" call "]"'
+        elif self.is_bare and is_parallel:
+            start = 'call ("; " call)*'
+        else:
+            start = "call"
+        return "\n".join([f"calls: {start}", *rules])
+
+
+HERMES = ToolFormat("<tool_call>", "</tool_call>")
+EXPLAINED = ToolFormat("<tool_call>", "</tool_call>", in_template=False)
+LLAMA = ToolFormat(
+    "<|python_tag|>",
+    separators=f"{WHITE_SPACE};",
+    arguments_key="parameters",
+    is_bare=True,
+    single_calls=True,
+)
+MISTRAL = ToolFormat("[TOOL_CALLS]", separators=f"{WHITE_SPACE},[]", in_list=True, short_ids=True)
+MISTRAL_NAMES = ToolFormat("[TOOL_CALLS]", has_names=True, short_ids=True)
+
+
+def format_of(template: str | None) -> ToolFormat:
+    """The family's format, told by the text of its chat template; `EXPLAINED` where it knows no tools."""
+    if template is None or not re.search(r"\btools\b", template):
+        return EXPLAINED
+    if "[TOOL_CALLS]" in template:
+        return MISTRAL_NAMES if "[ARGS]" in template else MISTRAL
+    if "<tool_call>" in template and "<function=" not in template:
+        return HERMES
+    if "<|start_header_id|>" in template and "parameters" in template:
+        return LLAMA
+    return EXPLAINED
+
+
+def with_single_calls(messages: Sequence[Json]) -> list[Json]:
+    """The same chat with one call per message, each before its result."""
+    result: list[Json] = []
+    results = {message.get("tool_call_id"): message for message in messages if message["role"] == "tool"}
+    told: set[object] = set()
+    for message in messages:
+        calls = message.get("tool_calls", ())
+        if len(calls) > 1:
+            for number, call in enumerate(calls):
+                result.append(message | {"tool_calls": [call]} | ({"content": ""} if number else {}))
+                if call["id"] in results and call["id"] not in told:
+                    result.append(results[call["id"]])
+                    told.add(call["id"])
+        elif message["role"] != "tool" or message.get("tool_call_id") not in told:
+            result.append(message)
+    return result
+
+
+_EXPLANATION = """\
+You can call tools. To call one, answer with its name and its arguments as JSON between these marks, and \
+with nothing else:
+<tool_call>
+{{"name": "the tool's name", "arguments": {{"an argument": "its value"}}}}
+</tool_call>
+The results come back between <tool_response> marks. Without a need for a tool, answer as usual.
+These are the tools, one per line:
+{tools}"""
+
+
+def explained(messages: Sequence[Json], tools: Sequence[Tool]) -> list[Json]:
+    """The same chat for a template that knows no tools: they are explained, calls and results are text.
+
+    The explanation stands in the system prompt or, where there is none, before the first message: some
+    templates have no place for a system prompt.
+    """
+    result: list[Json] = []
+    for message in messages:
+        role, text = message["role"], message.get("content") or ""
+        if role == "tool":
+            role, text = "user", f"<tool_response>\n{text}\n</tool_response>"
+        calls = [_call_as_text(call["function"]) for call in message.get("tool_calls", ())]
+        text = "\n".join(part for part in (text, *calls) if part)
+        if result and role == "user" and message["role"] == "tool" and result[-1]["role"] == "user":
+            result[-1] = {"role": "user", "content": f"{result[-1]['content']}\n{text}"}
+        else:
+            kept = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
+            result.append(kept | {"role": role, "content": text})
+    if tools:
+        lines = "\n".join(json.dumps(tool.for_template()["function"], ensure_ascii=False) for tool in tools)
+        explanation = _EXPLANATION.format(tools=lines)
+        first = result[0]
+        order = [explanation, first["content"]]
+        if first["role"] == "system":
+            order.reverse()
+        result[0] = first | {"content": "\n\n".join(filter(None, order))}
+    return result
+
+
+def _call_as_text(function: Json) -> str:
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+def _as_written(parameters: Json) -> Json:
+    """The schema of an object, with white space as models write it: an endless run of it would be valid."""
+    spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return {"type": "object"} | parameters | {"x-guidance": spacing}

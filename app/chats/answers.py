@@ -1,0 +1,244 @@
+"""Answers are the server's business: they go on whether or not a page looks, and are saved as they come.
+
+ask(), retry(), resume() ──→ a task per answer: prompt → engine → GrowingAnswer
+                                 │ every half second: one transaction for all that grew ──→ store
+                                 │ at most 15 times a second, while somebody looks ───────→ news
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from neo_desktop.app.api import sampling
+from neo_desktop.app.chat_template import ChatTemplateError
+from neo_desktop.app.chats.database import StoreError
+from neo_desktop.app.chats.messages import Message, Settings, State, to_send
+from neo_desktop.app.chats.news import News
+from neo_desktop.app.chats.store import ChatStore, NotFoundError, NotPossibleError
+from neo_desktop.app.chats.worker import Worker
+from neo_desktop.app.chats.writing import GrowingAnswer
+from neo_desktop.app.service import EngineService, ServiceError, ServiceStoppedError
+from neo_desktop.app.shelf.hosting import ModelHost
+from neo_desktop.engine.engine import ContextLengthError
+from neo_desktop.engine.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+SAVE_S = 0.5  # less than a second is unsaved, also when saving takes its time
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Answers:
+    """All answers that are being written here.
+
+    Args:
+        host: who has the model.
+        store: where they are saved.
+        worker: the store's thread.
+        growing: they are put here, by id, until their end is saved.
+        news: who tells the pages.
+    """
+
+    def __init__(
+        self,
+        host: ModelHost,
+        store: ChatStore,
+        worker: Worker,
+        growing: dict[str, GrowingAnswer],
+        news: News,
+    ) -> None:
+        self._host = host
+        self._store = store
+        self._worker = worker
+        self._growing = growing
+        self._news = news
+        self._tasks: dict[str, list[asyncio.Task[None]]] = {}  # message id → its writing and drawing
+        self._saving: asyncio.Task[None] | None = None
+        self._errands: set[asyncio.Future[Any]] = set()
+        self._is_closed = False
+
+    async def ask(
+        self, chat_id: str, parent_id: str | None, text: str, attachment_ids: Sequence[str] = ()
+    ) -> tuple[Message, Message]:
+        """Put a question and begin to answer it; see `ChatStore.ask`."""
+
+        async def begin() -> tuple[Message, Message]:
+            question, answer = await self._worker(self._store.ask, chat_id, parent_id, text, attachment_ids)
+            await self._start(answer, question)
+            return question, answer
+
+        return await self._carry_out(begin)
+
+    async def retry(self, answer_id: str) -> Message:
+        """Begin another answer to the same question; see `ChatStore.retry`."""
+
+        async def begin() -> Message:
+            return await self._start(await self._worker(self._store.retry, answer_id))
+
+        return await self._carry_out(begin)
+
+    async def resume(self, answer_id: str) -> Message:
+        """Go on with an answer that has ended; see `ChatStore.reopen`."""
+
+        async def begin() -> Message:
+            await self._save()
+            return await self._start(await self._worker(self._store.reopen, answer_id))
+
+        return await self._carry_out(begin)
+
+    async def stop(self, answer_id: str) -> Message:
+        """End an answer at once; one that has ended stays as it is.
+
+        Raises:
+            NotFoundError: there is no such message.
+            NotPossibleError: another process writes it.
+        """
+        if answer_id not in self._growing:
+            message = await self._worker(self._store.message, answer_id)
+            if not message.is_live:
+                return message
+            if answer_id not in self._growing:
+                raise NotPossibleError(
+                    "another neo-desktop on this computer writes this answer: stop it there"
+                )
+        growing = self._growing[answer_id]
+        self._end(growing, "stopped")
+        return growing.message
+
+    def stop_chat(self, chat_id: str) -> None:
+        """End all answers of a chat."""
+        for growing in list(self._growing.values()):
+            if growing.message.chat_id == chat_id:
+                self._end(growing, "stopped")
+
+    async def close(self) -> None:
+        """End all answers as cut, and save them."""
+        self._is_closed = True
+        for growing in list(self._growing.values()):
+            self._end(growing, "cut")
+        if self._saving is not None:
+            self._saving.cancel()
+        if self._errands:
+            await asyncio.wait(self._errands)
+        await self._save()
+
+    async def _carry_out(self, errand: Callable[[], Awaitable[T]]) -> T:
+        """Do all of it, even when the client that wants it goes away meanwhile."""
+        task = asyncio.ensure_future(errand())
+        self._errands.add(task)
+        task.add_done_callback(self._errands.discard)
+        return await asyncio.shield(task)
+
+    async def _start(self, answer: Message, *questions: Message) -> Message:
+        growing = self._growing[answer.id] = GrowingAnswer(answer)
+        if self._is_closed:
+            self._end(growing, "cut")
+            return growing.message
+        tasks = [self._write(growing), self._news.draw(growing)]
+        self._tasks[answer.id] = [asyncio.create_task(task) for task in tasks]
+        if self._saving is None or self._saving.done():
+            self._saving = asyncio.create_task(self._keep_saving())
+        self._news.messages_changed(*questions, answer)
+        self._news.chat_changed(await self._worker(self._store.chat, answer.chat_id))
+        self._news.list_changed()
+        return answer
+
+    def _end(self, growing: GrowingAnswer, state: State, error: str | None = None) -> None:
+        """Write no more of it; the engine is told first. Nothing happens to one that has ended."""
+        if not growing.message.is_live:
+            return
+        growing.end(state, error)
+        for task in self._tasks.pop(growing.message.id, ()):
+            if task is not asyncio.current_task():
+                task.cancel()
+        self._news.messages_changed(growing.message)
+
+        async def save() -> None:
+            await self._save()
+            self._news.context_changed(growing.message.chat_id)
+            self._news.list_changed()
+
+        saving = asyncio.ensure_future(save())
+        self._errands.add(saving)
+        saving.add_done_callback(self._errands.discard)
+
+    async def _write(self, growing: GrowingAnswer) -> None:
+        """The task of an answer."""
+        try:
+            service = await self._service()
+            question_id = growing.message.parent_id
+            assert question_id is not None
+            settings, way = await self._worker(self._store.way_to, question_id)
+            prompt = await service.render_chat(to_send(way, settings))
+            prompt = growing.begin(prompt, service.model_name)
+            params = sampling_params(settings, service)
+            # The template has written the special tokens out.
+            growing.generation = await service.submit([prompt], params, add_special_tokens=False)
+            async with growing.generation:
+                async for _, output in growing.generation:
+                    growing.add(output)
+            self._end(growing, "done")
+        except ServiceStoppedError as error:
+            self._end(growing, "cut", str(error))
+        except ContextLengthError as error:
+            self._end(growing, "failed", f"{error}. Or start a new chat")
+        except (ServiceError, ChatTemplateError, NotFoundError, StoreError, ValueError) as error:
+            self._end(growing, "failed", str(error))
+        except Exception:
+            logger.exception("an answer failed")
+            self._end(growing, "failed", "the server failed to answer; its log says why")
+
+    async def _service(self) -> EngineService:
+        """The loaded model's, or that of the model which is being loaded: answers wait for it."""
+        while self._host.loading is not None:
+            has_changed = asyncio.Event()
+            self._host.listeners.append(has_changed.set)
+            try:
+                await has_changed.wait()
+            finally:
+                self._host.listeners.remove(has_changed.set)
+        return self._host.service
+
+    async def _keep_saving(self) -> None:
+        while self._growing:
+            await asyncio.sleep(SAVE_S)
+            chat_ids = {growing.message.chat_id for growing in self._growing.values()}
+            await self._save()
+            for chat_id in chat_ids:
+                self._news.context_changed(chat_id)
+
+    async def _save(self) -> None:
+        """Save what has grown; what cannot be saved is kept, and tried again."""
+        unsaved = [one for one in self._growing.values() if one.message is not one.saved]
+        messages = [one.message for one in unsaved]
+        if not unsaved:
+            return
+        try:
+            await self._worker(self._store.save, messages)
+        except StoreError as error:
+            self._notice(f"Answers cannot be saved at present: {error}.")
+            return
+        self._notice(self._store.notice)
+        for growing, message in zip(unsaved, messages, strict=True):
+            growing.saved = message
+            if (
+                growing.message is message
+                and not message.is_live
+                and self._growing.get(message.id) is growing
+            ):
+                del self._growing[message.id]
+
+    def _notice(self, notice: str | None) -> None:
+        if notice != self._news.notice:
+            self._news.notice = notice
+            if notice is not None:
+                logger.warning(notice)
+            self._news.list_changed()
+
+
+def sampling_params(settings: Settings, service: EngineService) -> SamplingParams:
+    """The chat's settings, and the model's own where there are none; ValueError: one is out of range."""
+    return sampling.sampling_params(service.sampling_defaults, **settings.sampling())

@@ -1,0 +1,185 @@
+"""The file of all chats: opened, brought up to date, guarded; its errors in sentences."""
+
+import contextlib
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "chats.sqlite"
+BUSY_TIMEOUT_S = 10.0  # for another server on the same file; its transactions take milliseconds
+
+# From nothing (version 0) on, one version after the other; never changed once released, only added to.
+MIGRATIONS: tuple[tuple[str, ...], ...] = (
+    (
+        """CREATE TABLE chats (
+            id TEXT PRIMARY KEY, title TEXT NOT NULL, settings TEXT NOT NULL, leaf_id TEXT,
+            created_s REAL NOT NULL, updated_s REAL NOT NULL, deleted_s REAL)""",
+        """CREATE TABLE messages (
+            seq INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE,
+            chat_id TEXT NOT NULL REFERENCES chats(id) ON DELETE CASCADE,
+            parent_id TEXT REFERENCES messages(id), -- no cascade: SQLite follows only 1,000 levels
+            role TEXT NOT NULL, created_s REAL NOT NULL, text TEXT NOT NULL, thought TEXT NOT NULL,
+            thought_s REAL, state TEXT NOT NULL, error TEXT, figures TEXT, server TEXT)""",
+        "CREATE INDEX messages_of_chat ON messages(chat_id)",
+        "CREATE INDEX messages_of_parent ON messages(parent_id)",
+        "CREATE INDEX live_messages ON messages(chat_id) WHERE state IN ('waiting', 'streaming')",
+        """CREATE TABLE attachments (
+            id TEXT PRIMARY KEY, name TEXT NOT NULL, kind TEXT NOT NULL, text TEXT NOT NULL,
+            created_s REAL NOT NULL)""",
+        """CREATE TABLE message_attachments (
+            message_id TEXT NOT NULL REFERENCES messages(id) ON DELETE CASCADE, position INTEGER NOT NULL,
+            attachment_id TEXT NOT NULL REFERENCES attachments(id),
+            PRIMARY KEY (message_id, position)) WITHOUT ROWID""",
+        "CREATE INDEX messages_of_attachment ON message_attachments(attachment_id)",
+        "CREATE TABLE presets (name TEXT PRIMARY KEY, text TEXT NOT NULL)",
+        # The index of the texts that no longer grow. Trigrams find parts of words, in all scripts.
+        """CREATE VIRTUAL TABLE found USING fts5(
+            text, content='messages', content_rowid='seq', tokenize='trigram')""",
+        """CREATE TRIGGER message_added AFTER INSERT ON messages
+            WHEN new.state NOT IN ('waiting', 'streaming')
+            BEGIN INSERT INTO found(rowid, text) VALUES (new.seq, new.text); END""",
+        """CREATE TRIGGER message_removed AFTER DELETE ON messages
+            WHEN old.state NOT IN ('waiting', 'streaming')
+            BEGIN INSERT INTO found(found, rowid, text) VALUES ('delete', old.seq, old.text); END""",
+        """CREATE TRIGGER message_taken_out AFTER UPDATE OF text, state ON messages
+            WHEN old.state NOT IN ('waiting', 'streaming')
+            BEGIN INSERT INTO found(found, rowid, text) VALUES ('delete', old.seq, old.text); END""",
+        """CREATE TRIGGER message_put_in AFTER UPDATE OF text, state ON messages
+            WHEN new.state NOT IN ('waiting', 'streaming')
+            BEGIN INSERT INTO found(rowid, text) VALUES (new.seq, new.text); END""",
+    ),
+)
+
+
+class StoreError(OSError):
+    """The file of the chats cannot be used as wished; the message says why and what to do."""
+
+
+def open_database(folder: Path) -> tuple[sqlite3.Connection, str | None]:
+    """Open the file in this folder, for use in any one thread at a time; both are made where they lack.
+
+    Returns:
+        the connection, and what its user should be told: a damaged file has been put aside.
+
+    Raises:
+        StoreError: the folder or the file cannot be used.
+    """
+    file = folder / FILE_NAME
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))  # chats are nobody else's business
+    except OSError as error:
+        reason = error.strerror or error
+        raise StoreError(
+            f"the chats cannot be kept in {folder}: {reason}. Name another folder in NEO_DESKTOP_DATA"
+        ) from error
+    try:
+        return _connect(file), None
+    except sqlite3.DatabaseError as error:
+        if not _is_damage(error):
+            raise StoreError(explain(error, file)) from error
+    aside = _put_aside(file)
+    notice = f"The file of your chats was damaged. It has been renamed to {aside}, and a new one was begun."
+    logger.warning(notice)
+    try:
+        return _connect(file), notice
+    except sqlite3.Error as error:
+        raise StoreError(explain(error, file)) from error
+
+
+def explain(error: sqlite3.Error, file: Path | str = "the file of the chats") -> str:
+    """What went wrong, in a sentence for the person whose chats they are."""
+    text = str(error)
+    if "full" in text:
+        return f"{file} could not be written: the disk is full. Make room on it"
+    if "locked" in text or "busy" in text:
+        return f"{file} is in use by another program for a long time: end that program"
+    if "readonly" in text or "read-only" in text:
+        return f"{file} may not be written: change its permissions"
+    if _is_damage(error):
+        return f"{file} is damaged: start neo-desktop anew, which puts the file aside"
+    return f"{file} cannot be used: {text}"
+
+
+@contextlib.contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    """All of it or nothing.
+
+    Raises:
+        StoreError: it could not be carried out; nothing of it is left.
+    """
+    try:
+        with _transaction(connection):
+            yield connection
+    except sqlite3.Error as error:
+        raise StoreError(explain(error)) from error
+
+
+@contextlib.contextmanager
+def _transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    # With SQLite's own errors: who opens the file tells damage from other trouble.
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _connect(file: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(file, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    try:
+        _set_up(connection)
+        if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+            raise sqlite3.DatabaseError("malformed")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _set_up(connection: sqlite3.Connection) -> None:
+    connection.execute("PRAGMA foreign_keys = ON")
+    # What is committed stays, even when the power fails; commits are few, so the disk's time for it is small.
+    connection.execute("PRAGMA synchronous = FULL")
+    deadline_s = time.monotonic() + BUSY_TIMEOUT_S
+    while True:  # SQLite does not wait by itself when two open a new file at once
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            break
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.02)
+    with _transaction(connection):
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version > len(MIGRATIONS):
+            raise StoreError(
+                "the chats were written by a newer neo-desktop: update this one, or name another folder in "
+                "NEO_DESKTOP_DATA"
+            )
+        for statements in MIGRATIONS[version:]:
+            for statement in statements:
+                connection.execute(statement)
+        if version < len(MIGRATIONS):
+            connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    return any(sign in str(error) for sign in ("malformed", "not a database", "corrupt"))
+
+
+def _put_aside(file: Path) -> Path:
+    stamp = time.strftime("%Y-%m-%d-%H%M%S")
+    aside = file.with_name(f"{file.stem}-damaged-{stamp}{file.suffix}")
+    for end in ("", "-wal", "-shm"):
+        with contextlib.suppress(FileNotFoundError):
+            file.with_name(file.name + end).rename(aside.with_name(aside.name + end))
+    return aside

@@ -1,0 +1,152 @@
+"""What a chat consists of.
+
+A chat is a tree of messages: questions and answers take turns on every way down from the root. Another
+answer to a question is a sibling of the first (a variant), another wording of a question likewise (a branch).
+What the page shows is the way from the root to one leaf.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Role = Literal["user", "assistant"]
+State = Literal["done", "waiting", "streaming", "stopped", "cut", "failed"]
+
+LIVE: tuple[State, ...] = ("waiting", "streaming")  # an answer that is being written
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """How an answer came; None: not known (yet)."""
+
+    first_token_s: float | None = None  # from the question to the first token
+    tokens_per_s: float | None = None  # while decoding: the wait for the first token is not in it
+    output_tokens: int | None = None
+    prompt_tokens: int | None = None
+    finish_reason: str | None = None
+    model: str | None = None
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens of prompt and answer, as the engine counted them."""
+        if self.prompt_tokens is None or self.output_tokens is None:
+            return None
+        return self.prompt_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A file that belongs to a question; its text is kept, the file is not."""
+
+    id: str
+    name: str
+    kind: Literal["text", "pdf"]
+    text: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a chat: a question, or an answer as far as it has come."""
+
+    id: str
+    chat_id: str
+    parent_id: str | None
+    role: Role
+    created_s: float  # since 1970
+    text: str = field(repr=False)
+    thought: str = field(default="", repr=False)
+    thought_s: float | None = None  # how long the model thought
+    state: State = "done"  # cut: the server ended meanwhile
+    error: str | None = None  # why it failed, for people
+    figures: Figures | None = None
+    attachments: tuple[Attachment, ...] = ()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is being written."""
+        return self.state in LIVE
+
+    def prompt_text(self) -> str:
+        """What the model reads: the attached files, then the text."""
+        files = [f"[File: {one.name}]\n{one.text.strip()}\n[End of file]\n\n" for one in self.attachments]
+        return "".join(files) + self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a chat is answered; None: as the model's makers recommend."""
+
+    system_prompt: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields of a request, those that are set."""
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "system_prompt"}
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class ChatEntry:
+    """A chat as the list shows it."""
+
+    id: str
+    title: str  # empty until the first question
+    created_s: float
+    updated_s: float
+    is_streaming: bool
+    snippet: str | None = None  # of a search: the text around the first hit
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A whole chat."""
+
+    entry: ChatEntry
+    settings: Settings
+    leaf_id: str | None
+    messages: tuple[Message, ...]  # parents before children; siblings by age
+
+
+def branch(messages: dict[str, Message], leaf_id: str | None) -> list[Message]:
+    """The way from the root to a message."""
+    way: list[Message] = []
+    while leaf_id is not None:
+        message = messages[leaf_id]
+        way.append(message)
+        leaf_id = message.parent_id
+    return way[::-1]
+
+
+def newest_leaf(messages: dict[str, Message], message_id: str) -> str:
+    """The end of the way down from a message that takes the newest child each time."""
+    newest_child = {message.parent_id: message.id for message in messages.values()}  # later ones win
+    while message_id in newest_child:
+        message_id = newest_child[message_id]
+    return message_id
+
+
+def used_tokens(way: list[Message]) -> int:
+    """How much of the context a branch takes: its last answer's prompt and output; 0 without one."""
+    counted = [message.figures.num_tokens for message in way if message.figures is not None]
+    return next((count for count in reversed(counted) if count is not None), 0)
+
+
+def to_send(way: list[Message], settings: Settings) -> list[dict[str, str]]:
+    """The messages for the chat template of a branch that ends with the question to answer.
+
+    Questions without an answer are left out, since templates want user and assistant to alternate.
+    """
+    turns: list[dict[str, str]] = []
+    for question, answer in zip(way[:-1:2], way[1::2], strict=False):
+        if answer.text:
+            turns.append({"role": "user", "content": question.prompt_text()})
+            turns.append({"role": "assistant", "content": answer.text})
+    turns.append({"role": "user", "content": way[-1].prompt_text()})
+    if settings.system_prompt and settings.system_prompt.strip():
+        turns.insert(0, {"role": "system", "content": settings.system_prompt})
+    return turns

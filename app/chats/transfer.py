@@ -1,0 +1,198 @@
+"""Chats as files: JSON that can be read in again, and Markdown for people."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from neo_desktop.app.chats.messages import Attachment, Chat, ChatEntry, Figures, Message, Settings, branch
+from neo_desktop.app.chats.store import new_id
+
+FORMAT = "neo-desktop chats"
+VERSION = 1
+MAX_CHATS = 20_000
+MAX_MESSAGES = 20_000  # of a chat
+MAX_TEXT_CHARS = 8_000_000
+
+Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
+Time = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FiguresPart(_Part):
+    """`Figures`."""
+
+    first_token_s: Number | None = None
+    tokens_per_s: Number | None = None
+    output_tokens: Annotated[int, Field(ge=0, le=2**53)] | None = None
+    prompt_tokens: Annotated[int, Field(ge=0, le=2**53)] | None = None
+    finish_reason: Annotated[str, Field(max_length=100)] | None = None
+    model: Annotated[str, Field(max_length=1000)] | None = None
+
+
+class SettingsPart(_Part):
+    """`Settings`; their ranges are checked when they are used."""
+
+    system_prompt: Text | None = None
+    temperature: Number | None = None
+    top_p: Number | None = None
+    top_k: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    max_tokens: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+
+
+class AttachmentPart(_Part):
+    """`Attachment`."""
+
+    name: Annotated[str, Field(max_length=1000)]
+    kind: Literal["text", "pdf"]
+    text: Text
+
+
+class MessagePart(_Part):
+    """`Message`; its parent is an earlier message of the list."""
+
+    parent: Annotated[int, Field(ge=0)] | None
+    role: Literal["user", "assistant"]
+    created_s: Time
+    text: Text
+    thought: Text = ""
+    thought_s: Number | None = None
+    state: Literal["done", "stopped", "cut", "failed"] = "done"
+    error: Annotated[str, Field(max_length=100_000)] | None = None
+    figures: FiguresPart | None = None
+    attachments: Annotated[list[AttachmentPart], Field(max_length=100)] = []
+
+
+class ChatPart(_Part):
+    """`Chat`; `leaf` is a place in the list of messages."""
+
+    title: Annotated[str, Field(max_length=10_000)]
+    created_s: Time
+    updated_s: Time
+    settings: SettingsPart = SettingsPart()
+    leaf: Annotated[int, Field(ge=0)] | None = None
+    messages: Annotated[list[MessagePart], Field(max_length=MAX_MESSAGES)]
+
+    @model_validator(mode="after")
+    def _check_tree(self) -> Self:
+        for place, message in enumerate(self.messages):
+            if message.parent is None:
+                follows = "assistant"
+            elif message.parent >= place:
+                raise PydanticCustomError("tree", "has a message whose parent does not come before it")
+            else:
+                follows = self.messages[message.parent].role
+            if follows == message.role:
+                raise PydanticCustomError(
+                    "tree", "has a question that follows a question, or no answer to one"
+                )
+        if self.leaf is not None and self.leaf >= len(self.messages):
+            raise PydanticCustomError("tree", "has a leaf that is none of its messages")
+        return self
+
+    def chat(self) -> Chat:
+        """The chat, with new ids."""
+        chat_id = new_id()
+        ids = [new_id() for _ in self.messages]
+        messages = tuple(
+            Message(
+                id=message_id,
+                chat_id=chat_id,
+                parent_id=None if part.parent is None else ids[part.parent],
+                role=part.role,
+                created_s=part.created_s,
+                text=part.text,
+                thought=part.thought,
+                thought_s=part.thought_s,
+                state=part.state,
+                error=part.error,
+                figures=None if part.figures is None else Figures(**part.figures.model_dump()),
+                attachments=tuple(
+                    Attachment(new_id(), one.name, one.kind, one.text) for one in part.attachments
+                ),
+            )
+            for message_id, part in zip(ids, self.messages, strict=True)
+        )
+        entry = ChatEntry(chat_id, self.title, self.created_s, self.updated_s, is_streaming=False)
+        leaf_id = None if self.leaf is None else ids[self.leaf]
+        return Chat(entry, Settings(**self.settings.model_dump()), leaf_id, messages)
+
+
+class ChatsFile(_Part):
+    """The whole file."""
+
+    format: Literal["neo-desktop chats"]
+    version: Literal[1]
+    chats: Annotated[list[ChatPart], Field(max_length=MAX_CHATS)]
+
+
+def from_json(body: bytes) -> list[Chat]:
+    """Chats as `to_json` wrote them, with new ids.
+
+    Raises:
+        ValidationError: it is no such file.
+    """
+    return [part.chat() for part in ChatsFile.model_validate_json(body).chats]
+
+
+def to_json(chats: list[Chat]) -> str:
+    """All of these chats, every branch and variant; what is being written counts as cut."""
+    file = {"format": FORMAT, "version": VERSION, "chats": [_chat_part(chat) for chat in chats]}
+    return json.dumps(file, ensure_ascii=False, indent=1)
+
+
+def _chat_part(chat: Chat) -> dict[str, Any]:
+    places = {message.id: place for place, message in enumerate(chat.messages)}
+    return {
+        "title": chat.entry.title,
+        "created_s": chat.entry.created_s,
+        "updated_s": chat.entry.updated_s,
+        "settings": asdict(chat.settings),
+        "leaf": None if chat.leaf_id is None else places[chat.leaf_id],
+        "messages": [_message_part(message, places) for message in chat.messages],
+    }
+
+
+def _message_part(message: Message, places: dict[str, int]) -> dict[str, Any]:
+    return {
+        "parent": None if message.parent_id is None else places[message.parent_id],
+        "role": message.role,
+        "created_s": message.created_s,
+        "text": message.text,
+        "thought": message.thought,
+        "thought_s": message.thought_s,
+        "state": "cut" if message.is_live else message.state,
+        "error": message.error,
+        "figures": None if message.figures is None else asdict(message.figures),
+        "attachments": [
+            {"name": one.name, "kind": one.kind, "text": one.text} for one in message.attachments
+        ],
+    }
+
+
+def to_markdown(chat: Chat) -> str:
+    """The branch that is shown, as a document."""
+    parts = [f"# {chat.entry.title or 'Chat'}"]
+    if chat.settings.system_prompt:
+        parts.append(f"**System prompt**\n\n{chat.settings.system_prompt.strip()}")
+    for message in branch({one.id: one for one in chat.messages}, chat.leaf_id):
+        model = message.figures.model if message.figures else None
+        parts.append(
+            "## Question" if message.role == "user" else f"## Answer{f' ({model})' if model else ''}"
+        )
+        parts += [f"*Attached: {one.name}*" for one in message.attachments]
+        if message.thought:
+            parts.append("\n".join(f"> {line}".rstrip() for line in message.thought.strip().splitlines()))
+        parts.append(message.text.strip())
+        if message.error:
+            parts.append(f"*{message.error}*")
+    return "\n\n".join(part for part in parts if part) + "\n"

@@ -1,0 +1,272 @@
+"""The command `neo-desktop bench`."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+from neo_desktop.app.commands import options as opt
+from neo_desktop.app.commands.bench_flags import (
+    Baseline,
+    BaselineFlags,
+    CpuFlags,
+    LoadFlags,
+    ModelFlags,
+    RequestFlags,
+    ResultFlags,
+    SuiteName,
+)
+from neo_desktop.app.commands.flags import given, with_flags
+from neo_desktop.app.commands.terminal import progress_bar, set_up_logging, stdout
+
+if TYPE_CHECKING:
+    from neo_desktop.app.bench import Report, SuiteOptions
+
+EXAMPLES = """Examples:
+
+neo-desktop bench
+
+neo-desktop bench --suite throughput --shape llama-3.1-8b --trace lengths.json --out my-machine
+
+neo-desktop bench --url http://127.0.0.1:11434/v1 --rate 1 --rate 2 --rate 4
+
+neo-desktop bench --gpu-slice 16 --gpu-memory 24
+
+neo-desktop bench --compare before/report.json after/report.json
+"""
+
+# Options -> the suites that they mean something to.
+_SUITES_OF_FLAGS = {
+    RequestFlags: (SuiteName.THROUGHPUT, SuiteName.LOAD),
+    BaselineFlags: (SuiteName.THROUGHPUT,),
+    LoadFlags: (SuiteName.LOAD,),
+    CpuFlags: (SuiteName.CPU_ATTENTION,),
+}
+_SUITES_WITH_MODEL = {SuiteName.GPU, SuiteName.COST_MODEL, SuiteName.THROUGHPUT, SuiteName.LOAD}
+
+
+@with_flags
+def bench(
+    model: ModelFlags,
+    requests: RequestFlags,
+    baseline: BaselineFlags,
+    load: LoadFlags,
+    cpu: CpuFlags,
+    result: ResultFlags,
+    suite: Annotated[
+        list[SuiteName] | None,
+        typer.Option("--suite", help="What to measure; repeatable. Default: all of it, in a few minutes."),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="NEO_DESKTOP_BENCH_API_KEY", help="Of the server at --url.", rich_help_panel="Suite load"
+        ),
+    ] = None,
+    debug: opt.Debug = False,
+) -> None:
+    """Measure this computer: what it can run, how fast, and what offloading gains on it."""
+    set_up_logging(debug)
+    if result.compare is not None:
+        _compare(*result.compare)
+        return
+    names = _chosen(suite or ([SuiteName.LOAD] if load.url else None), (requests, baseline, load, cpu))
+    _check(model, requests, baseline, load)
+    options = _suite_options(names, model, requests, baseline, load, cpu, api_key)
+    _measure(names, options, result)
+
+
+def _suite_options(
+    names: list[SuiteName],
+    model: ModelFlags,
+    requests: RequestFlags,
+    baseline: BaselineFlags,
+    load: LoadFlags,
+    cpu: CpuFlags,
+    api_key: str | None,
+) -> "SuiteOptions":
+    """Return what each suite is asked to do; what was not given is left to its defaults."""
+    import torch
+
+    from neo_desktop.app.bench.defaults import default_model, suite_options
+    from neo_desktop.app.commands.model_options import ModelOptions
+    from neo_desktop.engine.cuda.streams import open_streams
+    from neo_desktop.engine.loading import choose_device
+
+    # What cannot be is told before anything is made.
+    open_streams(choose_device(model.device.value), model.gpu_slice)
+    shape, note = model.shape, ""
+    needs_model = load.url is None and not _SUITES_WITH_MODEL.isdisjoint(names)
+    if needs_model and model.model is None and shape is None:
+        suitable = default_model(model.device.value, model.gpu_memory)
+        shape, note = suitable.shape, suitable.note
+    asked = _given(
+        trace=requests.trace,
+        input_tokens=requests.input_tokens,
+        output_tokens=requests.output_tokens,
+        num_requests=requests.num_requests,
+        repeats=requests.repeats,
+        policies=None if requests.policy is None else tuple(each.value for each in requests.policy),
+        seed=requests.seed,
+    )
+    return suite_options(
+        ModelOptions(
+            model=model.model or opt.DEFAULT_MODEL,
+            shape=shape,
+            device=model.device.value,
+            dtype=model.dtype.value,
+            gpu_cache_tokens=model.gpu_cache_tokens,
+            cpu_cache_tokens=model.cpu_cache_tokens,
+            gpu_memory_gib=model.gpu_memory,
+            gpu_slice=model.gpu_slice,
+            cpu_memory_gib=model.cpu_memory,
+            cpu_cache_dtype=model.cpu_cache_dtype.value,
+        ),
+        model_note=note,
+        quick=len(names) > 1,
+        cpu_attention=_given(
+            dtype=None if cpu.kv_dtype is None else getattr(torch, cpu.kv_dtype.value),
+            num_threads=cpu.threads,
+            fragmented=cpu.fragmented,
+        ),
+        throughput=asked | _given(llama_cpp=True if baseline.baseline is Baseline.LLAMA_CPP else None),
+        load=asked
+        | _given(
+            rates=None if load.rates is None else tuple(load.rates),
+            ttft_limit_ms=load.ttft_limit,
+            tpot_limit_ms=load.tpot_limit,
+            url=load.url,
+            api_key=api_key if load.url is not None else None,
+            url_model=load.url_model,
+        ),
+    )
+
+
+def _measure(names: list[SuiteName], options: "SuiteOptions", result: ResultFlags) -> None:
+    """Run the suites; show and write what they found."""
+    from neo_desktop.app.bench import run_suites
+    from neo_desktop.app.bench.page.files import discard_folder, prepare_folder, write_files
+
+    folder = result.out
+    if folder is None and result.json_file is None:
+        folder = Path(f"neo-desktop-bench-{datetime.now():%Y-%m-%d-%H%M%S}")
+    if folder is not None:
+        prepare_folder(folder)
+    try:
+        with _progress(result.progress_json) as progress:
+            report = run_suites([name.value for name in names], progress, options)
+    except KeyboardInterrupt:  # before the first suite began
+        if folder is not None:
+            discard_folder(folder)
+        raise
+    _show(report)
+    if result.json_file is not None:
+        report.write_json(result.json_file)
+    if folder is not None and not report.suites:
+        discard_folder(folder)
+    elif folder is not None:
+        page = write_files(report, folder)
+        stdout.print(f"\nPage: [bold]{page}[/]", highlight=False, soft_wrap=True)
+    if report.interrupted is not None:
+        sys.exit(130)
+    if report.has_failed:
+        sys.exit(1)
+
+
+def _chosen(suites: Sequence[SuiteName] | None, groups: tuple[Any, ...]) -> list[SuiteName]:
+    """Return the suites to run, in their order; refuse options that mean nothing to them."""
+    wanted = set(suites or [SuiteName.ALL])
+    chosen: list[SuiteName] = [
+        each for each in SuiteName if each is not SuiteName.ALL and wanted & {each, SuiteName.ALL}
+    ]
+    for group in groups:
+        belongs = _SUITES_OF_FLAGS[type(group)]
+        for flag in given(group):
+            if not set(belongs) & set(chosen):
+                raise typer.BadParameter(f"{flag} belongs to --suite {' or '.join(belongs)}")
+    return chosen
+
+
+def _check(model: ModelFlags, requests: RequestFlags, baseline: BaselineFlags, load: LoadFlags) -> None:
+    """Refuse what contradicts itself."""
+    if model.random_weights and model.shape is None:
+        raise typer.BadParameter(
+            "needs --shape NAME: there is no checkpoint to read", param_hint="--random-weights"
+        )
+    if requests.trace is not None and (requests.input_tokens, requests.output_tokens) != (None, None):
+        raise typer.BadParameter("give either --trace or --input and --output, not both")
+    if model.gpu_slice is not None and baseline.baseline is not None:
+        raise typer.BadParameter(
+            f"{baseline.baseline.value} would have the whole GPU: leave --baseline out",
+            param_hint="--gpu-slice",
+        )
+    if model.gpu_slice is not None and load.url is not None:
+        raise typer.BadParameter(
+            "the server at --url has its own settings: start that with a slice", param_hint="--gpu-slice"
+        )
+
+
+def _given(**settings: object) -> dict[str, object]:
+    """Leave out what was not given."""
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+@contextmanager
+def _progress(json_file: str | None) -> Iterator[Callable[[float, str], None]]:
+    """Tell how far the run is: a bar for people, JSON lines for a program."""
+    if json_file == "-":
+        yield json_progress(sys.stderr)
+    elif json_file is not None:
+        with Path(json_file).open("w", encoding="utf-8") as lines:
+            yield json_progress(lines)
+    else:
+        with progress_bar() as bar:
+            task = bar.add_task("Measuring", total=1.0)
+            yield lambda share, what: bar.update(task, completed=share, description=what)
+
+
+def json_progress(lines: TextIO) -> Callable[[float, str], None]:
+    """Return a function that writes `{"share": 0.4, "what": "warming up"}` whenever one of the two changed.
+
+    `share` has three decimals: a suite that reports every iteration writes a thousand lines at most.
+    """
+    last: dict[str, object] = {}
+
+    def write(share: float, what: str) -> None:
+        nonlocal last
+        step: dict[str, object] = {"share": round(share, 3), "what": what}
+        if step != last:
+            lines.write(json.dumps(step) + "\n")
+            lines.flush()
+            last = step
+
+    return write
+
+
+def _show(report: "Report") -> None:
+    from neo_desktop.app.bench.page.content import headline, machine_lines, sections
+    from neo_desktop.app.bench.page.terminal import render_section
+
+    for line in machine_lines(report):
+        stdout.print(line, style="dim", highlight=False, markup=False)
+    for section in sections(report):
+        # Of a whole self-test, the terminal shows the figures; what is to be said of them is on the page.
+        stdout.print(render_section(section, notes=len(report.suites) == 1), highlight=False)
+    if report.model_note:
+        stdout.print(f"\n{report.model_note}", style="dim", highlight=False, markup=False)
+    for line in headline(report):
+        stdout.print(f"\n{line}", style="bold", highlight=False, markup=False)
+
+
+def _compare(first: Path, second: Path) -> None:
+    from neo_desktop.app.bench import Report
+    from neo_desktop.app.bench.page.compare import compare
+    from neo_desktop.app.bench.page.terminal import render_section
+
+    reports = Report.read_json(first), Report.read_json(second)
+    stdout.print(render_section(compare(*reports, (str(first), str(second)))), highlight=False)

@@ -1,0 +1,204 @@
+"""The command `neo-desktop models`: what is on this computer, what fits, and bringing and removing models."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from neo_desktop.app.commands import options as opt
+from neo_desktop.app.commands.terminal import progress_bar, set_up_logging, stdout
+
+if TYPE_CHECKING:
+    from neo_desktop.app.shelf.catalogue import LocalModel
+    from neo_desktop.app.shelf.fits import Fit
+    from neo_desktop.app.shelf.model_loader import ModelLoader
+
+models = typer.Typer(
+    help="The models on this computer: which there are, which fit, and how fast they will be.",
+    no_args_is_help=True,
+    epilog="Example: neo-desktop models list",
+)
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="As 'neo-desktop models list' shows it.")]
+
+
+@models.command(name="list", epilog="Example: neo-desktop models list --json models.json")
+def list_models(
+    models_dirs: opt.ModelsDirs = None, json_file: opt.JsonFile = None, debug: opt.Debug = False
+) -> None:
+    """Show the models on this computer, and how many chats of 4,096 tokens each has room for."""
+    set_up_logging(debug)
+    loader = _loader(models_dirs)
+    found = [(model, *_fit(loader, model)) for model in loader.catalogue.models()]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("Model", overflow="fold", min_width=20)
+    for heading in ("Size", "Stored as", "GPU chats", "All chats", "tokens/s"):
+        table.add_column(heading, justify="right")
+    for model, fit, reason in found:
+        summary = model.summary
+        cells = [_gb(summary.size_bytes), escape(summary.dtype or "?")]
+        if fit is None or reason is not None:
+            table.add_row(escape(model.name), *cells, style="dim")
+            table.add_row(f"  [dim]{escape(reason or '')}[/]")
+            continue
+        speed = "?" if fit.speed is None else f"{fit.speed.one_chat_tokens_per_s:.3g}"
+        table.add_row(escape(model.name), *cells, _chats(fit.gpu_chats, fit), _chats(fit.chats, fit), speed)
+    stdout.print(table, highlight=False)
+    stdout.print(
+        "\nChats of 4,096 tokens at once: with KV on the GPU alone, and in host memory, too.", style="dim"
+    )
+    fits = [fit for _, fit, _ in found if fit is not None]
+    if any(fit.is_imitated for fit in fits):
+        stdout.print("There is no GPU here: its cache is imitated in host memory.", style="dim")
+    speeds = [fit.speed for fit in fits if fit.speed is not None]
+    if speeds:
+        source = speeds[0].assumption.rpartition(";")[0]
+        stdout.print(f"tokens/s: of one chat, {source}.", style="dim", highlight=False)
+    if json_file is not None:
+        data = [_plain(*each) for each in found]
+        json_file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+@models.command(epilog="Example: neo-desktop models info neo-desktop-guide")
+def info(
+    name: Name,
+    models_dirs: opt.ModelsDirs = None,
+    json_file: opt.JsonFile = None,
+    debug: opt.Debug = False,
+) -> None:
+    """Show one model: what it is, what it takes, what it brings."""
+    set_up_logging(debug)
+    loader = _loader(models_dirs)
+    model = loader.catalogue.get(name)
+    fit, reason = _fit(loader, model)
+    summary = model.summary
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("Model", escape(model.name))
+    table.add_row("Folder", escape(str(summary.path)))
+    table.add_row("Size", _gb(summary.size_bytes))
+    table.add_row("Architecture", escape(summary.architecture or "unknown"))
+    table.add_row("Parameters", _count(summary.parameters))
+    table.add_row("Stored as", escape(summary.dtype or "unknown"))
+    table.add_row("Context", f"{summary.context_tokens:,} tokens" if summary.context_tokens else "unknown")
+    if reason is not None:
+        table.add_row("Cannot be run", escape(reason))
+    elif fit is not None:
+        for row in _fit_rows(fit):
+            table.add_row(*row)
+    stdout.print(table, highlight=False)
+    if json_file is not None:
+        json_file.write_text(json.dumps(_plain(model, fit, reason), indent=2) + "\n", encoding="utf-8")
+
+
+@models.command(epilog="Example: neo-desktop models pull Qwen/Qwen3-0.6B")
+def pull(
+    name: Annotated[str, typer.Argument(metavar="ORGANISATION/NAME", help="As on huggingface.co.")],
+    debug: opt.Debug = False,
+) -> None:
+    """Download a model from Hugging Face's hub; a download that was stopped goes on."""
+    set_up_logging(debug)
+    from neo_desktop.app.shelf.pull import pull as pull_model
+
+    with progress_bar() as progress:
+        task = progress.add_task("Asking huggingface.co", total=1.0)
+        folder = pull_model(
+            name, lambda share, what: progress.update(task, completed=share, description=escape(what))
+        )
+    stdout.print(f"{escape(name)} is in {escape(str(folder))}.", highlight=False, soft_wrap=True)
+    stdout.print(f"Try it: neo-desktop --model {escape(name)}", highlight=False)
+
+
+@models.command(epilog="Example: neo-desktop models remove Qwen/Qwen3-0.6B")
+def remove(
+    name: Name,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    debug: opt.Debug = False,
+) -> None:
+    """Delete a model that was pulled."""
+    set_up_logging(debug)
+    from neo_desktop.app.shelf.catalogue import Catalogue, own_folder
+    from neo_desktop.app.shelf.pull import check_removable
+    from neo_desktop.app.shelf.pull import remove as remove_model
+
+    model = Catalogue([own_folder()]).get(name)
+    check_removable(model.summary.path)
+    if not yes:
+        size = _gb(model.summary.size_bytes)
+        typer.confirm(f"Delete {model.summary.path} ({size})?", abort=True)
+    remove_model(model.summary.path)
+    stdout.print(f"{escape(name)} is gone.", highlight=False)
+
+
+def _loader(models_dirs: list[Path] | None) -> "ModelLoader":
+    from neo_desktop.app.commands.model_options import ModelOptions
+    from neo_desktop.app.selftest import reports_folder
+    from neo_desktop.app.shelf.catalogue import Catalogue
+    from neo_desktop.app.shelf.model_loader import EngineSettings, ModelLoader
+
+    return ModelLoader(Catalogue(models_dirs), EngineSettings(ModelOptions()), reports=reports_folder())
+
+
+def _fit(loader: "ModelLoader", model: "LocalModel") -> "tuple[Fit | None, str | None]":
+    """What it would take, and why it cannot be run here."""
+    if model.summary.config is None:
+        return None, model.summary.reason
+    fit = loader.fit(model.summary.config, is_loaded=False)
+    return fit, fit.reason
+
+
+def _fit_rows(fit: "Fit") -> list[tuple[str, str]]:
+    where = "imitated in host memory: there is no GPU" if fit.is_imitated else "GPU memory"
+    length = f"{fit.chat_tokens:,} tokens"
+    rows = [
+        ("Runs as", fit.dtype),
+        ("Weights", _gb(fit.weights_bytes)),
+        ("KV", f"{fit.kv_bytes_per_1000_tokens / 1e6:,.3g} MB per 1,000 tokens"),
+        ("GPU-cache", f"{fit.gpu_tokens:,} tokens ({where}): {_chats(fit.gpu_chats, fit)} chats of {length}"),
+        ("With CPU-cache", f"{fit.cpu_tokens:,} more tokens: {_chats(fit.chats, fit)} chats at once"),
+    ]
+    if fit.speed is None:
+        return [*rows, ("Speed", f"not known: {fit.speed_reason}")]
+    return [
+        *rows,
+        ("One chat", f"{fit.speed.one_chat_tokens_per_s:,.3g} tokens per second"),
+        (
+            f"{fit.speed.best_chats} chats",
+            f"{fit.speed.best_tokens_per_s:,.3g} tokens per second together, "
+            f"{fit.speed.best_ms_per_token:,.3g} ms per token for each",
+        ),
+        ("", fit.speed.assumption),
+    ]
+
+
+def _chats(count: int, fit: "Fit") -> str:
+    return f"{count}+" if count == fit.most_chats else str(count)
+
+
+def _plain(model: "LocalModel", fit: "Fit | None", reason: str | None) -> dict[str, Any]:
+    summary = model.summary
+    return {
+        "name": model.name,
+        "path": str(summary.path),
+        "size_bytes": summary.size_bytes,
+        "dtype": summary.dtype,
+        "architecture": summary.architecture,
+        "parameters": summary.parameters,
+        "context_tokens": summary.context_tokens,
+        "runnable": reason is None,
+        "reason": reason,
+        "fit": None if fit is None else asdict(fit),
+    }
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
+
+
+def _count(parameters: int | None) -> str:
+    if parameters is None:
+        return "?"
+    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M"

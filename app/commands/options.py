@@ -1,0 +1,278 @@
+"""Command-line options that several commands share; each default is stated here, once."""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Device(StrEnum):
+    """Where the linear layers run."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Dtype(StrEnum):
+    """Number format of weights and KV."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
+class CpuCacheDtype(StrEnum):
+    """Number format of KV in the CPU-cache."""
+
+    AUTO = "auto"
+    INT8 = "int8"
+
+
+class KVDtype(StrEnum):
+    """Number format of keys and values in a CPU-cache."""
+
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+
+
+class PolicyName(StrEnum):
+    """Where requests may live."""
+
+    AUTO = "auto"
+    NEO = "neo"
+    FASTDECODE = "fastdecode"
+    GPU_ONLY = "gpu-only"
+
+
+DEFAULT_MODEL = "builtin"
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
+
+_MODEL, _ENGINE, _SERVER = "Model", "Engine", "Server"
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="NAME",
+        help="A model on this computer: a name from 'neo-desktop models list', or the folder of a Hugging "
+        "Face checkpoint.",
+        rich_help_panel=_MODEL,
+    ),
+]
+ModelsDirs = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--models-dir",
+        metavar="DIR",
+        help="A folder of models to choose from; repeatable. Default: the cache of Hugging Face's programs. "
+        "Models that were pulled are there in any case.",
+        rich_help_panel=_MODEL,
+    ),
+]
+IdleUnload = Annotated[
+    float,
+    typer.Option(
+        "--idle-unload",
+        metavar="MIN",
+        min=0,
+        help="Give the model's memory back after so many minutes without a request; the next one loads it "
+        "again, and waits. 0: never.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Shape = Annotated[
+    str | None,
+    typer.Option(
+        help="Random weights in a published shape, e.g. llama-2-7b: to measure without a checkpoint.",
+        rich_help_panel=_MODEL,
+    ),
+]
+DeviceOption = Annotated[
+    Device, typer.Option("--device", help="Where the linear layers run.", rich_help_panel=_ENGINE)
+]
+DtypeOption = Annotated[
+    Dtype, typer.Option("--dtype", help="Number format of weights and KV.", rich_help_panel=_ENGINE)
+]
+PolicyOption = Annotated[
+    PolicyName,
+    typer.Option(
+        "--policy",
+        help="Where requests may live: in GPU memory (gpu-only), in host memory (fastdecode), in both (neo); "
+        "auto does what is predicted to be fastest.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+GpuCacheTokens = Annotated[
+    int | None,
+    typer.Option(min=0, help="Size of the GPU-cache in tokens; default: what fits.", rich_help_panel=_ENGINE),
+]
+CpuCacheTokens = Annotated[
+    int | None,
+    typer.Option(min=0, help="Size of the CPU-cache in tokens; default: what fits.", rich_help_panel=_ENGINE),
+]
+GpuMemory = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-memory",
+        metavar="GIB",
+        min=0.001,
+        help="The most GPU memory to take: weights, activations, KV and a reserve; without a GPU, KV of the "
+        "imitated GPU-cache. Default: what is free.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+GpuSlice = Annotated[
+    int | None,
+    typer.Option(
+        "--gpu-slice",
+        metavar="SMS",
+        min=1,
+        help="Use only so many of the GPU's multiprocessors, so that a big card can stand for a small one, "
+        "together with --gpu-memory. Default: all.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+CpuMemory = Annotated[
+    float | None,
+    typer.Option(
+        "--cpu-memory",
+        metavar="GIB",
+        min=0.001,
+        help="The most host memory to take for KV and transfers. Default: half of what is available.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+CpuCacheDtypeOption = Annotated[
+    CpuCacheDtype,
+    typer.Option(
+        "--cpu-cache-dtype",
+        help="Number format of KV in the CPU-cache: the model's own (auto), or 8 bits (int8): nearly twice "
+        "the tokens of 16 bits in the same memory; answers may then differ slightly.",
+        rich_help_panel=_ENGINE,
+    ),
+]
+TraceTimeline = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace-timeline",
+        metavar="FILE",
+        help="Write who was busy when in every iteration, in Chrome's trace format (see it in Perfetto).",
+        rich_help_panel=_ENGINE,
+    ),
+]
+Host = Annotated[
+    str,
+    typer.Option(help="Address to listen on; others than loopback need a key.", rich_help_panel=_SERVER),
+]
+Port = Annotated[
+    int, typer.Option("--port", "-p", min=0, max=65535, help="0: any free one.", rich_help_panel=_SERVER)
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="NEO_DESKTOP_API_KEY",
+        help="Key that clients must send (Authorization: Bearer KEY).",
+        rich_help_panel=_SERVER,
+    ),
+]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allowed-host",
+        help="Further host name under which browsers may reach the server; repeatable.",
+        rich_help_panel=_SERVER,
+    ),
+]
+AllowedOrigins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-origin",
+        metavar="ORIGIN",
+        help="Site or app whose pages may use the API: https://chat.example, app://obsidian.md, "
+        "http://localhost:* for any port; repeatable.",
+        rich_help_panel=_SERVER,
+    ),
+]
+MaxBodyMib = Annotated[
+    float,
+    typer.Option(
+        "--max-body-mib", metavar="MIB", min=0.001, help="Largest request.", rich_help_panel=_SERVER
+    ),
+]
+MaxMessages = Annotated[
+    int, typer.Option("--max-messages", min=1, help="Most messages of a chat.", rich_help_panel=_SERVER)
+]
+MaxQueue = Annotated[
+    int,
+    typer.Option(
+        "--max-queue",
+        min=1,
+        help="Most answers that wait for their first token; further requests are told to come back.",
+        rich_help_panel=_SERVER,
+    ),
+]
+RequestTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--request-timeout",
+        metavar="SECONDS",
+        min=0.001,
+        help="The longest that a request may take, waiting included. Default: any time.",
+        rich_help_panel=_SERVER,
+    ),
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug messages.")]
+
+
+def in_existing_folder(path: Path | None) -> Path | None:
+    """Refuse a file that could not be written, before anything is computed for it."""
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder, expected the name of a file")
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}")
+    return path
+
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--json", metavar="FILE", callback=in_existing_folder, help="Also write the figures to this file."
+    ),
+]
+
+_WORKLOAD = "Workload"
+
+
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        readable=True,
+        help="An Azure CSV (TIMESTAMP, ContextTokens, GeneratedTokens: real arrival times) or a JSON list "
+        'of {"prompt": tokens, "max_tokens": tokens} (all at once).',
+        rich_help_panel=_WORKLOAD,
+    ),
+]
+InputTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--input", min=1, help="Synthetic prompts of 0.9 to 1.1 of this.", rich_help_panel=_WORKLOAD
+    ),
+]
+OutputTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--output", min=1, help="Synthetic answers of 0.9 to 1.1 of this.", rich_help_panel=_WORKLOAD
+    ),
+]
+Seed = Annotated[
+    int, typer.Option(help="Of synthetic lengths and Poisson arrivals.", rich_help_panel=_WORKLOAD)
+]

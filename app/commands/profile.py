@@ -1,0 +1,113 @@
+"""The body of `neo-desktop profile`: finds or measures the tables of a model, and shows them."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from neo_desktop.app.commands.model_options import ModelOptions
+from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
+from neo_desktop.engine.profiling.profile_cache import load_or_profile, profile_key, profile_path
+
+Progress = Callable[[float, str], None]  # share done, 0 to 1; what runs
+
+_CURVES = (
+    ("linear", "tokens"),
+    ("head", "rows"),
+    ("hand_off", "requests"),
+    ("transfer", "tokens"),
+    ("first_chunk_attention", "tokens of a prompt's first chunk"),
+)
+_SURFACES = (
+    ("later_chunk_attention", "tokens of a chunk", "context at its end"),
+    ("gpu_attention", "requests", "mean context"),
+    ("cpu_attention", "requests", "mean context"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOptions(ModelOptions):
+    """What to measure."""
+
+    refresh: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileReport:
+    """Tables and where they are kept."""
+
+    model: str
+    key: dict[str, Any]
+    path: Path
+    tables: TableCostModel
+    note: str | None = None  # of a slice of the GPU
+
+    def print(self, console: Console) -> None:
+        """Print every table, in milliseconds for one layer."""
+        key = self.key
+        where = key["gpu"]["name"] if key["gpu"] else key["cpu"]
+        differs = key["cpu_cache_dtype"] != key["dtype"]
+        dtype = f"{key['dtype']}, CPU-cache {key['cpu_cache_dtype']}" if differs else key["dtype"]
+        console.print(f"{self.model} on {where}, {dtype}; milliseconds for one layer", highlight=False)
+        if self.note is not None:
+            console.print(self.note, highlight=False)
+        for name, unit in _CURVES:
+            console.print(_curve(name, unit, getattr(self.tables, name)), highlight=False)
+        for name, x_unit, y_unit in _SURFACES:
+            if name == "gpu_attention" and not key["gpu"] and not differs:
+                console.print("gpu_attention: without a GPU the same as cpu_attention", highlight=False)
+                continue
+            console.print(_surface(name, x_unit, y_unit, getattr(self.tables, name)), highlight=False)
+        console.print(f"Kept in {self.path}", highlight=False, soft_wrap=True)
+
+    def write_json(self, path: Path) -> None:
+        """Write tables and their key to a file; `neo-desktop simulate --tables` reads it."""
+        data = {"key": self.key, "path": str(self.path), "tables": self.tables.to_json()}
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def run_profile(options: ProfileOptions, progress: Progress) -> ProfileReport:
+    """Load the model, then find or measure its tables; raises what `Engine.from_pretrained` raises."""
+    setup = options.set_up(lambda done, total: progress(done / total if total else 1.0, "Loading weights"))
+    decoder = setup.model.decoder
+    tables = load_or_profile(
+        decoder,
+        setup.storage,
+        setup.limits,
+        lambda share, what: progress(share, f"Measuring this computer: {what}"),
+        streams=setup.model.streams,
+        refresh=options.refresh,
+    )
+    key = profile_key(decoder, setup.storage, setup.limits, setup.model.streams)
+    return ProfileReport(setup.model.name, key, profile_path(key), tables, setup.model.streams.note)
+
+
+def _curve(name: str, unit: str, curve: Curve) -> Table:
+    some = [*curve.x[: -1 : max(len(curve.x) // 6, 1)], curve.x[-1]]
+    table = _table(f"{name}, by {unit}", some)
+    table.add_row("", *(_ms(curve(x)) for x in some))
+    return table
+
+
+def _surface(name: str, x_unit: str, y_unit: str, surface: Surface) -> Table:
+    table = _table(f"{name}, by {x_unit} (rows) and {y_unit} (columns)", surface.y)
+    for x, row in zip(surface.x, surface.ms, strict=True):
+        table.add_row(f"{x:g}", *map(_ms, row))
+    return table
+
+
+def _table(title: str, columns: Iterable[float]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("", justify="right")
+    for value in columns:
+        table.add_column(f"{value:g}", justify="right")
+    return table
+
+
+def _ms(value: float) -> str:
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}"

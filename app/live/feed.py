@@ -1,0 +1,102 @@
+"""Asks the engine what it does, at most once a second, and only while somebody wants to know."""
+
+import asyncio
+import logging
+import time
+
+from fastapi import APIRouter
+
+from neo_desktop.app.live.schema import EngineView, State
+from neo_desktop.app.live.view import engine_view
+from neo_desktop.app.service import EngineService, ServiceError
+from neo_desktop.app.shelf.hosting import ModelHost, NoModelError
+from neo_desktop.app.web.events import Hub
+from neo_desktop.engine.live import LiveView
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 1.0  # between two looks
+PATIENCE_S = 1.0  # for an answer; then what was seen last is told again, with its age
+RESTING = (
+    "The model rests: nobody asked it anything for a while, so it gave its memory back. "
+    "The next question loads it again."
+)
+
+
+class EngineFeed:
+    """The engine's view of itself; belongs to the event loop.
+
+    Args:
+        host: whose engine it is.
+    """
+
+    def __init__(self, host: ModelHost) -> None:
+        self._host = host
+        self._service: EngineService | None = None  # whom `_asked` and `_seen` are of
+        self._asked: asyncio.Task[LiveView] | None = None
+        self._seen: LiveView | None = None
+        self._seen_s = float("-inf")
+
+    async def view(self) -> EngineView:
+        """Return what the engine does; asked again within a second, the same."""
+        try:
+            service = self._host.service
+        except NoModelError as reason:
+            return EngineView.without_engine(State.NO_MODEL, _sentence(reason))
+        if self._host.is_resting:
+            return EngineView.without_engine(State.RESTING, RESTING)
+        if service is not self._service:  # another model
+            self._service, self._asked, self._seen, self._seen_s = service, None, None, float("-inf")
+        try:
+            await self._look(service)
+        except ServiceError as reason:
+            return EngineView.without_engine(State.STOPPED, _sentence(reason))
+        if self._seen is None:
+            reason_text = "The engine is busy with a long piece of work and has not answered yet."
+            return EngineView.without_engine(State.WORKING, reason_text)
+        return engine_view(self._seen, max(time.monotonic() - self._seen_s, 0.0))
+
+    async def _look(self, service: EngineService) -> None:
+        if self._asked is None:
+            if time.monotonic() - self._seen_s < PERIOD_S / 2:
+                return
+            self._asked = asyncio.create_task(service.live_view())
+            self._asked.add_done_callback(_take_note)
+        asked = self._asked
+        await asyncio.wait([asked], timeout=PATIENCE_S)
+        if asked.done() and asked is self._asked:
+            self._asked = None
+            self._seen, self._seen_s = asked.result(), time.monotonic()
+
+    async def publish(self, hub: Hub) -> None:
+        """Push it once a second to those who listen; runs until it is cancelled."""
+        while True:
+            await hub.listened("engine")
+            try:
+                hub.publish("engine", (await self.view()).model_dump(mode="json"))
+            except Exception:  # a defect here must not end the news
+                logger.exception("the engine's view could not be told")
+            await asyncio.sleep(PERIOD_S)
+
+
+def routes(feed: EngineFeed) -> APIRouter:
+    """GET /engine."""
+    router = APIRouter()
+
+    @router.get("/engine")
+    async def engine() -> EngineView:
+        """What the engine does right now."""
+        return await feed.view()
+
+    return router
+
+
+def _take_note(asked: asyncio.Task[LiveView]) -> None:
+    """Nobody may be left who wants to know that the engine ended meanwhile."""
+    if not asked.cancelled():
+        asked.exception()
+
+
+def _sentence(reason: Exception) -> str:
+    text = str(reason)
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else ".")

@@ -1,0 +1,92 @@
+"""In plain words: what offloading does right now."""
+
+from neo_desktop.engine.live import LiveView, Progress
+from neo_desktop.engine.placement import Place
+
+IMITATED = "neo-desktop uses no GPU on this computer: the GPU's part is imitated on the CPU."
+
+
+def sentence(view: LiveView) -> str:
+    """Say what the engine does, and what GPU memory alone would allow."""
+    stats, num_running = view.stats, len(view.requests)
+    if num_running + stats.num_waiting == 0:
+        return " ".join(("No chat is waiting for an answer.", _room(view)))
+    parts = [_running(view)] if num_running else []
+    if stats.num_waiting:
+        parts.append(_waiting(view))
+    if behind := sum(request.num_skipped > 0 for request in view.requests):
+        it_waits = "one of them waits" if behind == 1 else f"{behind} of them wait"
+        parts.append(f"The CPU has more to do than fits beside the GPU's work: {it_waits} for a later round.")
+    return " ".join(parts)
+
+
+def notes(view: LiveView) -> list[str]:
+    """What a reader must know beside it."""
+    return [IMITATED] if view.is_gpu_imitated else []
+
+
+def _gpu(view: LiveView) -> str:
+    return "the imitated GPU" if view.is_gpu_imitated else "the GPU"
+
+
+def _running(view: LiveView) -> str:
+    gpu, num = _gpu(view), len(view.requests)
+    num_cpu = sum(request.place is Place.HOST for request in view.requests)
+    if num == 1:
+        return _single(view)
+    if num_cpu == 0:
+        everything = "memory on " + gpu
+        if view.stats.policy == "gpu-only" and view.stats.num_waiting:
+            return f"{num} chats at once, as many as the memory of {gpu} holds."
+        return f"{num} chats at once, all with their {everything}: it has room, and nothing is offloaded."
+    if num_cpu == num:
+        where = f"{num} chats at once, all with their memory in main memory"
+        return f"{where}, where the CPU attends for them while {gpu} computes the rest.{_alone(view)}"
+    have = "1 has its" if num - num_cpu == 1 else f"{num - num_cpu} have their"
+    them = "it" if num_cpu == 1 else "them"
+    return (
+        f"{num} chats at once: {have} memory on {gpu}, {num_cpu} in main memory, where the CPU attends for "
+        f"{them} while {gpu} computes.{_alone(view)}"
+    )
+
+
+def _single(view: LiveView) -> str:
+    gpu, request = _gpu(view), view.requests[0]
+    if request.progress is Progress.PREFILLING:
+        doing = f"its {request.num_tokens:,} tokens are being read"
+    else:
+        doing = "its answer is being written"
+    if request.place is Place.HOST:
+        where = f"Its memory is in main memory, where the CPU attends while {gpu} computes the rest."
+    else:
+        where = f"Its memory is on {gpu}: nothing is offloaded."
+    return f"1 chat: {doing}. {where}"
+
+
+def _alone(view: LiveView) -> str:
+    """What GPU memory alone would allow."""
+    held, num = view.num_gpu_alone, len(view.requests)
+    if held is None:
+        return ""
+    if held >= num:
+        return " GPU memory alone would hold them, too." if num > 1 else ""
+    return f" GPU memory alone would hold {held or 'none'}."
+
+
+def _waiting(view: LiveView) -> str:
+    num = view.stats.num_waiting
+    wait = "1 more waits" if num == 1 else f"{num} more wait"
+    if not view.requests:
+        return "1 chat is about to begin." if num == 1 else f"{num} chats are about to begin."
+    if Place.HOST not in view.stats.pools:
+        return f"{wait} until there is room: the policy {view.stats.policy} leaves main memory unused."
+    return f"{wait} for memory."
+
+
+def _room(view: LiveView) -> str:
+    """How many tokens there is room for."""
+    gpu, cpu = (view.capacity_tokens(place) for place in (Place.DEVICE, Place.HOST))
+    on_gpu, on_cpu = f"{gpu:,} tokens on {_gpu(view)}", f"{cpu:,} in main memory"
+    if gpu and cpu:
+        return f"There is room for {on_gpu} and {on_cpu}."
+    return f"There is room for {on_gpu}." if gpu else f"There is room for {cpu:,} tokens in main memory."

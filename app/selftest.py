@@ -1,0 +1,253 @@
+"""The self-test, as the page starts it: `neo-desktop bench` in a process of its own, and earlier reports.
+
+    <data folder>/selftest/2026-11-22-201500/report.html, report.json, plots/
+
+A process of its own measures what a user would: no other threads, no memory of this one. A model that is
+loaded is unloaded first, since it would take memory from what is measured; the next request brings it back.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from neo_desktop.app.data_folder import data_folder
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = (sys.executable, "-m", "neo_desktop.app.cli")
+MAX_REPORTS = 10  # older ones are deleted when a new one begins
+SUITES = ("hardware", "cpu-attention", "gpu", "cost-model", "throughput", "load")
+STOP_TIMEOUT_S = 20.0  # the suite that runs ends with what it has
+TOLD_LINES = 6  # of what a run that failed said last
+LINE_BYTES = 1 << 20
+
+Prepare = Callable[[], Awaitable[None]]
+
+
+class SelfTestError(RuntimeError):
+    """A run that cannot begin; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The run that is under way."""
+
+    report: str  # the name of its folder
+    suites: tuple[str, ...]
+    share: float  # done, 0 to 1
+    what: str  # is being measured
+    is_stopping: bool = False
+
+
+def reports_folder(data: Path | None = None) -> Path:
+    """Return where reports are kept, in this folder or else in the user's data folder."""
+    return (data or data_folder()) / "selftest"
+
+
+class SelfTest:
+    """One run at a time, and what earlier ones found. Belongs to the event loop.
+
+    Args:
+        folder: for reports; None: the usual one.
+        command: runs `neo-desktop`.
+    """
+
+    def __init__(self, folder: Path | None = None, command: Sequence[str] | None = None) -> None:
+        self._folder = folder or reports_folder()
+        self.listeners: list[Callable[[], object]] = []  # called when the view has changed
+        self.running: Run | None = None
+        self.error: str | None = None  # why the last run has no report
+        self._command = command or PROGRAM
+        self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def view(self) -> dict[str, Any]:
+        """Return a SelfTestView."""
+        return {
+            "running": None if self.running is None else asdict(self.running),
+            "error": self.error,
+            "suites": list(SUITES),
+            "reports": [_about(folder) for folder in _reports(self._folder)],
+        }
+
+    def report(self, name: str | None) -> Path | None:
+        """Return a report's page, by its name; the newest without one; None where there is none."""
+        running = self.running and self.running.report
+        pages = {
+            folder.name: folder / "report.html" for folder in _reports(self._folder) if folder.name != running
+        }
+        pages = {name: page for name, page in pages.items() if page.is_file()}
+        return next(iter(pages.values()), None) if name is None else pages.get(name)
+
+    def start(self, suites: Sequence[str] | None, prepare: Prepare | None = None) -> None:
+        """Begin a run.
+
+        Args:
+            suites: by name; none: all.
+            prepare: awaited before.
+
+        Raises:
+            SelfTestError: one is under way.
+            ValueError: a suite does not exist.
+        """
+        if self.running is not None:
+            raise SelfTestError("a self-test is running: stop it, or wait for it")
+        for suite in suites or ():
+            if suite not in SUITES:
+                raise ValueError(f"no suite is called {suite!r}: choose from {', '.join(SUITES)}")
+        chosen = tuple(suite for suite in SUITES if not suites or suite in suites)
+        self.error = None
+        self.running = Run(f"{datetime.now():%Y-%m-%d-%H%M%S}", chosen, 0.0, "Starting")
+        self._task = asyncio.create_task(self._run(self.running, prepare))
+        self._tell()
+
+    async def stop(self) -> None:
+        """End the run; what was measured until then is in its report."""
+        run, process, task = self.running, self._process, self._task
+        if run is None or task is None:
+            return
+        self._set(is_stopping=True, what="Ending with what was measured")
+        if process is not None and process.returncode is None:
+            _signal(process, signal.SIGINT)
+        elif process is None:
+            task.cancel()
+        done, _ = await asyncio.wait([task], timeout=STOP_TIMEOUT_S)
+        if not done and self._process is not None:
+            _signal(self._process, signal.SIGKILL)
+            await asyncio.wait([task])
+
+    async def close(self) -> None:
+        """End the run at once: the server ends."""
+        if self._process is not None and self._process.returncode is None:
+            _signal(self._process, signal.SIGKILL)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _run(self, run: Run, prepare: Prepare | None) -> None:
+        folder = self._folder / run.report
+        try:
+            if prepare is not None:
+                await prepare()
+            await asyncio.to_thread(_prepare, folder)
+            lines = await self._child(run, folder)
+            if not (folder / "report.html").is_file() and not (self.running and self.running.is_stopping):
+                said = " ".join(lines) or "it said nothing"
+                self.error = f"The self-test ended without a report. It said last: {said}"
+        except asyncio.CancelledError:
+            if not (self.running and self.running.is_stopping):
+                raise
+        except OSError as error:
+            self.error = f"The self-test could not be run: {error}"
+        finally:
+            self.running = self._process = self._task = None
+            self._tell()
+
+    async def _child(self, run: Run, folder: Path) -> list[str]:
+        """Run the bench; return its last lines."""
+        arguments = [argument for suite in run.suites for argument in ("--suite", suite)]
+        if len(run.suites) == len(SUITES):
+            arguments = []
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            *("bench", "--progress-json", "-", "--out", str(folder), *arguments),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in the terminal is the server's
+            limit=LINE_BYTES,
+            env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1"},
+        )
+        last: deque[str] = deque(maxlen=TOLD_LINES)
+        assert self._process.stderr is not None
+        try:
+            with contextlib.suppress(ValueError):  # a line without end
+                async for line in self._process.stderr:
+                    text = line.decode(errors="replace").strip()
+                    step = _step(text)
+                    if step is None:
+                        last.append(text)
+                    else:
+                        self._set(share=step[0], what=step[1])
+            await self._process.wait()
+        finally:
+            if self._process.returncode is None:
+                _signal(self._process, signal.SIGKILL)
+                await self._process.wait()
+        return [line for line in last if line]
+
+    def _set(self, **changes: Any) -> None:
+        if self.running is None:
+            return
+        if self.running.is_stopping:
+            changes.pop("what", None)
+        now = Run(**asdict(self.running) | changes)
+        if now != self.running:
+            self.running = now
+            self._tell()
+
+    def _tell(self) -> None:
+        for listener in self.listeners:
+            listener()
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    """To the process and all that it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+
+
+def _step(line: str) -> tuple[float, str] | None:
+    """Progress, if the line tells some."""
+    if not line.startswith("{"):
+        return None
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        step = json.loads(line)
+        return min(max(float(step["share"]), 0.0), 1.0), str(step["what"])[:200]
+    return None
+
+
+def _prepare(folder: Path) -> None:
+    """Make room for a report."""
+    for old in _reports(folder.parent)[MAX_REPORTS - 1 :]:
+        shutil.rmtree(old, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _reports(folder: Path) -> list[Path]:
+    """The folders of finished reports, newest first."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+    return sorted((path for path in found if (path / "report.html").is_file()), reverse=True)
+
+
+@lru_cache(4 * MAX_REPORTS)  # a report does not change once its page is there; the view is told many times
+def _about(folder: Path) -> dict[str, Any]:
+    """What the list of reports shows of one."""
+    about: dict[str, Any] = {"name": folder.name, "started": None, "suites": [], "interrupted": False}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        about |= {
+            "started": str(report["started"]),
+            "suites": [str(suite["suite"]) for suite in report["suites"]],
+            "interrupted": report["interrupted"] is not None,
+        }
+    return about

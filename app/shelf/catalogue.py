@@ -1,0 +1,209 @@
+"""The models on this computer: the built-in one, and what lies in a few folders.
+
+    <folder>/NAME/config.json                                   a model called NAME
+    <folder>/ORGANISATION/NAME/config.json                      ORGANISATION/NAME
+    <hub's cache>/models--ORGANISATION--NAME/snapshots/*/       ORGANISATION/NAME
+
+Names are looked up here and never made into paths.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from neo_desktop.app.data_folder import data_folder
+from neo_desktop.app.shelf.checkpoint_summary import Summary, summarize
+from neo_desktop.engine.loading import BUILTIN, BUILTIN_NAME, model_folder
+from neo_desktop.models.shapes import shape as published_shape
+
+MAX_FOLDERS = 2000  # looked at in one folder of models, however many there are
+MAX_MODELS = 500
+MAX_DEPTH = 3
+
+
+class UnknownModelError(ValueError):
+    """No model on this computer has that name."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model that can be named."""
+
+    name: str
+    summary: Summary
+    shape: str | None = None  # random weights in this published shape, which are in no file
+
+    @property
+    def source(self) -> str:
+        """What the engine calls it."""
+        return BUILTIN if self.name == BUILTIN_NAME else str(self.summary.path)
+
+
+def own_folder() -> Path:
+    """Return where this program puts models that it downloads."""
+    return data_folder() / "models"
+
+
+def hub_folder() -> Path:
+    """Return where Hugging Face's own programs put theirs."""
+    named = os.environ.get("HF_HUB_CACHE")
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return Path(named).expanduser() if named else Path(home).expanduser() / "hub"
+
+
+class Catalogue:
+    """Finds models, anew at each call: folders change.
+
+    Args:
+        folders: that hold models, beside this program's own. None: Hugging Face's.
+        model: the one that was asked for at the start, by name, folder or "builtin".
+        shape: the published shape that was asked for instead.
+
+    Raises:
+        UnknownModelError: there is no such model.
+        ValueError: there is no such shape.
+    """
+
+    def __init__(
+        self, folders: Sequence[Path] | None = None, *, model: str = BUILTIN, shape: str | None = None
+    ) -> None:
+        self.folders = [own_folder(), hub_folder()] if folders is None else [own_folder(), *folders]
+        self._shape = shape
+        self._path: Path | None = None
+        self.first = BUILTIN_NAME  # the name of the model that was asked for
+        if shape is not None:
+            published_shape(shape)  # ValueError where there is none
+            self.first = f"{shape} (random weights)"
+        elif model not in (BUILTIN, BUILTIN_NAME):
+            path = model_folder(model)
+            if path.is_dir():
+                self._path = path.absolute()
+                self.first = path.resolve().name or str(path)
+            else:
+                self.first = self.get(model).name
+
+    def models(self) -> list[LocalModel]:
+        """Return all of them, the one that was asked for and the built-in one first."""
+        found: dict[str, LocalModel] = {}
+        seen: set[Path] = set()
+        for name, path in self._candidates():
+            real = _real(path)
+            if real is None or real in seen:
+                continue
+            seen.add(real)
+            # Two folders may hold models of one name: then the later one's path is its name.
+            unique = name if name not in found else str(path)
+            found[unique] = LocalModel(unique, summarize(path))
+            if len(found) >= MAX_MODELS:
+                break
+        if self._shape is not None:
+            name = f"{self._shape} (random weights)"
+            found = {name: LocalModel(name, _shape_summary(self._shape), self._shape)} | found
+        return list(found.values())
+
+    def get(self, name: str) -> LocalModel:
+        """Return the model of that name.
+
+        Raises:
+            UnknownModelError: there is none.
+        """
+        models = {model.name: model for model in self.models()}
+        wanted = BUILTIN_NAME if name == BUILTIN else name
+        if wanted not in models:
+            known = ", ".join(list(models)[:20])
+            raise UnknownModelError(f"{name} is neither a folder nor a model on this computer ({known})")
+        return models[wanted]
+
+    def _candidates(self) -> Iterator[tuple[str, Path]]:
+        if self._path is not None:
+            yield self.first, self._path
+        yield BUILTIN_NAME, model_folder(BUILTIN)
+        for folder in self.folders:
+            yield from _models_in(folder.expanduser().absolute())
+
+
+def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield names and folders of models, those of the first level first."""
+    left = MAX_FOLDERS
+    level = [folder]
+    for _ in range(MAX_DEPTH):
+        below: list[Path] = []
+        for parent in level:
+            for path in _subfolders(parent):
+                left -= 1
+                if left < 0:
+                    return
+                if parent == folder and path.name.startswith("models--"):
+                    snapshot = _snapshot(path)
+                    if snapshot is not None:
+                        yield "/".join(path.name.split("--")[1:]), snapshot
+                elif _is_model(path):
+                    yield path.relative_to(folder).as_posix(), path
+                else:
+                    below.append(path)
+        level = below
+
+
+def _subfolders(path: Path) -> list[Path]:
+    found: list[Path] = []
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if len(found) > MAX_FOLDERS:
+                    break
+                try:
+                    if not entry.name.startswith(".") and entry.is_dir():
+                        found.append(Path(entry.path))
+                except OSError:
+                    continue  # a link to itself
+    except OSError:
+        return []
+    return sorted(found)
+
+
+def _is_model(path: Path) -> bool:
+    try:
+        with os.scandir(path) as entries:
+            return any(entry.name.endswith(("config.json", ".safetensors", ".gguf")) for entry in entries)
+    except OSError:
+        return False
+
+
+def _snapshot(repository: Path) -> Path | None:
+    """The state of a downloaded repository that is in use, or else the newest."""
+    snapshots = [path for path in _subfolders(repository / "snapshots") if _is_model(path)]
+    try:
+        main = (repository / "refs" / "main").read_text(encoding="utf-8")[:200].strip()
+    except (OSError, UnicodeDecodeError):
+        main = ""
+    in_use = [path for path in snapshots if path.name == main]
+    return next(iter(in_use or sorted(snapshots, key=_modified_s, reverse=True)), None)
+
+
+def _modified_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _real(path: Path) -> Path | None:
+    try:
+        return path.resolve(strict=True)
+    except (OSError, RuntimeError):  # nowhere, or a link to itself
+        return None
+
+
+def _shape_summary(shape: str) -> Summary:
+    config = published_shape(shape)
+    return Summary(
+        path=Path(),
+        size_bytes=0,
+        dtype=str(config.dtype).removeprefix("torch."),
+        architecture=config.architecture,
+        parameters=config.num_parameters,
+        context_tokens=config.max_context_tokens,
+        config=config,
+        reason=None,
+    )

@@ -1,0 +1,225 @@
+"""What a model's folder holds, from headers only: in milliseconds, whatever somebody put there."""
+
+import json
+import math
+import os
+import struct
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.json_file import ModelError
+
+MAX_JSON_BYTES = 4 << 20  # of config.json; real ones have a few kilobytes
+MAX_HEADER_BYTES = 32 << 20  # of one safetensors file
+MAX_WEIGHT_FILES = 512
+MAX_LAYERS = 1024  # a thousand is more than any model has; a list of them is made per model
+_BITS = {"F64": 64, "F32": 32, "I32": 32, "F16": 16, "BF16": 16}  # of a stored number; 8 of all others
+_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8", "F8_E5M2": "float8"}
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One model."""
+
+    path: Path
+    size_bytes: int  # of its files
+    dtype: str | None  # "bfloat16", "gptq, 4 bits"; None: unknown
+    architecture: str | None
+    parameters: int | None  # as stored; a matrix with packed numbers counts its stored elements
+    context_tokens: int | None
+    config: ModelConfig | None  # None: this program cannot run it
+    reason: str | None  # why it cannot be run; None: it can
+
+
+class _UnusableError(Exception):
+    """Why a model cannot be run, in a sentence."""
+
+
+def summarize(path: Path) -> Summary:
+    """Look at one folder; never raises for what is in it."""
+    size_bytes, names = _files(path)
+    empty = Summary(path, size_bytes, None, None, None, None, None, None)
+    try:
+        if "config.json" not in names:
+            return replace(empty, dtype=_gguf_dtype(names), reason=_why_no_config(names))
+        raw = _read_json(path / "config.json")
+    except _UnusableError as error:
+        return replace(empty, reason=str(error))
+    found = replace(
+        empty,
+        architecture=_architecture(raw),
+        context_tokens=_positive(raw.get("max_position_embeddings")),
+        dtype=_config_dtype(raw),
+    )
+    try:
+        parameters, stored = _weights(path, names)
+        found = replace(found, parameters=parameters)
+        if found.dtype is None:
+            found = replace(found, dtype=_NAMES.get(stored, stored))
+        config = _config(path, raw, parameters)
+        if stored not in ("F32", "F16", "BF16"):
+            raise _UnusableError(
+                f"its weights are stored as {stored}, which is not supported: choose the float16 or bfloat16 "
+                "version"
+            )
+        if "tokenizer.json" not in names:
+            raise _UnusableError("it has no tokenizer.json: complete the download")
+    except _UnusableError as error:
+        return replace(found, reason=str(error))
+    return replace(found, context_tokens=config.max_context_tokens, config=config)
+
+
+def _files(path: Path) -> tuple[int, frozenset[str]]:
+    """Sizes of all files of a folder together, and their names."""
+    size_bytes, names = 0, set()
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                try:
+                    if entry.is_file():  # also through a link: the hub's cache consists of links
+                        size_bytes += entry.stat().st_size
+                        names.add(entry.name)
+                except OSError:
+                    continue  # a link to nowhere, or to itself
+    except OSError:
+        pass
+    return size_bytes, frozenset(names)
+
+
+def _why_no_config(names: frozenset[str]) -> str:
+    if any(name.endswith(".gguf") for name in names):
+        return "GGUF files cannot be run yet: choose the model's safetensors version"
+    return "it has no config.json: complete the download"
+
+
+def _gguf_dtype(names: frozenset[str]) -> str | None:
+    for name in sorted(names):
+        if name.endswith(".gguf"):
+            parts = name.removesuffix(".gguf").replace(".", "-").split("-")
+            kinds = [part for part in parts if part[:1] in "QFIBqfib" and any(map(str.isdigit, part))]
+            return f"GGUF {kinds[-1]}" if kinds else "GGUF"
+    return None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        if file.stat().st_size > MAX_JSON_BYTES:
+            raise _UnusableError(f"its {file.name} is too large to be one")
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _UnusableError(f"its {file.name} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):
+        raise _UnusableError(f"its {file.name} is not valid JSON: download it again") from None
+    if not isinstance(values, dict):
+        raise _UnusableError(f"its {file.name} holds no JSON object: download it again")
+    return values
+
+
+def _architecture(raw: dict[str, Any]) -> str | None:
+    names = raw.get("architectures")
+    if isinstance(names, list) and names and isinstance(names[0], str):
+        return names[0][:100]
+    kind = raw.get("model_type")
+    return kind[:100] if isinstance(kind, str) else None
+
+
+def _config_dtype(raw: dict[str, Any]) -> str | None:
+    """How the weights are quantized; None: they are not."""
+    quantization = raw.get("quantization_config")
+    if not isinstance(quantization, dict):
+        return None
+    method = quantization.get("quant_method")
+    bits = _positive(quantization.get("bits"))
+    return f"{method if isinstance(method, str) else 'quantized'}"[:40] + (f", {bits} bits" if bits else "")
+
+
+def _positive(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**40 else None
+
+
+def _config(path: Path, raw: dict[str, Any], parameters: int) -> ModelConfig:
+    """The configuration, once it is known to be harmless and to belong to the weights."""
+    layers = raw.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise _UnusableError(f"its config.json asks for {layers} layers: download it again")
+    generation = path / "generation_config.json"
+    if generation.exists():
+        _read_json(generation)  # not too large
+    try:
+        config = ModelConfig.from_pretrained(path)
+    except ModelError as error:
+        # Its folder is known: what matters is what is wrong.
+        raise _UnusableError(str(error).replace(f"{path}/", "its ").rstrip(".")) from None
+    except Exception as error:  # of whatever kind: what somebody wrote there is not to stop a list
+        raise _UnusableError(f"its config.json cannot be used ({type(error).__name__}: {error})") from None
+    # A tied head may be stored, too, and old checkpoints have some buffers.
+    spare = config.vocab_size * config.hidden_size + config.num_parameters // 50
+    if not config.num_parameters <= parameters <= config.num_parameters + spare:
+        raise _UnusableError(
+            f"its config.json describes {config.num_parameters:,} parameters, but its files hold "
+            f"{parameters:,}: complete the download"
+        )
+    return config
+
+
+def _weights(path: Path, names: frozenset[str]) -> tuple[int, str]:
+    """Parameters in the safetensors files, and the type that most of their bytes have."""
+    elements: Counter[str] = Counter()
+    for name in _weight_files(path, names):
+        for stored, count in _header(path / name).items():
+            elements[stored] += count
+    if not elements:
+        raise _UnusableError("its weight files are empty: download them again")
+    widest = max(elements, key=lambda stored: elements[stored] * _BITS.get(stored, 8))
+    return sum(elements.values()), widest
+
+
+def _weight_files(path: Path, names: frozenset[str]) -> list[str]:
+    if "model.safetensors.index.json" in names:
+        weight_map = _read_json(path / "model.safetensors.index.json").get("weight_map")
+        files = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+        if not files or len(files) > MAX_WEIGHT_FILES or not all(isinstance(file, str) for file in files):
+            raise _UnusableError("its model.safetensors.index.json names no weight files: download it again")
+        missing = sorted(files - names)
+        if missing:
+            raise _UnusableError(f"{missing[0][:100]} is missing: complete the download")
+        return sorted(files)
+    if "model.safetensors" in names:
+        return ["model.safetensors"]
+    if any(name.endswith(_PICKLES) for name in names):
+        raise _UnusableError(
+            "its weights are pickle files, which can run code when opened: choose the safetensors version"
+        )
+    raise _UnusableError("it has no weights (model.safetensors): complete the download")
+
+
+def _header(file: Path) -> Counter[str]:
+    """Elements by type, from a safetensors file: its length in 8 bytes, then JSON."""
+    damaged = _UnusableError(f"{file.name} is damaged: download it again")
+    elements: Counter[str] = Counter()
+    try:
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            if length > MAX_HEADER_BYTES:
+                raise damaged
+            header = json.loads(opened.read(length))
+            end = 8 + length
+            for name, tensor in header.items():
+                if name == "__metadata__":
+                    continue
+                shape, offsets = tensor["shape"], tensor["data_offsets"]
+                if not all(isinstance(each, int) and each >= 0 for each in (*shape, *offsets)):
+                    raise damaged
+                elements[str(tensor["dtype"])[:20]] += math.prod(shape)
+                end = max(end, 8 + length + offsets[1])
+            if os.fstat(opened.fileno()).st_size < end:
+                raise _UnusableError(f"{file.name} is incomplete: complete the download")
+    except OSError as error:
+        raise _UnusableError(f"{file.name} cannot be read ({error.strerror})") from None
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, struct.error):
+        raise damaged from None
+    return elements

@@ -1,0 +1,106 @@
+"""Whether a model fits into this computer's memory, and how many chats beside it: the engine's own rules."""
+
+from dataclasses import dataclass
+
+from neo_desktop.app.commands.model_options import ModelOptions
+from neo_desktop.app.shelf.speed import Figures, Prediction, predict
+from neo_desktop.engine.loading import choose_cpu_cache_dtype, choose_device, choose_dtype
+from neo_desktop.engine.placement import Place, get_policy
+from neo_desktop.engine.profiling.budget import (
+    BLOCK_SIZE,
+    FreeMemory,
+    check_weights_fit,
+    pool_blocks,
+)
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.engine.setup import MAX_BATCH_REQUESTS, MAX_BATCH_TOKENS
+from neo_desktop.models.config import ModelConfig
+
+CHAT_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What loading a model would bring; nothing but `reason` where it does not fit."""
+
+    reason: str | None  # why it does not fit; None: it does
+    dtype: str  # of weights and KV
+    weights_bytes: int
+    kv_bytes_per_1000_tokens: int
+    gpu_tokens: int  # in the GPU-cache
+    cpu_tokens: int  # in the CPU-cache
+    chat_tokens: int  # of a chat as counted below: 4,096, or the model's context where that is shorter
+    gpu_chats: int  # whose KV lies in the GPU-cache
+    chats: int  # with those in the CPU-cache
+    most_chats: int  # at once, however much memory there is
+    is_imitated: bool  # there is no GPU: both caches lie in host memory
+    speed: Prediction | None
+    speed_reason: str | None  # why there is none
+
+
+def fit(
+    config: ModelConfig, options: ModelOptions, policy: str, free: FreeMemory, figures: Figures | str
+) -> Fit:
+    """Reckon what the engine would take.
+
+    Args:
+        options: of the command line; which model they name does not matter.
+        policy: as for the engine.
+        free: memory, with no model loaded.
+        figures: of this computer, or why there are none.
+    """
+    device = choose_device(options.device)
+    dtype = choose_dtype(options.dtype, config, device, free.host_bytes)
+    weights = config.weight_bytes(dtype)
+    reason, blocks = None, dict.fromkeys(Place, 0)
+    try:
+        check_weights_fit(config, dtype, device, options.caps, free)
+        limits = SchedulerLimits(
+            max_batch_tokens=max(MAX_BATCH_TOKENS[device.type], MAX_BATCH_REQUESTS),
+            max_batch_requests=MAX_BATCH_REQUESTS,
+        )
+        blocks |= pool_blocks(
+            config,
+            dtype,
+            limits,
+            device,
+            {Place.DEVICE: options.gpu_cache_tokens, Place.HOST: options.cpu_cache_tokens},
+            options.caps,
+            choose_cpu_cache_dtype(options.cpu_cache_dtype),
+            _beside_weights(free, weights),
+        )
+    except MemoryError as error:
+        reason = str(error)
+    places = get_policy(policy).places
+    tokens = {place: BLOCK_SIZE * blocks[place] if place in places else 0 for place in Place}
+    chat_tokens = min(CHAT_TOKENS, config.max_context_tokens)
+    chats = {place: min(count // chat_tokens, MAX_BATCH_REQUESTS) for place, count in tokens.items()}
+    if reason is None and not any(tokens.values()):
+        reason = "the weights fit, but no memory is left for chats: close other programs"
+    speed: Prediction | str = figures if isinstance(figures, str) else "it does not fit"
+    if reason is None and isinstance(figures, Figures):
+        if any(chats.values()):
+            speed = predict(figures, config, dtype, chats[Place.DEVICE], chats[Place.HOST], chat_tokens)
+        else:
+            speed = f"not even one chat of {chat_tokens:,} tokens has room"
+    return Fit(
+        reason=reason,
+        dtype=str(dtype).removeprefix("torch."),
+        weights_bytes=weights,
+        kv_bytes_per_1000_tokens=1000 * config.kv_bytes_per_token(dtype),
+        gpu_tokens=tokens[Place.DEVICE],
+        cpu_tokens=tokens[Place.HOST],
+        chat_tokens=chat_tokens,
+        gpu_chats=chats[Place.DEVICE],
+        chats=min(sum(chats.values()), MAX_BATCH_REQUESTS),
+        most_chats=MAX_BATCH_REQUESTS,
+        is_imitated=device.type != "cuda",
+        speed=None if isinstance(speed, str) else speed,
+        speed_reason=speed if isinstance(speed, str) else None,
+    )
+
+
+def _beside_weights(free: FreeMemory, weights: int) -> FreeMemory:
+    if free.gpu_bytes is None:
+        return FreeMemory(free.host_bytes - weights, None)
+    return FreeMemory(free.host_bytes, free.gpu_bytes - weights)

@@ -1,0 +1,225 @@
+"""What the page's Models tab shows and does."""
+
+import asyncio
+import dataclasses
+import logging
+import threading
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from neo_desktop.app.shelf.catalogue import LocalModel, UnknownModelError, own_folder
+from neo_desktop.app.shelf.fits import Fit
+from neo_desktop.app.shelf.hosting import HostBusyError, LoadFailedError, ModelHost
+from neo_desktop.app.shelf.model_loader import ModelLoader
+from neo_desktop.app.shelf.pull import NAME, PullError, PullStoppedError, pull
+from neo_desktop.app.web.body import parse
+from neo_desktop.app.web.errors import ApiError
+from neo_desktop.app.web.events import Hub
+
+logger = logging.getLogger(__name__)
+
+
+class ModelName(BaseModel):
+    """The body of requests that name a model."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: str = Field(max_length=4096)
+
+
+class ModelShelf:
+    """The models on this computer, the loaded one among them, and how loads and downloads go on.
+
+    Args:
+        host: that loads them.
+        loader: the host's; None: it has none, and nothing can be chosen.
+        hub: where changes are published.
+    """
+
+    def __init__(self, host: ModelHost, loader: ModelLoader | None, hub: Hub) -> None:
+        self._host = host
+        self._loader = loader
+        self._hub = hub
+        self._models: list[dict[str, Any]] = []  # as last looked at
+        self._pulling: dict[str, Any] | None = None
+        self._pull_error: str | None = None
+        self._pull_task: asyncio.Task[None] | None = None
+        self._pull_stopped = threading.Event()
+        self._looking: set[asyncio.Task[None]] = set()
+        host.listeners.append(self._host_changed)
+        hub.greet("models", self.fresh_view)
+
+    def view(self) -> dict[str, Any]:
+        """Return a ModelsView, with the models as they were last looked at."""
+        host = self._host
+        return {
+            "loaded": self._loaded(),
+            "loading": None if host.loading is None else dataclasses.asdict(host.loading),
+            "error": host.error,
+            "models": self._models,
+            "folders": [str(folder) for folder in self._loader.catalogue.folders] if self._loader else [],
+            "can_pull": self._loader is not None,
+            "pulling": self._pulling,
+            "pull_error": self._pull_error,
+        }
+
+    async def fresh_view(self) -> dict[str, Any]:
+        """Look at all folders, and return a ModelsView."""
+        if self._loader is not None:
+            self._models = await asyncio.to_thread(_look, self._loader, self._host.has_weights)
+        return self.view()
+
+    async def close(self) -> None:
+        """Stop a download; what has arrived is kept."""
+        self._pull_stopped.set()
+
+    def routes(self) -> APIRouter:
+        """Return the routes below /api."""
+        router = APIRouter()
+
+        @router.get("/models")
+        async def models() -> dict[str, Any]:
+            return await self.fresh_view()
+
+        @router.post("/models/load", status_code=202)
+        async def load(request: Request) -> dict[str, Any]:
+            await self._load((await parse(request, ModelName)).name)
+            return self.view()
+
+        @router.post("/models/unload")
+        async def unload() -> dict[str, Any]:
+            await self._host.unload()
+            return await self.fresh_view()
+
+        @router.post("/models/pull", status_code=202)
+        async def start_pull(request: Request) -> dict[str, Any]:
+            self._start_pull((await parse(request, ModelName)).name)
+            return self.view()
+
+        @router.post("/models/pull/stop")
+        async def stop_pull() -> dict[str, Any]:
+            self._pull_stopped.set()
+            if self._pull_task is not None:
+                await asyncio.wait([self._pull_task], timeout=5)
+            return self.view()
+
+        return router
+
+    def _loaded(self) -> dict[str, Any] | None:
+        if not self._host.has_service:
+            return None
+        stats = self._host.service.stats
+        tokens = {place: pool.num_blocks * stats.block_size for place, pool in stats.pools.items()}
+        return {
+            "name": self._host.name,
+            "is_resting": self._host.is_resting,
+            "dtype": stats.dtype,
+            "device": stats.device,
+            "policy": stats.policy,
+            "context_tokens": stats.max_context_tokens,
+            "cache_tokens": {place.value: count for place, count in tokens.items()},
+        }
+
+    async def _load(self, name: str) -> None:
+        loader = self._loader
+        if loader is None:
+            raise ApiError(409, "this server keeps the model that it was started with")
+        try:
+            model = await asyncio.to_thread(loader.catalogue.get, name)
+        except UnknownModelError as error:
+            raise ApiError(404, str(error), param="name", code="model_not_found") from None
+        # What can be known before is told before: the loaded model would be gone for nothing.
+        entry = await asyncio.to_thread(_entry, loader, model, self._host.has_weights)
+        reason = entry["reason"] or (entry["fit"] and entry["fit"]["reason"])
+        if not reason:
+            reason = await asyncio.to_thread(loader.why_not, model)
+        if reason:
+            raise ApiError(409, f"{name} cannot be loaded: {reason}", param="name", code="not_runnable")
+        try:
+            self._host.begin(model.name)
+        except (HostBusyError, LoadFailedError) as error:
+            raise ApiError(409, str(error), code=error.code) from None
+
+    def _start_pull(self, name: str) -> None:
+        if not NAME.fullmatch(name):
+            raise ApiError(
+                400,
+                f"{name!r} is no model's name: write ORGANISATION/NAME, as on huggingface.co",
+                param="name",
+            )
+        if self._pulling is not None:
+            raise ApiError(409, f"{self._pulling['name']} is being downloaded: stop that, or wait for it")
+        self._pull_stopped.clear()
+        self._pull_error = None
+        self._pulling = {"name": name, "share": 0.0, "what": "Asking huggingface.co"}
+        self._pull_task = asyncio.create_task(self._pull(name))
+        self._publish()
+
+    async def _pull(self, name: str) -> None:
+        loop = asyncio.get_running_loop()
+
+        def arrived(share: float, what: str) -> None:
+            loop.call_soon_threadsafe(self._pulled, {"name": name, "share": share, "what": what})
+
+        try:
+            await asyncio.to_thread(pull, name, arrived, self._pull_stopped)
+        except PullStoppedError:
+            pass
+        except PullError as error:
+            self._pull_error = str(error)
+        except Exception as error:
+            logger.exception("a download failed")
+            self._pull_error = f"{name} could not be downloaded: {type(error).__name__}: {error}"
+        self._pulling = self._pull_task = None
+        self._hub.publish("models", await self.fresh_view())
+
+    def _pulled(self, now: dict[str, Any]) -> None:
+        before = self._pulling
+        if before is not None:
+            self._pulling = now
+            if now["what"] != before["what"] or now["share"] >= before["share"] + 0.005:
+                self._publish()
+
+    def _publish(self) -> None:
+        self._hub.publish("models", self.view())
+
+    def _host_changed(self) -> None:
+        self._publish()
+        if self._host.loading is None:  # memory has changed, and so has what fits
+            task = asyncio.get_running_loop().create_task(self._look_again())
+            self._looking.add(task)
+            task.add_done_callback(self._looking.discard)
+
+    async def _look_again(self) -> None:
+        if self._hub.has_listeners("models"):
+            self._hub.publish("models", await self.fresh_view())
+
+
+def _look(loader: ModelLoader, is_loaded: bool) -> list[dict[str, Any]]:
+    return [_entry(loader, model, is_loaded) for model in loader.catalogue.models()]
+
+
+def _entry(loader: ModelLoader, model: LocalModel, is_loaded: bool) -> dict[str, Any]:
+    summary = model.summary
+    fit: Fit | None = None
+    reason = summary.reason
+    if summary.config is not None:
+        try:
+            fit = loader.fit(summary.config, is_loaded=is_loaded)
+        except (ValueError, RuntimeError) as error:  # a GPU without bfloat16, say
+            reason = str(error)
+    return {
+        "name": model.name,
+        "path": None if model.shape is not None else str(summary.path),
+        "size_bytes": summary.size_bytes,
+        "dtype": summary.dtype,
+        "architecture": summary.architecture,
+        "parameters": summary.parameters,
+        "context_tokens": summary.context_tokens,
+        "runnable": reason is None,
+        "reason": reason,
+        "fit": None if fit is None else dataclasses.asdict(fit),
+        "is_own": summary.path.is_relative_to(own_folder()) and model.shape is None,
+    }

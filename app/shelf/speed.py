@@ -1,0 +1,237 @@
+"""How fast a model will be here, before it is loaded: the cost model of a machine with this one's figures.
+
+The figures are, in this order: those that the self-test measured on this computer; of a GPU, its datasheet's;
+of a CPU alone, what a fraction of a second shows.
+"""
+
+import json
+import re
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from neo_desktop import native
+from neo_desktop.app.bench.hardware.host import Host
+from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.predict.estimate import Load, iteration_ms
+from neo_desktop.engine.profiling.hardware import cpu_name, host_memory
+from neo_desktop.engine.simulation.analytic import analytic_cost_model
+from neo_desktop.engine.simulation.presets import GB, GpuPreset, HostPreset, get_gpu, get_host
+from neo_desktop.models.config import ModelConfig
+
+_READ_BYTES = 256 << 20  # beyond all caches
+_MATRIX_SIZE = 1024
+_CPU_MATMUL_SHARE = 0.8  # of what square matrices reach, by those of a model
+_CPU_STREAMING_SHARE = 0.8  # of plain reads, by a product that is bound by reading weights
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What predictions are made from."""
+
+    gpu: GpuPreset  # without a GPU: the CPU, as what computes the linear layers
+    host: HostPreset
+    has_gpu: bool
+    source: str  # where the figures come from
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Decoding, with contexts half full."""
+
+    one_chat_tokens_per_s: float
+    best_chats: int  # at once: most tokens per second together
+    best_tokens_per_s: float
+    best_ms_per_token: float  # what each of them then waits for a token
+    assumption: str
+
+
+def find_figures(device: torch.device, reports: Path | None = None) -> Figures | str:
+    """Return what is known of this computer, or why nothing is.
+
+    Args:
+        device: that the linear layers run on.
+        reports: folder of the self-test's reports.
+    """
+    measured = _newest_hardware(reports) if reports is not None else None
+    if device.type != "cuda":
+        if measured is None:
+            return _quick_figures()
+        return _cpu_figures(measured.read, measured.flops, measured.source)
+    name = torch.cuda.get_device_name(device)
+    if measured is not None and measured.gpu is not None and measured.gpu.name == name:
+        host = _host(measured.read, measured.flops / native.num_usable_cpus())
+        return Figures(measured.gpu, host, True, measured.source)
+    try:
+        gpu = _preset(name)
+    except ValueError:
+        return f"no datasheet of the {name} is at hand: run the self-test's suite hardware, which measures it"
+    host = get_host(gpu.host)
+    return Figures(gpu, host, True, f"the datasheet of the {gpu.name} in a computer like {host.name}")
+
+
+@lru_cache(256)
+def predict(
+    figures: Figures,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    gpu_chats: int,
+    cpu_chats: int,
+    chat_tokens: int,
+) -> Prediction:
+    """Predict decoding.
+
+    Args:
+        gpu_chats: that have room in the GPU-cache.
+        cpu_chats: likewise; one of both is above 0.
+        chat_tokens: length of each in the end; on average it is half of that.
+    """
+    cost = analytic_cost_model(figures.gpu, figures.host, config, dtype)
+    if not figures.has_gpu:
+        cost = replace(cost, overlaps=False)
+    context = max(chat_tokens // 2, 1)
+
+    def total_ms(on_gpu: int, on_cpu: int) -> float:
+        return _best_ms(cost, Load(on_gpu, on_gpu, 0.0, on_gpu, on_gpu * context), on_cpu, on_cpu * context)
+
+    one = total_ms(1, 0) if gpu_chats else total_ms(0, 1)
+    batches = [
+        (on_gpu, on_cpu)
+        for on_gpu in _steps(gpu_chats)
+        for on_cpu in _steps(cpu_chats)
+        if on_gpu + on_cpu > 0
+    ]
+    speeds = {batch: sum(batch) / total_ms(*batch) * 1e3 for batch in batches}
+    best = max(speeds, key=lambda batch: (speeds[batch], -sum(batch)))
+    # The smallest batch that is as good as the best: more would only make each of them slower.
+    best = min((batch for batch in batches if speeds[batch] >= 0.97 * speeds[best]), key=sum)
+    return Prediction(
+        one_chat_tokens_per_s=1e3 / one,
+        best_chats=sum(best),
+        best_tokens_per_s=speeds[best],
+        best_ms_per_token=total_ms(*best),
+        assumption=f"predicted from {figures.source}; chats of {context:,} tokens",
+    )
+
+
+def _best_ms(cost: TableCostModel, gpu: Load, cpu_requests: int, cpu_tokens: int) -> float:
+    """One sub-batch, or the chats in host memory in one of their own."""
+    together = iteration_ms(cost, gpu.with_cpu_decodes(cpu_requests, cpu_tokens))
+    if not (cpu_requests and gpu.tokens):
+        return together
+    apart = iteration_ms(cost, gpu, Load().with_cpu_decodes(cpu_requests, cpu_tokens))
+    return min(together, apart)
+
+
+def _steps(most: int) -> list[int]:
+    """0, 1, 2, 3, 4, 6, 8 … and the most."""
+    steps = {0, most} | {round(2 ** (i / 2)) for i in range(20) if round(2 ** (i / 2)) <= most}
+    return sorted(steps)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What the self-test's suite hardware found on this computer."""
+
+    read: float  # bytes per second, by all cores
+    flops: float  # of fp32 products on the CPU
+    gpu: GpuPreset | None
+    source: str
+
+
+def _newest_hardware(reports: Path) -> _Measured | None:
+    for file in sorted(reports.glob("*/report.json"), reverse=True):
+        try:
+            report = json.loads(file.read_text(encoding="utf-8"))
+            if report["machine"]["cpu"] != cpu_name():
+                continue
+            (suite,) = [suite for suite in report["suites"] if suite["suite"] == "hardware"]
+            return _Measured(
+                GB * max(each["read_gb_per_s"]["median"] for each in suite["host"]),
+                _best_flops(suite["matrices"], "float32"),
+                None if suite["gpu"] is None else _measured_gpu(suite["gpu"]),
+                f"what the self-test measured on this computer on {str(report['started'])[:10]}",
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # one that was stopped, or of another version
+    return None
+
+
+def _measured_gpu(found: dict[str, Any]) -> GpuPreset:
+    """A GPU as it was measured: only little of these figures is lost to real work."""
+    bus = min(
+        max(each[way] for each in found["transfers"]) for way in ("to_device_gb_per_s", "to_host_gb_per_s")
+    )
+    return GpuPreset(
+        name=str(found["name"]),
+        host="this computer",
+        memory_bytes=0,
+        memory_bytes_per_s=found["read_gb_per_s"]["median"] * GB,
+        tensor_flops=_best_flops(found["matrices"], "float16"),
+        bus_bytes_per_s=bus * GB,
+        multiprocessors=1,
+        matmul_share=0.9,
+        streaming_share=0.95,
+        attention_share=0.65,
+        bus_share=1.0,
+    )
+
+
+def _best_flops(matrices: list[dict[str, Any]], dtype: str) -> float:
+    return 1e9 * max(float(each["gflop_per_s"]["median"]) for each in matrices if each["dtype"] == dtype)
+
+
+def _preset(name: str) -> GpuPreset:
+    """The datasheet's figures by the driver's name: "NVIDIA GeForce RTX 3060 Laptop GPU", "NVIDIA L4"."""
+    words = [word for word in name.split() if word.lower() not in ("nvidia", "geforce", "tesla", "gpu")]
+    try:
+        return get_gpu(" ".join(words))
+    except ValueError:
+        return get_gpu(
+            " ".join(word for word in words if not re.fullmatch(r"\d+GB|HBM\d\w*|PCIe|SXM\d?", word))
+        )
+
+
+@cache
+def _quick_figures() -> Figures | str:
+    """Look for a fraction of a second; kept, since later the computer may be busy."""
+    if host_memory().available_bytes < 4 * _READ_BYTES:
+        return "too little memory is free to measure this computer's"
+    host = Host(_READ_BYTES)
+    threads = native.default_num_threads()
+    read = max(host.read_gb_per_s(threads) for _ in range(3))
+    flops = max(host.matrix_gflop_per_s(_MATRIX_SIZE, "float32") for _ in range(4))
+    return _cpu_figures(read * GB, flops * 1e9, "a quick look at this computer's memory and processor")
+
+
+def _cpu_figures(read: float, flops: float, source: str) -> Figures:
+    gpu = GpuPreset(
+        name="cpu",
+        host="cpu",
+        memory_bytes=0,
+        memory_bytes_per_s=read,
+        tensor_flops=flops,
+        bus_bytes_per_s=read,
+        multiprocessors=1,
+        matmul_share=_CPU_MATMUL_SHARE,
+        streaming_share=_CPU_STREAMING_SHARE,
+        attention_share=0.9,
+    )
+    return Figures(gpu, _host(read, flops / native.num_usable_cpus()), False, source)
+
+
+def _host(read: float, core_flops: float) -> HostPreset:
+    cores = native.num_usable_cpus()
+    return HostPreset(
+        "this computer",
+        memory_bytes=0,
+        memory_bytes_per_s=read,
+        cores=cores,
+        core_bytes_per_s=read,
+        core_flops=core_flops,
+        read_share=1.0,
+        idle_cores=0,
+    )

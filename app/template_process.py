@@ -1,0 +1,146 @@
+"""Chat templates in a process of their own, which may be ended at any time.
+
+Templates come with downloaded models and are programs: `{{ 'x' * 10**10 }}` takes 10 GB, a macro that calls
+itself twice never ends, and neither can be interrupted within this process. There, the system bounds both:
+
+    event loop                                     child: chat_template.py
+    ──────────                                     ───────────────────────
+    source, special tokens ─── stdin ────────────→ kept
+    [messages, extra]      ─── stdin ────────────→ rendered, within processor time and memory
+    the prompt, or why not ←── stdout ───────────  {"text": …} or {"error": …}
+    (end of this process)  ─── end of stdin ─────→ ends, too
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import markupsafe
+import psutil
+
+from neo_desktop.app import chat_template
+from neo_desktop.app.chat_template import FRAME_HEAD, MAX_CPU_S, MAX_MEMORY_BYTES, ChatTemplateError
+
+MAX_WAIT_S = 20.0  # on a busy computer, processor time takes longer
+MEMORY_POLL_S = 0.05  # how often its memory is looked at, where the system does not bound it
+_PROGRAM = "import sys; sys.path += sys.argv[1:]; import chat_template; chat_template.main()"
+
+
+class TemplateProcess:
+    """Renders the chats of one model, one after the other; belongs to one event loop.
+
+    A child that takes too much is ended, and another one is started for the next chat.
+
+    Args:
+        source: Jinja source; None where the model has none.
+        special_tokens: texts that the template may name, like "bos_token".
+    """
+
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
+        self._first_frame = chat_template.pack({"source": source, "special_tokens": dict(special_tokens)})
+        self._has_source = source is not None
+        self._process: asyncio.subprocess.Process | None = None
+        self._is_free = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Start the child, so that the first chat need not wait for it."""
+        if self._has_source:
+            async with self._is_free:
+                await self._running()
+
+    async def stop(self) -> None:
+        """End the child; a chat that is being rendered is refused."""
+        await self._end()
+
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any] | None = None
+    ) -> str:
+        """Return the prompt for the assistant's next message; both arguments are JSON.
+
+        Raises:
+            ChatTemplateError: the model has no template, or it fails for these messages or takes too much.
+        """
+        if not self._has_source:
+            return chat_template.ChatTemplate(None, {}).render(messages)
+        frame = chat_template.pack([messages, extra])
+        async with self._is_free:
+            answer = await self._ask(frame)
+        if "error" in answer:
+            raise ChatTemplateError(answer["error"])
+        return str(answer["text"])
+
+    async def _ask(self, frame: bytes) -> dict[str, Any]:
+        process = await self._running()
+        is_answered = False
+        try:
+            async with asyncio.timeout(MAX_WAIT_S):
+                answer = await self._exchange(process, frame)
+            is_answered = True
+            return answer
+        except TimeoutError:
+            raise _refused(f"it takes more than {MAX_WAIT_S:g} s") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise _refused(
+                f"it takes more than {MAX_CPU_S:g} s of processor time or {MAX_MEMORY_BYTES >> 20} MiB"
+            ) from None
+        finally:
+            if not is_answered:
+                await self._end()
+
+    async def _exchange(self, process: asyncio.subprocess.Process, frame: bytes) -> dict[str, Any]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        watching = asyncio.create_task(_watch_memory(process))
+        try:
+            process.stdin.write(frame)
+            await process.stdin.drain()
+            head = await process.stdout.readexactly(FRAME_HEAD.size)
+            answer = await process.stdout.readexactly(FRAME_HEAD.unpack(head)[0])
+        finally:
+            watching.cancel()
+        parsed: dict[str, Any] = chat_template.unpack(answer)
+        return parsed
+
+    async def _running(self) -> asyncio.subprocess.Process:
+        if self._process is None or self._process.returncode is not None:
+            # Isolated and without site packages, which takes 50 ms; it only needs to find these.
+            paths = [chat_template.__file__, jinja2.__file__, markupsafe.__file__]
+            folders = [Path(paths[0]).parent, *(Path(path).parent.parent for path in paths[1:])]
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-I", "-S", "-c", _PROGRAM, *map(str, dict.fromkeys(folders))),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+                env={name: value for name, value in os.environ.items() if "NEO_DESKTOP" not in name},
+                start_new_session=True,  # Ctrl-C is for the server
+            )
+            assert self._process.stdin is not None
+            self._process.stdin.write(self._first_frame)
+        return self._process
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+async def _watch_memory(process: asyncio.subprocess.Process) -> None:
+    """End a process that takes too much; systems other than Linux do not see to that."""
+    with contextlib.suppress(psutil.Error, ProcessLookupError):
+        child = psutil.Process(process.pid)
+        while True:
+            await asyncio.sleep(MEMORY_POLL_S)
+            if child.memory_info().rss > MAX_MEMORY_BYTES:
+                process.kill()
+
+
+def _refused(reason: str) -> ChatTemplateError:
+    return ChatTemplateError(f"the model's chat template refused: {reason}")

@@ -1,0 +1,150 @@
+"""One HTTP exchange: the body up to a limit, an answer in events, and a client that may leave at any time."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from types import MappingProxyType
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from neo_desktop.app.web.errors import ApiError
+
+BODY_TIMEOUT_S = 20.0  # until a body is there ...
+MIN_BYTES_PER_S = 16_384  # ... and this much longer for large ones
+KEEP_ALIVE_S = 10.0  # between two signs of life of a stream
+MAX_EXCESS_BYTES = 64 * 2**20  # of a body that is too long, read so that its sender sees the answer
+
+
+class ClientConnection:
+    """ASGI middleware: reads the body before the app runs, and cancels the app when the client goes away.
+
+    A cancelled app leaves its `async with` blocks, which is where requests are aborted and memory is freed;
+    that holds for streams and for answers in one piece alike.
+    """
+
+    def __init__(
+        self, app: ASGIApp, max_body_bytes: int, exceptions: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
+        self._app = app
+        self._max_body_bytes = max_body_bytes
+        self._exceptions = exceptions  # path → another limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["method"] == "HEAD":
+            scope, send = {**scope, "method": "GET"}, _HeadOnly(send)
+        try:
+            body = await self._read_body(receive, self._exceptions.get(scope["path"], self._max_body_bytes))
+        except ApiError as refusal:
+            await refusal.response(scope["path"])(scope, receive, send)
+            return
+        if body is not None:
+            await self._run_while_connected(body, scope, receive, send)
+
+    async def _read_body(self, receive: Receive, max_bytes: int) -> bytes | None:
+        """Return the body; None: the client left."""
+        body = bytearray()
+        num_bytes = 0
+        more = True
+        begun_s = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S) as patience:
+                while more and num_bytes <= max_bytes + MAX_EXCESS_BYTES:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    num_bytes += len(message.get("body", b""))
+                    if num_bytes <= max_bytes:
+                        body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    patience.reschedule(begun_s + BODY_TIMEOUT_S + num_bytes / MIN_BYTES_PER_S)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive: {num_bytes} bytes came in time") from None
+        # Only now, with the body read to its end: a client that is still sending would not see the answer.
+        if num_bytes > max_bytes:
+            limit_mib = max_bytes / 2**20
+            raise ApiError(413, f"the body has {num_bytes} bytes or more, but {limit_mib:g} MiB is the limit")
+        return bytes(body)
+
+    async def _run_while_connected(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        is_gone = False
+        is_read = False
+
+        async def watch(answering: asyncio.Task[object]) -> None:
+            nonlocal is_gone
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            is_gone = True
+            answering.cancel()
+
+        async def read_body() -> Message:
+            nonlocal is_read
+            if is_read:
+                await asyncio.Future()  # `watch` waits for the disconnect
+            is_read = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        answering = asyncio.current_task()
+        assert answering is not None
+        watching = asyncio.create_task(watch(answering))
+        try:
+            await self._app(scope, read_body, send)
+        except asyncio.CancelledError:
+            if not is_gone or answering.uncancel() > 0:
+                raise
+        finally:
+            watching.cancel()
+
+
+class _HeadOnly:
+    """Sends the head of an answer; whatever can be got can be asked about with HEAD."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self._send(message)
+            await self._send({"type": "http.response.body"})
+
+
+class EventStream(Response):
+    """Server-sent events; `resource` is left when the stream ends, for whatever reason.
+
+    Its head is sent at once, and comments while there is nothing to tell: clients and proxies give up silent
+    connections.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], resource: AbstractAsyncContextManager[object]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._events = events
+        self._resource = resource
+        self._num_sent = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events as they come."""
+        async with self._resource:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            beating = asyncio.create_task(self._beat(send))
+            try:
+                async for event in self._events:
+                    self._num_sent += 1
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            finally:
+                beating.cancel()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _beat(self, send: Send) -> None:
+        """Send a comment when nothing else was sent for a while: long prompts take minutes."""
+        while True:
+            num_sent = self._num_sent
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if num_sent == self._num_sent:
+                await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})

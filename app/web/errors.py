@@ -1,0 +1,118 @@
+"""Errors in the shapes that OpenAI's and Anthropic's clients understand."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from neo_desktop.app.service import EngineFailedError, ServiceError
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+
+
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+
+
+class ApiError(Exception):
+    """An answer other than 200.
+
+    Args:
+        status: HTTP status.
+        message: what went wrong and what to do.
+        param: the field of the body that is to blame.
+        code: for programs.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error object."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """The error object as a response, in the shape that clients of this path understand."""
+        is_anthropic = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
+        return JSONResponse(anthropic_body(self) if is_anthropic else self.body, self.status, self.headers)
+
+
+def anthropic_body(error: ApiError) -> dict[str, Any]:
+    """The error object for Anthropic's clients."""
+    kind = _ANTHROPIC_KINDS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """Name the first field of a body that cannot be used."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{field} is not a field that this server knows; leave it out", param=field)
+    reason = first["msg"].removeprefix("Input ")
+    subject = field or "the body"
+    message = f"{subject} {reason}" if reason[0].islower() else f"{subject}: {reason}"
+    return ApiError(400, message, param=field or None)
+
+
+def from_service(error: ServiceError) -> ApiError:
+    """Say why the service could not answer."""
+    if isinstance(error, EngineFailedError):
+        return ApiError(500, str(error), code=error.code)
+    return ApiError(503, str(error), code=error.code, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+def install(app: FastAPI) -> None:
+    """Let all errors of an app have this shape."""
+
+    @app.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> JSONResponse:
+        return error.response(request.url.path)
+
+    @app.exception_handler(ServiceError)
+    async def service_error(request: Request, error: ServiceError) -> JSONResponse:
+        return from_service(error).response(request.url.path)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        message = {
+            404: f"there is no {request.url.path}",
+            405: f"{request.url.path} does not take {request.method}",
+        }.get(error.status_code, error.detail)
+        return ApiError(error.status_code, message, headers=error.headers).response(request.url.path)
+
+    @app.exception_handler(Exception)
+    async def unexpected_error(request: Request, error: Exception) -> JSONResponse:
+        # The server logs the traceback; it is none of the client's business.
+        return ApiError(500, "the server failed to answer; its log says why", code="internal_error").response(
+            request.url.path
+        )

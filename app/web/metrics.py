@@ -1,0 +1,194 @@
+"""Figures for Prometheus: what the server answered, what the engine did, and how long both took."""
+
+import time
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.request import RequestOutput
+from neo_desktop.engine.stats import EngineStats
+
+TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+TPOT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+HTTP_S = (0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10, 30, 60, 120, 300)
+_PLACES = {Place.DEVICE: "gpu", Place.HOST: "cpu"}
+_OTHER_PATH = "other"  # one label for all that clients make up
+
+
+class ServiceMetrics:
+    """What became of the requests of one model; all but `iteration` belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        # By output: a prompt with n answers counts n times.
+        self._first_token_s = Histogram(
+            "neo_desktop_time_to_first_token_seconds",
+            "From a request's arrival to the first token of an output",
+            buckets=TTFT_S,
+            registry=self.registry,
+        )
+        self._per_token_s = Histogram(
+            "neo_desktop_time_per_output_token_seconds",
+            "Of an output, without its first token",
+            buckets=TPOT_S,
+            registry=self.registry,
+        )
+        self._iteration_s = Histogram(
+            "neo_desktop_iteration_seconds",
+            "Of the engine, from one iteration's results to the next one's",
+            buckets=TPOT_S,
+            registry=self.registry,
+        )
+        self._finished = Counter(
+            "neo_desktop_outputs",
+            "Outputs that ended, by reason",
+            ["finish_reason"],
+            registry=self.registry,
+        )
+        self._arrived_s: dict[str, float] = {}  # request_id -> when
+        self._first_s: dict[tuple[str, int], float] = {}  # (request_id, choice) -> when its first token came
+
+    def arrived(self, request_ids: Sequence[str]) -> None:
+        """Requests were submitted."""
+        self._arrived_s |= dict.fromkeys(request_ids, time.monotonic())
+
+    def gained(self, output: RequestOutput) -> None:
+        """A request got tokens, or ended."""
+        now_s = time.monotonic()
+        key = (output.request_id, output.choice)
+        if output.num_output_tokens and key not in self._first_s:
+            self._first_s[key] = now_s
+            self._first_token_s.observe(now_s - self._arrived_s[output.request_id])
+        if output.finish_reason is not None:
+            self._finished.labels(output.finish_reason.value).inc()
+            if output.num_output_tokens > 1:
+                self._per_token_s.observe((now_s - self._first_s[key]) / (output.num_output_tokens - 1))
+
+    def left(self, request_id: str, n: int) -> None:
+        """Nobody waits for a request any more."""
+        self._arrived_s.pop(request_id, None)
+        for choice in range(n):
+            self._first_s.pop((request_id, choice), None)
+
+    def iteration(self, seconds: float) -> None:
+        """The engine's thread: it waited so long for an iteration."""
+        self._iteration_s.observe(seconds)
+
+
+class EngineCollector(Collector):
+    """A snapshot of the engine as metrics."""
+
+    def __init__(self, stats: EngineStats, num_queued: int) -> None:
+        self._stats = stats
+        self._num_queued = num_queued
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield each figure."""
+        stats = self._stats
+        yield InfoMetricFamily(
+            "neo_desktop_model",
+            "What is loaded",
+            value={
+                "model": stats.model,
+                "policy": stats.policy,
+                "device": stats.device,
+                "dtype": stats.dtype,
+            },
+        )
+        for name, help_text, value in (
+            ("queued_outputs", "Outputs without a first token", self._num_queued),
+            ("waiting_requests", "Requests that wait for KV", stats.num_waiting),
+        ):
+            yield GaugeMetricFamily(f"neo_desktop_{name}", help_text, value=value)
+        running = GaugeMetricFamily(
+            "neo_desktop_running_requests", "Requests by place of KV", labels=["place"]
+        )
+        for place, count in stats.num_running_at.items():
+            running.add_metric([_PLACES[place]], count)
+        used = GaugeMetricFamily("neo_desktop_cache_used_tokens", "KV in use, by place", labels=["place"])
+        size = GaugeMetricFamily("neo_desktop_cache_size_tokens", "KV that fits, by place", labels=["place"])
+        for place, pool in stats.pools.items():
+            used.add_metric([_PLACES[place]], pool.num_used_blocks * stats.block_size)
+            size.add_metric([_PLACES[place]], pool.num_blocks * stats.block_size)
+        yield from (running, used, size)
+        for name, help_text, count in (
+            ("prompt_tokens", "Prompt tokens, computed or reused", stats.num_prompt_tokens),
+            ("cached_prompt_tokens", "Prompt tokens whose KV was reused", stats.num_cached_tokens),
+            ("output_tokens", "Output tokens", stats.num_output_tokens),
+            ("cpu_decodes", "Output tokens whose attention the CPU computed", stats.num_cpu_decodes),
+            ("iterations", "Iterations of the engine", stats.num_iterations),
+            ("double_iterations", "Iterations with two sub-batches", stats.num_double_iterations),
+            ("preemptions", "Requests whose KV had to be given up", stats.num_preemptions),
+            ("moves", "Requests whose KV was brought to another place", stats.num_moves),
+        ):
+            yield CounterMetricFamily(f"neo_desktop_{name}", help_text, value=count)
+
+
+def exposition(registries: Iterable[Collector | CollectorRegistry]) -> bytes:
+    """All their figures in Prometheus's text format."""
+    text = b""
+    for source in registries:
+        if not isinstance(source, CollectorRegistry):
+            registry = CollectorRegistry()
+            registry.register(source)
+            source = registry  # noqa: PLW2901
+        text += generate_latest(source)
+    return text
+
+
+class HttpMetrics:
+    """ASGI middleware that counts answers and times them.
+
+    Args:
+        paths: the beginnings of paths that are told apart; everything else is one, since clients may ask for
+            any path.
+    """
+
+    def __init__(self, app: ASGIApp, registry: CollectorRegistry, paths: Sequence[str]) -> None:
+        self._app = app
+        self._paths = sorted(paths, key=len, reverse=True)
+        self._answers = Counter(
+            "neo_desktop_http_requests", "Answers", ["method", "path", "status"], registry=registry
+        )
+        self._seconds = Histogram(
+            "neo_desktop_http_request_seconds",
+            "From a request's head to the end of its answer",
+            ["path"],
+            buckets=HTTP_S,
+            registry=registry,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun_s = time.monotonic()
+        status = "none"  # the client left before there was one
+
+        async def send_and_look(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        path = self._label(scope["path"])
+        method = scope["method"] if scope["method"] in _METHODS else _OTHER_PATH
+        try:
+            await self._app(scope, receive, send_and_look)
+        finally:
+            self._answers.labels(method, path, status).inc()
+            self._seconds.labels(path).observe(time.monotonic() - begun_s)
+
+    def _label(self, path: str) -> str:
+        for known in self._paths:
+            if path == known or path.startswith(f"{known}/"):
+                return known
+        return _OTHER_PATH
+
+
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")

@@ -1,0 +1,170 @@
+"""Who may talk to the server: programs and pages of this computer, unless its owner says more."""
+
+import ipaddress
+import re
+from base64 import b64decode
+from collections.abc import Collection
+from secrets import compare_digest
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from neo_desktop.app.web.errors import ApiError
+from neo_desktop.app.web.origins import AllowedOrigins, Header
+
+_SITE = re.compile(r"(?P<host>[a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d+)?")  # as in the Host header
+_OPEN_PATHS = ("/health",)
+_API_PATHS = ("/v1", "/api", "/stats", "/metrics", "/openapi.json")
+_POLICY_VIOLATION = 1008  # WebSocket close code, RFC 6455 section 7.4.1
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, by name or address, is this computer and nothing else."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")  # RFC 6761, section 6.3
+
+
+def check_bind(host: str, api_key: str | None) -> None:
+    """Refuse to open the server to other computers without a key.
+
+    Raises:
+        ValueError: `host` is not a loopback address and there is no key.
+    """
+    if not is_loopback(host) and not api_key:
+        raise ValueError(
+            f"the address {host!r} can be reached from other computers: set an API key, or use 127.0.0.1"
+        )
+
+
+class AccessGuard:
+    """ASGI middleware that checks where a request comes from.
+
+    Framing: a body with two lengths is one body to us and another one to a proxy (request smuggling): 400.
+    Host: a page on the internet can let its own name resolve to 127.0.0.1 (DNS rebinding); the browser then
+    sends that name. Origin: a page of another site can post here without reading the answer. Both end in 403.
+    The key, when there is one, is needed for everything but /health: 401. Programs send it as
+    `Authorization: Bearer KEY`; for the page, browsers ask for it as the password of a login (any name).
+
+    Args:
+        api_key: the key; with one, the server may also be addressed by any numeric address, since rebinding
+            needs a name.
+        allowed_hosts: names and addresses, without port, that count like loopback ones.
+        allowed_origins: sites whose pages may use the server and read its answers, see `AllowedOrigins`.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_key: str | None = None,
+        allowed_hosts: Collection[str] = (),
+        allowed_origins: Collection[str] = (),
+    ) -> None:
+        self._app = app
+        self._api_key = api_key.encode() if api_key else None
+        self._allowed_hosts = frozenset(host.lower() for host in allowed_hosts)
+        self._allowed_origins = AllowedOrigins(allowed_origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with the refusal."""
+        is_http = scope["type"] == "http"
+        refusal = self._refusal(scope) if is_http or scope["type"] == "websocket" else None
+        if is_http and self._allowed_origins:
+            headers = Headers(scope=scope)
+            origin = headers.get("origin")
+            send = _adding(self._allowed_origins.headers(origin), send)
+            if refusal is None and self._is_preflight(scope["method"], headers):
+                answer = self._allowed_origins.preflight(headers)
+                await send({"type": "http.response.start", "status": 204, "headers": answer})
+                await send({"type": "http.response.body"})
+                return
+        if refusal is None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": refusal.message})
+        else:
+            await refusal.response(scope["path"])(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = Headers(scope=scope)
+        if "transfer-encoding" in headers and "content-length" in headers:
+            return ApiError(400, "the body has two lengths", headers={"Connection": "close"})
+        host = headers.get("host", "")
+        if not self._is_known(host) and not (self._api_key and _is_address(host)):
+            return ApiError(
+                403,
+                f"the host {host!r} is not allowed: use http://127.0.0.1, or start the server with this host "
+                "among its allowed hosts",
+                code="host_not_allowed",
+            )
+        origin = headers.get("origin")
+        if origin is not None and not self._may_use(origin, host):
+            return ApiError(
+                403,
+                f"pages of {origin!r} are not allowed to use this server",
+                code="origin_not_allowed",
+            )
+        path = scope["path"]
+        is_open = path in _OPEN_PATHS or self._is_preflight(scope.get("method"), headers)
+        if self._api_key is not None and not is_open:
+            given = headers.get("x-api-key", "").encode("latin-1")  # what Anthropic's clients send
+            given = given or _given_key(headers.get("authorization", ""))
+            if not compare_digest(given, self._api_key):
+                is_api = any(path == api or path.startswith(f"{api}/") for api in _API_PATHS)
+                challenge = "Bearer" if is_api else 'Basic realm="neo-desktop: the API key as password"'
+                return ApiError(
+                    401,
+                    "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": challenge},
+                )
+        return None
+
+    def _may_use(self, origin: str, host: str) -> bool:
+        site = origin.partition("://")[2]  # nothing is left of "null"
+        return site == host or self._is_known(site) or origin in self._allowed_origins
+
+    def _is_preflight(self, method: str | None, headers: Headers) -> bool:
+        """Whether a browser asks for a page of an allowed origin; it never sends the key with that."""
+        is_asked = method == "OPTIONS" and "access-control-request-method" in headers
+        return is_asked and headers.get("origin", "") in self._allowed_origins
+
+    def _is_known(self, site: str) -> bool:
+        host = _host_of(site)
+        return host is not None and (is_loopback(host) or host in self._allowed_hosts)
+
+
+def _adding(headers: list[Header], send: Send) -> Send:
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), *headers]}
+        await send(message)
+
+    return send_with_headers
+
+
+def _host_of(site: str) -> str | None:
+    match = _SITE.fullmatch(site.lower())
+    return match and match["host"]
+
+
+def _is_address(site: str) -> bool:
+    try:
+        ipaddress.ip_address((_host_of(site) or "").strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def _given_key(authorization: str) -> bytes:
+    """The key in an Authorization header: a bearer's token, or the password of a login."""
+    scheme, _, value = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return value.encode("latin-1")
+    if scheme.lower() == "basic":
+        try:
+            return b64decode(value, validate=True).partition(b":")[2]
+        except ValueError:
+            pass  # not Base64: no key
+    return b""

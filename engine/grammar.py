@@ -1,0 +1,268 @@
+"""Grammars that an output must follow: llguidance finds which tokens may come next."""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from neo_desktop.engine.grammar_trial import GrammarTrial, limits
+from neo_desktop.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # otherwise imported by whoever needs a grammar: scripts/gpu_check.py runs without it
+    from llguidance import LLMatcher
+
+MAX_GRAMMAR_CHARS = 2**17
+MAX_COMPILED = 16  # grammars that are kept; the one unused for longest goes first
+
+# Between the parts of JSON: bounded, since small models like to go on with it for ever.
+_WHITE_SPACE = r" |\r?\n[ \t]{0,40}"
+
+
+def any_json() -> str:
+    """Return the grammar of JSON objects."""
+    return from_json_schema({"type": "object"})
+
+
+def from_json_schema(schema: Mapping[str, Any] | bool | str) -> str:
+    """Return the grammar of JSON that a schema allows, in one line or indented.
+
+    Whether the schema can be followed shows when it is compiled.
+
+    Raises:
+        ValueError: it is no JSON object, or too long.
+    """
+    try:
+        # The library takes no schema that is just true.
+        text = schema if isinstance(schema, str) else json.dumps({} if schema is True else schema)
+        from llguidance import LLMatcher
+
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITE_SPACE})
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"grammar needs a JSON schema: {_reason(str(error))}") from None
+    return _checked(grammar)
+
+
+def from_regex(pattern: str) -> str:
+    """Return the grammar of texts that a regular expression matches as a whole.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    from llguidance import LLMatcher
+
+    return _checked(LLMatcher.grammar_from_regex(pattern))
+
+
+def from_lark(text: str) -> str:
+    """Return a grammar that is written in llguidance's form of Lark.
+
+    Raises:
+        ValueError: it is too long.
+    """
+    from llguidance import LLMatcher
+
+    return _checked(LLMatcher.grammar_from_lark(text))
+
+
+def _checked(grammar: str) -> str:
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise ValueError(
+            f"grammar has {len(grammar)} characters, more than the {MAX_GRAMMAR_CHARS} that it may have: "
+            "make it smaller"
+        )
+    return grammar
+
+
+class GrammarState:
+    """Where one output stands in its grammar.
+
+    Args:
+        matcher: at the grammar's beginning; nobody else may advance it.
+        awaited: bytes that the output must hold first; what comes after them follows the grammar.
+        vocabulary: of the tokens.
+        on_error: called when the output cannot go on.
+    """
+
+    def __init__(
+        self, matcher: "LLMatcher", awaited: bytes, vocabulary: "_Vocabulary", on_error: Callable[[], object]
+    ) -> None:
+        self._matcher = matcher
+        self._awaited = awaited
+        self._vocabulary = vocabulary
+        self._on_error = on_error
+        self._end = b""  # of the output, as long as something is awaited
+        self._error: str | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing may follow."""
+        return not self._awaited and self._matcher.is_stopped()
+
+    @property
+    def error(self) -> str | None:
+        """Why the output cannot go on; None if it can."""
+        return self._error
+
+    def allowed_tokens(self) -> bytes:
+        """Return one bit per token, set where it may come next: token i is bit i % 8 of byte i // 8.
+
+        They are as many as the model's vocabulary has tokens, rounded up to whole bytes.
+        """
+        if self._awaited:
+            return self._vocabulary.all_but_eos
+        allowed = self._matcher.compute_bitmask()[: len(self._vocabulary.all_but_eos)]
+        if not self._matcher.is_error():
+            return allowed
+        # Anything may be drawn then: `accept` will refuse it.
+        self._fail()
+        return b"\xff" * len(allowed)
+
+    def accept(self, token_id: int) -> bool:
+        """Go on by a token; False where that is impossible, and `error` says why."""
+        if self._awaited:
+            text = self._end + self._vocabulary.tokens[token_id]
+            self._end = text[-len(self._awaited) :]
+            if self._awaited in text:
+                self._awaited = b""
+        elif self._error is None and not self._matcher.consume_token(token_id):
+            self._fail()
+        return self._error is None
+
+    def _fail(self) -> None:
+        self._error = f"grammar cannot be followed any further: {_reason(self._matcher.get_error())}"
+        self._on_error()
+
+
+class GrammarCompiler:
+    """Makes grammars ready for the tokens of one model.
+
+    May be called by any thread. Compiling takes milliseconds, so whoever makes a request lets it happen in a
+    thread of its own; the engine then finds the grammar ready.
+
+    Args:
+        vocab_size: of the model's logits.
+        eos_token_ids: allowed where the grammar may end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
+        self._vocabulary: _Vocabulary | None = None  # made when first needed, which takes a while
+        self._vocabulary_lock = threading.Lock()
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled_lock = threading.Lock()
+        self._trial = GrammarTrial()
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        self._trial.close()
+
+    def compile(self, grammar: str) -> None:
+        """Make a grammar ready, unless it is.
+
+        Raises:
+            ValueError: it cannot be used.
+        """
+        self._matcher(grammar)
+
+    def start(self, grammar: str, after: str | None = None) -> GrammarState:
+        """Return the state of an output that has no token yet.
+
+        Args:
+            after: text that the output must hold before it follows the grammar; None: from the beginning on.
+
+        Raises:
+            ValueError: the grammar cannot be used.
+        """
+        matcher = self._matcher(grammar).deep_copy()
+        return GrammarState(
+            matcher, (after or "").encode(), self._ready_vocabulary(), partial(self._forget, grammar)
+        )
+
+    def _forget(self, grammar: str) -> None:
+        """Compile it anew the next time: its outputs share what was found out, and its limits."""
+        with self._compiled_lock:
+            self._compiled.pop(grammar, None)
+
+    def _matcher(self, grammar: str) -> "LLMatcher":
+        with self._compiled_lock:
+            matcher = self._compiled.get(grammar)
+            if matcher is not None:
+                self._compiled.move_to_end(grammar)
+                return matcher
+        matcher = self._new_matcher(_checked(grammar))
+        with self._compiled_lock:
+            self._compiled[grammar] = matcher
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _new_matcher(self, grammar: str) -> "LLMatcher":
+        from llguidance import LLMatcher
+
+        if not self._trial.is_harmless(grammar):
+            raise ValueError("grammar cannot be used: it is too complex, make it smaller")
+        matcher = LLMatcher(self._ready_vocabulary().tokenizer, grammar, log_level=0, limits=limits())
+        # The first tokens may take long to find; what is learnt by it remains for all outputs.
+        beginning = matcher.deep_copy()
+        beginning.compute_bitmask()
+        for tried in (matcher, beginning):
+            if tried.is_error():
+                raise ValueError(f"grammar cannot be used: {_reason(tried.get_error())}")
+        return matcher
+
+    def _ready_vocabulary(self) -> "_Vocabulary":
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_token_ids)
+            return self._vocabulary
+
+
+class _Vocabulary:
+    """A model's tokens as llguidance wants them.
+
+    Tokens that are no text are its special ones: they appear where a grammar names them, never as the
+    characters that they are written with. Ids without a token are never allowed.
+    """
+
+    is_tokenizer_wrapper = True  # what llguidance asks of a tokenizer, with the next four and __call__
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._encode = tokenizer.encode
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(vocab_size)]
+        if not eos_token_ids:  # one that no logit stands for, so that a grammar can end all the same
+            eos_token_ids = [vocab_size]
+            self.tokens.append(b"")
+        self.eos_token_id = eos_token_ids[0]
+        special = {i for i in tokenizer.special_token_ids if i < vocab_size} | set(eos_token_ids)
+        self.special_token_ids = sorted(special)
+        self._special = frozenset(special)
+        from llguidance import LLTokenizer
+
+        self.tokenizer = LLTokenizer(self, eos_token=list(eos_token_ids))  # type: ignore[arg-type]
+        ends = set(eos_token_ids)
+        is_allowed = [bool(self.tokens[i]) and i not in ends for i in range(vocab_size)]
+        self.all_but_eos = np.packbits(is_allowed, bitorder="little").tobytes()
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the tokens that the model would expect for a text that must come next."""
+        token_ids = self._encode(text, add_special_tokens=False)
+        is_same = self._special.isdisjoint(token_ids) and (
+            b"".join(self.tokens[token_id] for token_id in token_ids if token_id < len(self.tokens))
+            == text.encode()
+        )
+        # Many tokenizers put a space before every text, and what looks like a special token becomes one.
+        return token_ids if is_same else self.tokenizer.greedy_tokenize(text)
+
+
+def _reason(error: str) -> str:
+    """Return the library's message in one line, without its state."""
+    lines = [line.strip() for line in error.partition("<")[0].splitlines()]
+    reason = " ".join(line for line in lines if line)[:300]
+    return "no text follows it" if reason == "NoExtensionBias" else reason

@@ -1,0 +1,128 @@
+"""Grammars are tried in a process of their own before they are used.
+
+llguidance bounds what a grammar may cost, but not everywhere: a chain of some thousand definitions overflows
+the stack, which would end the server, and some expressions take minutes and gigabytes to compile.
+
+This file also is the program of that process: it imports nothing of ours, so that it starts in an instant.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from typing import IO, TYPE_CHECKING
+
+if TYPE_CHECKING:  # as in grammar.py
+    from llguidance import LLParserLimits, LLTokenizer
+
+if sys.platform != "win32":
+    import resource
+
+MAX_S = 3.0
+MAX_MEMORY_BYTES = 2 << 30  # address space, and so everything
+STACK_BYTES = 1 << 20  # threads have more: what comes through here is no danger to them
+
+# What a grammar may cost per token: milliseconds, and some 80 MB in all. The library's own limits are about
+# twice as high, and a text made to reach them would hold everybody up. Each character of a string of bounded
+# length takes some ten states, those of others take none.
+
+
+def limits() -> "LLParserLimits":
+    """What a grammar may cost."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=100_000,
+        step_max_items=20_000,
+        max_lexer_states=150_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+class GrammarTrial:
+    """Tries grammars, one at a time; may be called by any thread."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+
+    def is_harmless(self, grammar: str) -> bool:
+        """Whether a grammar can be compiled within bounds; errors of its own are no harm."""
+        with self._lock:
+            if self._process is None:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", __file__],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                    encoding="ascii",
+                )
+            incoming, outgoing = _pipes(self._process)
+            with contextlib.suppress(BrokenPipeError):
+                incoming.write(json.dumps(grammar) + "\n")
+                incoming.flush()
+            if outgoing.readline():
+                return True
+            self._end()
+            return False
+
+    def close(self) -> None:
+        """End the process; the next trial starts another one."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            for pipe in _pipes(process):
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+            process.wait()
+
+
+def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return process.stdin, process.stdout
+
+
+# From here on: the process.
+
+
+def main() -> None:
+    """Answer every line, a grammar in JSON, with one of its own, as long as nothing goes wrong."""
+    if sys.platform != "win32":
+        with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
+            resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    from llguidance import LLTokenizer
+
+    tokenizer = LLTokenizer("byte")
+    for line in sys.stdin:
+        # The library lets other threads run while it works.
+        alarm = threading.Timer(MAX_S, os._exit, (1,))
+        alarm.start()
+        threading.stack_size(STACK_BYTES)
+        trial = threading.Thread(target=_try, args=(tokenizer, json.loads(line)))
+        trial.start()
+        trial.join()
+        alarm.cancel()
+        print("tried", flush=True)
+
+
+def _try(tokenizer: "LLTokenizer", grammar: str) -> None:
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""What the engine does right now, for people who look: a frozen snapshot, and what is noted for it meanwhile.
+
+    somebody asks ──→ engine.live_view(): copies what is there, and lets `Watch` take notes for some seconds
+    nobody asks   ──→ the notes stop by themselves; an iteration costs one comparison more
+
+The engine's thread only notes and copies. What follows from it (overlap, errors, the bound) is computed by
+whoever reads a `LiveView`.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import fmean
+
+from neo_desktop.engine.batch import IterationPlan, IterationTiming
+from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.request import RequestState
+from neo_desktop.engine.simulation.bound import Work, least_ms
+from neo_desktop.engine.stats import EngineStats
+
+WATCH_S = 30.0  # how long notes are taken after somebody asked: longer than an iteration takes
+MAX_ITERATIONS = 100  # that are noted
+RATE_S = 3.0  # over which tokens per second are counted
+
+
+class Progress(StrEnum):
+    """What a request that owns KV is at."""
+
+    PREFILLING = "prefilling"  # its prompt, or all of it again after a preemption, is being computed
+    DECODING = "decoding"
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRequest:
+    """A request that owns KV."""
+
+    arrival: int  # ordinal; stays the same for as long as the request lives
+    place: Place
+    progress: Progress
+    num_tokens: int  # prompt and output so far
+    num_computed_tokens: int  # of them, those whose KV is in the cache
+    num_skipped: int  # iterations in a row that it had to wait for the CPU
+
+
+@dataclass(frozen=True, slots=True)
+class LiveIteration:
+    """An iteration that has ended."""
+
+    total_ms: float
+    predicted_ms: float  # 0: nothing was predicted
+    cpu_attention_ms: float
+    num_sub_batches: int
+    num_gpu_decodes: int
+    num_cpu_decodes: int
+    num_prompts: int  # of which a chunk was computed
+    num_prompt_tokens: int  # of these chunks
+    num_outputs: int  # tokens sampled
+    num_copied_blocks: int  # KV blocks that moved to another place
+    prompt_context: float  # what the chunks' tokens attend to, summed over them
+    longest_prompt: int  # tokens up to the end of a chunk
+    decode_context: int  # what the decodes attend to, summed over them
+    decoded: tuple[str, ...]  # which requests
+
+    @classmethod
+    def of(cls, plan: IterationPlan, timing: IterationTiming) -> "LiveIteration":
+        """Sum an iteration up."""
+        decoded: list[str] = []
+        num_cpu = num_prompts = num_prompt_tokens = num_outputs = decode_context = 0
+        prompt_context, longest_prompt = 0.0, 1
+        for sequence in plan.sequences:  # one pass: the engine's thread does it in every iteration
+            num_tokens = len(sequence.token_ids)
+            num_outputs += sequence.sampling is not None
+            if num_tokens == 1:
+                decoded.append(sequence.request_id)
+                num_cpu += sequence.place is Place.HOST
+                decode_context += sequence.start + 1
+            else:
+                num_prompts += 1
+                num_prompt_tokens += num_tokens
+                prompt_context += num_tokens * (sequence.start + num_tokens / 2)
+                longest_prompt = max(longest_prompt, sequence.start + num_tokens)
+        return cls(
+            total_ms=timing.total_ms,
+            predicted_ms=plan.predicted_ms,
+            cpu_attention_ms=timing.cpu_attention_ms,
+            num_sub_batches=len(plan.sub_batches),
+            num_gpu_decodes=len(decoded) - num_cpu,
+            num_cpu_decodes=num_cpu,
+            num_prompts=num_prompts,
+            num_prompt_tokens=num_prompt_tokens,
+            num_outputs=num_outputs,
+            num_copied_blocks=len(plan.copies),
+            prompt_context=prompt_context,
+            longest_prompt=longest_prompt,
+            decode_context=decode_context,
+            decoded=tuple(decoded),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Tokens per second."""
+
+    prompt_tokens_per_s: float  # computed, not reused
+    output_tokens_per_s: float
+    over_s: float  # how long they were counted
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """How fast the work of the noted iterations could have been done at best."""
+
+    real_ms: float  # what it took
+    least_ms: float  # with the places of the policy, perfect overlap, nobody waiting
+    gpu_alone_ms: float | None  # likewise with the GPU-cache alone; None: there is none
+
+    @property
+    def share(self) -> float:
+        """The share of the bound that was reached."""
+        return self.least_ms / self.real_ms
+
+
+@dataclass(frozen=True, slots=True)
+class LiveView:
+    """What the engine does right now."""
+
+    stats: EngineStats
+    requests: tuple[LiveRequest, ...]  # those that own KV, by arrival
+    num_gpu_alone: int | None  # of them the GPU-cache alone would hold at most; None: there is none
+    is_gpu_imitated: bool  # the GPU's part runs on the CPU, with a GPU-cache in host memory
+    device_name: str | None  # of the GPU
+    weights_bytes: int  # all in the device's memory, in the model's dtype
+    rates: Rates | None  # None: nobody has looked for long enough
+    iterations: tuple[LiveIteration, ...]  # while somebody looked, the newest last
+    spans: tuple[Span, ...]  # of the last iteration that was recorded, in the order of their start
+    spans_age_s: float  # since that iteration's end
+    tables: TableCostModel | None  # measured on this computer; None: the policy needs none
+
+    @property
+    def overlap(self) -> float | None:
+        """The share of CPU attention's time in which the device was busy, too.
+
+        None: there was no CPU attention in the recorded iteration, or the device's part was not recorded.
+        """
+        attention_ns = busy_ns(self.spans, "cpu")
+        if attention_ns == 0 or not any(span.lane == "device" for span in self.spans):
+            return None
+        return overlap_ns(self.spans, "cpu", "device") / attention_ns
+
+    @property
+    def mean_error(self) -> float | None:
+        """By how much predictions missed the noted iterations' times, relative to these, on average."""
+        errors = [
+            abs(i.predicted_ms - i.total_ms) / i.total_ms for i in self.iterations if i.predicted_ms > 0
+        ]
+        return fmean(errors) if errors else None
+
+    @property
+    def limit(self) -> Limit | None:
+        """The bound for the work of the noted iterations; None without measured tables."""
+        if self.tables is None or not self.iterations:
+            return None
+        chains = Counter(request_id for one in self.iterations for request_id in one.decoded)
+        work = Work(
+            linear_tokens=sum(len(one.decoded) + one.num_prompt_tokens for one in self.iterations),
+            outputs=sum(one.num_outputs for one in self.iterations),
+            prompt_context=sum(one.prompt_context for one in self.iterations),
+            longest_prompt=max(one.longest_prompt for one in self.iterations),
+            decode_context=sum(one.decode_context for one in self.iterations),
+            longest_chain=max(chains.values(), default=0),
+        )
+        gpu_tokens, cpu_tokens = (self.capacity_tokens(place) for place in (Place.DEVICE, Place.HOST))
+        return Limit(
+            real_ms=sum(one.total_ms for one in self.iterations),
+            least_ms=least_ms(
+                self.tables, work, gpu_tokens, 0.0 if gpu_tokens else 1.0, 1.0 if cpu_tokens else 0.0
+            ),
+            gpu_alone_ms=least_ms(self.tables, work, gpu_tokens, 0.0, 0.0) if gpu_tokens else None,
+        )
+
+    def capacity_tokens(self, place: Place) -> int:
+        """Tokens that a place can hold."""
+        pool = self.stats.pools.get(place)
+        return pool.num_blocks * self.stats.block_size if pool else 0
+
+
+class Watch:
+    """Takes notes about iterations while somebody looks. All calls come from the engine's thread.
+
+    Args:
+        timeline: records single iterations for the view; None: there are no spans.
+        clock: in seconds.
+    """
+
+    def __init__(
+        self, timeline: Timeline | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._timeline = timeline
+        self._clock = clock
+        self._until_s = float("-inf")
+        self._num_prompt_tokens = 0  # computed while somebody looked
+        self._num_output_tokens = 0
+        self._samples: deque[tuple[float, int, int]] = deque()  # (when, prompt tokens, output tokens) by then
+        self._iterations: deque[LiveIteration] = deque(maxlen=MAX_ITERATIONS)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether somebody asked lately."""
+        return self._clock() < self._until_s
+
+    def ask(self) -> None:
+        """Take notes from now on for some seconds, and record the iteration that begins next."""
+        now = self._clock()
+        if now >= self._until_s:  # what was noted long ago says nothing about now
+            self._samples.clear()
+            self._iterations.clear()
+        self._until_s = now + WATCH_S
+        while len(self._samples) > 1 and self._samples[1][0] <= now - RATE_S:
+            self._samples.popleft()
+        self._samples.append((now, self._num_prompt_tokens, self._num_output_tokens))
+        if self._timeline is not None:
+            self._timeline.record_next()
+
+    def note(self, plan: IterationPlan, timing: IterationTiming) -> None:
+        """Note an iteration that has ended."""
+        iteration = LiveIteration.of(plan, timing)
+        self._iterations.append(iteration)
+        self._num_prompt_tokens += iteration.num_prompt_tokens
+        self._num_output_tokens += iteration.num_outputs
+
+    @property
+    def iterations(self) -> tuple[LiveIteration, ...]:
+        """What was noted."""
+        return tuple(self._iterations)
+
+    @property
+    def rates(self) -> Rates | None:
+        """Tokens per second between the calls of `ask` in the last seconds."""
+        if len(self._samples) < 2:
+            return None
+        (start_s, *start), (end_s, *end) = self._samples[0], self._samples[-1]
+        over_s = max(end_s - start_s, 1e-9)
+        prompt, output = ((after - before) / over_s for before, after in zip(start, end, strict=True))
+        return Rates(prompt, output, over_s)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Those of the last iteration that was recorded."""
+        return () if self._timeline is None else self._timeline.last
+
+    @property
+    def spans_age_s(self) -> float:
+        """How long ago that iteration ended."""
+        spans = self.spans
+        return time.perf_counter() - max(span.end_ns for span in spans) / 1e9 if spans else 0.0
+
+
+def live_requests(running: Iterable[tuple[Place, RequestState]]) -> tuple[LiveRequest, ...]:
+    """Return what is to be told of requests that own KV, by arrival."""
+    requests = [
+        LiveRequest(
+            arrival=request.arrival,
+            place=place,
+            progress=Progress.PREFILLING if request.num_uncomputed_tokens > 1 else Progress.DECODING,
+            num_tokens=request.num_tokens,
+            num_computed_tokens=request.num_computed_tokens,
+            num_skipped=request.num_skipped,
+        )
+        for place, request in running
+    ]
+    return tuple(sorted(requests, key=lambda request: request.arrival))
+
+
+def num_fitting(requests: Sequence[RequestState], num_blocks: int, block_size: int) -> int:
+    """Return how many of the requests a cache of so many blocks holds at once, at most: the shortest first.
+
+    Blocks with the same content are there once, whoever owns them.
+    """
+    seen: set[bytes] = set()
+    for count, request in enumerate(sorted(requests, key=lambda request: request.num_tokens)):
+        hashes = request.block_hashes(block_size)
+        seen.update(hashes)
+        num_blocks -= -(-request.num_tokens // block_size) - len(hashes)
+        if len(seen) > num_blocks:
+            return count
+    return len(requests)

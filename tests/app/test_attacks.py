@@ -1,0 +1,307 @@
+"""What attackers tried on servers like this one (Ollama, llama.cpp, Gradio and HTTP servers at large)."""
+
+import contextlib
+import inspect
+import json
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from neo_desktop.app.web import security
+from neo_desktop.ui.page import mount
+
+from .conftest import RunningServer, eventually, is_idle, running
+from .fake_engine import FakeExecutor, make_engine
+
+KEY = "a-secret-key"
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+@pytest.fixture
+def server(executor: FakeExecutor, tmp_path: Path) -> Iterator[RunningServer]:
+    """With the page and its API, as `neo-desktop chat` has them."""
+    with running(make_engine(executor), data_folder=tmp_path / "data") as running_server:
+        mount(running_server.app)
+        yield running_server
+
+
+def raw(server: RunningServer, request: bytes, patience_s: float = 30) -> bytes:
+    """Send bytes as they are; return what comes back until the server closes, or says nothing for a while."""
+    received = b""
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=patience_s)
+    with client, contextlib.suppress(ConnectionError, TimeoutError):
+        client.sendall(request)
+        while data := client.recv(65536):
+            received += data
+    return received
+
+
+def statuses(received: bytes) -> list[bytes]:
+    return [part[:3] for part in received.split(b"HTTP/1.1 ")[1:]]
+
+
+def is_alive(server: RunningServer) -> bool:
+    return httpx.get(f"{server.url}/health", trust_env=False, timeout=30).is_success
+
+
+@pytest.mark.parametrize("path", ["/", "/v1/models", "/api/chats", "/health", "/stats", "/static/app.js"])
+def test_dns_rebinding(http: httpx.Client, path: str) -> None:
+    # CVE-2024-28224 (Ollama): a page of the internet whose name resolves to 127.0.0.1.
+    assert http.get(path, headers={"Host": "rebound.example"}).status_code == 403
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/api/chats", "/api/import", "/api/models/unload"])
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_requests_forged_by_other_pages(http: httpx.Client, path: str, kind: str) -> None:
+    # CSRF: such bodies are sent without a preflight. (Gradio, CVE-2024-1727.)
+    headers = {"Origin": "https://evil.example", "Content-Type": kind}
+    assert http.post(path, content=json.dumps(CHAT), headers=headers).status_code == 403
+    assert http.post(path, content="{}", headers=headers | {"Origin": "null"}).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../page.py", "..%2fpage.py", "%2e%2e/page.py", "..%252fpage.py", "....//page.py", "/etc/passwd",
+     "%2fetc%2fpasswd", "..\\page.py", "app.js%00.html", "file:///etc/passwd", "%c0%ae%c0%ae/page.py", "."],
+)  # fmt: skip
+@pytest.mark.parametrize("prefix", ["/static/", "/", "/v1/models/", "/api/chats/", "/gradio_api/file="])
+def test_path_traversal(server: RunningServer, prefix: str, name: str) -> None:
+    # CVE-2023-51449 and -34239 (Gradio), CVE-2024-37032 (Ollama): files read through a path in the request.
+    target = (prefix + name).encode()
+    received = raw(server, b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n" % target)
+    assert statuses(received)[0] in (b"400", b"404", b"405"), received
+    assert b"root:" not in received
+    assert b"import" not in received
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "https://evil.example/model", "a\x00b", "file:///x"])
+def test_names_of_models_are_never_files_or_addresses(http: httpx.Client, name: str) -> None:
+    # CVE-2024-39722 (Ollama): what exists on the disk is told by the answer.
+    answer = http.post("/v1/chat/completions", json=CHAT | {"model": name})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://127.0.0.1:{port}/", "http://169.254.169.254/latest/meta-data", "file:///etc/passwd",
+     "data:image/png;base64,AAAA"],
+)  # fmt: skip
+def test_addresses_in_messages_are_not_fetched(http: httpx.Client, url: str) -> None:
+    # SSRF, as CVE-2024-4325 (Gradio).
+    with socket.create_server(("127.0.0.1", 0)) as bait:
+        bait.settimeout(0.2)
+        image = {"type": "image_url", "image_url": {"url": url.format(port=bait.getsockname()[1])}}
+        answer = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": [image]}]})
+        assert answer.status_code == 400
+        with pytest.raises(TimeoutError):
+            bait.accept()
+
+
+@pytest.mark.parametrize(
+    "request_head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: a\rb\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: a\x00b\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX y: 1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n X: folded\r\nX : 1\r\n\r\n",
+        b"GET /hea\x00lth HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"\x00" * 1000,
+    ],
+)
+def test_heads_that_are_no_http(server: RunningServer, request_head: bytes) -> None:
+    # Line breaks and null bytes in headers, TLS on a plain port.
+    assert b"200" not in statuses(raw(server, request_head, 0.5))
+    assert is_alive(server)
+
+
+@pytest.mark.parametrize(
+    "path", ["/%0d%0aSet-Cookie:x=1", "/v1/models/%0d%0aX-Injected:1", "/static/%0d%0aX:1"]
+)
+def test_line_breaks_in_paths_reach_no_header(http: httpx.Client, path: str) -> None:
+    # Response splitting.
+    answer = http.get(path)
+    assert answer.status_code == 404
+    assert not {"set-cookie", "x-injected", "x"} & set(answer.headers)
+
+
+@pytest.mark.parametrize(
+    "framing",
+    [
+        b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+        b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}x",
+        b"Content-Length: +2\r\n\r\n{}",
+        b"Content-Length: -1\r\n\r\n",
+        b"Content-Length: 99999999999999999999999\r\n\r\n{}",
+        b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+        b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_request_smuggling(server: RunningServer, framing: bytes) -> None:
+    # What follows is part of the body to one reader and a second request to another.
+    smuggled = b"GET /stats HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    answered = statuses(raw(server, head + framing + smuggled, 0.5))
+    assert len(answered) <= 1
+    assert b"200" not in answered
+    assert is_alive(server)
+
+
+@pytest.mark.parametrize(
+    "request_head",
+    [
+        b"GET /%s HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" % (b"a" * 10**6),
+        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: %s\r\n\r\n" % (b"a" * 10**6),
+        b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"X: a\r\n" * 200_000,
+    ],
+)
+def test_heads_without_end(server: RunningServer, request_head: bytes) -> None:
+    # Memory taken before a request is even known.
+    assert b"200" not in statuses(raw(server, request_head, 0.5))
+    assert is_alive(server)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 10**6,
+        b'{"messages":' * 10**5,
+        b'{"prompt":"x","logit_bias":' + b'{"a":' * 10**5,
+        b'{"prompt":"x","max_tokens":1' + b"0" * 10**5 + b"}",
+        b'{"prompt":"x","temperature":1e999}',
+        b'{"prompt":"x","temperature":NaN}',
+        b'{"prompt":"\\ud800"}',
+        b'{"prompt":"\xff"}',
+        b"\x00",
+        b"",
+        b"null",
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_json_bombs(http: httpx.Client, path: str, body: bytes) -> None:
+    # Depth, long numbers and broken Unicode: a sentence, not a traceback.
+    answer = http.post(path, content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {
+            "type": "string", "pattern": "(a+)+" * 200 + "$"}}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {
+            "type": "array", "minItems": 10**9, "items": {"type": "string"}}}}},
+        {"grammar": 'root ::= "a" root root root'},
+        {"structured_outputs": {"regex": "((a{1000}){1000}){1000}"}},
+        {"guided_regex": "((a{1000}){1000}){1000}"},
+    ],
+)  # fmt: skip
+def test_grammar_bombs(server: RunningServer, http: httpx.Client, extra: dict[str, object]) -> None:
+    # Schemas and grammars that recurse or grow without end: refused or followed, never a crash or a hang.
+    answer = http.post("/v1/chat/completions", json=CHAT | extra, timeout=60)
+    assert answer.status_code in (200, 400)
+    assert is_alive(server)
+    eventually(lambda: is_idle(server.service))
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [{"max_tokens": -1}, {"max_tokens": 2**70}, {"n": 10**9}, {"top_k": -(10**9)}, {"seed": 2**200},
+     {"logprobs": True, "top_logprobs": 10**6}, {"stop": ["x"] * 10**4}, {"stop_token_ids": [10**15]},
+     {"logit_bias": {"99999999": 5}}, {"temperature": -5}, {"repetition_penalty": 0}],
+)  # fmt: skip
+def test_numbers_out_of_range(server: RunningServer, http: httpx.Client, numbers: dict[str, object]) -> None:
+    # Numbers that reach native code unchecked (llama.cpp's server took a negative n_discard).
+    answer = http.post("/v1/chat/completions", json=CHAT | numbers)
+    assert answer.status_code in (200, 400), answer.text
+    assert is_alive(server)
+
+
+@pytest.mark.parametrize("path", ["/", "/v1/chat/completions", "/queue/join", "/api/events", "/nothing"])
+def test_websockets_are_not_opened(server: RunningServer, path: str) -> None:
+    upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    upgrade += b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        client.sendall(b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\n" % path.encode() + upgrade)
+        assert not client.recv(65536).startswith(b"HTTP/1.1 101")
+
+
+@pytest.mark.parametrize("method", ["TRACE", "CONNECT", "DEBUG", "get", "X" * 5000])
+def test_other_methods(server: RunningServer, method: str) -> None:
+    # TRACE would show a page its own cookies and keys.
+    request = b"%s /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Secret: 1\r\n\r\n" % method.encode()
+    received = raw(server, request, 0.5)
+    assert b"200" not in statuses(received)
+    assert b"X-Secret" not in received
+
+
+def test_the_key_is_compared_in_constant_time() -> None:
+    # A comparison that ends at the first difference tells how much of a guess was right.
+    assert "compare_digest(given, self._api_key)" in inspect.getsource(security.AccessGuard)
+
+
+def test_the_key_is_never_logged(executor: FakeExecutor, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with running(make_engine(executor), api_key=KEY) as server:
+        for key in (KEY, f"{KEY}x"):
+            headers = {"Authorization": f"Bearer {key}"}
+            answer = httpx.get(f"{server.url}/v1/models", headers=headers, trust_env=False)
+            assert KEY not in answer.text
+        raw(server, f"GET / HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nbroken\r\n\r\n".encode(), 0.5)
+    assert KEY not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/models", "/stats", "/metrics", "/api/chats", "/", "/static/app.js", "/docs", "/openapi.json",
+     "//v1/models", "/v1/../v1/models", "/health/"],
+)  # fmt: skip
+def test_nothing_but_health_is_open_where_there_is_a_key(
+    executor: FakeExecutor, tmp_path: Path, path: str
+) -> None:
+    # Routes that nobody asked for a key.
+    with running(make_engine(executor), api_key=KEY, data_folder=tmp_path) as server:
+        mount(server.app)
+        request = b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n" % path.encode()
+        assert statuses(raw(server, request)) == [b"401"]
+
+
+def test_errors_show_nothing_of_the_program(server: RunningServer, http: httpx.Client) -> None:
+    # Tracebacks and paths tell an attacker where to go on.
+    async def broken() -> None:
+        raise ValueError("/home/somebody/secret.py")
+
+    server.app.add_api_route("/broken", broken)
+    answer = http.get("/broken")
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+    assert "Traceback" not in answer.text
+
+
+def test_compressed_bodies_are_not_unpacked(http: httpx.Client) -> None:
+    # A ZIP bomb in a request: 10 GB of zeros in 10 MB.
+    answer = http.post("/v1/completions", content=b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
+    assert answer.status_code in (400, 415)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.pdf", b"%PDF-1.4\n" + b"<<" * 10**5), ("a.pdf", b"%PDF-" + b"\xff" * 10**6), ("a.zip", b"PK\x03"),
+     ("../../evil.txt", b"text"), ("a\x00.txt", b"text"), ("a" * 5000, b"text"), ("a.txt", b"\xff\xfe\x00")],
+)  # fmt: skip
+def test_attachment_bombs(server: RunningServer, http: httpx.Client, name: str, content: bytes) -> None:
+    # Files that cannot be read, and names that lead elsewhere.
+    answer = http.post("/api/attachments", params={"name": name}, content=content, timeout=60)
+    assert answer.status_code in (200, 201, 400, 413, 415, 422)
+    if answer.is_success:
+        assert "/" not in answer.json()["name"]
+    assert is_alive(server)

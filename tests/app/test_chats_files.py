@@ -1,0 +1,242 @@
+"""Files in and out of chats: export, import, attachments."""
+
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pypdf import PdfWriter
+
+from neo_desktop.app.chats import attachments
+
+from .chat_client import ChatClient
+from .conftest import running
+from .fake_engine import FakeExecutor, make_engine
+
+
+@pytest.fixture
+def chats(executor: FakeExecutor, tmp_path: Path) -> Iterator[ChatClient]:
+    with running(make_engine(executor, num_blocks=512), data_folder=tmp_path) as server:
+        yield ChatClient(server.url)
+
+
+def refusal(chats: ChatClient, method: str, path: str, **options: Any) -> tuple[int, str]:
+    answer = chats.http.request(method, path, **options)
+    return answer.status_code, answer.json()["error"]["message"]
+
+
+def attach(chats: ChatClient, name: str, content: bytes) -> Any:
+    return chats.call("POST", "/attachments", params={"name": name}, content=content)
+
+
+def make_pdf(*pages: str) -> bytes:
+    """A PDF with a line of text per page, by hand."""
+    objects = [b"<< /Type /Catalog /Pages 2 0 R >>", b""]
+    kids = []
+    for page in pages:
+        stream = f"BT /F1 12 Tf 72 720 Td ({page}) Tj ET".encode()
+        number = len(objects) + 1
+        font = b"/Resources << /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >>"
+        objects.append(
+            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] "
+            + font
+            + f" /Contents {number + 1} 0 R >>".encode()
+        )
+        objects.append(b"<< /Length %d >>\nstream\n%s\nendstream" % (len(stream), stream))
+        kids.append(f"{number} 0 R")
+    objects[1] = f"<< /Type /Pages /Kids [{' '.join(kids)}] /Count {len(kids)} >>".encode()
+    return as_pdf(objects)
+
+
+def as_pdf(objects: list[bytes]) -> bytes:
+    content = b"%PDF-1.4\n"
+    starts = []
+    for number, one in enumerate(objects, 1):
+        starts.append(len(content))
+        content += b"%d 0 obj\n%s\nendobj\n" % (number, one)
+    table = len(content)
+    content += b"xref\n0 %d\n0000000000 65535 f \n" % (len(objects) + 1)
+    content += b"".join(b"%010d 00000 n \n" % start for start in starts)
+    trailer = b"trailer << /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n"
+    return content + trailer % (len(objects) + 1, table)
+
+
+def test_an_export_comes_back_exactly_with_all_branches(chats: ChatClient) -> None:
+    chat_id = chats.new_chat(max_tokens=3, temperature=0.5, system_prompt="Be brief.")
+    file = attach(chats, "notes.txt", "Ünïcode\n".encode())
+    first = chats.answered(chat_id, "one 💡", attachment_ids=[file["id"]])
+    chats.answered(chat_id, "two", first["id"])
+    chats.ended(chats.post(f"/messages/{first['id']}/retry"))
+    chats.answered(chat_id, "edited")
+    chats.patch(chat_id, leaf_id=first["id"], title="A *title* / with: signs")
+    exported = chats.http.get(f"/chats/{chat_id}/export", params={"format": "json"})
+    assert "A%20_title_%20_%20with" in exported.headers["content-disposition"]
+    (imported,) = chats.call("POST", "/import", content=exported.content)["chats"]
+    assert imported["id"] != chat_id
+    again = chats.http.get(f"/chats/{imported['id']}/export")
+    assert again.json() == exported.json()
+    assert len(chats.chat(imported["id"])["nodes"]) == 7
+    everything = chats.http.get("/export").json()
+    assert everything["chats"] == exported.json()["chats"] * 2
+    chats.call("POST", "/import", json=everything)
+    assert len(chats.titles()) == 4
+    assert len(chats.titles("edited")) == 4  # imported texts are found
+
+
+def test_markdown_shows_the_branch_that_is_shown(chats: ChatClient) -> None:
+    chat_id = chats.new_chat(max_tokens=3)
+    chats.answered(chat_id, "hidden")
+    answer = chats.answered(chat_id, "shown")
+    text = chats.http.get(f"/chats/{chat_id}/export", params={"format": "markdown"}).text
+    assert text == f"# hidden\n\n## Question\n\nshown\n\n## Answer (alphabet)\n\n{answer['text']}\n"
+    assert refusal(chats, "GET", f"/chats/{chat_id}/export?format=docx")[0] == 400
+
+
+def chats_file(**chat: Any) -> dict[str, Any]:
+    message = {"parent": None, "role": "user", "created_s": 1.0, "text": "hello"}
+    whole = {"title": "t", "created_s": 1.0, "updated_s": 1.0, "messages": [message], **chat}
+    return {"format": "neo-desktop chats", "version": 1, "chats": [whole]}
+
+
+def message(role: str, parent: int | None, **fields: Any) -> dict[str, Any]:
+    return {"role": role, "parent": parent, "created_s": 1.0, "text": "x", **fields}
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"[" * 100_000, "not valid JSON"),
+        (b"{}", "format"),
+        ({"format": "neo-desktop chats", "version": 2, "chats": []}, "version"),
+        (chats_file(messages=[message("user", 0)]), "parent"),
+        (chats_file(messages=[message("user", 5)]), "parent"),
+        (chats_file(messages=[message("user", -1)]), "parent"),
+        (chats_file(messages=[message("assistant", None)]), "no answer to one"),
+        (chats_file(messages=[message("user", None), message("user", 0)]), "follows a question"),
+        (chats_file(leaf=1), "leaf"),
+        (chats_file(messages=[message("user", None, state="streaming")]), "state"),
+        (chats_file(messages=[message("system", None)]), "role"),
+        (chats_file(messages=[message("user", None, created_s=1e300)]), "created_s"),
+        (chats_file(messages=[message("user", None, id="1' OR 1")]), "id"),
+        (chats_file(settings={"seed": 2**70}), "seed"),
+        (b'{"format": "neo-desktop chats", "version": 1, "chats": [{"title": "\\ud800"}]}', ""),
+        (json.dumps(chats_file(updated_s=float("nan"))).encode(), ""),
+    ],
+)
+def test_a_hostile_import_is_refused_as_a_whole(chats: ChatClient, body: Any, reason: str) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    status, told = refusal(chats, "POST", "/import", content=content)
+    assert status == 400
+    assert reason in told
+    assert chats.titles() == []
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("héllo 你好\r\nworld\r".encode(), "héllo 你好\nworld\n"),
+        ("with a mark".encode("utf-8-sig"), "with a mark"),
+        ("from Windows ü".encode("utf-16"), "from Windows ü"),
+        ("old Windows “ü”".encode("cp1252"), "old Windows “ü”"),
+    ],
+)
+def test_texts_are_read_in_their_encoding(
+    chats: ChatClient, page_prompts: list[str], content: bytes, text: str
+) -> None:
+    file = attach(chats, "../../etc/no\x00tes\n.txt", content)
+    assert (file["name"], file["kind"], file["num_chars"]) == ("notes.txt", "text", len(text))
+    chat_id = chats.new_chat(max_tokens=1)
+    question, answer = chats.ask(chat_id, "Sum it up.", attachment_ids=[file["id"]])
+    assert question["attachments"] == [file]
+    chats.ended(answer)
+    assert page_prompts == [f"[File: notes.txt]\n{text.strip()}\n[End of file]\n\nSum it up."]
+
+
+@pytest.fixture
+def page_prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What models are asked in the end."""
+    from neo_desktop.app.chats import answers  # noqa: PLC0415
+
+    asked: list[str] = []
+    to_send = answers.to_send
+
+    def listen(*args: Any) -> Any:
+        turns = to_send(*args)
+        asked.append(turns[-1]["content"])
+        return turns
+
+    monkeypatch.setattr(answers, "to_send", listen)
+    return asked
+
+
+def test_a_pdf_is_read(chats: ChatClient) -> None:
+    file = attach(chats, "paper.pdf", make_pdf("The first page", "The second page"))
+    assert (file["kind"], file["num_chars"]) == ("pdf", len("The first page\n\nThe second page"))
+
+
+def locked_pdf() -> bytes:
+    writer = PdfWriter()
+    writer.add_blank_page(100, 100)
+    writer.encrypt("secret", algorithm="RC4-128")
+    content = io.BytesIO()
+    writer.write(content)
+    return content.getvalue()
+
+
+def pdf_bomb() -> bytes:
+    """A page whose content is 4 GB of zeros, four times deflated."""
+    stream = zlib.compress(bytes(1 << 26), 9)
+    stream = zlib.compress(stream, 9)
+    filters = b"[" + b"/FlateDecode " * 2 + b"]"
+    page = b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 9 9] /Contents [" + b"4 0 R " * 64 + b"] >>"
+    return as_pdf(
+        [
+            b"<< /Type /Catalog /Pages 2 0 R >>",
+            b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
+            page,
+            b"<< /Length %d /Filter %s >>\nstream\n%s\nendstream" % (len(stream), filters, stream),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "status", "reason"),
+    [
+        ("picture.png", b"\x89PNG\r\n\x1a\n" + bytes(100), 415, "picture.png is neither text nor a PDF"),
+        ("empty.txt", b" \n", 415, "empty.txt is empty"),
+        ("big.txt", b"x" * (attachments.MAX_FILE_BYTES + 1), 413, "20 MiB"),
+        ("long.txt", b"x" * (attachments.MAX_TEXT_CHARS + 1), 413, "2,000,000 is the limit"),
+        ("broken.pdf", b"%PDF-1.7\n" + b"garbage" * 100, 415, "broken.pdf"),
+        ("scan.pdf", make_pdf(""), 415, "holds no text"),
+        ("locked.pdf", locked_pdf(), 415, "protected by a password"),
+    ],
+)
+def test_what_cannot_be_read_says_why(
+    chats: ChatClient, name: str, content: bytes, status: int, reason: str
+) -> None:
+    told = refusal(chats, "POST", "/attachments", params={"name": name}, content=content)
+    assert told[0] == status
+    assert reason in told[1]
+
+
+def test_a_pdf_bomb_costs_little_and_the_server_lives_on(chats: ChatClient) -> None:
+    status, reason = refusal(chats, "POST", "/attachments", params={"name": "bomb.pdf"}, content=pdf_bomb())
+    assert status == 415
+    assert "bomb.pdf" in reason
+    assert attach(chats, "paper.pdf", make_pdf("The first page"))["num_chars"] == len("The first page")
+
+
+def test_presets_and_examples(chats: ChatClient) -> None:
+    chats.call("PUT", "/presets/Pirate%2FParrot 🦜", json={"text": "Talk like one."})
+    chats.call("PUT", "/presets/Brief", json={"text": "x"})
+    chats.call("PUT", "/presets/Brief", json={"text": "Be brief."})
+    assert [preset["name"] for preset in chats.get("/presets")["presets"]] == ["Brief", "Pirate/Parrot 🦜"]
+    chats.call("DELETE", "/presets/Brief")
+    assert chats.get("/presets")["presets"] == [{"name": "Pirate/Parrot 🦜", "text": "Talk like one."}]
+    with pytest.raises(httpx.HTTPStatusError):
+        chats.call("DELETE", "/presets/Brief")
+    assert len(chats.get("/examples")["examples"]) >= 3

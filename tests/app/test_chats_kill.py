@@ -1,0 +1,171 @@
+"""A server that dies in the middle of answers, and the next one on the same file."""
+
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from .chat_client import ChatClient, Json
+
+PROGRAM = """
+    import sys, threading
+    from pathlib import Path
+    sys.path.insert(0, {tests!r})
+    from app.fake_engine import FakeExecutor, make_engine
+    from neo_desktop.app.shelf.hosting import ModelHost
+    from neo_desktop.app.web.server import claim_port, create_app, serve
+    from neo_desktop.app.service import EngineService
+
+    executor = FakeExecutor()
+    executor.open.clear()
+
+    def obey():  # a number: so many iterations; anything else: go on
+        for line in sys.stdin:
+            executor.steps.release(int(line)) if line.strip().isdigit() else executor.open.set()
+
+    threading.Thread(target=obey, daemon=True).start()
+    sock = claim_port("127.0.0.1", 0)
+    service = EngineService(make_engine(executor, num_blocks=512))
+    app = create_app(ModelHost(service), data_folder=Path({folder!r}))
+    serve(app, sock, lambda: print(sock.getsockname()[1], flush=True))
+    print("the end", flush=True)
+"""
+
+
+class Program:
+    """A server process with a held engine."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        self.process = process
+        self.chats = ChatClient(f"http://127.0.0.1:{process.stdout.readline().strip()}")
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+
+@contextmanager
+def started(folder: Path) -> Iterator[Program]:
+    tests = str(Path(__file__).parent.parent)
+    source = textwrap.dedent(PROGRAM).format(tests=tests, folder=str(folder))
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", source], stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            yield Program(process)
+        finally:
+            process.kill()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    waiting = threading.Event()
+    for _ in range(3000):
+        if holds():
+            return
+        waiting.wait(0.01)
+    raise AssertionError("it did not happen")
+
+
+def saved(folder: Path, message_id: str) -> str:
+    with closing(sqlite3.connect(folder / "chats.sqlite", timeout=30)) as file:
+        row = file.execute("SELECT text FROM messages WHERE id = ?", (message_id,)).fetchone()
+    return "" if row is None else str(row[0])
+
+
+def has_at_least(count: int) -> Callable[[Json], bool]:
+    return lambda node: len(node["text"]) >= count
+
+
+def letters(prompt: str, count: int) -> str:
+    return "".join(chr(ord("a") + (len(prompt) + i) % 26) for i in range(count))
+
+
+def test_what_was_shown_survives_a_kill_and_is_gone_on_with(tmp_path: Path) -> None:
+    with started(tmp_path) as program:
+        chats = program.chats
+        chat_ids = [chats.new_chat(max_tokens=60) for _ in range(3)]
+        answers = [chats.ask(chat_id, "one")[1] for chat_id in chat_ids]
+        for count in (10, 20):  # some of it saved while more comes
+            program.tell("10")
+            shown = [chats.until(answer, has_at_least(count - 1)) for answer in answers]
+            # Saved without anybody asking for it: nothing but time passes.
+            for node in shown:
+                wait_until(lambda node=node: saved(tmp_path, node["id"]).startswith(node["text"]))
+        program.kill()
+    with started(tmp_path) as program:
+        chats = program.chats
+        program.tell("go on")
+        assert [chat["is_streaming"] for chat in chats.get("/chats")["chats"]] == [False] * 3
+        for chat_id, node in zip(chat_ids, shown, strict=True):
+            chat = chats.chat(chat_id)
+            question, cut = chat["nodes"]
+            assert question["text"] == "one"
+            assert (cut["id"], cut["state"]) == (node["id"], "cut")
+            assert cut["text"].startswith(node["text"])
+            assert cut["figures"]["output_tokens"] == len(cut["text"])
+            chats.post(f"/messages/{cut['id']}/continue")
+            whole = chats.ended(cut)
+            assert whole["text"] == letters("<user>one<assistant>", len(cut["text"]) + 60)
+
+
+def test_a_server_that_ends_orderly_loses_nothing(tmp_path: Path) -> None:
+    with started(tmp_path) as program:
+        chats = program.chats
+        chat_id = chats.new_chat()
+        _, answer = chats.ask(chat_id, "one")
+        program.tell("10")
+        shown = chats.until(answer, lambda node: len(node["text"]) >= 9)
+        with chats.events(chat=chat_id) as page:
+            page.read_until(lambda page: answer["id"] in page.nodes)
+            program.process.send_signal(signal.SIGTERM)
+            with pytest.raises(AssertionError, match="the events have ended"):  # not broken off
+                page.read_until(lambda _: False)
+        program.tell("go on")
+        assert program.process.wait(30) == 0
+    with started(tmp_path) as program:
+        cut = program.chats.node(chat_id, answer["id"])
+        assert cut["state"] == "cut"
+        assert cut["text"].startswith(shown["text"])
+
+
+def test_two_servers_share_a_file(tmp_path: Path) -> None:
+    with started(tmp_path) as first:
+        chat_id = first.chats.new_chat(max_tokens=20)
+        _, answer = first.chats.ask(chat_id, "one")
+        first.tell("5")
+        first.chats.until(answer, lambda node: len(node["text"]) >= 4)
+        wait_until(lambda: len(saved(tmp_path, answer["id"])) >= 4)
+        with started(tmp_path) as second:
+            seen = second.chats.node(chat_id, answer["id"])
+            assert (seen["state"], seen["text"][:4]) == ("streaming", letters("<user>one<assistant>", 4))
+            for what in ("stop", "continue"):
+                with pytest.raises(httpx.HTTPStatusError):
+                    second.chats.post(f"/messages/{answer['id']}/{what}")
+            second.tell("go on")
+            other = second.chats.answered(second.chats.new_chat(max_tokens=3), "two")
+            assert other["state"] == "done"
+            with second.chats.events(chat=chat_id) as page:  # of what the other one does
+                page.read_until(lambda page: bool(page.chat))
+                first.tell("go on")
+                page.read_until(lambda page: page.nodes[answer["id"]]["state"] == "done")
+            assert first.chats.ended(answer)["text"] == letters("<user>one<assistant>", 20)
+            whole = second.chats.ended(answer)
+            assert whole["state"] == "done"
+            assert sorted(first.chats.titles()) == sorted(second.chats.titles()) == ["one", "two"]
+            _, left = first.chats.ask(chat_id, "three", answer["id"])
+            first.kill()
+            # Who is left sees that nobody writes it any more.
+            assert second.chats.ended(left)["state"] in ("cut", "done")

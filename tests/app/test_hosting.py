@@ -1,0 +1,267 @@
+"""Models come and go while the server lives."""
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from neo_desktop import Engine
+from neo_desktop.app.commands.model_options import ModelOptions
+from neo_desktop.app.service import EngineService, Generation, ServiceError, ServiceStoppedError
+from neo_desktop.app.shelf.hosting import (
+    HostBusyError,
+    LoadFailedError,
+    LoadProgress,
+    ModelHost,
+    ModelLoadingError,
+    NoModelError,
+)
+from neo_desktop.app.web.server import create_app
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.predict.cost_model import ZeroCostModel
+from neo_desktop.engine.request import FinishReason
+from neo_desktop.engine.sampling_params import SamplingParams
+
+from .fake_engine import FakeExecutor, make_engine
+
+pytestmark = pytest.mark.anyio
+TIMEOUT_S = 30
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@dataclass
+class FakeLoader:
+    """Makes services of the fake engine; `open` holds a load back halfway, `error` breaks it."""
+
+    open: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+    executors: list[FakeExecutor] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.open.set()
+
+    def __call__(self, name: str, progress: LoadProgress) -> EngineService:
+        progress(0.5, "Loading weights")
+        while not self.open.wait(0.01):
+            progress(0.5, "Loading weights")
+        if self.error is not None:
+            raise self.error
+        self.loaded.append(name)
+        self.executors.append(FakeExecutor())
+        engine = make_engine(self.executors[-1])
+        engine.model_name = name
+        return EngineService(engine)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+async def ask(service: EngineService, max_tokens: int = 3) -> str:
+    async with await service.submit(["hello"], SamplingParams(max_tokens=max_tokens)) as generation:
+        return await text_of(generation)
+
+
+async def text_of(generation: Generation) -> str:
+    return "".join([output.text async for _, output in generation])
+
+
+async def test_a_model_is_loaded_beside_a_live_server_and_its_progress_is_told() -> None:
+    loader = FakeLoader()
+    loader.open.clear()
+    host = ModelHost(load=loader, name="alpha")
+    told: list[float | None] = []
+    host.listeners.append(lambda: told.append(host.loading and host.loading.share))
+    await host.start()
+    with pytest.raises(ModelLoadingError, match="alpha is being loaded"):
+        _ = host.service
+    await until(lambda: 0.5 in told)
+    loader.open.set()
+    await until(lambda: host.loading is None)
+    assert told[0] == 0.0
+    assert told[-1] is None
+    assert await ask(host.service) == "fgh"
+    await host.stop()
+
+
+async def test_another_model_takes_the_place_and_open_requests_are_told() -> None:
+    loader = FakeLoader()
+    host = ModelHost(load=loader)
+    await host.start()
+    with pytest.raises(NoModelError, match="load one"):
+        _ = host.service
+    await host.begin("alpha")
+    first = host.service
+    loader.executors[0].open.clear()
+    async with await first.submit(["hello"], SamplingParams(max_tokens=100)) as generation:
+        switching = host.begin("beta")
+        loader.executors[0].open.set()
+        with pytest.raises(ServiceStoppedError, match="make room"):
+            await text_of(generation)
+    await switching
+    assert host.service.model_name == host.name == "beta"
+    with pytest.raises(ServiceStoppedError):
+        await first.submit(["hello"], SamplingParams())
+    await host.stop()
+
+
+async def test_only_one_model_is_loaded_at_a_time() -> None:
+    loader = FakeLoader()
+    loader.open.clear()
+    host = ModelHost(load=loader)
+    task = host.begin("alpha")
+    with pytest.raises(HostBusyError, match="alpha is being loaded"):
+        host.begin("beta")
+    loader.open.set()
+    await task
+    assert loader.loaded == ["alpha"]
+    await host.stop()
+
+
+@pytest.mark.parametrize("error", [MemoryError("it needs 99 GB"), KeyError("weights")])
+async def test_a_failed_load_says_why_and_the_next_one_succeeds(error: Exception) -> None:
+    loader = FakeLoader(error=error)
+    host = ModelHost(load=loader)
+    await host.begin("alpha")
+    assert host.error is not None
+    assert "alpha could not be loaded" in host.error
+    assert str(error) in host.error
+    with pytest.raises(NoModelError, match="alpha could not be loaded"):
+        _ = host.service
+    loader.error = None
+    await host.begin("alpha")
+    assert host.error is None
+    assert await ask(host.service) == "fgh"
+    await host.stop()
+
+
+async def test_a_load_can_be_stopped() -> None:
+    loader = FakeLoader()
+    loader.open.clear()
+    host = ModelHost(load=loader, name="alpha")
+    await host.start()
+    await asyncio.wait_for(host.unload(), TIMEOUT_S)
+    assert (host.loading, host.error, host.name, loader.loaded) == (None, None, None, [])
+    await host.stop()
+
+
+async def test_the_end_of_the_server_ends_a_load() -> None:
+    loader = FakeLoader()
+    loader.open.clear()
+    host = ModelHost(load=loader, name="alpha")
+    await host.start()
+    await asyncio.wait_for(host.stop(), TIMEOUT_S)
+    assert loader.loaded == []
+
+
+async def test_a_host_without_a_loader_keeps_its_model() -> None:
+    host = ModelHost(EngineService(make_engine(FakeExecutor())))
+    await host.start()
+    assert not host.can_load
+    with pytest.raises(LoadFailedError):
+        host.begin("beta")
+    assert await ask(host.service) == "fgh"
+    await host.stop()
+
+
+async def test_an_idle_model_goes_and_the_next_requests_bring_it_back() -> None:
+    loader = FakeLoader()
+    host = ModelHost(load=loader, name="alpha", idle_unload_s=0.05)
+    await host.start()
+    await until(lambda: host.is_resting)
+    service = host.service  # as routes ask for it: it has its name, and takes requests
+    assert service.model_name == "alpha"
+    assert service.refusal is None
+    texts = await asyncio.gather(*(ask(service) for _ in range(5)))
+    assert set(texts) == {"fgh"}
+    assert loader.loaded == ["alpha", "alpha"]
+    await until(lambda: host.is_resting)
+    await host.stop()
+
+
+async def test_a_busy_model_is_not_idle() -> None:
+    loader = FakeLoader()
+    host = ModelHost(load=loader, idle_unload_s=0.02)
+    await host.begin("alpha")
+    loader.executors[0].open.clear()
+    async with await host.service.submit(["hello"], SamplingParams(max_tokens=2)) as generation:
+        watching = asyncio.create_task(host._watch_idle(0.02))
+        await asyncio.sleep(0.2)
+        assert not host.is_resting
+        loader.executors[0].open.set()
+        assert await text_of(generation) == "fg"
+    await until(lambda: host.is_resting)
+    watching.cancel()
+    await host.stop()
+
+
+async def test_requests_for_a_model_that_does_not_come_back_are_told_why() -> None:
+    loader = FakeLoader()
+    host = ModelHost(load=loader, name="alpha", idle_unload_s=0.02)
+    await host.start()
+    await until(lambda: host.is_resting)
+    service = host.service
+    loader.error = MemoryError("another program took the memory")
+    with pytest.raises(ServiceError, match="another program took the memory"):
+        await ask(service)
+    loader.error = None
+    await host.begin("beta")
+    with pytest.raises(ServiceStoppedError, match="alpha was unloaded"):
+        await ask(service)
+    await host.stop()
+
+
+async def test_weights_and_caches_are_free_after_unloading() -> None:
+    watched: list[weakref.ref[object]] = []
+
+    def load(name: str, progress: LoadProgress) -> EngineService:
+        setup = ModelOptions(shape="tiny", gpu_cache_tokens=256, cpu_cache_tokens=256, device="cpu").set_up()
+        weights, pools = setup.model.decoder, [setup.storage[place] for place in Place]
+        watched.extend(map(weakref.ref, (weights.embedding, weights.final_norm, *pools)))
+        engine = Engine.from_setup(setup, "neo", cost_model=ZeroCostModel())
+        return EngineService(engine)
+
+    host = ModelHost(load=load)
+    await host.begin("tiny")
+    async with await host.service.submit(["hi"], SamplingParams(max_tokens=3)) as generation:
+        outputs = [output async for _, output in generation]
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    assert all(each() is not None for each in watched)
+    await host.unload()
+    assert [each() for each in watched] == [None] * 4
+    await host.stop()
+
+
+async def test_health_and_the_api_tell_a_model_that_is_being_loaded() -> None:
+    loader = FakeLoader()
+    loader.open.clear()
+    host = ModelHost(load=loader, name="alpha")
+    app = create_app(host)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        await host.start()
+        health = await client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "loading")
+        answer = await client.post("/v1/completions", json={"prompt": "hello"})
+        assert answer.status_code == 503
+        assert int(answer.headers["Retry-After"]) > 0
+        assert answer.json()["error"]["code"] == "model_loading"
+        loader.open.set()
+        await until(lambda: host.loading is None)
+        assert (await client.get("/health")).json() == {"status": "ok", "model": "alpha"}
+        await host.unload()
+        answer = await client.post("/v1/completions", json={"prompt": "hello"})
+        assert answer.json()["error"]["code"] == "no_model"
+        assert (await client.get("/v1/models")).json()["data"] == []
+    await host.stop()

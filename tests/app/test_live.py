@@ -1,0 +1,318 @@
+"""What the page is told of the engine: a sentence for every case, figures that agree, nothing unasked."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from neo_desktop.app.live import feed as feeds
+from neo_desktop.app.live.feed import EngineFeed
+from neo_desktop.app.live.schema import EngineView
+from neo_desktop.app.live.view import engine_view
+from neo_desktop.app.live.words import IMITATED, notes, sentence
+from neo_desktop.app.service import EngineService
+from neo_desktop.app.shelf.hosting import ModelHost
+from neo_desktop.app.web.events import Hub
+from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Span, Stage
+from neo_desktop.engine.kv.cache import PoolUsage
+from neo_desktop.engine.live import LiveIteration, LiveRequest, LiveView, Progress, Rates
+from neo_desktop.engine.placement import Place, get_policy
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.stats import EngineStats
+
+from .fake_engine import MODEL, FakeExecutor, make_engine
+
+GPU, CPU = Place.DEVICE, Place.HOST
+
+
+def request(arrival: int, place: Place, *, held: bool = False, prefilling: bool = False) -> LiveRequest:
+    progress = Progress.PREFILLING if prefilling else Progress.DECODING
+    return LiveRequest(arrival, place, progress, 100, 40 if prefilling else 99, 3 if held else 0)
+
+
+def make_view(
+    requests: Sequence[LiveRequest] = (),
+    *,
+    policy: str = "auto",
+    waiting: int = 0,
+    alone: int | None = None,
+    imitated: bool = False,
+    spans: tuple[Span, ...] = (),
+    iterations: tuple[LiveIteration, ...] = (),
+) -> LiveView:
+    pools = {place: PoolUsage(64, 4, 2) for place in get_policy(policy).places}
+    stats = EngineStats(
+        model="m",
+        policy=policy,
+        device="cpu" if imitated else "cuda",
+        dtype="float16",
+        gpu_sms=None if imitated else 40,
+        max_context_tokens=1024,
+        block_size=16,
+        num_running=len(requests),
+        num_running_at={},
+        num_waiting=waiting,
+        num_iterations=9,
+        num_prompt_tokens=100,
+        num_cached_tokens=10,
+        num_output_tokens=50,
+        num_preemptions=1,
+        num_moves=2,
+        num_cpu_decodes=20,
+        num_double_iterations=3,
+        outside_s=0.1,
+        pools=pools,
+    )
+    on_gpu = sum(one.place is GPU for one in requests)
+    return LiveView(
+        stats=stats,
+        requests=tuple(requests),
+        num_gpu_alone=(on_gpu if alone is None else alone) if GPU in pools else None,
+        is_gpu_imitated=imitated,
+        device_name=None if imitated else "NVIDIA T4",
+        weights_bytes=1000,
+        rates=Rates(10.0, 20.04, 3.0),
+        iterations=iterations,
+        spans=spans,
+        spans_age_s=0.5,
+        tables=None,
+    )
+
+
+def chats(gpu: int, cpu: int, held: int = 0) -> list[LiveRequest]:
+    return [request(i, GPU) for i in range(gpu)] + [request(gpu + i, CPU, held=i < held) for i in range(cpu)]
+
+
+@pytest.mark.parametrize(
+    ("view", "expected"),
+    [
+        (
+            make_view(),
+            "No chat is waiting for an answer. "
+            "There is room for 1,024 tokens on the GPU and 1,024 in main memory.",
+        ),
+        (
+            make_view(policy="gpu-only", imitated=True),
+            "No chat is waiting for an answer. There is room for 1,024 tokens on the imitated GPU.",
+        ),
+        (
+            make_view(policy="fastdecode"),
+            "No chat is waiting for an answer. There is room for 1,024 tokens in main memory.",
+        ),
+        (
+            make_view(chats(1, 0)),
+            "1 chat: its answer is being written. Its memory is on the GPU: nothing is offloaded.",
+        ),
+        (
+            make_view([request(0, GPU, prefilling=True)], imitated=True),
+            "1 chat: its 100 tokens are being read. Its memory is on the imitated GPU: nothing is offloaded.",
+        ),
+        (
+            make_view(chats(0, 1), alone=0),
+            "1 chat: its answer is being written. Its memory is in main memory, where the CPU attends while "
+            "the GPU computes the rest.",
+        ),
+        (
+            make_view(chats(4, 0)),
+            "4 chats at once, all with their memory on the GPU: it has room, and nothing is offloaded.",
+        ),
+        (
+            make_view(chats(3, 5)),
+            "8 chats at once: 3 have their memory on the GPU, 5 in main memory, where the CPU attends for "
+            "them while the GPU computes. GPU memory alone would hold 3.",
+        ),
+        (
+            make_view(chats(1, 1), imitated=True, alone=2),
+            "2 chats at once: 1 has its memory on the imitated GPU, 1 in main memory, where the CPU attends "
+            "for it while the imitated GPU computes. GPU memory alone would hold them, too.",
+        ),
+        (
+            make_view(chats(0, 3), policy="fastdecode"),
+            "3 chats at once, all with their memory in main memory, where the CPU attends for them while the "
+            "GPU computes the rest.",
+        ),
+        (
+            make_view(chats(0, 2), alone=0),
+            "2 chats at once, all with their memory in main memory, where the CPU attends for them while the "
+            "GPU computes the rest. GPU memory alone would hold none.",
+        ),
+        (
+            make_view(chats(3, 0), policy="gpu-only", waiting=5),
+            "3 chats at once, as many as the memory of the GPU holds. "
+            "5 more wait until there is room: the policy gpu-only leaves main memory unused.",
+        ),
+        (
+            make_view(chats(2, 4, held=3), waiting=1),
+            "6 chats at once: 2 have their memory on the GPU, 4 in main memory, where the CPU attends for "
+            "them while the GPU computes. GPU memory alone would hold 2. 1 more waits for memory. "
+            "The CPU has more to do than fits beside the GPU's work: 3 of them wait for a later round.",
+        ),
+        (make_view(waiting=2), "2 chats are about to begin."),
+    ],
+)
+def test_one_sentence_says_what_offloading_does(view: LiveView, expected: str) -> None:
+    assert sentence(view) == expected
+
+
+def test_an_imitated_gpu_is_named_so() -> None:
+    assert notes(make_view(imitated=True)) == [IMITATED]
+    assert notes(make_view()) == []
+    for view in (make_view(chats(2, 2), imitated=True), make_view(imitated=True)):
+        assert "imitated" in engine_view(view).model_dump_json()
+
+
+STEP = LiveIteration(
+    total_ms=8.0,
+    predicted_ms=6.0,
+    cpu_attention_ms=2.0,
+    num_sub_batches=2,
+    num_gpu_decodes=3,
+    num_cpu_decodes=4,
+    num_prompts=1,
+    num_prompt_tokens=50,
+    num_outputs=8,
+    num_copied_blocks=0,
+    prompt_context=1250.0,
+    longest_prompt=50,
+    decode_context=700,
+    decoded=("a",) * 7,
+)
+
+
+def span(lane: str, sub_batch: int, start_us: int, end_us: int) -> Span:
+    return Span(lane, Stage("work", 2, sub_batch, 5), 7, 10**9 + start_us * 1000, 10**9 + end_us * 1000)
+
+
+def test_all_figures_are_sent_with_their_units() -> None:
+    spans = (
+        span("device", 0, 0, 400),
+        span("cpu", 1, 300, 800),
+        span("device", NO_SUB_BATCH, 700, 1000),
+    )
+    view = make_view(chats(1, 2, held=1), spans=spans, iterations=(STEP,))
+    sent = json.loads(engine_view(view).model_dump_json())
+    assert EngineView.model_validate(sent) == engine_view(view)
+    running = sent["running"]
+    assert sent["state"] == "working"
+    assert running["gpu_cache"] == {"total_tokens": 1024, "used_tokens": 64, "leftover_tokens": 32}
+    assert [line["place"] for line in running["requests"]] == ["gpu", "cpu", "cpu"]
+    assert [line["is_held"] for line in running["requests"]] == [False, True, False]
+    assert running["batch"]["requests"] == 8
+    assert running["rates"]["output_tokens_per_s"] == 20.0
+    timeline = running["timeline"]
+    assert timeline["total_ms"] == 1.0
+    assert timeline["overlap"] == pytest.approx(0.4)  # 100 + 100 of 500 µs
+    assert [lane["name"] for lane in timeline["lanes"]] == ["device", "cpu"]
+    assert timeline["lanes"][0]["busy"] == pytest.approx(0.7)
+    device = timeline["lanes"][0]["spans"]
+    assert device[1] == {"stage": "work", "layer": 2, "sub_batch": None, "start_ms": 0.7, "end_ms": 1.0}
+    assert running["prediction"] == {"mean_error": 0.25, "predicted_ms": [6.0], "real_ms": [8.0]}
+    assert running["bound"] is None  # nothing was measured, so nothing is claimed
+    assert running["weights"] == [{"place": "gpu", "bytes": 1000, "dtype": "float16"}]
+
+
+def test_a_graph_of_which_only_the_cpu_was_recorded_says_so() -> None:
+    timeline = engine_view(make_view(spans=(span("cpu", 0, 0, 100),))).running.timeline  # type: ignore[union-attr]
+    assert timeline is not None
+    assert not timeline.is_device_recorded
+    assert timeline.overlap is None
+
+
+@asynccontextmanager
+async def feeding(executor: FakeExecutor) -> AsyncIterator[tuple[EngineFeed, EngineService]]:
+    service = EngineService(make_engine(executor))
+    host = ModelHost(service)
+    await host.start()
+    try:
+        yield EngineFeed(host), service
+    finally:
+        executor.open.set()
+        await host.stop()
+
+
+def test_views_are_published_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "PERIOD_S", 0.01)
+    asked = 0
+
+    async def run() -> None:
+        nonlocal asked
+        async with feeding(FakeExecutor()) as (feed, service):
+            look = service.live_view
+
+            async def counted() -> LiveView:
+                nonlocal asked
+                asked += 1
+                return await look()
+
+            service.live_view = counted  # type: ignore[method-assign]
+            hub = Hub()
+            task = asyncio.create_task(feed.publish(hub))
+            async with await hub.subscribe():
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                assert asked == 0  # somebody listens, but not for this
+            async with asyncio.timeout(20), await hub.subscribe(with_engine=True) as subscription:
+                async for name, data in subscription:
+                    assert (name, data["state"]) == ("engine", "idle")
+                    json.dumps(data)
+                    if asked >= 3:
+                        break
+            await asyncio.sleep(0.1)
+            after = asked
+            await asyncio.sleep(0.1)
+            assert asked == after  # nobody listens any more
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_busy_engine_is_not_waited_for_and_not_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(feeds, "PERIOD_S", 0.0)
+
+    async def run() -> None:
+        executor = FakeExecutor()
+        async with feeding(executor) as (feed, service):
+            assert (await feed.view()).state == "idle"
+            executor.open.clear()
+            async with await service.submit([[65, 66]], SamplingParams(max_tokens=4)):
+                await asyncio.to_thread(executor.begun.wait, 20)
+                views = [await feed.view() for _ in range(3)]
+                assert service._inbox.qsize() <= 1
+                assert views[-1].running is not None  # what was seen before, and how long ago
+                assert views[-1].running.model == MODEL
+                executor.open.set()
+
+    asyncio.run(run())
+
+
+def test_without_a_model_and_after_the_end_there_is_a_sentence() -> None:
+    async def run() -> None:
+        none = await EngineFeed(ModelHost()).view()
+        assert (none.state, none.running) == ("no-model", None)
+        assert none.sentence.startswith("No model is loaded")
+        executor = FakeExecutor()
+        async with feeding(executor) as (feed, service):
+            await service.stop()
+            ended = await feed.view()
+        assert (ended.state, ended.running) == ("stopped", None)
+        assert ended.sentence == "The server is shutting down."
+
+    asyncio.run(run())
+
+
+def test_who_asks_while_the_engine_ends_gets_an_answer() -> None:
+    async def run() -> EngineView:
+        executor = FakeExecutor()
+        async with feeding(executor) as (feed, service):
+            executor.open.clear()
+            async with await service.submit([[65, 66]], SamplingParams(max_tokens=4)):
+                await asyncio.to_thread(executor.begun.wait, 20)
+                asked = asyncio.create_task(feed.view())
+                await asyncio.sleep(0.01)
+                service._refuse_all(feeds.ServiceError("it ends"))
+                return await asyncio.wait_for(asked, 20)
+
+    assert asyncio.run(run()).state == "stopped"

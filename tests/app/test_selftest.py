@@ -1,0 +1,188 @@
+"""The self-test as the page runs it, with a fake `neo-desktop bench`."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from neo_desktop.app.selftest import MAX_REPORTS, SUITES, SelfTest, SelfTestError, reports_folder
+
+pytestmark = pytest.mark.anyio
+TIMEOUT_S = 60
+
+CHILD = """
+import json, os, pathlib, signal, sys, time
+arguments = sys.argv[1:]
+folder = pathlib.Path(arguments[arguments.index("--out") + 1])
+how = HOW
+
+def report(interrupted):
+    (folder / "plots").mkdir(parents=True, exist_ok=True)
+    suites = [{"suite": arguments[i + 1]} for i, each in enumerate(arguments) if each == "--suite"]
+    text = json.dumps({"started": "2026-01-01T00:00:00", "suites": suites, "interrupted": interrupted})
+    (folder / "report.json").write_text(text)
+    (folder / "report.html").write_text("<p>" + str(arguments))
+
+def step(share, what):
+    print(json.dumps({"share": share, "what": what}), file=sys.stderr, flush=True)
+
+assert arguments[0] == "bench" and "--progress-json" in arguments
+print("a warning", file=sys.stderr)
+step(0.25, "reading memory")
+if how == "crash":
+    sys.exit("error: there is no memory to measure on")
+if how in ("wait", "deaf"):
+    if how == "deaf":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    (folder.parent / "pid").write_text(str(os.getpid()))
+    try:
+        while True:
+            time.sleep(0.05)
+    except KeyboardInterrupt:
+        report("hardware")
+        sys.exit(130)
+step(1.0, "done")
+report(None)
+"""
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def _data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NEO_DESKTOP_DATA", str(tmp_path))
+
+
+def fake(how: str) -> SelfTest:
+    return SelfTest(command=(sys.executable, "-c", CHILD.replace("HOW", repr(how))))
+
+
+@asynccontextmanager
+async def ended(selftest: SelfTest) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await selftest.close()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+async def test_progress_is_told_and_the_report_is_there_and_after_a_restart_too() -> None:
+    selftest, told = fake("well"), []
+    selftest.listeners.append(lambda: told.append(selftest.running and selftest.running.share))
+    async with ended(selftest):
+        selftest.start(["throughput", "hardware"])
+        await until(lambda: selftest.running is None)
+    assert told[0] == 0.0
+    assert 0.25 in told
+    assert told[-1] is None
+    assert selftest.error is None
+    (report,) = SelfTest().view()["reports"]
+    assert report["suites"] == ["hardware", "throughput"]
+    page = SelfTest().report(report["name"])
+    assert page is not None
+    assert page == SelfTest().report(None)
+    assert "--suite" in page.read_text()
+
+
+async def test_all_suites_are_the_whole_self_test() -> None:
+    selftest = fake("well")
+    async with ended(selftest):
+        selftest.start(None)
+        await until(lambda: selftest.running is None)
+    page = selftest.report(None)
+    assert page is not None
+    assert "--suite" not in page.read_text()
+
+
+async def test_only_one_runs_at_a_time_and_a_stop_keeps_what_was_measured() -> None:
+    selftest = fake("wait")
+    async with ended(selftest):
+        selftest.start(["hardware"])
+        with pytest.raises(SelfTestError, match="is running"):
+            selftest.start(None)
+        await until((reports_folder() / "pid").exists)
+        await selftest.stop()
+        assert selftest.running is None
+        assert selftest.error is None
+        assert selftest.view()["reports"][0]["interrupted"]
+        selftest.start(["gpu"])  # and the next one may begin
+
+
+async def test_a_run_that_does_not_listen_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neo_desktop.app.selftest.STOP_TIMEOUT_S", 0.2)
+    selftest = fake("deaf")
+    async with ended(selftest):
+        selftest.start(None)
+        await until((reports_folder() / "pid").exists)
+        await asyncio.wait_for(selftest.stop(), TIMEOUT_S)
+        assert selftest.running is None
+
+
+async def test_the_end_of_the_server_ends_the_run() -> None:
+    selftest = fake("deaf")
+    selftest.start(None)
+    await until((reports_folder() / "pid").exists)
+    await asyncio.wait_for(selftest.close(), TIMEOUT_S)
+    pid = int((reports_folder() / "pid").read_text())
+    status = Path(f"/proc/{pid}/status")
+    assert not status.exists() or "zombie" in status.read_text()
+
+
+async def test_a_crash_is_told_with_its_last_lines() -> None:
+    selftest = fake("crash")
+    async with ended(selftest):
+        selftest.start(None)
+        await until(lambda: selftest.running is None)
+    assert "there is no memory to measure on" in (selftest.error or "")
+    assert selftest.view()["reports"] == []
+
+
+async def test_what_must_happen_before_happens_before() -> None:
+    selftest, order = fake("well"), []
+
+    async def prepare() -> None:
+        order.append(list(reports_folder().parent.glob("selftest/*/report.html")))
+
+    async with ended(selftest):
+        selftest.start(None, prepare)
+        await until(lambda: selftest.running is None)
+    assert order == [[]]
+    assert selftest.report(None) is not None
+
+
+async def test_unknown_suites_and_reports_are_refused() -> None:
+    selftest = fake("well")
+    with pytest.raises(ValueError, match="no suite is called 'coffee'"):
+        selftest.start(["coffee"])
+    assert selftest.running is None
+    for name in ("../../etc", "", "nope", ".", "2026-01-01-000000"):
+        assert selftest.report(name) is None
+
+
+async def test_old_reports_go_and_junk_is_ignored() -> None:
+    for number in range(15):
+        folder = reports_folder() / f"2025-01-{number + 1:02}-000000"
+        folder.mkdir(parents=True)
+        (folder / "report.html").write_text("old")
+        (folder / "report.json").write_text("{" if number % 2 else json.dumps({"started": 3}))
+    (reports_folder() / "junk").write_text("x")
+    selftest = fake("well")
+    async with ended(selftest):
+        selftest.start(None)
+        await until(lambda: selftest.running is None)
+    names = [report["name"] for report in selftest.view()["reports"]]
+    assert len(names) == MAX_REPORTS
+    assert names == sorted(names, reverse=True)
+    assert selftest.view()["suites"] == list(SUITES)

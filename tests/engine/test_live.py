@@ -1,0 +1,238 @@
+"""What people are told of a running engine agrees with what it counts, and costs nothing when nobody asks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, save_checkpoint
+from cost_models import machine
+
+from neo_desktop import Engine, SamplingParams
+from neo_desktop.engine.batch import IterationPlan, IterationTiming, ScheduledSequence, SubBatch
+from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.int_array import IntArray
+from neo_desktop.engine.kv.block_pool import BlockHash, extend_hashes
+from neo_desktop.engine.live import RATE_S, WATCH_S, LiveView, Progress, Watch, num_fitting
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.request import RequestState
+
+NUM_REQUESTS = 6
+PARAMS = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+CPU = torch.device("cpu")
+STAGE = Stage("linear", 0, 0, 1)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def make_engine(checkpoint: Path, policy: str, cost_model: TableCostModel | None = None) -> Engine:
+    return Engine.from_pretrained(
+        checkpoint,
+        device="cpu",
+        policy=policy,
+        gpu_cache_tokens=160,
+        cpu_cache_tokens=1600,
+        cost_model=cost_model or machine(num_layers=2),
+        max_batch_requests=8,
+    )
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(VOCAB_SIZE, (30,), generator=generator).tolist() for _ in range(NUM_REQUESTS)]
+
+
+def views(engine: Engine) -> Iterator[LiveView]:
+    """Look before every iteration until all is done, and once more."""
+    for index, prompt in enumerate(prompts()):
+        engine.add_request(str(index), prompt, PARAMS)
+    while engine.has_work:
+        yield engine.live_view()
+        engine.step()
+    yield engine.live_view()
+
+
+@pytest.mark.parametrize("policy", ["auto", "neo", "gpu-only", "fastdecode"])
+def test_what_is_told_agrees_with_what_is_counted(checkpoint: Path, policy: str) -> None:
+    with make_engine(checkpoint, policy) as engine:
+        seen = list(views(engine))
+    places = set()
+    for view in seen:
+        stats = view.stats
+        assert len(view.requests) == stats.num_running
+        assert len(view.requests) + stats.num_waiting <= NUM_REQUESTS
+        arrivals = [request.arrival for request in view.requests]
+        assert arrivals == sorted(set(arrivals))
+        for place, pool in stats.pools.items():
+            there = [request for request in view.requests if request.place is place]
+            assert sum(request.num_computed_tokens for request in there) <= view.capacity_tokens(place)
+            assert bool(there) == bool(pool.num_used_blocks)
+        for request in view.requests:
+            is_prefilling = request.progress is Progress.PREFILLING
+            assert is_prefilling == (request.num_tokens - request.num_computed_tokens > 1)
+        places |= {request.place for request in view.requests}
+        assert view.is_gpu_imitated
+        assert view.device_name is None
+    first, last = seen[0], seen[-1]
+    assert places == ({Place.DEVICE, Place.HOST} if policy in ("auto", "neo") else {*last.stats.pools})
+    assert first.iterations == ()
+    assert last.requests == ()
+    noted = {id(one): one for view in seen for one in view.iterations}.values()
+    assert len(noted) == last.stats.num_iterations
+    assert sum(one.num_outputs for one in noted) == last.stats.num_output_tokens
+    assert sum(one.num_cpu_decodes for one in noted) == last.stats.num_cpu_decodes
+    doubles = sum(one.num_sub_batches == 2 for one in noted)
+    assert doubles == last.stats.num_double_iterations
+
+
+def test_the_gpu_alone_holds_fewer_than_both_places(checkpoint: Path) -> None:
+    with make_engine(checkpoint, "neo") as engine:
+        seen = list(views(engine))
+    fullest = max(seen, key=lambda view: len(view.requests))
+    assert len(fullest.requests) == NUM_REQUESTS
+    assert fullest.num_gpu_alone is not None
+    assert 0 < fullest.num_gpu_alone < NUM_REQUESTS
+    for view in seen:  # never fewer than live there
+        assert view.num_gpu_alone is not None
+        assert view.num_gpu_alone >= sum(one.place is Place.DEVICE for one in view.requests) - 1
+    with make_engine(checkpoint, "gpu-only") as engine:
+        for view in views(engine):  # there it can be seen; the youngest may be about to be preempted
+            assert view.num_gpu_alone in (len(view.requests), len(view.requests) - 1)
+    with make_engine(checkpoint, "fastdecode") as engine:
+        assert engine.live_view().num_gpu_alone is None
+
+
+def test_the_timeline_of_the_last_iteration_has_both_sub_batches_and_all_lanes(checkpoint: Path) -> None:
+    with make_engine(checkpoint, "neo") as engine:
+        seen = list(views(engine))
+    view = next(v for v in seen if {span.stage.sub_batch for span in v.spans} >= {0, 1})
+    assert {span.lane for span in view.spans} >= {"device", "to-host", "cpu", "to-device"}
+    assert len({span.iteration for span in view.spans}) == 1
+    assert view.spans_age_s >= 0
+    assert view.overlap is not None
+    assert 0 <= view.overlap <= 1
+    with make_engine(checkpoint, "gpu-only") as engine:
+        alone = list(views(engine))[-1]
+    assert {span.lane for span in alone.spans} == {"device"}
+    assert alone.overlap is None
+
+
+def test_predictions_and_the_bound_are_told_where_there_are_tables(checkpoint: Path) -> None:
+    with make_engine(checkpoint, "neo") as engine:
+        with_tables = list(views(engine))[-1]
+    assert with_tables.mean_error is not None
+    limit = with_tables.limit
+    assert limit is not None
+    assert limit.gpu_alone_ms is not None
+    assert limit.real_ms == pytest.approx(sum(one.total_ms for one in with_tables.iterations))
+    assert 0 < limit.least_ms <= limit.gpu_alone_ms
+    assert limit.share == limit.least_ms / limit.real_ms
+
+    with make_engine(checkpoint, "gpu-only") as engine:
+        engine._cost_model = None
+        without = list(views(engine))[-1]
+    assert without.limit is None
+
+
+def test_a_single_request_is_not_measured_against_a_full_gpu(checkpoint: Path) -> None:
+    """Its tokens come one after the other: the weights are read for each, whatever the memory holds."""
+    tables = machine(num_layers=2)
+    with make_engine(checkpoint, "auto", tables) as engine:
+        engine.live_view()
+        engine.add_request("alone", prompts()[0], PARAMS)
+        while engine.has_work:
+            engine.step()
+        view = engine.live_view()
+    limit = view.limit
+    assert limit is not None
+    num_decodes = sum(len(one.decoded) for one in view.iterations)
+    assert limit.least_ms >= num_decodes * tables.num_layers * tables.linear(1)
+
+
+def test_nothing_is_noted_or_recorded_when_nobody_asks(checkpoint: Path) -> None:
+    with make_engine(checkpoint, "neo") as engine:
+        engine.generate(prompts(), PARAMS)
+        view = engine.live_view()
+        assert (view.iterations, view.spans, view.rates) == ((), (), None)
+        assert view.stats.num_output_tokens == NUM_REQUESTS * 40
+        engine.generate(prompts()[:1], PARAMS)
+        assert len(engine.live_view().iterations) > 0
+
+
+def test_one_iteration_is_recorded_each_time_somebody_asks() -> None:
+    timeline = Timeline(max_spans=0, is_continuous=False)
+    watch = Watch(timeline)
+
+    def iterate(number: int, *, completed: bool = True) -> None:
+        timeline.begin_iteration(CPU)
+        if timeline.is_recording:
+            timeline.add("device", STAGE, number, number + 1)
+        timeline.end_iteration(completed)
+
+    iterate(1)
+    assert watch.spans == ()
+    watch.ask()
+    iterate(2)
+    iterate(3)
+    assert [span.start_ns for span in watch.spans] == [2]
+    watch.ask()
+    iterate(4, completed=False)  # what is known of a failed one is not shown
+    assert [span.start_ns for span in watch.spans] == [2]
+    assert timeline.spans == []  # nothing piles up
+
+
+def plan(num_prompt_tokens: int, num_decodes: int) -> IterationPlan:
+    table = IntArray((0,)).view()
+    chunk = ScheduledSequence("p", tuple(range(num_prompt_tokens)), 0, Place.DEVICE, table, None)
+    decodes = [ScheduledSequence(str(i), (1,), 5, Place.HOST, table, None) for i in range(num_decodes)]
+    return IterationPlan((SubBatch((chunk, *decodes)),), predicted_ms=3.0)
+
+
+def test_rates_are_of_the_last_seconds_and_notes_end_by_themselves() -> None:
+    now = 100.0
+    watch = Watch(clock=lambda: now)
+    assert not watch.is_on
+    watch.ask()
+    assert watch.rates is None  # a rate needs two looks
+    for _ in range(10):
+        assert watch.is_on
+        watch.note(plan(num_prompt_tokens=50, num_decodes=2), IterationTiming(4.0, 1.0))
+        now += 1.0
+        watch.ask()
+    rates = watch.rates
+    assert rates is not None
+    assert rates.prompt_tokens_per_s == pytest.approx(50)
+    assert rates.over_s == pytest.approx(RATE_S)
+    assert len(watch.iterations) == 10
+    now += WATCH_S
+    assert not watch.is_on
+    watch.ask()  # somebody comes back: what was noted long ago says nothing about now
+    assert (watch.iterations, watch.rates) == ((), None)
+
+
+class Known(RequestState):
+    """A request whose tokens are known."""
+
+    def __init__(self, arrival: int, tokens: list[int]) -> None:
+        super().__init__(str(arrival), str(arrival), arrival, len(tokens), len(tokens) + 1)
+        self._hashes: list[BlockHash] = []
+        extend_hashes(self._hashes, tokens, 16)
+
+    def block_hashes(self, block_size: int) -> list[BlockHash]:
+        return self._hashes
+
+
+def test_as_many_fit_as_possible() -> None:
+    mixed = [Known(0, [0] * 160), Known(1, [1] * 20), Known(2, [2] * 20)]  # 10, 2 and 2 blocks
+    assert [num_fitting(mixed, blocks, 16) for blocks in (1, 2, 4, 13, 14)] == [0, 1, 2, 2, 3]
+
+
+def test_a_shared_beginning_takes_its_room_once() -> None:
+    apart = [Known(i, [i] * 40) for i in range(5)]  # 3 blocks each
+    assert [num_fitting(apart, blocks, 16) for blocks in (2, 3, 5, 6, 15, 99)] == [0, 1, 1, 2, 5, 5]
+    alike = [Known(i, [7] * 40) for i in range(5)]  # 2 shared blocks and one each
+    assert [num_fitting(alike, blocks, 16) for blocks in (2, 3, 4, 7)] == [0, 1, 2, 5]
