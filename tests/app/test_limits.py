@@ -136,6 +136,7 @@ def test_what_nobody_reads_is_not_kept_for_ever(
         engine_service = EngineService(make_engine(executor))
         await engine_service.start()
         generation = await engine_service.submit(["x"], SamplingParams(max_tokens=400))
+        await asyncio.to_thread(executor.begun.wait, 30)  # it is idle before that, too
         await asyncio.to_thread(eventually, lambda: is_idle(engine_service))
         num_read = 0
 
