@@ -1,0 +1,198 @@
+"""The ladder: every mechanism that may fail on somebody's computer, and what serves in its place.
+
+Each rung gives the same tokens; a lower one is slower, or takes more memory. Where a mechanism stands is a
+matter of the whole process, since the GPU and its driver are:
+
+    forced        NEO_DESKTOP_RUNG_<MECHANISM>=<rung> in the environment
+    limited       `limit`: by a check at the start, by `doctor`, by a failure in the middle of the work
+    otherwise     its highest rung
+
+Mechanisms ask `rung` each time they have the choice, so that a limit holds from the next iteration on.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+VARIABLE_PREFIX = "NEO_DESKTOP_RUNG_"
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One way of doing something."""
+
+    name: str
+    what: str  # in words, for tables
+
+
+@dataclass(frozen=True, slots=True)
+class Mechanism:
+    """Something that can be done in several ways, the best one first."""
+
+    name: str
+    title: str
+    rungs: tuple[Rung, ...]
+    is_for_gpu: bool = True
+
+    def position(self, rung: str) -> int:
+        """Return how far down a rung is; 0 is the highest.
+
+        Raises:
+            ValueError: there is no such rung.
+        """
+        for index, each in enumerate(self.rungs):
+            if each.name == rung:
+                return index
+        names = ", ".join(each.name for each in self.rungs)
+        raise ValueError(f"{self.name} has no rung {rung!r}; choose one of: {names}")
+
+
+def _kernel(name: str, title: str) -> Mechanism:
+    return Mechanism(
+        name, title, (Rung("triton", "a Triton kernel"), Rung("torch", "torch's operators, on any card"))
+    )
+
+
+MECHANISMS: Mapping[str, Mechanism] = {
+    mechanism.name: mechanism
+    for mechanism in (
+        Mechanism(
+            "graphs",
+            "Iterations of decodes",
+            (
+                Rung("host-flags", "CUDA graphs that hand over to the CPU and back"),
+                Rung("device-only", "CUDA graphs where only the GPU works; else launched piece by piece"),
+                Rung("eager", "launched piece by piece"),
+            ),
+        ),
+        _kernel("paged_decode", "Decode attention"),
+        _kernel("rope_append", "Rotation, and KV into the cache"),
+        _kernel("norm", "Residual and normalisation"),
+        _kernel("activation", "Gated activation"),
+        _kernel("row_copy", "Rows of KV into the cache and out of it"),
+        Mechanism(
+            "prompt_attention",
+            "Attention of prompts",
+            (
+                Rung("flash", "FlashAttention"),
+                Rung("memory-efficient", "memory-efficient attention"),
+                Rung("math", "plain products, which take the most memory"),
+            ),
+        ),
+        Mechanism(
+            "host_memory",
+            "Host memory that the GPU reads and writes",
+            (Rung("pinned", "pinned"), Rung("pageable", "pageable: copies wait for each other")),
+        ),
+        Mechanism(
+            "huge_pages",
+            "Pages of the KV in host memory",
+            (Rung("huge", "huge pages"), Rung("small", "pages of the usual size")),
+            is_for_gpu=False,
+        ),
+        Mechanism(
+            "affinity",
+            "Threads of CPU attention",
+            (Rung("bound", "each bound to a core"), Rung("free", "wherever the system puts them")),
+            is_for_gpu=False,
+        ),
+        Mechanism(
+            "nvml",
+            "What the driver tells of the GPU",
+            (Rung("nvml", "all of it"), Rung("without", "what torch knows")),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a mechanism stands."""
+
+    mechanism: Mechanism
+    rung: Rung
+    reason: str | None  # why it is not the highest; None: it is
+
+
+class Ladder:
+    """Where each mechanism stands; any thread may ask and limit.
+
+    Args:
+        forced: `mechanism -> rung`.
+
+    Raises:
+        ValueError: there is no such mechanism or rung.
+    """
+
+    def __init__(self, forced: Mapping[str, str] | None = None) -> None:
+        self._lock = threading.Lock()
+        self._positions: dict[str, int] = {}
+        self._reasons: dict[str, str] = {}
+        for name, rung in (forced or {}).items():
+            if name not in MECHANISMS:
+                raise ValueError(f"there is no mechanism {name!r}; those there are: {', '.join(MECHANISMS)}")
+            self._positions[name] = MECHANISMS[name].position(rung)
+            self._reasons[name] = f"{variable(name)} asks for it"
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> "Ladder":
+        """Make a ladder from NEO_DESKTOP_RUNG_… variables; raises what the constructor raises."""
+        return cls(
+            {
+                name.removeprefix(VARIABLE_PREFIX).lower(): rung
+                for name, rung in environment.items()
+                if name.startswith(VARIABLE_PREFIX) and rung
+            }
+        )
+
+    def rung(self, mechanism: str) -> str:
+        """Return the name of the rung to use now."""
+        return MECHANISMS[mechanism].rungs[self._positions.get(mechanism, 0)].name
+
+    def limit(self, mechanism: str, rung: str, reason: str) -> bool:
+        """Use no higher rung than this one from now on.
+
+        Args:
+            reason: a clause for people, such as "the driver refused ...".
+
+        Returns:
+            Whether that changed anything; it was logged then.
+        """
+        position = MECHANISMS[mechanism].position(rung)
+        with self._lock:
+            if self._positions.get(mechanism, 0) >= position:
+                return False
+            self._positions[mechanism] = position
+            self._reasons[mechanism] = reason
+        chosen = MECHANISMS[mechanism]
+        logger.warning("%s: %s (%s)", chosen.title, chosen.rungs[position].what, reason)
+        return True
+
+    def descend(self, mechanism: str, reason: str) -> bool:
+        """Use the rung below the present one from now on; return whether there is one."""
+        position = self._positions.get(mechanism, 0) + 1
+        rungs = MECHANISMS[mechanism].rungs
+        return position < len(rungs) and self.limit(mechanism, rungs[position].name, reason)
+
+    def standings(self) -> Sequence[Standing]:
+        """Return where all mechanisms stand."""
+        return [
+            Standing(mechanism, mechanism.rungs[self._positions.get(name, 0)], self._reasons.get(name))
+            for name, mechanism in MECHANISMS.items()
+        ]
+
+    def limits(self) -> Mapping[str, str]:
+        """Return `mechanism -> rung` of all that are not at their highest."""
+        return {name: self.rung(name) for name, position in self._positions.items() if position}
+
+
+def variable(mechanism: str) -> str:
+    """Return the name of the environment variable that forces a mechanism's rung."""
+    return VARIABLE_PREFIX + mechanism.upper()
+
+
+ladder = Ladder.from_environment(os.environ)  # the process's

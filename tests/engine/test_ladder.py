@@ -1,0 +1,51 @@
+"""Where mechanisms stand: forced, limited, one rung lower."""
+
+import pytest
+
+from neo_desktop.engine.ladder import MECHANISMS, Ladder, variable
+
+
+def test_everything_stands_highest_at_first() -> None:
+    ladder = Ladder()
+    assert all(s.rung is s.mechanism.rungs[0] and s.reason is None for s in ladder.standings())
+    assert not ladder.limits()
+
+
+def test_the_environment_forces_rungs() -> None:
+    ladder = Ladder.from_environment(
+        {"NEO_DESKTOP_RUNG_PAGED_DECODE": "torch", "HOME": "/", variable("nvml"): ""}
+    )
+    assert ladder.rung("paged_decode") == "torch"
+    assert ladder.rung("rope_append") == "triton"
+    assert ladder.limits() == {"paged_decode": "torch"}
+
+
+@pytest.mark.parametrize("forced", [{"paged_decode": "cuda"}, {"magic": "on"}])
+def test_what_does_not_exist_is_refused_with_what_does(forced: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="triton, torch|graphs, paged_decode"):
+        Ladder(forced)
+
+
+def test_limits_only_lower_and_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    ladder = Ladder()
+    assert ladder.limit("graphs", "eager", "the driver refused")
+    assert not ladder.limit("graphs", "device-only", "something else")
+    assert not ladder.limit("graphs", "eager", "again")
+    assert ladder.rung("graphs") == "eager"
+    assert [record.getMessage().count("the driver refused") for record in caplog.records] == [1]
+    (standing,) = [s for s in ladder.standings() if s.mechanism.name == "graphs"]
+    assert standing.reason == "the driver refused"
+
+
+def test_descending_ends_at_the_lowest() -> None:
+    ladder = Ladder()
+    assert [ladder.descend("prompt_attention", "it failed") for _ in range(3)] == [True, True, False]
+    assert ladder.rung("prompt_attention") == "math"
+
+
+def test_names_are_unique_and_speak() -> None:
+    for mechanism in MECHANISMS.values():
+        names = [rung.name for rung in mechanism.rungs]
+        assert len(set(names)) == len(names) > 1
+        assert mechanism.title
+        assert all(rung.what for rung in mechanism.rungs)
