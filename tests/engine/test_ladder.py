@@ -22,7 +22,7 @@ def test_the_environment_forces_rungs() -> None:
 
 @pytest.mark.parametrize("forced", [{"paged_decode": "cuda"}, {"magic": "on"}])
 def test_what_does_not_exist_is_refused_with_what_does(forced: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="triton, torch|graphs, paged_decode"):
+    with pytest.raises(ValueError, match=r"triton, torch|graphs, paged_decode"):
         Ladder(forced)
 
 
