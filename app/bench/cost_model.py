@@ -175,6 +175,7 @@ def run_cost_model(options: CostModelOptions, progress: Progress) -> Iterator[Co
         setup.storage,
         setup.limits,
         progress=lambda share, what: progress(_PROFILE_SHARE * share, f"tables: {what}"),
+        streams=setup.model.streams,
     )
     profile_seconds = time.perf_counter() - started
 
@@ -182,7 +183,7 @@ def run_cost_model(options: CostModelOptions, progress: Progress) -> Iterator[Co
         math.ceil(setup.limits.max_batch_tokens * BEYOND),
         math.ceil(setup.limits.max_batch_requests * BEYOND),
     )
-    timer = StageTimer(decoder, setup.storage, wider)
+    timer = StageTimer(decoder, setup.storage, wider, setup.model.streams)
     grids = stage_grids(timer, decoder.config, setup.limits)
     generator = random.Random(options.seed)
     held_out = {

@@ -34,13 +34,14 @@ def fused_linear(decoder: Decoder, tokens: int) -> tuple[Callable[[int], object]
     return call, memory
 
 
-def graph_ms(call: Callable[[int], object], repeats: int) -> float:
-    """Return the time of one call among `repeats` that follow each other in a graph."""
-    current = torch.cuda.current_stream()
-    # Torch's default stream cannot be captured. Any other is there because work must stay on it.
-    stream = torch.cuda.Stream() if current == torch.cuda.default_stream() else current  # type: ignore[no-untyped-call]
+def graph_ms(call: Callable[[int], object], repeats: int, stream: torch.cuda.Stream) -> float:
+    """Return the time of one call among `repeats` that follow each other in a graph.
+
+    Args:
+        stream: to capture on; never torch's default one, and always the same (`timing_stream`).
+    """
     start, end = timed_event(), timed_event()
-    stream.wait_stream(current)
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for step in range(repeats):  # compiles what is new
             call(step)

@@ -65,7 +65,7 @@ def load_or_profile(
     if tables is None:
         started = time.perf_counter()
         with streams.on_device():
-            tables = profile(decoder, storage, limits, progress=progress)
+            tables = profile(decoder, storage, limits, progress=progress, streams=streams)
         logger.debug("measured this computer in %.1f s", time.perf_counter() - started)
         write_profile(path, key, tables)
     return tables

@@ -24,6 +24,8 @@ from itertools import product
 import torch
 
 from neo_desktop.engine.cuda.errors import is_out_of_memory
+from neo_desktop.engine.cuda.streams import Streams
+from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
@@ -91,6 +93,7 @@ def profile(
     *,
     seconds: float | None = None,
     progress: Progress | None = None,
+    streams: Streams | None = None,
 ) -> TableCostModel:
     """Measure the loaded model on this computer; what the KV pools held is lost.
 
@@ -100,6 +103,7 @@ def profile(
         limits: bound the grid.
         seconds: about how long it may take; None: more for a larger model, `MAX_SECONDS` at most.
         progress: called with the share done and what is being measured.
+        streams: what the work on the decoder's device runs on; None: on the whole of it.
     """
     started = time.perf_counter()
     if seconds is None:
@@ -107,7 +111,7 @@ def profile(
         seconds = min(_MIN_SECONDS + weight_bytes * _SECONDS_PER_WEIGHT_BYTE, MAX_SECONDS)
     report = progress or (lambda share, what: None)
     report(0.0, "memory")
-    timer = StageTimer(decoder, storage, limits)
+    timer = StageTimer(decoder, storage, limits, streams)
     grids = stage_grids(timer, decoder.config, limits)
     now = time.perf_counter()
     end = max(started + seconds, now + seconds / 2)
@@ -120,6 +124,7 @@ def profile(
         times |= measure(timer, grid, seconds_left * _SHARES[stage] / left, decoder.config)
         left -= _SHARES[stage]
     if timer.is_cuda:
+        clear_workspaces(decoder.device)
         torch.cuda.empty_cache()  # the largest sizes may have taken all that was free
     report(1.0, "done")
     logger.debug("profiled %d points in %.2f s", len(times), time.perf_counter() - started)

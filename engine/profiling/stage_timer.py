@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.batch import BlockCopy, SamplingInput, ScheduledSequence, SubBatch
+from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.execute.attention import PlaceBatch, place_batches
 from neo_desktop.engine.execute.graphs.bucket import MAX_ROWS
 from neo_desktop.engine.execute.timeline import timed_event
@@ -91,10 +92,16 @@ class StageTimer:
 
     The KV pools of `storage` are used where they lie (whatever they held is lost), so this must happen before
     the first request. A pool that the policy does not have is imitated by a small one.
+
+    Args:
+        streams: what the work on the decoder's device runs on; None: on the whole of it.
     """
 
-    def __init__(self, decoder: Decoder, storage: KVStorage, limits: SchedulerLimits) -> None:
+    def __init__(
+        self, decoder: Decoder, storage: KVStorage, limits: SchedulerLimits, streams: Streams | None = None
+    ) -> None:
         self._decoder = decoder
+        self._streams = streams or WholeDevice(decoder.device)
         self._config = decoder.config
         self.is_cuda = decoder.device.type == "cuda"
         self._regions = {
@@ -141,7 +148,7 @@ class StageTimer:
         if on_gpu and self._is_in_graphs(point):
             from neo_desktop.engine.profiling.captured import graph_ms  # noqa: PLC0415  needs Triton
 
-            return graph_ms(call, LAYERS_AT_ONCE)
+            return graph_ms(call, LAYERS_AT_ONCE, self._streams.timing_stream())
         if on_gpu:
             return _gpu_ms(call, LAYERS_AT_ONCE)
         if self.is_cuda:

@@ -1,5 +1,6 @@
 """Programs on CUDA streams, with streams and a driver that only write down what they are told."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.execute.graphs import streams
 from neo_desktop.engine.execute.graphs.streams import (
     CudaRunner,
@@ -183,18 +185,55 @@ def test_a_program_is_captured_once_and_launched_from_then_on(gpu: FakeGpu) -> N
     assert ("replay", "device") not in gpu.log
 
 
-def test_the_graph_unused_for_longest_is_given_up_first(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def is_replayed(gpu: FakeGpu, runs: CudaRunner, key: str) -> bool:
+    gpu.log.clear()
+    carry_out(runs, key, hand_over(gpu, torch.zeros(2, dtype=torch.int32)))
+    return ("replay", "device") in gpu.log
+
+
+def test_no_graph_outlives_another_of_its_stream(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the first that goes, torch frees the memory in which cuBLAS works in all graphs of the stream."""
     monkeypatch.setattr(streams, "MAX_GRAPHS", 2)
     runs = runner(gpu)
-    program = hand_over(gpu, torch.zeros(2, dtype=torch.int32))
-    for key in ("a", "b", "a", "c"):
-        carry_out(runs, key, program)
-    for key, is_kept in (("a", True), ("c", True), ("b", False)):
+    assert [is_replayed(gpu, runs, key) for key in ("a", "b", "a", "c")] == [False, False, True, False]
+    assert [is_replayed(gpu, runs, key) for key in ("c", "a", "b")] == [True, False, False]
+
+    gpu.is_full = True
+    with pytest.raises(torch.OutOfMemoryError):
+        is_replayed(gpu, runs, "d")
+    gpu.is_full = False
+    assert not is_replayed(gpu, runs, "b")
+
+
+def test_memory_that_cublas_works_in_is_cleared_only_while_there_is_no_graph(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def clear() -> bool:
         gpu.log.clear()
-        carry_out(runs, key, program)
-        assert (("replay", "device") in gpu.log) == is_kept
+        is_cleared = clear_workspaces(torch.device("cuda"))
+        assert gpu.log == [("synchronize",)] + [("clear",)] * is_cleared  # not while it is worked in
+        return is_cleared
+
+    gc.collect()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: gpu.log.append(("synchronize",)))
+    monkeypatch.setattr(
+        torch._C, "_cuda_clearCublasWorkspaces", lambda: gpu.log.append(("clear",)), raising=False
+    )
+    assert clear()
+    runs, others = runner(gpu), runner(gpu)
+    is_replayed(gpu, runs, "a")
+    is_replayed(gpu, others, "a")
+    assert not clear()
+    runs.forget()
+    assert not clear()
+    del others
+    gc.collect()
+    assert clear()
+
+
+def test_a_torch_that_cannot_clear_cublas_memory_goes_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_cuda_clearCublasWorkspaces", raising=False)
+    assert not clear_workspaces(torch.device("cuda"))
 
 
 def test_a_capture_that_finds_no_room_leaves_nothing_behind(gpu: FakeGpu) -> None:

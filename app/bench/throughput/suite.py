@@ -88,7 +88,7 @@ def _run_policies(
     def profiled(share: float, what: str) -> None:
         progress(_PROFILE_SHARE * share, f"tables: {what}")
 
-    tables = profile(model.decoder, setup.storage, setup.limits, progress=profiled)
+    tables = profile(model.decoder, setup.storage, setup.limits, progress=profiled, streams=model.streams)
     most_tokens = min(
         model.config.max_context_tokens,
         *(sum(setup.num_blocks[place] for place in get_policy(name).places) * BLOCK_SIZE for name in names),

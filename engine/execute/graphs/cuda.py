@@ -3,6 +3,7 @@
 import logging
 
 from neo_desktop.engine.cuda.streams import Streams
+from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.execute.graphs.bucket import Most
 from neo_desktop.engine.execute.graphs.executor import GraphExecutor
 from neo_desktop.engine.execute.graphs.streams import (
@@ -59,4 +60,8 @@ def graph_executor(
         streams=streams,
     )
     executor.warm_up()
+    # Whoever runs iterations is often another thread, with working memory of its own for cuBLAS: graphs of
+    # this thread would keep this one's for ever. So they are captured anew.
+    runner.forget()
+    clear_workspaces(model.device)
     return executor

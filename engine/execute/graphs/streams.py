@@ -1,7 +1,6 @@
 """Lanes as CUDA streams: work is put on them at once, or captured as a graph and launched from then on."""
 
 import ctypes
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,9 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from neo_desktop.engine.cuda.workspaces import keep_workspaces, let_workspaces_go
 from neo_desktop.engine.execute.timeline import Stage, TimedEvents, Timeline, timed_event
 
-MAX_GRAPHS = 128  # the one unused for longest goes first; each takes about a megabyte
+MAX_GRAPHS = 128  # then all of them are captured anew; each takes about a megabyte
 
 Work = Callable[[], object]
 
@@ -93,6 +93,9 @@ class _Graph:
 class CudaRunner:
     """Runs a program at once when it is new, which compiles its kernels, and captures it for the next time.
 
+    Its graphs are given up all together. They share the working memory that cuBLAS has on their stream, and
+    torch (2.13) gives that back with the first of them that goes: the others would go on writing to it.
+
     Args:
         streams: one per lane, none of them torch's default stream.
         timeline: told when lanes were busy, if it records all iterations: a graph has events or has not.
@@ -101,7 +104,7 @@ class CudaRunner:
     def __init__(self, streams: Mapping[Lane, torch.cuda.Stream], timeline: Timeline | None) -> None:
         self._streams = dict(streams)
         self._timeline = timeline if timeline is not None and timeline.is_continuous else None
-        self._graphs: OrderedDict[Hashable, _Graph] = OrderedDict()
+        self._graphs: dict[Hashable, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()  # graphs run one at a time and can share memory
         self._spans: list[TimedEvents] = []  # of what was started last
 
@@ -119,7 +122,6 @@ class CudaRunner:
                 stream.synchronize()
                 self._capture(key, program)
             else:
-                self._graphs.move_to_end(key)
                 graph.graph.replay()
                 self._spans = graph.spans
         torch.cuda.current_stream(stream.device).wait_stream(stream)
@@ -139,21 +141,27 @@ class CudaRunner:
     def forget(self) -> None:
         """See `Runner`."""
         self._graphs.clear()
+        let_workspaces_go(self)
         self._pool = torch.cuda.graph_pool_handle()
 
     def _capture(self, key: Hashable, program: Program) -> None:
-        while len(self._graphs) >= MAX_GRAPHS:
-            self._graphs.popitem(last=False)
+        if len(self._graphs) >= MAX_GRAPHS:
+            self.forget()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use CUDA meanwhile, a server's or a benchmark's.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            spans = self._record(program)
+            # Other threads may use CUDA meanwhile, a server's or a benchmark's.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                spans = self._record(program)
+            except BaseException:
+                with suppress(RuntimeError):  # what broke the capture is the error to tell
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         except BaseException:
-            with suppress(RuntimeError):  # what broke the capture is the error to tell
-                graph.capture_end()
+            self.forget()  # since this one goes
             raise
-        graph.capture_end()
+        keep_workspaces(self)
         self._graphs[key] = _Graph(graph, spans)
 
     def _record(self, program: Program) -> list[TimedEvents]:
