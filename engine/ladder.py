@@ -13,7 +13,8 @@ Mechanisms ask `rung` each time they have the choice, so that a limit holds from
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
@@ -162,21 +163,67 @@ class Ladder:
         Returns:
             Whether that changed anything; it was logged then.
         """
+        chosen = MECHANISMS[mechanism]
+        if not self._lower(mechanism, rung, reason):
+            return False
+        logger.warning("%s: %s (%s)", chosen.title, chosen.rungs[chosen.position(rung)].what, reason)
+        return True
+
+    def _lower(self, mechanism: str, rung: str, reason: str) -> bool:
         position = MECHANISMS[mechanism].position(rung)
         with self._lock:
             if self._positions.get(mechanism, 0) >= position:
                 return False
             self._positions[mechanism] = position
             self._reasons[mechanism] = reason
-        chosen = MECHANISMS[mechanism]
-        logger.warning("%s: %s (%s)", chosen.title, chosen.rungs[position].what, reason)
         return True
+
+    def limit_all(self, mechanisms: Iterable[str], rung: str, reason: str) -> None:
+        """Use no higher rung of several mechanisms; one line of the log tells of those that this changes.
+
+        Args:
+            reason: see `limit`.
+        """
+        changed = [name for name in mechanisms if self._lower(name, rung, reason)]
+        if changed:
+            what = MECHANISMS[changed[0]].rungs[MECHANISMS[changed[0]].position(rung)].what
+            titles = "; ".join(MECHANISMS[name].title for name in changed)
+            logger.warning("%s: %s (%s)", titles, what, reason)
 
     def descend(self, mechanism: str, reason: str) -> bool:
         """Use the rung below the present one from now on; return whether there is one."""
         position = self._positions.get(mechanism, 0) + 1
         rungs = MECHANISMS[mechanism].rungs
         return position < len(rungs) and self.limit(mechanism, rungs[position].name, reason)
+
+    @contextmanager
+    def standing_on(self, rungs: Mapping[str, str]) -> Iterator[None]:
+        """Stand on these rungs within the block, higher or lower ones than before; then as before.
+
+        It is of the whole process: no other work may be under way.
+
+        Raises:
+            ValueError: there is no such rung.
+        """
+        with self._lock:
+            before = dict(self._positions), dict(self._reasons)
+        try:
+            self.put(rungs)
+            yield
+        finally:
+            with self._lock:
+                self._positions, self._reasons = before
+
+    def put(self, rungs: Mapping[str, str]) -> None:
+        """Stand on these rungs from now on, higher or lower ones than before.
+
+        Raises:
+            ValueError: there is no such rung.
+        """
+        positions = {name: MECHANISMS[name].position(rung) for name, rung in rungs.items()}
+        with self._lock:
+            self._positions |= positions
+            self._reasons |= dict.fromkeys(positions, "it was asked for")
 
     def standings(self) -> Sequence[Standing]:
         """Return where all mechanisms stand."""

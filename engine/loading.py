@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 import neo_desktop.models
 from neo_desktop.engine.cuda.streams import Streams, open_streams
+from neo_desktop.engine.kernels.toolchain import limit_kernels
 from neo_desktop.engine.profiling.budget import MemoryCaps, check_weights_fit
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.models.config import ModelConfig
@@ -88,7 +88,7 @@ def choose_device(name: str) -> torch.device:
     """Return the device of that name; "auto" takes a CUDA GPU if torch can use one.
 
     Raises:
-        ValueError: the name is unknown, there is no such device, or Triton is missing, which a GPU needs.
+        ValueError: the name is unknown, or there is no such device.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -100,11 +100,7 @@ def choose_device(name: str) -> torch.device:
             f"device 'cuda' was asked for, but torch {torch.__version__} (built for {built_for}) finds no "
             "usable GPU: check the driver with nvidia-smi, or use device 'cpu'"
         )
-    if find_spec("triton") is None:
-        raise ValueError(
-            "a GPU needs Triton, which is not installed: 'pip install triton' (on Windows "
-            "'pip install triton-windows'), or use device 'cpu'"
-        )
+    limit_kernels()
     return torch.device("cuda")
 
 

@@ -12,11 +12,15 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.execute.prefill import Prefill, groups_of, kernel_on
-from neo_desktop.engine.kernels.activation import silu_mul
-from neo_desktop.engine.kernels.norm import add_rms_norm
-from neo_desktop.engine.kernels.paged_decode import num_splits, paged_decode
-from neo_desktop.engine.kernels.rope_append import rope_append
-from neo_desktop.engine.kernels.row_copy import read_rows, write_rows
+from neo_desktop.engine.kernels.dispatch import (
+    add_rms_norm,
+    paged_decode,
+    read_rows,
+    rope_append,
+    silu_mul,
+    write_rows,
+)
+from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.models.layers import gated_silu, rms_norm, rotary, rotate
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, BLOCK_SIZE = 32, 8, 128, 4096, 14336, 16

@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from ladder_rungs import Rungs, restored_ladder
 
 # Likewise, before Triton is: without a GPU its kernels run in its interpreter, on tensors of the CPU.
 if not torch.cuda.is_available():
@@ -28,3 +29,10 @@ def _own_cache() -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEO_DESKTOP_CACHE", folder)
         yield
+
+
+@pytest.fixture(autouse=True)
+def rungs() -> Iterator[Rungs]:
+    """Sets rungs of the process's ladder; every test leaves the ladder as it was."""
+    with restored_ladder() as rungs:
+        yield rungs

@@ -2,6 +2,7 @@
 
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.executor import Executor
+from neo_desktop.engine.execute.graphs.cuda import graph_executor
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.kv.storage import KVStorage
@@ -24,6 +25,4 @@ def build_executor(
     pipeline = PipelineExecutor(model, storage, timeline, streams=streams)
     if model.device.type != "cuda":
         return pipeline
-    from neo_desktop.engine.execute.graphs.cuda import graph_executor  # noqa: PLC0415  needs Triton
-
     return graph_executor(model, storage, max_requests, pipeline, timeline, streams)

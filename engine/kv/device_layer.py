@@ -1,10 +1,10 @@
-"""KV in a GPU's memory: rows as models make them. Imports Triton, so `storage` imports it for a GPU only."""
+"""KV in a GPU's memory: rows as models make them."""
 
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.kernels.paged_decode import num_splits, paged_decode
-from neo_desktop.engine.kernels.row_copy import read_rows, write_rows
+from neo_desktop.engine.kernels.dispatch import paged_decode, read_rows, write_rows
+from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.engine.kv.layer import KVLayer, Rows
 from neo_desktop.models.config import ModelConfig
 
@@ -12,7 +12,7 @@ from neo_desktop.models.config import ModelConfig
 class DeviceLayer(KVLayer):
     """One layer in device memory, K and V [num_blocks, block_size, kv_heads, head_dim] each.
 
-    Written, read and attended to by the Triton kernels. Rows are of the memory's dtype, the model's.
+    Written, read and attended to by `kernels`. Rows are of the memory's dtype, the model's.
     """
 
     __slots__ = ("_k", "_num_sms", "_v")

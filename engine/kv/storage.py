@@ -8,6 +8,7 @@ from torch import Tensor
 
 from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.cuda.copies import upload
+from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, slots_of
 from neo_desktop.engine.kv.transfer import Carrier
@@ -19,8 +20,6 @@ def layer_kind(device: torch.device) -> type[KVLayer]:
     """Return how KV lies in a device's memory."""
     if device.type == "cpu":
         return HostLayer
-    from neo_desktop.engine.kv.device_layer import DeviceLayer  # needs Triton, which is there for GPUs only
-
     return DeviceLayer
 
 

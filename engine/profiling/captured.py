@@ -1,7 +1,4 @@
-"""Times a stage as the graphs of decodes run it: without the gaps that launching leaves.
-
-Nothing in here may be imported where there is no GPU, since it needs Triton.
-"""
+"""Times a stage as the graphs of decodes run it: without the gaps that launching leaves."""
 
 from collections.abc import Callable
 

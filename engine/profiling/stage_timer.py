@@ -26,6 +26,7 @@ from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv.transfer import Carrier
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE
+from neo_desktop.engine.profiling.captured import fused_linear, graph_ms
 from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
 from neo_desktop.engine.sampler import sample
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -146,8 +147,6 @@ class StageTimer:
         call = self._prepare(point, turn)
         on_gpu = self.is_cuda and point.stage not in (Stage.HEAD, Stage.HAND_OFF, Stage.CPU_ATTENTION)
         if on_gpu and self._is_in_graphs(point):
-            from neo_desktop.engine.profiling.captured import graph_ms  # noqa: PLC0415  needs Triton
-
             return graph_ms(call, LAYERS_AT_ONCE, self._streams.timing_stream())
         if on_gpu:
             return _gpu_ms(call, LAYERS_AT_ONCE)
@@ -193,8 +192,6 @@ class StageTimer:
     def _linear(self, tokens: int, turn: int) -> Callable[[int], object]:
         decoder, num_layers = self._decoder, self._config.num_layers
         if self._is_in_graphs(Point(Stage.LINEAR, tokens)):
-            from neo_desktop.engine.profiling.captured import fused_linear  # noqa: PLC0415  needs Triton
-
             fused, _ = fused_linear(decoder, tokens)
             return lambda step: fused((turn * LAYERS_AT_ONCE + step) % num_layers)
         hidden, attention_out = self._hidden[:tokens], self._q[:tokens]

@@ -203,7 +203,6 @@ def test_bytes_are_those_of_the_memory(kind: type[KVLayer], dtype: torch.dtype, 
 
 def test_memory_is_used_as_fits_its_device() -> None:
     assert layer_kind(CPU) is HostLayer
-    pytest.importorskip("triton")
     assert layer_kind(torch.device("cuda")).__name__ == "DeviceLayer"
 
 

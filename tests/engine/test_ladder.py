@@ -49,3 +49,25 @@ def test_names_are_unique_and_speak() -> None:
         assert len(set(names)) == len(names) > 1
         assert mechanism.title
         assert all(rung.what for rung in mechanism.rungs)
+
+
+def test_one_line_tells_of_several_mechanisms(caplog: pytest.LogCaptureFixture) -> None:
+    ladder = Ladder({"norm": "torch"})
+    for _ in range(2):
+        ladder.limit_all(("norm", "activation", "row_copy"), "torch", "there is no compiler")
+    assert ladder.limits() == dict.fromkeys(("norm", "activation", "row_copy"), "torch")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "Gated activation; Rows of KV" in line
+    assert "there is no compiler" in line
+
+
+def test_rungs_hold_within_a_block_only() -> None:
+    ladder = Ladder()
+    ladder.limit("graphs", "device-only", "the driver refused")
+    with ladder.standing_on({"graphs": "host-flags", "norm": "torch"}):
+        assert ladder.rung("graphs") == "host-flags"
+        assert ladder.rung("norm") == "torch"
+        ladder.limit("nvml", "without", "it is not there")
+    assert ladder.limits() == {"graphs": "device-only"}
+    with pytest.raises(ValueError, match="choose one of"), ladder.standing_on({"graphs": "none"}):
+        pass

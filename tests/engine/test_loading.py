@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from neo_desktop.engine import loading
+from neo_desktop.engine.kernels import toolchain
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.loading import choose_device, choose_dtype
 from neo_desktop.models.shapes import shape
 
@@ -12,19 +13,23 @@ CONFIG = shape("qwen3-0.6b")
 
 
 @pytest.mark.parametrize("name", ["auto", "cuda"])
-def test_a_gpu_needs_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_does_without_triton(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(loading, "find_spec", lambda module: None)
-    with pytest.raises(ValueError, match="a GPU needs Triton, which is not installed: 'pip install triton'"):
-        choose_device(name)
+    monkeypatch.setattr(toolchain, "find_spec", lambda module: None)
     assert choose_device("cpu").type == "cpu"
-    monkeypatch.setattr(loading, "find_spec", lambda module: module)
-    assert choose_device(name) == CUDA
+    assert not ladder.limits()
+    for _ in range(2):
+        assert choose_device(name) == CUDA
+    assert ladder.limits() == dict.fromkeys(toolchain.KERNELS, "torch")
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "pip install triton" in line
 
 
 def test_without_a_gpu_nothing_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(loading, "find_spec", lambda module: None)
+    monkeypatch.setattr(toolchain, "find_spec", lambda module: None)
     assert choose_device("auto").type == "cpu"
     with pytest.raises(ValueError, match="finds no usable GPU"):
         choose_device("cuda")

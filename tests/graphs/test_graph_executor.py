@@ -29,7 +29,7 @@ from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.grammar import GrammarCompiler, from_regex
 from neo_desktop.engine.int_array import IntArray
-from neo_desktop.engine.kernels.paged_decode import num_splits
+from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.decoder import Decoder

@@ -1,5 +1,6 @@
 """Where the kernels run: on a GPU if there is one, else in Triton's interpreter, on tensors of the CPU."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,26 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from neo_desktop.engine.ladder import Ladder, ladder
+
+KERNELS = ("paged_decode", "rope_append", "norm", "activation", "row_copy")
+
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="module", params=["triton", "torch"])
+def kernel_rung(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The rung of all kernels; a kernel that gives up and would be served by a lower one fails the test."""
+
+    def given_up(self: Ladder, mechanism: str, rung: str, reason: str) -> bool:
+        raise AssertionError(f"{mechanism}: {reason}")
+
+    with pytest.MonkeyPatch.context() as patch, ladder.standing_on(dict.fromkeys(KERNELS, request.param)):
+        patch.setattr(Ladder, "limit", given_up)
+        yield request.param
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.kernels.activation import silu_mul
-from neo_desktop.engine.kernels.norm import add_rms_norm
+from neo_desktop.engine.kernels.dispatch import add_rms_norm, silu_mul
 from neo_desktop.models.layers import gated_silu, rms_norm
 
+pytestmark = pytest.mark.usefixtures("kernel_rung")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-5
 

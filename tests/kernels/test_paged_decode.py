@@ -4,11 +4,15 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from ladder_rungs import Rungs
 from paged_case import PagedCase, make_case
 from torch import Tensor
 
-from neo_desktop.engine.kernels.paged_decode import MAX_SPLITS, MIN_SPLIT_TOKENS, num_splits, paged_decode
+from neo_desktop.engine.kernels.dispatch import paged_decode
+from neo_desktop.engine.kernels.in_torch import paged_decode as in_torch
+from neo_desktop.engine.kernels.splits import MAX_SPLITS, MIN_SPLIT_TOKENS, num_splits
 
+pytestmark = pytest.mark.usefixtures("kernel_rung")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 # Relative error of a head's output vector. The weights of V are rounded to its dtype, as tensor cores want
@@ -91,6 +95,22 @@ def test_equals_float64_for_random_batches(data: st.DataObject, device: torch.de
 def test_window_attends_to_the_last_tokens_only(window: int, device: torch.device) -> None:
     case = make_case([1, 16, 17, 150], group=4, window=window)
     check(case, attend(case, 2, device))
+
+
+@pytest.mark.parametrize("piece_tokens", [1, 7, 16, 64])
+def test_torch_gives_the_same_piece_by_piece(
+    piece_tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch, rungs: Rungs
+) -> None:
+    """With a window, of which each context has another part; and where some contexts end pieces earlier."""
+    rungs(paged_decode="torch")
+    for window in (0, 20):
+        case = make_case([1, 16, 0, 17, 150], group=4, window=window)
+        kv_heads, head_dim = case.k_cache.shape[1], case.q.shape[2]
+        most = 2 * len(case.q) * kv_heads * head_dim * 4 * piece_tokens
+        monkeypatch.setattr(in_torch, "PIECE_BYTES", most)
+        width = 16 * case.block_tables.shape[1]
+        assert in_torch.num_pieces(len(case.q), kv_heads, head_dim, width) == -(-width // piece_tokens)
+        check(case, attend(case, 1, device))
 
 
 def test_cutting_a_context_loses_nothing(device: torch.device) -> None:

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.kernels.rope_append import rope_append
+from neo_desktop.engine.kernels.dispatch import rope_append
 from neo_desktop.models.layers import rms_norm, rotary, rotate
 
+pytestmark = pytest.mark.usefixtures("kernel_rung")
 HEADS, KV_HEADS, BLOCK_SIZE, EPS = 6, 3, 16, 1e-6
 SLOTS = torch.tensor([5, -1, 47, 16, -1, 15])  # -1: stored nowhere
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.kernels.row_copy import read_rows, write_rows
+from neo_desktop.engine.kernels.dispatch import read_rows, write_rows
 
+pytestmark = pytest.mark.usefixtures("kernel_rung")
 NUM_BLOCKS, BLOCK_SIZE = 3, 16
 SLOTS = torch.tensor([5, -1, 47, 16, -1, 15])  # -1: not copied
 IS_COPIED = SLOTS >= 0

@@ -23,11 +23,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from neo_desktop.engine.kernels.activation import silu_mul
-from neo_desktop.engine.kernels.norm import add_rms_norm
-from neo_desktop.engine.kernels.paged_decode import paged_decode
-from neo_desktop.engine.kernels.rope_append import rope_append
-from neo_desktop.engine.kernels.row_copy import read_rows, write_rows
+from neo_desktop.engine.kernels.in_triton.activation import silu_mul
+from neo_desktop.engine.kernels.in_triton.norm import add_rms_norm
+from neo_desktop.engine.kernels.in_triton.paged_decode import paged_decode
+from neo_desktop.engine.kernels.in_triton.rope_append import rope_append
+from neo_desktop.engine.kernels.in_triton.row_copy import read_rows, write_rows
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

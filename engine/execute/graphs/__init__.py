@@ -17,6 +17,4 @@ A plan of decodes alone is carried out like this, with the CPU's attention insid
 It is the order of `pipeline`, which carries out all other plans. The flags are words in host memory that the
 GPU writes and waits for as part of the graph (`cuStreamWriteValue32`, `cuStreamWaitValue32`); on the other
 side is `native.relay`, which neither Python nor a lock can delay.
-
-All but `bucket` and `streams` needs Triton, and may be imported where there is a GPU only.
 """

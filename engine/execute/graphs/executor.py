@@ -31,7 +31,7 @@ from neo_desktop.engine.execute.graphs.streams import Runner, StreamMemoryError
 from neo_desktop.engine.execute.graphs.workspace import SubBatchMemory, Workspace
 from neo_desktop.engine.execute.pipeline import PipelineExecutor, result_of
 from neo_desktop.engine.execute.timeline import Stage, Timeline
-from neo_desktop.engine.kernels.paged_decode import num_splits
+from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place

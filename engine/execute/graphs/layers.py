@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.execute.graphs.workspace import Scratch, SubBatchMemory
-from neo_desktop.engine.kernels.activation import silu_mul
-from neo_desktop.engine.kernels.norm import add_rms_norm
-from neo_desktop.engine.kernels.rope_append import rope_append
+from neo_desktop.engine.kernels.dispatch import add_rms_norm, rope_append, silu_mul
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear import Form, Linear
 

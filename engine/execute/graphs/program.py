@@ -10,7 +10,7 @@ from neo_desktop.engine.execute.graphs.layers import FusedLayers
 from neo_desktop.engine.execute.graphs.streams import Lane, Mark, Recorder
 from neo_desktop.engine.execute.graphs.workspace import SubBatchMemory, Workspace
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
-from neo_desktop.engine.kernels.paged_decode import paged_decode
+from neo_desktop.engine.kernels.dispatch import paged_decode
 from neo_desktop.engine.sampler import NO_TOKEN
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.native.relay import DONE, READY

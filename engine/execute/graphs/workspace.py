@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.execute.graphs.bucket import Bucket, Most, Rows
-from neo_desktop.engine.kernels.paged_decode import PROGRAMS_PER_SM, num_splits
+from neo_desktop.engine.kernels.splits import PROGRAMS_PER_SM, num_splits
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.native.relay import empty_flags
 

@@ -21,24 +21,6 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634
 EVERYTHING = 2**31 - 1  # a window that no context fills
 
-PROGRAMS_PER_SM = 4  # enough bytes under way to hide the memory's latency, and to even out unequal lengths
-MIN_SPLIT_TOKENS = 128  # below, beginning and merging a part costs more than it brings
-MAX_SPLITS = 64
-
-
-def num_splits(requests: int, kv_heads: int, max_tokens: int, num_sms: int) -> int:
-    """Return into how many parts contexts are cut, a power of two.
-
-    Args:
-        requests: in the batch, padding included.
-        kv_heads: of the model.
-        max_tokens: that a request may attend to: `max_blocks * block_size`, or the window if that is less.
-        num_sms: of the GPU.
-    """
-    wanted = num_sms * PROGRAMS_PER_SM // (requests * kv_heads)
-    most = max(1, min(wanted, max_tokens // MIN_SPLIT_TOKENS, MAX_SPLITS))
-    return 1 << (most.bit_length() - 1)
-
 
 def paged_decode(
     q: Tensor,

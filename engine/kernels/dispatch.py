@@ -1,0 +1,160 @@
+"""The kernels as others call them: by Triton or by torch, as the ladder says.
+
+A Triton kernel that cannot be compiled or launched is given up for torch's operators, with a line in the log,
+and the call is served. What had been launched would have given the same.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from neo_desktop.engine.cuda.errors import is_out_of_memory
+from neo_desktop.engine.ladder import ladder
+
+
+def paged_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    scale: float,
+    window: int | None,
+) -> None:
+    """Attend from one new token per request to its whole context, whose KV is in the cache already.
+
+    Requests with a context of 0 tokens get zeros: the padding of a batch. What lies beyond a context, in
+    tables and in the cache, does not matter.
+
+    Args:
+        q: [requests, heads, head_dim], fp16, fp32 or (from 8.0 on) bf16; the heads of a token contiguous.
+        k_cache: [num_blocks, block_size, kv_heads, head_dim], of q's dtype; v_cache likewise, with the
+            same strides. Any will do with which the dimensions of a head are contiguous.
+        block_tables: [requests, max_blocks] int32, contiguous.
+        context_lens: [requests] int32, the new token included.
+        out: as q.
+        partial_out: [requests, heads, num_splits, head_dim] fp32, contiguous: workspace, with any content.
+        partial_lse: [requests, heads, num_splits] fp32, contiguous: likewise.
+        scale: the factor on q·k.
+        window: how many of the last tokens are attended to; None: all.
+    """
+    _serve(
+        "paged_decode",
+        "paged_decode",
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        out,
+        partial_out,
+        partial_lse,
+        scale,
+        window,
+    )
+
+
+def rope_append(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qk_norm: Tensor | None,
+    eps: float,
+) -> None:
+    """Normalise (if asked) and rotate queries and keys of `qkv` in place; store keys and values in the cache.
+
+    Computes in fp32 and rounds to the dtype where the decoder does: the normalised head, its product with the
+    weights, and the rotated head.
+
+    Args:
+        qkv: [tokens, (heads + 2 * kv_heads) * head_dim], queries, keys, values; each token contiguous.
+        cos: [tokens, 1, head_dim] fp32, contiguous; sin likewise, its first half negated. See
+            `models.layers.Rotary`.
+        slots: [tokens] int32 or int64: block * block_size + offset; negative: stored nowhere. Such are the
+            padding of a batch and tokens whose KV lives in host memory. The others are all different.
+        k_cache: [num_blocks, block_size, kv_heads, head_dim], of qkv's dtype; v_cache likewise, with the same
+            strides. Any will do with which the dimensions of a head are contiguous.
+        qk_norm: [heads + kv_heads, head_dim], contiguous: the weights of an RMSNorm of each head, before the
+            rotation; None: there is no norm.
+        eps: of the RMSNorm.
+    """
+    _serve("rope_append", "rope_append", qkv, cos, sin, slots, k_cache, v_cache, qk_norm, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """Add `x` to `residual` in place, and put the RMSNorm of the sum into `out`.
+
+    Computes in fp32 and rounds to the dtype where the decoder does: the sum, the normalised sum, and its
+    product with the weights. The mean square is that of the rounded sum.
+
+    Args:
+        x: [tokens, hidden], contiguous; residual and out likewise. out may be x.
+        weight: [hidden]
+        eps: of the RMSNorm.
+    """
+    _serve("norm", "add_rms_norm", x, residual, weight, eps, out)
+
+
+def silu_mul(gate_up: Tensor, out: Tensor) -> None:
+    """Put `silu(gate) * up` into `out`.
+
+    Computes in fp32 and rounds to the dtype where the decoder does: silu(gate), and its product with up.
+
+    Args:
+        gate_up: [tokens, 2 * intermediate], gates, then ups; contiguous.
+        out: [tokens, intermediate], contiguous.
+    """
+    _serve("activation", "silu_mul", gate_up, out)
+
+
+def write_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Copy rows into slots of the caches.
+
+    Args:
+        k: [tokens, kv_heads, head_dim], each token contiguous; v likewise. Their tokens may be strided.
+        k_cache: [num_blocks, block_size, kv_heads, head_dim], contiguous; v_cache likewise.
+        slots: [tokens] int64, all different: block * block_size + offset; negative: the row is not copied.
+    """
+    _serve("row_copy", "write_rows", k, v, k_cache, v_cache, slots)
+
+
+def read_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Copy slots of the caches to `k` and `v`; arguments as of `write_rows`, where slots may be equal."""
+    _serve("row_copy", "read_rows", k, v, k_cache, v_cache, slots)
+
+
+def _serve(mechanism: str, function: str, *arguments: object) -> None:
+    """Call a function of the module that is called like the mechanism, in the package of its rung.
+
+    Raises:
+        RuntimeError: the GPU failed, or has no memory left.
+    """
+    if ladder.rung(mechanism) == "triton":
+        try:
+            _function("in_triton", mechanism, function)(*arguments)
+            return
+        except Exception as error:  # compilers, linkers and drivers: each fails in ways of its own
+            if isinstance(error, AssertionError) or is_out_of_memory(error):
+                raise
+            ladder.limit(mechanism, "torch", f"the Triton kernel cannot be used: {_first_line(error)}")
+    _function("in_torch", mechanism, function)(*arguments)
+
+
+@cache
+def _function(package: str, module: str, name: str) -> Callable[..., None]:
+    found: Callable[..., Any] = getattr(import_module(f"{__package__}.{package}.{module}"), name)
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,76 @@
+"""Whatever serves for a kernel takes the same arguments, and serves where the one above it fails."""
+
+import inspect
+from importlib import import_module
+
+import pytest
+import torch
+
+from neo_desktop.engine.kernels import dispatch
+from neo_desktop.engine.kernels.in_triton import activation
+from neo_desktop.engine.ladder import ladder
+from neo_desktop.models.layers import gated_silu
+
+FUNCTIONS = {
+    "paged_decode": ("paged_decode",),
+    "rope_append": ("rope_append",),
+    "norm": ("add_rms_norm",),
+    "activation": ("silu_mul",),
+    "row_copy": ("write_rows", "read_rows"),
+}
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "name"), [(m, name) for m, names in FUNCTIONS.items() for name in names]
+)
+def test_all_rungs_have_the_same_arguments(mechanism: str, name: str) -> None:
+    expected = inspect.signature(getattr(dispatch, name))
+    for package in ("in_triton", "in_torch"):
+        module = import_module(f"neo_desktop.engine.kernels.{package}.{mechanism}")
+        assert inspect.signature(getattr(module, name)) == expected
+
+
+def silu() -> bool:
+    gate_up = torch.randn(3, 64)
+    out = torch.full((3, 32), torch.nan)
+    dispatch.silu_mul(gate_up, out)
+    return torch.allclose(out, gated_silu(gate_up), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
+        RuntimeError("Triton Error [CUDA]: device kernel image is invalid"),
+        OSError("Python.h"),
+    ],
+    ids=repr,
+)
+def test_a_kernel_that_fails_is_given_up_for_torch(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Kernel:
+        def __getitem__(self, grid: object) -> object:
+            raise error
+
+    monkeypatch.setattr(activation, "_silu_mul", Kernel())
+    assert silu()
+    assert silu()
+    assert ladder.limits() == {"activation": "torch"}
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert str(error) in line
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no room"), RuntimeError("Triton Error [CUDA]: out of memory")], ids=repr
+)
+def test_no_memory_is_no_reason_to_give_up(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kernel:
+        def __getitem__(self, grid: object) -> object:
+            raise error
+
+    monkeypatch.setattr(activation, "_silu_mul", Kernel())
+    with pytest.raises(RuntimeError) as raised:
+        silu()
+    assert raised.value is error
+    assert not ladder.limits()
