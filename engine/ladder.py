@@ -133,6 +133,7 @@ class Ladder:
         self._lock = threading.Lock()
         self._positions: dict[str, int] = {}
         self._reasons: dict[str, str] = {}
+        self._changes = 0
         for name, rung in (forced or {}).items():
             if name not in MECHANISMS:
                 raise ValueError(f"there is no mechanism {name!r}; those there are: {', '.join(MECHANISMS)}")
@@ -175,6 +176,7 @@ class Ladder:
             if self._positions.get(mechanism, 0) >= position:
                 return False
             self._positions[mechanism] = position
+            self._changes += 1
             self._reasons[mechanism] = reason
         return True
 
@@ -213,6 +215,7 @@ class Ladder:
         finally:
             with self._lock:
                 self._positions, self._reasons = before
+                self._changes += 1
 
     def put(self, rungs: Mapping[str, str]) -> None:
         """Stand on these rungs from now on, higher or lower ones than before.
@@ -223,7 +226,13 @@ class Ladder:
         positions = {name: MECHANISMS[name].position(rung) for name, rung in rungs.items()}
         with self._lock:
             self._positions |= positions
+            self._changes += 1
             self._reasons |= dict.fromkeys(positions, "it was asked for")
+
+    @property
+    def changes(self) -> int:
+        """How often anything was changed, for whoever keeps what depends on rungs."""
+        return self._changes
 
     def standings(self) -> Sequence[Standing]:
         """Return where all mechanisms stand."""

@@ -12,14 +12,11 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.execute.prefill import Prefill, groups_of, kernel_on
-from neo_desktop.engine.kernels.dispatch import (
-    add_rms_norm,
-    paged_decode,
-    read_rows,
-    rope_append,
-    silu_mul,
-    write_rows,
-)
+from neo_desktop.engine.kernels.in_triton.activation import silu_mul
+from neo_desktop.engine.kernels.in_triton.norm import add_rms_norm
+from neo_desktop.engine.kernels.in_triton.paged_decode import paged_decode
+from neo_desktop.engine.kernels.in_triton.rope_append import rope_append
+from neo_desktop.engine.kernels.in_triton.row_copy import read_rows, write_rows
 from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.models.layers import gated_silu, rms_norm, rotary, rotate
 

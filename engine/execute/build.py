@@ -6,6 +6,7 @@ from neo_desktop.engine.execute.graphs.cuda import graph_executor
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.kv.storage import KVStorage
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.models.decoder import Decoder
 
 
@@ -23,6 +24,6 @@ def build_executor(
         streams: what the work on the model's device runs on.
     """
     pipeline = PipelineExecutor(model, storage, timeline, streams=streams)
-    if model.device.type != "cuda":
+    if model.device.type != "cuda" or ladder.rung("graphs") == "eager":
         return pipeline
     return graph_executor(model, storage, max_requests, pipeline, timeline, streams)

@@ -11,8 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from neo_desktop.engine.cuda.errors import is_out_of_memory
+from neo_desktop.engine.cuda.errors import is_lost, is_out_of_memory
+from neo_desktop.engine.kernels.in_torch.paged_decode import num_pieces
 from neo_desktop.engine.ladder import ladder
+
+MAX_PIECES_IN_GRAPH = 16  # of decode attention by torch, in each layer
 
 
 def paged_decode(
@@ -132,6 +135,20 @@ def read_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Ten
     _serve("row_copy", "read_rows", k, v, k_cache, v_cache, slots)
 
 
+def fits_graph(requests: int, kv_heads: int, head_dim: int, max_tokens: int) -> bool:
+    """Whether decode attention of a layer is few enough launches, on its present rung, to be kept in a graph.
+
+    Args:
+        requests: in the batch, padding included.
+        kv_heads: of the model.
+        head_dim: likewise.
+        max_tokens: that a request may attend to.
+    """
+    if requests == 0 or ladder.rung("paged_decode") == "triton":
+        return True
+    return num_pieces(requests, kv_heads, head_dim, max_tokens) <= MAX_PIECES_IN_GRAPH
+
+
 def _serve(mechanism: str, function: str, *arguments: object) -> None:
     """Call a function of the module that is called like the mechanism, in the package of its rung.
 
@@ -143,7 +160,7 @@ def _serve(mechanism: str, function: str, *arguments: object) -> None:
             _function("in_triton", mechanism, function)(*arguments)
             return
         except Exception as error:  # compilers, linkers and drivers: each fails in ways of its own
-            if isinstance(error, AssertionError) or is_out_of_memory(error):
+            if isinstance(error, AssertionError) or is_out_of_memory(error) or is_lost(error):
                 raise
             ladder.limit(mechanism, "torch", f"the Triton kernel cannot be used: {_first_line(error)}")
     _function("in_torch", mechanism, function)(*arguments)

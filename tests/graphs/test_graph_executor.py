@@ -1,7 +1,7 @@
 """Decode iterations as graphs give the tokens of a plain computation, whatever order the streams take."""
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from imitated_streams import Hook, ImitatedRunner, Operation
+from ladder_rungs import Rungs, kernels_on
 from pipeline_case import (
     check_result,
     make_storage,
@@ -23,23 +24,33 @@ from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.graphs.bucket import Bucket, Most
 from neo_desktop.engine.execute.graphs.executor import GraphExecutor
-from neo_desktop.engine.execute.graphs.streams import Lane
+from neo_desktop.engine.execute.graphs.streams import Lane, Program, StreamMemoryError
 from neo_desktop.engine.execute.graphs.workspace import Scratch, Workspace
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.grammar import GrammarCompiler, from_regex
 from neo_desktop.engine.int_array import IntArray
+from neo_desktop.engine.kernels import dispatch
+from neo_desktop.engine.kernels.in_torch import paged_decode as in_torch
 from neo_desktop.engine.kernels.splits import num_splits
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear import Linear
 from neo_desktop.models.tokenizer import ByteTokenizer
+from neo_desktop.native.relay import RelayStalledError
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 24
 MOST = Most(rows=8, blocks=64)
 EMPTY = IntArray().view()
+
+
+@pytest.fixture(scope="module", params=["triton", "torch"], autouse=True)
+def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    with kernels_on(request.param):
+        yield
 
 
 def plain(model: Decoder) -> Decoder:
@@ -381,6 +392,105 @@ def test_an_iteration_that_stands_still_is_done_again_by_the_pipeline(
     plan = decodes("a", step=2)  # on the device alone, graphs go on
     executor.execute(plan)
     assert runner.num_runs == 2
+    executor.close()
+
+
+@pytest.mark.parametrize(
+    ("rung", "num_runs"), [("host-flags", (1, 2, 3)), ("device-only", (0, 1, 1)), ("eager", (0, 0, 0))]
+)
+def test_every_rung_gives_the_same_tokens(
+    model: Decoder, rungs: Rungs, rung: str, num_runs: tuple[int, ...]
+) -> None:
+    """Forced before an executor is made, and when one limits itself in the middle of the work."""
+    for forced in (True, False):
+        ladder.put({"graphs": rung if forced else "host-flags"})
+        executor, runner = make_executor(model)
+        ladder.put({"graphs": rung})
+        executor.execute(prompts("abc"))
+        plans = decodes("ac"), decodes("b"), decodes("a", "c", step=1)
+        for plan, count in zip(plans, num_runs, strict=True):
+            check_result(model, plan, contexts(plan), executor.execute(plan))
+            assert runner.num_runs == count
+        executor.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "rung"),
+    [
+        (StreamMemoryError("cuStreamWaitValue32 failed"), "device-only"),
+        (RelayStalledError("the GPU did not answer"), "device-only"),
+        (
+            torch.AcceleratorError("CUDA error: operation not permitted in a capture"),
+            "eager",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_graph_that_fails_is_done_again_one_rung_lower(
+    model: Decoder, error: RuntimeError, rung: str, at_end: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(ImitatedRunner):
+        def start(self, key: Hashable, program: Program) -> None:
+            if not at_end:
+                self.num_runs += 1
+                raise error
+            super().start(key, program)
+
+        def wait(self) -> None:
+            raise error
+
+    executor, runner = make_executor(model, runner=Failing())
+    executor.execute(prompts("ac"))
+    for step in range(3):
+        plan = decodes("ac", step=step)
+        check_result(model, plan, contexts(plan), executor.execute(plan))
+    assert runner.num_runs == 1
+    assert ladder.rung("graphs") == rung
+    assert [record.getMessage().count(str(error)) for record in caplog.records] == [1]
+    executor.close()
+
+
+def test_a_gpu_that_is_lost_is_not_worked_around(model: Decoder) -> None:
+    lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    class Lost(ImitatedRunner):
+        def wait(self) -> None:
+            raise lost
+
+    executor, _ = make_executor(model, runner=Lost())
+    executor.execute(prompts("ac"))
+    with pytest.raises(torch.AcceleratorError) as raised:
+        executor.execute(decodes("ac"))
+    assert raised.value is lost
+    assert "graphs" not in ladder.limits()
+    executor.close()
+
+
+def test_graphs_are_captured_again_when_their_kernels_change(model: Decoder, rungs: Rungs) -> None:
+    executor, runner = make_executor(model)
+    executor.execute(prompts("ab"))
+    executor.execute(decodes("ab"))
+    executor.execute(decodes("a"))
+    assert runner.num_programs == 2
+    rungs(norm="torch")
+    executor.execute(decodes("ab", step=1))
+    assert runner.num_programs == 1
+    executor.close()
+
+
+def test_attention_in_too_many_pieces_is_not_kept_in_graphs(
+    model: Decoder, rungs: Rungs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rungs(paged_decode="torch")
+    executor, runner = make_executor(model)
+    executor.execute(prompts("ab"))
+    monkeypatch.setattr(in_torch, "PIECE_BYTES", 1)  # a token at a time: 1024 of them have room in a table
+    for most, num_runs in ((1023, 0), (1024, 1)):
+        monkeypatch.setattr(dispatch, "MAX_PIECES_IN_GRAPH", most)
+        plan = decodes("ab", step=num_runs)
+        check_result(model, plan, contexts(plan), executor.execute(plan))
+        assert runner.num_runs == num_runs
     executor.close()
 
 

@@ -7,11 +7,8 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from ladder_rungs import kernels_on
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-from neo_desktop.engine.ladder import Ladder, ladder
-
-KERNELS = ("paged_decode", "rope_append", "norm", "activation", "row_copy")
 
 
 @pytest.fixture(scope="session")
@@ -21,13 +18,8 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="module", params=["triton", "torch"])
 def kernel_rung(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The rung of all kernels; a kernel that gives up and would be served by a lower one fails the test."""
-
-    def given_up(self: Ladder, mechanism: str, rung: str, reason: str) -> bool:
-        raise AssertionError(f"{mechanism}: {reason}")
-
-    with pytest.MonkeyPatch.context() as patch, ladder.standing_on(dict.fromkeys(KERNELS, request.param)):
-        patch.setattr(Ladder, "limit", given_up)
+    """The rung of all kernels, all of which must serve on it."""
+    with kernels_on(request.param):
         yield request.param
 
 

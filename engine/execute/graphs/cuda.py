@@ -1,7 +1,5 @@
 """Puts the executor of graphs together for a GPU."""
 
-import logging
-
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.execute.graphs.bucket import Most
@@ -15,11 +13,10 @@ from neo_desktop.engine.execute.graphs.streams import (
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.kv.storage import KVStorage
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.native.relay import empty_flags
-
-logger = logging.getLogger(__name__)
 
 
 def graph_executor(
@@ -39,15 +36,11 @@ def graph_executor(
     """
     assert streams.sms is not None  # it is a GPU
     runner = CudaRunner({lane: streams.stream() for lane in Lane}, timeline)
-    with_host = storage.get(Place.HOST) is not None
-    if with_host:
+    if storage.get(Place.HOST) is not None and ladder.rung("graphs") == "host-flags":
         try:
             check_flags(runner, empty_flags(1, pinned=True)[0, 0, :1])
         except StreamMemoryError as error:
-            logger.warning(
-                "iterations with attention on the CPU are launched piece by piece, which is slower: %s", error
-            )
-            with_host = False
+            ladder.limit("graphs", "device-only", str(error))
     executor = GraphExecutor(
         model,
         storage,
@@ -55,7 +48,6 @@ def graph_executor(
         num_sms=streams.sms,
         runner=runner,
         pipeline=pipeline,
-        with_host=with_host,
         timeline=timeline,
         streams=streams,
     )

@@ -20,7 +20,7 @@ from neo_desktop.engine.batch import (
     ScheduledSequence,
 )
 from neo_desktop.engine.cuda.copies import upload
-from neo_desktop.engine.cuda.errors import is_out_of_memory
+from neo_desktop.engine.cuda.errors import is_lost, is_out_of_memory
 from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.execute.attention import padded_block_tables
 from neo_desktop.engine.execute.executor import Executor, Wait
@@ -31,9 +31,11 @@ from neo_desktop.engine.execute.graphs.streams import Runner, StreamMemoryError
 from neo_desktop.engine.execute.graphs.workspace import SubBatchMemory, Workspace
 from neo_desktop.engine.execute.pipeline import PipelineExecutor, result_of
 from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.kernels.dispatch import fits_graph
 from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampler import NO_TOKEN, is_plain, start_sampling
 from neo_desktop.models.decoder import Decoder
@@ -61,7 +63,6 @@ class GraphExecutor(Executor):
         num_sms: of the GPU.
         runner: of the graphs.
         pipeline: carries out what is not decodes alone; closed with this executor.
-        with_host: whether graphs may hand over to the CPU; if not, the pipeline does.
         timeline: the pipeline's.
         streams: the pipeline's, too; None: the whole device's.
     """
@@ -75,7 +76,6 @@ class GraphExecutor(Executor):
         runner: Runner,
         pipeline: PipelineExecutor,
         *,
-        with_host: bool = True,
         timeline: Timeline | None = None,
         streams: Streams | None = None,
     ) -> None:
@@ -92,10 +92,11 @@ class GraphExecutor(Executor):
         host = storage.get(Place.HOST)
         self._block_size = storage.block_size
         self._caches = _caches(model, storage)
-        self._relay = None if host is None or not with_host else _relay(model, host)
+        self._relay = _relay(model, host) if host and ladder.rung("graphs") == "host-flags" else None
         self._stalled_relay: Relay | None = None
         self._programs: dict[Bucket, DecodeProgram] = {}
         self._pause = 0  # iterations for which graphs are not tried
+        self._ladder_changes = ladder.changes  # when the graphs were captured
         self._is_closed = False
 
     def warm_up(self) -> None:
@@ -107,12 +108,16 @@ class GraphExecutor(Executor):
             for blocks in powers_of_two(MIN_BLOCKS, self._most.blocks)
         }
         with self._streams.on_device(), torch.inference_mode():
-            for bucket in by_splits.values():
+            for bucket in filter(self._fits, by_splits.values()):
                 program = self._program(bucket)
                 for memory in program.memories:
                     self._fill(memory, (), ())
-                self._runner.start(bucket, program)
-                self._runner.wait()
+                try:
+                    self._runner.start(bucket, program)
+                    self._runner.wait()
+                except RuntimeError as error:
+                    self._step_down(error)
+                    return
 
     def start(self, plan: IterationPlan) -> Wait:
         """See `Executor`."""
@@ -122,15 +127,14 @@ class GraphExecutor(Executor):
             return self._pipeline.start(plan)
         if self._is_closed:
             raise RuntimeError("the executor is closed")
+        if self._ladder_changes != ladder.changes:  # graphs hold kernels as they were chosen
+            self._ladder_changes = ladder.changes
+            self._runner.forget()
         try:
             wait = self._attempt(lambda: self._submit(plan, self._program(bucket)))
             return partial(self._end, plan, wait)
-        except StreamMemoryError as error:
-            self._give_relay_up(error)
         except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            self._give_graphs_up(error)
+            self._step_down(error)
         return self._pipeline.start(plan)
 
     def _end(self, plan: IterationPlan, wait: Wait) -> IterationResult:
@@ -140,25 +144,28 @@ class GraphExecutor(Executor):
         """
         try:
             return self._attempt(wait)
-        except RelayStalledError as error:
-            self._give_relay_up(error)
         except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            self._give_graphs_up(error)
+            self._step_down(error)
         return self._pipeline.execute(plan)
 
-    def _give_relay_up(self, error: RuntimeError) -> None:
-        """Hand nothing over to the CPU within graphs any more."""
-        logger.error(
-            "from now on, iterations with attention on the CPU are launched piece by piece, which is slower "
-            "(%s)",
-            error,
-        )
-        # Its thread may still be in a step that does not end, so that its memory must stay.
-        self._stalled_relay, self._relay = self._relay, None
+    def _step_down(self, error: RuntimeError) -> None:
+        """See to it that the next iteration does without what has failed; raise what nothing else serves for.
 
-    def _give_graphs_up(self, error: RuntimeError) -> None:
+        Called where errors are caught: what is raised is the error itself.
+        """
+        if isinstance(error, (StreamMemoryError, RelayStalledError)):
+            ladder.limit("graphs", "device-only", str(error))
+            # Its thread may still be in a step that does not end, so that its memory must stay.
+            self._stalled_relay, self._relay = self._relay, None
+        elif is_out_of_memory(error):
+            self._pause_graphs(error)
+        elif isinstance(error, torch.AcceleratorError) and not is_lost(error):
+            ladder.limit("graphs", "eager", f"a CUDA graph failed: {str(error).partition(chr(10))[0]}")
+            self._runner.forget()
+        else:
+            raise error
+
+    def _pause_graphs(self, error: RuntimeError) -> None:
         """Free the memory of all graphs, and try none for a while."""
         logger.warning(
             "the GPU has no memory for another graph: the next %d iterations are launched piece by piece, "
@@ -197,10 +204,19 @@ class GraphExecutor(Executor):
         """Return the bucket that the plan is carried out in; None: it is the pipeline's."""
         if plan.copies or not all(s.is_decode and not s.num_pooled for s in plan.sequences):
             return None
-        if self._relay is None and any(s.place is Place.HOST for s in plan.sequences):
+        rung = ladder.rung("graphs")
+        with_host = rung == "host-flags" and self._relay is not None
+        if rung == "eager" or (not with_host and any(s.place is Place.HOST for s in plan.sequences)):
             return None
         bucket = Bucket.of(plan)
-        return bucket if bucket in self._most else None
+        return bucket if bucket in self._most and self._fits(bucket) else None
+
+    def _fits(self, bucket: Bucket) -> bool:
+        config, max_tokens = self._model.config, bucket.max_blocks * self._block_size
+        return all(
+            fits_graph(rows.device, config.num_kv_heads, config.head_dim, max_tokens)
+            for rows in bucket.sub_batches
+        )
 
     def _program(self, bucket: Bucket) -> DecodeProgram:
         """Return a bucket's program; each is made once, since its views of the workspace take a while."""
