@@ -152,5 +152,6 @@ PYBIND11_MODULE(_native, m) {
       .def(py::init(&make_relay))
       .def("start", &start, py::arg("batches"), py::arg("patience_s") = 0.0, without_gil)
       .def("finish", &finish, without_gil)
-      .def("cancel", &Relay::cancel, without_gil);
+      .def("cancel", &Relay::cancel, without_gil)
+      .def("close", &Relay::close, without_gil);
 }

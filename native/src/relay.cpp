@@ -1,8 +1,14 @@
 #include "neo_desktop/relay.h"
 
+#include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <condition_variable>
+#include <exception>
 #include <limits>
+#include <mutex>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "neo_desktop/thread_pool.h"
@@ -13,6 +19,14 @@ namespace {
 
 constexpr unsigned kPausesPerYield =
     4096;  // some 50 us: only where there are fewer CPUs than threads it matters
+
+// How long the end of the relay waits for a step under way; the longest take some milliseconds.
+constexpr std::chrono::seconds kEndPatience{5};
+
+// The guard looks so many times before it gives up, or more often.
+constexpr int kLooks = 8;
+constexpr std::chrono::nanoseconds kShortestLook = std::chrono::microseconds(100);
+constexpr std::chrono::nanoseconds kLongestLook = std::chrono::seconds(1);
 
 enum FlagKind { kReady, kDone };
 
@@ -36,7 +50,89 @@ bool alike(const PagedCache& a, const PagedCache& b) {
 
 }  // namespace
 
+class Relay::State {
+ public:
+  State(const std::vector<RelayLayer>& layers, int num_threads, Isa isa);
+  void start(std::vector<RelayBatch> batches, std::chrono::nanoseconds patience);
+  std::vector<RelayStep> finish();
+  void cancel();
+  bool end();  // whether the thread that serves has ended
+  void work();
+  void guard();
+
+ private:
+  struct Layer {
+    PagedCache cache;
+    int64_t window;
+  };
+
+  enum class Doing : int { kWaiting, kAttending };
+
+  void serve();
+  void goes_on(size_t layer, size_t batch, Doing doing);
+  std::string where() const;
+  std::chrono::nanoseconds look() const {
+    return std::clamp(patience_ / kLooks, kShortestLook, kLongestLook);
+  }
+  bool wait_until_ready(const RelayBatch& batch, size_t layer) const;
+  void release_all();
+
+  std::vector<Layer> layers_;
+  const int num_threads_;
+  const Isa isa_;
+
+  // Of the iteration. Whoever starts it writes them before `running_`, the thread after.
+  std::vector<RelayBatch> batches_;
+  std::vector<RelayStep> steps_;
+  std::exception_ptr error_;
+  std::chrono::nanoseconds patience_{};
+  std::atomic<bool> cancelled_{false};
+
+  // What the guard looks at.
+  std::atomic<uint64_t> progress_{0};  // grows with everything that is begun
+  std::atomic<size_t> layer_{0};
+  std::atomic<size_t> batch_{0};
+  std::atomic<Doing> doing_{Doing::kWaiting};
+
+  std::mutex mutex_;  // guards the following
+  std::condition_variable changed_;
+  bool running_ = false;
+  bool closed_ = false;
+  bool ended_ = false;   // the thread that serves
+  std::string stalled_;  // where the iteration stood when it was given up
+  std::condition_variable guard_changed_;
+  int64_t guard_wakes_ns_ = 0;  // when the guard looks next, whatever happens meanwhile
+};
+
 Relay::Relay(const std::vector<RelayLayer>& layers, int num_threads, Isa isa)
+    : state_(std::make_shared<State>(layers, num_threads, isa)) {
+  // Detached, since nobody can wait for a step that does not end. The guard gives iterations up; with one
+  // after the other nobody wakes it.
+  std::thread([state = state_] { state->work(); }).detach();
+  try {
+    std::thread([state = state_] { state->guard(); }).detach();
+  } catch (...) {
+    close();
+    throw;
+  }
+}
+
+Relay::~Relay() { close(); }
+
+void Relay::start(std::vector<RelayBatch> batches, std::chrono::nanoseconds patience) {
+  state_->start(std::move(batches), patience);
+}
+
+std::vector<RelayStep> Relay::finish() { return state_->finish(); }
+
+void Relay::cancel() { state_->cancel(); }
+
+bool Relay::close() {
+  state_->cancel();
+  return state_->end();
+}
+
+Relay::State::State(const std::vector<RelayLayer>& layers, int num_threads, Isa isa)
     : num_threads_(check_num_threads(num_threads)), isa_(isa) {
   if (layers.empty()) fail("a relay needs at least one layer");
   for (const RelayLayer& layer : layers) {
@@ -48,24 +144,19 @@ Relay::Relay(const std::vector<RelayLayer>& layers, int num_threads, Isa isa)
          layer.window});
     if (!alike(layers_.back().cache, layers_.front().cache)) fail("the caches of all layers must be alike");
   }
-  guard_ = std::thread([this] { guard(); });
-  thread_ = std::thread([this] { work(); });
 }
 
-Relay::~Relay() {
-  cancel();
-  {
-    std::lock_guard lock(mutex_);
-    closed_ = true;
-  }
+bool Relay::State::end() {
+  std::unique_lock lock(mutex_);
+  closed_ = true;
   changed_.notify_all();
   guard_changed_.notify_one();
-  guard_.join();
-  thread_.join();
+  return changed_.wait_for(lock, kEndPatience, [this] { return ended_; });
 }
 
-void Relay::start(std::vector<RelayBatch> batches, std::chrono::nanoseconds patience) {
+void Relay::State::start(std::vector<RelayBatch> batches, std::chrono::nanoseconds patience) {
   std::unique_lock lock(mutex_);
+  if (closed_) throw std::logic_error("the relay is closed");
   if (running_) throw std::logic_error("the relay's last iteration has not ended");
   for (const RelayBatch& batch : batches) {
     batch.arguments.check(layers_.front().cache, 0);
@@ -88,13 +179,13 @@ void Relay::start(std::vector<RelayBatch> batches, std::chrono::nanoseconds pati
     }
   }
   running_ = true;
-  const bool wakes_guard = patience.count() > 0 && now_ns() + patience.count() < guard_wakes_ns_;
+  const bool wakes_guard = patience.count() > 0 && now_ns() + look().count() < guard_wakes_ns_;
   lock.unlock();
   changed_.notify_all();
   if (wakes_guard) guard_changed_.notify_one();
 }
 
-std::vector<RelayStep> Relay::finish() {
+std::vector<RelayStep> Relay::State::finish() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return !running_ || !stalled_.empty(); });
   if (!stalled_.empty()) {
@@ -107,18 +198,22 @@ std::vector<RelayStep> Relay::finish() {
   return std::exchange(steps_, {});
 }
 
-void Relay::cancel() {
+void Relay::State::cancel() {
   std::lock_guard lock(mutex_);
   if (!running_) return;
   cancelled_ = true;
   release_all();
 }
 
-void Relay::work() {
+void Relay::State::work() {
   std::unique_lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [this] { return running_ || closed_; });
-    if (!running_) return;
+    if (!running_) {
+      ended_ = true;
+      changed_.notify_all();
+      return;
+    }
     lock.unlock();
     serve();
     lock.lock();
@@ -127,7 +222,7 @@ void Relay::work() {
   }
 }
 
-void Relay::serve() {
+void Relay::State::serve() {
   const ThreadPool::Awake awake(ThreadPool::shared());
   try {
     for (size_t layer = 0; layer < layers_.size(); ++layer) {
@@ -148,17 +243,27 @@ void Relay::serve() {
   }
 }
 
-void Relay::guard() {
+void Relay::State::guard() {
   constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+  uint64_t seen = 0;
+  int looks = 0;  // in which nothing went on
   std::unique_lock lock(mutex_);
   while (!closed_) {
-    const bool guards = running_ && patience_.count() > 0 && stalled_.empty();
-    guard_wakes_ns_ = guards ? last_progress_ns_ + patience_.count() : kNever;
-    if (!guards) {
+    if (!running_ || patience_.count() == 0 || !stalled_.empty()) {
+      guard_wakes_ns_ = kNever;
       guard_changed_.wait(lock);
-    } else if (const int64_t left_ns = guard_wakes_ns_ - now_ns(); left_ns > 0) {
-      guard_changed_.wait_for(lock, std::chrono::nanoseconds(left_ns));
-    } else {
+      looks = 0;
+      continue;
+    }
+    // Looks are counted, not time: it also passes while the process is stopped or its machine sleeps.
+    const int64_t begun_ns = now_ns();
+    guard_wakes_ns_ = begun_ns + look().count();
+    guard_changed_.wait_for(lock, look());
+    if (now_ns() < guard_wakes_ns_) continue;  // somebody woke it
+    if (const uint64_t now = progress_.load(std::memory_order_relaxed); now != seen) {
+      seen = now;
+      looks = 0;
+    } else if (++looks * look() >= patience_ && running_ && stalled_.empty()) {
       stalled_ = where();
       cancelled_ = true;
       release_all();
@@ -167,14 +272,14 @@ void Relay::guard() {
   }
 }
 
-void Relay::goes_on(size_t layer, size_t batch, Doing doing) {
+void Relay::State::goes_on(size_t layer, size_t batch, Doing doing) {
   layer_.store(layer, std::memory_order_relaxed);
   batch_.store(batch, std::memory_order_relaxed);
   doing_.store(doing, std::memory_order_relaxed);
-  last_progress_ns_.store(now_ns(), std::memory_order_relaxed);
+  progress_.fetch_add(1, std::memory_order_relaxed);
 }
 
-std::string Relay::where() const {
+std::string Relay::State::where() const {
   const std::string place = "layer " + std::to_string(layer_) + " of sub-batch " + std::to_string(batch_);
   const std::string seconds = std::to_string(patience_.count() / 1'000'000'000.0);
   const std::string time = seconds.substr(0, seconds.find('.') + 2) + " s";
@@ -182,7 +287,7 @@ std::string Relay::where() const {
                                    : "the CPU did not end its attention for " + place + " within " + time;
 }
 
-bool Relay::wait_until_ready(const RelayBatch& batch, size_t layer) const {
+bool Relay::State::wait_until_ready(const RelayBatch& batch, size_t layer) const {
   const auto ready = flag(batch, kReady, layer);
   for (unsigned pauses = 1; ready.load(std::memory_order_acquire) == 0; ++pauses) {
     if (cancelled_.load(std::memory_order_relaxed)) return false;
@@ -192,7 +297,7 @@ bool Relay::wait_until_ready(const RelayBatch& batch, size_t layer) const {
   return true;
 }
 
-void Relay::release_all() {
+void Relay::State::release_all() {
   for (const RelayBatch& batch : batches_) {
     for (size_t layer = 0; layer < layers_.size(); ++layer) {
       flag(batch, kDone, layer).store(1, std::memory_order_release);

@@ -1,8 +1,12 @@
 """The relay: attention layer by layer, told through memory alone, as a GPU's stream does it."""
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,3 +148,104 @@ def test_patience_begins_anew_with_every_step() -> None:
         time.sleep(1.1)  # together more than the patience
         hand_over(batch, layer)
     assert len(relay.finish()) == NUM_LAYERS
+
+
+# A step that never ends: the page of q cannot be read, and what happens then is that the thread sleeps.
+STUCK = """
+import ctypes, mmap, signal
+import torch
+from paged_case import make_case
+from test_relay import batch_of, relay_of
+from dataclasses import replace
+from pathlib import Path
+from neo_desktop.native.relay import RelayStalledError
+
+libc = ctypes.CDLL(None)
+libc.signal.restype = ctypes.c_void_p
+libc.signal(signal.SIGSEGV, ctypes.cast(libc.pause, ctypes.c_void_p))
+case = make_case([400, 120])
+batch = batch_of(case)
+pages = mmap.mmap(-1, 1 << 20)
+q = torch.frombuffer(pages, dtype=case.q.dtype)[: case.q.numel()].view(case.q.shape)
+q.copy_(case.q)
+relay = relay_of(case)
+relay.start([replace(batch, q=q)], patience_s=PATIENCE)
+assert libc.mprotect(ctypes.c_void_p(q.data_ptr()), ctypes.c_size_t(1 << 20), 0) == 0
+batch.flags[0, 0, 0] = 1
+"""
+
+
+def stuck_program(patience_s: float, rest: str) -> "subprocess.CompletedProcess[str]":
+    path = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+    program = f"import sys; sys.path += {path}" + STUCK.replace("PATIENCE", str(patience_s)) + rest
+    return subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_a_step_that_never_ends_is_given_up_and_does_not_keep_the_program_from_ending() -> None:
+    rest = """
+try:
+    relay.finish()
+except RelayStalledError as error:
+    print(error)
+assert bool((batch.flags[1, :, 0] == 1).all())
+try:
+    relay.start([batch])
+except RuntimeError as error:
+    print(error)
+"""
+    ended = stuck_program(0.5, rest)
+    assert ended.stderr == ""
+    assert ended.stdout.splitlines() == [
+        "the CPU did not end its attention for layer 0 of sub-batch 0 within 0.5 s",
+        "the relay's last iteration has not ended",
+    ]
+    assert ended.returncode == 0
+
+
+def test_a_program_that_forgets_a_relay_in_a_step_that_never_ends_ends() -> None:
+    ended = stuck_program(0.0, "print('end')")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "end\n", "")
+
+
+def test_a_relay_that_is_closed_takes_no_more() -> None:
+    case = make_case([400, 120])
+    relay, batch = relay_of(case), batch_of(case)
+    relay.start([batch], patience_s=60)
+    relay.close()
+    with pytest.raises(RuntimeError, match="the iteration was cancelled"):
+        relay.finish()
+    with pytest.raises(RuntimeError, match="the relay is closed"):
+        relay.start([batch])
+    relay.close()  # again
+
+
+def test_time_in_which_the_program_was_stopped_does_not_count() -> None:
+    """As on a computer that was suspended: the GPU had no time to answer either."""
+    program = f"""
+import sys; sys.path += {[str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]}
+from paged_case import make_case
+from test_relay import NUM_LAYERS, batch_of, hand_over, relay_of
+case = make_case([40])
+relay, batch = relay_of(case), batch_of(case)
+relay.start([batch], patience_s=4)
+hand_over(batch, 0)
+print("stop me", flush=True)
+input()
+for layer in range(1, NUM_LAYERS):
+    hand_over(batch, layer)
+print(len(relay.finish()))
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "stop me\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(5)
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.5)  # a guard that looks at the clock would give up now
+        said, _ = process.communicate("\n", timeout=60)
+    assert said == f"{NUM_LAYERS}\n"

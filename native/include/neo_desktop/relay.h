@@ -10,16 +10,12 @@
 // The GPU never waits in vain: an error and a cancelled iteration raise all flags that it may still wait for.
 #pragma once
 
-#include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <exception>
-#include <mutex>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "neo_desktop/paged_attention.h"
@@ -65,7 +61,7 @@ class Relay {
   // Throws std::invalid_argument unless all layers' caches are alike and well-formed.
   Relay(const std::vector<RelayLayer>& layers, int num_threads, Isa isa);
 
-  // Cancels an iteration that is under way.
+  // As `close`.
   ~Relay();
 
   // Clears the flags and begins an iteration; to be called before the GPU is told to. Throws
@@ -73,7 +69,8 @@ class Relay {
   // way; then nothing was begun. The batches' memory must stay until the iteration has ended.
   //
   // When nothing goes on for `patience`, neither the GPU nor the CPU, the iteration is given up: all flags
-  // that the GPU may wait for are raised. The patience begins anew with every step. 0: it never ends.
+  // that the GPU may wait for are raised. The patience begins anew with every step. 0: it never ends. Time in
+  // which the computer or this process did not run does not count.
   void start(std::vector<RelayBatch> batches, std::chrono::nanoseconds patience = {});
 
   // Blocks until the iteration has ended and returns what was done, in order. Throws what a step threw,
@@ -85,52 +82,17 @@ class Relay {
   // none.
   void cancel();
 
+  // Cancels an iteration that is under way and ends the thread; nothing can be started afterwards. Returns
+  // false if the thread is in a step that does not end: it is left behind, and the memory that was given to
+  // the relay must stay for ever. May be called again.
+  bool close();
+
   Relay(const Relay&) = delete;
   Relay& operator=(const Relay&) = delete;
 
  private:
-  struct Layer {
-    PagedCache cache;
-    int64_t window;
-  };
-
-  enum class Doing : int { kWaiting, kAttending };
-
-  void work();
-  void serve();
-  void guard();
-  void goes_on(size_t layer, size_t batch, Doing doing);
-  std::string where() const;
-  bool wait_until_ready(const RelayBatch& batch, size_t layer) const;
-  void release_all();
-
-  std::vector<Layer> layers_;
-  const int num_threads_;
-  const Isa isa_;
-
-  // Of the iteration. Whoever starts it writes them before `running_`, the thread after.
-  std::vector<RelayBatch> batches_;
-  std::vector<RelayStep> steps_;
-  std::exception_ptr error_;
-  std::chrono::nanoseconds patience_{};
-  std::atomic<bool> cancelled_{false};
-
-  // What the guard looks at.
-  std::atomic<int64_t> last_progress_ns_{0};
-  std::atomic<size_t> layer_{0};
-  std::atomic<size_t> batch_{0};
-  std::atomic<Doing> doing_{Doing::kWaiting};
-
-  std::mutex mutex_;  // guards the following
-  std::condition_variable changed_;
-  bool running_ = false;
-  bool closed_ = false;
-  std::string stalled_;  // where the iteration stood when it was given up
-  std::condition_variable guard_changed_;
-  int64_t guard_wakes_ns_ = 0;  // when the guard looks next, whatever happens meanwhile
-
-  std::thread guard_;   // gives iterations up; with one after the other nobody wakes it
-  std::thread thread_;  // serves them. The last members: they use all others
+  class State;
+  std::shared_ptr<State> state_;  // the threads' own, too: one that is left behind goes on using it
 };
 
 }  // namespace neo_desktop

@@ -1,5 +1,6 @@
 """The CPU's part in decode iterations that a GPU runs from beginning to end by itself (see relay.h)."""
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -107,11 +108,12 @@ class Relay:
         Args:
             batches: what is handed over.
             patience_s: when nothing goes on for so long, on either side, the iteration is given up: all flags
-                of outputs are raised, and `finish` says where it stood. 0: it never is.
+                of outputs are raised, and `finish` says where it stood. 0: it never is. Time in which this
+                process or its computer did not run does not count.
 
         Raises:
             ValueError: something in the batches is wrong; nothing was begun.
-            RuntimeError: an iteration is under way.
+            RuntimeError: an iteration is under way, or the relay is closed.
         """
         views = [
             (
@@ -145,3 +147,15 @@ class Relay:
     def cancel(self) -> None:
         """End the iteration early: all flags of outputs are raised. Nothing happens if there is none."""
         self._relay.cancel()
+
+    def close(self) -> None:
+        """Cancel what is under way and end the thread; called again, and of a relay that is dropped, too.
+
+        A thread in a step that does not end is left behind after some seconds, with the memory that it uses.
+        """
+        if not self._relay.close():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._layers, self._batches)))  # for ever
+
+    def __del__(self) -> None:
+        if hasattr(self, "_relay"):
+            self.close()
