@@ -1,10 +1,24 @@
-"""Whether Triton's kernels can be compiled here: found before the first of them is, not by its failure."""
+"""Whether Triton's kernels can be compiled here: found before the first of them is, not by its failure.
 
+Triton compiles kernels by itself. But what launches them is C, which it compiles with the computer's compiler
+against Python's headers when a process first uses a GPU.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 from neo_desktop.engine.ladder import ladder
 
 KERNELS = ("paged_decode", "rope_append", "norm", "activation", "row_copy")  # of the ladder
+PATIENCE_S = 60.0  # for a compiler, on a computer that has other things to do
+PROGRAM = "#include <Python.h>\n#include <stdlib.h>\nint usable(void) { return Py_IsInitialized(); }\n"
 
 
 def limit_kernels() -> None:
@@ -20,4 +34,48 @@ def find_obstacle() -> str | None:
             "Triton is not installed, which is faster: 'pip install triton', on Windows "
             "'pip install triton-windows'"
         )
-    return None
+    if (
+        os.name == "nt" or os.environ.get("TRITON_INTERPRET") == "1"
+    ):  # there it brings a compiler; or needs none
+        return None
+    return _compiler_obstacle(os.environ.get("CC"), _include_folder())
+
+
+@cache
+def _compiler_obstacle(named: str | None, include: str) -> str | None:
+    """Compile as Triton does, with what it would take: CC, else gcc, else clang."""
+    needs = "Triton, which is faster, needs"
+    compiler = named or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return f"{needs} a C compiler, and there is neither gcc nor clang: {_advice()}"
+    if not Path(include, "Python.h").is_file():
+        return f"{needs} Python's headers, and there is no {include}/Python.h: {_advice()}"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "usable.c")
+        source.write_text(PROGRAM)
+        library = str(source.with_suffix(".so"))
+        command = [compiler, str(source), "-shared", "-fPIC", "-o", library, f"-I{include}"]
+        try:
+            result = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=PATIENCE_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            said = str(error)
+        else:
+            if result.returncode == 0:
+                return None
+            lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
+            said = next((line for line in lines if "error" in line), lines[0])
+    return f"{needs} a C compiler, and {compiler} fails ({said}): {_advice()}"
+
+
+def _include_folder() -> str:
+    """Return where Python's headers should be; the scheme that Debian has instead of Python's lacks them."""
+    scheme = sysconfig.get_default_scheme()
+    return sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"]
+
+
+def _advice() -> str:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    debian = f"'sudo apt install gcc libc6-dev python{version}-dev'"
+    return f"{debian}, on Fedora 'sudo dnf install gcc python3-devel'"
