@@ -1,27 +1,36 @@
-"""The engine's thread, and the way from the event loop to it and back.
+"""The way from the event loop to an engine and back.
 
-    event loop                           engine thread
-    ──────────                           ─────────────
-    submit() ──── inbox: commands ────→  before an iteration is planned: run the commands
-                                         while there is work: engine.step()
-    Generation ←─ one wake-up per step ── outputs of all requests
+    event loop                          engine: a thread, or a process of its own (app/engines)
+    ──────────                          ──────
+    submit() ──── commands ──────────→  carried out before an iteration is planned
+    Generation ←─ one wake-up per step ── outputs of all requests, and how the engine stands
 
-The thread alone calls the engine. Everything else here, the generations included, belongs to the event loop;
-the two meet only in `_inbox`, in `call_soon_threadsafe` and in the frozen snapshot `stats`.
+Everything here, the generations included, belongs to the event loop; events are brought to it by an `Outbox`.
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
-import queue
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
 from neo_desktop.app.chat_template import ChatTemplateError
+from neo_desktop.app.engines.messages import (
+    Abort,
+    Add,
+    Answer,
+    Compile,
+    Ended,
+    EngineLink,
+    Event,
+    Look,
+    Status,
+    Stepped,
+    Stop,
+)
+from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.outbox import Call, Outbox
 from neo_desktop.app.template_process import TemplateProcess
 from neo_desktop.app.web.limits import DEFAULT_LIMITS, Limits
@@ -39,8 +48,10 @@ CHARS_PER_TOKEN = 8  # more than texts have on average; prose has about 4
 SHORT_CHARS = 2000
 STOP_TIMEOUT_S = 5.0  # how long stop() waits for the iteration that runs
 
+WATCH_TICKS = 10  # in a patience: a program that was halted for hours has missed one of them, not all
+
 Prompt = str | Sequence[int]
-Command = Callable[[], object]
+Supervisor = Callable[[str], str]  # what happened → what those who wait are told
 
 
 class ServiceError(RuntimeError):
@@ -65,6 +76,12 @@ class EngineFailedError(ServiceError):
     """The engine gave the request up."""
 
     code = "engine_failed"
+
+
+class EngineRestartingError(EngineFailedError):
+    """The engine ended and is being started again; the same request may succeed later."""
+
+    code = "engine_restarting"
 
 
 class RequestTimeoutError(ServiceError):
@@ -97,7 +114,8 @@ class Generation:
         self._num_open = len(self.request_ids) * n
         self._timer: asyncio.TimerHandle | None = None
         self._arrived: asyncio.Queue[RequestOutput | ServiceError] = asyncio.Queue()
-        self._accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Whether the engine has taken all prompts; raises what it raised.
+        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
         return self
@@ -123,18 +141,6 @@ class Generation:
             self._timer.cancel()
         self._close(self)
 
-    async def accepted(self) -> None:
-        """Wait until the engine has taken all prompts; raises what it raised."""
-        await self._accepted
-
-    def settle(self, error: Exception | None) -> None:
-        """Take in whether the engine accepted the prompts."""
-        if not self._accepted.done():
-            if error is None:
-                self._accepted.set_result(None)
-            else:
-                self._accepted.set_exception(error)
-
     def put(self, output: RequestOutput) -> None:
         """Take in what one iteration brought."""
         self._arrived.put_nowait(output)
@@ -153,7 +159,9 @@ class Generation:
 
     def fail(self, error: ServiceError) -> None:
         """End everything that is open with this error."""
-        self.settle(error)
+        if not self.accepted.done():
+            self.accepted.set_exception(error)
+            self.accepted.exception()  # seen, also where nobody waits for it any more
         self._arrived.put_nowait(error)
 
 
@@ -161,40 +169,43 @@ class EngineService:
     """Runs an engine for many clients of one event loop.
 
     Args:
-        engine: nobody else may call it between `start` and the end of `stop`.
+        engine: one that works beside the event loop already, or one that a thread is made for; nobody else
+            may call it between `start` and the end of `stop`.
         limits: what requests may take.
     """
 
-    def __init__(self, engine: Engine, limits: Limits = DEFAULT_LIMITS) -> None:
-        self.model_name = engine.model_name
-        self.max_context_tokens = engine.max_context_tokens
-        self.tokenizer = engine.tokenizer
-        self.sampling_defaults = engine.config.generation
-        self._template = TemplateProcess(engine.tokenizer.chat_template, engine.tokenizer.special_tokens)
-        self.stats: EngineStats = engine.stats()  # as of the last iteration or command
+    def __init__(self, engine: Engine | EngineLink, limits: Limits = DEFAULT_LIMITS) -> None:
+        self._link: EngineLink = EngineThread(engine) if isinstance(engine, Engine) else engine
+        facts = self._link.facts
+        self.model_name = facts.model_name
+        self.max_context_tokens = facts.max_context_tokens
+        self.tokenizer = facts.tokenizer
+        self.sampling_defaults = facts.sampling_defaults
+        self._template = TemplateProcess(facts.tokenizer.chat_template, facts.tokenizer.special_tokens)
+        self.stats: EngineStats = facts.stats  # as of the last iteration or command
         self.metrics = ServiceMetrics()
+        self.supervisor: Supervisor | None = None  # asked when the engine ends by itself
         self._limits = limits
-        self._engine = engine
-        self._grammars = engine.grammars  # any thread may use it
-        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None: stop
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._is_stopping = False  # the thread's own
-        self._thread_ended = asyncio.Event()
+        self._engine_ended = asyncio.Event()
         self._outbox: Outbox | None = None  # None: not started
         self._ordinals = itertools.count()
         self._generations: dict[str, Generation] = {}  # request_id -> whose it is
         self._queued: set[tuple[str, int]] = set()  # (request_id, choice) without a first token
-        self._looks: set[asyncio.Future[LiveView]] = set()  # of those who want to know what the engine does
+        self._asked: dict[int, asyncio.Future[Any]] = {}  # ticket -> who waits for the engine's answer
+        self._num_heard = 0  # events of the engine's so far
+        self._watch: asyncio.Task[None] | None = None
         self._refusal: ServiceError | None = ServiceStoppedError("the service has not been started")
         self._successor: Callable[[], Awaitable[EngineService]] | None = None
         self._idle_since_s: float | None = time.monotonic()
 
     async def start(self) -> None:
-        """Start the engine thread; outputs go to the running event loop."""
+        """Start the engine's work; outputs go to the running event loop."""
         self._outbox = Outbox(asyncio.get_running_loop())
         await self._template.start()
         self._refusal = None
-        self._thread.start()
+        self._link.start(self._receive)
+        if self._link.patience_s is not None:
+            self._watch = asyncio.create_task(self._watch_progress(self._link.patience_s))
 
     async def stop(
         self,
@@ -203,30 +214,37 @@ class EngineService:
         timeout_s: float | None = STOP_TIMEOUT_S,
         successor: "Callable[[], Awaitable[EngineService]] | None" = None,
     ) -> None:
-        """Tell everybody who waits, free what they hold and end the thread; a second call does nothing.
+        """Tell everybody who waits, free what they hold and end the engine; a second call does nothing.
 
         Args:
             reason: what those who wait are told.
-            timeout_s: an iteration cannot be interrupted: after this time it is left to itself. None: never.
+            timeout_s: an iteration cannot be interrupted: after this time it is left to itself. None: never,
+                unless the engine has a process of its own, which `close` ends all the same.
             successor: brings the service that takes what is submitted from now on; None: it is refused.
         """
         if self._outbox is None or isinstance(self._refusal, ServiceStoppedError):
             return
+        if timeout_s is None and self._link.is_process:
+            timeout_s = STOP_TIMEOUT_S
         self._successor = successor
         self._refuse_all(ServiceStoppedError(reason))
-        self._inbox.put(None)
+        self._link.send(Stop())
         await self._template.stop()
         try:
-            await asyncio.wait_for(self._thread_ended.wait(), timeout_s)
+            await asyncio.wait_for(self._engine_ended.wait(), timeout_s)
         except TimeoutError:
             logger.warning("the engine is still busy with an iteration; not waiting for it")
+        if self._watch is not None:
+            self._watch.cancel()
 
     def close(self) -> None:
-        """Drop weights and caches, if the engine's thread has ended or was never started; else do nothing."""
-        if self._thread_ended.is_set():
-            self._thread.join()
-        if not self._thread.is_alive():
-            self._engine.close()
+        """Drop weights and caches, if the engine has ended or was never started, or has its own process."""
+        self._link.close()
+
+    @property
+    def is_process(self) -> bool:
+        """Whether the engine has a process of its own."""
+        return self._link.is_process
 
     @property
     def refusal(self) -> ServiceError | None:
@@ -268,8 +286,7 @@ class EngineService:
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
         answer: asyncio.Future[LiveView] = asyncio.get_running_loop().create_future()
-        self._looks.add(answer)
-        self._inbox.put(partial(self._look, answer))
+        self._ask(Look(next(self._ordinals)), answer)
         return await answer
 
     async def submit(
@@ -311,12 +328,14 @@ class EngineService:
         self._idle_since_s = None
         self._queued |= _choices(generation)
         try:
-            if params.grammar is not None:  # in a thread, so that the engine finds it ready
-                await asyncio.to_thread(self._grammars.compile, params.grammar)
+            if params.grammar is not None:  # before, so that the engine finds it ready
+                compiled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._ask(Compile(next(self._ordinals), params.grammar), compiled)
+                await compiled
             token_ids = [await self._encode(prompt, add_special_tokens) for prompt in prompts]
             generation.prompt_token_ids = token_ids
-            self._inbox.put(partial(self._add, generation, token_ids, params))
-            await generation.accepted()
+            self._ask(Add(next(self._ordinals), request_ids, token_ids, params), generation.accepted)
+            await generation.accepted
         except BaseException:  # cancelled included
             generation.close()
             raise
@@ -358,14 +377,32 @@ class EngineService:
         for request_id in generation.request_ids:
             self.metrics.left(request_id, generation.n)
             if self._generations.pop(request_id, None) is not None:
-                self._inbox.put(partial(self._abort, request_id))
+                self._link.send(Abort(request_id))
         if not self._generations:
             self._idle_since_s = time.monotonic()
 
-    def _answer(self, look: asyncio.Future[LiveView], view: LiveView) -> None:
-        self._looks.discard(look)
-        if not look.done():  # otherwise whoever asked has gone
-            look.set_result(view)
+    def _ask(self, command: Add | Compile | Look, answer: "asyncio.Future[Any]") -> None:
+        """Send a command; its answer comes unless the engine ends, which is told instead."""
+        if self._refusal is not None:  # it ended while the prompt was made ready
+            raise self._refusal.with_traceback(None)
+        self._asked[command.ticket] = answer
+        self._link.send(command)
+
+    def _answer(self, answer: Answer) -> None:
+        self._num_heard += 1
+        asked = self._asked.pop(answer.ticket, None)
+        if asked is None or asked.done():  # whoever asked has gone
+            return
+        if answer.error is None:
+            asked.set_result(answer.value)
+        else:
+            asked.set_exception(answer.error)
+
+    def _book(self, event: Stepped | Status) -> None:
+        self._num_heard += 1
+        self.stats = event.stats
+        if isinstance(event, Stepped):
+            self.metrics.iteration(event.seconds)
 
     def _deliver(self, output: RequestOutput) -> None:
         generation = self._generations.get(output.request_id)
@@ -380,64 +417,51 @@ class EngineService:
         for generation in set(self._generations.values()):
             generation.fail(reason)
             generation.close()
-        while self._looks:
-            if not (look := self._looks.pop()).done():
-                look.set_exception(reason)
+        while self._asked:
+            _, asked = self._asked.popitem()
+            if not asked.done():
+                asked.set_exception(reason)
 
-    # From here on: the engine thread.
+    def _end(self, reason: str | None) -> None:
+        """The engine has ended."""
+        self._engine_ended.set()
+        if reason is None or isinstance(self._refusal, ServiceStoppedError):
+            return
+        if self._watch is not None:
+            self._watch.cancel()
+        if self.supervisor is None:
+            self._refuse_all(EngineFailedError(f"{reason}: restart the server"))
+        else:
+            self._refuse_all(EngineRestartingError(self.supervisor(reason)))
 
-    def _run(self) -> None:
-        try:
-            while not self._is_stopping:
-                self._run_commands(wait=not self._engine.has_work)
-                if self._engine.has_work and not self._is_stopping:
-                    self._step()
-        except Exception as error:
-            # A failed iteration is the engine's own business (it ends the requests concerned). What comes
-            # up to here is a defect, after which no state can be trusted.
-            logger.exception("the engine stopped")
-            reason = f"the engine stopped because of an internal error ({error}): restart the server"
-            self._post(partial(self._refuse_all, EngineFailedError(reason)))
-        self._post(self._thread_ended.set)
+    async def _watch_progress(self, patience_s: float) -> None:
+        """End an engine that has work, and says nothing for too long."""
+        num_heard, num_silent = -1, 0
+        while num_silent < WATCH_TICKS:
+            await asyncio.sleep(patience_s / WATCH_TICKS)
+            has_work = bool(self._asked) or self.stats.num_running + self.stats.num_waiting > 0
+            num_silent = num_silent + 1 if has_work and self._num_heard == num_heard else 0
+            num_heard = self._num_heard
+        self._link.kill(f"the engine had work and made no progress for {patience_s:g} s, so it was ended")
 
-    def _run_commands(self, wait: bool = False) -> None:
-        """Run all commands that came in; `wait` for one if there are none."""
-        with contextlib.suppress(queue.Empty):
-            while not self._is_stopping:
-                command = self._inbox.get(block=wait)
-                wait = False
-                if command is None:
-                    self._is_stopping = True
-                else:
-                    command()
-        self.stats = self._engine.stats()
+    # From here on: a thread of the engine's.
 
-    def _step(self) -> None:
-        begun_s = time.perf_counter()
-        outputs = self._engine.step(before_next=self._run_commands)
-        self.metrics.iteration(time.perf_counter() - begun_s)
-        self.stats = self._engine.stats()
-        if outputs:
-            self._post(*(partial(self._deliver, output) for output in outputs))
-
-    def _add(self, generation: Generation, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
-        error = None
-        try:
-            for request_id, token_ids in zip(generation.request_ids, prompts, strict=True):
-                self._engine.add_request(request_id, token_ids, params)
-        except Exception as refused:  # told to the caller, who aborts the prompts before this one
-            error = refused
-        self._post(partial(generation.settle, error))
-
-    def _look(self, answer: asyncio.Future[LiveView]) -> None:
-        self._post(partial(self._answer, answer, self._engine.live_view()))
-
-    def _abort(self, request_id: str) -> None:
-        self._engine.abort(request_id)
-
-    def _post(self, *calls: Call) -> None:
+    def _receive(self, events: Sequence[Event]) -> None:
         assert self._outbox is not None
-        self._outbox.put(calls)
+        self._outbox.put(call for event in events for call in self._calls(event))
+
+    def _calls(self, event: Event) -> Iterator[Call]:
+        match event:
+            case Stepped():
+                yield partial(self._book, event)
+                for output in event.outputs:
+                    yield partial(self._deliver, output)
+            case Status():
+                yield partial(self._book, event)
+            case Answer():
+                yield partial(self._answer, event)
+            case Ended():
+                yield partial(self._end, event.reason)
 
 
 def _choices(generation: Generation) -> set[tuple[str, int]]:

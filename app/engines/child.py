@@ -1,0 +1,134 @@
+"""The engine's process: loads a model, then runs the engine's loop between two pipes.
+
+    stdin   how to begin, the maker of the engine, commands; its end: the parent is gone, so this ends, too
+    stdout  events, log messages
+
+Whatever prints finds stderr in the place of both.
+"""
+
+import faulthandler
+import gc
+import logging
+import logging.handlers
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from neo_desktop.app.engines.frames import FrameWriter, read_frames
+from neo_desktop.app.engines.loop import EngineLoop
+from neo_desktop.app.engines.messages import EngineFacts, LoadFailed, Logged, Progressed, portable
+
+PROGRESS_S = 0.05  # between two messages of the same kind of progress
+FAILED_STATUS = 1
+_ATTRIBUTES = (
+    "name",
+    "levelno",
+    "levelname",
+    "pathname",
+    "filename",
+    "module",
+    "lineno",
+    "funcName",
+    "created",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What holds in the parent and shall hold in the child."""
+
+    sys_path: Sequence[str]
+    log_level: int
+
+
+def main() -> None:
+    """Run until told to stop, or until the parent is gone."""
+    faulthandler.enable()  # of a crash, at least the lines of Python are seen
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who sends a Stop
+    commands, events = _take_pipes()
+    frames, writer = read_frames(commands), _Events(events)
+    beginning: Beginning = next(frames)
+    sys.path[:] = beginning.sys_path
+    logging.basicConfig(level=beginning.log_level, handlers=[_PipeHandler(writer)], force=True)
+    _run(frames, writer)
+
+
+def _run(frames: Iterator[Any], writer: "_Events") -> None:
+    ready: Future[EngineLoop] = Future()
+    gc.freeze()  # what was imported stays
+    last_s, last_what = 0.0, ""
+
+    def progress(share: float, what: str) -> None:
+        nonlocal last_s, last_what
+        now_s = time.monotonic()
+        if what != last_what or now_s >= last_s + PROGRESS_S:
+            last_s, last_what = now_s, what
+            writer.put(Progressed(share, what))
+
+    try:
+        make = next(frames)
+        threading.Thread(target=_read_commands, args=(frames, ready), name="commands", daemon=True).start()
+        engine = make(progress)
+    except Exception as error:
+        if not isinstance(error, ValueError | MemoryError | OSError | RuntimeError):
+            logging.getLogger(__name__).exception("the model could not be loaded")
+        writer.put(LoadFailed(portable(error)))
+        os._exit(FAILED_STATUS)
+    writer.put(EngineFacts.of(engine))
+    loop = EngineLoop(engine, writer.put)
+    ready.set_result(loop)
+    reason = loop.run()
+    if reason is None:
+        engine.close()  # after anything else it may never return, on a lost device say
+    logging.shutdown()
+    os._exit(0 if reason is None else FAILED_STATUS)
+
+
+def _read_commands(frames: Iterator[Any], ready: "Future[Any]") -> None:
+    """The thread that listens."""
+    try:
+        for command in frames:
+            ready.result().take(command)
+    finally:
+        # The parent is gone, killed perhaps. Nobody wants what is left, and memory is waited for.
+        os._exit(FAILED_STATUS)
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Take stdin and stdout for this program alone; children and what prints get something else."""
+    commands, events = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    try:
+        os.dup2(2, 1)
+    except OSError:  # there is no stderr
+        os.dup2(nothing, 1)
+    return commands, events
+
+
+class _Events(FrameWriter):
+    """Ends the process when nobody reads any more."""
+
+    def put(self, value: object) -> None:
+        try:
+            super().put(value)
+        except OSError:
+            os._exit(FAILED_STATUS)
+
+
+class _PipeHandler(logging.handlers.QueueHandler):
+    """Sends log messages to the parent, which prints them as its own."""
+
+    def __init__(self, writer: FrameWriter) -> None:
+        super().__init__(queue=None)  # type: ignore[arg-type]  # `enqueue` needs none
+        self._writer = writer
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        attributes = {name: getattr(record, name) for name in _ATTRIBUTES}
+        self._writer.put(Logged(attributes | {"msg": record.getMessage(), "args": None}))

@@ -1,0 +1,130 @@
+"""The loop that owns an engine: commands in, steps while there is work, events out.
+
+    take(command) ──→ inbox ──→  before an iteration is planned: run the commands
+      any thread                 while there is work: engine.step()
+                       emit() ←─ one list of events per step, one per batch of commands
+
+It is the same one in a thread of this process and in a process of its own.
+"""
+
+import logging
+import queue
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from neo_desktop.app.engines.messages import (
+    Abort,
+    Add,
+    Answer,
+    Command,
+    Compile,
+    Ended,
+    Event,
+    Look,
+    Status,
+    Stepped,
+    Stop,
+    portable,
+)
+from neo_desktop.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+MAX_COMPILERS = 8  # threads that make grammars ready
+
+
+class EngineLoop:
+    """Carries out commands; `run` is the only one who calls the engine, its grammars excepted.
+
+    Args:
+        engine: nobody else may call it until `run` has returned.
+        emit: takes events, from any thread.
+    """
+
+    def __init__(self, engine: Engine, emit: Callable[[Sequence[Event]], object]) -> None:
+        self.is_over = False  # the engine is not called any more
+        self._engine = engine
+        self._emit = emit
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._is_stopping = False  # run's own
+        self._compilers = ThreadPoolExecutor(MAX_COMPILERS, "grammar")
+
+    def take(self, command: Command) -> None:
+        """Have a command carried out; any thread may ask."""
+        if not isinstance(command, Compile):
+            self._inbox.put(command)
+        elif not self.is_over:
+            self._compilers.submit(self._compile, command)
+
+    def run(self) -> str | None:
+        """Work until a `Stop`; return why it ended, if it was for anything else."""
+        reason = None
+        try:
+            while not self._is_stopping:
+                self._run_commands(wait=not self._engine.has_work)
+                if self._engine.has_work and not self._is_stopping:
+                    self._step()
+        except Exception as error:
+            # A failed iteration is the engine's own business (it ends the requests concerned). What comes
+            # up to here is a defect, or a lost device, after which no state can be trusted.
+            logger.exception("the engine stopped")
+            reason = f"the engine stopped because of an internal error ({error})"
+        self.is_over = True
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._emit([Ended(reason)])
+        return reason
+
+    def _run_commands(self, wait: bool = False) -> None:
+        """Run all commands that came in; `wait` for one if there are none."""
+        answers: list[Event] = []
+        has_run = False
+        while not self._is_stopping:
+            try:
+                command = self._inbox.get(block=wait)
+            except queue.Empty:
+                break
+            wait, has_run = False, True
+            answers += self._run_command(command)
+        if has_run:
+            self._emit([*answers, Status(self._engine.stats())])
+
+    def _run_command(self, command: Command) -> list[Event]:
+        match command:
+            case Add():
+                return [Answer(command.ticket, error=self._add(command))]
+            case Abort():
+                self._engine.abort(command.request_id)
+            case Look():
+                return [Answer(command.ticket, self._engine.live_view())]
+            case Stop():
+                self._is_stopping = True
+        return []
+
+    def _add(self, command: Add) -> Exception | None:
+        try:
+            for request_id, token_ids in zip(command.request_ids, command.prompts, strict=True):
+                self._engine.add_request(request_id, token_ids, command.params)
+        except Exception as refused:  # told to the caller, who aborts the prompts before this one
+            return _told(refused)
+        return None
+
+    def _step(self) -> None:
+        begun_s = time.perf_counter()
+        outputs = self._engine.step(before_next=self._run_commands)
+        self._emit([Stepped(outputs, time.perf_counter() - begun_s, self._engine.stats())])
+
+    def _compile(self, command: Compile) -> None:
+        error = None
+        try:
+            self._engine.grammars.compile(command.grammar)
+        except Exception as refused:
+            error = _told(refused)
+        self._emit([Answer(command.ticket, error=error)])
+
+
+def _told(error: Exception) -> Exception:
+    """Return what the caller is told; what is not his fault is logged here, where the traceback is."""
+    if not isinstance(error, ValueError):
+        logger.error("a request could not be taken", exc_info=error)
+    return portable(error)

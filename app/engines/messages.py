@@ -1,0 +1,180 @@
+"""What goes to an engine and what comes back: plain values, since the border of a process may lie between.
+
+Commands that want an answer carry a ticket, and exactly one `Answer` with that ticket comes back, unless the
+engine ends.
+"""
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.live import LiveView
+from neo_desktop.engine.request import RequestOutput
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.stats import EngineStats
+from neo_desktop.models.config import GenerationDefaults
+from neo_desktop.models.tokenizer import Tokenizer
+
+LoadProgress = Callable[[float, str], None]  # share done, 0 to 1, and what is being done
+EngineMaker = Callable[[LoadProgress], Engine]  # for a process it must be something that can be pickled
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Queue prompts; the answer comes when all are accepted, or with the error of the first that was not."""
+
+    ticket: int
+    request_ids: Sequence[str]
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Compile:
+    """Make a grammar ready, in a thread beside the engine, which then finds it ready."""
+
+    ticket: int
+    grammar: str
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Tell what the engine does right now: the answer's value is a LiveView."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request; nothing more is told of it."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the loop."""
+
+
+Command = Add | Compile | Look | Abort | Stop
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a command."""
+
+    ticket: int
+    value: LiveView | None = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """What one step of the engine brought."""
+
+    outputs: Sequence[RequestOutput]
+    seconds: float
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How the engine stands after commands."""
+
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The last event of all."""
+
+    reason: str | None = None  # a sentence without its full stop; None: the engine was told to stop
+
+
+Event = Answer | Stepped | Status | Ended
+Receiver = Callable[[Sequence[Event]], object]  # called by a thread of the engine's
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """How far the loading is."""
+
+    share: float
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What stays the same about an engine for as long as it lives."""
+
+    model_name: str
+    max_context_tokens: int
+    tokenizer: Tokenizer
+    sampling_defaults: GenerationDefaults
+    stats: EngineStats  # at the beginning
+    note: str | None  # what the owner of the computer should know
+
+    @classmethod
+    def of(cls, engine: Engine) -> "EngineFacts":
+        """Ask an engine."""
+        return cls(
+            engine.model_name,
+            engine.max_context_tokens,
+            engine.tokenizer,
+            engine.config.generation,
+            engine.stats(),
+            engine.streams.note,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """There will be no engine."""
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """Something for this program's log, as attributes of a `logging.LogRecord`."""
+
+    attributes: Mapping[str, Any]
+
+
+class EngineLink(Protocol):
+    """An engine that works beside the event loop."""
+
+    facts: EngineFacts
+
+    @property
+    def is_process(self) -> bool:
+        """Whether it has a process of its own, which can be ended at any time and started anew."""
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long it may have work and say nothing until it counts as hung; None: for ever."""
+
+    def start(self, receive: Receiver) -> None:
+        """Begin to work; events go to `receive`, `Ended` being the last one."""
+
+    def send(self, command: Command) -> None:
+        """Have a command carried out, between two iterations; does nothing once the engine has ended."""
+
+    def kill(self, reason: str) -> None:
+        """End it at once, whatever it does, with this reason; does nothing to a thread."""
+
+    def close(self) -> None:
+        """Free weights and caches, once it was told to stop; a thread that goes on keeps them."""
+
+
+def portable(error: Exception) -> Exception:
+    """Return an error as another process can be told of it: itself, or its name and text."""
+    bare = error.with_traceback(None)
+    try:
+        if type(pickle.loads(pickle.dumps(bare))) is type(bare):
+            return bare
+    except Exception:  # whatever its constructor wants
+        pass
+    return RuntimeError(f"{type(error).__name__}: {error}")

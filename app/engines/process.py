@@ -1,0 +1,233 @@
+"""An engine in a process of its own: its crash, its hang or a lost device is not this program's end.
+
+    this process                                     child: child.py
+    ────────────                                     ───────────────
+    Beginning, the maker of the engine ─── stdin ──→ loads
+    commands, by a thread of their own ─── stdin ──→ EngineLoop
+    events, log messages ←──────────────── stdout ── (read here by a thread)
+    the end of this process ─── the end of stdin ──→ ends, too
+    Ended ←─── the end of stdout, and exit status ── ended, however that came about
+
+The parent never asks CUDA for memory: what the GPU holds of a model ends with the child.
+"""
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any, Self
+
+from neo_desktop.app.engines.child import Beginning
+from neo_desktop.app.engines.frames import FrameWriter, read_frames
+from neo_desktop.app.engines.messages import (
+    Command,
+    Ended,
+    EngineFacts,
+    EngineMaker,
+    LoadFailed,
+    LoadProgress,
+    Logged,
+    Progressed,
+    Receiver,
+    Stop,
+)
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.25  # how often, while loading, it is asked whether the model is still wanted
+LOAD_PATIENCE_S = 900.0  # the longest step of loading that says nothing
+# More than any iteration takes. On a GPU the engine itself gives up earlier where it can; on a CPU a chunk of
+# a large model's prompt takes minutes.
+PATIENCE_S = {"cuda": 300.0, "cpu": 3600.0}
+CLOSE_S = 30.0  # for a trace of a long run to be written
+EXIT_S = 2.0  # from the end of the pipe to the end of the process
+_PROGRAM = "from neo_desktop.app.engines.child import main; main()"
+
+
+class EngineProcess:
+    """See `EngineLink`; `load` makes one.
+
+    Args:
+        make: makes the engine, in the child.
+    """
+
+    is_process = True
+    facts: EngineFacts
+
+    def __init__(self, make: EngineMaker) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM],  # nothing is imported from the current folder
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for this process, which tells the child
+        )
+        self._kill_reason: str | None = None
+        self._is_over = threading.Event()  # the loop in the child has ended
+        self._lock = threading.Lock()
+        self._early: queue.SimpleQueue[Any] = queue.SimpleQueue()  # what came before `start`
+        self._receive: Receiver | None = None
+        self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        level = logging.getLogger().getEffectiveLevel()
+        self._commands.put(Beginning(list(sys.path), level))
+        self._commands.put(make)
+        self._threads = [
+            threading.Thread(target=target, name=f"engine's {name}", daemon=True)
+            for target, name in ((self._write, "commands"), (self._read, "events"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @classmethod
+    def load(cls, make: EngineMaker, progress: LoadProgress) -> Self:
+        """Start a process and let it make the engine there; called by a thread that may wait.
+
+        Args:
+            make: something that can be pickled.
+            progress: may raise, which ends the process.
+
+        Raises:
+            what `make` raises; RuntimeError: the process ended or hung.
+        """
+        process = cls(make)
+        try:
+            process._wait_until_loaded(progress)
+        except BaseException:
+            process.kill("it is not wanted any more")
+            raise
+        return process
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    @property
+    def patience_s(self) -> float | None:
+        """See `EngineLink`."""
+        return PATIENCE_S[self.facts.stats.device]
+
+    def start(self, receive: Receiver) -> None:
+        """See `EngineLink`."""
+        with self._lock:
+            while not self._early.empty():
+                receive([self._early.get()])
+            self._receive = receive
+
+    def send(self, command: Command) -> None:
+        """See `EngineLink`."""
+        self._commands.put(command)
+
+    def kill(self, reason: str) -> None:
+        """See `EngineLink`."""
+        self._kill_reason = self._kill_reason or reason
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it ends just now
+                if hasattr(os, "killpg"):  # it leads a group of its own: what it started ends, too
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                else:
+                    self._process.kill()
+
+    def close(self) -> None:
+        """See `EngineLink`: all of its memory is free afterwards."""
+        self.send(Stop())
+        try:
+            self._process.wait(CLOSE_S if self._is_over.is_set() else EXIT_S)
+        except subprocess.TimeoutExpired:
+            self.kill("it did not end when it was told to")
+        self._threads[1].join()
+
+    def _wait_until_loaded(self, progress: LoadProgress) -> None:
+        now, num_silent = Progressed(0.0, "Starting the engine"), 0
+        while num_silent * POLL_S < LOAD_PATIENCE_S:
+            try:
+                event = self._early.get(timeout=POLL_S)
+                num_silent = 0
+            except queue.Empty:
+                event = now
+                num_silent += 1
+            match event:
+                case Progressed():
+                    now = event
+                    progress(event.share, event.what)
+                case EngineFacts():
+                    self.facts = event
+                    return
+                case LoadFailed():
+                    raise event.error
+                case Ended():
+                    raise RuntimeError(event.reason or "the engine ended while the model was loaded")
+        raise RuntimeError(f"nothing went on for {LOAD_PATIENCE_S:g} s while it said: {now.what}")
+
+    # From here on: the two threads.
+
+    def _write(self) -> None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        writer = FrameWriter(stdin)
+        try:
+            while (value := self._commands.get()) is not None:
+                writer.put(value)
+        except OSError:  # it has ended, which the other thread tells
+            pass
+        except Exception:
+            logger.exception("a command could not be sent to the engine's process")
+            self.kill("the engine's process could not be told what to do")
+        with contextlib.suppress(OSError):
+            stdin.close()
+
+    def _read(self) -> None:
+        stdout = self._process.stdout
+        assert stdout is not None
+        try:
+            for message in read_frames(stdout):
+                self._take(message)
+        except Exception:  # a defect: what comes from there is the program's own
+            logger.exception("what the engine's process said could not be read")
+            self.kill("what the engine's process said could not be read")
+        try:
+            status = self._process.wait(EXIT_S)
+        except subprocess.TimeoutExpired:
+            self.kill("the engine's process closed its pipe and went on")
+            status = self._process.wait()
+        stdout.close()
+        self._commands.put(None)
+        if not self._is_over.is_set():
+            self._is_over.set()
+            self._pass_on(Ended(self._kill_reason or what_ended(status)))
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Logged):
+            record = logging.makeLogRecord(dict(message.attributes))
+            if (target := logging.getLogger(record.name)).isEnabledFor(record.levelno):
+                target.handle(record)
+        elif isinstance(message, list):
+            if isinstance(message[-1], Ended):
+                self._is_over.set()
+            self._pass_on(*message)
+        else:
+            self._pass_on(message)
+
+    def _pass_on(self, *events: Any) -> None:
+        with self._lock:
+            if self._receive is not None:
+                self._receive(events)
+                return
+            for event in events:
+                self._early.put(event)
+
+
+def what_ended(status: int) -> str:
+    """Say how a process ended, by its exit status; a negative one is a signal."""
+    if status >= 0:
+        return f"the engine's process ended (exit status {status})"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    if name == "SIGKILL":
+        return "the engine's process was killed (SIGKILL: by a person, or by the system for want of memory)"
+    return f"the engine's process crashed ({name})"
