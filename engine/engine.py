@@ -19,13 +19,14 @@ from neo_desktop.engine.batch import (
     SampledToken,
 )
 from neo_desktop.engine.detokenizer import IncrementalText
+from neo_desktop.engine.doctor.safe_start import safe_start
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.live import LiveView, Watch, live_requests, num_fitting
-from neo_desktop.engine.loading import BUILTIN, LoadedModel, Progress
+from neo_desktop.engine.loading import BUILTIN, LoadedModel, Progress, choose_device
 from neo_desktop.engine.placement import Place, get_policy
 from neo_desktop.engine.predict.cost_model import CorrectedCostModel, CostModel, TableCostModel
 from neo_desktop.engine.profiling import profiler
@@ -159,24 +160,26 @@ class Engine:
                 raise ValueError(f"{name} must be at least 0, got {tokens}")
         caps = MemoryCaps.from_gib(gpu_memory_gib, cpu_memory_gib)
         chosen_policy = get_policy(policy)
-        setup = set_up(
-            model,
-            device=device,
-            dtype=dtype,
-            shape=shape,
-            places=chosen_policy.places,
-            cache_tokens=cache_tokens,
-            caps=caps,
-            cpu_cache_dtype=cpu_cache_dtype,
-            gpu_slice=gpu_slice,
-            max_batch_tokens=max_batch_tokens,
-            max_batch_requests=max_batch_requests,
-            progress=progress,
-        )
-        timeline = None if trace_timeline is None else Timeline(trace_timeline)
-        return cls.from_setup(
-            setup, policy, cost_model=cost_model, timeline=timeline, profile_progress=profile_progress
-        )
+        # Known before anything is loaded: a start that ends the process must leave a mark behind.
+        with safe_start(choose_device(device)):
+            setup = set_up(
+                model,
+                device=device,
+                dtype=dtype,
+                shape=shape,
+                places=chosen_policy.places,
+                cache_tokens=cache_tokens,
+                caps=caps,
+                cpu_cache_dtype=cpu_cache_dtype,
+                gpu_slice=gpu_slice,
+                max_batch_tokens=max_batch_tokens,
+                max_batch_requests=max_batch_requests,
+                progress=progress,
+            )
+            timeline = None if trace_timeline is None else Timeline(trace_timeline)
+            return cls.from_setup(
+                setup, policy, cost_model=cost_model, timeline=timeline, profile_progress=profile_progress
+            )
 
     @classmethod
     def from_setup(

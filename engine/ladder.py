@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from neo_desktop import native
+
 logger = logging.getLogger(__name__)
 
 VARIABLE_PREFIX = "NEO_DESKTOP_RUNG_"
@@ -90,6 +92,12 @@ MECHANISMS: Mapping[str, Mechanism] = {
             (Rung("pinned", "pinned"), Rung("pageable", "pageable: copies wait for each other")),
         ),
         Mechanism(
+            "isa",
+            "Instructions of CPU attention",
+            tuple(Rung(isa, isa) for isa in reversed(native.available_isas())),
+            is_for_gpu=False,
+        ),
+        Mechanism(
             "huge_pages",
             "Pages of the KV in host memory",
             (Rung("huge", "huge pages"), Rung("small", "pages of the usual size")),
@@ -155,11 +163,12 @@ class Ladder:
         """Return the name of the rung to use now."""
         return MECHANISMS[mechanism].rungs[self._positions.get(mechanism, 0)].name
 
-    def limit(self, mechanism: str, rung: str, reason: str) -> bool:
+    def limit(self, mechanism: str, rung: str, reason: str, *, is_told: bool = False) -> bool:
         """Use no higher rung than this one from now on.
 
         Args:
             reason: a clause for people, such as "the driver refused ...".
+            is_told: people know already, and the log is spared.
 
         Returns:
             Whether that changed anything; it was logged then.
@@ -167,7 +176,8 @@ class Ladder:
         chosen = MECHANISMS[mechanism]
         if not self._lower(mechanism, rung, reason):
             return False
-        logger.warning("%s: %s (%s)", chosen.title, chosen.rungs[chosen.position(rung)].what, reason)
+        if not is_told:
+            logger.warning("%s: %s (%s)", chosen.title, chosen.rungs[chosen.position(rung)].what, reason)
         return True
 
     def _lower(self, mechanism: str, rung: str, reason: str) -> bool:
@@ -252,3 +262,4 @@ def variable(mechanism: str) -> str:
 
 
 ladder = Ladder.from_environment(os.environ)  # the process's
+native.follow_isa(lambda: ladder.rung("isa"))

@@ -20,8 +20,8 @@ from neo_desktop.app.chats.messages import (
     branch,
     newest_leaf,
 )
-from neo_desktop.app.chats.owners import is_alive, this_process
 from neo_desktop.app.chats.search import Search
+from neo_desktop.engine.processes import is_alive, this_process
 
 DELETED_FOR_S = 24 * 3600  # how long a deleted chat can be restored at least
 MAX_TITLE_CHARS = 60

@@ -9,6 +9,7 @@ many threads a call takes by default follows the CPUs that the process may use, 
 """
 
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -30,6 +31,7 @@ __all__ = [
     "default_num_threads",
     "empty_paired_keys",
     "fma_rate",
+    "follow_isa",
     "interleave_numa_nodes",
     "num_threads_beside_gpu",
     "num_usable_cpus",
@@ -49,6 +51,10 @@ _DTYPE_CODES = {
     torch.int32: 4,
     torch.int64: 5,
 }
+
+
+def _chosen_isa() -> str:
+    return available_isas()[-1]
 
 
 def paged_attention_decode(
@@ -239,8 +245,14 @@ def paged_kv_read(
 
 
 def default_isa() -> str:
-    """NEO_DESKTOP_ISA of the environment, else the strongest of `available_isas()`."""
-    return os.environ.get("NEO_DESKTOP_ISA") or available_isas()[-1]
+    """NEO_DESKTOP_ISA of the environment, else what `follow_isa` was told of, the strongest at first."""
+    return os.environ.get("NEO_DESKTOP_ISA") or _chosen_isa()
+
+
+def follow_isa(choice: Callable[[], str]) -> None:
+    """Let `choice` name the instruction set of calls that name none, one of `available_isas()`."""
+    global _chosen_isa  # noqa: PLW0603
+    _chosen_isa = choice
 
 
 def read_seconds(tensor: torch.Tensor, num_threads: int = 0) -> float:

@@ -1,4 +1,4 @@
-"""Which process writes an answer, and whether it still lives."""
+"""Which process something belongs to, and whether that still lives."""
 
 import os
 

@@ -1,0 +1,199 @@
+"""Checks in a child process: one that hangs or ends the process is marked, and the next one has its turn.
+
+    parent                                        child: engine.trial
+    ──────                                        ────────────────────
+    {"subject": …, "done": […], …}  ── stdin ───→ what to check, and what was checked already
+    deadline of the start           ←─ stdout ──  {"event": "begin", "name": …, "deadline_s": …, …}
+    deadline of the check           ←─ stdout ──  {"event": "end", "name": …, "figures": {…}, "error": null}
+    …                               ←─ stdout ──  {"event": "done"}
+    (end of this process)           ── end of stdin → ends, too
+
+A child that is late is killed, and a new one goes on with what is left.
+"""
+
+import contextlib
+import json
+import logging
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from neo_desktop.engine.doctor.outcome import Outcome, Result, limits_of
+
+logger = logging.getLogger(__name__)
+
+CHILD = (sys.executable, "-m", "neo_desktop.engine.trial")
+START_DEADLINE_S = 120.0  # to import torch from a slow disk, and to open the GPU
+END_DEADLINE_S = 15.0  # between two checks, and at the end
+MOST_DEATHS = 2  # of children between two checks, until it is given up
+
+Listener = Callable[[str, Outcome | None], None]  # (title of a check, its outcome; None: it begins)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is checked; see `Engine.from_pretrained`."""
+
+    model: str = "builtin"
+    shape: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    gpu_slice: int | None = None
+    is_quick: bool = False  # only what a first start has time for: the model's shape, with few layers
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    name: str
+    title: str
+    mechanism: str | None
+    rung: str | None
+    deadline_s: float
+
+    def outcome(self, result: Result, reason: str | None, figures: Mapping[str, Any]) -> Outcome:
+        return Outcome(self.name, self.title, self.mechanism, self.rung, result, reason, figures)
+
+
+_START = _Begun("start", "Start of the checks", None, None, START_DEADLINE_S)
+
+
+def run_trials(
+    subject: Subject,
+    *,
+    listener: Listener | None = None,
+    patience: float = 1.0,
+    child: Sequence[str] = CHILD,
+) -> list[Outcome]:
+    """Carry out all checks; return their outcomes in order.
+
+    Args:
+        listener: told of each check when it begins and when it has ended.
+        patience: factor on all deadlines.
+        child: the command of the child process.
+    """
+    listener = listener or (lambda title, outcome: None)
+    outcomes: list[Outcome] = []
+    deaths = 0
+    while True:
+        request = {
+            "subject": asdict(subject),
+            "done": [outcome.name for outcome in outcomes],
+            "limits": {limit.mechanism: limit.rung for limit in limits_of(outcomes)},
+        }
+        with _Child(child, request) as running:
+            lost = _follow(running, outcomes, listener, patience)
+        if lost is None:
+            return outcomes
+        if lost.name == _START.name and lost.result is Result.CRASHED and outcomes and deaths < MOST_DEATHS:
+            deaths += 1  # what was checked before may have left something behind: a new child begins anew
+            continue
+        outcomes.append(lost)
+        listener(lost.title, lost)
+        if lost.name == _START.name:
+            return outcomes
+
+
+def _follow(
+    running: "_Child", outcomes: list[Outcome], listener: Listener, patience: float
+) -> Outcome | None:
+    """Take outcomes from a child; return that of the check which was its last, None if it came to its end."""
+    under_way = _START
+    while True:
+        try:
+            event = running.event(under_way.deadline_s * patience)
+        except TimeoutError:
+            seconds = under_way.deadline_s * patience
+            return under_way.outcome(Result.HUNG, f"it had not ended after {seconds:g} s", {})
+        match event:
+            case None:
+                return under_way.outcome(Result.CRASHED, f"it ended its process: {running.death()}", {})
+            case {"event": "begin"}:
+                names = ("name", "title", "mechanism", "rung", "deadline_s")
+                under_way = _Begun(**{name: event[name] for name in names})
+                listener(under_way.title, None)
+            case {"event": "end", "figures": dict(figures), "error": error}:
+                result = Result.OK if error is None else Result.FAILED
+                outcomes.append(under_way.outcome(result, error, figures))
+                listener(under_way.title, outcomes[-1])
+                under_way = replace(_START, deadline_s=END_DEADLINE_S)
+            case {"event": "failed", "error": str(error)}:  # before any check
+                return under_way.outcome(Result.FAILED, error, {})
+            case {"event": "done"}:
+                return None
+
+
+class _Child:
+    """A process that carries out checks."""
+
+    def __init__(self, command: Sequence[str], request: Mapping[str, Any]) -> None:
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        self._lines: queue.Queue[bytes | None] = queue.Queue()
+        self._readers = [
+            threading.Thread(target=work, name="neo-desktop-doctor", daemon=True)
+            for work in (self._read, self._read_errors)
+        ]
+        for reader in self._readers:
+            reader.start()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has died already: its end is what is told
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def __enter__(self) -> "_Child":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it may be stuck in the driver for good
+            self._process.wait(END_DEADLINE_S)
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    def event(self, timeout_s: float) -> Mapping[str, Any] | None:
+        """Return what it says next; None if it has died.
+
+        Raises:
+            TimeoutError: it says nothing.
+        """
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            raise TimeoutError from None
+        if line is None:
+            return None
+        event: Mapping[str, Any] = json.loads(line)
+        return event
+
+    def death(self) -> str:
+        """Return how it died, in words."""
+        try:
+            code = self._process.wait(END_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            return "it closed its output"
+        if code >= 0:
+            return f"exit code {code}"
+        try:
+            return signal.Signals(-code).name
+        except ValueError:
+            return f"signal {-code}"
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
+            for line in lines:
+                logger.debug("check: %s", line.decode(errors="replace").rstrip())

@@ -1,0 +1,21 @@
+"""`python -m neo_desktop.engine.trial`: see `engine.doctor.trials`."""
+
+import os
+from collections.abc import Iterator
+
+from neo_desktop.engine.doctor.trials import Subject
+from neo_desktop.engine.trial.check import Check, serve
+from neo_desktop.engine.trial.cpu_checks import cpu_checks
+from neo_desktop.engine.trial.rig import Rig
+
+
+def checks_of(subject: Subject) -> Iterator[Check]:
+    """Yield all checks of a subject, in order."""
+    rig = Rig(subject)
+    rig.dtype  # noqa: B018  what cannot be read or had is told before the first check
+    yield from cpu_checks(rig)
+
+
+if __name__ == "__main__":
+    os.environ.pop("NEO_DESKTOP_ISA", None)  # every instruction set has its turn
+    serve(checks_of)

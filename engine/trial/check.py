@@ -1,0 +1,98 @@
+"""Checks, and the child process that carries them out; see `engine.doctor.trials`."""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from neo_desktop.engine.doctor.outcome import CheckError, Figures
+from neo_desktop.engine.doctor.trials import Subject
+from neo_desktop.engine.ladder import ladder
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Something that is tried."""
+
+    name: str  # unique
+    title: str
+    mechanism: str | None  # of the ladder; None: nothing serves in its place
+    rung: str | None
+    deadline_s: float
+    run: Callable[[], Figures]  # raises CheckError, or whatever the mechanism raises
+
+
+def serve(checks_of: Callable[[Subject], Iterable[Check]]) -> None:
+    """Be the child process: read what is to be checked from stdin, say on stdout what happens.
+
+    Args:
+        checks_of: the checks of a subject, in order. What raises before the first of them ends all.
+    """
+    # Libraries print, too: what is said to the parent has a descriptor of its own.
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    request: Mapping[str, Any] = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, name="neo-desktop-end", daemon=True).start()
+    for mechanism, rung in request["limits"].items():
+        ladder.limit(mechanism, rung, "a check failed", is_told=True)
+    done = set(request["done"])
+    try:
+        for check in checks_of(Subject(**request["subject"])):
+            if check.name not in done:
+                _carry_out(check, out)
+    except Exception as error:
+        _say(out, event="failed", error=_clause(error))
+        raise
+    _say(out, event="done")
+
+
+def _carry_out(check: Check, out: TextIO) -> None:
+    _say(
+        out,
+        event="begin",
+        name=check.name,
+        title=check.title,
+        mechanism=check.mechanism,
+        rung=check.rung,
+        deadline_s=check.deadline_s,
+    )
+    started = time.perf_counter()
+    figures: Figures = {}
+    error: str | None = None
+    try:
+        figures = check.run()
+    except CheckError as failure:
+        figures, error = failure.figures, str(failure)
+    except Exception as failure:  # whatever it is, it is what the mechanism does here
+        error = _clause(failure)
+    seconds = round(time.perf_counter() - started, 3)
+    if error is not None and check.mechanism is not None and check.rung is not None:
+        _give_up(check.mechanism, check.rung, error)
+    _say(out, event="end", name=check.name, figures={**figures, "seconds": seconds}, error=error)
+
+
+def _give_up(mechanism: str, rung: str, reason: str) -> None:
+    """Let later checks do without what has failed."""
+    if ladder.rung(mechanism) == rung:
+        ladder.descend(mechanism, reason)
+
+
+def _clause(error: BaseException) -> str:
+    """Return an error's first line: what follows are addresses and hints for programmers."""
+    lines = str(error).replace(str(Path.home()), "~").strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _say(out: TextIO, **event: object) -> None:
+    out.write(json.dumps(event) + "\n")
+    out.flush()
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)

@@ -1,0 +1,78 @@
+"""A child process whose checks fail in every way: what `test_trials` lets the parent meet."""
+
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+from neo_desktop.engine.doctor.outcome import Figures
+from neo_desktop.engine.doctor.trials import Subject
+from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.trial.check import Check, serve
+from neo_desktop.engine.trial.rig import on_rungs, require
+
+
+def well() -> Figures:
+    print("a library says something")
+    return {"error": 0.0}
+
+
+def hang() -> Figures:
+    while True:
+        signal.pause()
+
+
+def crash() -> Figures:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return {}
+
+
+def leave() -> Figures:
+    os._exit(7)
+
+
+def wrong() -> Figures:
+    figures: dict[str, float | int | str] = {"cases": 3}
+    require(math.nan, 1e-3, figures)
+    return figures
+
+
+def refused() -> Figures:
+    raise RuntimeError(f"cuThis failed in {os.path.expanduser('~')}/secret\nhint for programmers")
+
+
+def replaced() -> Figures:
+    with on_rungs({"norm": "triton"}):
+        ladder.limit("norm", "torch", "no compiler")
+    return {}
+
+
+def where_it_stands() -> Figures:
+    return {name: ladder.rung(name) for name in ("graphs", "paged_decode", "norm")}
+
+
+def checks_of(subject: Subject) -> Iterator[Check]:
+    if subject.model == "nothing":
+        raise ValueError("there is no such model")
+
+    def check(
+        name: str, run: Callable[[], Figures], mechanism: str | None = None, rung: str | None = None
+    ) -> Check:
+        return Check(name, name.capitalize(), mechanism, rung, 5.0 if run is hang else 100.0, run)
+
+    yield check("well", well, "activation", "triton")
+    yield check("hang", hang, "graphs", "host-flags")
+    yield check("crash", crash, "graphs", "device-only")
+    yield check("leave", leave)
+    yield check("wrong", wrong, "paged_decode", "triton")
+    yield check("right", well, "paged_decode", "torch")
+    yield check("refused", refused)
+    yield check("replaced", replaced, "norm", "triton")
+    yield check("where", where_it_stands)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["dead"]:
+        sys.exit(3)
+    serve(checks_of)

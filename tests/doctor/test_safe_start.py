@@ -1,0 +1,210 @@
+"""A start that ended its process makes the next one more careful."""
+
+import logging
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from neo_desktop.engine.doctor import machine, safe_start
+from neo_desktop.engine.doctor.safe_start import begin_start, forgive, note_crash, start_in_full, steps
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.ladder import MECHANISMS, Ladder, ladder
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+DYING = """
+import os, sys, torch
+from neo_desktop.engine.doctor.safe_start import begin_start
+begin_start(torch.device("cpu"))
+print("begun", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NEO_DESKTOP_CACHE", str(tmp_path))
+    return tmp_path / "starts"
+
+
+@pytest.fixture(autouse=True)
+def _own_ladder() -> Iterator[None]:
+    with ladder.standing_on({}):
+        yield
+
+
+def begun() -> subprocess.Popen[bytes]:
+    """A process in the middle of a start."""
+    process = subprocess.Popen([sys.executable, "-c", DYING], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"begun\n"
+    return process
+
+
+def killed_start() -> None:
+    process = begun()
+    process.kill()
+    process.communicate()
+
+
+def test_a_start_that_ends_well_leaves_nothing(folder: Path) -> None:
+    for _ in range(2):
+        with safe_start.safe_start(CPU):
+            assert len(list(folder.iterdir())) == 1
+    assert not list(folder.iterdir())
+    assert not ladder.limits()
+
+
+def test_an_error_told_in_a_sentence_leaves_nothing(folder: Path) -> None:
+    with pytest.raises(MemoryError), safe_start.safe_start(CPU):
+        raise MemoryError("the weights do not fit")
+    assert not list(folder.iterdir())
+
+
+def test_a_killed_start_makes_the_next_one_careful_and_again(caplog: pytest.LogCaptureFixture) -> None:
+    killed_start()
+    with caplog.at_level(logging.WARNING), safe_start.safe_start(CPU):
+        assert ladder.limits().items() >= {"huge_pages": "small", "affinity": "free"}.items()
+    (line,) = caplog.messages
+    assert "neo-desktop doctor --refresh" in line
+    assert "pages of the usual size" in line
+    killed_start()
+    with safe_start.safe_start(CPU):
+        assert ladder.rung("isa") == MECHANISMS["isa"].rungs[-1].name
+    killed_start()  # there is nothing below
+    with safe_start.safe_start(CPU):
+        pass
+
+
+def test_care_is_kept_until_it_is_forgotten() -> None:
+    killed_start()
+    for _ in range(2):
+        with ladder.standing_on({}), safe_start.safe_start(CPU):
+            assert ladder.limits()
+    start_in_full()
+    with safe_start.safe_start(CPU):
+        assert not ladder.limits()
+
+
+def test_another_version_starts_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed_start()
+    monkeypatch.setattr(machine, "__version__", "99.0")
+    with safe_start.safe_start(CPU):
+        assert not ladder.limits()
+
+
+def test_programs_that_start_at_once_do_not_disturb_each_other(folder: Path) -> None:
+    other = begun()
+    try:
+        with safe_start.safe_start(CPU):
+            assert len(list(folder.glob("*.mark"))) == 2
+            start_in_full()
+            assert len(list(folder.glob("*.mark"))) == 2
+        assert not ladder.limits()
+        assert len(list(folder.glob("*.mark"))) == 1
+    finally:
+        other.kill()
+        other.communicate()
+
+
+def test_two_that_die_of_the_same_count_once() -> None:
+    processes = [begun(), begun()]
+    for process in processes:
+        process.kill()
+        process.communicate()
+    with safe_start.safe_start(CPU):
+        assert ladder.rung("isa") != MECHANISMS["isa"].rungs[-1].name
+
+
+def test_a_process_that_was_ended_on_purpose_is_forgiven() -> None:
+    process = begun()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    forgive(process.pid)
+    with safe_start.safe_start(CPU):
+        assert not ladder.limits()
+
+
+def test_a_crash_that_somebody_else_saw_counts() -> None:
+    note_crash(CPU)
+    with safe_start.safe_start(CPU):
+        assert ladder.limits()
+
+
+@pytest.mark.parametrize(("code", "is_careful"), [(700, True), (2, False)])
+def test_a_gpu_left_unusable_counts_as_a_crash_and_full_memory_does_not(code: int, is_careful: bool) -> None:
+    error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    error.error_code = code
+    with pytest.raises(torch.AcceleratorError), safe_start.safe_start(CPU):
+        raise error
+    with safe_start.safe_start(CPU):
+        assert bool(ladder.limits()) is is_careful
+
+
+def test_damaged_marks_do_no_harm(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "1-0.mark").write_text("{")
+    (folder / "2-0.mark").write_text('{"process": "2@0"}')
+    begin_start(CPU).end()
+    assert not ladder.limits()
+
+
+def test_a_folder_that_cannot_be_written_to_stops_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NEO_DESKTOP_CACHE", str(tmp_path / "file"))
+    with safe_start.safe_start(CPU):
+        pass
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_steps_only_lead_down_and_end_at_the_lowest(device_type: str) -> None:
+    descending = Ladder()
+    for step in steps(device_type):
+        for mechanism, rung in step.items():
+            descending.limit(mechanism, rung, "a step", is_told=True)
+            assert descending.rung(mechanism) == rung
+    for name, mechanism in MECHANISMS.items():
+        if device_type == "cuda" or not mechanism.is_for_gpu:
+            assert descending.rung(name) == mechanism.rungs[-1].name
+
+
+def test_on_a_gpu_graphs_come_first(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    properties = SimpleNamespace(name="Card", major=7, minor=5, total_memory=1 << 34)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    note_crash(CUDA)
+    with safe_start.safe_start(CUDA):
+        assert ladder.limits() == {"graphs": "device-only"}
+    for _ in steps("cuda"):
+        note_crash(CUDA)
+    with safe_start.safe_start(CUDA):
+        assert ladder.rung("paged_decode") == "torch"
+    assert "--device cpu" in caplog.messages[-1]
+    with ladder.standing_on({}), safe_start.safe_start(CPU):  # another device
+        pass
+
+
+def test_an_engine_that_is_killed_while_it_is_built_makes_the_next_careful(folder: Path) -> None:
+    program = """
+import os, signal
+from neo_desktop import Engine
+import neo_desktop.engine.engine as module
+module.set_up = lambda *a, **k: os.kill(os.getpid(), signal.SIGSEGV)
+Engine.from_pretrained(shape="tiny", device="cpu")
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGSEGV
+    assert len(list(folder.glob("*.mark"))) == 1
+    with Engine.from_pretrained(
+        shape="tiny", policy="gpu-only", device="cpu", gpu_cache_tokens=256
+    ) as engine:
+        assert ladder.limits()
+        assert engine.stats().num_iterations == 0
+    assert not list(folder.glob("*.mark"))
