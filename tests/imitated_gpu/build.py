@@ -11,7 +11,14 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 LIBRARIES = {  # their names, and what imitates them; all other functions do nothing and return 0
-    "libcudart.so.13": ("order.cpp", "memory.cpp", "properties.cpp"),
+    "libcudart.so.13": (
+        "queues.cpp",
+        "streams.cpp",
+        "graphs.cpp",
+        "failures.cpp",
+        "memory.cpp",
+        "properties.cpp",
+    ),
     "libcublas.so.13": ("cublas.cpp",),
 }
 

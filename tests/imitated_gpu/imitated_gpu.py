@@ -10,19 +10,21 @@ import ctypes
 import os
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
+import pytest
 import torch
 from dense_attention import dense
+from imitated_device import RUNTIME, imitated_device
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.interpreter import GridExecutor
 
-_runtime = ctypes.CDLL("libcudart.so.13", mode=os.RTLD_NOLOAD | ctypes.RTLD_GLOBAL)
+_runtime = ctypes.CDLL(RUNTIME, mode=os.RTLD_NOLOAD | ctypes.RTLD_GLOBAL)
 _Work = ctypes.CFUNCTYPE(None, ctypes.c_long)
 _runtime.imitated_gpu_enqueue.argtypes = [ctypes.c_void_p, ctypes.c_long, _Work, ctypes.c_char_p]
 _works: dict[int, tuple[bytes, Callable[[], object]]] = {}  # for ever: a graph may carry them out again
@@ -58,7 +60,9 @@ def _enqueue(name: str, work: Callable[[], object]) -> None:
     _works[number] = name.encode(), work
     stream = torch.cuda.current_stream().cuda_stream
     if error := _runtime.imitated_gpu_enqueue(stream, number, _carry_out, _works[number][0]):
-        raise RuntimeError(f"CUDA error {error} in {name}")
+        failed = torch.AcceleratorError(f"CUDA error {error} in {name}")
+        failed.error_code = error
+        raise failed
 
 
 class _Place:
@@ -248,6 +252,17 @@ def _give_back_cached_memory(give_back: Callable[[], None] = torch.cuda.empty_ca
     # torch keeps the interpreter's lock while it waits for the GPU, which computes in Python here.
     torch.cuda.synchronize()
     give_back()
+
+
+@pytest.fixture(autouse=True)
+def _no_deadlock() -> Iterator[None]:
+    """A test that does not expect a deadlock fails by it, whatever the engine makes of the error."""
+    yield
+    device = imitated_device()
+    assert device is not None
+    if device.num_deadlocks:
+        device.recover()
+        pytest.fail("the imitated GPU came to a deadlock: what its queues waited for is told above")
 
 
 warnings.filterwarnings("ignore", message="Warning only once for all operators")

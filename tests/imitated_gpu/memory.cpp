@@ -24,7 +24,7 @@ void* take(size_t bytes, bool on_host) {
 cudaError_t give_back(void* address, const char* call) {
   Guard guard(lock);
   if (is_forbidden(call)) return cudaErrorStreamCaptureUnsupported;
-  wait_until_idle(guard);
+  if (auto error = wait_until_idle(guard)) return error;
   auto found = blocks.find(reinterpret_cast<uintptr_t>(address));
   if (found == blocks.end()) return address ? fail(cudaErrorInvalidValue, call) : cudaSuccess;
   if (!found->second.on_host) used_bytes -= found->second.bytes;
@@ -40,6 +40,7 @@ bool is_within(const void* address, size_t bytes) {
 
 cudaError_t copy(void* target, const void* source, size_t bytes, CUstream handle, bool blocks_caller) {
   Guard guard(lock);
+  if (auto error = refused("cudaMemcpy")) return error;
   CUstream stream = stream_of(handle);
   if (blocks_caller && is_forbidden("cudaMemcpy")) return cudaErrorStreamCaptureUnsupported;
   if (!is_within(target, bytes) || !is_within(source, bytes))
@@ -48,8 +49,7 @@ cudaError_t copy(void* target, const void* source, size_t bytes, CUstream handle
   if (is_pageable && stream->capture)
     return fail(cudaErrorStreamCaptureUnsupported, "a pageable copy in a capture");
   const cudaError_t error = enqueue(stream, "copy", [=] { std::memcpy(target, source, bytes); });
-  if (!error && (blocks_caller || is_pageable)) wait_for(guard, stream->last);
-  return error;
+  return !error && (blocks_caller || is_pageable) ? wait_for(guard, stream->last) : error;
 }
 
 }  // namespace
@@ -73,6 +73,7 @@ using namespace imitated;
 
 EXPORT cudaError_t cudaMalloc(void** address, size_t bytes) {
   Guard guard(lock);
+  if (auto error = refused("cudaMalloc")) return error;
   if (is_forbidden("cudaMalloc")) return cudaErrorStreamCaptureUnsupported;
   const size_t page = size_t{2} << 20;
   bytes = (bytes + page - 1) / page * page;
@@ -83,6 +84,7 @@ EXPORT cudaError_t cudaMalloc(void** address, size_t bytes) {
 
 EXPORT cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
   Guard guard(lock);
+  if (auto error = refused("cudaHostAlloc")) return error;
   if (is_forbidden("cudaHostAlloc")) return cudaErrorStreamCaptureUnsupported;
   *address = take((bytes + 4095) / 4096 * 4096, true);
   return cudaSuccess;
@@ -94,6 +96,7 @@ EXPORT cudaError_t cudaFreeHost(void* address) { return give_back(address, "cuda
 
 EXPORT cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
   Guard guard(lock);
+  if (auto error = refused("cudaHostRegister")) return error;
   if (block_at(address)) return fail(cudaErrorHostMemoryAlreadyRegistered, "cudaHostRegister");
   blocks[reinterpret_cast<uintptr_t>(address)] = {bytes, true};
   return cudaSuccess;
@@ -107,6 +110,7 @@ EXPORT cudaError_t cudaHostUnregister(void* address) {
 
 EXPORT cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* all) {
   Guard guard(lock);
+  if (auto error = refused("cudaMemGetInfo")) return error;
   *all = total_bytes();
   *free_bytes = *all - used_bytes;
   return cudaSuccess;
@@ -136,6 +140,7 @@ EXPORT cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t byte
 
 EXPORT cudaError_t cudaMemsetAsync(void* target, int value, size_t bytes, cudaStream_t stream) {
   Guard guard(lock);
+  if (auto error = refused("cudaMemsetAsync")) return error;
   if (!block_at(target) || !is_within(target, bytes))
     return fail(cudaErrorInvalidValue, "cudaMemset leaves its allocation");
   return enqueue(stream, "memset", [=] { std::memset(target, value, bytes); });

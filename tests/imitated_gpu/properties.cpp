@@ -13,13 +13,8 @@ using namespace imitated;
 
 namespace {
 
-int setting(const char* name, int otherwise) {
-  const char* given = std::getenv(name);
-  return given ? std::atoi(given) : otherwise;
-}
-
-const int capability = setting("IMITATED_GPU_CAPABILITY", 90);
-const int num_sms = setting("IMITATED_GPU_SMS", 132);
+const int capability = static_cast<int>(setting("IMITATED_GPU_CAPABILITY", 90));
+const int num_sms = static_cast<int>(setting("IMITATED_GPU_SMS", 132));
 const int l2_bytes = 50 << 20;
 const int shared_bytes = 49152, shared_bytes_optin = 232448;
 auto& kernel_names = *new std::unordered_map<const void*, std::string>;
@@ -67,6 +62,7 @@ int attribute(int which) {
 cudaError_t launch(const char* name, dim3 grid, dim3 block, cudaStream_t stream) {
   const bool is_possible = grid.x && grid.y && grid.z && grid.y <= 65535 && grid.z <= 65535 && block.x &&
                            block.x * block.y * block.z <= 1024;
+  if (auto error = refused("cudaLaunchKernel")) return error;
   if (!is_possible) return fail(cudaErrorInvalidConfiguration, name);
   return enqueue(stream, name);
 }
@@ -195,7 +191,16 @@ EXPORT cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
 }
 
 EXPORT const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaErrorMemoryAllocation ? "out of memory" : "an error of the imitated GPU";
+  switch (error) {
+    case cudaErrorMemoryAllocation:
+      return "out of memory";
+    case cudaErrorIllegalAddress:
+      return "an illegal memory access was encountered";
+    case cudaErrorLaunchTimeout:
+      return "the launch timed out and was terminated";
+    default:
+      return "an error of the imitated GPU";
+  }
 }
 
 EXPORT const char* cudaGetErrorName(cudaError_t) { return "imitatedError"; }

@@ -1,0 +1,120 @@
+"""Programs on a GPU with few hardware queues, of which each carries out its entries strictly in order.
+
+CUDA puts streams, and nodes of a graph, into any queue, in any order that it has not been told to keep.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from imitated_device import LAUNCH_TIMEOUT, ImitatedDevice, needs_imitated_gpu
+from torch import Tensor
+
+from neo_desktop.engine.execute.graphs import streams
+from neo_desktop.engine.execute.graphs.streams import CudaRunner, Lane, Program, Recorder
+from neo_desktop.engine.execute.timeline import Stage
+from neo_desktop.native.relay import empty_flags
+
+pytestmark = needs_imitated_gpu
+NUM_STEPS = 4
+READY, DONE = 0, 1
+
+
+def runner() -> CudaRunner:
+    return CudaRunner({lane: torch.cuda.Stream() for lane in Lane}, None)  # type: ignore[no-untyped-call]
+
+
+def question_and_answer(flags: Tensor, seen: Tensor, *, is_told: bool) -> Program:
+    """Ask the host something in each step, and note that its answer came.
+
+    Args:
+        flags: [2, NUM_STEPS, ints] in pinned memory.
+        seen: [NUM_STEPS] on the device.
+        is_told: whether CUDA is told that the answer comes after the question.
+    """
+
+    def program(recorder: Recorder) -> None:
+        arrived: streams.Mark | None = None
+        for step in range(NUM_STEPS):
+            stage = Stage("step", step, 0, 1)
+            before = () if arrived is None else (arrived,)
+            asked = recorder.run(Lane.DEVICE, stage, seen[step].zero_, before)
+            recorder.run(Lane.TO_HOST, stage, lambda: None, (asked,))
+            raised = recorder.raise_flag(Lane.TO_HOST, flags[READY, step, :1])
+            # What is said of the answer without a word to CUDA: a mark of what has ended long ago.
+            nothing = recorder.run(Lane.TO_DEVICE, stage, lambda: None)
+            recorder.wait_for_flag(Lane.TO_DEVICE, flags[DONE, step, :1], raised if is_told else nothing)
+            arrived = recorder.run(Lane.TO_DEVICE, stage, lambda step=step: seen[step].fill_(1))
+        assert arrived is not None
+        recorder.run(Lane.DEVICE, Stage("end", 0, 0, 1), lambda: None, (arrived,))
+
+    return program
+
+
+@contextmanager
+def answering(flags: Tensor) -> Iterator[None]:
+    """Answer like the relay: in order, each once it is asked."""
+    is_over = threading.Event()
+
+    def answer() -> None:
+        asked, done = flags[READY, :, 0], flags[DONE, :, 0]
+        while not is_over.is_set():
+            for step in range(NUM_STEPS):
+                if not asked[step]:
+                    break
+                done[step] = 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("num_queues", range(1, 9))
+def test_with_the_answer_after_its_question_no_number_of_queues_hangs(
+    imitated: ImitatedDevice, num_queues: int
+) -> None:
+    flags, seen = empty_flags(NUM_STEPS, pinned=True), torch.zeros(NUM_STEPS, device="cuda")
+    for seed in range(5):
+        imitated.set_queues(num_queues, seed)
+        runs = runner()
+        for _ in range(3):  # at once, captured, and launched again
+            flags.zero_()
+            with answering(flags):
+                runs.start("program", question_and_answer(flags, seen, is_told=True))
+                runs.wait()
+            assert seen.tolist() == [1] * NUM_STEPS
+    assert imitated.num_deadlocks == 0
+
+
+@pytest.mark.parametrize("num_queues", [1, 2, 3])
+def test_an_answer_that_cuda_takes_for_independent_hangs_and_that_is_told(
+    imitated: ImitatedDevice, num_queues: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags, seen = empty_flags(NUM_STEPS, pinned=True), torch.zeros(NUM_STEPS, device="cuda")
+    code = None
+    for seed in range(20):
+        imitated.set_queues(num_queues, seed)
+        imitated.set_patience(2.0)
+        runs = runner()
+        try:
+            for _ in range(3):
+                flags.zero_()
+                with answering(flags):
+                    runs.start("program", question_and_answer(flags, seen, is_told=False))
+                    runs.wait()
+        except torch.AcceleratorError as error:
+            code = error.error_code  # type: ignore[attr-defined]
+            break
+    assert code == LAUNCH_TIMEOUT
+    assert imitated.num_deadlocks == 1
+    told = capfd.readouterr().err
+    assert "a deadlock: nothing has been able to run" in told
+    assert "holds 'wait value', for which nothing has been written" in told
