@@ -42,7 +42,8 @@ def paged_decode(
         block_tables: [requests, max_blocks] int32, contiguous.
         context_lens: [requests] int32, the new token included.
         out: as q.
-        partial_out: [requests, heads, num_splits, head_dim] fp32, contiguous: workspace, with any content.
+        partial_out: [requests, heads, num_splits, head_dim] fp32, contiguous: workspace, with any content;
+            for one split [0, heads, 1, head_dim] will do.
         partial_lse: [requests, heads, num_splits] fp32, contiguous: likewise.
         scale: the factor on q·k.
         window: how many of the last tokens are attended to; None: all.

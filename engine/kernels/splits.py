@@ -2,11 +2,11 @@
 
 PROGRAMS_PER_SM = 4  # enough bytes under way to hide the memory's latency, and to even out unequal lengths
 MIN_SPLIT_TOKENS = 128  # below, beginning and merging a part costs more than it brings
-MAX_SPLITS = 64
+MAX_SPLITS = 128
 
 
 def num_splits(requests: int, kv_heads: int, max_tokens: int, num_sms: int) -> int:
-    """Return into how many parts contexts are cut, a power of two.
+    """Return into how many parts contexts are cut.
 
     Args:
         requests: in the batch, padding included.
@@ -15,5 +15,4 @@ def num_splits(requests: int, kv_heads: int, max_tokens: int, num_sms: int) -> i
         num_sms: of the GPU.
     """
     wanted = num_sms * PROGRAMS_PER_SM // (requests * kv_heads)
-    most = max(1, min(wanted, max_tokens // MIN_SPLIT_TOKENS, MAX_SPLITS))
-    return 1 << (most.bit_length() - 1)
+    return max(1, min(wanted, max_tokens // MIN_SPLIT_TOKENS, MAX_SPLITS))

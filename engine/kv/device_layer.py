@@ -43,10 +43,8 @@ class DeviceLayer(KVLayer):
         self.write(rows[0], rows[1], nowhere)
         self.read(nowhere, rows)
         zero = torch.zeros(1, dtype=torch.int32, device=self.device)
-        splits = self._num_splits(1, None)  # more requests have fewer
-        while splits:
+        for splits in (1, 2):  # without merging and with it
             self._attend(q, zero.view(1, 1), zero, q, splits, 1.0, None)
-            splits //= 2
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Put rows into slots."""
@@ -74,10 +72,10 @@ class DeviceLayer(KVLayer):
         self._attend(q, block_tables, context_lens, out, splits, scale, window)
 
     def _num_splits(self, requests: int, window: int | None) -> int:
-        """Into how many parts contexts are cut.
+        """Into how many parts contexts are cut: as if one request had all blocks.
 
-        As if one request had all blocks: were it the longest of the batch, a batch that grows would want
-        other variants of the kernels. Parts that a context is too short for cost next to nothing.
+        How long the longest is only the device knows. Parts that a context is too short for cost next to
+        nothing.
         """
         most_tokens = self._k.shape[0] * self.block_size
         kv_heads = self._k.shape[2]
@@ -95,10 +93,9 @@ class DeviceLayer(KVLayer):
     ) -> None:
         requests, heads, head_dim = q.shape
         # At most a few MB, which torch keeps for the next layer.
-        partial_out = torch.empty(
-            (requests, heads, splits, head_dim), dtype=torch.float32, device=self.device
-        )
-        partial_lse = torch.empty((requests, heads, splits), dtype=torch.float32, device=self.device)
+        parts = (requests if splits > 1 else 0, heads, splits)
+        partial_out = torch.empty((*parts, head_dim), dtype=torch.float32, device=self.device)
+        partial_lse = torch.empty(parts, dtype=torch.float32, device=self.device)
         paged_decode(
             q,
             self._k,

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from pipeline_case import (
 from neo_desktop.engine.batch import IterationPlan, SamplingInput, ScheduledSequence, SubBatch
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.execute.build import build_executor
+from neo_desktop.engine.execute.graphs import program
 from neo_desktop.engine.execute.graphs.bucket import Bucket, Most
 from neo_desktop.engine.execute.graphs.executor import GraphExecutor
 from neo_desktop.engine.execute.graphs.streams import Lane, Program, StreamMemoryError
@@ -32,7 +34,6 @@ from neo_desktop.engine.grammar import GrammarCompiler, from_regex
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kernels.in_torch import paged_decode as in_torch
-from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -216,14 +217,22 @@ def test_every_kind_of_model(monkeypatch: pytest.MonkeyPatch) -> None:
     executor.close()
 
 
-def test_warming_up_changes_nothing_that_is_stored(model: Decoder) -> None:
-    """It goes through each way of cutting contexts once; the pools stay as they were."""
+def test_warming_up_changes_nothing_that_is_stored(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cuts contexts once, and once it does not; the pools stay as they were."""
     storage = make_storage(model, dict.fromkeys(Place, NUM_BLOCKS), BLOCK_SIZE)
     runner = ImitatedRunner()
     pipeline = PipelineExecutor(model, storage)
     executor = GraphExecutor(model, storage, Most(2, 128), num_sms=4, runner=runner, pipeline=pipeline)
+    decode, splits = program.paged_decode, []
+
+    def recorded(*arguments: Any) -> None:
+        splits.append(arguments[7].shape[2])
+        decode(*arguments)
+
+    monkeypatch.setattr(program, "paged_decode", recorded)
     executor.warm_up()
-    assert runner.num_programs == len({num_splits(r, 2, 16 * b, 4) for r in (1, 2) for b in (64, 128)})
+    assert runner.num_programs == 2
+    assert min(splits) == 1 < max(splits)
     assert all(part.isnan().all() for place in Place for part in storage[place].parts)
     executor.execute(prompts("a"))
     plan = decodes("a")

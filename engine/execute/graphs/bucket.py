@@ -1,6 +1,5 @@
 """Which iterations are carried out by one graph."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
@@ -91,10 +90,3 @@ def _round_up(count: int) -> int:
         return 0
     step = 1 << max((count - 1).bit_length() - 2, 0)
     return -(-count // step) * step
-
-
-def powers_of_two(first: int, last: int) -> Iterator[int]:
-    """Yield `first` and its doubles up to `last`."""
-    while first <= last:
-        yield first
-        first *= 2

@@ -24,7 +24,7 @@ from neo_desktop.engine.cuda.errors import is_lost, is_out_of_memory
 from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.execute.attention import padded_block_tables
 from neo_desktop.engine.execute.executor import Executor, Wait
-from neo_desktop.engine.execute.graphs.bucket import MIN_BLOCKS, Bucket, Most, Rows, powers_of_two
+from neo_desktop.engine.execute.graphs.bucket import MIN_BLOCKS, Bucket, Most, Rows
 from neo_desktop.engine.execute.graphs.layers import FusedLayers
 from neo_desktop.engine.execute.graphs.program import DecodeProgram
 from neo_desktop.engine.execute.graphs.streams import Runner, StreamMemoryError
@@ -32,7 +32,6 @@ from neo_desktop.engine.execute.graphs.workspace import SubBatchMemory, Workspac
 from neo_desktop.engine.execute.pipeline import PipelineExecutor, result_of
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.kernels.dispatch import fits_graph
-from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.ladder import ladder
@@ -81,7 +80,6 @@ class GraphExecutor(Executor):
     ) -> None:
         self._model = model
         self._most = most
-        self._num_sms = num_sms
         self._runner = runner
         self._pipeline = pipeline
         self._timeline = timeline
@@ -101,14 +99,14 @@ class GraphExecutor(Executor):
 
     def warm_up(self) -> None:
         """Compile all kernels, which takes seconds, by iterations in which nobody decodes."""
-        kv_heads, block_size = self._model.config.num_kv_heads, self._block_size
-        by_splits = {
-            num_splits(rows, kv_heads, blocks * block_size, self._num_sms): Bucket((Rows(rows, 0),), blocks)
-            for rows in powers_of_two(1, self._most.rows)
-            for blocks in powers_of_two(MIN_BLOCKS, self._most.blocks)
-        }
+        # Contexts are cut most where one request is long, and least where many are short. No kernel has more
+        # variants than these two: without merging and with it.
+        most = self._most
+        buckets = dict.fromkeys(
+            (Bucket((Rows(1, 0),), most.blocks), Bucket((Rows(most.rows, 0),), MIN_BLOCKS))
+        )
         with self._streams.on_device(), torch.inference_mode():
-            for bucket in filter(self._fits, by_splits.values()):
+            for bucket in filter(self._fits, buckets):
                 program = self._program(bucket)
                 for memory in program.memories:
                     self._fill(memory, (), ())

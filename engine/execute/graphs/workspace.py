@@ -108,8 +108,8 @@ class Workspace:
             )
             for _ in range(2)
         ]
-        # Parts of contexts are at most as many as keep the GPU busy, or one per row (see `num_splits`).
-        parts = heads * max(max_rows, num_sms * PROGRAMS_PER_SM // kv_heads)
+        # Where contexts are cut at all, parts are at most as many as keep the GPU busy (see `num_splits`).
+        parts = heads * (num_sms * PROGRAMS_PER_SM // kv_heads)
         self.scratch = Scratch(
             normed=room(max_rows, config.hidden_size),
             gate_up=room(max_rows, 2 * config.intermediate_size),
@@ -160,8 +160,8 @@ class Workspace:
         """
         config = self._config
         splits = num_splits(rows, config.num_kv_heads, max_tokens, self._num_sms)
-        parts = rows * config.num_heads * splits
-        shape = (rows, config.num_heads, splits)
+        shape = (rows if splits > 1 else 0, config.num_heads, splits)
+        parts = math.prod(shape)
         return (
             self.scratch.partial_out[: parts * config.head_dim].view(*shape, config.head_dim),
             self.scratch.partial_lse[:parts].view(shape),

@@ -1,7 +1,7 @@
 """Decode attention over a paged KV cache, split over the context (flash decoding).
 
 A program attends from all query heads of one KV head to one part of one request's context: K and V are read
-once. A second kernel merges the parts in fp32; nothing is lost by cutting:
+once. A second kernel merges the parts in fp32, unless there is only one; nothing is lost by cutting:
 
     part      out_p = softmax(scores of p) @ V of p          lse_p = log2(sum(exp(scores of p)))
     request   out   = sum(w_p * out_p) / sum(w_p)            w_p   = 2 ** (lse_p - max(lse))
@@ -20,6 +20,8 @@ from torch import Tensor
 
 LOG2_E = 1.4426950408889634
 EVERYTHING = 2**31 - 1  # a window that no context fills
+
+PARTS_AT_ONCE = 16  # that the second kernel takes in a step
 
 
 def paged_decode(
@@ -46,7 +48,8 @@ def paged_decode(
         block_tables: [requests, max_blocks] int32, contiguous.
         context_lens: [requests] int32, the new token included.
         out: as q.
-        partial_out: [requests, heads, num_splits, head_dim] fp32, contiguous: workspace, with any content.
+        partial_out: [requests, heads, num_splits, head_dim] fp32, contiguous: workspace, with any content;
+            for one split [0, heads, 1, head_dim] will do.
         partial_lse: [requests, heads, num_splits] fp32, contiguous: likewise.
         scale: the factor on q·k.
         window: how many of the last tokens are attended to; None: all.
@@ -67,11 +70,14 @@ def paged_decode(
         v_cache,
         block_tables,
         context_lens,
+        out,
         partial_out,
         partial_lse,
         scale * LOG2_E,
         window,
+        splits,
         q.stride(0),
+        out.stride(0),
         k_cache.stride(0),
         k_cache.stride(1),
         k_cache.stride(2),
@@ -81,48 +87,53 @@ def paged_decode(
         HEAD_DIM=head_dim,
         HEAD_PAD=head_pad,
         BLOCK_SIZE=block_size,
-        NUM_SPLITS=splits,
         TILE=tile,
         num_warps=4,
         num_stages=5,  # from 8.0 on: two tiles of K and V are under way, and the tables of two more
         enable_fp_fusion=True,
     )
+    if splits == 1:
+        return
     _merge[heads, requests](
         partial_out,
         partial_lse,
         context_lens,
         out,
         window,
+        splits,
         out.stride(0),
         HEAD_DIM=head_dim,
         HEAD_PAD=head_pad,
-        NUM_SPLITS=splits,
         TILE=tile,
+        PARTS=PARTS_AT_ONCE,
         num_warps=4,
         enable_fp_fusion=True,
     )
 
 
 @triton.jit
-def _cut(context_len, window, NUM_SPLITS: tl.constexpr, TILE: tl.constexpr):
+def _cut(context_len, window, num_splits, TILE: tl.constexpr):
     # The first token that is attended to, and the tokens of a part: whole tiles, except for the last.
     first = tl.maximum(context_len - window, 0)
-    return first, tl.cdiv(tl.cdiv(context_len - first, NUM_SPLITS), TILE) * TILE
+    return first, tl.cdiv(tl.cdiv(context_len - first, num_splits), TILE) * TILE
 
 
 # What differs from batch to batch or from layer to layer, alignment included, must not make another variant.
-@triton.jit(do_not_specialize=("block_tables", "context_lens", "max_blocks", "window"))
+@triton.jit(do_not_specialize=("block_tables", "context_lens", "max_blocks", "window", "num_splits"))
 def _attend(
     q,
     k_cache,
     v_cache,
     block_tables,
     context_lens,
+    out,
     partial_out,
     partial_lse,
     scale,
     window,
+    num_splits,
     q_stride,
+    out_stride,
     block_stride,
     token_stride,
     head_stride,
@@ -132,23 +143,25 @@ def _attend(
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     kv_head = tl.program_id(0)  # neighbours in the grid read neighbours in memory
     split = tl.program_id(1)
     request = tl.program_id(2)
     context_len = tl.load(context_lens + request)
-    first, split_tokens = _cut(context_len, window, NUM_SPLITS, TILE)
+    first, split_tokens = _cut(context_len, window, num_splits, TILE)
     begin = first + split * split_tokens
     end = tl.minimum(begin + split_tokens, context_len)
-    if begin >= end:
-        return
-
     dims = tl.arange(0, HEAD_PAD)
     group = tl.arange(0, GROUP_PAD)
     heads = kv_head * GROUP + group
     in_heads = (group < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    out_rows = out + request * out_stride + (heads * HEAD_DIM)[:, None] + dims[None, :]
+    if begin >= end:
+        if num_splits == 1:  # padding, and nobody else writes its zeros
+            tl.store(out_rows, tl.zeros([GROUP_PAD, HEAD_PAD], out.dtype.element_ty), mask=in_heads)
+        return
+
     q_rows = q + request * q_stride + heads * HEAD_DIM
     queries = tl.load(q_rows[:, None] + dims[None, :], mask=in_heads, other=0.0)
     table = block_tables + request * max_blocks
@@ -156,7 +169,7 @@ def _attend(
     # The running softmax of each query head: the largest score, the sum of weights, the weighted sum of V.
     top = tl.full([GROUP_PAD], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
-    out = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
+    summed = tl.zeros([GROUP_PAD, HEAD_PAD], tl.float32)
     for start in range(begin, end, TILE):
         positions = start + tl.arange(0, TILE)
         in_context = positions < end
@@ -173,31 +186,36 @@ def _attend(
         weights = tl.exp2(scores - new_top[:, None])
         decay = tl.exp2(top - new_top)
         total = total * decay + tl.sum(weights, axis=1)
-        out = out * decay[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        summed = summed * decay[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         top = new_top
 
-    parts = (request * tl.num_programs(0) * GROUP + heads) * NUM_SPLITS + split
-    tl.store(partial_lse + parts, top + tl.log2(total), mask=group < GROUP)
-    tl.store(partial_out + parts[:, None] * HEAD_DIM + dims[None, :], out / total[:, None], mask=in_heads)
+    result = summed / total[:, None]
+    if num_splits == 1:
+        tl.store(out_rows, result.to(out.dtype.element_ty), mask=in_heads)
+    else:
+        parts = (request * tl.num_programs(0) * GROUP + heads) * num_splits + split
+        tl.store(partial_lse + parts, top + tl.log2(total), mask=group < GROUP)
+        tl.store(partial_out + parts[:, None] * HEAD_DIM + dims[None, :], result, mask=in_heads)
 
 
-@triton.jit(do_not_specialize=("context_lens", "window"))
+@triton.jit(do_not_specialize=("context_lens", "window", "num_splits"))
 def _merge(
     partial_out,
     partial_lse,
     context_lens,
     out,
     window,
+    num_splits,
     out_stride,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     TILE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     head = tl.program_id(0)
     request = tl.program_id(1)
     context_len = tl.load(context_lens + request)
-    first, split_tokens = _cut(context_len, window, NUM_SPLITS, TILE)
+    first, split_tokens = _cut(context_len, window, num_splits, TILE)
     dims = tl.arange(0, HEAD_PAD)
     in_head = dims < HEAD_DIM
     out_row = out + request * out_stride + head * HEAD_DIM + dims
@@ -205,12 +223,23 @@ def _merge(
         tl.store(out_row, tl.zeros([HEAD_PAD], out.dtype.element_ty), mask=in_head)
         return
 
-    splits = tl.arange(0, NUM_SPLITS)
-    written = first + splits * split_tokens < context_len
-    parts = (request * tl.num_programs(0) + head) * NUM_SPLITS + splits
-    lse = tl.load(partial_lse + parts, mask=written, other=-float("inf"))
-    weights = tl.exp2(lse - tl.max(lse, axis=0))
-    rows = partial_out + parts[:, None] * HEAD_DIM + dims[None, :]
-    outs = tl.load(rows, mask=written[:, None] & in_head[None, :], other=0.0)
-    merged = tl.sum(weights[:, None] * outs, axis=0) / tl.sum(weights, axis=0)
-    tl.store(out_row, merged.to(out.dtype.element_ty), mask=in_head)
+    num_written = tl.cdiv(context_len - first, split_tokens)
+    first_part = (request * tl.num_programs(0) + head) * num_splits
+    # As in attention: the largest lse so far, the sum of weights, the weighted sum of outputs.
+    top = tl.full([1], -float("inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    merged = tl.zeros([HEAD_PAD], tl.float32)
+    for begin in range(0, num_written, PARTS):
+        splits = begin + tl.arange(0, PARTS)
+        written = splits < num_written
+        parts = first_part + splits
+        lse = tl.load(partial_lse + parts, mask=written, other=-float("inf"))
+        rows = partial_out + parts[:, None] * HEAD_DIM + dims[None, :]
+        outs = tl.load(rows, mask=written[:, None] & in_head[None, :], other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, axis=0))
+        weights = tl.exp2(lse - new_top)
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, axis=0)
+        merged = merged * decay + tl.sum(weights[:, None] * outs, axis=0)
+        top = new_top
+    tl.store(out_row, (merged / total).to(out.dtype.element_ty), mask=in_head)
