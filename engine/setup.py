@@ -1,5 +1,6 @@
 """Model, limits and memory together: what an engine is made of, and what a measurement needs of it."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +11,11 @@ from neo_desktop import native
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.loading import LoadedModel, Progress, choose_cpu_cache_dtype, load
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE, MemoryCaps, pool_blocks
+from neo_desktop.engine.profiling.budget import BLOCK_SIZE, FreeMemory, MemoryCaps, pool_blocks
+from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+
+logger = logging.getLogger(__name__)
 
 MAX_BATCH_REQUESTS = 256
 MAX_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # a chunk of prefill must not hold decodes up for long
@@ -74,6 +78,8 @@ def take_memory(
 ) -> Setup:
     """Take the memory for the KV of a loaded model; several may be taken, one after the other.
 
+    On a GPU the largest iterations run first: what is free then is divided.
+
     Args:
         cpu_cache_dtype: of KV in host memory; None: the model's.
 
@@ -87,8 +93,14 @@ def take_memory(
         max_batch_tokens=max_batch_tokens or max(MAX_BATCH_TOKENS[decoder.device.type], max_batch_requests),
         max_batch_requests=max_batch_requests,
     )
+    iteration_bytes = None
+    if decoder.device.type == "cuda":
+        gauge = TorchGauge(decoder.device)
+        iteration_bytes = warm_up(decoder, places, limits, loaded.streams, gauge)
+        logger.debug("iterations take up to %d MiB of GPU memory beside KV", iteration_bytes >> 20)
+    free = FreeMemory.now(decoder.device, iteration_bytes)
     fitting = pool_blocks(
-        loaded.config, decoder.dtype, limits, decoder.device, cache_tokens, caps, cpu_cache_dtype
+        loaded.config, decoder.dtype, limits, decoder.device, cache_tokens, caps, cpu_cache_dtype, free
     )
     num_blocks = {place: fitting[place] for place in places}
     if not any(num_blocks.values()):

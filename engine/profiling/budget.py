@@ -4,8 +4,10 @@
     | others | weights | KV | activations | reserve |     | others | weights* | KV and buffers | left alone |
              <---------- gpu cap ------------------>                          <--- cpu cap ---->
 
-What others use is seen in what is free once the weights are loaded. (*) Only where there is no GPU; then both
-pools lie in host memory, and each cap is one for the KV of its pool alone.
+What others use is seen in what is free once the weights are loaded and the largest iterations have run
+(`warm_up`): then what CUDA and the libraries take is known, too, and of the reserve a margin is left. Before
+a model is loaded, or for GPUs that are not here, the reserve stands for both. (*) Only where there is no GPU;
+then both pools lie in host memory, and each cap is one for the KV of its pool alone.
 """
 
 from collections.abc import Mapping
@@ -26,7 +28,8 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear import why_plain
 
 BLOCK_SIZE = 16  # tokens per KV block
-DEVICE_RESERVE_BYTES = 512 * 1024**2  # of a GPU: CUDA context, libraries' workspaces, fragmentation
+DEVICE_RESERVE_BYTES = 512 * 1024**2  # of a GPU: CUDA context, kernels, libraries, and the margin
+DEVICE_MARGIN_BYTES = 256 * 1024**2  # of it, what only comes later: up to 128 graphs of 1 MiB; fragmentation
 HOST_SHARE = 0.5  # of the available host memory, for KV and buffers, unless a cap says how much it may be
 MOST_HOST_SHARE = 0.9  # of the available host memory, whatever a cap says
 LONG_CONTEXT_TOKENS = 32_768  # prompts that are longer may have to be tried again in smaller chunks
@@ -59,12 +62,13 @@ class FreeMemory:
 
     host_bytes: int
     gpu_bytes: int | None  # None: no GPU is used
+    iteration_bytes: int | None = None  # that iterations on the GPU took, see `warm_up`; None: none has run
 
     @classmethod
-    def now(cls, device: torch.device) -> Self:
+    def now(cls, device: torch.device, iteration_bytes: int | None = None) -> Self:
         """Ask the system, and the GPU if it is the device."""
         gpu = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-        return cls(host_memory().available_bytes, gpu)
+        return cls(host_memory().available_bytes, gpu, iteration_bytes)
 
 
 def pool_blocks(
@@ -120,7 +124,9 @@ def kv_bytes(
         return {place: _host_bytes(host // 2, cap) for place, cap in halves.items()}
     buffers = host_buffer_bytes(config, limits, dtype)
     return {
-        Place.DEVICE: _device_bytes(config, dtype, limits, free.gpu_bytes, caps.gpu_bytes),
+        Place.DEVICE: _device_bytes(
+            config, dtype, limits, free.gpu_bytes, free.iteration_bytes, caps.gpu_bytes
+        ),
         Place.HOST: max(_host_bytes(host, caps.cpu_bytes) - buffers, 0),
     }
 
@@ -192,9 +198,16 @@ def host_buffer_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch
 
 
 def _device_bytes(
-    config: ModelConfig, dtype: torch.dtype, limits: SchedulerLimits, free: int, cap: int | None
+    config: ModelConfig,
+    dtype: torch.dtype,
+    limits: SchedulerLimits,
+    free: int,
+    seen: int | None,
+    cap: int | None,
 ) -> int:
-    needed = activation_bytes(config, limits, dtype) + DEVICE_RESERVE_BYTES
+    # The longest contexts are reckoned only: to see them would take as much KV.
+    activations = max(activation_bytes(config, limits, dtype), seen or 0)
+    needed = activations + (DEVICE_RESERVE_BYTES if seen is None else DEVICE_MARGIN_BYTES)
     if free < needed:
         raise MemoryError(
             f"with the weights loaded, {free / 1e9:.2f} GB of GPU memory are free, but an iteration needs "
@@ -203,14 +216,15 @@ def _device_bytes(
         )
     if cap is None:
         return free - needed
-    weights = config.weight_bytes(dtype)
-    if cap < weights + needed:
+    # Under the cap counts what CUDA and the libraries have taken, too.
+    weights, under_cap = config.weight_bytes(dtype), activations + DEVICE_RESERVE_BYTES
+    if cap < weights + under_cap:
         raise MemoryError(
             f"GPU memory is capped at {cap / GIB:.2f} GiB, but the weights take {weights / GIB:.2f} GiB and "
-            f"an iteration {needed / GIB:.2f} GiB beside KV: raise the cap above "
-            f"{(weights + needed) / GIB:.2f} GiB or choose a smaller model"
+            f"an iteration {under_cap / GIB:.2f} GiB beside KV: raise the cap above "
+            f"{(weights + under_cap) / GIB:.2f} GiB or choose a smaller model"
         )
-    return min(free, cap - weights) - needed
+    return min(free - needed, cap - weights - under_cap)
 
 
 def _host_bytes(available: int, cap: int | None) -> int:

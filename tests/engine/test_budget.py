@@ -10,6 +10,7 @@ from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling import budget
 from neo_desktop.engine.profiling.budget import (
     BLOCK_SIZE,
+    DEVICE_MARGIN_BYTES,
     DEVICE_RESERVE_BYTES,
     GIB,
     FreeMemory,
@@ -51,6 +52,26 @@ def test_what_other_programs_take_is_missing_in_the_gpu_cache(machine: SimpleNam
     before = kv(CUDA)[Place.DEVICE]
     machine.gpu -= 3 * GIB
     assert before - kv(CUDA)[Place.DEVICE] == 3 * GIB
+
+
+def test_once_iterations_have_run_what_they_took_counts_and_a_margin(machine: SimpleNamespace) -> None:
+    """What CUDA and the libraries take is missing in what is free by then."""
+
+    def kv_after(iteration_bytes: int, caps: MemoryCaps | None = None) -> int:
+        free = FreeMemory.now(CUDA, iteration_bytes)
+        return budget.kv_bytes(CONFIG, DTYPE, LIMITS, free, caps or MemoryCaps())[Place.DEVICE]
+
+    reckoned = activation_bytes(CONFIG, LIMITS, DTYPE)
+    assert kv_after(0) == machine.gpu - reckoned - DEVICE_MARGIN_BYTES
+    assert kv_after(reckoned + GIB) == machine.gpu - reckoned - GIB - DEVICE_MARGIN_BYTES
+    assert kv_after(0) > kv(CUDA)[Place.DEVICE]
+    # A cap is for all that the program takes.
+    cap = MemoryCaps(gpu_bytes=WEIGHTS + ITERATION + 2 * GIB)
+    assert kv_after(0, cap) == 2 * GIB
+    assert kv_after(reckoned + GIB, cap) == GIB
+    machine.gpu = reckoned + GIB
+    with pytest.raises(MemoryError, match="max_batch_tokens"):
+        kv_after(reckoned + GIB)
 
 
 def test_a_gpu_cap_bounds_weights_activations_kv_and_reserve_together(machine: SimpleNamespace) -> None:

@@ -1,0 +1,166 @@
+"""What iterations take of a GPU's memory beside weights and KV, found by carrying the largest ones out.
+
+The first iterations also make what stays: kernels are compiled and loaded, libraries set themselves up. So
+they run once the weights are loaded, with a KV cache of a few blocks, and what is free then is what there is.
+
+    weights | kernels, libraries | what an iteration takes, given back |    free    |
+                                                                         ^ KV, and what iterations take
+
+One layer of each kind stands for all: layers follow each other in the same memory.
+"""
+
+import copy
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from neo_desktop.engine.batch import IterationPlan, SamplingInput, ScheduledSequence, SubBatch
+from neo_desktop.engine.cuda.errors import is_out_of_memory
+from neo_desktop.engine.cuda.streams import Streams
+from neo_desktop.engine.cuda.workspaces import clear_workspaces
+from neo_desktop.engine.execute.build import build_executor
+from neo_desktop.engine.execute.graphs.bucket import MAX_ROWS
+from neo_desktop.engine.int_array import IntArray
+from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
+from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.profiling.budget import BLOCK_SIZE
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.models.decoder import Decoder
+
+NUM_BLOCKS = 4 * BLOCKS_PER_RUN  # of each place; all requests share them, since nobody reads the answers
+
+
+class Gauge(Protocol):
+    """What this process has of a GPU's memory."""
+
+    def begin(self) -> int:
+        """Give back what nobody uses, and return the bytes that are taken; `most` counts from now on."""
+        ...
+
+    def most(self) -> int:
+        """Return the most bytes that were taken since."""
+        ...
+
+
+class TorchGauge:
+    """Reads torch's allocator, of which everything that an iteration needs comes.
+
+    Args:
+        device: a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def begin(self) -> int:
+        """See `Gauge`."""
+        gc.collect()
+        clear_workspaces(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return int(torch.cuda.memory_reserved(self._device))
+
+    def most(self) -> int:
+        """See `Gauge`."""
+        torch.cuda.synchronize(self._device)
+        return int(torch.cuda.max_memory_reserved(self._device))
+
+
+def warm_up(
+    decoder: Decoder, places: Sequence[Place], limits: SchedulerLimits, streams: Streams, gauge: Gauge
+) -> int:
+    """Carry out the largest iterations; return how many bytes they take at most beside weights and KV.
+
+    Args:
+        decoder: the loaded model.
+        places: where KV will live.
+        streams: what the work on the decoder's device runs on.
+        gauge: of the device's memory.
+
+    Raises:
+        MemoryError: they find no room.
+    """
+    before = gauge.begin()
+    try:
+        _carry_out(_one_layer_of_each_kind(decoder), places, limits, streams)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not is_out_of_memory(error):
+            raise
+        reason = str(error).partition("\n")[0]
+    else:
+        taken = gauge.most() - before
+        gauge.begin()
+        return taken
+    gauge.begin()  # the error held frames, and they tensors
+    raise MemoryError(
+        f"with the weights loaded, the GPU has too little memory for iterations of {limits.max_batch_tokens} "
+        "tokens: close other programs, choose a smaller model or smaller iterations (max_batch_tokens) "
+        f"({reason})"
+    )
+
+
+def _carry_out(decoder: Decoder, places: Sequence[Place], limits: SchedulerLimits, streams: Streams) -> None:
+    devices = {Place.DEVICE: decoder.device, Place.HOST: torch.device("cpu")}
+    with streams.on_device():
+        storage = KVStorage(
+            {
+                place: KVPool(decoder.config, NUM_BLOCKS, BLOCK_SIZE, decoder.dtype, devices[place])
+                for place in places
+            }
+        )
+    executor = build_executor(decoder, storage, limits.max_batch_requests, None, streams)
+    try:
+        for plan in _largest_plans(places, limits, decoder.config.max_context_tokens):
+            executor.execute(plan)
+    finally:
+        executor.close()
+
+
+def _largest_plans(
+    places: Sequence[Place], limits: SchedulerLimits, max_context_tokens: int
+) -> Iterator[IterationPlan]:
+    """Yield many prompts at once, chunks of a long one, and decodes, as many as can be, of each place."""
+    tokens, requests = limits.max_batch_tokens, limits.max_batch_requests
+    for place in places:
+        each = min(tokens // requests, max_context_tokens)
+        yield _plan([_sequence(index, place, 0, each) for index in range(requests)])
+        chunk = min(tokens, max_context_tokens)
+        yield _plan([_sequence(0, place, 0, chunk)])
+        yield _plan([_sequence(0, place, min(chunk, max_context_tokens - chunk), chunk)])
+    # A graph at its second turn: the first one carries its work out piece by piece.
+    context = min(max_context_tokens, NUM_BLOCKS * BLOCK_SIZE) - 1
+    rows = min(requests, MAX_ROWS)
+    decodes = [_sequence(index, places[index % len(places)], context, 1) for index in range(rows)]
+    decodes.sort(key=lambda sequence: places.index(sequence.place))
+    for _ in range(2):
+        yield _plan(decodes)
+
+
+def _plan(sequences: Sequence[ScheduledSequence]) -> IterationPlan:
+    return IterationPlan((SubBatch(tuple(sequences)),))
+
+
+def _sequence(index: int, place: Place, start: int, tokens: int) -> ScheduledSequence:
+    no_tokens = IntArray().view()
+    num_blocks = -(-(start + tokens) // BLOCK_SIZE)
+    table = IntArray((index + number) % NUM_BLOCKS for number in range(num_blocks)).view()
+    # The sampler's longest way.
+    params = SamplingParams(temperature=1.0, top_p=0.9, top_k=50, logprobs=1)
+    sampling = SamplingInput(params, 0, 0, start + tokens, no_tokens, no_tokens)
+    return ScheduledSequence(str(index), (0,) * tokens, start, place, table, sampling)
+
+
+def _one_layer_of_each_kind(decoder: Decoder) -> Decoder:
+    windows = decoder.config.layer_windows
+    chosen = [windows.index(window) for window in dict.fromkeys(windows)]
+    part = copy.copy(decoder)
+    part.layers = [decoder.layers[index] for index in chosen]
+    part.config = replace(
+        decoder.config, num_layers=len(chosen), layer_windows=tuple(windows[index] for index in chosen)
+    )
+    return part

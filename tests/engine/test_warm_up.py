@@ -1,0 +1,174 @@
+"""Memory is divided after the largest iterations have run, and what was promised is kept."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from neo_desktop.engine import setup
+from neo_desktop.engine.batch import IterationPlan
+from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.execute.pipeline import PipelineExecutor
+from neo_desktop.engine.loading import LoadedModel, load
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.profiling.budget import DEVICE_MARGIN_BYTES, FreeMemory, MemoryCaps, activation_bytes
+from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.registry import random_model
+from neo_desktop.models.shapes import shape
+
+CPU = torch.device("cpu")
+LIMITS = SchedulerLimits(max_batch_tokens=96, max_batch_requests=12)
+BOTH = tuple(Place)
+
+
+class FakeGauge:
+    """Memory of which each iteration takes more than the one before."""
+
+    def __init__(self) -> None:
+        self.begun = self.taken = 0
+
+    def begin(self) -> int:
+        self.begun += 1
+        return 1000
+
+    def most(self) -> int:
+        return 1000 + self.taken
+
+
+@pytest.fixture
+def decoder() -> Decoder:
+    return random_model(shape("tiny"), dtype=torch.float32, device=CPU)
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[IterationPlan]:
+    """The iterations that are carried out."""
+    seen: list[IterationPlan] = []
+    start = PipelineExecutor.start
+
+    def noted(self: PipelineExecutor, plan: IterationPlan) -> Any:
+        seen.append(plan)
+        return start(self, plan)
+
+    monkeypatch.setattr(PipelineExecutor, "start", noted)
+    return seen
+
+
+@pytest.mark.parametrize("places", [BOTH, (Place.DEVICE,), (Place.HOST,)], ids=str)
+def test_the_largest_iterations_of_each_kind_run(
+    decoder: Decoder, plans: list[IterationPlan], places: Sequence[Place]
+) -> None:
+    gauge = FakeGauge()
+    gauge.taken = 77
+    assert warm_up(decoder, places, LIMITS, WholeDevice(CPU), gauge) == 77
+    assert gauge.begun == 2  # what was taken is given back
+    sequences = [list(plan.sequences) for plan in plans]
+    tokens = [sum(len(s.token_ids) for s in each) for each in sequences]
+    for place in places:
+        prompts = [each for each in sequences if each[0].place is place and not each[0].is_decode]
+        assert any(len(each) == LIMITS.max_batch_requests for each in prompts)  # with as many samples
+        assert any(len(each[0].token_ids) == LIMITS.max_batch_tokens for each in prompts)  # a long one
+        assert any(each[0].start >= LIMITS.max_batch_tokens for each in prompts)  # after others
+    assert max(tokens) == LIMITS.max_batch_tokens
+    decodes = [each for each in sequences if all(s.is_decode for s in each)]
+    assert {len(each) for each in decodes} == {LIMITS.max_batch_requests}
+    assert {s.place for each in decodes for s in each} == set(places)
+    assert len(decodes) > 1  # by a graph, too
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("odd")])
+def test_too_little_memory_is_told_with_what_to_do(
+    error: RuntimeError, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(PipelineExecutor, "_submit", fail)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    gauge = FakeGauge()
+    if isinstance(error, torch.OutOfMemoryError):
+        with pytest.raises(MemoryError, match=r"iterations of 96 tokens: .*smaller iterations \(max_batch"):
+            warm_up(decoder, BOTH, LIMITS, WholeDevice(CPU), gauge)
+        assert gauge.begun == 2
+    else:
+        with pytest.raises(RuntimeError, match="odd"):
+            warm_up(decoder, BOTH, LIMITS, WholeDevice(CPU), gauge)
+
+
+def test_memory_is_divided_after_the_warm_up_and_before_kv_is_taken(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU of which the warm-up leaves 3 GB free."""
+    order: list[str] = []
+
+    def warmed(*_: object) -> int:
+        order.append("warm up")
+        return 5_000_000
+
+    def free_now(_: object) -> tuple[int, int]:
+        order.append("measure")
+        return 3_000_000_000, 8_000_000_000
+
+    class Pool:
+        block_size = 16
+
+        def __init__(self, *_: object) -> None:
+            order.append("KV")
+
+    monkeypatch.setattr(setup, "warm_up", warmed)
+    monkeypatch.setattr(setup, "KVPool", Pool)
+    monkeypatch.setattr(setup.native, "set_default_num_threads", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free_now)
+    decoder.device = torch.device("cuda")
+    model = SimpleNamespace(decoder=decoder, config=decoder.config, streams=WholeDevice(CPU))
+    taken = setup.take_memory(
+        cast("LoadedModel", model),
+        places=(Place.DEVICE,),
+        cache_tokens=dict.fromkeys(Place),
+        caps=MemoryCaps(),
+        max_batch_tokens=2048,
+    )
+    assert order == ["warm up", "measure", "KV"]
+    limits = SchedulerLimits(2048, setup.MAX_BATCH_REQUESTS)
+    reckoned = activation_bytes(decoder.config, limits, torch.float32)
+    room = 3_000_000_000 - max(reckoned, 5_000_000) - DEVICE_MARGIN_BYTES
+    most = limits.max_batch_requests * decoder.config.max_context_tokens
+    assert taken.num_blocks[Place.DEVICE] * 16 == min(
+        room // decoder.config.kv_bytes_per_token(torch.float32) // 64 * 64, most
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_no_more_memory_is_taken_than_was_promised() -> None:
+    device = torch.device("cuda")
+    TorchGauge(device).begin()
+    model = load("builtin", device="cuda", dtype="auto", shape="tiny")
+    taken = setup.take_memory(
+        model,
+        places=BOTH,
+        cache_tokens={Place.DEVICE: 4096, Place.HOST: 4096},
+        caps=MemoryCaps(),
+        max_batch_tokens=256,
+        max_batch_requests=16,
+    )
+    reserved, free = torch.cuda.memory_reserved(), FreeMemory.now(device).gpu_bytes
+    assert free is not None
+    torch.cuda.reset_peak_memory_stats()
+    params = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.9, seed=1, ignore_eos=True)
+    least_free = free
+    with Engine.from_setup(taken, "neo") as engine:
+        for number in range(20):
+            engine.add_request(str(number), [1 + number] * (7 * number + 3), params)
+        while engine.has_work:
+            engine.step()
+            least_free = min(least_free, FreeMemory.now(device).gpu_bytes or 0)
+        promised = activation_bytes(model.config, taken.limits, model.decoder.dtype) + DEVICE_MARGIN_BYTES
+        assert torch.cuda.max_memory_reserved() - reserved <= promised
+        assert free - least_free <= promised
