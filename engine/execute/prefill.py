@@ -1,11 +1,11 @@
-"""Attention of prompt chunks, with the best kernel that torch has for a device.
+"""Attention of prompt chunks, with the best kernel that torch has for a device and the ladder allows.
 
 Chunks are attended to in groups, whose contexts lie one after the other:
 
     queries    | chunk a | chunk b | chunk c |
     contexts   | earlier a, chunk a | chunk b | earlier c, chunk c |
 
-Each query sees its own context up to itself.
+Each query sees its own context up to itself. A kernel that torch refuses to run gives way to the next one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,9 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import upload
+from neo_desktop.engine.cuda.errors import is_lost, is_out_of_memory
 from neo_desktop.engine.kv.layer import Rows
+from neo_desktop.engine.ladder import ladder
 
 PACKED_TOKENS = 8192  # whose contexts make a group, unless one chunk's alone has more
+PIECE_SCORES = 32 << 20  # that are in memory at a time, where a kernel writes them there
 BOTTOM_RIGHT = 2  # of the memory-efficient kernel: the last query sees the last key
 
 
@@ -32,6 +35,15 @@ class PrefillKernel(StrEnum):
     FLASH = "flash"  # all chunks of a group in one launch
     EFFICIENT = "efficient"  # memory-efficient, one launch for each chunk
     SDPA = "sdpa"  # whatever torch chooses, with a mask
+    MATH = "math"  # products and a softmax, head by head: what every device can do
+
+
+# kernel -> the rung of the ladder below it
+BELOW = {
+    PrefillKernel.FLASH: "memory-efficient",
+    PrefillKernel.EFFICIENT: "math",
+    PrefillKernel.SDPA: "math",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +127,36 @@ class PrefillGroup:
             keys: [contexts, kv_heads, head_dim]; values likewise.
             scale: the factor on q·k.
             window: how many of the last tokens each query sees, itself included; None: all.
+
+        Raises:
+            RuntimeError: no kernel can do it, or the GPU failed or has no memory left.
         """
+        windowed = window is not None and window < max(chunk.context_len for chunk in self.chunks)
+        while True:
+            rung = ladder.rung("prompt_attention")
+            kernel = kernel_on(q.device, q.dtype, q.shape[2], windowed, rung)
+            try:
+                self._attend_with(kernel, q, keys, values, out, scale, window)
+                return
+            except RuntimeError as error:
+                below = BELOW.get(kernel)
+                if below is None or is_out_of_memory(error) or is_lost(error):
+                    raise
+                ladder.limit("prompt_attention", below, str(error).strip().partition("\n")[0])
+
+    def _attend_with(
+        self,
+        kernel: PrefillKernel,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> None:
         context_lens = [chunk.context_len for chunk in self.chunks]
         if window is not None and window >= max(context_lens):
             window = None
-        kernel = kernel_on(q.device, q.dtype, q.shape[2], window is not None)
         if kernel is PrefillKernel.FLASH:
             queries = max(chunk.num_queries for chunk in self.chunks)
             out[self.rows] = _flash(
@@ -130,6 +167,8 @@ class PrefillGroup:
         for chunk, (k, v) in zip(self.chunks, contexts, strict=True):
             if kernel is PrefillKernel.EFFICIENT:
                 out[chunk.rows] = _efficient(q[chunk.rows], k, v, scale)
+            elif kernel is PrefillKernel.MATH:
+                out[chunk.rows] = _by_products(q[chunk.rows], k, v, scale, window)
             else:
                 out[chunk.rows] = causal_attention(q[chunk.rows], k, v, scale, window)
 
@@ -149,7 +188,7 @@ def groups_of(chunks: Sequence[Prefill]) -> Iterator[PrefillGroup]:
 
 
 def choose_kernel(
-    capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, windowed: bool
+    capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, windowed: bool, rung: str = "flash"
 ) -> PrefillKernel:
     """Return the best kernel.
 
@@ -161,29 +200,35 @@ def choose_kernel(
         dtype: of queries, keys and values.
         head_dim: of a head.
         windowed: whether a window hides part of the context.
+        rung: of the ladder: no better one is used.
     """
+    if rung == "math":
+        return PrefillKernel.MATH
     if capability is None:
         return PrefillKernel.SDPA
     is_16_bit = dtype in (torch.float16, torch.bfloat16)
-    if capability >= (8, 0) and is_16_bit and head_dim % 8 == 0 and head_dim <= 256:
+    if rung == "flash" and capability >= (8, 0) and is_16_bit and head_dim % 8 == 0 and head_dim <= 256:
         return PrefillKernel.FLASH
     return PrefillKernel.SDPA if windowed else PrefillKernel.EFFICIENT
 
 
 @lru_cache
-def kernel_on(device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool) -> PrefillKernel:
-    """Choose for a device, with the torch that is installed.
-
-    Raises:
-        RuntimeError: this torch lacks the operator; all versions that neo-desktop accepts should have it.
-    """
+def kernel_on(
+    device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool, rung: str = "flash"
+) -> PrefillKernel:
+    """Choose for a device, with the torch that is installed; arguments as of `choose_kernel`."""
     if device.type == "cpu":
-        return choose_kernel(None, dtype, head_dim, windowed)
-    kernel = choose_kernel(torch.cuda.get_device_capability(device), dtype, head_dim, windowed)
+        return choose_kernel(None, dtype, head_dim, windowed, rung)
+    capability = torch.cuda.get_device_capability(device)
+    kernel = choose_kernel(capability, dtype, head_dim, windowed, rung)
     if kernel is PrefillKernel.FLASH and not torch.backends.cuda.is_flash_attention_available():
-        # Some builds of torch leave it out; the next best is what an older GPU gets.
-        kernel = choose_kernel((7, 5), dtype, head_dim, windowed)
-    check_operator(kernel)
+        ladder.limit("prompt_attention", BELOW[kernel], "this torch was built without FlashAttention")
+        return kernel_on(device, dtype, head_dim, windowed, BELOW[kernel])
+    try:
+        check_operator(kernel)
+    except RuntimeError as error:
+        ladder.limit("prompt_attention", BELOW[kernel], str(error))
+        return kernel_on(device, dtype, head_dim, windowed, BELOW[kernel])
     return kernel
 
 
@@ -265,19 +310,63 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int 
         scale: the factor on q·k.
         window: how many of the last tokens each query sees, itself included; None: all.
     """
-    num_queries, num_keys = len(q), len(k)
-    is_whole = num_queries == num_keys and (window is None or window >= num_keys)
-    mask = None
-    if not is_whole:
-        positions = torch.arange(num_keys - num_queries, num_keys, device=q.device).unsqueeze(1)
-        past = torch.arange(num_keys, device=q.device)
+    is_whole = len(q) == len(k) and (window is None or window >= len(k))
+    if is_whole:
+        out = F.scaled_dot_product_attention(*_by_kv_head(q, k, v), is_causal=True, scale=scale)
+        return out.permute(2, 0, 1, 3).flatten(1, 2)
+    parts = []
+    # On a CPU torch writes no scores to memory; on a GPU it may.
+    most = len(q) * len(k) if q.device.type == "cpu" else PIECE_SCORES // q.shape[1]
+    for piece in _pieces(len(q), len(k), most, window):
+        mask = piece.mask(window, q.device)
+        queries, keys, values = _by_kv_head(q[piece.queries], k[piece.keys], v[piece.keys])
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+        parts.append(out.permute(2, 0, 1, 3).flatten(1, 2))
+    return torch.cat(parts)
+
+
+def _by_products(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """The same by torch's products alone, in fp32; see `causal_attention`."""
+    kv_heads = k.shape[1]
+    group = q.shape[1] // kv_heads
+    out = torch.empty_like(q)
+    for head in range(kv_heads):
+        heads = slice(head * group, (head + 1) * group)
+        keys, values = k[:, head].float(), v[:, head].float()
+        for piece in _pieces(len(q), len(k), PIECE_SCORES // group, window):
+            queries = q[piece.queries, heads].float().transpose(0, 1)  # [group, queries, head_dim]
+            scores = (queries @ keys[piece.keys].t()).mul_(scale)
+            scores.masked_fill_(piece.mask(window, q.device).logical_not_(), -torch.inf)
+            weights = torch.softmax(scores, dim=-1)
+            out[piece.queries, heads] = (weights @ values[piece.keys]).transpose(0, 1).to(q.dtype)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some queries, and the keys that any of them sees."""
+
+    queries: slice
+    keys: slice
+    first_position: int  # of the queries, in their context
+
+    def mask(self, window: int | None, device: torch.device) -> Tensor:
+        """Return which keys each query sees, [queries, keys]."""
+        count = self.queries.stop - self.queries.start
+        positions = torch.arange(self.first_position, self.first_position + count, device=device).unsqueeze(1)
+        past = torch.arange(self.keys.start, self.keys.stop, device=device)
         mask = past <= positions
-        if window is not None:
-            mask &= past > positions - window
-    out = F.scaled_dot_product_attention(
-        *_by_kv_head(q, k, v), attn_mask=mask, is_causal=is_whole, scale=scale
-    )
-    return out.permute(2, 0, 1, 3).flatten(1, 2)
+        return mask if window is None else mask & (past > positions - window)
+
+
+def _pieces(num_queries: int, num_keys: int, most: int, window: int | None) -> Iterator[_Piece]:
+    """Cut queries so that a head has at most `most` scores, or those of one query."""
+    before = num_keys - num_queries
+    rows = max(most // num_keys, 1)
+    for start in range(0, num_queries, rows):
+        end = min(start + rows, num_queries)
+        first = 0 if window is None else max(before + start + 1 - window, 0)
+        yield _Piece(slice(start, end), slice(first, before + end), before + start)
 
 
 def _by_kv_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

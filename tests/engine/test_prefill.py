@@ -20,6 +20,7 @@ from neo_desktop.engine.execute.prefill import (
     choose_kernel,
     groups_of,
 )
+from neo_desktop.engine.ladder import ladder
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 SCALE = 0.3
@@ -81,6 +82,7 @@ def test_every_kernel_is_asked_for_the_same(kernel: PrefillKernel, data: st.Data
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
     lengths = data.draw(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=4))
     window = data.draw(st.none() | st.integers(1, 12))
+    piece_scores = data.draw(st.sampled_from([1, 20, prefill.PIECE_SCORES]))
     if kernel is PrefillKernel.EFFICIENT:
         window = None  # not chosen otherwise
     first_row = data.draw(st.integers(0, 3))
@@ -96,6 +98,7 @@ def test_every_kernel_is_asked_for_the_same(kernel: PrefillKernel, data: st.Data
             _flash_attention_forward=flash_as_documented, _efficient_attention_forward=efficient_as_documented
         )
         patch.setattr(torch.ops, "aten", operators)
+        patch.setattr(prefill, "PIECE_SCORES", piece_scores)
         patch.setattr(prefill, "PACKED_TOKENS", data.draw(st.sampled_from([1, 20, 1000])))
         before = iter(earlier)
         for group in groups_of(chunks):
@@ -154,6 +157,114 @@ def test_each_device_gets_its_best_kernel(
     kernel: PrefillKernel,
 ) -> None:
     assert choose_kernel(capability, dtype, head_dim, windowed) is kernel
+
+
+def test_no_better_kernel_is_chosen_than_the_ladder_allows() -> None:
+    for windowed, efficient in ((False, PrefillKernel.EFFICIENT), (True, PrefillKernel.SDPA)):
+        assert choose_kernel((8, 6), BF16, 128, windowed, "memory-efficient") is efficient
+        assert choose_kernel((8, 6), BF16, 128, windowed, "math") is PrefillKernel.MATH
+    assert choose_kernel(None, FP32, 64, False, "memory-efficient") is PrefillKernel.SDPA
+    assert choose_kernel(None, FP32, 64, False, "math") is PrefillKernel.MATH
+
+
+def attend_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], window: int | None) -> None:
+    """Attend with the kernels that a GPU gets, on tensors of the CPU, and compare."""
+    q = torch.randn(8, HEADS, HEAD_DIM).half()
+    keys, values = torch.randn(2, 12, KV_HEADS, HEAD_DIM).half()
+    out = torch.full_like(q, torch.nan)
+    chunk = Prefill(slice(0, 8), 4, torch.zeros(12, dtype=torch.int64))
+    monkeypatch.setattr(prefill, "kernel_on", lambda device, *others: choose_kernel(capability, *others))
+    PrefillGroup.of((chunk,)).attend(q, keys, values, out, SCALE, window)
+    expected = dense(q, keys, values, SCALE, window)
+    torch.testing.assert_close(out.double(), expected, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.parametrize(
+    ("capability", "window", "refused", "rung"),
+    [
+        ((8, 6), None, {"flash"}, "memory-efficient"),
+        ((8, 6), None, {"flash", "efficient"}, "math"),
+        ((8, 6), 5, {"flash"}, "memory-efficient"),
+        ((8, 6), 5, {"flash", "sdpa"}, "math"),
+        ((7, 5), None, {"efficient"}, "math"),
+        ((7, 5), 5, {"sdpa"}, "math"),
+    ],
+)
+def test_a_kernel_that_torch_refuses_gives_way_to_the_next_one(
+    capability: tuple[int, int],
+    window: int | None,
+    refused: set[str],
+    rung: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    monkeypatch.setattr(
+        torch.ops,
+        "aten",
+        SimpleNamespace(
+            _flash_attention_forward=refuse if "flash" in refused else flash_as_documented,
+            _efficient_attention_forward=refuse if "efficient" in refused else efficient_as_documented,
+        ),
+    )
+    if "sdpa" in refused:
+        monkeypatch.setattr(prefill.F, "scaled_dot_product_attention", refuse)
+    for _ in range(2):
+        attend_on_a_gpu(monkeypatch, capability, window)
+    assert ladder.limits() == {"prompt_attention": rung}
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == (2 if rung == "math" and capability == (8, 6) else 1)
+    assert all("No available kernel" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no room"), torch.AcceleratorError("CUDA error: misaligned address")]
+)
+def test_neither_a_lack_of_memory_nor_a_lost_gpu_is_the_kernels_fault(
+    error: RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(torch.ops, "aten", SimpleNamespace(_flash_attention_forward=fail))
+    with pytest.raises(RuntimeError) as raised:
+        attend_on_a_gpu(monkeypatch, (8, 6), None)
+    assert raised.value is error
+    assert not ladder.limits()
+
+
+@pytest.mark.parametrize("lacks", ["flash", "operators"])
+def test_a_torch_without_a_kernel_uses_the_next_one(lacks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: lacks != "flash")
+    if lacks == "operators":
+        monkeypatch.setattr(torch.ops, "aten", SimpleNamespace())
+    expected = PrefillKernel.EFFICIENT if lacks == "flash" else PrefillKernel.MATH
+    prefill.kernel_on.cache_clear()
+    assert prefill.kernel_on(torch.device("cuda"), FP16, 64, False) is expected
+    prefill.kernel_on.cache_clear()
+    assert ladder.rung("prompt_attention") == ("memory-efficient" if lacks == "flash" else "math")
+
+
+def test_products_take_memory_for_a_piece_of_the_scores_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = 0
+    product = Tensor.__matmul__
+
+    def measured(a: Tensor, b: Tensor) -> Tensor:
+        nonlocal largest
+        out = product(a, b)
+        largest = max(largest, out.numel())
+        return out
+
+    monkeypatch.setattr(Tensor, "__matmul__", measured)
+    monkeypatch.setattr(prefill, "PIECE_SCORES", 4096)
+    q, (k, v) = torch.randn(300, HEADS, HEAD_DIM), torch.randn(2, 400, KV_HEADS, HEAD_DIM)
+    for window in (None, 50):
+        out = prefill._by_products(q, k, v, SCALE, window)
+        torch.testing.assert_close(out.double(), dense(q, k, v, SCALE, window), atol=1e-5, rtol=1e-4)
+    assert 0 < largest <= 4096
 
 
 @pytest.mark.parametrize("kernel", PrefillKernel)
