@@ -1,4 +1,4 @@
-"""The command line: `neo-desktop [chat] | serve | bench | models | profile | simulate | info`."""
+"""The command line: `neo-desktop [chat] | serve | bench | models | profile | doctor | simulate | info`."""
 
 import json
 import os
@@ -161,6 +161,45 @@ def profile(
     report.print(stdout)
     if json_file is not None:
         report.write_json(json_file)
+
+
+@app.command(epilog="Example: neo-desktop doctor --json doctor.json")
+def doctor(
+    model: opt.Model = opt.DEFAULT_MODEL,
+    shape: opt.Shape = None,
+    device: opt.DeviceOption = opt.Device.AUTO,
+    dtype: opt.DtypeOption = opt.Dtype.AUTO,
+    gpu_slice: opt.GpuSlice = None,
+    refresh: Annotated[
+        bool,
+        typer.Option(
+            "--refresh", help="Check again, even if results are there, and start in full after a crash."
+        ),
+    ] = False,
+    json_file: opt.JsonFile = None,
+    debug: opt.Debug = False,
+) -> None:
+    """Check everything that a model needs of this computer, and say what serves where something fails."""
+    set_up_logging(debug)
+    from neo_desktop.app.commands.doctor_command import run_doctor
+    from neo_desktop.app.shelf.catalogue import Catalogue
+    from neo_desktop.engine.doctor.trials import Subject
+
+    catalogue = Catalogue(model=model)
+    subject = Subject(
+        model=str(catalogue.get(catalogue.first).source),
+        shape=shape,
+        device=device.value,
+        dtype=dtype.value,
+        gpu_slice=gpu_slice,
+    )
+    with stderr.status("Starting the checks") as status:
+        report = run_doctor(subject, refresh=refresh, progress=lambda what: status.update(escape(what)))
+    report.print(stdout)
+    if json_file is not None:
+        report.write_json(json_file)
+    if not report.is_well:
+        raise typer.Exit(1)
 
 
 app.command(name="simulate", epilog=SIMULATE_EXAMPLES)(simulate)

@@ -19,7 +19,9 @@ from neo_desktop.engine.batch import (
     SampledToken,
 )
 from neo_desktop.engine.detokenizer import IncrementalText
+from neo_desktop.engine.doctor.first_start import check_at_first_start
 from neo_desktop.engine.doctor.safe_start import safe_start
+from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.timeline import Timeline
@@ -160,8 +162,11 @@ class Engine:
                 raise ValueError(f"{name} must be at least 0, got {tokens}")
         caps = MemoryCaps.from_gib(gpu_memory_gib, cpu_memory_gib)
         chosen_policy = get_policy(policy)
-        # Known before anything is loaded: a start that ends the process must leave a mark behind.
-        with safe_start(choose_device(device)):
+        # Known before anything is loaded: what works here, and that a start ended the process before.
+        chosen_device = choose_device(device)
+        subject = Subject(str(model), shape, device, dtype, gpu_slice, is_quick=True)
+        check_at_first_start(subject, chosen_device, profile_progress)
+        with safe_start(chosen_device):
             setup = set_up(
                 model,
                 device=device,

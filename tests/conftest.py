@@ -28,6 +28,7 @@ def _own_cache() -> Iterator[None]:
     """Keep measurements of this computer out of the user's cache, for child processes, too."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("NEO_DESKTOP_CACHE", folder)
+        patch.setenv("NEO_DESKTOP_DOCTOR", "off")  # a GPU may be an imitated one, which child processes lack
         yield
 
 

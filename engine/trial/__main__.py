@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 
 from neo_desktop.engine.doctor.trials import Subject
+from neo_desktop.engine.trial.answers import Answers
 from neo_desktop.engine.trial.check import Check, serve
 from neo_desktop.engine.trial.cpu_checks import cpu_checks
 from neo_desktop.engine.trial.rig import Rig
@@ -14,6 +15,7 @@ def checks_of(subject: Subject) -> Iterator[Check]:
     rig = Rig(subject)
     rig.dtype  # noqa: B018  what cannot be read or had is told before the first check
     yield from cpu_checks(rig)
+    yield from Answers(rig).checks()
 
 
 if __name__ == "__main__":

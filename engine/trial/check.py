@@ -25,6 +25,7 @@ class Check:
     rung: str | None
     deadline_s: float
     run: Callable[[], Figures]  # raises CheckError, or whatever the mechanism raises
+    is_needed: bool = False  # by those after it: a child that goes on after another one does it again
 
 
 def serve(checks_of: Callable[[Subject], Iterable[Check]]) -> None:
@@ -45,6 +46,9 @@ def serve(checks_of: Callable[[Subject], Iterable[Check]]) -> None:
         for check in checks_of(Subject(**request["subject"])):
             if check.name not in done:
                 _carry_out(check, out)
+            elif check.is_needed:
+                _say(out, event="again", deadline_s=check.deadline_s)
+                check.run()
     except Exception as error:
         _say(out, event="failed", error=_clause(error))
         raise

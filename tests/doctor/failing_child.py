@@ -18,6 +18,14 @@ def well() -> Figures:
     return {"error": 0.0}
 
 
+counts = [0]
+
+
+def needed() -> Figures:
+    counts[0] += 1
+    return {"count": counts[0]}
+
+
 def hang() -> Figures:
     while True:
         signal.pause()
@@ -49,7 +57,7 @@ def replaced() -> Figures:
 
 
 def where_it_stands() -> Figures:
-    return {name: ladder.rung(name) for name in ("graphs", "paged_decode", "norm")}
+    return {"count": counts[0]} | {name: ladder.rung(name) for name in ("graphs", "paged_decode", "norm")}
 
 
 def checks_of(subject: Subject) -> Iterator[Check]:
@@ -59,8 +67,24 @@ def checks_of(subject: Subject) -> Iterator[Check]:
     def check(
         name: str, run: Callable[[], Figures], mechanism: str | None = None, rung: str | None = None
     ) -> Check:
-        return Check(name, name.capitalize(), mechanism, rung, 5.0 if run is hang else 100.0, run)
+        return Check(
+            name,
+            name.capitalize(),
+            mechanism,
+            rung,
+            5.0 if run is hang else 100.0,
+            run,
+            is_needed=run is needed,
+        )
 
+    if subject.model == "good":
+        yield check("well", well, "activation", "triton")
+        return
+    if subject.model == "bad":
+        for rung in ("triton", "torch"):
+            yield check(f"norm-{rung}", wrong, "norm", rung)
+        return
+    yield check("needed", needed)
     yield check("well", well, "activation", "triton")
     yield check("hang", hang, "graphs", "host-flags")
     yield check("crash", crash, "graphs", "device-only")

@@ -8,7 +8,7 @@ import pytest
 from neo_desktop.engine.doctor.outcome import Outcome, Result, limits_of, unserved
 from neo_desktop.engine.doctor.trials import Subject, run_trials
 
-ORDER = ["well", "hang", "crash", "leave", "wrong", "right", "refused", "replaced", "where"]
+ORDER = ["needed", "well", "hang", "crash", "leave", "wrong", "right", "refused", "replaced", "where"]
 CHILD = (sys.executable, str(Path(__file__).with_name("failing_child.py")))
 
 
@@ -58,6 +58,11 @@ def test_figures_come_with_failures(outcomes: dict[str, Outcome]) -> None:
 def test_later_checks_do_without_what_failed(outcomes: dict[str, Outcome]) -> None:
     figures = outcomes["where"].figures
     assert (figures["graphs"], figures["paged_decode"], figures["norm"]) == ("eager", "torch", "torch")
+
+
+def test_what_others_need_is_done_again_after_a_crash(outcomes: dict[str, Outcome]) -> None:
+    assert outcomes["needed"].figures["count"] == 1
+    assert outcomes["where"].figures["count"] == 1  # by another child
 
 
 def test_the_listener_is_told_of_begins_and_ends(

@@ -1,0 +1,162 @@
+"""The body of `neo-desktop doctor`: checks this computer, or shows what was found before."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from neo_desktop.app.commands.sentences import duration
+from neo_desktop.engine.doctor.first_start import subject_key
+from neo_desktop.engine.doctor.outcome import Figures, Outcome, Result, limits_of, unserved
+from neo_desktop.engine.doctor.safe_start import start_in_full
+from neo_desktop.engine.doctor.trials import CHILD, Subject, run_trials
+from neo_desktop.engine.doctor.verdict import Verdict, keep, new_verdict, read_verdict
+from neo_desktop.engine.ladder import MECHANISMS
+from neo_desktop.engine.loading import choose_device
+from neo_desktop.engine.profiling.hardware import machine_info
+
+_COLOURS = {Result.OK: "green", Result.FAILED: "red", Result.HUNG: "red", Result.CRASHED: "red"}
+_PRIVATE = ("package_folder",)  # of what `info` tells: paths may hold a user's name
+
+Progress = Callable[[str], None]  # what is being checked
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorReport:
+    """What was found, now or before."""
+
+    verdict: Verdict
+    is_kept: bool  # from before
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing failed."""
+        return not self.verdict.failed
+
+    def print(self, console: Console) -> None:
+        """Print a table of the checks, and what follows."""
+        key = self.verdict.key
+        where = key["gpu"]["name"] if key["gpu"] else key["cpu"]
+        console.print(f"{where}, {key['dtype']}, torch {key['torch']}", highlight=False)
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+        columns = ["Check", "Result", "Figures", *([] if self.is_well else ["What it means"])]
+        for name in columns:
+            table.add_column(name, overflow="fold")
+        for outcome in self.verdict.outcomes:
+            colour = _COLOURS[outcome.result]
+            cells = [
+                escape(outcome.title),
+                f"[{colour}]{outcome.result}[/]",
+                _figures(outcome.figures),
+                escape(self._meaning(outcome)),
+            ]
+            table.add_row(*cells[: len(columns)])
+        console.print(table, highlight=False)
+        for line in self.conclusion():
+            console.print(escape(line), highlight=False)
+
+    def conclusion(self) -> Iterator[str]:
+        """Yield what a person should know, in lines."""
+        failed, total = len(self.verdict.failed), len(self.verdict.outcomes)
+        if self.is_well:
+            yield f"All {total} checks are well: everything is used as it is meant to be."
+        else:
+            yield f"{failed} of {total} checks failed."
+        for limit in limits_of(self.verdict.outcomes):
+            mechanism = MECHANISMS[limit.mechanism]
+            rung = mechanism.rungs[mechanism.position(limit.rung)]
+            yield f"From now on, {mechanism.title}: {rung.what}."
+        if self.is_kept:
+            yield f"Found on {self.verdict.checked_at} (UTC); --refresh checks again."
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything that an issue needs, and nothing that is private."""
+        machine = asdict(machine_info())
+        for name in _PRIVATE:
+            del machine[name]
+        for gpu in machine["gpus"]:
+            del gpu["other_processes"]
+        return {
+            **self.verdict.to_json(),
+            "is_well": self.is_well,
+            "limits": [asdict(limit) for limit in limits_of(self.verdict.outcomes)],
+            "machine": machine,
+        }
+
+    def write_json(self, path: Path) -> None:
+        """Write `to_json` to a file."""
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    def _meaning(self, outcome: Outcome) -> str:
+        if outcome.is_ok:
+            return ""
+        reason = outcome.reason or "no reason is known"
+        if outcome.mechanism is None:
+            return reason
+        if outcome in unserved(self.verdict.outcomes):
+            return f"{reason}; nothing serves in its place"
+        limits = {limit.mechanism: limit.rung for limit in limits_of(self.verdict.outcomes)}
+        mechanism = MECHANISMS[outcome.mechanism]
+        serves = limits.get(mechanism.name)
+        if serves is None:  # a lower rung failed, which is not in use
+            return reason
+        return f"{reason}; in its place: {mechanism.rungs[mechanism.position(serves)].what}"
+
+
+def run_doctor(
+    subject: Subject, *, refresh: bool, progress: Progress, child: Sequence[str] = CHILD
+) -> DoctorReport:
+    """Check this computer, or find what was found before.
+
+    Args:
+        subject: what is checked.
+        refresh: check in any case, and start in full again, whatever starts before have led to.
+        progress: told of each check.
+        child: the command of the child process.
+
+    Raises:
+        ValueError, ModelError: the model cannot be loaded.
+    """
+    key = subject_key(subject, choose_device(subject.device))
+    if refresh:
+        start_in_full()
+    elif (kept := read_verdict(key)) is not None and not kept.is_quick:
+        return DoctorReport(kept, is_kept=True)
+
+    def tell(title: str, outcome: Outcome | None) -> None:
+        if outcome is None:
+            progress(title)
+
+    verdict = new_verdict(key, run_trials(subject, listener=tell, child=child), is_quick=subject.is_quick)
+    keep(verdict)
+    return DoctorReport(verdict, is_kept=False)
+
+
+def _figures(figures: Figures) -> str:
+    parts = []
+    if "error" in figures and "bound" in figures:
+        parts.append(f"error {_number(figures['error'])} of {_number(figures['bound'])}")
+    ms, bytes_ = figures.get("ms"), figures.get("bytes")
+    if isinstance(ms, float | int):
+        parts.append(duration(ms))
+        if isinstance(bytes_, int) and ms > 0:
+            parts.append(f"{bytes_ / ms / 1e6:.1f} GB/s")
+    known = {"error", "bound", "ms", "bytes", "seconds", "cases"}
+    for name, value in figures.items():
+        if name in known or value == 0:
+            continue
+        if name.endswith("_bytes") and isinstance(value, int):
+            parts.append(f"{name.removesuffix('_bytes').replace('_', ' ')} {value / 1e6:.0f} MB")
+        else:
+            parts.append(f"{name.replace('_', ' ')} {value}")
+    return ", ".join(parts)
+
+
+def _number(value: float | int | str) -> str:
+    return value if isinstance(value, str) else f"{value:.1e}"

@@ -1,0 +1,101 @@
+"""The first start on a GPU checks it, in seconds; later ones know what was found."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from neo_desktop.engine.doctor.outcome import Outcome, Result
+from neo_desktop.engine.doctor.trials import CHILD, Subject, run_trials
+from neo_desktop.engine.doctor.verdict import Verdict, keep, new_verdict, read_verdict, verdict_key
+from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.loading import choose_dtype, model_folder
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.shapes import shape as published_shape
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "NEO_DESKTOP_DOCTOR"  # "off" in the environment: starts check nothing, and know of no verdict
+
+Progress = Callable[[float, str], None]  # share done, 0 to 1; what is being checked
+
+
+def check_at_first_start(
+    subject: Subject, device: torch.device, progress: Progress | None = None, child: Sequence[str] = CHILD
+) -> Verdict | None:
+    """Limit the process's ladder to what works here with this model's shape.
+
+    On a GPU it is found out now if nobody did before. On a CPU only `neo-desktop doctor` does.
+
+    Args:
+        subject: what is going to be loaded.
+        device: the one that was chosen.
+        progress: told of each check.
+        child: the command of the child process.
+
+    Returns:
+        What was found, now or before; None: nothing is known.
+
+    Raises:
+        ValueError, ModelError: the model cannot be loaded.
+        RuntimeError: this GPU cannot be used; the message says what to do.
+    """
+    if os.environ.get(VARIABLE, "").lower() in ("off", "0", "no"):
+        return None
+    key = subject_key(subject, device)
+    verdict = read_verdict(key)
+    if verdict is None and device.type == "cuda":
+        verdict = _check(subject, key, progress, child)
+    if verdict is not None:
+        verdict.apply(ladder)
+        _refuse_what_fails(verdict)
+    return verdict
+
+
+def subject_key(subject: Subject, device: torch.device) -> dict[str, object]:
+    """Return what a verdict on a subject belongs to; raises what loading it would."""
+    if subject.shape is not None:
+        config = published_shape(subject.shape)
+    else:
+        config = ModelConfig.from_pretrained(model_folder(subject.model))
+    return verdict_key(device, config, choose_dtype(subject.dtype, config, device))
+
+
+def _check(
+    subject: Subject, key: dict[str, object], progress: Progress | None, child: Sequence[str]
+) -> Verdict | None:
+    started = time.perf_counter()
+
+    def tell(title: str, outcome: Outcome | None) -> None:
+        if progress is not None and outcome is None:
+            progress(0.0, f"first start on this GPU: {title}")
+
+    outcomes = run_trials(subject, listener=tell, child=child)
+    verdict = new_verdict(key, outcomes, is_quick=subject.is_quick)
+    last = outcomes[-1]
+    if last.name == "start":  # the checks came to no end: the next start tries again
+        if last.result is not Result.FAILED:
+            raise RuntimeError(
+                f"this GPU could not be used in a trial: {last.reason}. Start again, or without the GPU "
+                f"(--device cpu); {VARIABLE}=off starts without trials"
+            )
+        logger.warning("this GPU could not be checked: %s", last.reason)
+        return None
+    keep(verdict)
+    logger.info("first start on this GPU: %d checks in %.0f s", len(outcomes), time.perf_counter() - started)
+    for outcome in verdict.failed:
+        if outcome.mechanism is None:
+            logger.warning("%s: %s", outcome.title, outcome.reason)
+    return verdict
+
+
+def _refuse_what_fails(verdict: Verdict) -> None:
+    if verdict.lost:
+        lost = verdict.lost[0]
+        raise RuntimeError(
+            f"a check on this computer fails in every way there is ({lost.title}: {lost.reason}): "
+            "neo-desktop doctor --refresh checks again, --device cpu does without the GPU, "
+            f"{VARIABLE}=off starts all the same"
+        )

@@ -1,0 +1,104 @@
+"""What the checks found, kept on disk for exactly this computer, these versions and this model's shape."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from neo_desktop.engine.doctor.machine import Key, digest, folder, machine_key, read_json, write_json
+from neo_desktop.engine.doctor.outcome import Outcome, limits_of, unserved
+from neo_desktop.engine.ladder import Ladder
+from neo_desktop.models.config import ModelConfig
+
+CHECKS_VERSION = 1  # raise it when other things are checked, or in other ways
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """All outcomes, and what they belong to."""
+
+    key: Key
+    outcomes: tuple[Outcome, ...]
+    is_quick: bool
+    checked_at: str  # UTC
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any check was carried out."""
+        return any(outcome.name != "start" for outcome in self.outcomes)
+
+    @property
+    def failed(self) -> list[Outcome]:
+        """The checks that failed."""
+        return [outcome for outcome in self.outcomes if not outcome.is_ok]
+
+    @property
+    def lost(self) -> list[Outcome]:
+        """Mechanisms that fail on every rung, by the check of the lowest."""
+        return [outcome for outcome in unserved(self.outcomes) if outcome.mechanism is not None]
+
+    def apply(self, ladder: Ladder) -> None:
+        """Limit a ladder to what works; one line of the log for each mechanism that this changes."""
+        for limit in limits_of(self.outcomes):
+            ladder.limit(limit.mechanism, limit.rung, f"a check on this computer failed: {limit.reason}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "key": dict(self.key),
+            "checked_at": self.checked_at,
+            "is_quick": self.is_quick,
+            "outcomes": [outcome.to_json() for outcome in self.outcomes],
+        }
+
+
+def new_verdict(key: Key, outcomes: Sequence[Outcome], *, is_quick: bool) -> Verdict:
+    """Make a verdict of now."""
+    return Verdict(key, tuple(outcomes), is_quick, time.strftime("%Y-%m-%d %H:%M", time.gmtime()))
+
+
+def verdict_key(device: torch.device, config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return what a verdict belongs to; the model's name and folder do not matter, and are not told."""
+    return {
+        **machine_key(device),
+        "checks": CHECKS_VERSION,
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "model": {
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_layers": config.num_layers,
+            "num_heads": config.num_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "vocab_size": config.vocab_size,
+            "windows": sorted({window for window in config.layer_windows if window is not None}),
+            "qk_norm": config.qk_norm,
+        },
+    }
+
+
+def verdict_path(key: Key) -> Path:
+    """Return where a verdict is kept, whether there is one or not."""
+    return folder("doctor") / f"{digest(key)}.json"
+
+
+def read_verdict(key: Key) -> Verdict | None:
+    """Return what was found before; None where nothing was, or where the file is no good."""
+    data = read_json(verdict_path(key))
+    if data is None or data.get("key") != dict(key):
+        return None
+    try:
+        outcomes = tuple(Outcome.from_json(outcome) for outcome in data["outcomes"])
+        return Verdict(key, outcomes, bool(data["is_quick"]), str(data["checked_at"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def keep(verdict: Verdict) -> None:
+    """Keep a verdict for the next starts, if there is anything in it."""
+    if verdict.has_begun:
+        write_json(verdict_path(verdict.key), verdict.to_json())
