@@ -18,6 +18,7 @@ from neo_desktop.engine.batch import (
     IterationTiming,
     SampledToken,
 )
+from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.detokenizer import IncrementalText
 from neo_desktop.engine.doctor.first_start import check_at_first_start
 from neo_desktop.engine.doctor.safe_start import safe_start
@@ -273,6 +274,10 @@ class Engine:
 
         Args:
             before_next: called before the next iteration is planned; may add and abort requests.
+
+        Raises:
+            RuntimeError: the GPU or a thread is lost to this process, so that the engine cannot be used any
+                more (see `is_lost`). Other failures end the requests concerned.
         """
         outputs = self._start_iteration() if self._under_way is None else []
         if self._under_way is None:
@@ -317,8 +322,14 @@ class Engine:
         return self._scheduler.update(result), []
 
     def _give_up(self, error: Exception) -> list[RequestOutput]:
-        """Take in that the iteration under way failed; return the ends of the requests that cannot go on."""
+        """Take in that the iteration under way failed; return the ends of the requests that cannot go on.
+
+        Raises:
+            the error: nothing can be computed in this process any more.
+        """
         self._last_end_s = None
+        if is_lost(error):
+            raise error
         if not isinstance(error, DeviceMemoryError):
             logger.error("an iteration failed", exc_info=error)
             return self._scheduler.fail(f"the engine failed: {error}")

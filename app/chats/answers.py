@@ -18,7 +18,7 @@ from neo_desktop.app.chats.news import News
 from neo_desktop.app.chats.store import ChatStore, NotFoundError, NotPossibleError
 from neo_desktop.app.chats.worker import Worker
 from neo_desktop.app.chats.writing import GrowingAnswer
-from neo_desktop.app.service import EngineService, ServiceError, ServiceStoppedError
+from neo_desktop.app.service import EngineRestartingError, EngineService, ServiceError, ServiceStoppedError
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.engine.engine import ContextLengthError
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -181,7 +181,7 @@ class Answers:
                 async for _, output in growing.generation:
                     growing.add(output)
             self._end(growing, "done")
-        except ServiceStoppedError as error:
+        except (ServiceStoppedError, EngineRestartingError) as error:
             self._end(growing, "cut", str(error))
         except ContextLengthError as error:
             self._end(growing, "failed", f"{error}. Or start a new chat")

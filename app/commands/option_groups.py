@@ -23,6 +23,7 @@ class EngineOptions:
     gpu_slice: opt.GpuSlice = None
     cpu_memory: opt.CpuMemory = None
     cpu_cache_dtype: opt.CpuCacheDtypeOption = opt.CpuCacheDtype.AUTO
+    engine_process: opt.EngineInProcess = None
     trace_timeline: opt.TraceTimeline = None
 
 

@@ -157,6 +157,16 @@ CpuCacheDtypeOption = Annotated[
         rich_help_panel=_ENGINE,
     ),
 ]
+EngineInProcess = Annotated[
+    bool | None,
+    typer.Option(
+        "--engine-process/--no-engine-process",
+        help="Run the engine in a process of its own, which is started again if it ends: if the GPU is lost, "
+        "say. Default: with a GPU.",
+        rich_help_panel=_ENGINE,
+        show_default=False,
+    ),
+]
 TraceTimeline = Annotated[
     Path | None,
     typer.Option(

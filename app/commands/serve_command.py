@@ -103,7 +103,7 @@ def _loader(options: EngineOptions, server: ServerOptions) -> ModelLoader:
     )
     return ModelLoader(
         Catalogue(options.models_dirs, model=options.model, shape=options.shape),
-        EngineSettings(models, options.policy.value, options.trace_timeline),
+        EngineSettings(models, options.policy.value, options.trace_timeline, options.engine_process),
         partial(EngineService, limits=server.limits),
         reports=reports_folder(),
     )

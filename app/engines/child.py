@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 from neo_desktop.app.engines.frames import FrameWriter, read_frames
 from neo_desktop.app.engines.loop import EngineLoop
 from neo_desktop.app.engines.messages import EngineFacts, LoadFailed, Logged, Progressed, portable
+from neo_desktop.engine.ladder import ladder
 
 PROGRESS_S = 0.05  # between two messages of the same kind of progress
 FAILED_STATUS = 1
@@ -45,6 +46,7 @@ class Beginning:
 
     sys_path: Sequence[str]
     log_level: int
+    limits: Sequence[tuple[str, str, str]]  # of the ladder: mechanism, rung, reason; told already
 
 
 def main() -> None:
@@ -55,6 +57,10 @@ def main() -> None:
     frames, writer = read_frames(commands), _Events(events)
     beginning: Beginning = next(frames)
     sys.path[:] = beginning.sys_path
+    logging.disable()
+    for mechanism, rung, reason in beginning.limits:
+        ladder.limit(mechanism, rung, reason)
+    logging.disable(logging.NOTSET)
     logging.basicConfig(level=beginning.log_level, handlers=[_PipeHandler(writer)], force=True)
     _run(frames, writer)
 

@@ -27,10 +27,12 @@ from neo_desktop.app.engines.messages import (
     Stop,
     portable,
 )
+from neo_desktop.engine.cuda.errors import is_device_lost, is_lost
 from neo_desktop.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
+ADVICE = ": start the engine again"  # with which the engine ends its sentence of a lost GPU
 MAX_COMPILERS = 8  # threads that make grammars ready
 
 
@@ -69,7 +71,7 @@ class EngineLoop:
             # A failed iteration is the engine's own business (it ends the requests concerned). What comes
             # up to here is a defect, or a lost device, after which no state can be trusted.
             logger.exception("the engine stopped")
-            reason = f"the engine stopped because of an internal error ({error})"
+            reason = _ended(error)
         self.is_over = True
         self._compilers.shutdown(wait=False, cancel_futures=True)
         self._emit([Ended(reason)])
@@ -128,3 +130,13 @@ def _told(error: Exception) -> Exception:
     if not isinstance(error, ValueError):
         logger.error("a request could not be taken", exc_info=error)
     return portable(error)
+
+
+def _ended(error: Exception) -> str:
+    said = str(error).strip().partition("\n")[0] or type(error).__name__
+    if is_device_lost(error):
+        # What to do is said by whoever knows what happens next.
+        return f"the engine stopped: {said.partition(ADVICE)[0]}"
+    if is_lost(error):
+        return f"the engine stopped: {said}"
+    return f"the engine stopped because of an internal error ({said})"

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.live import LiveView
 from neo_desktop.engine.request import RequestOutput
@@ -115,6 +117,7 @@ class EngineFacts:
     sampling_defaults: GenerationDefaults
     stats: EngineStats  # at the beginning
     note: str | None  # what the owner of the computer should know
+    gpu_bytes: int  # that it took of the GPU's memory
 
     @classmethod
     def of(cls, engine: Engine) -> "EngineFacts":
@@ -126,6 +129,7 @@ class EngineFacts:
             engine.config.generation,
             engine.stats(),
             engine.streams.note,
+            torch.cuda.memory_reserved() if engine.streams.device.type == "cuda" else 0,
         )
 
 

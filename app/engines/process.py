@@ -35,6 +35,7 @@ from neo_desktop.app.engines.messages import (
     Receiver,
     Stop,
 )
+from neo_desktop.engine.ladder import ladder
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,10 @@ class EngineProcess:
         self._receive: Receiver | None = None
         self._commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         level = logging.getLogger().getEffectiveLevel()
-        self._commands.put(Beginning(list(sys.path), level))
+        limits = [
+            (each.mechanism.name, each.rung.name, each.reason) for each in ladder.standings() if each.reason
+        ]
+        self._commands.put(Beginning(list(sys.path), level, limits))
         self._commands.put(make)
         self._threads = [
             threading.Thread(target=target, name=f"engine's {name}", daemon=True)

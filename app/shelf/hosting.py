@@ -2,33 +2,38 @@
 
     no model ── load ──→ loading ─────→ loaded ── unload ──→ no model
         ↑                 │    ↑          │
-        └── it failed, or ┘    │          │ nobody asked it anything for a while
-            was stopped        └─ resting ┘
-                        the next request, which waits
+        └── it failed, or ┘   │ │         │ nobody asked it anything for a while
+            was stopped       │ └─ resting ┘
+                              │     the next request, which waits
+                              └── the engine's process ended by itself: a pause, and a few times only
 
 Memory holds one model at a time: the old one goes before the next one comes, whether that succeeds or not.
 """
 
 import asyncio
 import contextlib
-import ctypes
-import gc
 import logging
-import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
 from functools import partial
-
-import torch
+from typing import Any
 
 from neo_desktop.app.service import EngineService, ServiceError, ServiceStoppedError
+from neo_desktop.app.shelf.load_thread import (
+    Loader,
+    LoadStoppedError,
+    is_expected,
+    load_in_thread,
+    release,
+    return_memory,
+    sentence,
+)
+from neo_desktop.app.shelf.restarts import Restarts
 
 logger = logging.getLogger(__name__)
 
-LoadProgress = Callable[[float, str], None]  # share done, 0 to 1, and what is being done
-Loader = Callable[[str, LoadProgress], EngineService]  # by a model's name; called in a thread of its own
 
 NO_MODEL = "no model is loaded: load one on the page, or start the server with --model"
 STOP_TIMEOUT_S = 5.0  # how long the end of the server waits for a model that is being loaded
@@ -47,6 +52,18 @@ class ModelLoadingError(NoModelError):
     code = "model_loading"
 
 
+class RestartingError(ModelLoadingError):
+    """The engine ended by itself and is being started again; the same request may succeed later."""
+
+    code = "engine_restarting"
+
+
+class EngineGoneError(NoModelError):
+    """The engine ended by itself too often."""
+
+    code = "engine_failed"
+
+
 class HostBusyError(ServiceError):
     """Another model is being loaded."""
 
@@ -59,10 +76,6 @@ class LoadFailedError(ServiceError):
     code = "load_failed"
 
 
-class _LoadStoppedError(Exception):
-    """Ends the loader's thread."""
-
-
 @dataclass(frozen=True, slots=True)
 class Loading:
     """How far a model is."""
@@ -70,6 +83,7 @@ class Loading:
     name: str
     share: float  # done, 0 to 1
     what: str  # is being done
+    reason: str | None = None  # why it is started again; None: somebody wants it
 
 
 class ModelHost:
@@ -95,13 +109,16 @@ class ModelHost:
     ) -> None:
         self.name = name if name is not None or service is None else service.model_name
         self.loading: Loading | None = None
-        self.error: str | None = None  # why the last load failed
+        self.error: str | None = None  # why the last load failed, or why the engine is not started again
         self.listeners: list[Callable[[], object]] = []  # called on the loop when any of this changes
         self._service = service  # loaded, or resting
         self._is_resting = False
         self._load = load
         self._idle_unload_s = idle_unload_s
+        self._is_gone = False  # the engine ended too often
+        self._restarts = Restarts()
         self._is_stopped = threading.Event()  # set: the load that runs is not wanted any more
+        self._pause: asyncio.Event | None = None  # before a start; set: it is not wanted any more
         self._changes = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None  # of the load that runs
         self._watch: asyncio.Task[None] | None = None
@@ -115,9 +132,15 @@ class ModelHost:
         """
         if self._service is not None:
             return self._service
+        if self.loading is not None and self.loading.reason is not None:
+            raise RestartingError(
+                f"{self.loading.reason}. {self.loading.name} is being started again: try again in a moment"
+            )
         if self.loading is not None:
             percent = f"{self.loading.share:.0%}"
             raise ModelLoadingError(f"{self.loading.name} is being loaded ({percent}): try again in a moment")
+        if self._is_gone and self.error is not None:
+            raise EngineGoneError(self.error)
         raise NoModelError(f"{self.error} ({NO_MODEL})" if self.error else NO_MODEL)
 
     @property
@@ -144,6 +167,7 @@ class ModelHost:
         """Start the service, or the first load, on the running event loop."""
         if self._service is not None:
             await self._service.start()
+            self._adopt(self._service)
         elif self.name is not None:
             self.begin(self.name)
         if self._idle_unload_s is not None and self._load is not None:
@@ -154,7 +178,7 @@ class ModelHost:
         if self._watch is not None:
             self._watch.cancel()
         if self._task is not None:
-            self._is_stopped.set()
+            self._stop_load()
             await asyncio.wait([self._task], timeout=STOP_TIMEOUT_S)
         if self._service is not None:
             await self._service.stop()
@@ -173,21 +197,30 @@ class ModelHost:
         if self._task is not None:
             assert self.loading is not None
             raise HostBusyError(f"{self.loading.name} is being loaded: stop that, or wait for it")
-        self.error = None
-        self.loading = Loading(name, 0.0, "Making room")
+        self._restarts.forget()
+        return self._begin(Loading(name, 0.0, "Making room"), self._replace(name, self._load))
+
+    def _begin(self, loading: Loading, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        self.error, self._is_gone = None, False
+        self.loading = loading
         self._is_stopped.clear()
-        self._task = asyncio.create_task(self._replace(name, self._load))
+        self._task = asyncio.create_task(work)
         self._tell()
         return self._task
+
+    def _stop_load(self) -> None:
+        self._is_stopped.set()
+        if self._pause is not None:
+            self._pause.set()
 
     async def unload(self) -> None:
         """Free the model's memory, or stop the load that runs; requests that are open are told."""
         if self._task is not None:
-            self._is_stopped.set()
+            self._stop_load()
             await asyncio.shield(self._task)
         async with self._changes:
             await self._free("the model was unloaded")
-        self.error = None
+        self.error, self._is_gone = None, False
         self._tell()
 
     async def _wake(self, model_name: str) -> EngineService:
@@ -212,53 +245,91 @@ class ModelHost:
                     service = await self._run_loader(name, load)
                 finally:
                     self._service, self._is_resting = None, False
-                await service.start()
-                self._service, self.name = service, name
-        except _LoadStoppedError:
+                await self._take_over(name, service)
+        except LoadStoppedError:
             self.name = None
         except Exception as error:
             self.name = None
-            self.error = f"{name} could not be loaded: {_sentence(error)}"
-            logger.warning("%s", self.error, exc_info=not _is_expected(error))
+            self.error = f"{name} could not be loaded: {sentence(error)}"
+            logger.warning("%s", self.error, exc_info=not is_expected(error))
         finally:
             self.loading = self._task = None
         if self._service is None:
-            await asyncio.to_thread(_return_memory)  # what a load that failed had taken
+            await asyncio.to_thread(return_memory)  # what a load that failed had taken
         self._tell()
 
+    async def _take_over(self, name: str, service: EngineService) -> None:
+        """Answer with a service from now on."""
+        await service.start()
+        self._service, self.name = service, name
+        self._adopt(service)
+
+    def _adopt(self, service: EngineService) -> None:
+        """Start its engine again, should it end."""
+        if service.is_process and self._load is not None:
+            service.supervisor = partial(self._engine_ended, service, self._load)
+
+    def _engine_ended(self, service: EngineService, load: Loader, reason: str) -> str:
+        """Begin to start an engine again; return what those who wait for its answers are told."""
+        if service is not self._service or self._task is not None:  # another model takes its place already
+            return reason
+        name, self._service = self.name or service.model_name, None
+        self._restarts.ended(reason)
+        loading = Loading(name, 0.0, "Waiting a moment", reason)
+        if self._restarts.pause_s is None:
+            told = self._restarts.verdict(name, service.stats.device)
+        else:
+            told = f"{reason}. It is being started again: send the request again"
+            logger.warning("%s; it is started again", reason)
+        self._begin(loading, self._start_again(loading, load, service))
+        return told
+
+    async def _start_again(self, loading: Loading, load: Loader, ended: EngineService) -> None:
+        """Load a model until that succeeds, or too many engines have ended."""
+        name, service = loading.name, None
+        try:
+            async with self._changes:
+                await ended.stop()
+                await asyncio.to_thread(release, ended)
+                while service is None and (pause_s := self._restarts.pause_s) is not None:
+                    self._restarts.begun()
+                    await self._wait(pause_s)
+                    try:
+                        service = await self._run_loader(name, load)
+                    except Exception as error:
+                        if isinstance(error, LoadStoppedError):
+                            raise
+                        logger.warning("%s could not be started again: %s", name, sentence(error))
+                        self._restarts.ended(f"it could not be started again: {sentence(error)}")
+                if service is not None:
+                    await self._take_over(name, service)
+                else:
+                    self.name, self._is_gone = None, True
+                    self.error = self._restarts.verdict(name, ended.stats.device)
+                    logger.error("%s", self.error)
+        except LoadStoppedError:
+            self.name = None
+        finally:
+            self.loading = self._task = None
+        self._tell()
+
+    async def _wait(self, seconds: float) -> None:
+        """Let some time pass, unless nobody wants the model any more."""
+        self._pause = asyncio.Event()
+        if self._is_stopped.is_set():
+            raise LoadStoppedError
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._pause.wait(), seconds)
+            raise LoadStoppedError
+
     async def _run_loader(self, name: str, load: Loader) -> EngineService:
-        """Load in a thread that the program's end need not wait for."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[EngineService] = loop.create_future()
+        return await load_in_thread(name, load, self._progressed, self._is_stopped)
 
-        def progress(share: float, what: str) -> None:
-            if self._is_stopped.is_set():
-                raise _LoadStoppedError
-            loop.call_soon_threadsafe(self._progressed, Loading(name, share, what))
-
-        def run() -> None:
-            finish: Callable[[], None]
-            try:
-                service = load(name, progress)
-                if self._is_stopped.is_set():
-                    service.close()
-                    raise _LoadStoppedError
-                finish = partial(done.set_result, service)
-            except Exception as error:
-                # The frames of its traceback hold what was loaded.
-                known = error.with_traceback(None) if _is_expected(error) else error
-                finish = partial(done.set_exception, known)
-            with contextlib.suppress(RuntimeError):  # the server has ended
-                loop.call_soon_threadsafe(finish)
-
-        threading.Thread(target=run, name="model loader", daemon=True).start()
-        return await done
-
-    def _progressed(self, now: Loading) -> None:
+    def _progressed(self, share: float, what: str) -> None:
         before = self.loading
         if before is None:
             return
-        self.loading = now
+        self.loading = now = replace(before, share=share, what=what)
         if now.what != before.what or now.share >= before.share + SMALLEST_STEP:
             self._tell()
 
@@ -270,7 +341,7 @@ class ModelHost:
         if not keep:
             self._service, self._is_resting, self.name = None, False, None
         await service.stop(reason, timeout_s=None)
-        await asyncio.to_thread(_release, service)
+        await asyncio.to_thread(release, service)
 
     async def _watch_idle(self, idle_s: float) -> None:
         while True:
@@ -298,32 +369,9 @@ class ModelHost:
                 timeout_s=None,
                 successor=partial(self._wake, service.model_name),
             )
-            await asyncio.to_thread(_release, service)
+            await asyncio.to_thread(release, service)
         self._tell()
 
     def _tell(self) -> None:
         for listener in self.listeners:
             listener()
-
-
-def _release(service: EngineService) -> None:
-    service.close()
-    _return_memory()
-
-
-def _return_memory() -> None:
-    """Return what nobody refers to any more to the system, on the GPU too."""
-    gc.collect()
-    torch.cuda.empty_cache()  # does nothing where no GPU was used
-    if sys.platform == "linux":
-        with contextlib.suppress(AttributeError):  # not glibc
-            ctypes.CDLL(None).malloc_trim(0)
-
-
-def _is_expected(error: Exception) -> bool:
-    """Whether its message was written for people."""
-    return isinstance(error, _LoadStoppedError | ValueError | MemoryError | OSError | RuntimeError)
-
-
-def _sentence(error: Exception) -> str:
-    return str(error) if _is_expected(error) and str(error) else f"{type(error).__name__}: {error}"

@@ -1,26 +1,28 @@
 """From a model's name to a service, with the settings of the command line, which hold for every model."""
 
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import torch
 
 from neo_desktop.app.commands.model_options import ModelOptions
+from neo_desktop.app.engines.messages import EngineLink, LoadProgress
+from neo_desktop.app.engines.process import EngineProcess
+from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.catalogue import Catalogue, LocalModel
 from neo_desktop.app.shelf.fits import Fit, fit
-from neo_desktop.app.shelf.hosting import LoadProgress
+from neo_desktop.app.shelf.recipe import EngineRecipe
 from neo_desktop.app.shelf.speed import Figures, find_figures
 from neo_desktop.engine.cuda.streams import open_streams
-from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.loading import choose_device, choose_dtype
 from neo_desktop.engine.profiling.budget import FreeMemory
+from neo_desktop.engine.profiling.hardware import driver_free_bytes, host_memory
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.tokenizer import Tokenizer
-
-WEIGHTS_SHARE = 0.5  # of the progress; the rest is for measuring, which only the first start needs
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class EngineSettings:
     options: ModelOptions  # which model they name does not matter
     policy: str = "auto"
     trace_timeline: Path | None = None
+    process: bool | None = None  # whether engines have processes of their own; None: on a GPU
 
 
 class ModelLoader:
@@ -38,7 +41,7 @@ class ModelLoader:
     Args:
         catalogue: where names are looked up.
         settings: of all engines.
-        make_service: of an engine.
+        make_service: of an engine that works beside the event loop.
         reports: folder of the self-test's reports, whose figures predictions are made from.
     """
 
@@ -46,7 +49,7 @@ class ModelLoader:
         self,
         catalogue: Catalogue,
         settings: EngineSettings,
-        make_service: Callable[[Engine], EngineService] = EngineService,
+        make_service: Callable[[EngineLink], EngineService] = EngineService,
         reports: Path | None = None,
     ) -> None:
         self.catalogue = catalogue
@@ -55,46 +58,41 @@ class ModelLoader:
         self._reports = reports
         self.note: str | None = None  # what the owner of the computer should know of the loaded model
         self._before_bytes: int | None = None  # what this process had before the model was loaded
+        self._device: torch.device | None = None  # what "auto" was the first time
+        self._process: EngineProcess | None = None  # of the model that was loaded last
 
     def __call__(self, name: str, progress: LoadProgress) -> EngineService:
         """Load a model; see `Loader`. Raises what the engine raises, and UnknownModelError."""
         model = self.catalogue.get(name)
         self.figures()  # now, while nothing else runs
         self._before_bytes = psutil.Process().memory_info().rss
-        options = self.settings.options
-
-        def loaded(done_bytes: int, total_bytes: int) -> None:
-            progress(WEIGHTS_SHARE * done_bytes / max(total_bytes, 1), "Loading weights")
-
-        def measured(share: float, what: str) -> None:
-            progress(WEIGHTS_SHARE + (1 - WEIGHTS_SHARE) * share, f"Measuring this computer: {what}")
-
-        progress(0.0, "Loading weights")
-        engine = Engine.from_pretrained(
-            model.source,
-            shape=model.shape,
-            device=options.device,
-            dtype=options.dtype,
-            policy=self.settings.policy,
-            gpu_cache_tokens=options.gpu_cache_tokens,
-            cpu_cache_tokens=options.cpu_cache_tokens,
-            gpu_slice=options.gpu_slice,
-            gpu_memory_gib=options.gpu_memory_gib,
-            cpu_memory_gib=options.cpu_memory_gib,
-            cpu_cache_dtype=options.cpu_cache_dtype,
-            trace_timeline=self.settings.trace_timeline,
-            progress=loaded,
-            profile_progress=measured,
+        self._process = None
+        # A GPU that is lost later is told, rather than left for the CPU without a word.
+        device = self._device = self._device or choose_device(self.settings.options.device)
+        options = replace(self.settings.options, device=device.type)
+        make = EngineRecipe(
+            name, model.source, model.shape, options, self.settings.policy, self.settings.trace_timeline
         )
-        self.note = engine.streams.note
-        engine.model_name = name  # of a folder in the hub's cache, the engine knows a hash only
-        return self._make_service(engine)
+        link: EngineLink
+        if self.has_process:
+            link = self._process = EngineProcess.load(make, progress)
+        else:
+            link = EngineThread(make(progress))
+        self.note = link.facts.note
+        return self._make_service(link)
+
+    @property
+    def has_process(self) -> bool:
+        """Whether engines have processes of their own."""
+        wanted = self.settings.process
+        return self._chosen_device().type == "cuda" if wanted is None else wanted
 
     def check(self, model: LocalModel) -> None:
         """Check what can be known without taking memory; raises what loading the model would raise."""
         options = self.settings.options
         device = choose_device(options.device)
-        open_streams(device, options.gpu_slice)
+        if not self.has_process:  # a slice would take memory of the GPU here
+            open_streams(device, options.gpu_slice)
         config = model.summary.config
         if config is None:  # the loader's own words
             config = ModelConfig.from_pretrained(model.summary.path)
@@ -119,11 +117,23 @@ class ModelLoader:
         """Return what is known of this computer's speed, or why nothing is."""
         return find_figures(choose_device(self.settings.options.device), self._reports)
 
+    def _chosen_device(self) -> torch.device:
+        return self._device or choose_device(self.settings.options.device)
+
     def _free(self, is_loaded: bool) -> FreeMemory:
-        device = choose_device(self.settings.options.device)
-        now = FreeMemory.now(device)
-        gpu = None if now.gpu_bytes is None else now.gpu_bytes + torch.cuda.memory_reserved(device)
-        held = 0
-        if is_loaded and self._before_bytes is not None:
-            held = max(psutil.Process().memory_info().rss - self._before_bytes, 0)
-        return FreeMemory(now.host_bytes + held, gpu)
+        device = self._chosen_device()
+        if device.type == "cuda" and self.has_process:
+            # To ask CUDA would take memory of the GPU for good, and end with a GPU that is lost.
+            now = FreeMemory(host_memory().available_bytes, driver_free_bytes(device))
+        else:
+            now = FreeMemory.now(device)
+        host_held = gpu_held = 0
+        if is_loaded and self._process is not None:
+            gpu_held = self._process.facts.gpu_bytes
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                host_held = psutil.Process(self._process.pid).memory_info().rss
+        elif is_loaded and self._before_bytes is not None:
+            gpu_held = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+            host_held = max(psutil.Process().memory_info().rss - self._before_bytes, 0)
+        gpu = None if now.gpu_bytes is None else now.gpu_bytes + gpu_held
+        return FreeMemory(now.host_bytes + host_held, gpu)

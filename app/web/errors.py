@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from neo_desktop.app.service import EngineFailedError, ServiceError
+from neo_desktop.app.service import EngineFailedError, EngineRestartingError, ServiceError
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def from_validation(error: ValidationError) -> ApiError:
 
 def from_service(error: ServiceError) -> ApiError:
     """Say why the service could not answer."""
-    if isinstance(error, EngineFailedError):
+    if isinstance(error, EngineFailedError) and not isinstance(error, EngineRestartingError):
         return ApiError(500, str(error), code=error.code)
     return ApiError(503, str(error), code=error.code, headers={"Retry-After": str(RETRY_AFTER_S)})
 

@@ -26,7 +26,13 @@ from neo_desktop.app.live.feed import EngineFeed
 from neo_desktop.app.selftest import SelfTest, reports_folder
 from neo_desktop.app.selftest_routes import selftest_routes
 from neo_desktop.app.service import ServiceStoppedError
-from neo_desktop.app.shelf.hosting import ModelHost, ModelLoadingError, NoModelError
+from neo_desktop.app.shelf.hosting import (
+    EngineGoneError,
+    ModelHost,
+    ModelLoadingError,
+    NoModelError,
+    RestartingError,
+)
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.model_shelf import ModelShelf
 from neo_desktop.app.web import errors
@@ -121,6 +127,10 @@ def create_app(
     async def health() -> JSONResponse:
         try:
             service = host.service
+        except RestartingError as reason:
+            return JSONResponse({"status": "restarting", "reason": str(reason)}, 503)
+        except EngineGoneError as reason:
+            return JSONResponse({"status": "failed", "reason": str(reason)}, 503)
         except ModelLoadingError as reason:
             return JSONResponse({"status": "loading", "reason": str(reason)}, 503)
         except NoModelError as reason:

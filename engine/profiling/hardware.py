@@ -207,6 +207,23 @@ def _gpu(handle: object, driver: str, notes: list[str]) -> Gpu:
     )
 
 
+def driver_free_bytes(device: torch.device) -> int:
+    """Return how much of a GPU's memory is free, as the driver says; its whole memory where it does not.
+
+    CUDA says it more exactly, but takes some of that memory for the process that asks, as long as it lives.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    try:
+        pynvml.nvmlInit()
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{str(properties.uuid).removeprefix('GPU-')}")
+            return int(pynvml.nvmlDeviceGetMemoryInfo(handle).free)
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
+        return int(properties.total_memory)
+
+
 def driver_version() -> str:
     """Return the version of the NVIDIA driver, or why it cannot be asked."""
     try:

@@ -11,11 +11,11 @@ import pytest
 
 from neo_desktop import Engine
 from neo_desktop.app.commands.model_options import ModelOptions
+from neo_desktop.app.engines.messages import LoadProgress
 from neo_desktop.app.service import EngineService, Generation, ServiceError, ServiceStoppedError
 from neo_desktop.app.shelf.hosting import (
     HostBusyError,
     LoadFailedError,
-    LoadProgress,
     ModelHost,
     ModelLoadingError,
     NoModelError,

@@ -14,9 +14,10 @@ from checkpoints import save_checkpoint
 from fastapi import FastAPI
 
 from neo_desktop.app.commands.model_options import ModelOptions
+from neo_desktop.app.engines.messages import LoadProgress
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue
-from neo_desktop.app.shelf.hosting import LoadProgress, ModelHost
+from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import EngineSettings, ModelLoader
 from neo_desktop.app.shelf.pull import PullError
 from neo_desktop.app.web.server import create_app

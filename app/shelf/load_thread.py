@@ -1,0 +1,85 @@
+"""Loads a model beside the event loop, and gives memory back."""
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from neo_desktop.app.engines.messages import LoadProgress
+from neo_desktop.app.service import EngineService
+
+Loader = Callable[[str, LoadProgress], EngineService]  # by a model's name; called in a thread of its own
+
+
+class LoadStoppedError(Exception):
+    """Ends the loader: nobody wants the model any more."""
+
+
+async def load_in_thread(
+    name: str, load: Loader, progressed: LoadProgress, is_stopped: threading.Event
+) -> EngineService:
+    """Load in a thread that the program's end need not wait for.
+
+    Args:
+        progressed: called on the event loop.
+        is_stopped: set when nobody wants the model any more.
+
+    Raises:
+        LoadStoppedError: that was set; or what `load` raises.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[EngineService] = loop.create_future()
+
+    def progress(share: float, what: str) -> None:
+        if is_stopped.is_set():
+            raise LoadStoppedError
+        loop.call_soon_threadsafe(progressed, share, what)
+
+    def run() -> None:
+        finish: Callable[[], None]
+        try:
+            service = load(name, progress)
+            if is_stopped.is_set():
+                service.close()
+                raise LoadStoppedError
+            finish = partial(done.set_result, service)
+        except Exception as error:
+            # The frames of its traceback hold what was loaded.
+            known = error.with_traceback(None) if is_expected(error) else error
+            finish = partial(done.set_exception, known)
+        with contextlib.suppress(RuntimeError):  # the server has ended
+            loop.call_soon_threadsafe(finish)
+
+    threading.Thread(target=run, name="model loader", daemon=True).start()
+    return await done
+
+
+def release(service: EngineService) -> None:
+    """Free what a service that was stopped holds."""
+    service.close()
+    return_memory()
+
+
+def return_memory() -> None:
+    """Return what nobody refers to any more to the system, on the GPU too."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing where no GPU was used
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError):  # not glibc
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def is_expected(error: Exception) -> bool:
+    """Whether its message was written for people."""
+    return isinstance(error, LoadStoppedError | ValueError | MemoryError | OSError | RuntimeError)
+
+
+def sentence(error: Exception) -> str:
+    """Say what went wrong."""
+    return str(error) if is_expected(error) and str(error) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,55 @@
+"""How often an engine that ended by itself is started again, and what people are told when it is not."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+PAUSES_S = (0.5, 2.0, 5.0)  # before each start in a row; there are no more than these
+WINDOW_S = 600.0  # in which they are counted
+MAX_REASONS = 3  # that are told
+
+
+class Restarts:
+    """Counts the times that the engine of one model was started again.
+
+    Args:
+        clock: seconds on any clock that only goes forward.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._starts_s: deque[float] = deque()
+        self._reasons: list[str] = []  # each of them once, the newest last
+
+    @property
+    def pause_s(self) -> float | None:
+        """How long to wait before it is started again; None: it is not."""
+        while self._starts_s and self._starts_s[0] <= self._clock() - WINDOW_S:
+            self._starts_s.popleft()
+        return PAUSES_S[len(self._starts_s)] if len(self._starts_s) < len(PAUSES_S) else None
+
+    def ended(self, reason: str) -> None:
+        """It ended, or could not be started."""
+        self._reasons = [*(each for each in self._reasons if each != reason), reason][-MAX_REASONS:]
+
+    def begun(self) -> None:
+        """It is started again."""
+        self._starts_s.append(self._clock())
+
+    def forget(self) -> None:
+        """A person has chosen: what was before does not count."""
+        self._starts_s.clear()
+        self._reasons.clear()
+
+    def verdict(self, name: str, device: str) -> str:
+        """Say why it is not started again, and how to go on; without a full stop."""
+        reasons = "; before that: ".join(reversed(self._reasons))
+        advice = (
+            "to go on without the GPU, start the program with --device cpu (neo-desktop chat --device cpu)"
+            if device == "cuda"
+            else "to try again, load it on the page or restart the server"
+        )
+        return (
+            f"the engine of {name} was started again {len(PAUSES_S)} times within {WINDOW_S / 60:g} minutes "
+            f"and ended each time, so it is left: {reasons}. {advice[0].upper()}{advice[1:]}"
+        )

@@ -1,0 +1,97 @@
+"""Engines that are made in a process of their own, and that break there when a prompt says so."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from neo_desktop.app.engines.messages import LoadProgress
+from neo_desktop.app.engines.process import EngineProcess
+from neo_desktop.app.service import EngineService
+from neo_desktop.engine.batch import IterationPlan, IterationResult
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.execute.executor import Wait
+
+from .fake_engine import FakeExecutor, make_engine
+
+# The first token of a prompt says what becomes of the process.
+KILLED, SEGFAULT, LOST, HUNG = 1, 2, 3, 4
+FOREVER_S = 3600.0
+
+
+class FragileExecutor(FakeExecutor):
+    """A millisecond per iteration; breaks in the second one of a prompt that says so."""
+
+    def start(self, plan: IterationPlan) -> Wait:
+        return partial(self._break_or_go_on, plan)
+
+    def _break_or_go_on(self, plan: IterationPlan) -> IterationResult:
+        for sequence in plan.sequences:
+            prompt = self.prompts.get(sequence.request_id)
+            if prompt is not None:
+                _obey(prompt[0])
+        time.sleep(0.001)
+        return self._carry_out(plan)
+
+
+def _obey(token: int) -> None:
+    if token == KILLED:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if token == SEGFAULT:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if token == LOST:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
+    if token == HUNG:
+        time.sleep(FOREVER_S)
+
+
+@dataclass(frozen=True)
+class Fragile:
+    """Makes such an engine, under this name.
+
+    Loading waits as long as there is a file `hold`, ends the process if there is one `die`, and fails if
+    there is one `refuse`; `loads` gets a line for each load: the process that did it.
+    """
+
+    name: str
+    folder: Path
+
+    def __call__(self, progress: LoadProgress) -> Engine:
+        with (self.folder / "loads").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        progress(0.25, "Loading weights")
+        while (self.folder / "hold").exists():
+            time.sleep(0.005)
+        if (self.folder / "die").exists():
+            os._exit(3)
+        if (self.folder / "refuse").exists():
+            raise ValueError("the checkpoint is missing")
+        engine = make_engine(FragileExecutor(), num_blocks=8192, context_tokens=100_000)
+        engine.model_name = self.name
+        return engine
+
+
+@dataclass(frozen=True)
+class FragileLoader:
+    """A `Loader` of such engines."""
+
+    folder: Path
+    make_service: Callable[[EngineProcess], EngineService] = EngineService
+
+    def __call__(self, name: str, progress: LoadProgress) -> EngineService:
+        return self.make_service(EngineProcess.load(Fragile(name, self.folder), progress))
+
+    @property
+    def pids(self) -> list[int]:
+        """Of all processes that were started, in order."""
+        return [int(line) for line in (self.folder / "loads").read_text().split()]
+
+    def now(self, what: str, *, is_so: bool = True) -> None:
+        """Let there be this file, or not."""
+        if is_so:
+            (self.folder / what).touch()
+        else:
+            (self.folder / what).unlink()
