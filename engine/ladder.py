@@ -18,10 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from neo_desktop import native
+from neo_desktop.engine.wsl import is_wsl
 
 logger = logging.getLogger(__name__)
 
 VARIABLE_PREFIX = "NEO_DESKTOP_RUNG_"
+_WSL_HINT = "; this is WSL2, see docs/wsl2.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,8 @@ class Ladder:
         if not self._lower(mechanism, rung, reason):
             return False
         if not is_told:
-            logger.warning("%s: %s (%s)", chosen.title, chosen.rungs[chosen.position(rung)].what, reason)
+            what = chosen.rungs[chosen.position(rung)].what
+            logger.warning("%s: %s (%s%s)", chosen.title, what, reason, _WSL_HINT if is_wsl() else "")
         return True
 
     def _lower(self, mechanism: str, rung: str, reason: str) -> bool:
@@ -200,7 +203,7 @@ class Ladder:
         if changed:
             what = MECHANISMS[changed[0]].rungs[MECHANISMS[changed[0]].position(rung)].what
             titles = "; ".join(MECHANISMS[name].title for name in changed)
-            logger.warning("%s: %s (%s)", titles, what, reason)
+            logger.warning("%s: %s (%s%s)", titles, what, reason, _WSL_HINT if is_wsl() else "")
 
     def descend(self, mechanism: str, reason: str) -> bool:
         """Use the rung below the present one from now on; return whether there is one."""

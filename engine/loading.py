@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 import neo_desktop.models
+from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.kernels.toolchain import limit_kernels
 from neo_desktop.engine.profiling.budget import MemoryCaps, check_weights_fit
@@ -98,7 +99,7 @@ def choose_device(name: str) -> torch.device:
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
         raise ValueError(
             f"device 'cuda' was asked for, but torch {torch.__version__} (built for {built_for}) finds no "
-            "usable GPU: check the driver with nvidia-smi, or use device 'cpu'"
+            f"usable GPU: {why_unusable() or 'check the driver with nvidia-smi'}, or use device 'cpu'"
         )
     limit_kernels()
     return torch.device("cuda")

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from neo_desktop.app.commands.sentences import duration
+from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.doctor.first_start import subject_key
 from neo_desktop.engine.doctor.outcome import Figures, Outcome, Result, limits_of, unserved
 from neo_desktop.engine.doctor.safe_start import start_in_full
@@ -41,6 +42,8 @@ class DoctorReport:
 
     def print(self, console: Console) -> None:
         """Print a table of the checks, and what follows."""
+        if (trouble := why_unusable()) is not None:
+            console.print(f"[bold yellow]{escape(trouble)}[/]", highlight=False, soft_wrap=True)
         key = self.verdict.key
         where = key["gpu"]["name"] if key["gpu"] else key["cpu"]
         console.print(f"{where}, {key['dtype']}, torch {key['torch']}", highlight=False)

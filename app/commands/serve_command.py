@@ -24,6 +24,7 @@ from neo_desktop.app.web.addresses import urls
 from neo_desktop.app.web.origins import check_origin
 from neo_desktop.app.web.security import check_bind
 from neo_desktop.app.web.server import claim_port, create_app, serve
+from neo_desktop.engine.cuda.presence import why_unusable
 
 
 def run_server(options: EngineOptions, server: ServerOptions, *, with_page: bool, open_browser: bool) -> None:
@@ -36,6 +37,9 @@ def run_server(options: EngineOptions, server: ServerOptions, *, with_page: bool
     gc.freeze()  # what was imported stays: to look through it for garbage again and again takes 100 ms each
     # First the port: to find it busy after minutes of loading would be a poor joke.
     with claim_port(server.host, server.port) as socket:
+        trouble = None if options.device is opt.Device.CPU else why_unusable()
+        if trouble is not None:
+            stdout.print(f"[bold yellow]{escape(trouble)}[/]", highlight=False, soft_wrap=True)
         loader = _loader(options, server)
         name = loader.catalogue.first
         service = None
@@ -54,6 +58,7 @@ def run_server(options: EngineOptions, server: ServerOptions, *, with_page: bool
             limits=server.limits,
             data_folder=data_folder() if with_page else None,
             loader=loader,
+            trouble=trouble,
         )
         if with_page:
             from neo_desktop.ui.page import mount

@@ -1,6 +1,7 @@
 """The routes under /api: what the page needs beside OpenAI's API. They are the page's own and may change."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
 
@@ -17,9 +18,24 @@ BODY_LIMITS = {"/api/import": 256 * 2**20}  # bytes: years of chats
 
 
 def create_page_api(
-    host: ModelHost, hub: Hub, chats: Chats, engine: EngineFeed, parts: Sequence[APIRouter] = ()
+    host: ModelHost,
+    hub: Hub,
+    chats: Chats,
+    engine: EngineFeed,
+    parts: Sequence[APIRouter] = (),
+    trouble: str | None = None,
 ) -> FastAPI:
-    """Return the app to mount at /api, with the routes of further parts of the page."""
+    """Return the app to mount at /api, with the routes of further parts of the page.
+
+    Args:
+        trouble: what keeps this computer's GPU from being used, for everybody who connects.
+    """
+
+    async def computer() -> dict[str, Any]:
+        return {"trouble": trouble}
+
+    if trouble is not None:
+        hub.greet("computer", computer)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     errors.install(app)
     chat_routes.install_errors(app)

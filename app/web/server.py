@@ -69,6 +69,7 @@ def create_app(
     limits: Limits = DEFAULT_LIMITS,
     data_folder: Path | None = None,
     loader: ModelLoader | None = None,
+    trouble: str | None = None,
 ) -> FastAPI:
     """Return the REST API; its start and end start and stop the service of the loaded model.
 
@@ -80,6 +81,7 @@ def create_app(
         limits: what requests may take; those of the service are its own.
         data_folder: where chats are kept, for the page; None: there is no page.
         loader: the host's, for the page to choose models; None: it cannot.
+        trouble: what keeps this computer's GPU from being used, for the page to show.
 
     Raises:
         StoreError: chats cannot be kept there.
@@ -119,7 +121,7 @@ def create_app(
     app.mount("/v1", create_api(host, max_messages=limits.max_messages))
     if chats is not None:
         parts = [shelf.routes(), selftest_routes(selftest, host, hub)]
-        app.mount("/api", create_page_api(host, hub, chats, engine, parts))
+        app.mount("/api", create_page_api(host, hub, chats, engine, parts, trouble))
 
     docs_page.install(app)
 

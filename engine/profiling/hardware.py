@@ -18,6 +18,8 @@ import torch
 
 import neo_desktop
 from neo_desktop import native
+from neo_desktop.engine.cuda.presence import why_unusable
+from neo_desktop.engine.wsl import is_wsl
 
 _ROOT = Path("/")
 # CUDA cores of one multiprocessor by compute capability, from NVIDIA's programming guide; 128 in all others.
@@ -114,6 +116,7 @@ def machine_info() -> MachineInfo:
     """Look at this computer; never fails for want of a GPU or its driver."""
     memory, swap = host_memory(), psutil.swap_memory()
     gpus, gpu_note, notes = find_gpus()
+    gpu_note = why_unusable() or gpu_note
     return MachineInfo(
         cpu=cpu_name(),
         physical_cores=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
@@ -133,7 +136,7 @@ def machine_info() -> MachineInfo:
         neo_desktop=version("neo-desktop"),
         python=platform.python_version(),
         torch=torch.__version__,
-        platform=platform.platform(),
+        platform=platform.platform() + (" in Windows (WSL2)" if is_wsl() else ""),
         package_folder=str(Path(neo_desktop.__file__).resolve().parent),
     )
 

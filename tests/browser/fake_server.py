@@ -41,6 +41,7 @@ class FakeServer:
     listeners: dict[asyncio.Queue[str], str] = field(default_factory=dict)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     notice: str | None = None  # trouble with the file of the chats
+    trouble: str | None = None  # a GPU that cannot be used
     num_ids: int = 0
 
     def app(self) -> FastAPI:
@@ -82,6 +83,8 @@ class FakeServer:
                 if chat_id in self.chats:
                     yield self._event("chat", self._whole(self.chats[chat_id]))
                 yield self._event("chats", {"chats": self._list(), "notice": self.notice})
+                if self.trouble is not None:
+                    yield self._event("computer", {"trouble": self.trouble})
                 while True:
                     yield await queue.get()
             finally:

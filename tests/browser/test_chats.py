@@ -249,6 +249,22 @@ def test_trouble_with_the_file_of_chats_is_told(
     expect(chat.page.get_by_text(fake.notice)).to_be_visible()
 
 
+def test_a_gpu_that_cannot_be_used_is_told_until_that_is_read(
+    fake: FakeServer, url: str, new_page: Callable[..., ChatPage]
+) -> None:
+    fake.trouble = "This computer has a GPU, but neo-desktop cannot use it: restart it."
+    chat = new_page(url)
+    expect(chat.page.get_by_text(fake.trouble)).to_be_visible()
+    chat.button("Dismiss").click()
+    expect(chat.page.get_by_text(fake.trouble)).to_be_hidden()
+    chat.page.reload()
+    expect(chat.page.locator("#model")).to_contain_text("fake-model")
+    expect(chat.page.get_by_text(fake.trouble)).to_be_hidden()
+    fake.trouble = "This computer has a GPU, but neo-desktop cannot use it: its driver is too old."
+    chat.page.reload()
+    expect(chat.page.get_by_text(fake.trouble)).to_be_visible()
+
+
 def test_no_model_is_told_in_the_header(
     fake: FakeServer, url: str, new_page: Callable[..., ChatPage]
 ) -> None:

@@ -40,7 +40,7 @@ async function request(method, path, body) {
   throw new ApiError(sentence(message), response.status, isJson ? data : null);
 }
 
-const EVENTS = ["chats", "chat", "node", "delta", "context", "engine", "models", "selftest"];
+const EVENTS = ["chats", "chat", "node", "delta", "context", "engine", "models", "selftest", "computer"];
 const RETRY_MS = [300, 600, 1000, 2000, 4000];
 
 /** The stream of events: open while the page is visible, and again after every loss. */

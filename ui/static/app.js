@@ -71,6 +71,14 @@ function startShell() {
     timer = null;
     connection.hidden = true;
   });
+
+  // A GPU that cannot be used: told until somebody has read it, and again when it is another reason.
+  const trouble = document.getElementById("trouble");
+  api.on("computer", (data) => {
+    const read = () => (local.set("trouble-read", data.trouble), (trouble.hidden = true));
+    trouble.replaceChildren(data.trouble, " ", h("button", { class: "button", type: "button", onclick: read }, "Dismiss"));
+    trouble.hidden = data.trouble === local.get("trouble-read");
+  });
 }
 
 const isTyping = (target) => target.closest("input, textarea, select, [contenteditable]") !== null;
