@@ -1,12 +1,13 @@
 """Decode attention on the GPU equals softmax(q·K)V in float64, however contexts are cut."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from ladder_rungs import Rungs
+from ladder_rungs import Rungs, kernels_on
 from paged_case import PagedCase, make_case
 from torch import Tensor
 
@@ -16,6 +17,17 @@ from neo_desktop.engine.kernels.in_triton import paged_decode as in_triton
 from neo_desktop.engine.kernels.splits import MAX_SPLITS, MIN_SPLIT_TOKENS, PROGRAMS_PER_SM, num_splits
 
 pytestmark = pytest.mark.usefixtures("kernel_rung")
+
+
+@pytest.fixture(scope="module", params=["tensor cores", "plain FMAs", "torch"])
+def kernel_rung(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Both Triton kernels, and torch."""
+    rung = "torch" if request.param == "torch" else "triton"
+    with kernels_on(rung), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(in_triton, "has_tensor_cores", lambda device: request.param == "tensor cores")
+        yield rung
+
+
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 # Relative error of a head's output vector. The weights of V are rounded to its dtype, as tensor cores want
@@ -64,7 +76,10 @@ def check(case: PagedCase, out: Tensor, allowed: Tensor | None = None) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 128), (3, 64), (4, 80), (7, 96), (8, 256)])
+@pytest.mark.parametrize(
+    ("group", "head_dim"),
+    [(1, 128), (2, 256), (3, 64), (4, 80), (5, 64), (6, 32), (7, 96), (8, 256), (16, 64)],
+)
 def test_equals_float64_for_every_shape(
     group: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> None:

@@ -10,13 +10,24 @@ How many parts there may be, and with it the grid, follows from shapes alone (`n
 graph serves all batches of these shapes. Where the parts begin is decided on the device, from each request's
 length; programs for which nothing is left end at once, and what they would have written is never read.
 
-`tl.dot` becomes tensor-core instructions from compute capability 8.0 on. For 7.5 Triton makes fp32 FMAs of
-it: still far fewer instructions than of a broadcast product and its sum.
+`tl.dot` becomes tensor-core instructions from compute capability 8.0 on. For 7.5 there is `plain_decode`.
 """
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.driver import driver
+
+from neo_desktop.engine.kernels.in_triton.plain_decode import (
+    MAX_GROUP,
+    NUM_WARPS,
+    attend_plain,
+    cut,
+    plain_shape,
+)
 
 LOG2_E = 1.4426950408889634
 EVERYTHING = 2**31 - 1  # a window that no context fills
@@ -63,8 +74,7 @@ def paged_decode(
     window = EVERYTHING if window is None else window
     group = heads // kv_heads
     head_pad = triton.next_power_of_2(head_dim)
-    tile = min(32, 4096 // head_pad)  # more tokens at once spill registers on 7.5
-    _attend[kv_heads, splits, requests](
+    arguments = (
         q,
         k_cache,
         v_cache,
@@ -82,16 +92,37 @@ def paged_decode(
         k_cache.stride(1),
         k_cache.stride(2),
         block_tables.shape[1],
-        GROUP=group,
-        GROUP_PAD=triton.next_power_of_2(group),
-        HEAD_DIM=head_dim,
-        HEAD_PAD=head_pad,
-        BLOCK_SIZE=block_size,
-        TILE=tile,
-        num_warps=4,
-        num_stages=5,  # from 8.0 on: two tiles of K and V are under way, and the tables of two more
-        enable_fp_fusion=True,
     )
+    grid = kv_heads, splits, requests
+    if group <= MAX_GROUP and not has_tensor_cores(q.device):
+        shape = plain_shape(group, head_pad, q.element_size())
+        tile = shape["STEPS"] * shape["LANES"]
+        attend_plain[grid](
+            *arguments,
+            GROUP=group,
+            HEAD_DIM=head_dim,
+            HEAD_PAD=head_pad,
+            BLOCK_SIZE=block_size,
+            TILE=tile,
+            **shape,
+            num_warps=NUM_WARPS,
+            num_stages=1,
+            enable_fp_fusion=True,
+        )
+    else:
+        tile = min(32, 4096 // head_pad)  # more tokens at once spill registers on 7.5
+        _attend[grid](
+            *arguments,
+            GROUP=group,
+            GROUP_PAD=triton.next_power_of_2(group),
+            HEAD_DIM=head_dim,
+            HEAD_PAD=head_pad,
+            BLOCK_SIZE=block_size,
+            TILE=tile,
+            num_warps=4,
+            num_stages=5,  # from 8.0 on: two tiles of K and V are under way, and the tables of two more
+            enable_fp_fusion=True,
+        )
     if splits == 1:
         return
     _merge[heads, requests](
@@ -111,11 +142,17 @@ def paged_decode(
     )
 
 
-@triton.jit
-def _cut(context_len, window, num_splits, TILE: tl.constexpr):
-    # The first token that is attended to, and the tokens of a part: whole tiles, except for the last.
-    first = tl.maximum(context_len - window, 0)
-    return first, tl.cdiv(tl.cdiv(context_len - first, num_splits), TILE) * TILE
+def has_tensor_cores(device: torch.device) -> bool:
+    """Whether `tl.dot` is more than plain FMAs, and loads can run in the background."""
+    if device.type == "cuda":
+        return _capability(device) >= (8, 0)
+    # Triton's interpreter; or nothing is launched, and the target says what is compiled for.
+    return bool(triton.knobs.runtime.interpret) or int(driver.active.get_current_target().arch) >= 80
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 # What differs from batch to batch or from layer to layer, alignment included, must not make another variant.
@@ -149,7 +186,7 @@ def _attend(
     split = tl.program_id(1)
     request = tl.program_id(2)
     context_len = tl.load(context_lens + request)
-    first, split_tokens = _cut(context_len, window, num_splits, TILE)
+    first, split_tokens = cut(context_len, window, num_splits, TILE)
     begin = first + split * split_tokens
     end = tl.minimum(begin + split_tokens, context_len)
     dims = tl.arange(0, HEAD_PAD)
@@ -215,7 +252,7 @@ def _merge(
     head = tl.program_id(0)
     request = tl.program_id(1)
     context_len = tl.load(context_lens + request)
-    first, split_tokens = _cut(context_len, window, num_splits, TILE)
+    first, split_tokens = cut(context_len, window, num_splits, TILE)
     dims = tl.arange(0, HEAD_PAD)
     in_head = dims < HEAD_DIM
     out_row = out + request * out_stride + head * HEAD_DIM + dims

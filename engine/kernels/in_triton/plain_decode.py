@@ -1,0 +1,154 @@
+"""Decode attention without tensor cores: for compute capability 7.5, where Triton has none to offer.
+
+`paged_decode._attend` works there, too, but its products go through shared memory with barriers around them,
+and Turing cannot copy to shared memory in the background: nothing is under way while a tile is computed. Here
+all of a tile stays in registers:
+
+    a row of K or V   lies in as many threads as hold 16 bytes each; a score is summed by shuffles among them
+    a lane            is such a row of threads. It has a running softmax of its own over every LANES-th token,
+                      so that lanes meet once, at the end
+    a share           is what some of the query heads are given to, so that queries and sums fit into the
+                      registers; shares read the same K and V, from the first-level cache
+
+Loads run ahead: keys of the next tile are asked for when those of this one were multiplied, values likewise,
+and the table's entries for the tile after it.
+"""
+
+import triton
+import triton.language as tl
+
+MAX_GROUP = 8  # more query heads have more arithmetic than plain FMAs should do
+NUM_WARPS = 4
+HEADS_PER_SHARE = 4
+NO_SCORE: tl.constexpr = tl.constexpr(-3e38)  # below every score, but finite: a lane may have no token
+
+
+def plain_shape(group: int, head_pad: int, element_bytes: int) -> dict[str, int]:
+    """Return the constants of `attend_plain` that follow from a model's shape, and `maxnreg`.
+
+    Args:
+        group: query heads per KV head.
+        head_pad: head_dim, rounded up to a power of two.
+        element_bytes: of K and V.
+    """
+    group_pad = triton.next_power_of_2(group)
+    heads = min(group_pad, HEADS_PER_SHARE)
+    shares = group_pad // heads
+    threads_per_row = max(1, head_pad * element_bytes // 16)
+    return {
+        "SHARES": shares,
+        "HEADS": heads,
+        "LANES": max(1, NUM_WARPS * 32 // threads_per_row // shares),
+        "STEPS": 4 if group_pad == 1 else 2,
+        # So that 6 or 4 programs fit into a multiprocessor; the compiler takes more if it may.
+        "maxnreg": 80 if group_pad <= 2 else 128,
+    }
+
+
+@triton.jit
+def cut(context_len, window, num_splits, TILE: tl.constexpr):
+    """Return the first token that is attended to, and the tokens of a part: whole tiles, but the last."""
+    first = tl.maximum(context_len - window, 0)
+    return first, tl.cdiv(tl.cdiv(context_len - first, num_splits), TILE) * TILE
+
+
+@triton.jit(do_not_specialize=("block_tables", "context_lens", "max_blocks", "window", "num_splits"))
+def attend_plain(  # noqa: PLR0915
+    q,
+    k_cache,
+    v_cache,
+    block_tables,
+    context_lens,
+    out,
+    partial_out,
+    partial_lse,
+    scale,
+    window,
+    num_splits,
+    q_stride,
+    out_stride,
+    block_stride,
+    token_stride,
+    head_stride,
+    max_blocks,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    STEPS: tl.constexpr,
+    SHARES: tl.constexpr,
+    HEADS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Attend as `paged_decode._attend` does, with the same results to within rounding."""
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    request = tl.program_id(2)
+    context_len = tl.load(context_lens + request)
+    first, split_tokens = cut(context_len, window, num_splits, TILE)
+    begin = first + split * split_tokens
+    end = tl.minimum(begin + split_tokens, context_len)
+
+    # Everything is [STEPS, SHARES, HEADS, LANES, HEAD_PAD], with 1 for what it does not vary with: of one
+    # number of dimensions, all of it has the layout of K and V as they are loaded, and nothing is rearranged.
+    dims = tl.arange(0, HEAD_PAD)[None, None, None, None, :]
+    in_head = dims < HEAD_DIM
+    shares = tl.arange(0, SHARES)[None, :, None, None, None]
+    group = shares * HEADS + tl.arange(0, HEADS)[None, None, :, None, None]
+    heads = kv_head * GROUP + group
+    in_heads = (group < GROUP) & in_head
+    out_rows = out + request * out_stride + heads * HEAD_DIM + dims
+    if begin >= end:
+        if num_splits == 1:  # padding, and nobody else writes its zeros
+            zeros = tl.zeros([1, SHARES, HEADS, 1, HEAD_PAD], out.dtype.element_ty)
+            tl.store(out_rows, zeros, mask=in_heads)
+        return
+
+    q_rows = q + request * q_stride + heads * HEAD_DIM + dims
+    queries = tl.load(q_rows, mask=in_heads, other=0.0).to(tl.float32) * scale
+    table = block_tables + request * max_blocks
+    steps = tl.arange(0, STEPS)[:, None, None, None, None]
+    lanes = tl.arange(0, LANES)[None, None, None, :, None]
+    offsets = steps * LANES + lanes + shares * 0
+    head = kv_head * head_stride
+    positions = begin + offsets
+    in_context = positions < end
+    blocks = tl.load(table + positions // BLOCK_SIZE, mask=in_context, other=0).to(tl.int64)
+    elements = blocks * block_stride + positions % BLOCK_SIZE * token_stride + head + dims
+    keys = tl.load(k_cache + elements, mask=in_context & in_head, other=0.0)
+    values = tl.load(v_cache + elements, mask=in_context & in_head, other=0.0)
+    positions += TILE
+    next_blocks = tl.load(table + positions // BLOCK_SIZE, mask=positions < end, other=0)
+
+    top = tl.full([1, SHARES, HEADS, LANES, 1], NO_SCORE, tl.float32)
+    total = tl.zeros([1, SHARES, HEADS, LANES, 1], tl.float32)
+    summed = tl.zeros([1, SHARES, HEADS, LANES, HEAD_PAD], tl.float32)
+    for start in range(begin, end, TILE):
+        scores = tl.sum(queries * keys.to(tl.float32), axis=4, keep_dims=True)
+        scores = tl.where(start + offsets < end, scores, -float("inf"))
+        positions = start + TILE + offsets
+        in_context = positions < end
+        blocks = next_blocks.to(tl.int64)
+        elements = blocks * block_stride + positions % BLOCK_SIZE * token_stride + head + dims
+        keys = tl.load(k_cache + elements, mask=in_context & in_head, other=0.0)
+        new_top = tl.maximum(top, tl.max(scores, axis=0, keep_dims=True))
+        weights = tl.exp2(scores - new_top)
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, axis=0, keep_dims=True)
+        summed = summed * decay + tl.sum(weights * values.to(tl.float32), axis=0, keep_dims=True)
+        top = new_top
+        values = tl.load(v_cache + elements, mask=in_context & in_head, other=0.0)
+        positions += TILE
+        next_blocks = tl.load(table + positions // BLOCK_SIZE, mask=positions < end, other=0)
+
+    new_top = tl.max(top, axis=3, keep_dims=True)
+    decay = tl.exp2(top - new_top)
+    total = tl.sum(total * decay, axis=3, keep_dims=True)
+    result = tl.sum(summed * decay, axis=3, keep_dims=True) / total
+    if num_splits == 1:
+        tl.store(out_rows, result.to(out.dtype.element_ty), mask=in_heads)
+    else:
+        parts = (request * tl.num_programs(0) * GROUP + heads) * num_splits + split
+        tl.store(partial_lse + parts, new_top + tl.log2(total), mask=group < GROUP)
+        tl.store(partial_out + parts * HEAD_DIM + dims, result, mask=in_heads)
