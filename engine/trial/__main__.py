@@ -7,6 +7,8 @@ from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.trial.answers import Answers
 from neo_desktop.engine.trial.check import Check, serve
 from neo_desktop.engine.trial.cpu_checks import cpu_checks
+from neo_desktop.engine.trial.hand_off_checks import hand_off_checks
+from neo_desktop.engine.trial.kernel_checks import kernel_checks
 from neo_desktop.engine.trial.rig import Rig
 
 
@@ -14,8 +16,15 @@ def checks_of(subject: Subject) -> Iterator[Check]:
     """Yield all checks of a subject, in order."""
     rig = Rig(subject)
     rig.dtype  # noqa: B018  what cannot be read or had is told before the first check
+    is_gpu = rig.device.type == "cuda"
+    if is_gpu:
+        yield from kernel_checks(rig)
+        yield from hand_off_checks(rig)
     yield from cpu_checks(rig)
-    yield from Answers(rig).checks()
+    answers = Answers(rig)
+    yield from answers.checks()
+    if is_gpu and answers.is_loaded:
+        yield answers.memory_check()
 
 
 if __name__ == "__main__":

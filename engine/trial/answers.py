@@ -46,7 +46,7 @@ class Answers:
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
-        self._is_loaded = False
+        self.is_loaded = False
         self._lowest_s: float | None = None
 
     @property
@@ -58,7 +58,7 @@ class Answers:
     def checks(self) -> Iterator[Check]:
         """Yield the checks: the model is loaded, the reference, each rung alone, all as they stand."""
         yield Check("model", "Loading the model", None, None, LOADING_DEADLINE_S, self._load, is_needed=True)
-        if not self._is_loaded:  # for want of memory, say: that is told, and no rung is to blame
+        if not self.is_loaded:  # for want of memory, say: that is told, and no rung is to blame
             return
         title = "Answers with everything on its lowest rung"
         yield Check(
@@ -137,7 +137,7 @@ class Answers:
 
     def _load(self) -> Figures:
         weight_bytes = self.model.config.weight_bytes(self._rig.dtype)
-        self._is_loaded = True
+        self.is_loaded = True
         return {"weight_bytes": weight_bytes}
 
     def _answer_lowest(self) -> Figures:

@@ -6,13 +6,13 @@ from functools import partial
 import torch
 
 from neo_desktop.engine.doctor.outcome import Figures
+from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.ladder import MECHANISMS
 from neo_desktop.engine.trial.check import Check
 from neo_desktop.engine.trial.kv_checks import check_decode, check_rows
 from neo_desktop.engine.trial.rig import Rig, on_rungs
 
 KERNEL_DEADLINE_S = 60.0
-CPU = torch.device("cpu")
 
 
 def cpu_checks(rig: Rig) -> Iterator[Check]:
@@ -41,6 +41,6 @@ def cpu_checks(rig: Rig) -> Iterator[Check]:
 
 def _attention(rig: Rig, mechanism: str, rung: str, dtype: torch.dtype) -> Figures:
     with on_rungs({mechanism: rung}):
-        rows = check_rows(rig, dtype, CPU)
-        decode = check_decode(rig, dtype, CPU)
+        rows = check_rows(rig, dtype, HostLayer)
+        decode = check_decode(rig, dtype, HostLayer)
     return {**rows, **decode}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.doctor.outcome import CheckError, Figure, Figures
+from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE
@@ -25,19 +26,17 @@ class LayerCase:
         rig: gives shape and device.
         dtype: of the KV.
         lengths: tokens of each request, the newest included.
-        device: of the layer; None: the model's.
+        kind: of the layer, which says whose memory it is in.
     """
 
-    def __init__(
-        self, rig: Rig, dtype: torch.dtype, lengths: tuple[int, ...], device: torch.device | None = None
-    ) -> None:
+    def __init__(self, rig: Rig, dtype: torch.dtype, lengths: tuple[int, ...], kind: type[KVLayer]) -> None:
         config = rig.one_layer()
-        self.device = rig.device if device is None else device
+        self.device = torch.device("cpu") if kind is HostLayer else rig.device
         self.compute_dtype = rig.dtype
         self.scale = config.attention_scale
         generator = torch.Generator().manual_seed(len(lengths))
         blocks = [-(-length // BLOCK_SIZE) for length in lengths]
-        pool = KVPool(config, sum(blocks) + 3, BLOCK_SIZE, dtype, self.device)
+        pool = KVPool(config, sum(blocks) + 3, BLOCK_SIZE, dtype, self.device, kind)
         self.layer: KVLayer = pool.layer(0)
         order = torch.randperm(sum(blocks) + 3, generator=generator)[: sum(blocks)].int()
         self.tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
@@ -102,9 +101,9 @@ def error_of(found: Tensor, expected: Tensor) -> float:
     return float(wrong.max())
 
 
-def check_rows(rig: Rig, dtype: torch.dtype, device: torch.device | None = None) -> Figures:
+def check_rows(rig: Rig, dtype: torch.dtype, kind: type[KVLayer]) -> Figures:
     """Rows come out of their slots as they were put in."""
-    case = LayerCase(rig, dtype, LENGTHS[1], device)
+    case = LayerCase(rig, dtype, LENGTHS[1], kind)
     case.write()
     case.attend(None)
     rows = torch.stack((case.k, case.v))
@@ -118,12 +117,12 @@ def check_rows(rig: Rig, dtype: torch.dtype, device: torch.device | None = None)
     return figures
 
 
-def check_decode(rig: Rig, dtype: torch.dtype, device: torch.device | None = None) -> Figures:
+def check_decode(rig: Rig, dtype: torch.dtype, kind: type[KVLayer]) -> Figures:
     """Decode attention is that of float64, for several batches, lengths and windows."""
     figures: dict[str, Figure] = {"cases": 0}
     worst, bytes_ = 0.0, 0
     for lengths in (*LENGTHS, tuple(40 + 7 * n for n in range(MANY))):
-        case = LayerCase(rig, dtype, lengths, device)
+        case = LayerCase(rig, dtype, lengths, kind)
         case.write()
         for window in rig.windows:
             found = case.attend(window)

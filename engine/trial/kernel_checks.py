@@ -1,0 +1,179 @@
+"""Each kernel of the GPU's half, on each of its rungs, against float64, with the model's shapes."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.doctor.outcome import CheckError, Figure, Figures
+from neo_desktop.engine.execute.prefill import Prefill, groups_of
+from neo_desktop.engine.kernels.dispatch import add_rms_norm, rope_append, silu_mul
+from neo_desktop.engine.kv.device_layer import DeviceLayer
+from neo_desktop.engine.ladder import MECHANISMS
+from neo_desktop.engine.profiling.budget import BLOCK_SIZE
+from neo_desktop.engine.trial.check import Check
+from neo_desktop.engine.trial.kv_checks import BOUNDS, check_decode, check_rows, error_of
+from neo_desktop.engine.trial.rig import Rig, on_rungs, require
+
+DEADLINE_S = 90.0  # the first launch compiles, on a computer that may be slow
+ROWS = (1, 3, 32, 250)
+CHUNKS = ((0, 1), (0, 40), (130, 7), (300, 200))  # (tokens before, tokens) of prompts' chunks
+
+Kernel = Callable[[Rig], Figures]
+
+
+def kernel_checks(rig: Rig) -> Iterator[Check]:
+    """Yield the checks of every kernel on every rung; the highest come first."""
+    kernels: dict[str, Kernel] = {
+        "row_copy": lambda rig: check_rows(rig, rig.dtype, kind=DeviceLayer),
+        "paged_decode": lambda rig: check_decode(rig, rig.dtype, kind=DeviceLayer),
+        "rope_append": check_rope,
+        "norm": check_norm,
+        "activation": check_activation,
+        "prompt_attention": check_prompts,
+    }
+    for name, check in kernels.items():
+        # What one kernel's check needs of another is not to blame on this one.
+        others = {"paged_decode": "torch"} if name == "row_copy" else {}
+        for rung in MECHANISMS[name].rungs:
+            yield Check(
+                f"{name}-{rung.name}",
+                f"{MECHANISMS[name].title}: {rung.what}",
+                name,
+                rung.name,
+                DEADLINE_S,
+                partial(_on_rungs, rig, check, {**others, name: rung.name}),
+            )
+
+
+def _on_rungs(rig: Rig, check: Kernel, rungs: dict[str, str]) -> Figures:
+    with on_rungs(rungs), torch.inference_mode():
+        return check(rig)
+
+
+def check_norm(rig: Rig) -> Figures:
+    """The sum of x and the residual, and its norm."""
+    figures: dict[str, Figure] = {}
+    hidden, eps = rig.config.hidden_size, rig.config.rms_norm_eps
+    weight = _random(rig, hidden).abs() + 0.1
+    errors = [0.0]
+    for rows in ROWS:
+        x, residual = _random(rig, rows, hidden), _random(rig, rows, hidden)
+        total = (x.float() + residual.float()).to(rig.dtype)
+        added, out = residual.clone(), torch.empty_like(x)
+        add_rms_norm(x, added, weight, eps, out)
+        exact = total.double()
+        exact = exact / (exact.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+        errors += [error_of(added, total.double()), error_of(out, exact)]
+    require(_worst(errors), BOUNDS[rig.dtype], figures)
+    work = partial(add_rms_norm, x, added, weight, eps, out)
+    return {**figures, "ms": rig.milliseconds(work), "bytes": 4 * x.nbytes}
+
+
+def check_activation(rig: Rig) -> Figures:
+    """Gated SiLU."""
+    figures: dict[str, Figure] = {}
+    errors = [0.0]
+    for rows in ROWS:
+        gate_up = _random(rig, rows, 2 * rig.config.intermediate_size)
+        out = torch.empty_like(gate_up[:, : rig.config.intermediate_size]).contiguous()
+        silu_mul(gate_up, out)
+        gate, up = gate_up.double().chunk(2, dim=-1)
+        errors.append(error_of(out, gate / (1 + torch.exp(-gate)) * up))
+    require(_worst(errors), BOUNDS[rig.dtype], figures)
+    work = partial(silu_mul, gate_up, out)
+    return {**figures, "ms": rig.milliseconds(work), "bytes": gate_up.nbytes + out.nbytes}
+
+
+def check_rope(rig: Rig) -> Figures:
+    """Norms of heads where the model has them, rotation, and KV into the cache."""
+    config, figures = rig.config, dict[str, Figure]()
+    heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+    errors = [0.0]
+    for rows in ROWS:
+        qkv = _random(rig, rows, heads + 2 * kv_heads, head_dim)
+        norms = _random(rig, heads + kv_heads, head_dim).abs() + 0.1 if config.qk_norm else None
+        angles = 100 * torch.rand(rows, 1, head_dim // 2, device=rig.device)
+        cos, sin = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), dim=-1)
+        num_blocks = rows // BLOCK_SIZE + 2
+        # The slots of a batch begin at any address, and some tokens are stored nowhere.
+        slots = torch.randperm(num_blocks * BLOCK_SIZE)[: rows + 1].int().to(rig.device)[1:]
+        slots[1::4] = -1
+        caches = [
+            torch.full((num_blocks, BLOCK_SIZE, kv_heads, head_dim), 7.0, dtype=rig.dtype, device=rig.device)
+            for _ in range(2)
+        ]
+        exact = qkv.double()
+        if norms is not None:
+            normed = exact[:, :-kv_heads]
+            normed = normed / (normed.square().mean(-1, keepdim=True) + config.rms_norm_eps).sqrt()
+            exact[:, :-kv_heads] = normed * norms.double()
+        turned = exact[:, :-kv_heads]
+        swapped = turned.roll(head_dim // 2, dims=-1)
+        exact[:, :-kv_heads] = turned * cos.double() + swapped * sin.double()
+        rope_append(qkv.flatten(1), cos, sin, slots, caches[0], caches[1], norms, config.rms_norm_eps)
+        errors.append(error_of(qkv, exact))
+        _check_stored(slots, caches, (qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]))
+    require(_worst(errors), BOUNDS[rig.dtype], figures)
+    work = partial(
+        rope_append, qkv.flatten(1), cos, sin, slots, caches[0], caches[1], norms, config.rms_norm_eps
+    )
+    return {**figures, "ms": rig.milliseconds(work), "bytes": 2 * qkv.nbytes}
+
+
+def _check_stored(slots: Tensor, caches: list[Tensor], rows: tuple[Tensor, Tensor]) -> None:
+    is_stored = slots >= 0
+    for cache, values in zip(caches, rows, strict=True):
+        expected = torch.full_like(cache, 7.0)
+        expected.view(-1, *cache.shape[2:])[slots[is_stored].long()] = values[is_stored]
+        if not torch.equal(cache, expected):
+            raise CheckError("keys or values in the cache are not those that were computed")
+
+
+def check_prompts(rig: Rig) -> Figures:
+    """Causal attention of chunks, with and without tokens before them, and with windows."""
+    config, figures = rig.config, dict[str, Figure]()
+    chunks, first = [], 0
+    for start, count in CHUNKS:
+        rows = slice(first, first + count)
+        chunks.append(Prefill(rows, start, torch.zeros(start + count, dtype=torch.int64, device=rig.device)))
+        first += count
+    q = _random(rig, first, config.num_heads, config.head_dim)
+    lengths = [start + count for start, count in CHUNKS]
+    keys, values = _random(rig, 2, sum(lengths), config.num_kv_heads, config.head_dim)
+    (group,) = groups_of(chunks)
+    errors = [0.0]
+    out = torch.empty_like(q)
+    for window in rig.windows:
+        out.fill_(torch.nan)
+        group.attend(q, keys, values, out, config.attention_scale, window)
+        contexts = zip(torch.split(keys, lengths), torch.split(values, lengths), strict=True)
+        for chunk, (k, v) in zip(chunks, contexts, strict=True):
+            errors.append(
+                error_of(out[chunk.rows], _dense(q[chunk.rows], k, v, config.attention_scale, window))
+            )
+    require(_worst(errors), BOUNDS[rig.dtype], figures)
+    work = partial(group.attend, q, keys, values, out, config.attention_scale, None)
+    return {**figures, "ms": rig.milliseconds(work), "bytes": 2 * q.nbytes + keys.nbytes + values.nbytes}
+
+
+def _dense(q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+    """Attention in float64; the last query sees the last key."""
+    group = q.shape[1] // keys.shape[1]
+    k, v = (part.double().repeat_interleave(group, 1) for part in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    positions = torch.arange(len(k), device=q.device)
+    distance = positions[-len(q) :, None] - positions
+    hidden = (distance < 0) | (distance >= (window or len(k)))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def _random(rig: Rig, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(rig.device, rig.dtype)
+
+
+def _worst(errors: list[float]) -> float:
+    """The largest, or nan if one is."""
+    return float(torch.tensor(errors, dtype=torch.float64).max())

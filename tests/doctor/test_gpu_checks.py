@@ -1,0 +1,161 @@
+"""The checks of a GPU, as far as they run without one: what is right passes, and what is not fails."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+
+import pytest
+from imitated_streams import ImitatedRunner
+from torch import Tensor
+
+from neo_desktop.engine.doctor.outcome import CheckError
+from neo_desktop.engine.doctor.trials import Subject
+from neo_desktop.engine.kernels import dispatch
+from neo_desktop.engine.kv import device_layer
+from neo_desktop.engine.kv.device_layer import DeviceLayer
+from neo_desktop.engine.ladder import MECHANISMS, ladder
+from neo_desktop.engine.trial import hand_off_checks, kernel_checks, kv_checks
+from neo_desktop.engine.trial.check import Check
+from neo_desktop.engine.trial.hand_off_checks import (
+    check_copies,
+    check_graph_flags,
+    check_lanes,
+    check_relay,
+    check_replay,
+    check_swap,
+)
+from neo_desktop.engine.trial.rig import Rig
+from neo_desktop.models.config import ModelConfig
+
+KERNELS = ("row_copy", "paged_decode", "rope_append", "norm", "activation")
+
+
+class SmallRig(Rig):
+    """A small model with norms of heads and a window."""
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        return replace(super().config, qk_norm=True, layer_windows=(None, 9, None))
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton's interpreter takes milliseconds for every program."""
+    monkeypatch.setattr(device_layer, "num_sms", lambda device: 2)
+    monkeypatch.setattr(kv_checks, "LENGTHS", ((1,), (40, 16, 1), (33,)))
+    monkeypatch.setattr(kv_checks, "MANY", 2)
+    monkeypatch.setattr(kernel_checks, "ROWS", (1, 3, 6))
+    monkeypatch.setattr(hand_off_checks, "SECONDS", {False: 0.1, True: 0.1})
+    with ladder.standing_on({}):
+        yield
+
+
+@pytest.fixture
+def rig() -> SmallRig:
+    return SmallRig(Subject(shape="tiny", device="cpu", dtype="float32"))
+
+
+def checks(rig: Rig) -> dict[str, Check]:
+    return {check.name: check for check in kernel_checks.kernel_checks(rig)}
+
+
+@pytest.mark.parametrize("rung", ["triton", "torch"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_right_kernels_pass(rig: SmallRig, kernel: str, rung: str) -> None:
+    figures = checks(rig)[f"{kernel}-{rung}"].run()
+    if kernel != "row_copy":
+        assert 0 < float(figures["error"]) < 1e-5
+        assert float(figures["ms"]) > 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_right_kernels_of_16_bits_pass(kernel: str, dtype: str) -> None:
+    checks(SmallRig(Subject(shape="tiny", device="cpu", dtype=dtype)))[f"{kernel}-torch"].run()
+
+
+@pytest.mark.parametrize("rung", [rung.name for rung in MECHANISMS["prompt_attention"].rungs])
+def test_right_prompt_attention_passes(rig: SmallRig, rung: str) -> None:
+    assert float(checks(rig)[f"prompt_attention-{rung}"].run()["error"]) < 1e-5
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_that_is_a_little_wrong_fails(
+    rig: SmallRig, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One number of what it computes is off by a thousandth."""
+    function = dispatch._function
+
+    def disturbed(package: str, module: str, name: str) -> object:
+        found = function(package, module, name)
+
+        def launch(*arguments: Tensor) -> None:
+            found(*arguments)
+            where = {"rope_append": 0, "norm": 4, "activation": 1, "paged_decode": 5, "row_copy": 0}
+            target = arguments[where[module]]
+            if module == kernel and not (module == "row_copy" and name == "write_rows"):
+                target[-1].view(-1)[3] = target[-1].view(-1)[3] * 1.5 + 0.01
+
+        return launch
+
+    monkeypatch.setattr(dispatch, "_function", disturbed)
+    with pytest.raises(CheckError, match=r"relative error|other values"):
+        checks(rig)[f"{kernel}-torch"].run()
+
+
+def test_a_kernel_that_gave_up_fails_although_another_served(
+    rig: SmallRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = dispatch._function
+
+    def without_triton(package: str, module: str, name: str) -> object:
+        if package == "in_triton":
+            raise RuntimeError("ptxas died")
+        return function(package, module, name)
+
+    monkeypatch.setattr(dispatch, "_function", without_triton)
+    with pytest.raises(CheckError, match="ptxas died"):
+        checks(rig)["norm-triton"].run()
+    assert ladder.rung("norm") == "triton"  # the check says what follows, not the dispatcher
+
+
+def no_pause(rng: random.Random) -> None:
+    rng.random()
+
+
+@pytest.mark.parametrize("queues", [None, 2])
+def test_flags_and_relay_pass(rig: SmallRig, queues: int | None) -> None:
+    assert int(check_graph_flags(rig, ImitatedRunner(1, num_queues=queues), no_pause)["runs"]) >= 8
+    assert check_relay(rig, ImitatedRunner(1, num_queues=queues), no_pause)["runs"] == 15
+
+
+def test_streams_copies_and_swaps_pass(rig: SmallRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_lanes(rig, no_pause)
+    check_replay(rig, ImitatedRunner(1))
+    for rung in ("pinned", "pageable"):
+        check_copies(rig, rung)
+    check_swap(rig)
+
+
+class LossyRunner(ImitatedRunner):
+    """Loses the last copy back of every program."""
+
+    def start(self, key: object, program: object) -> None:
+        super().start(key, program)  # type: ignore[arg-type]
+        operations = self._recorded[key]  # type: ignore[index]
+        if len(operations) > 2:  # not the trial of flags alone
+            operations[-2].carry_out = lambda: None
+
+
+def test_lost_hand_overs_fail(rig: SmallRig) -> None:
+    with pytest.raises(CheckError, match="through flags"):
+        check_graph_flags(rig, LossyRunner(1), no_pause)
+    with pytest.raises(CheckError, match="CPU attention"):
+        check_relay(rig, LossyRunner(1), no_pause)
+
+
+def test_memory_that_loses_rows_fails(rig: SmallRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceLayer, "read", lambda self, slots, out: out.zero_())
+    with pytest.raises(CheckError, match="other values"):
+        checks(rig)["row_copy-triton"].run()
