@@ -1,4 +1,8 @@
-"""Checks an installed neo-desktop on a GPU against its own CPU path, then measures it (see gpu_check.sh)."""
+"""Checks an installed neo-desktop on a GPU against its own CPU path, then measures it (see gpu_check.sh).
+
+`neo-desktop doctor` comes first. A part that fails does not keep the others from their turn; one page at the
+end answers: what works, what fell back, how fast, which target was met. Exit code 1 if anything failed.
+"""
 
 import argparse
 import importlib.util
@@ -10,13 +14,21 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from gpu_page import Page, Target
 
-from neo_desktop import Engine, SamplingParams
+from neo_desktop import Engine, SamplingParams, __version__
 from neo_desktop.app.bench import run_suites
 from neo_desktop.app.bench.defaults import suite_options
+from neo_desktop.app.commands.doctor_command import run_doctor
 from neo_desktop.app.commands.model_options import ModelOptions
+from neo_desktop.app.commands.terminal import stdout
+from neo_desktop.engine.doctor.trials import Subject
+from neo_desktop.engine.ladder import ladder
 
 SHAPES = {"cuda": "llama-2-7b", "cpu": "tiny"}  # a CPU shows that the script works, not how fast anything is
+WORST_AUTO = 0.97  # of the throughput of gpu-only
+SHARE_OF_LIMIT = 0.9  # of what the hardware allows a decode
+MOST_OUTSIDE_MS = 1.0  # what the device waits for between two iterations
 GREEDY = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True, logprobs=20)
 
 
@@ -87,7 +99,21 @@ def check_policies(device: str) -> None:
     assert same >= 0.9 * len(batch), "the GPU's answers are not the CPU's"  # near ties may go either way
 
 
-def measure_decode(device: str, shape: str) -> None:
+def check_computer(page: Page, device: str, shape: str | None = None) -> None:
+    """All of doctor's checks, with the built-in model, and the quick ones with a shape."""
+    subject = Subject(shape=shape, device=device, is_quick=shape is not None)
+    report = run_doctor(subject, refresh=True, progress=lambda what: print(f"doctor: {what}", flush=True))
+    report.print(stdout)
+    report.verdict.apply(ladder)
+    what = shape or "built-in model"
+    for outcome in report.verdict.failed:
+        page.fell_back.append(f"{what}, {outcome.title}: {outcome.result} ({outcome.reason})")
+    if report.verdict.lost or not report.verdict.has_begun:
+        raise RuntimeError("what failed has nothing in its place")
+    print(*report.conclusion(), sep="\n")
+
+
+def measure_decode(page: Page, device: str, shape: str) -> None:
     """Decode throughput with random weights, by batch size and by where the KV lives."""
     for batch, (policy, gpu_cache_tokens) in product((1, 8), (("gpu-only", None), ("fastdecode", None))):
         with Engine.from_pretrained(
@@ -102,10 +128,11 @@ def measure_decode(device: str, shape: str) -> None:
             started_s = time.perf_counter()
             engine.generate(tokens, SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True))
             elapsed_s = time.perf_counter() - started_s
-            print(f"{shape}, batch {batch}, {policy}: {batch * 64 / elapsed_s:.1f} output tok/s")
+            page.speed(f"{shape}, batch {batch}, {policy}: {batch * 64 / elapsed_s:.1f} output tok/s")
 
 
 def measure_policies(
+    page: Page,
     device: str,
     shape: str,
     num_requests: int,
@@ -140,7 +167,10 @@ def measure_policies(
             baseline = baseline or elapsed_s
             stats = engine.stats()
             on = "" if gpu_slice is None else f"on {stats.gpu_sms} SMs: "
-            print(
+            if policy == "auto":
+                name = f"{on}{shape}, {num_requests} requests, auto against gpu-only"
+                page.targets.append(Target(name, baseline / elapsed_s, WORST_AUTO))
+            page.speed(
                 f"{on}{shape}, {num_requests} requests, GPU-cache {gpu_cache_tokens} tokens, {policy}: "
                 f"{num_tokens / elapsed_s:.1f} output tok/s, {baseline / elapsed_s:.2f}x gpu-only "
                 f"({stats.num_iterations} iterations, {stats.num_double_iterations} with two sub-batches, "
@@ -158,7 +188,7 @@ def run_tests() -> None:
         subprocess.run(command, check=True, cwd=Path(__file__).parents[1])
 
 
-def measure_hardware(device: str) -> None:
+def measure_hardware(page: Page, device: str) -> None:
     """The self-test's suites of the hardware and of single iterations: their headline figures."""
     options = suite_options(
         ModelOptions(device=device, shape=None if device == "cpu" else SHAPES["cuda"]),
@@ -169,7 +199,11 @@ def measure_hardware(device: str) -> None:
     )
     report = run_suites(["hardware", "gpu"], lambda share, what: None, options)
     for name, metric in report.metrics().items():
-        print(f"{name}: {metric.value:.4g} {metric.unit}")
+        page.speed(f"{name}: {metric.value:.4g} {metric.unit}")
+        if name.endswith(".share_of_limit"):
+            page.targets.append(Target(name, metric.value, SHARE_OF_LIMIT))
+        elif name.endswith(".outside_ms"):
+            page.targets.append(Target(name, metric.value, MOST_OUTSIDE_MS, is_upper=True))
     assert not report.failures, report.failures
 
 
@@ -184,30 +218,33 @@ def main() -> None:
     parser.add_argument("--gpu-slice", type=int, default=8, help="SMs that stand for a small GPU")
     parser.add_argument("--gpu-memory", type=float, default=15.0, help="GiB of it")
     arguments = parser.parse_args()
-    shape = arguments.shape or SHAPES[arguments.device]
-    if arguments.device == "cuda":
-        if not torch.cuda.is_available():
-            sys.exit("torch finds no GPU")
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    device = arguments.device
+    shape = arguments.shape or SHAPES[device]
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit("torch finds no GPU; neo-desktop info says why")
+    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    page = Page(f"neo-desktop {__version__} on {where}, torch {torch.__version__}")
+    page.stage("doctor, built-in model", lambda: check_computer(page, device))
+    page.stage(f"doctor, {shape}", lambda: check_computer(page, device, shape))
+    if device == "cuda":
         from gpu_kernels import check_kernels
 
-        check_kernels()
-        run_tests()
-    check_logits(arguments.device)
-    check_policies(arguments.device)
-    measure_hardware(arguments.device)
-    measure_decode(arguments.device, shape)
-    measure_policies(arguments.device, shape, arguments.requests, arguments.gpu_cache_tokens)
-    if arguments.device == "cuda":
-        measure_policies(
-            arguments.device,
-            shape,
-            arguments.requests,
-            arguments.gpu_cache_tokens,
-            arguments.gpu_slice,
-            arguments.gpu_memory,
-        )
-    print("all checks passed")
+        page.stage("kernels at the sizes of an 8B model", check_kernels)
+        page.stage("tests", run_tests)
+    page.stage("log-probabilities are those of the CPU", lambda: check_logits(device))
+    page.stage("the same tokens with every policy", lambda: check_policies(device))
+    page.stage("hardware and single iterations", lambda: measure_hardware(page, device))
+    page.stage("decodes", lambda: measure_decode(page, device, shape))
+    sizes = arguments.requests, arguments.gpu_cache_tokens
+    page.stage("policies", lambda: measure_policies(page, device, shape, *sizes))
+    if device == "cuda":
+        part = arguments.gpu_slice, arguments.gpu_memory
+        page.stage("policies on a slice", lambda: measure_policies(page, device, shape, *sizes, *part))
+    page.fell_back += [
+        f"{s.mechanism.title}: {s.rung.what} ({s.reason})" for s in ladder.standings() if s.reason
+    ]
+    print(*page.lines(), sep="\n")
+    sys.exit(1 if page.failed else 0)
 
 
 if __name__ == "__main__":

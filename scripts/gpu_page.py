@@ -1,0 +1,67 @@
+"""The page that `gpu_check.py` ends with: what works, what fell back, how fast, which target was met."""
+
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure and what it should be; ratios, or units in the name."""
+
+    name: str
+    found: float
+    wanted: float
+    is_upper: bool = False  # the found figure should not be above; else not below
+
+    @property
+    def is_met(self) -> bool:
+        return self.found <= self.wanted if self.is_upper else self.found >= self.wanted
+
+    def __str__(self) -> str:
+        sign = "at most" if self.is_upper else "at least"
+        how = "met   " if self.is_met else "MISSED"
+        return f"{how}  {self.name}: {self.found:.3g} ({sign} {self.wanted:.3g})"
+
+
+@dataclass
+class Page:
+    """Filled in as the checks go on."""
+
+    title: str
+    works: list[str] = field(default_factory=list)
+    fell_back: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    speeds: list[str] = field(default_factory=list)
+    targets: list[Target] = field(default_factory=list)
+
+    def stage(self, name: str, work: Callable[[], object]) -> None:
+        """Carry out a part of the check; the next ones have their turn although it fails."""
+        print(f"--- {name}", flush=True)
+        try:
+            work()
+        except Exception as error:
+            traceback.print_exc()
+            lines = str(error).strip().splitlines()
+            self.failed.append(f"{name}: {lines[0] if lines else type(error).__name__}")
+        else:
+            self.works.append(name)
+
+    def speed(self, line: str) -> None:
+        """Print a figure now, and on the page."""
+        print(line, flush=True)
+        self.speeds.append(line)
+
+    def lines(self) -> Iterator[str]:
+        """Yield the page."""
+        yield f"==== {self.title}"
+        parts = (
+            ("What works", self.works, "nothing"),
+            ("What fell back", self.fell_back, "nothing: everything is used as it is meant to be"),
+            ("What failed", self.failed, "nothing"),
+            ("How fast", self.speeds, "not measured"),
+            ("Targets", [str(target) for target in self.targets], "none was measured"),
+        )
+        for head, found, otherwise in parts:
+            yield f"\n{head}"
+            yield from (f"  {line}" for line in found or [otherwise])

@@ -1,0 +1,44 @@
+"""The page that `gpu_check` ends with tells what failed, and what of it mattered."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+
+from gpu_page import Page, Target
+
+
+def test_a_part_that_fails_is_told_and_the_next_has_its_turn(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Page("a card")
+    done: list[str] = []
+    page.stage("wrong", lambda: 1 / 0)
+    page.stage("right", lambda: done.append("right"))
+    assert done == ["right"]
+    assert page.works == ["right"]
+    assert page.failed == ["wrong: division by zero"]
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "is_met"),
+    [
+        (Target("auto", 0.98, 0.97), True),
+        (Target("auto", 0.96, 0.97), False),
+        (Target("outside_ms", 0.9, 1.0, is_upper=True), True),
+        (Target("outside_ms", 1.1, 1.0, is_upper=True), False),
+    ],
+)
+def test_targets_are_met_or_missed(target: Target, is_met: bool) -> None:
+    assert target.is_met is is_met
+    assert ("MISSED" in str(target)) is not is_met
+
+
+def test_the_page_answers_all_questions() -> None:
+    page = Page("a card", works=["doctor"], fell_back=["graphs"], speeds=["7 tok/s"])
+    text = "\n".join(page.lines())
+    for part in ("a card", "What works\n  doctor", "What fell back\n  graphs", "What failed\n  nothing"):
+        assert part in text
+    assert "How fast\n  7 tok/s" in text
+    assert "Targets\n  none was measured" in text
