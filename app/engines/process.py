@@ -35,6 +35,7 @@ from neo_desktop.app.engines.messages import (
     Receiver,
     Stop,
 )
+from neo_desktop.engine.doctor.safe_start import forgive
 from neo_desktop.engine.ladder import ladder
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,11 @@ class EngineProcess:
         try:
             process._wait_until_loaded(progress)
         except BaseException:
+            is_to_blame = process._kill_reason is not None or process._process.poll() is not None
             process.kill("it is not wanted any more")
+            if not is_to_blame:
+                process._process.wait()
+                forgive(process.pid)  # the next start need not be careful
             raise
         return process
 
@@ -164,7 +169,9 @@ class EngineProcess:
                     raise event.error
                 case Ended():
                     raise RuntimeError(event.reason or "the engine ended while the model was loaded")
-        raise RuntimeError(f"nothing went on for {LOAD_PATIENCE_S:g} s while it said: {now.what}")
+        reason = f"nothing went on for {LOAD_PATIENCE_S:g} s while it said: {now.what}"
+        self.kill(reason)
+        raise RuntimeError(reason)
 
     # From here on: the two threads.
 
