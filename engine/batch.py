@@ -88,6 +88,7 @@ class IterationPlan:
     copies: tuple[BlockCopy, ...] = ()
     predicted_ms: float = 0.0  # how long it should take
     predicted_cpu_ms: float = 0.0  # CPU attention in it, all layers, without hand-off
+    is_graph: bool = False  # whether that holds for a graph; what it becomes is the executor's choice
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sub_batches) <= 2:
@@ -120,6 +121,7 @@ class IterationTiming:
 
     total_ms: float
     cpu_attention_ms: float  # while the CPU computed decode attention, all layers; 0 where there was none
+    is_graph: bool = False  # whether the device ran it from one launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,23 @@ class IterationResult:
     failed: Mapping[str, str]
     pooled: Mapping[str, FloatArray] = field(default_factory=dict)  # sums of hidden states, [hidden] each
     timing: IterationTiming | None = None  # None: not measured
+
+
+@dataclass(frozen=True, slots=True)
+class GraphReach:
+    """Which iterations of decodes alone, without copies, an executor launches as one graph."""
+
+    rows: int = 0  # of a sub-batch at most; 0: none
+    with_cpu: bool = False  # also those in which the CPU attends
+
+    def holds(self, rows: int, with_cpu: bool) -> bool:
+        """Whether an iteration is one of them.
+
+        Args:
+            rows: of its larger sub-batch.
+            with_cpu: whether the CPU attends in it.
+        """
+        return 0 < rows <= self.rows and (self.with_cpu or not with_cpu)
 
 
 class DeviceMemoryError(MemoryError):

@@ -31,7 +31,8 @@ from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.live import LiveView, Watch, live_requests, num_fitting
 from neo_desktop.engine.loading import BUILTIN, LoadedModel, Progress, choose_device
 from neo_desktop.engine.placement import Place, get_policy
-from neo_desktop.engine.predict.cost_model import CorrectedCostModel, CostModel, TableCostModel
+from neo_desktop.engine.predict.corrected import CorrectedCostModel
+from neo_desktop.engine.predict.cost_model import CostModel, TableCostModel
 from neo_desktop.engine.profiling import profiler
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE, MemoryCaps
 from neo_desktop.engine.profiling.profile_cache import load_or_profile
@@ -212,11 +213,13 @@ class Engine:
         # With a single place to live there is nothing to predict.
         if cost_model is None and chosen_policy.needs_predictions and all(setup.num_blocks.values()):
             cost_model = load_or_profile(decoder, storage, limits, profile_progress, streams=streams)
-        corrected = None if cost_model is None else CorrectedCostModel(cost_model)
-        scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected)
         # Without a trace, single iterations are recorded for those who look.
         timeline = timeline or Timeline(max_spans=0, is_continuous=False)
         executor = build_executor(decoder, storage, limits.max_batch_requests, timeline, streams)
+        corrected = (
+            None if cost_model is None else CorrectedCostModel(cost_model, lambda: executor.graph_reach)
+        )
+        scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected)
         return cls(setup.model, scheduler, kv_cache, executor, policy, corrected, timeline)
 
     @property

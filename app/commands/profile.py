@@ -22,11 +22,15 @@ _CURVES = (
     ("hand_off", "requests"),
     ("transfer", "tokens"),
     ("first_chunk_attention", "tokens of a prompt's first chunk"),
+    ("graph_linear", "tokens"),
+    ("graph_head", "rows"),
+    ("graph_hand_off", "requests"),
 )
 _SURFACES = (
     ("later_chunk_attention", "tokens of a chunk", "context at its end"),
     ("gpu_attention", "requests", "mean context"),
     ("cpu_attention", "requests", "mean context"),
+    ("graph_gpu_attention", "requests", "mean context"),
 )
 
 
@@ -57,8 +61,12 @@ class ProfileReport:
         if self.note is not None:
             console.print(self.note, highlight=False)
         for name, unit in _CURVES:
+            if getattr(self.tables, name) is None:  # there are no graphs
+                continue
             console.print(_curve(name, unit, getattr(self.tables, name)), highlight=False)
         for name, x_unit, y_unit in _SURFACES:
+            if getattr(self.tables, name) is None:
+                continue
             if name == "gpu_attention" and not key["gpu"] and not differs:
                 console.print("gpu_attention: without a GPU the same as cpu_attention", highlight=False)
                 continue

@@ -3,21 +3,35 @@
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from neo_desktop.engine.batch import IterationPlan, IterationTiming
-
-FILE_VERSION = 2  # of the JSON form of the tables
+FILE_VERSION = 3  # of the JSON form of the tables
 
 
 class CostModel(Protocol):
     """Predicted times in milliseconds; those of a stage are for one layer.
 
     The names of NEO's section 3.2 stand beside them. Nothing takes no time: 0 tokens or requests give 0.
+
+    They are those of iterations that are launched piece by piece. A graph, which is launched at once, has
+    times of its own.
     """
+
+    @property
+    def in_graphs(self) -> "CostModel":
+        """The times of iterations that are graphs; itself where nothing else is known."""
+
+    def of_decodes(self, rows: int, with_cpu: bool) -> "CostModel":
+        """Return the times of an iteration of decodes alone: `in_graphs` if it will be a graph, else itself.
+
+        Args:
+            rows: decodes of the larger sub-batch.
+            with_cpu: whether the CPU attends for some of them.
+        """
 
     @property
     def num_layers(self) -> int:
@@ -59,6 +73,15 @@ class ZeroCostModel:
     num_layers = 1
     overlaps = True
     iteration_ms = 0.0
+
+    @property
+    def in_graphs(self) -> "ZeroCostModel":
+        """Return itself."""
+        return self
+
+    def of_decodes(self, rows: int, with_cpu: bool) -> "ZeroCostModel":
+        """Return itself."""
+        return self
 
     def linear_ms(self, tokens: int) -> float:
         """Return 0."""
@@ -183,6 +206,9 @@ class TableCostModel:
     can occur. A prompt's first chunk attends to itself alone: a causal kernel leaves out half of the work,
     and nothing is brought together from the cache. Later chunks pay for both, tabulated over (tokens of the
     chunk, context at its end); between the two is a step that one table for both would smooth over.
+
+    What is measured in graphs as well stands in the tables of graphs, up to their size. None: there are none,
+    or their times are the same; for the hand-off also: the CPU cannot attend within a graph.
     """
 
     num_layers: int
@@ -196,6 +222,32 @@ class TableCostModel:
     later_chunk_attention: Surface
     gpu_attention: Surface
     cpu_attention: Surface
+    graph_rows: int = 0  # decodes of a sub-batch that a graph takes at most
+    graph_iteration_ms: float | None = None
+    graph_linear: Curve | None = None
+    graph_head: Curve | None = None
+    graph_hand_off: Curve | None = None
+    graph_gpu_attention: Surface | None = None
+
+    @cached_property
+    def in_graphs(self) -> "TableCostModel":
+        """See `CostModel`."""
+        if not self.graph_rows:
+            return self
+        return replace(
+            self,
+            graph_rows=0,
+            iteration_ms=self.iteration_ms if self.graph_iteration_ms is None else self.graph_iteration_ms,
+            linear=self.graph_linear or self.linear,
+            head=self.graph_head or self.head,
+            hand_off=self.graph_hand_off or self.hand_off,
+            gpu_attention=self.graph_gpu_attention or self.gpu_attention,
+        )
+
+    def of_decodes(self, rows: int, with_cpu: bool) -> "TableCostModel":
+        """See `CostModel`."""
+        is_graph = 0 < rows <= self.graph_rows and (self.graph_hand_off is not None or not with_cpu)
+        return self.in_graphs if is_graph else self
 
     def linear_ms(self, tokens: int) -> float:
         """See `CostModel`."""
@@ -250,9 +302,21 @@ class TableCostModel:
             raise ValueError(
                 f"cost tables of version {data.get('version')!r}; this program reads {FILE_VERSION}"
             )
+
+        def curve(value: Any) -> Curve:
+            return Curve(value["x"], value["ms"])
+
+        def surface(value: Any) -> Surface:
+            return Surface(value["x"], value["y"], value["ms"])
+
+        def or_none(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            return lambda value: None if value is None else make(value)
+
         makers: dict[Any, Callable[[Any], Any]] = {
-            Curve: lambda value: Curve(value["x"], value["ms"]),
-            Surface: lambda value: Surface(value["x"], value["y"], value["ms"]),
+            Curve: curve,
+            Surface: surface,
+            Curve | None: or_none(curve),
+            Surface | None: or_none(surface),
         }
         try:
             return cls(**{f.name: makers.get(f.type, lambda value: value)(data[f.name]) for f in fields(cls)})
@@ -267,85 +331,6 @@ class TableCostModel:
     def load(cls, path: Path) -> Self:
         """Read tables from a file; see `from_json`."""
         return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
-
-
-class CorrectedCostModel:
-    """A cost model that learns from iterations: one factor for the device's stages, one for the CPU's.
-
-    The tables know how times depend on sizes; what changes while a program runs (clocks, heat, other
-    programs) moves all of them together.
-    """
-
-    SMOOTHING = 0.05  # weight of the newest iteration
-    LOWEST, HIGHEST = 0.25, 4.0
-
-    def __init__(self, base: CostModel) -> None:
-        self._base = base
-        self.device_factor = 1.0
-        self.cpu_factor = 1.0
-
-    @property
-    def base(self) -> CostModel:
-        """What it started from."""
-        return self._base
-
-    @property
-    def num_layers(self) -> int:
-        """See `CostModel`."""
-        return self._base.num_layers
-
-    @property
-    def overlaps(self) -> bool:
-        """See `CostModel`."""
-        return self._base.overlaps
-
-    @property
-    def iteration_ms(self) -> float:
-        """See `CostModel`."""
-        return self._base.iteration_ms * self.device_factor
-
-    def linear_ms(self, tokens: int) -> float:
-        """See `CostModel`."""
-        return self._base.linear_ms(tokens) * self.device_factor
-
-    def prefill_attention_ms(self, tokens: int, start: int) -> float:
-        """See `CostModel`."""
-        return self._base.prefill_attention_ms(tokens, start) * self.device_factor
-
-    def gpu_attention_ms(self, requests: int, context_tokens: int) -> float:
-        """See `CostModel`."""
-        return self._base.gpu_attention_ms(requests, context_tokens) * self.device_factor
-
-    def cpu_attention_ms(self, requests: int, context_tokens: int) -> float:
-        """See `CostModel`."""
-        return self._base.cpu_attention_ms(requests, context_tokens) * self.cpu_factor
-
-    def hand_off_ms(self, requests: int) -> float:
-        """See `CostModel`."""
-        return self._base.hand_off_ms(requests)
-
-    def transfer_ms(self, tokens: int) -> float:
-        """See `CostModel`."""
-        return self._base.transfer_ms(tokens)
-
-    def head_ms(self, rows: int) -> float:
-        """See `CostModel`."""
-        return self._base.head_ms(rows) * self.device_factor
-
-    def learn(self, plan: IterationPlan, timing: IterationTiming) -> None:
-        """Compare an iteration with its prediction."""
-        if plan.predicted_cpu_ms > 0:
-            self.cpu_factor = self._corrected(self.cpu_factor, plan.predicted_cpu_ms, timing.cpu_attention_ms)
-        if plan.predicted_cpu_ms < plan.predicted_ms / 2:  # the device bounded it
-            self.device_factor = self._corrected(self.device_factor, plan.predicted_ms, timing.total_ms)
-
-    def _corrected(self, factor: float, predicted_ms: float, measured_ms: float) -> float:
-        if predicted_ms <= 0 or measured_ms <= 0:
-            return factor
-        # A factor is a ratio: averaging its logarithm treats twice and half alike. Outliers (a page fault,
-        # another program) move it no further than a doubling would.
-        ratio = min(max(measured_ms / predicted_ms, 0.5), 2.0)
-        return float(min(max(factor * ratio**self.SMOOTHING, self.LOWEST), self.HIGHEST))
 
 
 def _check_axis(axis: Sequence[float]) -> None:

@@ -40,6 +40,14 @@ class Load:
         )
 
 
+def costs_of(cost: CostModel, load: Load, other: Load | None = None, swapped_tokens: int = 0) -> CostModel:
+    """Return the times that hold for an iteration: decodes alone may be a graph. See `iteration_ms`."""
+    loads = (load,) if other is None else (load, other)
+    if swapped_tokens or any(each.tokens != each.gpu_requests + each.cpu_requests for each in loads):
+        return cost
+    return cost.of_decodes(max(each.tokens for each in loads), any(each.cpu_requests for each in loads))
+
+
 def device_attention_ms(cost: CostModel, load: Load) -> float:
     """T_pf + T_ga of one layer."""
     return load.prefill_ms + cost.gpu_attention_ms(load.gpu_requests, load.gpu_context_tokens)
@@ -60,6 +68,7 @@ def iteration_ms(cost: CostModel, load: Load, other: Load | None = None, swapped
         other: sub-batch 1, if there is one.
         swapped_tokens: tokens whose KV crosses the bus, layer by layer, beside the computation.
     """
+    cost = costs_of(cost, load, other, swapped_tokens)
     both = max if cost.overlaps else _sum
     if other is None:
         layer = cost.linear_ms(load.tokens) + both(device_attention_ms(cost, load), cpu_ms(cost, load))

@@ -1,5 +1,6 @@
 """Times a stage as the graphs of decodes run it: without the gaps that launching leaves."""
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -29,6 +30,24 @@ def fused_linear(decoder: Decoder, tokens: int) -> tuple[Callable[[int], object]
         layers.post_attention(layer, memory)
 
     return call, memory
+
+
+def launch_ms(device: torch.device, stream: torch.cuda.Stream) -> float:
+    """Return what a graph takes that does next to nothing: to launch it and to see its end."""
+    inputs = torch.empty(1024, dtype=torch.int32, device=device)
+    with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            inputs.zero_()
+        finally:
+            graph.capture_end()
+        graph.replay()
+        stream.synchronize()
+        start = time.perf_counter()
+        graph.replay()
+        stream.synchronize()
+        return (time.perf_counter() - start) * 1e3
 
 
 def graph_ms(call: Callable[[int], object], repeats: int, stream: torch.cuda.Stream) -> float:

@@ -20,6 +20,7 @@ import torch
 from neo_desktop import __version__, native
 from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.kv.storage import KVStorage
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling import hardware
@@ -32,7 +33,7 @@ from neo_desktop.models.decoder import Decoder
 logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "NEO_DESKTOP_CACHE"  # environment variable that moves the folder
-PROFILER_VERSION = 7  # raise it when what is measured, or how, changes
+PROFILER_VERSION = 8  # raise it when what is measured, or how, changes
 
 Key = Mapping[str, Any]  # plain JSON values
 
@@ -91,6 +92,7 @@ def profile_key(
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "gpu": gpu,
+        "rungs": dict(ladder.limits()),
         "cpu": hardware.cpu_name(),
         "cores": native.default_num_threads(),
         "isa": native.default_isa(),

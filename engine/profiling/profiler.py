@@ -26,13 +26,16 @@ import torch
 from neo_desktop.engine.cuda.errors import is_out_of_memory
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
+from neo_desktop.engine.execute.graphs.streams import StreamMemoryError
 from neo_desktop.engine.kv.storage import KVStorage
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling.stage_timer import Point, Stage, StageTimer
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.native.relay import RelayStalledError
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,10 @@ _SHARES = {  # of the time; the device's attention is only measured where it dif
     Stage.GPU_ATTENTION: 0.1,
     Stage.TRANSFER: 0.05,
     Stage.HAND_OFF: 0.03,
+    Stage.GRAPH_LINEAR: 0.2,
+    Stage.GRAPH_GPU_ATTENTION: 0.1,
+    Stage.GRAPH_HEAD: 0.05,
+    Stage.GRAPH_HAND_OFF: 0.05,
 }
 _WHAT = {
     Stage.LINEAR: "linear layers",
@@ -65,6 +72,10 @@ _WHAT = {
     Stage.GPU_ATTENTION: "attention on the GPU",
     Stage.TRANSFER: "transfers",
     Stage.HAND_OFF: "hand-off",
+    Stage.GRAPH_LINEAR: "linear layers in graphs",
+    Stage.GRAPH_GPU_ATTENTION: "attention on the GPU in graphs",
+    Stage.GRAPH_HEAD: "sampling in graphs",
+    Stage.GRAPH_HAND_OFF: "hand-off in graphs",
 }
 
 
@@ -121,7 +132,10 @@ def profile(
         report(1 - left / total, _WHAT[stage])
         # What the stages before did not need is shared by the rest.
         seconds_left = max(end - time.perf_counter(), 0.0)
-        times |= measure(timer, grid, seconds_left * _SHARES[stage] / left, decoder.config)
+        try:
+            times |= measure(timer, grid, seconds_left * _SHARES[stage] / left, decoder.config)
+        except (StreamMemoryError, RelayStalledError) as error:
+            ladder.limit("graphs", "device-only", str(error))
         left -= _SHARES[stage]
     if timer.is_cuda:
         clear_workspaces(decoder.device)
@@ -133,7 +147,11 @@ def profile(
         found = sorted((point.x, ms) for point, ms in times.items() if point.stage is stage)
         return Curve([x for x, _ in found], rising([ms for _, ms in found]))
 
+    def graph_curve(stage: Stage) -> Curve | None:
+        return curve(stage) if any(point.stage is stage for point in times) else None
+
     cpu_attention = _surface(Stage.CPU_ATTENTION, times)
+    in_graphs = Stage.GRAPH_LINEAR in grids
     return TableCostModel(
         num_layers=decoder.config.num_layers,
         overlaps=timer.is_cuda,
@@ -146,6 +164,12 @@ def profile(
         later_chunk_attention=_surface(Stage.LATER_CHUNK_ATTENTION, times),
         gpu_attention=cpu_attention if timer.attends_alike else _surface(Stage.GPU_ATTENTION, times),
         cpu_attention=cpu_attention,
+        graph_rows=timer.graph_rows,
+        graph_iteration_ms=timer.graph_iteration_ms() if in_graphs else None,
+        graph_linear=graph_curve(Stage.GRAPH_LINEAR),
+        graph_head=graph_curve(Stage.GRAPH_HEAD),
+        graph_hand_off=graph_curve(Stage.GRAPH_HAND_OFF),
+        graph_gpu_attention=_surface(Stage.GRAPH_GPU_ATTENTION, times) if in_graphs else None,
     )
 
 
@@ -163,6 +187,15 @@ def stage_grids(timer: StageTimer, config: ModelConfig, limits: SchedulerLimits)
     grids[Stage.HEAD] = _line(Stage.HEAD, requests)
     grids[Stage.TRANSFER] = _line(Stage.TRANSFER, tokens)
     grids[Stage.HAND_OFF] = _line(Stage.HAND_OFF, requests)
+    if timer.graph_rows:
+        rows = timer.graph_rows
+        grids[Stage.GRAPH_LINEAR] = _line(Stage.GRAPH_LINEAR, rows)
+        grids[Stage.GRAPH_GPU_ATTENTION] = _decode_grid(
+            Stage.GRAPH_GPU_ATTENTION, timer, Place.DEVICE, config, rows
+        )
+        grids[Stage.GRAPH_HEAD] = _line(Stage.GRAPH_HEAD, rows)
+        if ladder.rung("graphs") == "host-flags":
+            grids[Stage.GRAPH_HAND_OFF] = _line(Stage.GRAPH_HAND_OFF, rows)
     return grids
 
 

@@ -18,15 +18,18 @@ from neo_desktop.engine.batch import BlockCopy, SamplingInput, ScheduledSequence
 from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.execute.attention import PlaceBatch, place_batches
 from neo_desktop.engine.execute.graphs.bucket import MAX_ROWS
+from neo_desktop.engine.execute.graphs.streams import CudaRunner, Lane
 from neo_desktop.engine.execute.timeline import timed_event
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv.transfer import Carrier
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE
-from neo_desktop.engine.profiling.captured import fused_linear, graph_ms
+from neo_desktop.engine.profiling.captured import fused_linear, graph_ms, launch_ms
+from neo_desktop.engine.profiling.graph_hand_off import GraphHandOff
 from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
 from neo_desktop.engine.sampler import sample
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -53,16 +56,29 @@ class Stage(StrEnum):
     LATER_CHUNK_ATTENTION = "later_chunk_attention"  # x: tokens, y: context at its end, more than x
     GPU_ATTENTION = "gpu_attention"  # x: requests, y: mean context
     CPU_ATTENTION = "cpu_attention"  # likewise
+    GRAPH_LINEAR = "graph_linear"  # as the stages without "graph", in an iteration that is launched at once
+    GRAPH_HEAD = "graph_head"
+    GRAPH_HAND_OFF = "graph_hand_off"
+    GRAPH_GPU_ATTENTION = "graph_gpu_attention"
 
     @property
     def is_attention(self) -> bool:
         """Whether its time depends on the layer's window."""
-        return self.is_prefill or self in (Stage.GPU_ATTENTION, Stage.CPU_ATTENTION)
+        return self.is_prefill or self.value.endswith(("gpu_attention", "cpu_attention"))
+
+    @property
+    def is_in_graphs(self) -> bool:
+        """Whether it is one of a graph."""
+        return self in _IN_GRAPHS
 
     @property
     def is_prefill(self) -> bool:
         """Whether it is a prompt chunk's attention."""
         return self in (Stage.FIRST_CHUNK_ATTENTION, Stage.LATER_CHUNK_ATTENTION)
+
+
+_IN_GRAPHS = (Stage.GRAPH_LINEAR, Stage.GRAPH_HEAD, Stage.GRAPH_HAND_OFF, Stage.GRAPH_GPU_ATTENTION)
+_TIMED_ON_CPU = (Stage.HEAD, Stage.HAND_OFF, Stage.CPU_ATTENTION)  # since it waits for the GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +114,8 @@ class StageTimer:
         streams: what the work on the decoder's device runs on; None: on the whole of it.
     """
 
+    graph_rows = 0  # decodes of a sub-batch that graphs take; 0: there are none
+
     def __init__(
         self, decoder: Decoder, storage: KVStorage, limits: SchedulerLimits, streams: Streams | None = None
     ) -> None:
@@ -105,6 +123,8 @@ class StageTimer:
         self._streams = streams or WholeDevice(decoder.device)
         self._config = decoder.config
         self.is_cuda = decoder.device.type == "cuda"
+        if self.is_cuda and ladder.rung("graphs") != "eager":
+            self.graph_rows = min(MAX_ROWS, limits.max_batch_requests)
         self._regions = {
             place: _region(decoder, storage, place, device)
             for place, device in ((Place.DEVICE, decoder.device), (Place.HOST, torch.device("cpu")))
@@ -143,12 +163,14 @@ class StageTimer:
 
         Raises:
             torch.OutOfMemoryError: the GPU has not enough memory left for it.
+            StreamMemoryError, RelayStalledError: the CPU cannot attend within graphs.
         """
+        if point.stage is Stage.GRAPH_HAND_OFF:
+            return self._graph_hand_off_ms(point.x)
         call = self._prepare(point, turn)
-        on_gpu = self.is_cuda and point.stage not in (Stage.HEAD, Stage.HAND_OFF, Stage.CPU_ATTENTION)
-        if on_gpu and self._is_in_graphs(point):
+        if point.stage.is_in_graphs:
             return graph_ms(call, LAYERS_AT_ONCE, self._streams.timing_stream())
-        if on_gpu:
+        if self.is_cuda and point.stage not in _TIMED_ON_CPU:
             return _gpu_ms(call, LAYERS_AT_ONCE)
         if self.is_cuda:
             torch.cuda.synchronize(self._decoder.device)
@@ -170,6 +192,20 @@ class StageTimer:
             torch.cuda.synchronize(device)
         return (time.perf_counter() - start) * 1e3
 
+    def graph_iteration_ms(self) -> float:
+        """Measure once what a graph costs before its first layer."""
+        return launch_ms(self._decoder.device, self._streams.timing_stream())
+
+    def _graph_hand_off_ms(self, requests: int) -> float:
+        """One round trip of a layer's q, k, v and output, without the attention."""
+        config = self._config
+        row_elements = (config.qkv_rows + config.num_heads * config.head_dim) // 2  # on average of both ways
+        runner = CudaRunner(
+            {lane: self._streams.timing_stream(number) for number, lane in enumerate(Lane)}, None
+        )
+        hand_off = GraphHandOff(self._decoder.device, runner)
+        return hand_off.seconds(requests * row_elements * self._decoder.dtype.itemsize) * 1e3
+
     def _prepare(self, point: Point, turn: int) -> Callable[[int], object]:
         """Return what is to be timed; it takes the number of the layer, counted from that of this turn."""
         makers: dict[Stage, Callable[[], Callable[[int], object]]] = {
@@ -181,19 +217,14 @@ class StageTimer:
             Stage.LATER_CHUNK_ATTENTION: lambda: self._prefill(point.x, point.y, turn),
             Stage.GPU_ATTENTION: lambda: self._decode(Place.DEVICE, point.x, point.y, turn),
             Stage.CPU_ATTENTION: lambda: self._decode(Place.HOST, point.x, point.y, turn),
+            Stage.GRAPH_LINEAR: lambda: self._fused_linear(point.x, turn),
+            Stage.GRAPH_HEAD: lambda: self._greedy_head(point.x),
+            Stage.GRAPH_GPU_ATTENTION: lambda: self._decode(Place.DEVICE, point.x, point.y, turn),
         }
         return makers[point.stage]()
 
-    def _is_in_graphs(self, point: Point) -> bool:
-        """Whether iterations that do this are mostly graphs, in which launching costs nothing."""
-        is_small = point.stage is Stage.LINEAR and point.x <= MAX_ROWS
-        return self.is_cuda and (is_small or point.stage is Stage.GPU_ATTENTION)
-
     def _linear(self, tokens: int, turn: int) -> Callable[[int], object]:
         decoder, num_layers = self._decoder, self._config.num_layers
-        if self._is_in_graphs(Point(Stage.LINEAR, tokens)):
-            fused, _ = fused_linear(decoder, tokens)
-            return lambda step: fused((turn * LAYERS_AT_ONCE + step) % num_layers)
         hidden, attention_out = self._hidden[:tokens], self._q[:tokens]
         rotation = decoder.rotary(torch.arange(tokens, device=decoder.device))
 
@@ -203,6 +234,15 @@ class StageTimer:
             decoder.post_attention(layer, hidden, attention_out)
 
         return call
+
+    def _fused_linear(self, tokens: int, turn: int) -> Callable[[int], object]:
+        fused, _ = fused_linear(self._decoder, tokens)
+        num_layers = self._config.num_layers
+        return lambda step: fused((turn * LAYERS_AT_ONCE + step) % num_layers)
+
+    def _greedy_head(self, rows: int) -> Callable[[int], object]:
+        hidden = self._hidden[:rows]
+        return lambda _: self._decoder.logits(hidden).max(dim=-1)
 
     def _head(self, rows: int) -> Callable[[int], object]:
         params = SamplingParams(temperature=0.0)

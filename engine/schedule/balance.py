@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from neo_desktop.engine.predict.cost_model import CostModel
-from neo_desktop.engine.predict.estimate import Load, cpu_ms, device_attention_ms, iteration_ms
+from neo_desktop.engine.predict.estimate import Load, costs_of, cpu_ms, device_attention_ms, iteration_ms
 
 # A plan that is predicted to be this little better is not worth being different: predictions err by more.
 TOLERANCE = 0.01
@@ -75,7 +75,7 @@ class Balance:
             must_decode: whether some CPU decode must be in it.
         """
         best: tuple[Split, float] | None = None
-        for begin, end in self._candidates(load, queue):
+        for begin, end in self._candidates(load, queue, swapped_tokens):
             if must_decode and not end:
                 continue
             split = self._split(load, queue, begin, end, swapped_tokens)
@@ -86,50 +86,31 @@ class Balance:
             raise ValueError("there is nothing to do")
         return best
 
-    def _candidates(self, load: Load, queue: CpuQueue) -> Iterator[tuple[int, int]]:
+    def _candidates(self, load: Load, queue: CpuQueue, swapped_tokens: int) -> Iterator[tuple[int, int]]:
         """Yield (decodes in sub-batch 1, decodes in both), the simplest first."""
-        cost, n = self.cost, len(queue)
+        n = len(queue)
+        cost = costs_of(self.cost, load.with_cpu_decodes(n, queue.tokens(0, n)), None, swapped_tokens)
         if load.tokens:
             yield 0, 0
         if not n:
             return
         yield 0, n
         if load.tokens:
-            beside_attention = self._fitting(queue, 0, device_attention_ms(cost, load))
+            beside_attention = _fitting(cost, queue, 0, device_attention_ms(cost, load))
             if 0 < beside_attention < n:
                 yield 0, beside_attention
             # NEO: sub-batch 1 hides behind the linear stages of sub-batch 0, then the other way round.
-            second = self._fitting(queue, 0, cost.linear_ms(load.tokens))
+            second = _fitting(cost, queue, 0, cost.linear_ms(load.tokens))
             if second:
                 limit_ms = cost.linear_ms(second) + device_attention_ms(cost, load)
-                yield second, second + self._fitting(queue, second, limit_ms)
+                yield second, second + _fitting(cost, queue, second, limit_ms)
         if n > 1:
             # All of them, bound by the CPU: sub-batch 0 takes as many as hide the other's linear stages.
             limit_ms = cost.linear_ms(n) + device_attention_ms(cost, load)
-            first = min(self._fitting(queue, 0, limit_ms) + 1, n // 2) if load.tokens else n // 2
+            first = min(_fitting(cost, queue, 0, limit_ms) + 1, n // 2) if load.tokens else n // 2
             yield n - first, n
             if load.tokens:
                 yield n, n
-
-    def _fitting(self, queue: CpuQueue, begin: int, limit_ms: float) -> int:
-        """Return how many decodes from `begin` on the CPU can do in that time."""
-        num_left = len(queue) - begin
-
-        def takes_ms(count: int) -> float:
-            return cpu_ms(
-                self.cost, Load(cpu_requests=count, cpu_context_tokens=queue.tokens(begin, begin + count))
-            )
-
-        if not num_left or takes_ms(1) > limit_ms:
-            return 0
-        whole_ms = takes_ms(num_left)
-        if whole_ms <= limit_ms:
-            return num_left
-        # About linear in the count: a proportional guess, then a few steps down at most.
-        count = max(int(num_left * limit_ms / whole_ms), 1)
-        while count > 1 and takes_ms(count) > limit_ms:
-            count = count * 7 // 8
-        return count
 
     def _split(self, load: Load, queue: CpuQueue, begin: int, end: int, swapped_tokens: int) -> Split:
         load_0 = load.with_cpu_decodes(end - begin, queue.tokens(begin, end))
@@ -146,6 +127,25 @@ class Balance:
         return worth_ms / split.predicted_ms if split.predicted_ms else float(num_decodes)
 
 
+def _fitting(cost: CostModel, queue: CpuQueue, begin: int, limit_ms: float) -> int:
+    """Return how many decodes from `begin` on the CPU can do in that time."""
+    num_left = len(queue) - begin
+
+    def takes_ms(count: int) -> float:
+        return cpu_ms(cost, Load(cpu_requests=count, cpu_context_tokens=queue.tokens(begin, begin + count)))
+
+    if not num_left or takes_ms(1) > limit_ms:
+        return 0
+    whole_ms = takes_ms(num_left)
+    if whole_ms <= limit_ms:
+        return num_left
+    # About linear in the count: a proportional guess, then a few steps down at most.
+    count = max(int(num_left * limit_ms / whole_ms), 1)
+    while count > 1 and takes_ms(count) > limit_ms:
+        count = count * 7 // 8
+    return count
+
+
 def asymmetric(
     cost: CostModel, load: Load, queue: CpuQueue, is_due: Sequence[bool], swapped_tokens: int = 0
 ) -> Split:
@@ -157,16 +157,17 @@ def asymmetric(
     first: list[int] = []
     second: list[int] = []
     load_0, load_1 = load, Load()
-    misses = 0
-    attention_ms = device_attention_ms(cost, load)
+    misses, n = 0, len(queue)
+    stages = costs_of(cost, load.with_cpu_decodes(n, queue.tokens(0, n)), None, swapped_tokens)
+    attention_ms = device_attention_ms(stages, load)
     for position, context_tokens in enumerate(queue.context_tokens):
         longer = load_1.with_cpu_decodes(1, context_tokens)
-        if is_due[position] or cpu_ms(cost, longer) <= cost.linear_ms(load_0.tokens):
+        if is_due[position] or cpu_ms(stages, longer) <= stages.linear_ms(load_0.tokens):
             second.append(position)
             load_1 = longer
             continue
         longer = load_0.with_cpu_decodes(1, context_tokens)
-        if cpu_ms(cost, longer) <= cost.linear_ms(load_1.tokens) + attention_ms:
+        if cpu_ms(stages, longer) <= stages.linear_ms(load_1.tokens) + attention_ms:
             first.append(position)
             load_0 = longer
         else:

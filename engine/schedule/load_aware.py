@@ -9,7 +9,7 @@ from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import Batching, Place, Policy
 from neo_desktop.engine.predict.cost_model import CostModel, ZeroCostModel
-from neo_desktop.engine.predict.estimate import Load, cpu_ms, device_attention_ms, iteration_ms
+from neo_desktop.engine.predict.estimate import Load, costs_of, cpu_ms, device_attention_ms, iteration_ms
 from neo_desktop.engine.request import RequestState
 from neo_desktop.engine.schedule.balance import Balance, CpuQueue, Split, asymmetric, symmetric
 from neo_desktop.engine.schedule.residency import Residency
@@ -49,6 +49,7 @@ class Decision(Generic[R]):
     load: Load  # sub-batch 0 without its CPU decodes
     predicted_ms: float
     predicted_cpu_ms: float  # of it, CPU attention of all layers
+    is_graph: bool  # whether that is what a graph takes
 
 
 @dataclass(slots=True)
@@ -273,12 +274,9 @@ class LoadAwareScheduler(Generic[R]):
         load = _decode_load(on_device)
         num_chunk_tokens = self._least_chunk_tokens() if len(self._residency.waiting) > 1 else 0
         load.tokens += num_chunk_tokens
-        space_ms = (
-            self._cost.linear_ms(load.tokens)
-            + self._cost.linear_ms(len(on_cpu))
-            + device_attention_ms(self._cost, load)
-        )
-        needed_ms = cpu_ms(self._cost, Load(cpu_requests=len(on_cpu), cpu_context_tokens=sum(on_cpu)))
+        cost = costs_of(self._cost, load.with_cpu_decodes(len(on_cpu), sum(on_cpu)))
+        space_ms = cost.linear_ms(load.tokens) + cost.linear_ms(len(on_cpu)) + device_attention_ms(cost, load)
+        needed_ms = cpu_ms(cost, Load(cpu_requests=len(on_cpu), cpu_context_tokens=sum(on_cpu)))
         num_tokens = min(request.num_tokens, draft.budget)
         bus_ms = self._cost.transfer_ms(num_tokens + self._swapped_tokens(draft))
         if needed_ms > space_ms or bus_ms > self._cost.linear_ms(draft.load.tokens + num_tokens):
@@ -291,7 +289,8 @@ class LoadAwareScheduler(Generic[R]):
         A few decodes alone never make up for reading the weights a second time, but they must come before
         the many.
         """
-        cost, mean = self._cost, sum(contexts) // len(contexts)
+        mean = sum(contexts) // len(contexts)
+        cost = costs_of(self._cost, load.with_cpu_decodes(len(contexts), sum(contexts)))
         space_ms = 2 * cost.linear_ms(load.tokens) + device_attention_ms(cost, load)
         one_ms = cpu_ms(cost, Load(cpu_requests=1, cpu_context_tokens=mean))
         num_full = int(space_ms / one_ms) if one_ms else self._limits.max_batch_requests
@@ -419,10 +418,11 @@ class LoadAwareScheduler(Generic[R]):
         if second:
             sub_batches.append([(r, 1) for r in second])
         joined = {*split.first, *split.second}
-        attention_ms = sum(
-            self._cost.cpu_attention_ms(len(part), sum(r.num_tokens for r in part))
-            for part in (first, second)
-        )
+        contexts = [(len(part), sum(r.num_tokens for r in part)) for part in (first, second)]
+        other = Load().with_cpu_decodes(*contexts[1]) if second else None
+        load = draft.load.with_cpu_decodes(*contexts[0])
+        cost = costs_of(self._cost, load, other, self._swapped_tokens(draft))
+        attention_ms = sum(cost.cpu_attention_ms(*each) for each in contexts)
         return Decision(
             sub_batches=sub_batches,
             cpu_decodes=[*second, *first],
@@ -432,6 +432,7 @@ class LoadAwareScheduler(Generic[R]):
             load=draft.load,
             predicted_ms=split.predicted_ms,
             predicted_cpu_ms=attention_ms * self._cost.num_layers,
+            is_graph=cost is not self._cost,
         )
 
     def _grow_budget(self) -> None:

@@ -71,6 +71,7 @@ class Scheduler(LoadAwareScheduler[Request]):
             tuple(decision.copies),
             decision.predicted_ms,
             decision.predicted_cpu_ms,
+            decision.is_graph,
         )
         requests = [self._requests[sequence.request_id] for sequence in plan.sequences]
         self._under_way = [

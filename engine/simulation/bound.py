@@ -62,15 +62,18 @@ def least_ms(
         smallest_cpu_share: of decode attention: x above.
         largest_cpu_share: likewise; (0, 0) for gpu-only, (1, 1) for fastdecode.
     """
-    linear = cost.num_layers * _least_per_unit(cost.linear)
+    kinds = (cost, cost.in_graphs)
+    linear = cost.num_layers * min(_least_per_unit(kind.linear) for kind in kinds)
     prefill = cost.num_layers * min(
         _least_per_first(cost.first_chunk_attention, work.longest_prompt),
         _least_per_later(cost.later_chunk_attention),
     )
-    fixed_ms = work.outputs * _least_per_unit(cost.head) + prefill * work.prompt_context
-    gpu = cost.num_layers * _least_per_product(cost.gpu_attention)
+    fixed_ms = (
+        work.outputs * min(_least_per_unit(kind.head) for kind in kinds) + prefill * work.prompt_context
+    )
+    gpu = cost.num_layers * min(_least_per_product(kind.gpu_attention) for kind in kinds)
     cpu = cost.num_layers * _least_per_product(cost.cpu_attention)
-    weights = cost.num_layers * cost.linear(1) + cost.iteration_ms
+    weights = min(cost.num_layers * kind.linear(1) + kind.iteration_ms for kind in kinds)
 
     def at_least(on_gpu: float, on_cpu: float) -> float:
         iterations = on_gpu * work.decode_context / gpu_tokens if gpu_tokens else 0.0

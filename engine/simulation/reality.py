@@ -4,8 +4,9 @@ import random
 from dataclasses import dataclass, replace
 
 from neo_desktop.engine.batch import IterationPlan, IterationTiming, SubBatch
-from neo_desktop.engine.predict.cost_model import CorrectedCostModel, CostModel
-from neo_desktop.engine.predict.estimate import Load, iteration_ms
+from neo_desktop.engine.predict.corrected import CorrectedCostModel
+from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.estimate import Load, costs_of, iteration_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,9 @@ class Reality:
     def __init__(self, tables: CostModel, mismatch: Mismatch, seed: int) -> None:
         self.believed = CorrectedCostModel(tables)  # for the scheduler
         self._true = CorrectedCostModel(tables)
-        self._true.device_factor = mismatch.gpu_slowdown
-        self._true.cpu_factor = mismatch.cpu_slowdown
+        for kind in (self._true, self._true.in_graphs):
+            kind.device_factor = mismatch.gpu_slowdown
+            kind.cpu_factor = mismatch.cpu_slowdown
         self._noise = mismatch.noise
         self._random = random.Random(seed)
 
@@ -43,18 +45,22 @@ class Reality:
         # The time of prompts is in the load already, as the scheduler believes it.
         prefill_ms = load.prefill_ms / self.believed.device_factor * true.device_factor
         load = replace(load, prefill_ms=prefill_ms)
+        true_kind = costs_of(true, load, other, swapped_tokens)
         factor = self._random.lognormvariate(0.0, self._noise) if self._noise else 1.0
         attention_ms = sum(
-            true.cpu_attention_ms(part.cpu_requests, part.cpu_context_tokens)
+            true_kind.cpu_attention_ms(part.cpu_requests, part.cpu_context_tokens)
             for part in (load, other)
             if part
         )
         return IterationTiming(
             total_ms=iteration_ms(true, load, other, swapped_tokens) * factor,
             cpu_attention_ms=attention_ms * true.num_layers * factor,
+            is_graph=true_kind is not true,
         )
 
-    def learn(self, predicted_ms: float, predicted_cpu_ms: float, timing: IterationTiming) -> None:
+    def learn(
+        self, predicted_ms: float, predicted_cpu_ms: float, is_graph: bool, timing: IterationTiming
+    ) -> None:
         """Correct what the scheduler believes, as the engine does after each iteration."""
-        plan = IterationPlan((SubBatch(()),), (), predicted_ms, predicted_cpu_ms)
+        plan = IterationPlan((SubBatch(()),), (), predicted_ms, predicted_cpu_ms, is_graph)
         self.believed.learn(plan, timing)

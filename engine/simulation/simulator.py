@@ -89,7 +89,7 @@ def simulate(
             clock_ms += decision.predicted_ms
         else:
             timing = reality.carry_out(*_loads(decision, kv_cache))
-            reality.learn(decision.predicted_ms, decision.predicted_cpu_ms, timing)
+            reality.learn(decision.predicted_ms, decision.predicted_cpu_ms, decision.is_graph, timing)
             clock_ms += timing.total_ms
         _count(totals, decision, cost)
         for request in scheduler.advance(decision):
@@ -118,6 +118,7 @@ def simulate(
 
 def _count(totals: Totals, decision: Decision[SimulatedRequest], cost: CostModel) -> None:
     load, split = decision.load, decision.split
+    cost = cost.in_graphs if decision.is_graph else cost
     num_first, num_second = len(split.first), len(split.second)
     totals.num_iterations += 1
     totals.num_sequences += sum(map(len, decision.sub_batches))

@@ -19,8 +19,7 @@ from neo_desktop.app.bench import gpu_driver
 from neo_desktop.app.bench.gpu_driver import GpuState, state_notes
 from neo_desktop.app.bench.hardware import HardwareOptions, HardwareReport, run_hardware, suite
 from neo_desktop.app.bench.hardware.device import BOTH, SAMPLE_SECONDS, Way, gpu_cases
-from neo_desktop.app.bench.hardware.graph_hand_off import GraphHandOff
-from neo_desktop.app.bench.hardware.hand_off import CHAIN, HandOff
+from neo_desktop.app.bench.hardware.hand_off import HandOff
 from neo_desktop.app.bench.hardware.host import Host, native_dtypes
 from neo_desktop.app.bench.hardware.options import doubling
 from neo_desktop.app.bench.hardware.rounds import LEAST_ROUNDS, Case, rounds
@@ -29,6 +28,7 @@ from neo_desktop.app.bench.spread import Spread, number, size
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.execute.graphs.streams import Lane
 from neo_desktop.engine.profiling import hardware
+from neo_desktop.engine.profiling.graph_hand_off import CHAIN, GraphHandOff
 from neo_desktop.engine.profiling.hardware import find_gpus
 
 MIB = 1 << 20

@@ -1,11 +1,15 @@
 """NEO's inequalities hold where they are asked for; the best split is never worse than the simple ones."""
 
+from dataclasses import replace
+
 import pytest
 from cost_models import cost_models, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neo_desktop.engine.predict.cost_model import CostModel, ZeroCostModel
+from neo_desktop.engine.batch import GraphReach
+from neo_desktop.engine.predict.corrected import CorrectedCostModel
+from neo_desktop.engine.predict.cost_model import CostModel, Curve, ZeroCostModel
 from neo_desktop.engine.predict.estimate import Load, cpu_ms, device_attention_ms, iteration_ms
 from neo_desktop.engine.schedule.balance import TOLERANCE, Balance, CpuQueue, Split, asymmetric, symmetric
 
@@ -137,3 +141,26 @@ def test_a_few_cpu_decodes_share_one_batch_where_weights_would_be_read_twice_for
     split, _ = Balance(machine(), decode_ms=0.5).best(load, 0.0, CpuQueue([400] * 2))
     assert not split.is_double
     assert len(split.first) == 2
+
+
+def test_cpu_decodes_join_where_a_hand_off_is_cheap_and_wait_where_it_is_not() -> None:
+    """Cheap in a graph alone: not beside a prompt, nor once graphs have fallen."""
+    tables = replace(
+        machine(weights_ms=0.05),
+        hand_off=Curve((1, 256), (5.0, 5.0)),
+        graph_rows=256,
+        graph_hand_off=Curve((1, 256), (0.001, 0.001)),
+    )
+    queue = CpuQueue([200] * 6)
+    decodes = Load(4, 4, gpu_requests=4, gpu_context_tokens=8000)
+    beside_prompt = Load(104, 4, prefill_ms=0.1, gpu_requests=4, gpu_context_tokens=8000)
+
+    def num_joined(cost: CostModel, load: Load) -> int:
+        alone = Load(4, 4, gpu_requests=4, gpu_context_tokens=8000)
+        split, _ = Balance(cost, iteration_ms(cost, alone) / 4).best(load, 0.0, queue)
+        return len(split.first) + len(split.second)
+
+    assert num_joined(tables, decodes) > 0
+    assert num_joined(tables, beside_prompt) == 0
+    for fallen in (GraphReach(), GraphReach(256, with_cpu=False)):
+        assert num_joined(CorrectedCostModel(tables, lambda reach=fallen: reach), decodes) == 0

@@ -9,15 +9,15 @@ from cost_models import cost_models, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neo_desktop.engine.batch import IterationPlan, IterationTiming, SubBatch
+from neo_desktop.engine.batch import GraphReach, IterationPlan, IterationTiming, SubBatch
+from neo_desktop.engine.predict.corrected import CorrectedCostModel, CorrectedStages
 from neo_desktop.engine.predict.cost_model import (
-    CorrectedCostModel,
     CostModel,
     Curve,
     Surface,
     TableCostModel,
 )
-from neo_desktop.engine.predict.estimate import Load, iteration_ms
+from neo_desktop.engine.predict.estimate import Load, costs_of, iteration_ms
 
 times = st.floats(0, 1e3, allow_nan=False)
 
@@ -93,7 +93,9 @@ def test_tables_survive_a_file(tmp_path: Path) -> None:
     assert again.cpu_attention_ms(7, 3000) == tables.cpu_attention_ms(7, 3000)
 
 
-@pytest.mark.parametrize("change", [{"version": 99}, {"linear": None}, {"linear": {"x": [1]}}])
+@pytest.mark.parametrize(
+    "change", [{"version": 99}, {"version": 2}, {"linear": None}, {"linear": {"x": [1]}}]
+)
 def test_foreign_or_damaged_tables_are_refused(change: dict[str, object]) -> None:
     data = json.loads(json.dumps(machine().to_json())) | change
     with pytest.raises(ValueError, match="cost tables"):
@@ -187,8 +189,8 @@ def test_two_sub_batches_take_what_the_papers_formula_says() -> None:
     assert iteration_ms(cost, load_0, load_1) == pytest.approx(expected + extra)
 
 
-def plan(predicted_ms: float, predicted_cpu_ms: float) -> IterationPlan:
-    return IterationPlan((SubBatch(()),), (), predicted_ms, predicted_cpu_ms)
+def plan(predicted_ms: float, predicted_cpu_ms: float, is_graph: bool = False) -> IterationPlan:
+    return IterationPlan((SubBatch(()),), (), predicted_ms, predicted_cpu_ms, is_graph)
 
 
 def test_predictions_follow_a_machine_that_became_slower() -> None:
@@ -211,3 +213,92 @@ def test_one_odd_iteration_hardly_changes_a_prediction() -> None:
     before = corrected.linear_ms(100)
     corrected.learn(plan(10.0, 0.0), IterationTiming(5000.0, 0.0))
     assert corrected.linear_ms(100) < before * 1.05
+
+
+GRAPHS = GraphReach(rows=256, with_cpu=True)
+PROMPT, DECODES = Load(600, 1, prefill_ms=0.2), Load(20, 20, gpu_requests=20, gpu_context_tokens=9000)
+WITH_CPU = DECODES.with_cpu_decodes(3, 300)
+
+
+def with_graphs(**changes: object) -> TableCostModel:
+    """A machine that launches piece by piece four times slower than it computes."""
+    tables = machine()
+
+    def slower(curve: Curve) -> Curve:
+        return Curve(curve.x, [4 * ms for ms in curve.ms])
+
+    return replace(
+        tables,
+        linear=slower(tables.linear),
+        hand_off=slower(tables.hand_off),
+        **{
+            "graph_rows": 256,
+            "graph_iteration_ms": 0.05,
+            "graph_linear": tables.linear,
+            "graph_head": tables.head,
+            "graph_hand_off": tables.hand_off,
+            "graph_gpu_attention": tables.gpu_attention,
+        }
+        | changes,
+    )
+
+
+def test_decodes_alone_are_predicted_as_graphs_and_all_else_is_not() -> None:
+    tables, plain = with_graphs(), replace(machine(), iteration_ms=0.05)
+    assert iteration_ms(tables, DECODES) == iteration_ms(plain, DECODES)
+    assert iteration_ms(tables, WITH_CPU, WITH_CPU) == iteration_ms(plain, WITH_CPU, WITH_CPU)
+    pieces = replace(tables, graph_rows=0)
+    mixed = Load(620, 21, prefill_ms=0.2, gpu_requests=20, gpu_context_tokens=9000)
+    many = Load(257, 257, gpu_requests=257, gpu_context_tokens=9000)
+    for load, swapped in ((PROMPT, 0), (mixed, 0), (DECODES, 16), (many, 0)):
+        assert iteration_ms(tables, load, None, swapped) == iteration_ms(pieces, load, None, swapped)
+    assert iteration_ms(tables, DECODES, PROMPT) == iteration_ms(pieces, DECODES, PROMPT)
+    device_only = with_graphs(graph_hand_off=None)
+    assert iteration_ms(device_only, DECODES) == iteration_ms(plain, DECODES)
+    assert iteration_ms(device_only, WITH_CPU) == iteration_ms(pieces, WITH_CPU)
+
+
+def test_tables_of_graphs_survive_a_file(tmp_path: Path) -> None:
+    for tables in (with_graphs(), with_graphs(graph_hand_off=None)):
+        tables.save(tmp_path / "tables.json")
+        again = TableCostModel.load(tmp_path / "tables.json")
+        assert again.to_json() == tables.to_json()
+        assert iteration_ms(again, WITH_CPU) == iteration_ms(tables, WITH_CPU)
+
+
+def test_predictions_of_both_kinds_come_to_what_each_takes() -> None:
+    """Graphs take what the tables say; launched piece by piece, all takes three times as long."""
+    tables = machine()
+    corrected = CorrectedCostModel(tables, lambda: GRAPHS)
+    true = {True: tables, False: CorrectedStages(tables)}
+    true[False].device_factor = 3.0  # type: ignore[attr-defined]
+    for number in range(600):
+        load = PROMPT if number % 2 else DECODES
+        is_graph = costs_of(corrected, load) is not corrected
+        assert is_graph == (load is DECODES)
+        took = IterationTiming(iteration_ms(true[is_graph], load), 0.0, is_graph)
+        corrected.learn(plan(iteration_ms(corrected, load), 0.0, is_graph), took)
+    for load, is_graph in ((DECODES, True), (PROMPT, False)):
+        assert iteration_ms(corrected, load) == pytest.approx(iteration_ms(true[is_graph], load), rel=0.05)
+    assert corrected.hand_off_ms(3) == pytest.approx(3 * tables.hand_off_ms(3), rel=0.15)
+
+
+def test_when_graphs_fall_predictions_are_those_of_the_other_kind_at_once() -> None:
+    reach = [GRAPHS]
+    corrected = CorrectedCostModel(with_graphs(), lambda: reach[0])
+    pieces = replace(with_graphs(), graph_rows=0)
+    assert iteration_ms(corrected, WITH_CPU) < iteration_ms(pieces, WITH_CPU)
+    reach[0] = GraphReach(rows=256, with_cpu=False)
+    assert iteration_ms(corrected, WITH_CPU) == iteration_ms(pieces, WITH_CPU)
+    assert iteration_ms(corrected, DECODES) < iteration_ms(pieces, DECODES)
+    reach[0] = GraphReach()
+    assert iteration_ms(corrected, DECODES) == iteration_ms(pieces, DECODES)
+
+
+def test_nothing_is_learned_where_another_kind_was_predicted() -> None:
+    corrected = CorrectedCostModel(with_graphs(), lambda: GRAPHS)
+    for predicted in (True, False):
+        corrected.learn(plan(10.0, 6.0, predicted), IterationTiming(20.0, 12.0, not predicted))
+        corrected.learn(plan(10.0, 1.0, predicted), IterationTiming(20.0, 2.0, not predicted))
+    for kind in (corrected, corrected.in_graphs):
+        assert (kind.device_factor, kind.cpu_factor) == (1.0, 1.0)

@@ -10,7 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from neo_desktop.engine.execute.graphs.streams import StreamMemoryError
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling import profiler
@@ -21,6 +23,7 @@ from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.shapes import shape
+from neo_desktop.native.relay import RelayStalledError
 
 CONFIG = shape("tiny")
 CPU = torch.device("cpu")
@@ -260,3 +263,69 @@ def test_missing_corners_follow_the_law_of_the_known_points(
     for x, row in zip(xs, fill(xs, ys, known), strict=True):
         for y, ms in zip(ys, row, strict=True):
             assert ms == pytest.approx(truth(x, y), rel=1e-3)
+
+
+class GraphTimer(FakeTimer):
+    """Everything takes 5 ms when it is launched by itself, and 1 ms in a graph."""
+
+    refuses: RuntimeError | None = None
+
+    def __init__(self, *_: object) -> None:
+        super().__init__(self.takes_ms, [0.0])
+        self.graph_rows = 16
+        self.attends_alike = False
+
+    def takes_ms(self, point: Point) -> float:
+        if point.stage is Stage.GRAPH_HAND_OFF and self.refuses is not None:
+            raise self.refuses
+        return 1.0 if point.stage.is_in_graphs else 5.0
+
+    def iteration_ms(self) -> float:
+        return 5.0
+
+    def graph_iteration_ms(self) -> float:
+        return 1.0
+
+
+def test_graphs_and_what_is_launched_by_itself_have_tables_of_their_own(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiler, "StageTimer", GraphTimer)
+    tables = profile(decoder, storage_of(device=64, host=64), LIMITS, seconds=1.0)
+    check(tables)
+    graphs = tables.of_decodes(16, with_cpu=True)
+    for cost, ms in ((tables, 5.0), (tables.of_decodes(17, with_cpu=False), 5.0), (graphs, 1.0)):
+        assert cost.iteration_ms == cost.linear_ms(3) == cost.head_ms(2) == cost.hand_off_ms(4) == ms
+        assert cost.gpu_attention_ms(2, 40) == ms
+    assert graphs.cpu_attention_ms(2, 40) == tables.cpu_attention_ms(2, 40)
+
+
+@pytest.mark.parametrize("error", [StreamMemoryError("refused"), RelayStalledError("nothing came")])
+def test_where_graphs_cannot_hand_over_decodes_with_the_cpu_are_no_graphs(
+    error: RuntimeError, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GraphTimer, "refuses", error)
+    monkeypatch.setattr(profiler, "StageTimer", GraphTimer)
+    tables = profile(decoder, storage_of(device=64, host=64), LIMITS, seconds=1.0)
+    assert ladder.rung("graphs") == "device-only"
+    assert tables.of_decodes(4, with_cpu=False).linear_ms(4) == 1.0
+    assert tables.of_decodes(4, with_cpu=True).linear_ms(4) == 5.0
+    again = profile(decoder, storage_of(device=64, host=64), LIMITS, seconds=1.0)  # it is not tried again
+    assert again.graph_hand_off is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_every_stage_of_graphs_is_measured() -> None:
+    gpu = torch.device("cuda")
+    model = random_model(CONFIG, dtype=torch.float16, device=gpu)
+    pools = {
+        place: KVPool(CONFIG, 64, BLOCK_SIZE, torch.float16, device)
+        for place, device in ((Place.DEVICE, gpu), (Place.HOST, CPU))
+    }
+    tables = profile(model, KVStorage(pools), LIMITS, seconds=2.0)
+    check(tables)
+    assert tables.graph_rows == LIMITS.max_batch_requests
+    assert tables.of_decodes(4, with_cpu=True) is tables.in_graphs
+    assert tables.in_graphs.linear_ms(1) > 0
+    assert tables.in_graphs.iteration_ms > 0

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neo_desktop.engine.placement import POLICIES, Place
-from neo_desktop.engine.predict.cost_model import CorrectedCostModel, Curve, Surface, TableCostModel
+from neo_desktop.engine.predict.corrected import CorrectedCostModel
+from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling.budget import activation_bytes
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget

@@ -20,7 +20,7 @@ from pipeline_case import (
     tiny_model,
 )
 
-from neo_desktop.engine.batch import IterationPlan, SamplingInput, ScheduledSequence, SubBatch
+from neo_desktop.engine.batch import GraphReach, IterationPlan, SamplingInput, ScheduledSequence, SubBatch
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.graphs import program
@@ -133,7 +133,30 @@ def test_decodes_in_both_places_and_sub_batches(model: Decoder, seed: int) -> No
         check_result(model, plan, contexts(plan), result)
         assert result.timing is not None
         assert 0 < result.timing.cpu_attention_ms < result.timing.total_ms
+        assert result.timing.is_graph
     assert (runner.num_runs, runner.num_programs) == (2, 1)
+    executor.close()
+
+
+def test_the_executor_tells_which_iterations_are_graphs(model: Decoder, rungs: Rungs) -> None:
+    executor, _ = make_executor(model)
+    assert executor.graph_reach == GraphReach(MOST.rows, with_cpu=True)
+    assert make_executor(model, places=(Place.DEVICE,))[0].graph_reach == GraphReach(MOST.rows)
+    plans = {"prompts": prompts("abcdef"), "decodes": decodes("ab"), "with CPU": decodes("ab", "dc", step=1)}
+    expected = {
+        "host-flags": {"prompts": False, "decodes": True, "with CPU": True},
+        "device-only": {"prompts": False, "decodes": True, "with CPU": False},
+        "eager": {"prompts": False, "decodes": False, "with CPU": False},
+    }
+    for rung, graphs in expected.items():
+        rungs(graphs=rung)
+        for name, plan in plans.items():
+            timing = executor.execute(plan).timing
+            assert timing is not None
+            assert timing.is_graph == graphs[name]
+            if name != "prompts":
+                with_cpu = any(s.place is Place.HOST for s in plan.sequences)
+                assert executor.graph_reach.holds(4, with_cpu) == graphs[name]
     executor.close()
 
 

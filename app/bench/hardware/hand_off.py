@@ -13,8 +13,7 @@ import torch
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.lanes import Lanes
 from neo_desktop.engine.execute.timeline import Stage
-
-CHAIN = 32  # round trips in a row, as in an iteration over so many layers
+from neo_desktop.engine.profiling.graph_hand_off import CHAIN
 
 
 class HandOff:

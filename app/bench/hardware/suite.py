@@ -19,7 +19,6 @@ from neo_desktop.app.bench.hardware.figures import (
     TransferFigures,
     Way,
 )
-from neo_desktop.app.bench.hardware.graph_hand_off import GraphHandOff
 from neo_desktop.app.bench.hardware.hand_off import HandOff
 from neo_desktop.app.bench.hardware.host import Host, host_cases
 from neo_desktop.app.bench.hardware.options import HardwareOptions
@@ -30,6 +29,7 @@ from neo_desktop.app.bench.suite import Progress
 from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.execute.graphs.streams import CudaRunner, Lane
 from neo_desktop.engine.loading import choose_device
+from neo_desktop.engine.profiling.graph_hand_off import GraphHandOff
 from neo_desktop.engine.profiling.hardware import find_gpus, last_level_cache_bytes
 
 

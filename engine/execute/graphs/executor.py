@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.batch import (
+    GraphReach,
     IterationPlan,
     IterationResult,
     IterationTiming,
@@ -189,6 +190,18 @@ class GraphExecutor(Executor):
                 self._timeline.end_iteration(completed=False)
             raise
 
+    @property
+    def graph_reach(self) -> GraphReach:
+        """See `Executor`."""
+        if self._pause > 0 or ladder.rung("graphs") == "eager":
+            return GraphReach()
+        return GraphReach(self._most.rows, self._hands_over)
+
+    @property
+    def _hands_over(self) -> bool:
+        """Whether the CPU can attend within a graph."""
+        return ladder.rung("graphs") == "host-flags" and self._relay is not None
+
     def close(self) -> None:
         """End all threads, also in the middle of an iteration, and write the timeline if it has a file."""
         self._is_closed = True
@@ -202,9 +215,8 @@ class GraphExecutor(Executor):
         """Return the bucket that the plan is carried out in; None: it is the pipeline's."""
         if plan.copies or not all(s.is_decode and not s.num_pooled for s in plan.sequences):
             return None
-        rung = ladder.rung("graphs")
-        with_host = rung == "host-flags" and self._relay is not None
-        if rung == "eager" or (not with_host and any(s.place is Place.HOST for s in plan.sequences)):
+        with_cpu = any(s.place is Place.HOST for s in plan.sequences)
+        if ladder.rung("graphs") == "eager" or (with_cpu and not self._hands_over):
             return None
         bucket = Bucket.of(plan)
         return bucket if bucket in self._most and self._fits(bucket) else None
@@ -262,7 +274,8 @@ class GraphExecutor(Executor):
             if self._is_closed:
                 raise RuntimeError("the executor was closed in the middle of an iteration")
             chosen = tokens()
-            timing = IterationTiming((time.perf_counter_ns() - started_ns) / 1e6, cpu_attention_ns / 1e6)
+            total_ns = time.perf_counter_ns() - started_ns
+            timing = IterationTiming(total_ns / 1e6, cpu_attention_ns / 1e6, is_graph=True)
             if self._timeline is not None:
                 self._timeline.end_iteration()
             return result_of([name for _, name, _ in sampling], chosen, self._model.dtype, timing)

@@ -1,4 +1,4 @@
-"""What it takes to let the CPU attend in the middle of a CUDA graph, as iterations of decodes do.
+"""Measures what it takes to let the CPU attend in the middle of a CUDA graph, as iterations of decodes do.
 
 device   |kernel|                           |kernel|
 to-host         |copy|flag
@@ -10,11 +10,12 @@ import time
 
 import torch
 
-from neo_desktop.app.bench.hardware.hand_off import CHAIN
 from neo_desktop.engine.execute.graphs.streams import Lane, Mark, Recorder, Runner
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.native.relay import DONE, READY, Relay, RelayBatch, RelayLayer, empty_flags
 
+CHAIN = 32  # round trips in a row, as in an iteration over so many layers
+PATIENCE_S = 10.0  # for one of them, which takes microseconds
 _HEADS, _HEAD_DIM = 16, 64  # 4 KiB of float32: what one request hands over
 _ROW_BYTES = _HEADS * _HEAD_DIM * torch.float32.itemsize
 
@@ -35,6 +36,8 @@ class GraphHandOff:
         """Seconds of one round trip with so many bytes each way, without the attention itself.
 
         Raises:
+            RelayStalledError: nothing came for long.
+            StreamMemoryError: the driver refuses.
             RuntimeError: what came back is not what was sent.
         """
         device, requests = self._device, max(nbytes // _ROW_BYTES, 1)
@@ -70,8 +73,10 @@ class GraphHandOff:
             context_lens=torch.ones(requests, dtype=torch.int32),
             flags=flags,
         )
+        if pinned:
+            torch.cuda.synchronize(device)  # the lanes know nothing of what was done on this thread's stream
         for number in (1, 2):  # at once, and as a graph
-            relay.start([batch])
+            relay.start([batch], PATIENCE_S)
             start = time.perf_counter()
             try:
                 self._runner.start(nbytes, program)

@@ -1,0 +1,131 @@
+"""A cost model that learns from iterations.
+
+The tables know how times depend on sizes; what changes while a program runs (clocks, heat, other programs)
+moves all of them together. What launching costs moves only those of iterations that are launched piece by
+piece: from graphs and from others it learns apart.
+"""
+
+from collections.abc import Callable
+
+from neo_desktop.engine.batch import GraphReach, IterationPlan, IterationTiming
+from neo_desktop.engine.predict.cost_model import CostModel
+
+
+class CorrectedStages:
+    """One kind of iterations: a factor for the device's stages, and one for the CPU's."""
+
+    SMOOTHING = 0.05  # weight of the newest iteration
+    LOWEST, HIGHEST = 0.25, 4.0
+
+    def __init__(self, base: CostModel) -> None:
+        self._base = base
+        self.device_factor = 1.0
+        self.cpu_factor = 1.0
+
+    @property
+    def base(self) -> CostModel:
+        """What it started from."""
+        return self._base
+
+    @property
+    def in_graphs(self) -> "CorrectedStages":
+        """See `CostModel`."""
+        return self
+
+    def of_decodes(self, rows: int, with_cpu: bool) -> "CorrectedStages":
+        """See `CostModel`."""
+        return self
+
+    @property
+    def num_layers(self) -> int:
+        """See `CostModel`."""
+        return self._base.num_layers
+
+    @property
+    def overlaps(self) -> bool:
+        """See `CostModel`."""
+        return self._base.overlaps
+
+    @property
+    def iteration_ms(self) -> float:
+        """See `CostModel`."""
+        return self._base.iteration_ms * self.device_factor
+
+    def linear_ms(self, tokens: int) -> float:
+        """See `CostModel`."""
+        return self._base.linear_ms(tokens) * self.device_factor
+
+    def prefill_attention_ms(self, tokens: int, start: int) -> float:
+        """See `CostModel`."""
+        return self._base.prefill_attention_ms(tokens, start) * self.device_factor
+
+    def gpu_attention_ms(self, requests: int, context_tokens: int) -> float:
+        """See `CostModel`."""
+        return self._base.gpu_attention_ms(requests, context_tokens) * self.device_factor
+
+    def cpu_attention_ms(self, requests: int, context_tokens: int) -> float:
+        """See `CostModel`."""
+        return self._base.cpu_attention_ms(requests, context_tokens) * self.cpu_factor
+
+    def hand_off_ms(self, requests: int) -> float:
+        """See `CostModel`: most of it is the device's work, and launching it."""
+        return self._base.hand_off_ms(requests) * self.device_factor
+
+    def transfer_ms(self, tokens: int) -> float:
+        """See `CostModel`."""
+        return self._base.transfer_ms(tokens)
+
+    def head_ms(self, rows: int) -> float:
+        """See `CostModel`."""
+        return self._base.head_ms(rows) * self.device_factor
+
+    def compare(self, predicted_ms: float, predicted_cpu_ms: float, timing: IterationTiming) -> None:
+        """Compare an iteration of this kind with its prediction."""
+        if predicted_cpu_ms > 0:
+            self.cpu_factor = self._corrected(self.cpu_factor, predicted_cpu_ms, timing.cpu_attention_ms)
+        if predicted_cpu_ms < predicted_ms / 2:  # the device bounded it
+            self.device_factor = self._corrected(self.device_factor, predicted_ms, timing.total_ms)
+
+    def _corrected(self, factor: float, predicted_ms: float, measured_ms: float) -> float:
+        if predicted_ms <= 0 or measured_ms <= 0:
+            return factor
+        # A factor is a ratio: averaging its logarithm treats twice and half alike. Outliers (a page fault,
+        # another program) move it no further than a doubling would.
+        ratio = min(max(measured_ms / predicted_ms, 0.5), 2.0)
+        return float(min(max(factor * ratio**self.SMOOTHING, self.LOWEST), self.HIGHEST))
+
+
+class CorrectedCostModel(CorrectedStages):
+    """Iterations that are launched piece by piece, and beside them those of graphs.
+
+    Args:
+        base: what it starts from.
+        reach: which iterations are graphs, as it is now; None: those that the base has times for.
+    """
+
+    def __init__(self, base: CostModel, reach: Callable[[], GraphReach] | None = None) -> None:
+        super().__init__(base)
+        self._in_graphs = CorrectedStages(base.in_graphs)
+        self._reach = reach
+
+    @property
+    def in_graphs(self) -> CorrectedStages:
+        """See `CostModel`."""
+        return self._in_graphs
+
+    def of_decodes(self, rows: int, with_cpu: bool) -> CorrectedStages:
+        """See `CostModel`."""
+        if self._reach is None:
+            is_graph = self._base.of_decodes(rows, with_cpu) is not self._base
+        else:
+            is_graph = self._reach().holds(rows, with_cpu)
+        return self._in_graphs if is_graph else self
+
+    def learn(self, plan: IterationPlan, timing: IterationTiming) -> None:
+        """Compare an iteration with its prediction.
+
+        One that became another kind than was predicted (a graph found no memory) says nothing of either.
+        """
+        if plan.is_graph == timing.is_graph:
+            kind = self._in_graphs if plan.is_graph else self
+            kind.compare(plan.predicted_ms, plan.predicted_cpu_ms, timing)
