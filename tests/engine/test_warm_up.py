@@ -14,6 +14,7 @@ from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.loading import LoadedModel, load
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.predict.cost_model import ZeroCostModel
 from neo_desktop.engine.profiling.budget import DEVICE_MARGIN_BYTES, FreeMemory, MemoryCaps, activation_bytes
 from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -161,11 +162,11 @@ def test_on_a_gpu_no_more_memory_is_taken_than_was_promised() -> None:
     reserved, free = torch.cuda.memory_reserved(), FreeMemory.now(device).gpu_bytes
     assert free is not None
     torch.cuda.reset_peak_memory_stats()
-    params = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.9, seed=1, ignore_eos=True)
+    params = SamplingParams(max_tokens=5, temperature=0.9, top_p=0.9, seed=1, ignore_eos=True)
     least_free = free
-    with Engine.from_setup(taken, "neo") as engine:
-        for number in range(20):
-            engine.add_request(str(number), [1 + number] * (7 * number + 3), params)
+    with Engine.from_setup(taken, "neo", cost_model=ZeroCostModel()) as engine:
+        for number in range(6):
+            engine.add_request(str(number), [1 + number] * (20 * number + 3), params)
         while engine.has_work:
             engine.step()
             least_free = min(least_free, FreeMemory.now(device).gpu_bytes or 0)
