@@ -125,10 +125,13 @@ def _on_gpu(value: object) -> object:
 
 def _imitation(operator: Any) -> Callable[..., object]:
     schema, name = operator._schema, operator.name()
+    tensors = {a.name for a in schema.arguments if str(a.type) == "Tensor"}
     written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
     def call(*args: object, **kwargs: object) -> object:
         given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        for each in tensors.intersection(given):  # torch unwraps numbers that it had made tensors
+            given[each] = torch.as_tensor(given[each])
         if any(isinstance(x, Tensor) and not x.is_cuda and x.dim() > 0 for x in tree_leaves(given)):
             raise RuntimeError(f"{name}: a tensor of the CPU among those of the GPU")
         if written:
