@@ -33,10 +33,10 @@ run() {
 }
 possible="not see_no_other and not stays_there and not test_products"
 if [ $# -gt 0 ]; then
-    run tests/engine tests/graphs -k "$possible" "$@"
+    run tests/engine tests/graphs tests/doctor -k "$possible" "$@"
     exit
 fi
-run tests/engine tests/graphs -k "$possible"
+run tests/engine tests/graphs tests/doctor -k "$possible"
 for queues in 1 2 3 8; do
     IMITATED_GPU_QUEUES=$queues IMITATED_GPU_SEED=$queues run tests/graphs -k "graphs_give_the_tokens or raise_flags"
 done
