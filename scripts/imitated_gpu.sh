@@ -3,7 +3,7 @@
 # runtime library is replaced. Arguments go to pytest, which then runs once, with the queues that the environment says.
 #
 # Without arguments: all tests with queues as the seed draws them, then graphs again with 1, 2, 3 and 8 queues. Each
-# of these runs is ended after half an hour; together they take some ten minutes on two cores.
+# of these runs is ended after half an hour.
 #
 # Makes a virtual environment with that torch in build/imitated-gpu, some 4 GB. The environment chooses the GPU:
 #

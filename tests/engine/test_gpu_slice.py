@@ -346,7 +346,13 @@ def test_no_operation_of_an_engine_is_outside_its_slice() -> None:
     with (
         Watch() as watch,
         Engine.from_pretrained(
-            shape="tiny", gpu_slice=8, policy="neo", gpu_cache_tokens=512, cpu_cache_tokens=4096
+            shape="tiny",
+            gpu_slice=8,
+            policy="neo",
+            gpu_cache_tokens=512,
+            cpu_cache_tokens=4096,
+            max_batch_tokens=96,
+            max_batch_requests=4,  # the largest iterations run at the start: on an imitated GPU, too
         ) as engine,
     ):
         engine.generate([[1, 2, 3] * size for size in range(1, 30)], params)
