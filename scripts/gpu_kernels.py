@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.execute.prefill import Prefill, groups_of, kernel_on
+from neo_desktop.engine.kernels.dispatch import programs_per_sm
 from neo_desktop.engine.kernels.in_triton.activation import silu_mul
 from neo_desktop.engine.kernels.in_triton.norm import add_rms_norm
 from neo_desktop.engine.kernels.in_triton.paged_decode import paged_decode
@@ -59,7 +60,8 @@ def decode_case(
     k_cache, v_cache = (torch.randn(cache_shape, dtype=dtype, device=device) for _ in range(2))
     q = torch.randn(requests, HEADS, HEAD_DIM, dtype=dtype, device=device)
     out = torch.empty_like(q)
-    splits = num_splits(requests, KV_HEADS, min(context, window or context), num_sms)
+    num_programs = num_sms * programs_per_sm(q, k_cache, v_cache)
+    splits = num_splits(requests, KV_HEADS, min(context, window or context), num_programs)
     partial_out = torch.empty(requests, HEADS, splits, HEAD_DIM, device=device)
     partial_lse = torch.empty(requests, HEADS, splits, device=device)
     scale = HEAD_DIM**-0.5

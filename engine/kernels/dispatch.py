@@ -9,10 +9,12 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.errors import is_lost, is_out_of_memory
 from neo_desktop.engine.kernels.in_torch.paged_decode import num_pieces
+from neo_desktop.engine.kernels.occupancy import PROGRAMS_ELSEWHERE, usual_programs
 from neo_desktop.engine.ladder import ladder
 
 MAX_PIECES_IN_GRAPH = 16  # of decode attention by torch, in each layer
@@ -62,6 +64,27 @@ def paged_decode(
         scale,
         window,
     )
+
+
+def programs_per_sm(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
+    """Return how many programs of decode attention a multiprocessor holds at once, for such arguments.
+
+    From what the compiler made of the kernel; where that is not known, what is usual for such a GPU. At first
+    this launches the kernel, with nothing to do. For the arguments see `paged_decode`.
+
+    Raises:
+        RuntimeError: the GPU failed, or has no memory left.
+    """
+    if q.device.type != "cuda":  # Triton's interpreter
+        return PROGRAMS_ELSEWHERE
+    found: int | None = None
+    if ladder.rung("paged_decode") == "triton":
+        try:
+            found = _function("in_triton", "paged_decode", "programs_per_sm")(q, k_cache, v_cache)
+        except Exception as error:
+            _give_up("paged_decode", error)
+    major, minor = torch.cuda.get_device_capability(q.device)
+    return found or usual_programs(10 * major + minor)
 
 
 def rope_append(
@@ -161,14 +184,19 @@ def _serve(mechanism: str, function: str, *arguments: object) -> None:
             _function("in_triton", mechanism, function)(*arguments)
             return
         except Exception as error:  # compilers, linkers and drivers: each fails in ways of its own
-            if isinstance(error, AssertionError) or is_out_of_memory(error) or is_lost(error):
-                raise
-            ladder.limit(mechanism, "torch", f"the Triton kernel cannot be used: {_first_line(error)}")
+            _give_up(mechanism, error)
     _function("in_torch", mechanism, function)(*arguments)
 
 
+def _give_up(mechanism: str, error: Exception) -> None:
+    """Let torch serve from now on, if that would help against the error; else raise it."""
+    if isinstance(error, AssertionError) or is_out_of_memory(error) or is_lost(error):
+        raise error
+    ladder.limit(mechanism, "torch", f"the Triton kernel cannot be used: {_first_line(error)}")
+
+
 @cache
-def _function(package: str, module: str, name: str) -> Callable[..., None]:
+def _function(package: str, module: str, name: str) -> Callable[..., Any]:
     found: Callable[..., Any] = getattr(import_module(f"{__package__}.{package}.{module}"), name)
     return found
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.kernels.dispatch import paged_decode, read_rows, write_rows
+from neo_desktop.engine.kernels.dispatch import paged_decode, programs_per_sm, read_rows, write_rows
 from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.engine.kv.layer import KVLayer, Rows
 from neo_desktop.models.config import ModelConfig
@@ -68,10 +68,10 @@ class DeviceLayer(KVLayer):
     ) -> None:
         """Store, then attend."""
         self.write(k, v, slots)
-        splits = self._num_splits(len(q), window)
+        splits = self._num_splits(q, window)
         self._attend(q, block_tables, context_lens, out, splits, scale, window)
 
-    def _num_splits(self, requests: int, window: int | None) -> int:
+    def _num_splits(self, q: Tensor, window: int | None) -> int:
         """Into how many parts contexts are cut: as if one request had all blocks.
 
         How long the longest is only the device knows. Parts that a context is too short for cost next to
@@ -79,7 +79,8 @@ class DeviceLayer(KVLayer):
         """
         most_tokens = self._k.shape[0] * self.block_size
         kv_heads = self._k.shape[2]
-        return num_splits(requests, kv_heads, min(most_tokens, window or most_tokens), self._num_sms)
+        num_programs = self._num_sms * programs_per_sm(q, self._k, self._v)
+        return num_splits(len(q), kv_heads, min(most_tokens, window or most_tokens), num_programs)
 
     def _attend(
         self,

@@ -17,7 +17,7 @@ def fused_linear(decoder: Decoder, tokens: int) -> tuple[Callable[[int], object]
 
     KV is stored nowhere.
     """
-    workspace = Workspace(decoder.config, decoder.dtype, decoder.device, Most(tokens, 1), num_sms=1)
+    workspace = Workspace(decoder.config, decoder.dtype, decoder.device, Most(tokens, 1), num_programs=1)
     layers = FusedLayers(decoder, workspace.scratch)
     (memory,) = workspace.sub_batches(Bucket((Rows(tokens, 0),), 1))
     memory.inputs.slots.fill_(-1)

@@ -630,7 +630,7 @@ def test_a_bucket_holds_its_plan_and_not_much_more(parts: list[list[tuple[Place,
 def test_the_memory_of_a_workspace_is_known_beforehand() -> None:
     config = tiny_config((None,))
     for most in (Most(8, 64), Most(256, 1024)):
-        workspace = Workspace(config, torch.float16, torch.device("cpu"), most, num_sms=8)
+        workspace = Workspace(config, torch.float16, torch.device("cpu"), most, num_programs=32)
         tensors = [
             value
             for name, value in vars(workspace).items()

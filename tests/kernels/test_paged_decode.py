@@ -1,6 +1,7 @@
 """Decode attention on the GPU equals softmax(q·K)V in float64, however contexts are cut."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,7 +15,7 @@ from torch import Tensor
 from neo_desktop.engine.kernels.dispatch import paged_decode
 from neo_desktop.engine.kernels.in_torch import paged_decode as in_torch
 from neo_desktop.engine.kernels.in_triton import paged_decode as in_triton
-from neo_desktop.engine.kernels.splits import MAX_SPLITS, MIN_SPLIT_TOKENS, PROGRAMS_PER_SM, num_splits
+from neo_desktop.engine.kernels.splits import MAX_SPLITS, MIN_SPLIT_TOKENS, num_splits
 
 pytestmark = pytest.mark.usefixtures("kernel_rung")
 
@@ -176,16 +177,16 @@ def test_nan_stays_with_the_request_that_has_it(device: torch.device) -> None:
     requests=st.integers(1, 512),
     kv_heads=st.integers(1, 64),
     max_tokens=st.integers(1, 2**20),
-    num_sms=st.integers(1, 200),
+    num_programs=st.integers(1, 1000),
 )
-def test_number_of_splits(requests: int, kv_heads: int, max_tokens: int, num_sms: int) -> None:
-    splits = num_splits(requests, kv_heads, max_tokens, num_sms)
+def test_number_of_splits(requests: int, kv_heads: int, max_tokens: int, num_programs: int) -> None:
+    splits = num_splits(requests, kv_heads, max_tokens, num_programs)
     assert splits <= max(1, min(MAX_SPLITS, max_tokens // MIN_SPLIT_TOKENS))
-    assert splits >= num_splits(requests + 1, kv_heads, max_tokens, num_sms)
+    assert splits >= num_splits(requests + 1, kv_heads, max_tokens, num_programs)
 
 
 def test_one_long_request_uses_the_whole_gpu() -> None:
-    assert 8 * num_splits(1, 8, 32_768, 82) > PROGRAMS_PER_SM * 82 - 8
+    assert 328 - 8 < 8 * num_splits(1, 8, 32_768, 328) <= 328
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -206,3 +207,11 @@ def test_without_parts_nothing_is_merged(
     case = make_case(LENGTHS, group=3)
     check(case, attend(case, splits, device))
     assert len(launches) == splits - 1
+
+
+def test_programs_of_a_compiled_kernel() -> None:
+    """128 registers by 128 threads: four such programs have all registers of a multiprocessor of 7.5."""
+    compiled = SimpleNamespace(n_regs=128, metadata=SimpleNamespace(shared=2048, num_warps=4))
+    assert in_triton.programs_of(compiled, 75) == 4
+    assert in_triton.programs_of(None, 75) is None  # Triton's interpreter
+    assert in_triton.programs_of(SimpleNamespace(metadata=compiled.metadata), 75) is None

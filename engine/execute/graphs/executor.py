@@ -32,7 +32,7 @@ from neo_desktop.engine.execute.graphs.streams import Runner, StreamMemoryError
 from neo_desktop.engine.execute.graphs.workspace import SubBatchMemory, Workspace
 from neo_desktop.engine.execute.pipeline import PipelineExecutor, result_of
 from neo_desktop.engine.execute.timeline import Stage, Timeline
-from neo_desktop.engine.kernels.dispatch import fits_graph
+from neo_desktop.engine.kernels.dispatch import fits_graph, programs_per_sm
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.ladder import ladder
@@ -86,11 +86,13 @@ class GraphExecutor(Executor):
         self._timeline = timeline
         self._streams = streams or WholeDevice(model.device)
         with self._streams.on_device():
-            self._workspace = Workspace(model.config, model.dtype, model.device, most, num_sms)
+            k_caches, v_caches = self._caches = _caches(model, storage)
+            q = k_caches.new_empty(1, model.config.num_heads, model.config.head_dim)
+            num_programs = num_sms * programs_per_sm(q, k_caches[0], v_caches[0])
+            self._workspace = Workspace(model.config, model.dtype, model.device, most, num_programs)
         self._layers = FusedLayers(model, self._workspace.scratch)
         host = storage.get(Place.HOST)
         self._block_size = storage.block_size
-        self._caches = _caches(model, storage)
         self._relay = _relay(model, host) if host and ladder.rung("graphs") == "host-flags" else None
         self._stalled_relay: Relay | None = None
         self._programs: dict[Bucket, DecodeProgram] = {}

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.execute.graphs.bucket import Bucket, Most, Rows
-from neo_desktop.engine.kernels.splits import PROGRAMS_PER_SM, num_splits
+from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.native.relay import empty_flags
 
@@ -71,11 +71,11 @@ class Workspace:
         dtype: likewise.
         device: likewise.
         most: the largest bucket's sizes.
-        num_sms: of the GPU.
+        num_programs: of decode attention, that the GPU runs at once.
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, most: Most, num_sms: int
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, most: Most, num_programs: int
     ) -> None:
         max_rows, max_blocks = most.rows, most.blocks
 
@@ -83,7 +83,7 @@ class Workspace:
             return torch.zeros(shape, dtype=of, device=device)
 
         self._config = config
-        self._num_sms = num_sms
+        self._num_programs = num_programs
         pinned = device.type == "cuda"
         num_ints = 2 * max_rows * (4 + max_blocks)
         self._ints = room(num_ints, of=torch.int32)
@@ -109,7 +109,7 @@ class Workspace:
             for _ in range(2)
         ]
         # Where contexts are cut at all, parts are at most as many as keep the GPU busy (see `num_splits`).
-        parts = heads * (num_sms * PROGRAMS_PER_SM // kv_heads)
+        parts = heads * (num_programs // kv_heads)
         self.scratch = Scratch(
             normed=room(max_rows, config.hidden_size),
             gate_up=room(max_rows, 2 * config.intermediate_size),
@@ -159,7 +159,7 @@ class Workspace:
             max_tokens: that one of them may attend to.
         """
         config = self._config
-        splits = num_splits(rows, config.num_kv_heads, max_tokens, self._num_sms)
+        splits = num_splits(rows, config.num_kv_heads, max_tokens, self._num_programs)
         shape = (rows if splits > 1 else 0, config.num_heads, splits)
         parts = math.prod(shape)
         return (

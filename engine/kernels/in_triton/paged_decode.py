@@ -13,7 +13,9 @@ length; programs for which nothing is left end at once, and what they would have
 `tl.dot` becomes tensor-core instructions from compute capability 8.0 on. For 7.5 there is `plain_decode`.
 """
 
+from collections.abc import Hashable
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -21,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.driver import driver
 
+from neo_desktop.engine.kernels import occupancy
 from neo_desktop.engine.kernels.in_triton.plain_decode import (
     MAX_GROUP,
     NUM_WARPS,
@@ -66,12 +69,80 @@ def paged_decode(
         window: how many of the last tokens are attended to; None: all.
     """
     requests, heads, head_dim = q.shape
+    window = EVERYTHING if window is None else window
+    tile, _ = _launch(
+        q, k_cache, v_cache, block_tables, context_lens, out, partial_out, partial_lse, scale, window
+    )
+    splits = partial_lse.shape[2]
+    if splits == 1:
+        return
+    _merge[heads, requests](
+        partial_out,
+        partial_lse,
+        context_lens,
+        out,
+        window,
+        splits,
+        out.stride(0),
+        HEAD_DIM=head_dim,
+        HEAD_PAD=triton.next_power_of_2(head_dim),
+        TILE=tile,
+        PARTS=PARTS_AT_ONCE,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+def programs_per_sm(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int | None:
+    """Return how many programs fit into a multiprocessor at once; see `dispatch.programs_per_sm`.
+
+    None: the compiled kernel does not tell, or it is not known what this GPU has.
+    """
+    heads, head_dim = q.shape[1:]
+    key = (q.device, q.dtype, heads, head_dim, k_cache.shape[1:], k_cache.stride())
+    if key not in _programs_per_sm:
+        nothing = torch.zeros(1, dtype=torch.int32, device=q.device)
+        row, partial_lse = torch.empty_like(q[:1]), torch.empty(0, heads, 1, device=q.device)
+        partial_out = torch.empty(0, heads, 1, head_dim, device=q.device)
+        _, compiled = _launch(
+            row, k_cache, v_cache, nothing.view(1, 1), nothing, row, partial_out, partial_lse, 1.0, 1
+        )
+        major, minor = torch.cuda.get_device_capability(q.device)
+        _programs_per_sm[key] = programs_of(compiled, 10 * major + minor)
+    return _programs_per_sm[key]
+
+
+_programs_per_sm: dict[Hashable, int | None] = {}
+
+
+def programs_of(compiled: Any, capability: int) -> int | None:
+    """Return how many programs of a kernel that was launched fit into a multiprocessor; None: unknown."""
+    registers, metadata = getattr(compiled, "n_regs", None), getattr(compiled, "metadata", None)
+    shared, num_warps = getattr(metadata, "shared", None), getattr(metadata, "num_warps", None)
+    if registers is None or shared is None or num_warps is None:  # the interpreter's, or another Triton's
+        return None
+    return occupancy.programs_per_sm(capability, registers, shared, num_warps)
+
+
+def _launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    out: Tensor,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    scale: float,
+    window: int,
+) -> tuple[int, Any]:
+    """Attend to each part; return its tile, in tokens, and the compiled kernel."""
+    requests, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     assert k_cache.stride() == v_cache.stride()
     assert k_cache.stride(3) == q.stride(2) == out.stride(2) == 1
     assert q.stride(1) == out.stride(1) == head_dim
     splits = partial_lse.shape[2]
-    window = EVERYTHING if window is None else window
     group = heads // kv_heads
     head_pad = triton.next_power_of_2(head_dim)
     arguments = (
@@ -97,7 +168,7 @@ def paged_decode(
     if group <= MAX_GROUP and not has_tensor_cores(q.device):
         shape = plain_shape(group, head_pad, q.element_size())
         tile = shape["STEPS"] * shape["LANES"]
-        attend_plain[grid](
+        return tile, attend_plain[grid](
             *arguments,
             GROUP=group,
             HEAD_DIM=head_dim,
@@ -109,35 +180,17 @@ def paged_decode(
             num_stages=1,
             enable_fp_fusion=True,
         )
-    else:
-        tile = min(32, 4096 // head_pad)  # more tokens at once spill registers on 7.5
-        _attend[grid](
-            *arguments,
-            GROUP=group,
-            GROUP_PAD=triton.next_power_of_2(group),
-            HEAD_DIM=head_dim,
-            HEAD_PAD=head_pad,
-            BLOCK_SIZE=block_size,
-            TILE=tile,
-            num_warps=4,
-            num_stages=5,  # from 8.0 on: two tiles of K and V are under way, and the tables of two more
-            enable_fp_fusion=True,
-        )
-    if splits == 1:
-        return
-    _merge[heads, requests](
-        partial_out,
-        partial_lse,
-        context_lens,
-        out,
-        window,
-        splits,
-        out.stride(0),
+    tile = min(32, 4096 // head_pad)  # more tokens at once spill registers on 7.5
+    return tile, _attend[grid](
+        *arguments,
+        GROUP=group,
+        GROUP_PAD=triton.next_power_of_2(group),
         HEAD_DIM=head_dim,
         HEAD_PAD=head_pad,
+        BLOCK_SIZE=block_size,
         TILE=tile,
-        PARTS=PARTS_AT_ONCE,
         num_warps=4,
+        num_stages=5,  # from 8.0 on: two tiles of K and V are under way, and the tables of two more
         enable_fp_fusion=True,
     )
 
