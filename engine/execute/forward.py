@@ -12,7 +12,8 @@ from torch import Tensor
 from neo_desktop.engine.batch import ScheduledSequence, SubBatch
 from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.execute.attention import PlaceBatch, place_batches
-from neo_desktop.engine.execute.lanes import Lanes, Signal
+from neo_desktop.engine.execute.lane import Signal
+from neo_desktop.engine.execute.lanes import Lanes
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.engine.kv.storage import KVStorage

@@ -8,58 +8,41 @@ copies stand in for them (`ThreadLane`), so that a task in a wrong order shows a
 CPU attention and swapping are threads everywhere.
 
 A failed task fails its signal with the exception, and so does every task that waits for it, without running.
+
+Nobody waits for ever. When no stage of any lane has ended for longer than an iteration's patience, waiting
+ends with an error that names the stage. It means that nothing more can be computed in this process: neither a
+thread nor the GPU can be made to give a stage up, so that its lane, and the memory it works on, stay lost.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
+from neo_desktop.engine.cuda.errors import DeviceLostError, EngineLostError
 from neo_desktop.engine.cuda.streams import Streams
+from neo_desktop.engine.cuda.waiting import wait_for_gpu
+from neo_desktop.engine.execute.lane import Lane, Signal, Work
+from neo_desktop.engine.execute.thread_lane import ThreadLane
 from neo_desktop.engine.execute.timeline import Stage, Timeline, timed_event
-
-Work = Callable[[], object]
-
-
-class Signal(Protocol):
-    """The end of a piece of work."""
-
-    def wait(self) -> None:
-        """Block this thread until the work has ended; raise the work's exception if it failed."""
-        ...
-
-    def hold(self, stream: torch.cuda.Stream) -> None:
-        """Let what is put on the stream from now on wait for the work; this thread waits only if it must."""
-        ...
-
-
-class _Task:
-    """The signal of a thread."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        self._future.result()
-
-    def hold(self, stream: torch.cuda.Stream) -> None:
-        # A stream cannot wait for a thread: whoever fills the stream does it in its place.
-        self.wait()
+from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Watch
 
 
 class _Event:
     """The signal of a CUDA stream."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, watch: Watch, what: str) -> None:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
+        self._watch = watch
+        self._what = what
 
     def wait(self) -> None:
-        self._event.synchronize()
+        wait_for_gpu(self._event, self._watch, self._what)
+        self._watch.went_on()
 
     def hold(self, stream: torch.cuda.Stream) -> None:
         stream.wait_event(self._event)
@@ -78,99 +61,6 @@ class _Done:
 _DONE = _Done()
 
 
-class Lane(Protocol):
-    """What carries out tasks in order. One thread submits, cancels and joins; any thread may close."""
-
-    def submit(self, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
-        """Carry out `work` after all earlier tasks of this lane and after the signals."""
-        ...
-
-    def cancel(self) -> None:
-        """Drop the tasks that have not begun; their signals fail."""
-        ...
-
-    def join(self) -> None:
-        """Block until every task has ended or was dropped; raise the first exception among them."""
-        ...
-
-    def stop(self) -> None:
-        """Drop the tasks that have not begun and take no more; does not block."""
-        ...
-
-    def close(self) -> None:
-        """Stop, and block until the lane has ended. May be called again."""
-        ...
-
-
-class ThreadLane:
-    """A thread. It exists from the first task until `close`, and sleeps while there are no tasks.
-
-    Args:
-        name: of the lane and its thread.
-        timeline: records when the lane was busy.
-        stream: the CUDA stream on which tasks put their work, if they use the GPU; a task has ended when
-            that work has.
-    """
-
-    def __init__(
-        self, name: str, timeline: Timeline | None = None, stream: torch.cuda.Stream | None = None
-    ) -> None:
-        self.name = name
-        self._timeline = timeline
-        self._stream = stream
-        # Its thread also ends when the lane is garbage, and before the interpreter does.
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"neo-desktop-{name}")
-        self._tasks: list[Future[None]] = []
-
-    def submit(self, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
-        """Carry out `work` after all earlier tasks of this lane and after the signals."""
-        future = self._thread.submit(self._run, stage, work, after)
-        self._tasks.append(future)
-        return _Task(future)
-
-    def _run(self, stage: Stage, work: Work, after: Sequence[Signal]) -> None:
-        for signal in after:
-            signal.wait()
-        start_ns = time.perf_counter_ns()
-        on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with torch.inference_mode(), on_stream:  # both belong to the thread
-            try:
-                work()
-            finally:
-                if self._stream is not None:
-                    self._stream.synchronize()
-        if self._timeline is not None and self._timeline.is_recording:
-            self._timeline.add(self.name, stage, start_ns, time.perf_counter_ns())
-
-    def cancel(self) -> None:
-        """Drop the tasks that have not begun; their signals fail."""
-        for task in self._tasks:
-            task.cancel()
-
-    def join(self) -> None:
-        """Block until every task has ended or was dropped; raise the first exception among them."""
-        tasks, self._tasks = self._tasks, []
-        errors = [_error(task) for task in tasks]
-        for error in errors:
-            if error is not None:
-                raise error
-
-    def stop(self) -> None:
-        """Drop the tasks that have not begun and take no more; does not block."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def close(self) -> None:
-        """Stop, and block until the thread has ended. May be called again."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-
-def _error(task: Future[None]) -> BaseException | None:
-    try:
-        return task.exception()
-    except CancelledError as error:
-        return error
-
-
 class StreamLane:
     """A CUDA stream, filled by the thread that submits; work must not block."""
 
@@ -178,6 +68,13 @@ class StreamLane:
         self.name = name
         self._timeline = timeline
         self._stream = stream
+        self._watch = DEFAULT_PATIENCE.watch()
+        self._passed: list[_Event] = []  # of the iteration
+
+    def begin(self, watch: Watch) -> None:
+        """See `Lane`."""
+        self._watch = watch
+        self._passed.clear()
 
     def submit(self, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
         """Put `work` on the stream; blocks until those of the signals that come from threads have come."""
@@ -185,20 +82,24 @@ class StreamLane:
             signal.hold(self._stream)
         with torch.cuda.stream(self._stream), _timed(self.name, self._timeline, stage):
             work()
-        return _Event(self._stream)
+        self._passed.append(event := _Event(self._stream, self._watch, stage.words))
+        return event
 
     def cancel(self) -> None:
         """Do nothing: what is on a stream cannot be taken back, and ends by itself."""
 
     def join(self) -> None:
         """Block until the stream is empty."""
-        self._stream.synchronize()
+        _wait_for_all(self._passed)
+        wait_for_gpu(self._stream, self._watch)
 
     def stop(self) -> None:
         """Do nothing: there is no thread."""
 
     def close(self) -> None:
-        """Do nothing: there is no thread."""
+        """Block until the stream is empty, unless the GPU is lost."""
+        with suppress(RuntimeError):  # whoever waits for what is on it is told
+            wait_for_gpu(self._stream, self._watch)
 
 
 class CallerLane:
@@ -208,6 +109,13 @@ class CallerLane:
         self.name = name
         self._timeline = timeline
         self._device = device
+        self._watch = DEFAULT_PATIENCE.watch()
+        self._passed: list[_Event] = []  # of the iteration
+
+    def begin(self, watch: Watch) -> None:
+        """Take what is to be waited with from now on, while nothing is under way."""
+        self._watch = watch
+        self._passed.clear()
 
     @property
     def _stream(self) -> torch.cuda.Stream | None:
@@ -225,27 +133,35 @@ class CallerLane:
     def mark(self) -> Signal:
         """Return the signal of everything up to here."""
         stream = self._stream
-        return _DONE if stream is None else _Event(stream)
+        return _DONE if stream is None else _Event(stream, self._watch, "what comes before a copy")
 
-    def span(self, stage: Stage) -> AbstractContextManager[None]:
-        """Record the block of the `with` statement."""
-        if self._timeline is None or not self._timeline.is_recording:
-            return nullcontext()
-        if self._stream is None:
-            return _clocked(self.name, self._timeline, stage)
-        return _timed(self.name, self._timeline, stage)
+    @contextmanager
+    def span(self, stage: Stage) -> Iterator[None]:
+        """Carry out the block of the `with` statement as a stage, and record it."""
+        stream, timeline = self._stream, self._timeline
+        if stream is not None:
+            with _timed(self.name, timeline, stage):
+                yield
+            self._passed.append(_Event(stream, self._watch, stage.words))
+            return
+        start_ns = time.perf_counter_ns()
+        yield
+        self._watch.went_on()
+        if timeline is not None and timeline.is_recording:
+            timeline.add(self.name, stage, start_ns, time.perf_counter_ns())
 
     def join(self) -> None:
         """Block until the device is done."""
         if (stream := self._stream) is not None:
-            stream.synchronize()
+            _wait_for_all(self._passed)
+            wait_for_gpu(stream, self._watch)
 
 
-@contextmanager
-def _clocked(lane: str, timeline: Timeline, stage: Stage) -> Iterator[None]:
-    start_ns = time.perf_counter_ns()
-    yield
-    timeline.add(lane, stage, start_ns, time.perf_counter_ns())
+def _wait_for_all(events: list[_Event]) -> None:
+    """Wait for stages in order, so that an error names the one that does not end."""
+    for event in events:
+        event.wait()
+    events.clear()
 
 
 @contextmanager
@@ -294,19 +210,44 @@ class Lanes:
     def _beside(self) -> tuple[Lane, ...]:
         return self.to_host, self.cpu, self.to_device, self.swap
 
+    def begin(self, watch: Watch) -> None:
+        """Begin an iteration, which is waited for in this way."""
+        for lane in self._beside:
+            lane.begin(watch)
+        self.device.begin(watch)
+
     def join(self) -> None:
-        """Block until all work has ended; raise the exception of a task that failed."""
+        """Block until all work has ended; raise the exception of a task that failed.
+
+        Raises:
+            EngineLostError: a stage did not end.
+        """
         for lane in self._beside:
             lane.join()
         self.device.join()
 
-    def abandon(self) -> None:
-        """Drop what has not begun and block until the rest has ended, whether or not it fails."""
+    def abandon(self, error: BaseException | None = None) -> EngineLostError | None:
+        """Drop what has not begun and block until the rest has ended, whether or not it fails.
+
+        Args:
+            error: that led here, if one did.
+
+        Returns:
+            Why nothing can be done any more: it, or what does not end now; None: all can be used again.
+        """
         for lane in self._beside:
             lane.cancel()
+        lost = error if isinstance(error, EngineLostError) else None
         for join in (*(lane.join for lane in self._beside), self.device.join):
-            with suppress(Exception):  # the one that led here is reported
+            if isinstance(lost, DeviceLostError):
+                break  # threads wait for it in vain, too
+            try:
                 join()
+            except EngineLostError as another:
+                lost = lost or another
+            except Exception:
+                pass
+        return lost
 
     def close(self) -> None:
         """End all threads, also in the middle of an iteration. May be called again, from any thread."""

@@ -50,15 +50,18 @@ from neo_desktop.engine.batch import (
     SampledToken,
 )
 from neo_desktop.engine.cuda.copies import download, upload
-from neo_desktop.engine.cuda.errors import is_out_of_memory
+from neo_desktop.engine.cuda.errors import EngineLostError, device_lost, is_device_lost, is_out_of_memory
 from neo_desktop.engine.cuda.streams import Streams, WholeDevice
+from neo_desktop.engine.cuda.waiting import wait_for_gpu
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.forward import ForwardPass, HandOff, num_last_rows
-from neo_desktop.engine.execute.lanes import Lanes, Signal
+from neo_desktop.engine.execute.lane import Signal
+from neo_desktop.engine.execute.lanes import Lanes
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage, Timeline
 from neo_desktop.engine.kv.storage import CopyGroup, KVStorage
 from neo_desktop.engine.kv.transfer import Carrier, HostBuffer
 from neo_desktop.engine.sampler import start_sampling
+from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Patience
 from neo_desktop.models.decoder import Decoder
 
 T = TypeVar("T")
@@ -75,6 +78,7 @@ class PipelineExecutor(Executor):
         timeline: records what every lane does.
         streams: what the work on the model's device runs on; None: on the whole of it.
         lanes: for tests; None: those that fit the model's device.
+        patience: with stages of an iteration; when it ends, the executor is lost.
     """
 
     def __init__(
@@ -85,20 +89,26 @@ class PipelineExecutor(Executor):
         *,
         streams: Streams | None = None,
         lanes: Lanes | None = None,
+        patience: Patience = DEFAULT_PATIENCE,
     ) -> None:
         self._model = model
         self._storage = storage
         self._timeline = timeline
         self._streams = streams or WholeDevice(model.device)
         self._lanes = lanes or Lanes.for_device(self._streams, timeline)
-        self._carrier = Carrier(model.config, model.dtype, model.device)
+        self._patience = patience
+        self._watch = patience.watch()  # of the iteration
+        self._carrier = Carrier(model.config, model.dtype, model.device, patience)
         self._hand_offs = tuple(HandOff(HostBuffer(model.device), HostBuffer(model.device)) for _ in range(2))
         self._is_closed = False
+        self._lost: EngineLostError | None = None
 
     def start(self, plan: IterationPlan) -> Wait:
         """See `Executor`."""
         if self._is_closed:
             raise RuntimeError("the executor is closed")
+        if self._lost is not None:
+            raise self._lost.with_traceback(None)
         if self._model.device.type == "cpu":  # no device works beside this thread
             return partial(self._attempt, partial(self._carry_out, plan))
         return partial(self._attempt, self._attempt(partial(self._submit, plan)))
@@ -114,12 +124,13 @@ class PipelineExecutor(Executor):
                     raise RuntimeError("the executor is closed")
                 return work()
         except BaseException as error:
-            with self._streams.on_device():
-                self._lanes.abandon()
+            lost = self._abandon(device_lost(error) if is_device_lost(error) else error)
             if self._timeline is not None:
                 self._timeline.end_iteration(completed=False)
             if self._is_closed and isinstance(error, Exception):
                 raise RuntimeError("the executor was closed in the middle of an iteration") from error
+            if lost is not None and lost is not error:
+                raise lost from error
             if not is_out_of_memory(error):
                 raise
             reason = str(error)
@@ -128,13 +139,30 @@ class PipelineExecutor(Executor):
         torch.cuda.empty_cache()
         raise DeviceMemoryError(reason)
 
+    def _abandon(self, error: BaseException) -> EngineLostError | None:
+        """End what is under way; return why nothing can be done any more, if that is so."""
+        try:
+            with self._streams.on_device():
+                lost = self._lanes.abandon(error)
+        except RuntimeError as another:  # of a GPU that does not take streams any more
+            if not is_device_lost(another):
+                raise
+            lost = device_lost(another)
+        if lost is not None:
+            self._lost = self._lost or lost
+            self._watch.give_up()
+        return self._lost
+
     def close(self) -> None:
-        """End all threads, also in the middle of an iteration, and write the timeline if it has a file."""
+        """End all threads, also in the middle of an iteration, and write the timeline if it has a file.
+
+        What does not end within the patience is left behind.
+        """
         self._is_closed = True
         self._lanes.close()
-        if self._model.device.type == "cuda":
-            with suppress(RuntimeError):  # whoever waits for what is under way is told
-                torch.cuda.synchronize(self._model.device)
+        if self._model.device.type == "cuda" and self._lost is None:
+            with suppress(RuntimeError), self._streams.on_device():  # whoever waits for it is told
+                wait_for_gpu(torch.cuda.current_stream(self._model.device), self._patience.watch())
         if self._timeline is not None:
             self._timeline.close()
 
@@ -144,6 +172,8 @@ class PipelineExecutor(Executor):
             self._timeline.begin_iteration(self._model.device)
         started_ns = time.perf_counter_ns()
         model, lanes = self._model, self._lanes
+        self._watch = self._patience.watch(plan.predicted_ms)
+        lanes.begin(self._watch)
         passes = [
             ForwardPass(index, sub_batch, model, self._storage, lanes, hand_off, self._carrier)
             for index, (sub_batch, hand_off) in enumerate(

@@ -24,6 +24,12 @@ class Stage(NamedTuple):
     sub_batch: int  # or NO_SUB_BATCH
     tokens: int  # rows, or tokens of the blocks that are copied
 
+    @property
+    def words(self) -> str:
+        """Which one it is, for people."""
+        where = "" if self.sub_batch == NO_SUB_BATCH else f" of sub-batch {self.sub_batch}"
+        return f"{self.name!r} in layer {self.layer}{where}"
+
 
 class Span(NamedTuple):
     """When a lane was busy with a stage; times are those of `time.perf_counter_ns`."""

@@ -8,7 +8,9 @@ import math
 import torch
 from torch import Tensor
 
+from neo_desktop.engine.cuda.waiting import wait_for_gpu
 from neo_desktop.engine.kv.layer import KVLayer, Rows
+from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Patience
 from neo_desktop.models.config import ModelConfig
 
 TOKENS_AT_ONCE = 4096  # whose rows are on their way, unless a caller has more in one piece
@@ -39,12 +41,20 @@ class Carrier:
         config: the model's.
         dtype: likewise.
         device: likewise: what is beside host memory.
+        patience: with a copy of some thousand rows, and what is before it on the stream.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        patience: Patience = DEFAULT_PATIENCE,
+    ) -> None:
         self._row_shape = (config.num_kv_heads, config.head_dim)
         self._dtype = dtype
         self._device = device
+        self._patience = patience
         self._crosses = device.type != "cpu"
         self._buffer = HostBuffer(device)
 
@@ -97,4 +107,4 @@ class Carrier:
         return self._buffer.view((2, count, *self._row_shape), self._dtype)
 
     def _synchronize(self) -> None:
-        torch.cuda.current_stream(self._device).synchronize()
+        wait_for_gpu(torch.cuda.current_stream(self._device), self._patience.watch(), "a copy of KV")

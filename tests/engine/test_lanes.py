@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from neo_desktop.engine.cuda.errors import StageStalledError
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.execute.lanes import CallerLane, Lanes, ThreadLane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.waiting import Watch
 
 CPU = torch.device("cpu")
 STAGE = Stage("work", 0, 0, 1)
@@ -195,3 +197,50 @@ def test_spans_begin_when_the_waiting_has_ended() -> None:
     assert waited.end_ns <= waiting.start_ns <= waiting.end_ns <= device.start_ns <= device.end_ns
     first.close()
     second.close()
+
+
+def test_a_stage_that_never_ends_is_named_and_holds_nobody_up() -> None:
+    lanes, gate, ran = Lanes.for_device(WholeDevice(CPU), None), threading.Event(), []
+    lanes.begin(Watch(0.4, predicted_ms=12))
+    stuck = lanes.cpu.submit(Stage("CPU attention", 3, 1, 7), gate.wait)
+    dependent = lanes.to_device.submit(STAGE, lambda: ran.append("dependent"), (stuck,))
+    lanes.swap.submit(STAGE, lambda: ran.append("other"))
+    expected = (
+        "the CPU did not end 'CPU attention' in layer 3 of sub-batch 1 (thread 'cpu') within 0.4 s; the "
+        "whole iteration should take 12 ms; a thread cannot be stopped, and the engine must be started again"
+    )
+    for wait in (lanes.join, stuck.wait, dependent.wait):
+        with pytest.raises(StageStalledError) as caught:
+            wait()
+        assert str(caught.value) == expected
+    assert str(lanes.abandon(caught.value)) == expected
+    assert ran == ["other"]
+    lanes.close()
+    gate.set()
+
+
+def test_patience_begins_anew_with_every_stage_of_any_lane() -> None:
+    lanes, gate = Lanes.for_device(WholeDevice(CPU), None), threading.Event()
+    lanes.begin(Watch(3.0))
+    lanes.cpu.submit(STAGE, gate.wait)
+    for _ in range(4):
+        lanes.swap.submit(STAGE, lambda: time.sleep(1.0))  # together more than the patience
+    lanes.swap.submit(STAGE, gate.set)
+    lanes.join()
+    lanes.close()
+
+
+def test_a_program_with_a_stage_that_never_ends_ends() -> None:
+    program = (
+        "import threading\n"
+        "from neo_desktop.engine.execute.lanes import ThreadLane\n"
+        "from neo_desktop.engine.execute.timeline import Stage\n"
+        "lane, begun = ThreadLane('a'), threading.Event()\n"
+        "lane.submit(Stage('work', 0, 0, 1), lambda: (begun.set(), threading.Event().wait()))\n"
+        "begun.wait()\n"
+        "print('end')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert (ended.stdout, ended.stderr) == ("end\n", "")

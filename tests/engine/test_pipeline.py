@@ -29,12 +29,14 @@ from neo_desktop.engine.batch import (
     ScheduledSequence,
     SubBatch,
 )
+from neo_desktop.engine.cuda.errors import StageStalledError
 from neo_desktop.engine.execute.lanes import CallerLane, Lanes, Signal, ThreadLane, Work
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.execute.timeline import Stage, Timeline, overlap_ns
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layer import KVLayer
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.waiting import Patience
 from neo_desktop.models.decoder import Decoder
 
 CPU = torch.device("cpu")
@@ -412,6 +414,36 @@ def test_closing_in_the_middle_of_an_iteration_ends_it_and_all_threads(model: De
     with pytest.raises(RuntimeError, match="is closed"):
         executor.execute(prompts())
     executor.close()  # again
+
+
+@pytest.mark.parametrize("lane", LANES[1:])
+def test_a_thread_that_hangs_ends_the_iteration_in_words_and_loses_the_executor(
+    model: Decoder, lane: str
+) -> None:
+    gate = threading.Event()
+    stuck: list[Stage] = []
+
+    def hook(at: str, stage: Stage) -> None:
+        if at == lane and stage.layer == 1 and not gate.is_set():
+            stuck.append(stage)
+            gate.wait()
+
+    storage = make_storage(model, dict.fromkeys(Place, NUM_BLOCKS))
+    executor = PipelineExecutor(
+        model, storage, lanes=hooked_lanes(hook), patience=Patience(least_s=0.5, factor=0.0)
+    )
+
+    def run() -> None:
+        for plan in (prompts(), mixed()):
+            executor.execute(plan)
+
+    with pytest.raises(StageStalledError) as caught:
+        run()
+    assert f"the CPU did not end {stuck[0].words} (thread '{lane}') within 0.5 s" in str(caught.value)
+    with pytest.raises(StageStalledError):  # at once, and the same
+        executor.execute(prompts())
+    executor.close()
+    gate.set()
 
 
 def test_the_trace_shows_all_lanes_of_all_iterations(model: Decoder, tmp_path: Path) -> None:

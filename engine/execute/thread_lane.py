@@ -1,0 +1,140 @@
+"""A lane that is a thread."""
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+
+from neo_desktop.engine.cuda.errors import StageStalledError
+from neo_desktop.engine.cuda.waiting import wait_for_gpu
+from neo_desktop.engine.execute.lane import Signal, Work
+from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.execute.worker import Worker
+from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Watch
+
+logger = logging.getLogger(__name__)
+
+# Whoever waits for a thread waits longer than the thread may wait for the GPU: it tells what is wrong.
+_THREADS_SHARE = 1.5
+
+
+class _Task:
+    """The signal of a thread."""
+
+    def __init__(self, future: Future[None], lane: "ThreadLane") -> None:
+        self._future = future
+        self._lane = lane
+
+    def wait(self) -> None:
+        self._lane.wait_for(self._future)
+        self._future.result()
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        # A stream cannot wait for a thread: whoever fills the stream does it in its place.
+        self.wait()
+
+
+class ThreadLane:
+    """A thread. It exists from the first task until `close`, and sleeps while there are no tasks.
+
+    Args:
+        name: of the lane and its thread.
+        timeline: records when the lane was busy.
+        stream: the CUDA stream on which tasks put their work, if they use the GPU; a task has ended when
+            that work has.
+    """
+
+    def __init__(
+        self, name: str, timeline: Timeline | None = None, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        self.name = name
+        self._timeline = timeline
+        self._stream = stream
+        self._worker = Worker(f"neo-desktop-{name}")
+        self._tasks: list[Future[None]] = []
+        self._watch = DEFAULT_PATIENCE.watch()
+
+    def begin(self, watch: Watch) -> None:
+        """See `Lane`."""
+        self._watch = watch
+
+    def submit(self, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
+        """Carry out `work` after all earlier tasks of this lane and after the signals."""
+        future = self._worker.submit(partial(self._run, stage, work, after, self._watch))
+        self._tasks.append(future)
+        return _Task(future, self)
+
+    def _run(self, stage: Stage, work: Work, after: Sequence[Signal], watch: Watch) -> None:
+        for signal in after:
+            signal.wait()
+        start_ns = time.perf_counter_ns()
+        on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        watch.began(self.name, stage.words)
+        with torch.inference_mode(), on_stream:  # both belong to the thread
+            try:
+                work()
+            finally:
+                if self._stream is not None:
+                    wait_for_gpu(self._stream, watch, stage.words)
+                watch.ended(self.name)
+        if self._timeline is not None and self._timeline.is_recording:
+            self._timeline.add(self.name, stage, start_ns, time.perf_counter_ns())
+
+    def cancel(self) -> None:
+        """Drop the tasks that have not begun; their signals fail."""
+        for task in self._tasks:
+            task.cancel()
+
+    def join(self) -> None:
+        """See `Lane`."""
+        tasks, self._tasks = self._tasks, []
+        errors = [self._error(task) for task in tasks]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def wait_for(self, task: Future[None]) -> None:
+        """Block until a task has ended, in whichever way.
+
+        Raises:
+            StageStalledError: it did not.
+        """
+        watch = self._watch
+        if task.done() or watch.wait_by(partial(_has_ended, task), _THREADS_SHARE):
+            return
+        watch.give_up()
+        raise StageStalledError(
+            f"the CPU did not end {watch.under_way} {watch.words}; a thread cannot be stopped, and the "
+            "engine must be started again"
+        )
+
+    def _error(self, task: Future[None]) -> BaseException | None:
+        try:
+            self.wait_for(task)
+            return task.exception()
+        except (CancelledError, StageStalledError) as error:
+            return error
+
+    def stop(self) -> None:
+        """Drop the tasks that have not begun and take no more; does not block."""
+        self._worker.stop()
+
+    def close(self) -> None:
+        """See `Lane`."""
+        self._worker.stop()
+        if not self._worker.join(0.0 if self._watch.is_given_up else self._watch.patience_s):
+            logger.error("the thread %s does not end, and is left behind", self.name)
+
+
+def _has_ended(task: Future[None], timeout_s: float) -> bool:
+    try:
+        task.exception(timeout_s)
+    except TimeoutError:
+        return task.done()
+    except CancelledError:
+        pass
+    return True

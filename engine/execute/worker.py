@@ -1,0 +1,107 @@
+"""A thread that carries out calls in order, and that nobody has to wait for."""
+
+import atexit
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+
+END_PATIENCE_S = 5.0  # for threads that are at work when the program ends
+
+_Call = tuple[Future[None], Callable[[], object]]
+_Calls = queue.SimpleQueue[_Call | None]  # None: the end
+
+_calls: weakref.WeakKeyDictionary[threading.Thread, _Calls] = weakref.WeakKeyDictionary()  # of all threads
+
+
+class Worker:
+    """Exists from the first call until `stop`, and sleeps while there are none.
+
+    A call that never ends keeps nobody but its own thread: Python cannot end it, but neither `join` nor the
+    end of the program waits for it for long. The thread also ends when the worker is garbage.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: _Calls = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._is_stopped = False
+        weakref.finalize(self, self._calls.put, None)
+
+    def submit(self, call: Callable[[], object]) -> Future[None]:
+        """Carry a call out after all earlier ones.
+
+        Raises:
+            RuntimeError: the worker was stopped.
+        """
+        future: Future[None] = Future()
+        with self._lock:
+            if self._is_stopped:
+                raise RuntimeError(f"the thread {self._name} was stopped and takes no more work")
+            self._calls.put((future, call))
+            if self._thread is None:
+                # Unlike others, such a thread does not keep the program from ending.
+                self._thread = threading.Thread(
+                    target=_serve, args=(self._calls,), name=self._name, daemon=True
+                )
+                _calls[self._thread] = self._calls
+                self._thread.start()
+        return future
+
+    def stop(self) -> None:
+        """Drop the calls that have not begun, and take no more; does not block."""
+        with self._lock:
+            self._is_stopped = True
+        _drop(self._calls)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait until the thread has ended, after `stop`; return whether it has."""
+        thread = self._thread
+        if thread is None:
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+
+def _serve(calls: _Calls) -> None:
+    while (call := calls.get()) is not None:
+        _carry_out(*call)
+        del call  # it may hold the worker, which is to become garbage
+
+
+def _carry_out(future: Future[None], call: Callable[[], object]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        call()
+    except BaseException as error:  # whoever waits for the call gets it
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+
+
+def _drop(calls: _Calls) -> None:
+    """Cancel what has not begun, and let the thread end."""
+    try:
+        while True:
+            if (call := calls.get_nowait()) is not None:
+                call[0].cancel()
+    except queue.Empty:
+        calls.put(None)
+
+
+@atexit.register
+def _end_all() -> None:
+    """Let threads come to an end before the interpreter does, if they can."""
+    threads = dict(_calls)
+    for calls in threads.values():
+        _drop(calls)
+    deadline_s = time.monotonic() + END_PATIENCE_S
+    for thread in threads:
+        thread.join(max(deadline_s - time.monotonic(), 0.0))

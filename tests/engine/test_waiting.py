@@ -1,0 +1,177 @@
+"""Nothing waits for ever: neither for the GPU nor for a thread."""
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from neo_desktop.engine.cuda.errors import DeviceLostError, DeviceStalledError, is_lost
+from neo_desktop.engine.cuda.waiting import wait_for_gpu
+from neo_desktop.engine.execute.lanes import CallerLane, Lanes, StreamLane, ThreadLane
+from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
+from neo_desktop.engine.waiting import Patience, Watch
+
+GPU = torch.device("cuda")
+
+
+class FakeStream:
+    """Work ends when it is looked at, but for what is put on it after `hangs` was set."""
+
+    def __init__(self) -> None:
+        self.hangs = False
+        self.num_queries = 0
+
+    def query(self) -> bool:
+        self.num_queries += 1
+        return not self.hangs
+
+    def wait_event(self, event: "FakeEvent") -> None:
+        self.hangs = self.hangs or event.hangs
+
+
+class FakeEvent:
+    hangs = False
+
+    def record(self, stream: FakeStream) -> None:
+        self.hangs = stream.hangs
+
+    def query(self) -> bool:
+        return not self.hangs
+
+
+class Queries:
+    """What CUDA answers, one after the other; the last answer stays."""
+
+    def __init__(self, *answers: bool | Exception) -> None:
+        self._answers = list(answers)
+
+    def query(self) -> bool:
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def accelerator_error(text: str, code: int) -> Exception:
+    error = torch.AcceleratorError(text)
+    error.error_code = code  # type: ignore[attr-defined]
+    return error
+
+
+def test_work_that_ends_is_waited_for() -> None:
+    wait_for_gpu(Queries(*[False] * 50, True), Watch(60.0))
+
+
+def test_a_gpu_that_never_answers_is_given_up_in_words() -> None:
+    with pytest.raises(DeviceStalledError) as caught:
+        wait_for_gpu(Queries(False), Watch(0.2, predicted_ms=7), "'linear' in layer 3")
+    assert str(caught.value) == (
+        "the GPU did not end 'linear' in layer 3 within 0.2 s; the whole iteration should take 7 ms; it no "
+        "longer answers, and the engine must be started again"
+    )
+
+
+def test_an_error_that_the_gpu_does_not_come_back_from_is_told_as_such() -> None:
+    error = accelerator_error("CUDA error: an illegal memory access was encountered", 700)
+    with pytest.raises(DeviceLostError, match="an illegal memory access was encountered"):
+        wait_for_gpu(Queries(False, error), Watch(9))
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    error = accelerator_error("CUDA error: out of memory", 2)
+    with pytest.raises(torch.AcceleratorError) as caught:
+        wait_for_gpu(Queries(False, error), Watch(9))
+    assert caught.value is error
+
+
+def test_patience_grows_with_what_an_iteration_should_take() -> None:
+    assert Patience(30, 20).watch(12).patience_s == 30
+    assert Patience(30, 20).watch(5000).patience_s == 100
+
+
+def test_time_in_which_nobody_could_look_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process, or a virtual machine: the clock jumps between two looks."""
+    jumps = 3
+    monotonic = time.monotonic
+    passed_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + passed_s)
+
+    def is_done() -> bool:
+        nonlocal passed_s, jumps
+        passed_s += 1000.0
+        jumps -= 1
+        return jumps == 0
+
+    assert Watch(60.0).wait_until(is_done)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
+    """torch's streams and events; returned is the current stream."""
+    current = FakeStream()
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    return current
+
+
+def stage(name: str, layer: int) -> Stage:
+    return Stage(name, layer, NO_SUB_BATCH, 1)
+
+
+def nothing() -> None:
+    pass
+
+
+def gpu_lanes() -> Lanes:
+    to_host, to_device, swap = FakeStream(), FakeStream(), FakeStream()
+    lanes = Lanes(
+        CallerLane("device", None, GPU),
+        StreamLane("to-host", None, to_host),  # type: ignore[arg-type]
+        ThreadLane("cpu"),
+        StreamLane("to-device", None, to_device),  # type: ignore[arg-type]
+        ThreadLane("swap", None, swap),  # type: ignore[arg-type]
+    )
+    lanes.begin(Watch(0.3))
+    return lanes
+
+
+def hang(stream: FakeStream) -> Callable[[], None]:
+    return lambda: setattr(stream, "hangs", True)
+
+
+def test_the_stage_at_which_the_gpu_hangs_is_named_and_nobody_waits_for_it_again(cuda: FakeStream) -> None:
+    lanes = gpu_lanes()
+    for layer in range(4):
+        with lanes.device.span(stage("linear", layer)):
+            if layer == 2:
+                cuda.hangs = True
+    with pytest.raises(DeviceStalledError, match="the GPU did not end 'linear' in layer 2 within") as caught:
+        lanes.join()
+    num_queries = cuda.num_queries
+    assert lanes.abandon(caught.value) is caught.value
+    assert cuda.num_queries == num_queries
+    lanes.close()
+
+
+def test_a_thread_that_waits_for_a_gpu_that_hangs_says_so(cuda: FakeStream) -> None:
+    """The CPU's attention waits for q, k and v: the GPU is to blame, not the thread."""
+    lanes = gpu_lanes()
+    stream = lanes.to_host._stream  # type: ignore[attr-defined]
+    sent = lanes.to_host.submit(stage("q, k, v", 1), hang(stream))
+    attended = lanes.cpu.submit(stage("CPU attention", 1), nothing, (sent,))
+    with pytest.raises(DeviceStalledError, match="'q, k, v' in layer 1"):
+        attended.wait()
+    lanes.close()
+
+
+def test_a_swap_that_hangs_on_the_gpu_is_named(cuda: FakeStream) -> None:
+    lanes = gpu_lanes()
+    stream = lanes.swap._stream  # type: ignore[attr-defined]
+    lanes.swap.submit(stage("copy blocks", 0), hang(stream))
+    with pytest.raises(DeviceStalledError, match="'copy blocks' in layer 0") as caught:
+        lanes.join()
+    assert is_lost(caught.value)
+    lanes.close()
