@@ -55,10 +55,20 @@ class Watch:
         self._predicted_ms = predicted_ms
         self._progress = 0
         self._under_way: dict[str, str] = {}  # by thread
+        self._steps: Callable[[], int] | None = None
 
     def went_on(self) -> None:
         """Take in that a stage has ended: everybody's patience begins anew."""
         self._progress += 1  # two threads at once may count one: what matters is that it changes
+
+    def follow(self, steps: Callable[[], int]) -> None:
+        """Take a number that changes with all that goes on, for what nobody else tells of."""
+        self._steps = steps
+
+    @property
+    def progress(self) -> int:
+        """What changes whenever something goes on."""
+        return self._progress + (0 if self._steps is None else self._steps())
 
     def began(self, thread: str, what: str) -> None:
         """Take in what a thread does, in words for people."""
@@ -99,15 +109,15 @@ class Watch:
         patience: float,
         most_counted_s: float = _MOST_COUNTED_S,
     ) -> bool:
-        last_s, idle_s, seen = time.monotonic(), 0.0, self._progress
+        last_s, idle_s, seen = time.monotonic(), 0.0, self.progress
         while not is_done():
             if self.is_given_up:
                 return False
             now_s = time.monotonic()
             idle_s += min(now_s - last_s, most_counted_s)
             last_s = now_s
-            if self._progress != seen:
-                seen, idle_s = self._progress, 0.0
+            if (progress := self.progress) != seen:
+                seen, idle_s = progress, 0.0
             elif idle_s >= self.patience_s * patience:
                 return False
             rest()

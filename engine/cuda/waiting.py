@@ -14,12 +14,13 @@ class Queried(Protocol):
         ...
 
 
-def wait_for_gpu(work: Queried, watch: Watch, what: object = "its work") -> None:
+def wait_for_gpu(work: Queried, watch: Watch, what: object = "its work", patience: float = 1.0) -> None:
     """Block until work on the GPU has ended.
 
     Args:
         watch: for how long.
         what: the work, for people.
+        patience: in units of the watch's.
 
     Raises:
         DeviceStalledError: nothing went on for too long. The GPU cannot be made to stop: whatever it reads
@@ -27,7 +28,7 @@ def wait_for_gpu(work: Queried, watch: Watch, what: object = "its work") -> None
         DeviceLostError: the GPU is lost to this process.
     """
     try:
-        has_ended = watch.wait_until(work.query)
+        has_ended = watch.wait_until(work.query, patience)
     except RuntimeError as error:
         if is_device_lost(error):
             raise device_lost(error) from error

@@ -103,6 +103,11 @@ class PipelineExecutor(Executor):
         self._is_closed = False
         self._lost: EngineLostError | None = None
 
+    @property
+    def lost(self) -> EngineLostError | None:
+        """Why nothing can be computed any more; None: it can."""
+        return self._lost
+
     def start(self, plan: IterationPlan) -> Wait:
         """See `Executor`."""
         if self._is_closed:

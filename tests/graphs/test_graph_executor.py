@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ from pipeline_case import (
 )
 
 from neo_desktop.engine.batch import GraphReach, IterationPlan, SamplingInput, ScheduledSequence, SubBatch
+from neo_desktop.engine.cuda.errors import DeviceLostError, DeviceStalledError
 from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.cuda.waiting import wait_for_gpu
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.graphs import program
 from neo_desktop.engine.execute.graphs.bucket import Bucket, Most
@@ -37,6 +40,7 @@ from neo_desktop.engine.kernels.in_torch import paged_decode as in_torch
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.waiting import Watch
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear import Linear
 from neo_desktop.models.tokenizer import ByteTokenizer
@@ -492,9 +496,9 @@ def test_a_gpu_that_is_lost_is_not_worked_around(model: Decoder) -> None:
 
     executor, _ = make_executor(model, runner=Lost())
     executor.execute(prompts("ac"))
-    with pytest.raises(torch.AcceleratorError) as raised:
+    with pytest.raises(DeviceLostError, match="an illegal memory access was encountered") as raised:
         executor.execute(decodes("ac"))
-    assert raised.value is lost
+    assert raised.value.__cause__ is lost
     assert "graphs" not in ladder.limits()
     executor.close()
 
@@ -523,6 +527,60 @@ def test_attention_in_too_many_pieces_is_not_kept_in_graphs(
         plan = decodes("ab", step=num_runs)
         check_result(model, plan, contexts(plan), executor.execute(plan))
         assert runner.num_runs == num_runs
+    executor.close()
+
+
+class Unanswering(ImitatedRunner):
+    """From the second program on the GPU does not end its work, until as many waits have been given up."""
+
+    num_waits = 10**9
+
+    def wait(self) -> None:
+        def query() -> bool:
+            return self.num_runs == 1 or self.num_waits <= 0
+
+        try:
+            wait_for_gpu(SimpleNamespace(query=query), Watch(0.3), "a graph")
+        except DeviceStalledError:
+            self.num_waits -= 1
+            raise
+
+    def settle(self) -> None:
+        super().settle()
+        self.wait()
+
+
+@pytest.mark.parametrize("names", ["a", "ac"])
+def test_a_gpu_that_no_longer_answers_ends_the_iteration_in_words_and_loses_the_executor(
+    model: Decoder, names: str
+) -> None:
+    executor, runner = make_executor(model, runner=Unanswering())
+    executor.execute(prompts(names))
+    plan = decodes(names)
+    check_result(model, plan, contexts(plan), executor.execute(plan))
+    for _ in range(2):  # the second time at once
+        with pytest.raises(DeviceStalledError, match=r"the GPU did not end a graph within 0\.3 s"):
+            executor.execute(decodes(names, step=1))
+    with pytest.raises(DeviceStalledError):  # nor can the pipeline do anything
+        executor.execute(prompts("b"))
+    num_settled = runner.num_settled
+    executor.close()
+    assert runner.num_settled == num_settled  # nobody waits for it again
+
+
+def test_a_gpu_that_goes_on_when_all_flags_are_raised_is_served_without_them(
+    model: Decoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = Unanswering()
+    runner.num_waits = 1
+    executor, _ = make_executor(model, runner=runner)
+    executor.execute(prompts("ac"))
+    for step in range(3):
+        plan = decodes("ac", step=step)
+        check_result(model, plan, contexts(plan), executor.execute(plan))
+    assert runner.num_runs == 2
+    assert ladder.rung("graphs") == "device-only"
+    assert "the GPU did not end a graph within 0.3 s" in caplog.text
     executor.close()
 
 

@@ -49,7 +49,7 @@ class FakeGpu:
             name=name,
             record_event=record_event,
             wait_event=lambda event: self.log.append(("wait", name, event)),
-            synchronize=lambda: self.log.append(("synchronize", name)),
+            query=lambda: self.log.append(("synchronize", name)) is None,
             device="cuda",
         )
 

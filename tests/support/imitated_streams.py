@@ -10,6 +10,7 @@ from torch import Tensor
 
 from neo_desktop.engine.execute.graphs.streams import Lane, Program
 from neo_desktop.engine.execute.timeline import Stage
+from neo_desktop.engine.waiting import Watch
 from neo_desktop.native.relay import FLAG_INTS
 
 PATIENCE_S = 20.0  # for a flag that must come; only a defect waits for so long
@@ -106,6 +107,9 @@ class ImitatedRunner:
             program(recorder)
             self._recorded[key] = recorder.operations
         self._carry_out(self._recorded[key])
+
+    def begin(self, watch: Watch) -> None:
+        self.watch = watch
 
     def wait(self) -> None:
         pass

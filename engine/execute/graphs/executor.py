@@ -21,7 +21,14 @@ from neo_desktop.engine.batch import (
     ScheduledSequence,
 )
 from neo_desktop.engine.cuda.copies import upload
-from neo_desktop.engine.cuda.errors import is_lost, is_out_of_memory
+from neo_desktop.engine.cuda.errors import (
+    DeviceStalledError,
+    EngineLostError,
+    device_lost,
+    is_device_lost,
+    is_lost,
+    is_out_of_memory,
+)
 from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.execute.attention import padded_block_tables
 from neo_desktop.engine.execute.executor import Executor, Wait
@@ -38,17 +45,21 @@ from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampler import NO_TOKEN, is_plain, start_sampling
+from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Patience
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.native.relay import Relay, RelayBatch, RelayStalledError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# When neither side of an iteration goes on for so long, and for so many times what it should take as a whole,
-# it is given up.
-PATIENCE_S = 30.0
-PATIENCE_FACTOR = 20
+# See `Patience`. The GPU is waited for twice as long: the relay's guard comes first, and lets it go on.
+PATIENCE_S = DEFAULT_PATIENCE.least_s
+PATIENCE_FACTOR = DEFAULT_PATIENCE.factor
 PAUSE_ITERATIONS = 500  # without graphs, once there was no room for one: another program may need the memory
+
+
+class HandOverStalledError(RuntimeError):
+    """The GPU went on only when all flags were raised that it may wait for."""
 
 
 class GraphExecutor(Executor):
@@ -99,6 +110,7 @@ class GraphExecutor(Executor):
         self._pause = 0  # iterations for which graphs are not tried
         self._ladder_changes = ladder.changes  # when the graphs were captured
         self._is_closed = False
+        self._lost: EngineLostError | None = None
 
     def warm_up(self) -> None:
         """Compile all kernels, which takes seconds, by iterations in which nobody decodes."""
@@ -122,6 +134,9 @@ class GraphExecutor(Executor):
 
     def start(self, plan: IterationPlan) -> Wait:
         """See `Executor`."""
+        lost = self._lost or self._pipeline.lost
+        if lost is not None:
+            raise lost.with_traceback(None)
         bucket = self._bucket_of(plan)
         if self._pause > 0 or bucket is None:
             self._pause = max(self._pause - 1, 0)
@@ -154,7 +169,7 @@ class GraphExecutor(Executor):
 
         Called where errors are caught: what is raised is the error itself.
         """
-        if isinstance(error, (StreamMemoryError, RelayStalledError)):
+        if isinstance(error, (StreamMemoryError, RelayStalledError, HandOverStalledError)):
             ladder.limit("graphs", "device-only", str(error))
             # Its thread may still be in a step that does not end, so that its memory must stay.
             self._stalled_relay, self._relay = self._relay, None
@@ -182,14 +197,19 @@ class GraphExecutor(Executor):
         try:
             with self._streams.on_device(), torch.inference_mode():
                 return work()
-        except BaseException:
+        except BaseException as error:
             if self._relay is not None:
                 self._relay.cancel()  # it may wait for what no longer comes, and the device for it
                 with suppress(Exception):  # the error that led here is told
                     self._relay.finish()
-            self._runner.settle()
+            lost = self._settle(error)
             if self._timeline is not None:
                 self._timeline.end_iteration(completed=False)
+            if lost is not None:
+                self._lost = lost
+                raise lost from error
+            if isinstance(error, DeviceStalledError):  # but it has ended by now
+                raise HandOverStalledError(str(error)) from error
             raise
 
     @property
@@ -204,13 +224,27 @@ class GraphExecutor(Executor):
         """Whether the CPU can attend within a graph."""
         return ladder.rung("graphs") == "host-flags" and self._relay is not None
 
+    def _settle(self, error: BaseException) -> EngineLostError | None:
+        """Wait until the GPU is idle after an error; return why it never will be, if so."""
+        try:
+            # A GPU that only waits for flags goes on now.
+            if not is_device_lost(error) or isinstance(error, DeviceStalledError):
+                self._runner.settle()
+                return None
+        except RuntimeError as another:
+            if not is_device_lost(another):
+                raise
+            error = another if not isinstance(error, DeviceStalledError) else error
+        return device_lost(error)
+
     def close(self) -> None:
         """End all threads, also in the middle of an iteration, and write the timeline if it has a file."""
         self._is_closed = True
         if self._relay is not None:
             self._relay.cancel()
-        with suppress(RuntimeError):  # whoever waits for what is under way is told
-            self._runner.settle()
+        if self._lost is None:
+            with suppress(RuntimeError):  # whoever waits for what is under way is told
+                self._runner.settle()
         self._pipeline.close()
 
     def _bucket_of(self, plan: IterationPlan) -> Bucket | None:
@@ -243,6 +277,8 @@ class GraphExecutor(Executor):
         if self._timeline is not None:
             self._timeline.begin_iteration(self._model.device)
         started_ns = time.perf_counter_ns()
+        watch = Patience(PATIENCE_S, PATIENCE_FACTOR).watch(plan.predicted_ms)
+        self._runner.begin(watch)
         memories = program.memories
         parts = [sub_batch.sequences for sub_batch in plan.sub_batches if sub_batch.sequences]
         batches = []
@@ -253,8 +289,8 @@ class GraphExecutor(Executor):
             if on_host:
                 batches.append((memory.index, self._relay_batch(memory, on_host)))
         if self._relay is not None and batches:
-            patience_s = max(PATIENCE_S, PATIENCE_FACTOR * plan.predicted_ms / 1e3)
-            self._relay.start([batch for _, batch in batches], patience_s)
+            self._relay.start([batch for _, batch in batches], watch.patience_s)
+            watch.follow(partial(_num_raised, [batch.flags for _, batch in batches]))
         self._runner.start(program.bucket, program)
 
         first_rows = [0, memories[0].rows.count]
@@ -350,6 +386,11 @@ class GraphExecutor(Executor):
             return [None if token == NO_TOKEN else SampledToken(token) for token in tokens]
 
         return read
+
+
+def _num_raised(flags: Sequence[Tensor]) -> int:
+    """Return how many flags have been raised, by the GPU and by the CPU."""
+    return sum(int(each.sum()) for each in flags)
 
 
 def _rows(memory: SubBatchMemory, sequences: Sequence[ScheduledSequence]) -> Iterator[int]:

@@ -11,10 +11,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from neo_desktop.engine.cuda.errors import (
+    DeviceStalledError,
+    EngineLostError,
+    device_lost,
+    is_device_lost,
+    is_lost_code,
+)
+from neo_desktop.engine.cuda.waiting import wait_for_gpu
 from neo_desktop.engine.cuda.workspaces import keep_workspaces, let_workspaces_go
 from neo_desktop.engine.execute.timeline import Stage, TimedEvents, Timeline, timed_event
+from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Watch
 
 MAX_GRAPHS = 128  # then all of them are captured anew; each takes about a megabyte
+
+CHECK_PATIENCE_S = 10.0  # with a program of two flags, which takes microseconds
 
 Work = Callable[[], object]
 
@@ -58,7 +69,11 @@ Program = Callable[[Recorder], None]
 
 
 class Runner(Protocol):
-    """Runs programs."""
+    """Runs programs. What waits raises DeviceStalledError and DeviceLostError, see `wait_for_gpu`."""
+
+    def begin(self, watch: Watch) -> None:
+        """Take what is to be waited with from now on."""
+        ...
 
     def start(self, key: Hashable, program: Program) -> None:
         """Start to carry a program out; programs of one key are the same one.
@@ -107,6 +122,11 @@ class CudaRunner:
         self._graphs: dict[Hashable, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()  # graphs run one at a time and can share memory
         self._spans: list[TimedEvents] = []  # of what was started last
+        self._watch = DEFAULT_PATIENCE.watch()
+
+    def begin(self, watch: Watch) -> None:
+        """See `Runner`."""
+        self._watch = watch
 
     def start(self, key: Hashable, program: Program) -> None:
         """See `Runner`.
@@ -119,7 +139,7 @@ class CudaRunner:
         with torch.cuda.stream(stream):
             if graph is None:
                 self._spans = self._record(program)
-                stream.synchronize()
+                self._wait(stream, "the first run of a graph")
                 self._capture(key, program)
             else:
                 graph.graph.replay()
@@ -128,15 +148,19 @@ class CudaRunner:
 
     def wait(self) -> None:
         """See `Runner`."""
-        self._streams[Lane.DEVICE].synchronize()
+        self._wait(self._streams[Lane.DEVICE], "a graph")
         if self._timeline is not None:
             for span in self._spans:
                 self._timeline.add_events(span.lane, span.stage, span.start, span.end)
 
     def settle(self) -> None:
         """See `Runner`."""
-        for stream in self._streams.values():
-            stream.synchronize()
+        for lane, stream in self._streams.items():
+            self._wait(stream, f"what is on its stream {lane.value!r}")
+
+    def _wait(self, stream: torch.cuda.Stream, what: str) -> None:
+        # The relay's guard has the same patience. It comes first, and raises the flags that are waited for.
+        wait_for_gpu(stream, self._watch, what, patience=2.0)
 
     def forget(self) -> None:
         """See `Runner`."""
@@ -230,6 +254,7 @@ def check_flags(runner: Runner, flag: Tensor) -> None:
 
     Raises:
         StreamMemoryError: the driver refuses, or the flag does not arrive.
+        DeviceLostError: the GPU does not come back from it.
     """
 
     def program(recorder: Recorder) -> None:
@@ -237,17 +262,27 @@ def check_flags(runner: Runner, flag: Tensor) -> None:
         recorder.wait_for_flag(Lane.TO_DEVICE, flag, raised)
 
     try:
+        runner.begin(Watch(CHECK_PATIENCE_S))
         for way in ("at once", "by a graph"):
             flag.zero_()
             runner.start("check flags", program)
             runner.wait()
             if flag.item() != 1:
                 raise StreamMemoryError(f"a word that was to be written to host memory {way} did not arrive")
-    except StreamMemoryError:
+    except DeviceStalledError as error:
+        flag.fill_(1)  # which is all that the GPU may be waiting for
+        runner.settle()
+        raise StreamMemoryError(
+            f"a stream that waits for a word in host memory waits for ever: {error}"
+        ) from error
+    except (StreamMemoryError, EngineLostError):
         raise
     except RuntimeError as error:  # torch's, of the capture
+        if is_device_lost(error):
+            raise
         raise StreamMemoryError(str(error)) from error
     finally:
+        runner.begin(DEFAULT_PATIENCE.watch())
         runner.forget()
 
 
@@ -272,8 +307,10 @@ def _arguments(
 
 
 def _check(code: int, function: str) -> None:
-    if code != 0:
-        raise StreamMemoryError(f"{function} failed with CUDA driver error {code}")
+    if code == 0:
+        return
+    error = StreamMemoryError(f"{function} failed with CUDA driver error {code}")
+    raise device_lost(error) if is_lost_code(code) else error
 
 
 @cache
