@@ -126,7 +126,7 @@ class ThreadLane:
     def close(self) -> None:
         """See `Lane`."""
         self._worker.stop()
-        if not self._worker.join(0.0 if self._watch.is_given_up else self._watch.patience_s):
+        if not self._worker.join(1.0 if self._watch.is_given_up else self._watch.patience_s):
             logger.error("the thread %s does not end, and is left behind", self.name)
 
 
