@@ -74,7 +74,7 @@ def test_wrong_tables_show_in_the_errors(monkeypatch: pytest.MonkeyPatch) -> Non
         tables = right(*args, **more)
         data = tables.to_json()
         for name in ("linear", "head"):
-            data[name]["ms"] = [100 * ms for ms in data[name]["ms"]]
+            data[name]["ms"] = [1e6 * ms for ms in data[name]["ms"]]
         return TableCostModel.from_json(data)
 
     right = cost_model.profile
