@@ -94,6 +94,7 @@ def check_graph_flags(rig: Rig, runner: Runner, pause: Pause) -> Figures:
     check_flags(runner, flags[READY, 0, :1])
     numbers = torch.zeros(1024, dtype=torch.int64, device=rig.device)
     sent, answer = (torch.zeros(1024, dtype=torch.int64, pin_memory=pinned) for _ in range(2))
+    rig.synchronize()  # the program's streams do not wait for this one
     began = time.perf_counter()
     runs, expected = 0, 0
     while time.perf_counter() - began < SECONDS[rig.subject.is_quick] or runs < 2 * PROGRAMS:
@@ -173,6 +174,7 @@ def check_relay(rig: Rig, runner: Runner, pause: Pause) -> Figures:
             context_lens=torch.ones(requests, dtype=torch.int32),
             flags=flags,
         )
+        rig.synchronize()  # as above
         program = partial(_relay_chain, qkv, out, sent, answer, flags, requests, pause)
         for number in range(1, 6):  # at once, and then as a graph
             relay.start([batch], DEADLINE_S / 2)
@@ -302,7 +304,8 @@ def check_swap(rig: Rig) -> Figures:
         for device in (rig.device, torch.device("cpu"))
     )
     shape = (2, tokens, config.num_kv_heads, config.head_dim)
-    rows = torch.randn(shape).to(rig.device, rig.dtype)
+    given = torch.randn(shape).to(rig.dtype)
+    rows = given.to(rig.device)
     first, other = torch.randperm(16 * BLOCK_SIZE)[: 2 * tokens].view(2, -1)
     there.write(rows[0], rows[1], first.to(rig.device))
     carrier = Carrier(config, rig.dtype, rig.device)
@@ -310,7 +313,7 @@ def check_swap(rig: Rig) -> Figures:
     carrier.copy(host, first, there, other.to(rig.device))
     found = torch.empty_like(rows)
     there.read(other.to(rig.device), found)
-    if not torch.equal(found, rows):
+    if not torch.equal(found.cpu(), given):
         raise CheckError("KV that was moved to host memory came back with other values")
     return {"bytes": rows.nbytes}
 

@@ -1,4 +1,7 @@
-"""Each kernel of the GPU's half, on each of its rungs, against float64, with the model's shapes."""
+"""Each kernel of the GPU's half, on each of its rungs, against float64, with the model's shapes.
+
+What is right is computed on the CPU: the card is what is in question.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -57,17 +60,19 @@ def check_norm(rig: Rig) -> Figures:
     figures: dict[str, Figure] = {}
     hidden, eps = rig.config.hidden_size, rig.config.rms_norm_eps
     weight = _random(rig, hidden).abs() + 0.1
+    there = partial(torch.Tensor.to, device=rig.device)
     errors = [0.0]
     for rows in ROWS:
         x, residual = _random(rig, rows, hidden), _random(rig, rows, hidden)
         total = (x.float() + residual.float()).to(rig.dtype)
-        added, out = residual.clone(), torch.empty_like(x)
-        add_rms_norm(x, added, weight, eps, out)
+        x, added = there(x), there(residual).clone()
+        out = torch.empty_like(x)
+        add_rms_norm(x, added, there(weight), eps, out)
         exact = total.double()
         exact = exact / (exact.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
-        errors += [error_of(added, total.double()), error_of(out, exact)]
+        errors += [error_of(added.cpu(), total.double()), error_of(out.cpu(), exact)]
     require(_worst(errors), BOUNDS[rig.dtype], figures)
-    work = partial(add_rms_norm, x, added, weight, eps, out)
+    work = partial(add_rms_norm, x, added, there(weight), eps, out)
     return {**figures, "ms": rig.milliseconds(work), "bytes": 4 * x.nbytes}
 
 
@@ -76,11 +81,12 @@ def check_activation(rig: Rig) -> Figures:
     figures: dict[str, Figure] = {}
     errors = [0.0]
     for rows in ROWS:
-        gate_up = _random(rig, rows, 2 * rig.config.intermediate_size)
-        out = torch.empty_like(gate_up[:, : rig.config.intermediate_size]).contiguous()
+        given = _random(rig, rows, 2 * rig.config.intermediate_size)
+        gate_up = given.to(rig.device)
+        out = torch.empty(rows, rig.config.intermediate_size, dtype=rig.dtype, device=rig.device)
         silu_mul(gate_up, out)
-        gate, up = gate_up.double().chunk(2, dim=-1)
-        errors.append(error_of(out, gate / (1 + torch.exp(-gate)) * up))
+        gate, up = given.double().chunk(2, dim=-1)
+        errors.append(error_of(out.cpu(), gate / (1 + torch.exp(-gate)) * up))
     require(_worst(errors), BOUNDS[rig.dtype], figures)
     work = partial(silu_mul, gate_up, out)
     return {**figures, "ms": rig.milliseconds(work), "bytes": gate_up.nbytes + out.nbytes}
@@ -94,12 +100,12 @@ def check_rope(rig: Rig) -> Figures:
     for rows in ROWS:
         qkv = _random(rig, rows, heads + 2 * kv_heads, head_dim)
         norms = _random(rig, heads + kv_heads, head_dim).abs() + 0.1 if config.qk_norm else None
-        angles = 100 * torch.rand(rows, 1, head_dim // 2, device=rig.device)
+        angles = 100 * torch.rand(rows, 1, head_dim // 2)
         cos, sin = angles.cos().repeat(1, 1, 2), torch.cat((-angles.sin(), angles.sin()), dim=-1)
         num_blocks = rows // BLOCK_SIZE + 2
         # The slots of a batch begin at any address, and some tokens are stored nowhere.
-        slots = torch.randperm(num_blocks * BLOCK_SIZE)[: rows + 1].int().to(rig.device)[1:]
-        slots[1::4] = -1
+        slots = torch.randperm(num_blocks * BLOCK_SIZE)[: rows + 1].int()
+        slots[2::4] = -1
         caches = [
             torch.full((num_blocks, BLOCK_SIZE, kv_heads, head_dim), 7.0, dtype=rig.dtype, device=rig.device)
             for _ in range(2)
@@ -112,13 +118,33 @@ def check_rope(rig: Rig) -> Figures:
         turned = exact[:, :-kv_heads]
         swapped = turned.roll(head_dim // 2, dims=-1)
         exact[:, :-kv_heads] = turned * cos.double() + swapped * sin.double()
-        rope_append(qkv.flatten(1), cos, sin, slots, caches[0], caches[1], norms, config.rms_norm_eps)
-        errors.append(error_of(qkv, exact))
-        _check_stored(slots, caches, (qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]))
+        on_device = [
+            None if tensor is None else tensor.to(rig.device)
+            for tensor in (qkv.flatten(1), cos, sin, slots, norms)
+        ]
+        rows_there, cos_there, sin_there, slots_there, norms_there = on_device
+        assert rows_there is not None
+        assert cos_there is not None
+        assert sin_there is not None
+        assert slots_there is not None
+        work = partial(
+            rope_append,
+            rows_there,
+            cos_there,
+            sin_there,
+            slots_there[1:],
+            caches[0],
+            caches[1],
+            norms_there,
+            config.rms_norm_eps,
+        )
+        work()
+        found = rows_there.cpu().view(qkv.shape)
+        errors.append(error_of(found, exact))
+        _check_stored(
+            slots[1:], [cache.cpu() for cache in caches], (found[:, heads:-kv_heads], found[:, -kv_heads:])
+        )
     require(_worst(errors), BOUNDS[rig.dtype], figures)
-    work = partial(
-        rope_append, qkv.flatten(1), cos, sin, slots, caches[0], caches[1], norms, config.rms_norm_eps
-    )
     return {**figures, "ms": rig.milliseconds(work), "bytes": 2 * qkv.nbytes}
 
 
@@ -139,19 +165,21 @@ def check_prompts(rig: Rig) -> Figures:
         rows = slice(first, first + count)
         chunks.append(Prefill(rows, start, torch.zeros(start + count, dtype=torch.int64, device=rig.device)))
         first += count
-    q = _random(rig, first, config.num_heads, config.head_dim)
+    given_q = _random(rig, first, config.num_heads, config.head_dim)
     lengths = [start + count for start, count in CHUNKS]
-    keys, values = _random(rig, 2, sum(lengths), config.num_kv_heads, config.head_dim)
+    rows_given = _random(rig, 2, sum(lengths), config.num_kv_heads, config.head_dim)
+    q, (keys, values) = given_q.to(rig.device), rows_given.to(rig.device).unbind()
     (group,) = groups_of(chunks)
     errors = [0.0]
     out = torch.empty_like(q)
     for window in rig.windows:
         out.fill_(torch.nan)
         group.attend(q, keys, values, out, config.attention_scale, window)
-        contexts = zip(torch.split(keys, lengths), torch.split(values, lengths), strict=True)
+        found = out.cpu()
+        contexts = zip(*(torch.split(part, lengths) for part in rows_given), strict=True)
         for chunk, (k, v) in zip(chunks, contexts, strict=True):
             errors.append(
-                error_of(out[chunk.rows], _dense(q[chunk.rows], k, v, config.attention_scale, window))
+                error_of(found[chunk.rows], _dense(given_q[chunk.rows], k, v, config.attention_scale, window))
             )
     require(_worst(errors), BOUNDS[rig.dtype], figures)
     work = partial(group.attend, q, keys, values, out, config.attention_scale, None)
@@ -171,7 +199,7 @@ def _dense(q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | 
 
 def _random(rig: Rig, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator).to(rig.device, rig.dtype)
+    return torch.randn(shape, generator=generator).to(rig.dtype)
 
 
 def _worst(errors: list[float]) -> float:
