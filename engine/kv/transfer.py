@@ -1,4 +1,4 @@
-"""Ways between host and device memory; on a GPU through pinned memory, which is reused.
+"""Ways between host and device memory; on a GPU through memory that is pinned, if it can be, and reused.
 
 Without a GPU both are the same memory, and the same functions run on it.
 """
@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.cuda.waiting import wait_for_gpu
 from neo_desktop.engine.kv.layer import KVLayer, Rows
 from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Patience
@@ -17,10 +18,10 @@ TOKENS_AT_ONCE = 4096  # whose rows are on their way, unless a caller has more i
 
 
 class HostBuffer:
-    """Host memory that transfers go through: pinned where there is a GPU; grows, and is not given back."""
+    """Host memory that transfers go through, see `cuda.copies`; grows, and is not given back."""
 
     def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
+        self._device = device
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -28,7 +29,9 @@ class HostBuffer:
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > len(self._bytes):
             size = max(num_bytes, 2 * len(self._bytes))
-            self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+            self._bytes = host_memory(
+                lambda pin: torch.empty(size, dtype=torch.uint8, pin_memory=pin), self._device
+            )
         return self._bytes[:num_bytes].view(dtype).view(shape)
 
 

@@ -24,7 +24,7 @@ from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
-from neo_desktop.engine.kv.transfer import Carrier
+from neo_desktop.engine.kv.transfer import Carrier, HostBuffer
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE
@@ -256,7 +256,8 @@ class StageTimer:
         out = torch.empty_like(q)
         if not self.is_cuda:  # nothing crosses a bus: only the output goes to its rows
             return lambda _: out.copy_(q)
-        on_host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (q, k, v)]
+        buffers = [HostBuffer(q.device) for _ in range(3)]
+        on_host = [buffer.view(t.shape, t.dtype) for buffer, t in zip(buffers, (q, k, v), strict=True)]
 
         def call(_: int) -> None:
             for source, target in zip((q, k, v), on_host, strict=True):

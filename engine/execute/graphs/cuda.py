@@ -1,7 +1,9 @@
 """Puts the executor of graphs together for a GPU."""
 
+from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
+from neo_desktop.engine.execute.executor import Executor
 from neo_desktop.engine.execute.graphs.bucket import Most
 from neo_desktop.engine.execute.graphs.executor import GraphExecutor
 from neo_desktop.engine.execute.graphs.streams import (
@@ -26,8 +28,10 @@ def graph_executor(
     pipeline: PipelineExecutor,
     timeline: Timeline | None,
     streams: Streams,
-) -> GraphExecutor:
+) -> Executor:
     """Make an executor whose graphs run on streams of their own; its kernels are compiled now.
+
+    Without memory that is pinned there can be no graphs: then it is the pipeline.
 
     Args:
         max_requests: in an iteration.
@@ -37,8 +41,10 @@ def graph_executor(
     assert streams.sms is not None  # it is a GPU
     runner = CudaRunner({lane: streams.stream() for lane in Lane}, timeline)
     if storage.get(Place.HOST) is not None and ladder.rung("graphs") == "host-flags":
+        flags = host_memory(lambda pin: empty_flags(1, pinned=pin), model.device)
         try:
-            check_flags(runner, empty_flags(1, pinned=True)[0, 0, :1])
+            if flags.is_pinned():
+                check_flags(runner, flags[0, 0, :1])
         except StreamMemoryError as error:
             ladder.limit("graphs", "device-only", str(error))
     executor = GraphExecutor(
@@ -51,6 +57,9 @@ def graph_executor(
         timeline=timeline,
         streams=streams,
     )
+    if not executor.fits_graphs:
+        ladder.limit("graphs", "eager", "what a graph copies in host memory must be pinned, and is not")
+        return pipeline
     executor.warm_up()
     # Whoever runs iterations is often another thread, with working memory of its own for cuBLAS: graphs of
     # this thread would keep this one's for ever. So they are captured anew.

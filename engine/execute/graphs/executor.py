@@ -112,6 +112,11 @@ class GraphExecutor(Executor):
         self._is_closed = False
         self._lost: EngineLostError | None = None
 
+    @property
+    def fits_graphs(self) -> bool:
+        """Whether the memory is such that a GPU's graphs can use it: pinned, where it is the host's."""
+        return self._workspace.fits_graphs
+
     def warm_up(self) -> None:
         """Compile all kernels, which takes seconds, by iterations in which nobody decodes."""
         # Contexts are cut most where one request is long, and least where many are short. No kernel has more

@@ -1,11 +1,13 @@
 """The memory of decode iterations: graphs refer to it by its address, so it is taken once and never moves."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.graphs.bucket import Bucket, Most, Rows
 from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.models.config import ModelConfig
@@ -84,10 +86,15 @@ class Workspace:
 
         self._config = config
         self._num_programs = num_programs
-        pinned = device.type == "cuda"
+        on_host: list[Tensor] = []
+
+        def shared(make: Callable[[bool], Tensor]) -> Tensor:
+            on_host.append(host_memory(make, device))
+            return on_host[-1]
+
         num_ints = 2 * max_rows * (4 + max_blocks)
         self._ints = room(num_ints, of=torch.int32)
-        self._staged = torch.zeros(num_ints, dtype=torch.int32, pin_memory=pinned)
+        self._staged = shared(lambda pin: torch.zeros(num_ints, dtype=torch.int32, pin_memory=pin))
         self._sub_batches = [
             {
                 "cos": room(max_rows, 1, config.head_dim, of=torch.float32),
@@ -102,9 +109,13 @@ class Workspace:
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._hand_overs = [
             HandOver(
-                torch.zeros(max_rows, heads + 2 * kv_heads, head_dim, dtype=dtype, pin_memory=pinned),
-                torch.zeros(max_rows, heads, head_dim, dtype=dtype, pin_memory=pinned),
-                empty_flags(config.num_layers, pinned=pinned),
+                shared(
+                    lambda pin: torch.zeros(
+                        max_rows, heads + 2 * kv_heads, head_dim, dtype=dtype, pin_memory=pin
+                    )
+                ),
+                shared(lambda pin: torch.zeros(max_rows, heads, head_dim, dtype=dtype, pin_memory=pin)),
+                shared(lambda pin: empty_flags(config.num_layers, pinned=pin)),
             )
             for _ in range(2)
         ]
@@ -121,7 +132,9 @@ class Workspace:
         self.last_hidden = room(2 * max_rows, config.hidden_size)  # normalised
         self.logits = room(2 * max_rows, config.vocab_size)
         # The most probable token of each row, or `sampler.NO_TOKEN`; in host memory.
-        self.tokens = torch.zeros(2 * max_rows, dtype=torch.int64, pin_memory=pinned)
+        self.tokens = shared(lambda pin: torch.zeros(2 * max_rows, dtype=torch.int64, pin_memory=pin))
+        # Whether graphs can use it: what they copy from and to in host memory must be pinned.
+        self.fits_graphs = device.type == "cpu" or all(tensor.is_pinned() for tensor in on_host)
 
     def sub_batches(self, bucket: Bucket) -> tuple[SubBatchMemory, ...]:
         """Return the memory of a bucket's sub-batches; that of all buckets overlaps."""

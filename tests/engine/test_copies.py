@@ -1,0 +1,112 @@
+"""Host memory is pinned for a GPU where the system pins it, and serves all the same where it does not."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ladder_rungs import Rungs
+from torch import Tensor
+
+from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.execute.graphs import cuda as graphs
+from neo_desktop.engine.kv.transfer import HostBuffer
+from neo_desktop.engine.ladder import ladder
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+REFUSED = "CUDA error: out of memory"  # what torch says when the system pins no more
+
+
+class Pinning:
+    """Makes tensors; pins the first `most` of those that it is asked to pin."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.pinned = 0
+
+    def __call__(self, pin: bool) -> Tensor:
+        if pin:
+            if self.pinned == self.most:
+                raise torch.AcceleratorError(REFUSED)
+            self.pinned += 1
+        return torch.zeros(3)
+
+
+def test_memory_is_pinned_for_a_gpu_only() -> None:
+    make = Pinning(10)
+    host_memory(make, CPU)
+    assert make.pinned == 0
+    host_memory(make, CUDA)
+    assert make.pinned == 1
+    assert not ladder.limits()
+
+
+@pytest.mark.parametrize("most", [0, 2])
+def test_where_nothing_more_is_pinned_the_rest_is_pageable(
+    most: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = Pinning(most)
+    for _ in range(4):
+        assert torch.equal(host_memory(make, CUDA), torch.zeros(3))
+    assert make.pinned == most
+    assert ladder.limits() == {"host_memory": "pageable"}
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert REFUSED in line
+
+
+def test_pageable_memory_can_be_asked_for(rungs: Rungs) -> None:
+    rungs(host_memory="pageable")
+    make = Pinning(10)
+    host_memory(make, CUDA)
+    assert make.pinned == 0
+
+
+def test_a_lost_gpu_is_no_lack_of_memory() -> None:
+    def make(pin: bool) -> Tensor:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        host_memory(make, CUDA)
+    assert not ladder.limits()
+
+
+def test_a_buffer_grows_on_when_no_more_can_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def refusing(*shape: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        if pin_memory:
+            raise torch.AcceleratorError(REFUSED)
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", refusing)
+    view = HostBuffer(CUDA).view((4, 5), torch.float16)
+    assert view.shape == (4, 5)
+    assert ladder.rung("host_memory") == "pageable"
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_graphs_need_pinned_memory(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the pipeline does all the work; said once, where executors are made."""
+    warmed: list[object] = []
+
+    class Executor:
+        fits_graphs = fits
+
+        def __init__(self, *_: object, **__: object) -> None:
+            pass
+
+        def warm_up(self) -> None:
+            warmed.append(self)
+
+    runner = SimpleNamespace(forget=lambda: None)
+    monkeypatch.setattr(graphs, "CudaRunner", lambda *_: runner)
+    monkeypatch.setattr(graphs, "GraphExecutor", Executor)
+    monkeypatch.setattr(graphs, "clear_workspaces", lambda device: None)
+    model = SimpleNamespace(device=CUDA, config=SimpleNamespace(max_context_tokens=100))
+    storage = SimpleNamespace(get=lambda place: None, block_size=16)
+    streams = SimpleNamespace(sms=4, stream=object)
+    pipeline: Any = object()
+    made = graphs.graph_executor(model, storage, 4, pipeline, None, streams)  # type: ignore[arg-type]
+    assert isinstance(made, Executor) == bool(warmed) == fits
+    assert (made is pipeline) == (not fits)
+    assert ladder.limits() == ({} if fits else {"graphs": "eager"})
