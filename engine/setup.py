@@ -9,6 +9,7 @@ import torch
 
 from neo_desktop import native
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.loading import LoadedModel, Progress, choose_cpu_cache_dtype, load
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE, FreeMemory, MemoryCaps, pool_blocks
@@ -87,6 +88,8 @@ def take_memory(
         MemoryError: there is no room.
     """
     decoder = loaded.decoder
+    if Place.HOST in places:
+        bind_threads()
     if decoder.device.type == "cuda":
         native.set_default_num_threads(native.num_threads_beside_gpu())
     limits = SchedulerLimits(
@@ -117,3 +120,10 @@ def take_memory(
             for place, count in num_blocks.items()
         }
     return Setup(loaded, limits, num_blocks, KVStorage(pools))
+
+
+def bind_threads() -> None:
+    """Let threads of CPU attention stay on a core each, as far as the ladder and the system allow it."""
+    wanted = ladder.rung("affinity") == "bound"
+    if not native.bind_threads(wanted) and wanted:
+        ladder.limit("affinity", "free", "the system refuses to bind threads to cores")

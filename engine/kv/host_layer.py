@@ -2,6 +2,7 @@
 
 import math
 import mmap
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -9,9 +10,11 @@ from torch import Tensor
 from neo_desktop import native
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.layer import KVLayer, Rows
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.native.relay import RelayLayer
 
+HUGE_PAGE_POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PAIRED_TOKENS = 16  # the native kernels take K in pairs if block_size is a multiple of this
 
 
@@ -59,7 +62,7 @@ class HostLayer(KVLayer):
         for tensor in tensors:
             # Scattered pages in 4 KiB pieces cost a TLB miss each, and threads of all NUMA nodes read all of
             # them; before the first write both cost nothing.
-            native.advise_huge_pages(tensor)
+            ask_for_huge_pages(tensor)
             native.interleave_numa_nodes(tensor)
         k, v = memory.unbind(-2)
         keys = (dim // 2, page_tokens, 2) if in_pairs else (page_tokens, dim)
@@ -105,6 +108,27 @@ class HostLayer(KVLayer):
             k_scale=self._k_scale,
             v_scale=self._v_scale,
         )
+
+
+def ask_for_huge_pages(tensor: Tensor) -> None:
+    """Ask for them behind memory that was not written to yet, as far as the ladder allows it.
+
+    Args:
+        tensor: made by `empty_aligned`.
+    """
+    if ladder.rung("huge_pages") == "small" or tensor.nbytes < mmap.PAGESIZE:
+        return
+    if not native.advise_huge_pages(tensor):
+        ladder.limit("huge_pages", "small", "the system has no huge pages to give")
+    elif "[never]" in _huge_page_policy():
+        ladder.limit("huge_pages", "small", f"the system is set to give none: {HUGE_PAGE_POLICY} says never")
+
+
+def _huge_page_policy() -> str:
+    try:
+        return HUGE_PAGE_POLICY.read_text(encoding="ascii")
+    except OSError:
+        return ""
 
 
 def empty_aligned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

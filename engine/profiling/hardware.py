@@ -19,6 +19,7 @@ import torch
 import neo_desktop
 from neo_desktop import native
 from neo_desktop.engine.cuda.presence import why_unusable
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.wsl import is_wsl
 
 _ROOT = Path("/")
@@ -143,10 +144,15 @@ def machine_info() -> MachineInfo:
 
 def find_gpus() -> tuple[tuple[Gpu, ...], str, tuple[str, ...]]:
     """Return the GPUs, why there are none or torch cannot use them, and what the driver would not tell."""
+    if ladder.rung("nvml") == "without":
+        return _gpus_of_torch()
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return (), f"no NVIDIA driver: {error}", ()
+        if not torch.cuda.is_available():
+            return (), f"no NVIDIA driver: {error}", ()
+        ladder.limit("nvml", "without", f"the driver's library for it cannot be used: {error}")
+        return _gpus_of_torch()
     gpus: list[Gpu] = []
     notes: list[str] = []
     try:
@@ -165,6 +171,30 @@ def find_gpus() -> tuple[tuple[Gpu, ...], str, tuple[str, ...]]:
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"
         note = f"torch {torch.__version__} (built for {built_for}) cannot use the GPU with this driver"
     return tuple(gpus), note, tuple(notes)
+
+
+def _gpus_of_torch() -> tuple[tuple[Gpu, ...], str, tuple[str, ...]]:
+    """Return what `find_gpus` returns, as far as torch knows it."""
+    if not torch.cuda.is_available():
+        return (), "torch finds no usable GPU, and the driver is not asked", ()
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        gpus.append(
+            Gpu(
+                name=properties.name,
+                sms=properties.multi_processor_count,
+                memory_bytes=total,
+                free_bytes=free,
+                driver="unknown",
+                capability=f"{properties.major}.{properties.minor}",
+                pcie=None,
+                pcie_max=None,
+                other_processes=(),
+            )
+        )
+    return tuple(gpus), "", ("driver version, PCIe link and other programs unknown: the driver is not asked",)
 
 
 def _gpu(handle: object, driver: str, notes: list[str]) -> Gpu:
@@ -229,6 +259,8 @@ def driver_free_bytes(device: torch.device) -> int:
 
 def driver_version() -> str:
     """Return the version of the NVIDIA driver, or why it cannot be asked."""
+    if ladder.rung("nvml") == "without":
+        return "unknown: the driver is not asked"
     try:
         pynvml.nvmlInit()
         try:

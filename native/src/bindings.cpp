@@ -15,6 +15,7 @@
 #include "neo_desktop/memory.h"
 #include "neo_desktop/paged_attention.h"
 #include "neo_desktop/relay.h"
+#include "neo_desktop/thread_pool.h"
 
 namespace py = pybind11;
 using namespace neo_desktop;
@@ -87,6 +88,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("num_threads_beside_gpu", &num_threads_beside_gpu);
   m.def("default_num_threads", &default_num_threads);
   m.def("set_default_num_threads", &set_default_num_threads);
+  m.def("bind_threads", &ThreadPool::bind, without_gil);
   m.def("available_isas", [] {
     std::vector<std::string> names;
     for (const Isa isa : available_isas()) names.emplace_back(isa_name(isa));

@@ -35,11 +35,14 @@ void spin_until(Condition condition, Stay stay) {
 
 constexpr int kAnywhere = -1;
 
-void pin(pthread_t thread, int cpu) {
+std::atomic<bool> binds{true};
+
+// Keeps a thread on a CPU; returns whether the system agreed.
+bool pin(pthread_t thread, int cpu) {
   cpu_set_t mask;
   CPU_ZERO(&mask);
   CPU_SET(cpu, &mask);
-  pthread_setaffinity_np(thread, sizeof mask, &mask);  // only slower where it is refused
+  return pthread_setaffinity_np(thread, sizeof mask, &mask) == 0;
 }
 
 }  // namespace
@@ -55,7 +58,7 @@ struct ThreadPool::Job {
 
 struct ThreadPool::Worker {
   explicit Worker(int cpu) : cpu(cpu) {}
-  const int cpu;  // kAnywhere where there are more workers than CPUs
+  int cpu;  // kAnywhere where there are more workers than CPUs, or workers are not bound
   bool asleep = false;
   std::condition_variable wake{};
 };
@@ -78,21 +81,32 @@ ThreadPool& ThreadPool::shared() {
 
 void ThreadPool::start_workers(int participants) {
   // One per CPU, the caller's included, for the caller may be elsewhere the next time.
-  const int num_cpus = static_cast<int>(cpus_.size());
+  const int num_cpus = binds ? static_cast<int>(cpus_.size()) : 0;
   const int wanted = participants <= num_cpus ? participants : participants - 1;
   while (static_cast<int>(workers_.size()) < wanted) {
     const int index = static_cast<int>(workers_.size());
     auto worker = std::make_unique<Worker>(index < num_cpus ? cpus_[index] : kAnywhere);
     Worker& self = *worker;
     std::thread thread([this, &self] { work(self); });
-    if (self.cpu != kAnywhere) pin(thread.native_handle(), self.cpu);
+    if (self.cpu != kAnywhere && !pin(thread.native_handle(), self.cpu)) self.cpu = kAnywhere;
     thread.detach();
     workers_.push_back(std::move(worker));
   }
 }
 
 void ThreadPool::pin_caller() const {
-  if (!cpus_.empty()) pin(pthread_self(), cpus_.front());
+  if (binds && !cpus_.empty()) pin(pthread_self(), cpus_.front());  // only slower where it is refused
+}
+
+bool ThreadPool::bind(bool wanted) {
+  bool agreed = wanted;
+  if (wanted) {
+    for (const int cpu : usable_cpus()) {
+      std::thread([&] { agreed = agreed && pin(pthread_self(), cpu); }).join();
+    }
+  }
+  binds = agreed;
+  return agreed;
 }
 
 ThreadPool::Awake::Awake(ThreadPool& pool) : pool_(pool) {
@@ -107,7 +121,7 @@ void ThreadPool::run(int participants, const std::function<void(int)>& body) {
     body(0);
     return;
   }
-  const bool one_each = participants <= static_cast<int>(cpus_.size());
+  const bool one_each = binds && participants <= static_cast<int>(cpus_.size());
   Job job{&body, participants, one_each ? sched_getcpu() : kAnywhere};
   {
     std::lock_guard lock(mutex_);

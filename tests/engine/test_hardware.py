@@ -112,8 +112,9 @@ def test_a_driver_that_fails_midway_costs_the_gpu_and_not_the_program(nvml: Fake
     assert not nvml.is_open
 
 
-def test_without_a_driver_there_is_a_note_and_no_gpu(nvml: FakeNvml) -> None:
+def test_without_a_driver_there_is_a_note_and_no_gpu(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml.refuse = ("nvmlInit",)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert hardware.find_gpus() == ((), "no NVIDIA driver: Not Supported", ())
     assert "unknown" in hardware.driver_version()
 

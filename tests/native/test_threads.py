@@ -69,6 +69,39 @@ def test_thread_counts_follow_the_affinity_mask() -> None:
     assert num_threads_with({min(cpus)}) == (1, 1)
 
 
+MASKS_OF_THREADS = """
+import os, sys, threading
+import torch
+from neo_desktop import native
+before = {int(task) for task in os.listdir("/proc/self/task")}
+assert native.bind_threads({bind}) == {bind}
+native.read_seconds(torch.zeros(1 << 24, dtype=torch.uint8), 2)
+workers = {int(task) for task in os.listdir("/proc/self/task")} - before
+print(*sorted(len(os.sched_getaffinity(worker)) for worker in workers))
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs, to tell one from all")
+def test_workers_are_bound_to_a_cpu_each_or_free() -> None:
+    for bind, num_cpus in ((True, 1), (False, len(os.sched_getaffinity(0)))):
+        code = MASKS_OF_THREADS.replace("{bind}", str(bind))
+        found = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        assert set(found.split()) == {str(num_cpus)}
+
+
+def test_answers_do_not_depend_on_where_threads_run() -> None:
+    case = make_case([900, 30])
+    expected = case.run(num_threads=1)
+    try:
+        for bind in (False, True):
+            native.bind_threads(bind)
+            assert torch.equal(case.run(num_threads=3), expected)
+    finally:
+        native.bind_threads(True)
+
+
 def test_the_default_thread_count_can_be_set() -> None:
     usual = native.default_num_threads()
     try:

@@ -24,6 +24,10 @@ class ThreadPool {
   // The body must not throw. Throws std::system_error when the system refuses a new thread.
   void run(int participants, const std::function<void(int participant)>& body);
 
+  // Decides whether workers that begin from now on, and threads that keep the pool awake, stay on one CPU
+  // each; they do unless told otherwise. Returns whether they will: not where the system refuses.
+  static bool bind(bool wanted);
+
   // For a thread that is about to make many short calls. While it exists, workers that have begun do not
   // sleep: a call finds them in less than a microsecond. The thread is kept on the pool's first CPU from now
   // on, and that CPU's worker is the only one to sleep: thread and helpers take as many CPUs as there are

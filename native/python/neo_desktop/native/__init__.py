@@ -6,6 +6,8 @@ The instruction set is chosen at run time; NEO_DESKTOP_ISA in the environment fo
 Threads: calls share one pool of workers, which sleep between calls; the calling thread takes part and the
 GIL is released. Any number of threads may call at once. A forked child makes its own pool on first use. How
 many threads a call takes by default follows the CPUs that the process may use, until somebody sets it.
+Workers stay on one CPU each, unless `bind_threads(False)` lets those that begin later go where the system
+puts them; `bind_threads(True)` says whether the system lets them be bound.
 """
 
 import os
@@ -16,6 +18,7 @@ import torch
 from neo_desktop.native import _native
 from neo_desktop.native._native import (
     available_isas,
+    bind_threads,
     cpu_features,
     default_num_threads,
     num_threads_beside_gpu,
@@ -26,6 +29,7 @@ from neo_desktop.native._native import (
 __all__ = [
     "advise_huge_pages",
     "available_isas",
+    "bind_threads",
     "cpu_features",
     "default_isa",
     "default_num_threads",

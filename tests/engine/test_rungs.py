@@ -1,0 +1,146 @@
+"""What a system may refuse, or a person switch off: an engine does without, and gives the same tokens."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ladder_rungs import Rungs
+
+from neo_desktop import native
+from neo_desktop.engine import setup
+from neo_desktop.engine.kv import host_layer
+from neo_desktop.engine.kv.host_layer import ask_for_huge_pages, empty_aligned
+from neo_desktop.engine.ladder import MECHANISMS, ladder, variable
+from neo_desktop.engine.profiling import hardware
+
+ANSWER = """
+import json
+from neo_desktop import Engine, SamplingParams
+from neo_desktop.engine.ladder import ladder
+prompts = [[(7 * i + 3 * n) % 200 for i in range(n)] for n in (5, 40, 130)]
+sizes = dict.fromkeys(("gpu_cache_tokens", "cpu_cache_tokens"), 1024)
+with Engine.from_pretrained(
+    shape="tiny", device="cpu", policy="{policy}", max_batch_tokens=64, max_batch_requests=4, **sizes
+) as engine:
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    tokens = [list(result.token_ids) for result in engine.generate(prompts, params)]
+print(json.dumps([tokens, dict(ladder.limits())]))
+"""
+
+
+def answer(policy: str, rungs: Mapping[str, str]) -> tuple[list[list[int]], dict[str, str]]:
+    """The tokens of an engine in a process of its own, and the rungs below the highest that it ended on."""
+    result = subprocess.run(
+        [sys.executable, "-c", ANSWER.replace("{policy}", policy)],
+        env=os.environ | {variable(mechanism): rung for mechanism, rung in rungs.items()},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    tokens, limits = json.loads(result.stdout)
+    return tokens, limits
+
+
+def test_the_lowest_rungs_give_the_same_tokens() -> None:
+    lowest = {name: mechanism.rungs[-1].name for name, mechanism in MECHANISMS.items()}
+    expected, _ = answer("fastdecode", {})
+    assert [len(tokens) for tokens in expected] == [12, 12, 12]
+    found, limits = answer("fastdecode", lowest)
+    assert limits == lowest
+    assert found == expected
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+def test_threads_that_cannot_be_bound_are_free(
+    agrees: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[bool] = []
+
+    def bind(wanted: bool) -> bool:
+        asked.append(wanted)
+        return agrees and wanted
+
+    monkeypatch.setattr(native, "bind_threads", bind)
+    for _ in range(2):
+        setup.bind_threads()
+    assert asked == [True, agrees]
+    assert ladder.limits() == ({} if agrees else {"affinity": "free"})
+    assert len(caplog.records) == (0 if agrees else 1)
+
+
+@pytest.mark.parametrize(
+    ("agrees", "policy", "rung"),
+    [
+        (True, "always [madvise] never", "huge"),
+        (True, "", "huge"),
+        (True, "always madvise [never]", "small"),
+        (False, "[always] madvise never", "small"),
+    ],
+)
+def test_huge_pages_that_the_system_does_not_give_are_noticed(
+    agrees: bool, policy: str, rung: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[int] = []
+
+    def advise(tensor: torch.Tensor) -> bool:
+        asked.append(tensor.nbytes)
+        return agrees
+
+    file = tmp_path / "enabled"
+    if policy:
+        file.write_text(policy)
+    monkeypatch.setattr(host_layer, "HUGE_PAGE_POLICY", file)
+    monkeypatch.setattr(native, "advise_huge_pages", advise)
+    ask_for_huge_pages(torch.empty(8))  # smaller than any page: none is refused
+    assert (asked, ladder.rung("huge_pages")) == ([], "huge")
+    for _ in range(2):
+        ask_for_huge_pages(empty_aligned((1 << 16,), torch.float32))
+    assert len(asked) == (2 if rung == "huge" else 1)
+    assert ladder.rung("huge_pages") == rung
+
+
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="Tesla T4", multi_processor_count=40, major=7, minor=5)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (12 << 30, 15 << 30))
+
+
+def refuse() -> None:
+    raise hardware.pynvml.NVMLError(hardware.pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+
+@pytest.mark.parametrize("forced", [True, False])
+def test_without_nvml_torch_describes_the_gpu(
+    forced: bool, monkeypatch: pytest.MonkeyPatch, rungs: Rungs
+) -> None:
+    a_gpu(monkeypatch)
+    if forced:
+        rungs(nvml="without")
+        monkeypatch.setattr(hardware.pynvml, "nvmlInit", lambda: pytest.fail("the driver was asked"))
+    else:
+        monkeypatch.setattr(hardware.pynvml, "nvmlInit", refuse)
+    (gpu,), note, (unknown,) = hardware.find_gpus()
+    assert (gpu.name, gpu.sms, gpu.capability, gpu.memory_bytes) == ("Tesla T4", 40, "7.5", 15 << 30)
+    assert gpu.free_bytes == 12 << 30
+    assert note == ""
+    assert "PCIe" in unknown
+    assert ladder.limits() == {"nvml": "without"}
+    assert hardware.driver_version().startswith("unknown")
+
+
+def test_without_a_gpu_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(hardware.pynvml, "nvmlInit", refuse)
+    gpus, note, _ = hardware.find_gpus()
+    assert not gpus
+    assert "no NVIDIA driver" in note
+    assert not ladder.limits()
