@@ -85,7 +85,7 @@ MECHANISMS: Mapping[str, Mechanism] = {
             (
                 Rung("flash", "FlashAttention"),
                 Rung("memory-efficient", "memory-efficient attention"),
-                Rung("math", "plain products, which take the most memory"),
+                Rung("math", "plain products, piece by piece, which are slow"),
             ),
         ),
         Mechanism(

@@ -1,5 +1,7 @@
 """Where mechanisms stand: forced, limited, one rung lower."""
 
+from pathlib import Path
+
 import pytest
 
 from neo_desktop.engine.ladder import MECHANISMS, Ladder, variable
@@ -71,3 +73,13 @@ def test_rungs_hold_within_a_block_only() -> None:
     assert ladder.limits() == {"graphs": "device-only"}
     with pytest.raises(ValueError, match="choose one of"), ladder.standing_on({"graphs": "none"}):
         pass
+
+
+def test_the_page_about_the_architecture_has_every_mechanism_and_rung() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.split("## The ladder")[1].split("## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    listed = {name.strip(" `"): [rung.strip(" `") for rung in rungs.split("→")] for name, rungs in rows}
+    here = {name: [rung.name for rung in mechanism.rungs] for name, mechanism in MECHANISMS.items()}
+    listed["isa"] = [isa for isa in listed["isa"] if isa in here["isa"]]  # those of this CPU
+    assert listed == here
