@@ -2,6 +2,7 @@
 
     dispatch       what others call: each function by the rung of the ladder that its mechanism stands on
     splits         into how many parts decode attention cuts contexts
+    occupancy      how many programs of a kernel a multiprocessor holds at once
     in_triton      Triton kernels
     in_torch       the same by torch's operators, for any card, and where Triton or its compiler is missing
 

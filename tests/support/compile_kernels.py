@@ -9,16 +9,13 @@ compiled is what a GPU would get, with all specialisations. A stand-in for the C
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import triton
+from sass import BARRIER, SHARED_LOAD, WIDE_LOAD, count, main_loop, usage
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -28,10 +25,9 @@ from neo_desktop.engine.kernels.in_triton.norm import add_rms_norm
 from neo_desktop.engine.kernels.in_triton.paged_decode import paged_decode
 from neo_desktop.engine.kernels.in_triton.rope_append import rope_append
 from neo_desktop.engine.kernels.in_triton.row_copy import read_rows, write_rows
+from neo_desktop.engine.kernels.occupancy import programs_per_sm
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-WIDE_LOAD = re.compile(r"ld\.global\S*\.v4\.b32|cp\.async\S*\.shared\.global \[[^]]*\], \[[^]]*\], 0x10")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +40,12 @@ class Compiled:
     registers: int  # per thread
     spilled: int  # bytes per thread in local memory
     shared: int  # bytes per program
-    wide_loads: int  # instructions that load 16 bytes
+    programs_per_sm: int  # that fit into a multiprocessor at once
+    # Of decode attention per 32 tokens of its loop, of others in the longest loop, or in all.
+    instructions: int
+    wide_loads: int  # those that load 16 bytes
+    shared_loads: int
+    barriers: int
 
 
 class AbsentGPU:
@@ -116,13 +117,18 @@ def copy(dtype: torch.dtype) -> None:
     read_rows(rows[0], rows[1], cache, cache, slots)
 
 
-FP16_GPUS = (75, 80, 86, 89, 90)
-BF16_GPUS = (80, 86, 89, 90)  # 7.5 has no bf16
+ATTENTION = ("_attend", "attend_plain")
+ANYTHING = re.compile("")
+FP16_GPUS = (75, 80, 86, 89, 90, 120)
+BF16_GPUS = (80, 86, 89, 90, 120)  # 7.5 has no bf16
 
 # variant -> (how to launch it, on which GPUs)
 VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
     "decode fp16, group 1, head_dim 128": (lambda: decode(FP16, 1, 128), FP16_GPUS),
-    "decode fp16, group 4, head_dim 64": (lambda: decode(FP16, 4, 64), FP16_GPUS),
+    "decode fp16, group 2, head_dim 128": (lambda: decode(FP16, 2, 128), (75,)),
+    "decode fp16, group 4, head_dim 128": (lambda: decode(FP16, 4, 128), FP16_GPUS),
+    "decode fp16, group 7, head_dim 128": (lambda: decode(FP16, 7, 128), (75,)),
+    "decode fp16, group 4, head_dim 64": (lambda: decode(FP16, 4, 64), (75, 86)),
     "decode fp16, group 8, head_dim 128, window": (lambda: decode(FP16, 8, 128, window=4096), FP16_GPUS),
     "decode bf16, group 1, head_dim 64": (lambda: decode(BF16, 1, 64), (80,)),
     "decode bf16, group 4, head_dim 128": (lambda: decode(BF16, 4, 128), BF16_GPUS),
@@ -146,21 +152,24 @@ VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
 
 
 def inspected(variant: str, capability: int, kernel: str, compiled: Any) -> Compiled:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = subprocess.run(
-            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    numbers = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    cubin = compiled.asm["cubin"]
+    used, loop = usage(cubin), main_loop(cubin)
+    names = compiled.src.fn.arg_names
+    tile = compiled.src.constants[(names.index("TILE"),)] if kernel in ATTENTION else 32
+    programs = programs_per_sm(
+        capability, used.registers, compiled.metadata.shared, compiled.metadata.num_warps
+    )
+    assert programs is not None
+    per_32 = [count(loop, kind) * 32 // tile for kind in (ANYTHING, WIDE_LOAD, SHARED_LOAD, BARRIER)]
     return Compiled(
-        variant=variant,
-        capability=capability,
-        kernel=kernel,
-        registers=numbers["REG"],
-        spilled=numbers["STACK"] + numbers["LOCAL"],
-        shared=compiled.metadata.shared,
-        wide_loads=len(WIDE_LOAD.findall(compiled.asm["ptx"])),
+        variant,
+        capability,
+        kernel,
+        used.registers,
+        used.spilled,
+        compiled.metadata.shared,
+        programs,
+        *per_32,
     )
 
 
