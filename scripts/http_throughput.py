@@ -67,9 +67,10 @@ async def short_beside_long(port: int, prompts: list[list[int]], num_tokens: int
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that a process has taken."""
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
+    """Processor time that a process and its children have taken."""
+    process = psutil.Process(pid)
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
 
 
 def main() -> None:
@@ -79,6 +80,7 @@ def main() -> None:
     parser.add_argument("--output", type=int, default=128, help="tokens of each answer")
     parser.add_argument("--shape", help="random weights instead of the built-in model")
     parser.add_argument("--policy", default="gpu-only")
+    parser.add_argument("--engine-process", action=argparse.BooleanOptionalAction, help="as of the server")
     options = parser.parse_args()
     generator = random.Random(0)
     prompts = [[generator.randrange(3, 250) for _ in range(options.input)] for _ in range(options.streams)]
@@ -91,6 +93,8 @@ def main() -> None:
     offline_s, offline_cpu_s = map(float, offline.stdout.split()[-2:])
     flags = ["--policy", options.policy, "--gpu-cache-tokens", str(room)]
     flags += ["--shape", options.shape] if options.shape else []
+    if options.engine_process is not None:
+        flags.append("--engine-process" if options.engine_process else "--no-engine-process")
     with server(*flags) as (process, port):
         asyncio.run(run(port, [[5] * 16] * 2, 2))
         cpu_s = cpu_seconds(process.pid)

@@ -210,6 +210,6 @@ class ModelList(TypedDict):
 class Health(TypedDict):
     """Whether requests are answered."""
 
-    status: Literal["ok", "no model", "loading", "stopping", "failed"]
+    status: Literal["ok", "no model", "loading", "restarting", "stopping", "failed"]
     model: NotRequired[str]
     reason: NotRequired[str]

@@ -61,7 +61,9 @@ def main() -> None:
     for mechanism, rung, reason in beginning.limits:
         ladder.limit(mechanism, rung, reason)
     logging.disable(logging.NOTSET)
-    logging.basicConfig(level=beginning.log_level, handlers=[_PipeHandler(writer)], force=True)
+    logging.basicConfig(
+        level=beginning.log_level, format="%(message)s", handlers=[_PipeHandler(writer)], force=True
+    )
     _run(frames, writer)
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from checkpoints import save_checkpoint
 
@@ -262,11 +263,13 @@ def test_a_busy_port_is_found_before_the_model_is_loaded() -> None:
     assert f"127.0.0.1:{port} is in use" in result.stderr
 
 
+@pytest.mark.parametrize("where", ["--no-engine-process", "--engine-process"])
 def test_serve_answers_and_ctrl_c_tells_running_requests_and_exits_with_0(
-    checkpoint: Path, tmp_path: Path
+    where: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     timeline = tmp_path / "timeline.json"
-    with running("serve", "--model", checkpoint, "--trace-timeline", timeline) as (process, address):
+    with running("serve", "--model", checkpoint, "--trace-timeline", timeline, where) as (process, address):
+        children = psutil.Process(process.pid).children(recursive=True)
         body = {
             "model": "tiny-llama",
             "prompt": "hello",
@@ -280,8 +283,32 @@ def test_serve_answers_and_ctrl_c_tells_running_requests_and_exits_with_0(
             process.send_signal(signal.SIGINT)
             rest = "\n".join(lines)
         assert "shutting down" in rest
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=60) == 0
     assert json.loads(timeline.read_text())
+    assert [child.pid for child in children if child.is_running()] == []
+
+
+def test_an_engine_process_ends_with_its_server_however_that_ends(checkpoint: Path) -> None:
+    with running("serve", "--model", checkpoint, "--engine-process") as (process, address):
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert any("neo_desktop.app.engines.child" in " ".join(each.cmdline()) for each in children)
+        body = {"prompt": "hello", "max_tokens": 500, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as response:
+            assert next(response.iter_lines()).startswith("data: ")
+            process.kill()
+        process.wait()
+        _, alive = psutil.wait_procs(children, timeout=60)
+    assert alive == []
+
+
+def test_a_model_that_cannot_be_loaded_by_an_engine_process_is_told_alike(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "torn", "llama")
+    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+    said = [
+        run("serve", "--model", folder, where).stderr for where in ("--engine-process", "--no-engine-process")
+    ]
+    assert "damaged" in said[0]
+    assert said[0] == said[1]
 
 
 @pytest.mark.parametrize("dtype", ["auto", "int8"])

@@ -1,5 +1,7 @@
 """The Models and Self-test tabs in a real browser, on the real server; the self-test itself is a fake."""
 
+import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -39,9 +41,9 @@ report = {"started": "2026-11-22T20:15:00", "suites": [{"suite": "hardware"}], "
 class HeldLoader(ModelLoader):
     """Loads for real, once `open` is set."""
 
-    def __init__(self, catalogue: Catalogue) -> None:
+    def __init__(self, catalogue: Catalogue, *, process: bool = False) -> None:
         options = ModelOptions(device="cpu", gpu_cache_tokens=2048, cpu_cache_tokens=2048)
-        super().__init__(catalogue, EngineSettings(options, policy="gpu-only"))
+        super().__init__(catalogue, EngineSettings(options, policy="gpu-only", process=process))
         self.open = threading.Event()
 
     def __call__(self, name: str, progress: LoadProgress) -> EngineService:
@@ -156,3 +158,22 @@ def test_the_self_test_runs_survives_a_reload_and_shows_its_report(
     expect(page.frame_locator("iframe").get_by_role("heading")).to_have_text("It went well", timeout=60_000)
     expect(page.get_by_role("listitem").filter(has_text="Hardware")).to_be_visible()
     expect(page.get_by_role("button", name="Start")).to_be_enabled()
+
+
+def test_an_engine_that_ended_is_told_and_comes_back(open_tab: Callable[..., Page], tmp_path: Path) -> None:
+    loader = HeldLoader(Catalogue([tmp_path]), process=True)
+    loader.open.set()
+    host = ModelHost(load=loader, name=BUILTIN_NAME)
+    app = mount(create_app(host, data_folder=tmp_path / "data", loader=loader))
+    with serving(app, free_port()) as url:
+        page = open_tab(f"{url}/#/models")
+        expect(page.get_by_role("button", name=f"Unload {BUILTIN_NAME}")).to_be_visible(timeout=60_000)
+        loader.open.clear()
+        assert loader._process is not None
+        os.kill(loader._process.pid, signal.SIGKILL)
+        expect(page.get_by_text(f"Starting {BUILTIN_NAME} again")).to_be_visible()
+        expect(page.get_by_role("alert")).to_contain_text("was killed (SIGKILL")
+        expect(page.locator("#model")).to_contain_text("Starting again")
+        loader.open.set()
+        expect(page.get_by_role("button", name=f"Unload {BUILTIN_NAME}")).to_be_visible(timeout=60_000)
+        expect(page.locator("#model")).to_contain_text(BUILTIN_NAME)

@@ -4,14 +4,14 @@ import { count, h } from "./dom.js";
 
 /** Keep the line up to date: asked again whenever the connection is back or the models change. */
 export function startModelLine(line, api) {
-  const show = (state, name, rest) => {
+  const show = (state, name, rest, why = "") => {
     line.dataset.state = state;
     line.replaceChildren(h("span", { class: "dot" }), h("strong", {}, name), h("span", { class: "rest" }, rest));
-    line.title = `${name}${rest}`;
+    line.title = why ? `${name}${rest} ${why}` : `${name}${rest}`;
   };
   let loading = null;
   const refresh = async () => {
-    if (loading) return show("loading", "Loading", ` ${loading.name} …`);
+    if (loading) return show("loading", loading.reason ? "Starting again:" : "Loading", ` ${loading.name} …`, loading.reason);
     try {
       const health = await api.get("/health").catch((error) => {
         // A server that loads or stops says so with status 503.
@@ -24,9 +24,10 @@ export function startModelLine(line, api) {
         const model = listed.find((each) => each.id === health.model) ?? listed[0];
         const context = model?.max_model_len;
         show("ready", health.model, context ? ` · ${count(context)} tokens of context` : "");
-      } else if (health.status === "loading") show("loading", "Loading a model …", "");
+      } else if (health.status === "restarting") show("loading", "The engine is started again …", "", health.reason);
+      else if (health.status === "loading") show("loading", "Loading a model …", "");
       else if (health.status === "no model") show("none", "No model loaded", " · choose one");
-      else show("failed", "The model does not answer", "");
+      else show("failed", "The model does not answer", "", health.reason);
     } catch {
       show("none", "No server", "");
     }

@@ -65,15 +65,16 @@ function sorted(view) {
 function showStatus(view) {
   const { status, api } = page;
   if (view.loading) {
-    const { name, share, what } = view.loading;
-    if (status.dataset.name !== name) {
-      status.dataset.name = name;
+    const { name, share, what, reason } = view.loading;
+    const title = reason ? `Starting ${name} again` : `Loading ${name}`;
+    if (status.dataset.title !== title) {
+      status.dataset.title = title;
       const stop = h("button", { class: "button", type: "button", onclick: () => attempt(() => api.post("/api/models/unload")) }, "Stop");
-      status.replaceChildren(h("div", { class: "card models-loading" }, h("strong", {}, `Loading ${name}`), ...progress(name), stop));
+      status.replaceChildren(h("div", { class: "card models-loading" }, h("strong", {}, title), ...progress(name), stop, reason ? h("p", { class: "models-reason", role: "alert" }, `${ended(capital(reason))} Chats that were cut are kept: continue them then.`) : ""));
     }
     setProgress(status, share, what);
   } else {
-    delete status.dataset.name;
+    delete status.dataset.title;
     status.replaceChildren(...(view.error ? [h("p", { class: "models-error", role: "alert" }, `${ended(capital(view.error))} No model is loaded now: choose one.`)] : []));
   }
 }
