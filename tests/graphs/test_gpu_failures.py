@@ -18,12 +18,16 @@ from pipeline_case import tiny_model
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.doctor.outcome import CheckError
+from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.execute.graphs import streams
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.loading import LoadedModel
 from neo_desktop.engine.placement import Place, get_policy
 from neo_desktop.engine.profiling.budget import MemoryCaps
 from neo_desktop.engine.setup import take_memory
+from neo_desktop.engine.trial.kernel_checks import kernel_checks
+from neo_desktop.engine.trial.rig import Rig
 from neo_desktop.models.tokenizer import ByteTokenizer
 
 EXECUTOR = "neo_desktop.engine.execute.graphs.executor"
@@ -158,3 +162,15 @@ def test_after_an_illegal_address_every_request_is_told(
         for error in all_are_told(made):
             assert "illegal memory access" in error or "can no longer be used" in error
         assert imitated.num_failed == 1
+
+
+@pytest.mark.parametrize(("kernel", "mechanism"), [("_add_rms_norm", "norm"), ("_silu_mul", "activation")])
+def test_doctor_finds_a_kernel_whose_results_are_wrong(
+    monkeypatch: pytest.MonkeyPatch, kernel: str, mechanism: str
+) -> None:
+    rig = Rig(Subject(shape="tiny", device="cuda", dtype="float32"))
+    check = next(each for each in kernel_checks(rig) if each.name == f"{mechanism}-triton")
+    check.run()
+    monkeypatch.setenv("IMITATED_GPU_SPOIL", kernel)
+    with pytest.raises(CheckError, match="the relative error is"):
+        check.run()
