@@ -133,6 +133,9 @@ class FakeStream:
     def wait_stream(self, other: "FakeStream") -> None:
         self.waited_for.append(other)
 
+    def query(self) -> bool:
+        return True
+
 
 class FakeTorchCuda:
     """Each thread has its current stream and its cuBLAS handle, as in torch."""
