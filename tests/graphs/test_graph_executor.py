@@ -4,7 +4,7 @@ import threading
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from pipeline_case import (
 )
 
 from neo_desktop.engine.batch import GraphReach, IterationPlan, SamplingInput, ScheduledSequence, SubBatch
-from neo_desktop.engine.cuda.errors import DeviceLostError, DeviceStalledError
+from neo_desktop.engine.cuda.errors import DeviceLostError, DeviceStalledError, StageStalledError
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.cuda.waiting import wait_for_gpu
 from neo_desktop.engine.execute.build import build_executor
@@ -44,7 +44,7 @@ from neo_desktop.engine.waiting import Watch
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear import Linear
 from neo_desktop.models.tokenizer import ByteTokenizer
-from neo_desktop.native.relay import RelayStalledError
+from neo_desktop.native.relay import Relay, RelayStalledError
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 24
@@ -428,6 +428,22 @@ def test_an_iteration_that_stands_still_is_done_again_by_the_pipeline(
     plan = decodes("a", step=2)  # on the device alone, graphs go on
     executor.execute(plan)
     assert runner.num_runs == 2
+    executor.close()
+
+
+def test_a_step_that_does_not_end_ends_the_engine_before_its_memory_is_somebody_elses(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, _ = make_executor(model)
+    executor.execute(prompts("ac"))
+
+    def give_up(_: Relay) -> NoReturn:
+        raise RelayStalledError("the CPU did not end its attention")
+
+    monkeypatch.setattr(Relay, "finish", give_up)
+    monkeypatch.setattr(Relay, "close", lambda _: False)  # it is in its step for ever
+    with pytest.raises(StageStalledError, match="the CPU did not end its attention"):
+        executor.execute(decodes("ac"))
     executor.close()
 
 

@@ -35,7 +35,10 @@
    GUARD_FORGETS (to raise the flags), GUARD_SLEEPS (nobody wakes it), CANCEL_FORGETS_DEVICE,
    CANCEL_FORGETS_RELAY, FLAGS_STAY (from the iteration before), NOT_SETTLED (what is under way is not waited
    for), DECIDES_LATE (the server may begin a step after the guard gave the wait for it up), LEAVES_LATE (the
-   engine goes on while a step of an iteration that was given up is under way). */
+   engine goes on while a step of an iteration that was given up is under way).
+
+   DECIDES_LATE is what Relay::serve does today: it takes two sides that fail at once, a GPU that is late by the
+   whole patience and then a step that never ends, and Relay::finish waits for ever. */
 
 #ifndef LAYERS
 #define LAYERS 2

@@ -24,6 +24,7 @@ from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.cuda.errors import (
     DeviceStalledError,
     EngineLostError,
+    StageStalledError,
     device_lost,
     is_device_lost,
     is_lost,
@@ -178,6 +179,10 @@ class GraphExecutor(Executor):
             ladder.limit("graphs", "device-only", str(error))
             # Its thread may still be in a step that does not end, so that its memory must stay.
             self._stalled_relay, self._relay = self._relay, None
+            if self._stalled_relay is not None and not self._stalled_relay.close():
+                # Whenever that step goes on, it stores KV in blocks that may be somebody else's by then.
+                self._lost = StageStalledError(str(error))
+                raise self._lost from error
         elif is_out_of_memory(error):
             self._pause_graphs(error)
         elif isinstance(error, torch.AcceleratorError) and not is_lost(error):

@@ -148,13 +148,17 @@ class Relay:
         """End the iteration early: all flags of outputs are raised. Nothing happens if there is none."""
         self._relay.cancel()
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Cancel what is under way and end the thread; called again, and of a relay that is dropped, too.
 
-        A thread in a step that does not end is left behind after some seconds, with the memory that it uses.
+        Returns:
+            Whether the thread has ended. In a step that does not end it is left behind after some seconds,
+            with the memory that it uses: it may still write there.
         """
-        if not self._relay.close():
+        has_ended = self._relay.close()
+        if not has_ended:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._layers, self._batches)))  # for ever
+        return has_ended
 
     def __del__(self) -> None:
         if hasattr(self, "_relay"):
