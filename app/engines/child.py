@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 from neo_desktop.app.engines.frames import FrameWriter, read_frames
 from neo_desktop.app.engines.loop import EngineLoop
 from neo_desktop.app.engines.messages import EngineFacts, LoadFailed, Logged, Progressed, portable
+from neo_desktop.engine.doctor.safe_start import forgive
 from neo_desktop.engine.ladder import ladder
 
 PROGRESS_S = 0.05  # between two messages of the same kind of progress
@@ -105,6 +106,7 @@ def _read_commands(frames: Iterator[Any], ready: "Future[Any]") -> None:
             ready.result().take(command)
     finally:
         # The parent is gone, killed perhaps. Nobody wants what is left, and memory is waited for.
+        forgive(os.getpid())  # a start that is under way is not to blame
         os._exit(FAILED_STATUS)
 
 

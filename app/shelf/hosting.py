@@ -293,6 +293,7 @@ class ModelHost:
                 await asyncio.to_thread(release, ended)
                 while service is None and (pause_s := self._restarts.pause_s) is not None:
                     self._restarts.begun()
+                    self._restarts.be_careful(ended.stats.device)
                     await self._wait(pause_s)
                     try:
                         service = await self._run_loader(name, load)

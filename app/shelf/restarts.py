@@ -4,6 +4,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from neo_desktop.engine.doctor.safe_start import careful_rungs
+from neo_desktop.engine.ladder import ladder
+
 PAUSES_S = (0.5, 2.0, 5.0)  # before each start in a row; there are no more than these
 WINDOW_S = 600.0  # in which they are counted
 MAX_REASONS = 3  # that are told
@@ -35,6 +38,17 @@ class Restarts:
     def begun(self) -> None:
         """It is started again."""
         self._starts_s.append(self._clock())
+
+    def be_careful(self, device: str) -> None:
+        """Limit this program's ladder, which the engine's next process takes over: one step a start.
+
+        The first start of a row is in full: a computer that slept loses its GPU for no fault of a mechanism.
+
+        Args:
+            device: "cpu" or "cuda".
+        """
+        for mechanism, rung in careful_rungs(device, len(self._starts_s) - 1).items():
+            ladder.limit(mechanism, rung, "the engine has ended more than once")
 
     def forget(self) -> None:
         """A person has chosen: what was before does not count."""

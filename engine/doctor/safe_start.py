@@ -1,10 +1,12 @@
 """A start that ended its process makes the next one more careful.
 
     <cache>/starts/<pid>-<number>.mark   a start that is under way, or one that ended its process
-    <cache>/starts/<key>.json            how careful starts on this computer are: the number of steps taken
+    <cache>/starts/<key>.json            how careful starts on this computer are, and how many were ended
 
-A mark that a dead process left takes one step more. Steps are kept until something changes that decides what
-works (GPU, driver, versions), or until `neo-desktop doctor --refresh` forgets them.
+A mark that a dead process left takes one step more. Closed windows, killed processes and power cuts end
+programs, too: after the first one, the start that follows is careful, and if all is well then, the one after
+it is in full again. Steps after that are kept until something changes that decides what works (GPU, driver,
+versions), or until `neo-desktop doctor --refresh` forgets them.
 """
 
 import itertools
@@ -12,6 +14,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -59,12 +62,14 @@ class StartMark:
 
     def end(self) -> None:
         """The start has come to an orderly end, good or bad."""
+        if self._level and _record(digest(self._key)).num_ended == 1:  # it may have been for other reasons
+            _keep(self._key, _Record(0, 1))
         _remove(self._path)
 
     def crash(self) -> None:
         """It has ended in a way that is as bad as the end of the process."""
-        _raise_level(self._key, self._level + 1)
-        self.end()
+        _take_step(self._key, self._level)
+        _remove(self._path)
 
 
 def begin_start(device: torch.device) -> StartMark:
@@ -75,14 +80,16 @@ def begin_start(device: torch.device) -> StartMark:
     _take_steps()
     key = machine_key(device)
     plan = steps(device.type)
-    level = min(_level(digest(key)), len(plan))
+    record = _record(digest(key))
+    level = min(record.level, len(plan))
     if level:
-        for mechanism, rung in ((m, r) for step in plan[:level] for m, r in step.items()):
+        for mechanism, rung in careful_rungs(device.type, level).items():
             ladder.limit(mechanism, rung, "a start before ended the program", is_told=True)
         logger.warning(
             "a start before ended the program, so this one does without something that may be to blame: %s. "
-            "To check this computer and to start in full again: neo-desktop doctor --refresh",
+            "%sTo check this computer and to start in full again: neo-desktop doctor --refresh",
             _in_words(plan[:level]),
+            "The next one will be in full again. " if record.num_ended == 1 else "",
         )
         if level == len(plan) and device.type == "cuda":
             logger.warning("If this start fails, too: --device cpu does without the GPU")
@@ -106,10 +113,9 @@ def safe_start(device: torch.device) -> Iterator[None]:
         mark.end()
 
 
-def note_crash(device: torch.device) -> None:
-    """Let the next start be one step more careful, for whoever saw a process end without a mark."""
-    key = machine_key(device)
-    _raise_level(key, _level(digest(key)) + 1)
+def careful_rungs(device_type: str, num_steps: int) -> Step:
+    """Return `mechanism -> rung` after so many steps."""
+    return {mechanism: rung for step in steps(device_type)[:num_steps] for mechanism, rung in step.items()}
 
 
 def forgive(pid: int) -> None:
@@ -130,8 +136,7 @@ def _take_steps() -> None:
     for path in sorted(folder("starts").glob("*.mark")):
         mark = _dead_mark(path)
         if mark is not None:
-            key, level = mark
-            _raise_level(key, level + 1)
+            _take_step(*mark)
             _remove(path)
 
 
@@ -149,17 +154,30 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _level(name: str) -> int:
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """What earlier starts on a computer came to."""
+
+    level: int = 0  # steps taken
+    num_ended: int = 0  # starts that ended their process, two of the same level counted once
+
+
+def _record(name: str) -> _Record:
     match read_json(folder("starts") / f"{name}.json"):
-        case {"level": int(level)} if level > 0:
-            return level
-    return 0
+        case {"level": int(level), "num_ended": int(num_ended)} if level >= 0 and num_ended >= 0:
+            return _Record(level, num_ended)
+    return _Record()
 
 
-def _raise_level(key: Key, level: int) -> None:
-    name = digest(key)
-    if level > _level(name):
-        write_json(folder("starts") / f"{name}.json", {"key": key, "level": level})
+def _take_step(key: Key, level: int) -> None:
+    """Note that a start of this level has ended its process."""
+    record = _record(digest(key))
+    if level >= record.level:
+        _keep(key, _Record(level + 1, record.num_ended + 1))
+
+
+def _keep(key: Key, record: _Record) -> None:
+    write_json(folder("starts") / f"{digest(key)}.json", {"key": key} | asdict(record))
 
 
 def _in_words(taken: Sequence[Step]) -> str:

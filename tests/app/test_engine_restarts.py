@@ -16,6 +16,8 @@ from neo_desktop.app.shelf import restarts
 from neo_desktop.app.shelf.hosting import EngineGoneError, ModelHost, RestartingError
 from neo_desktop.app.shelf.restarts import Restarts
 from neo_desktop.app.web.server import create_app
+from neo_desktop.engine.doctor.safe_start import careful_rungs
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.sampling_params import SamplingParams
 
 from .child_engines import HUNG, KILLED, LOST, SEGFAULT, FragileLoader
@@ -128,6 +130,23 @@ async def test_an_engine_that_has_nothing_to_do_is_not_taken_for_hung(
     monkeypatch.undo()
     assert len(loader.pids) == 1
     await host.stop()
+
+
+async def test_from_the_second_time_on_it_is_started_with_less(loader: FragileLoader) -> None:
+    host = ModelHost(load=loader)
+    await host.begin("alpha")
+    found = []
+    for _ in range(3):
+        with pytest.raises(EngineRestartingError):
+            await text_of(await host.service.submit([[KILLED]], SamplingParams(max_tokens=9000)))
+        await loaded(host)
+        found.append(dict(ladder.limits()))
+        assert await ask(host.service) == "fgh"
+    await host.stop()
+    first, second, third = found
+    assert not first
+    assert second == careful_rungs("cpu", 1)
+    assert third == careful_rungs("cpu", 2)
 
 
 async def test_after_too_many_ends_it_is_left_and_said_why(loader: FragileLoader) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from neo_desktop.engine.doctor import machine, safe_start
-from neo_desktop.engine.doctor.safe_start import begin_start, forgive, note_crash, start_in_full, steps
+from neo_desktop.engine.doctor.safe_start import begin_start, careful_rungs, forgive, start_in_full, steps
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.ladder import MECHANISMS, Ladder, ladder
 
@@ -66,13 +66,17 @@ def test_an_error_told_in_a_sentence_leaves_nothing(folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
-def test_a_killed_start_makes_the_next_one_careful_and_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_killed_start_makes_the_next_one_careful(caplog: pytest.LogCaptureFixture) -> None:
     killed_start()
     with caplog.at_level(logging.WARNING), safe_start.safe_start(CPU):
         assert ladder.limits().items() >= {"huge_pages": "small", "affinity": "free"}.items()
     (line,) = caplog.messages
     assert "neo-desktop doctor --refresh" in line
     assert "pages of the usual size" in line
+
+
+def test_a_careful_start_that_is_killed_makes_the_next_one_more_careful() -> None:
+    killed_start()
     killed_start()
     with safe_start.safe_start(CPU):
         assert ladder.rung("isa") == MECHANISMS["isa"].rungs[-1].name
@@ -81,14 +85,31 @@ def test_a_killed_start_makes_the_next_one_careful_and_again(caplog: pytest.LogC
         pass
 
 
-def test_care_is_kept_until_it_is_forgotten() -> None:
+def limits_of_a_start(device: torch.device = CPU) -> dict[str, str]:
+    with ladder.standing_on({}), safe_start.safe_start(device):
+        return dict(ladder.limits())
+
+
+def crashed_start(device: torch.device = CPU) -> None:
+    with ladder.standing_on({}):
+        begin_start(device).crash()
+
+
+def test_one_start_that_ended_its_process_may_have_had_other_reasons() -> None:
     killed_start()
-    for _ in range(2):
-        with ladder.standing_on({}), safe_start.safe_start(CPU):
-            assert ladder.limits()
+    assert limits_of_a_start()
+    assert not limits_of_a_start()
+    assert not limits_of_a_start()
+
+
+def test_care_is_kept_after_the_second_time_until_it_is_forgotten() -> None:
+    killed_start()
+    limits_of_a_start()
+    killed_start()  # in full again, and again
+    for _ in range(3):
+        assert limits_of_a_start() == careful_rungs("cpu", 1)
     start_in_full()
-    with safe_start.safe_start(CPU):
-        assert not ladder.limits()
+    assert not limits_of_a_start()
 
 
 def test_another_version_starts_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,12 +149,6 @@ def test_a_process_that_was_ended_on_purpose_is_forgiven() -> None:
     forgive(process.pid)
     with safe_start.safe_start(CPU):
         assert not ladder.limits()
-
-
-def test_a_crash_that_somebody_else_saw_counts() -> None:
-    note_crash(CPU)
-    with safe_start.safe_start(CPU):
-        assert ladder.limits()
 
 
 @pytest.mark.parametrize(("code", "is_careful"), [(700, True), (2, False)])
@@ -180,11 +195,10 @@ def test_on_a_gpu_graphs_come_first(
 ) -> None:
     properties = SimpleNamespace(name="Card", major=7, minor=5, total_memory=1 << 34)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    note_crash(CUDA)
-    with safe_start.safe_start(CUDA):
-        assert ladder.limits() == {"graphs": "device-only"}
-    for _ in steps("cuda"):
-        note_crash(CUDA)
+    crashed_start(CUDA)
+    assert limits_of_a_start(CUDA) == {"graphs": "device-only"}
+    for _ in range(len(steps("cuda")) + 1):
+        crashed_start(CUDA)
     with safe_start.safe_start(CUDA):
         assert ladder.rung("paged_decode") == "torch"
     assert "--device cpu" in caplog.messages[-1]
