@@ -66,11 +66,13 @@ class Relay::State {
     int64_t window;
   };
 
-  enum class Doing : int { kWaiting, kAttending };
+  // From waiting to attending and back by the thread that serves, to given up by the guard: one of them is
+  // first, and what was given up while waiting begins no step.
+  enum class Doing : int { kWaiting, kAttending, kGivenUp };
 
   void serve();
-  void goes_on(size_t layer, size_t batch, Doing doing);
-  std::string where() const;
+  bool goes_on(size_t layer, size_t batch, Doing doing);
+  std::string where(Doing doing) const;
   std::chrono::nanoseconds look() const {
     return std::clamp(patience_ / kLooks, kShortestLook, kLongestLook);
   }
@@ -98,8 +100,9 @@ class Relay::State {
   std::condition_variable changed_;
   bool running_ = false;
   bool closed_ = false;
-  bool ended_ = false;   // the thread that serves
-  std::string stalled_;  // where the iteration stood when it was given up
+  bool ended_ = false;    // the thread that serves
+  std::string stalled_;   // where the iteration stood when it was given up
+  bool in_step_ = false;  // whether it was given up in a step, which may never end
   std::condition_variable guard_changed_;
   int64_t guard_wakes_ns_ = 0;  // when the guard looks next, whatever happens meanwhile
 };
@@ -171,6 +174,7 @@ void Relay::State::start(std::vector<RelayBatch> batches, std::chrono::nanosecon
   cancelled_ = false;
   patience_ = patience;
   stalled_.clear();
+  doing_ = Doing::kWaiting;
   goes_on(0, 0, Doing::kWaiting);
   for (const RelayBatch& batch : batches_) {
     for (size_t layer = 0; layer < layers_.size(); ++layer) {
@@ -189,8 +193,8 @@ std::vector<RelayStep> Relay::State::finish() {
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [this] { return !running_ || !stalled_.empty(); });
   if (!stalled_.empty()) {
-    // A thread that waits for the GPU sees that it was cancelled; one that attends may never end.
-    if (doing_ == Doing::kWaiting) changed_.wait(lock, [this] { return !running_; });
+    // Outside of a step the thread sees that it was given up, and begins none.
+    if (!in_step_) changed_.wait(lock, [this] { return !running_; });
     throw RelayStalledError(stalled_);
   }
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
@@ -228,10 +232,9 @@ void Relay::State::serve() {
     for (size_t layer = 0; layer < layers_.size(); ++layer) {
       for (size_t b = 0; b < batches_.size(); ++b) {
         const RelayBatch& batch = batches_[b];
-        goes_on(layer, b, Doing::kWaiting);
-        if (!wait_until_ready(batch, layer)) return;
+        if (!goes_on(layer, b, Doing::kWaiting) || !wait_until_ready(batch, layer)) return;
         const int64_t start_ns = now_ns();
-        goes_on(layer, b, Doing::kAttending);
+        if (!goes_on(layer, b, Doing::kAttending)) return;
         batch.arguments.run(layers_[layer].cache, layers_[layer].window, num_threads_, isa_);
         flag(batch, kDone, layer).store(1, std::memory_order_release);
         steps_.push_back({static_cast<int>(layer), static_cast<int>(b), start_ns, now_ns()});
@@ -264,7 +267,9 @@ void Relay::State::guard() {
       seen = now;
       looks = 0;
     } else if (++looks * look() >= patience_ && running_ && stalled_.empty()) {
-      stalled_ = where();
+      const Doing doing = doing_.exchange(Doing::kGivenUp);
+      stalled_ = where(doing);
+      in_step_ = doing == Doing::kAttending;
       cancelled_ = true;
       release_all();
       changed_.notify_all();
@@ -272,19 +277,22 @@ void Relay::State::guard() {
   }
 }
 
-void Relay::State::goes_on(size_t layer, size_t batch, Doing doing) {
+// Returns false, and changes nothing, once the guard has given the iteration up.
+bool Relay::State::goes_on(size_t layer, size_t batch, Doing doing) {
+  Doing before = doing_;
+  if (before == Doing::kGivenUp || !doing_.compare_exchange_strong(before, doing)) return false;
   layer_.store(layer, std::memory_order_relaxed);
   batch_.store(batch, std::memory_order_relaxed);
-  doing_.store(doing, std::memory_order_relaxed);
   progress_.fetch_add(1, std::memory_order_relaxed);
+  return true;
 }
 
-std::string Relay::State::where() const {
+std::string Relay::State::where(Doing doing) const {
   const std::string place = "layer " + std::to_string(layer_) + " of sub-batch " + std::to_string(batch_);
   const std::string seconds = std::to_string(patience_.count() / 1'000'000'000.0);
   const std::string time = seconds.substr(0, seconds.find('.') + 2) + " s";
-  return doing_ == Doing::kWaiting ? "the GPU did not hand over q, k and v for " + place + " within " + time
-                                   : "the CPU did not end its attention for " + place + " within " + time;
+  return doing == Doing::kWaiting ? "the GPU did not hand over q, k and v for " + place + " within " + time
+                                  : "the CPU did not end its attention for " + place + " within " + time;
 }
 
 bool Relay::State::wait_until_ready(const RelayBatch& batch, size_t layer) const {

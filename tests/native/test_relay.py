@@ -152,7 +152,7 @@ def test_patience_begins_anew_with_every_step() -> None:
 
 # A step that never ends: the page of q cannot be read, and what happens then is that the thread sleeps.
 STUCK = """
-import ctypes, mmap, signal
+import ctypes, mmap, os, signal, threading, time
 import torch
 from paged_case import make_case
 from test_relay import batch_of, relay_of
@@ -162,15 +162,30 @@ from neo_desktop.native.relay import RelayStalledError
 
 libc = ctypes.CDLL(None)
 libc.signal.restype = ctypes.c_void_p
-libc.signal(signal.SIGSEGV, ctypes.cast(libc.pause, ctypes.c_void_p))
+for number in (signal.SIGSEGV, signal.SIGUSR1):
+    libc.signal(number, ctypes.cast(libc.pause, ctypes.c_void_p))
+libc.signal(signal.SIGUSR2, ctypes.cast(libc.abs, ctypes.c_void_p))  # it ends a pause, and does nothing
+
+def threads():
+    return {int(name) for name in os.listdir("/proc/self/task")}
+
+def status(thread):  # from the state on; see proc(5)
+    return Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
+
+def protect(protection):
+    assert libc.mprotect(ctypes.c_void_p(q.data_ptr()), ctypes.c_size_t(1 << 20), protection) == 0
+
 case = make_case([400, 120])
 batch = batch_of(case)
 pages = mmap.mmap(-1, 1 << 20)
 q = torch.frombuffer(pages, dtype=case.q.dtype)[: case.q.numel()].view(case.q.shape)
 q.copy_(case.q)
+others = threads()
 relay = relay_of(case)
 relay.start([replace(batch, q=q)], patience_s=PATIENCE)
-assert libc.mprotect(ctypes.c_void_p(q.data_ptr()), ctypes.c_size_t(1 << 20), 0) == 0
+"""
+BEGIN_STEP = """
+protect(0)
 batch.flags[0, 0, 0] = 1
 """
 
@@ -184,7 +199,7 @@ def stuck_program(patience_s: float, rest: str) -> "subprocess.CompletedProcess[
 
 
 def test_a_step_that_never_ends_is_given_up_and_does_not_keep_the_program_from_ending() -> None:
-    rest = """
+    rest = f"""{BEGIN_STEP}
 try:
     relay.finish()
 except RelayStalledError as error:
@@ -204,8 +219,65 @@ except RuntimeError as error:
     assert ended.returncode == 0
 
 
+def test_a_gpu_that_raises_its_flag_when_it_was_just_given_up_begins_no_step() -> None:
+    """The thread that serves sees the flag before it sees that it was given up, as it may by chance."""
+    rest = f"""
+while True:  # until it looks at the flag, which takes all of its time: utime, in ticks
+    busy = [thread for thread in threads() - others if int(status(thread)[11]) > 1]
+    if busy:
+        break
+(server,) = busy
+libc.tgkill(os.getpid(), server, signal.SIGUSR1)
+while not batch.flags[1, :, 0].all():  # until it was given up
+    time.sleep(0.01)
+{BEGIN_STEP}
+
+def wake():
+    while True:
+        time.sleep(0.5)  # in which finish begins to wait
+        libc.tgkill(os.getpid(), server, signal.SIGUSR2)
+
+threading.Thread(target=wake, daemon=True).start()
+try:
+    relay.finish()
+except RelayStalledError as error:
+    print(error)
+print(relay.close())
+"""
+    ended = stuck_program(3.0, rest)
+    assert ended.stderr == ""
+    assert ended.stdout.splitlines() == [
+        "the GPU did not hand over q, k and v for layer 0 of sub-batch 0 within 3.0 s",
+        "True",
+    ]
+
+
+def test_after_a_step_in_which_it_was_given_up_the_relay_begins_no_other() -> None:
+    rest = f"""{BEGIN_STEP}
+try:
+    relay.finish()
+except RelayStalledError as error:
+    print(error)
+batch.flags[1] = 0
+batch.flags[0] = 1
+protect(mmap.PROT_READ)
+mine = threads() - others
+while batch.flags[1, 0, 0] == 0 or any(status(thread)[0] == "R" for thread in mine):
+    for thread in mine:
+        libc.tgkill(os.getpid(), thread, signal.SIGUSR2)
+    time.sleep(0.1)
+print(batch.flags[1, :, 0].tolist(), relay.close())
+"""
+    ended = stuck_program(0.5, rest)
+    assert ended.stderr == ""
+    assert ended.stdout.splitlines() == [
+        "the CPU did not end its attention for layer 0 of sub-batch 0 within 0.5 s",
+        "[1, 0, 0] True",
+    ]
+
+
 def test_a_program_that_forgets_a_relay_in_a_step_that_never_ends_ends() -> None:
-    ended = stuck_program(0.0, "print('end')")
+    ended = stuck_program(0.0, f"{BEGIN_STEP}\nprint('end')")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "end\n", "")
 
 
