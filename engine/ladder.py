@@ -163,7 +163,13 @@ class Ladder:
 
     def rung(self, mechanism: str) -> str:
         """Return the name of the rung to use now."""
-        return MECHANISMS[mechanism].rungs[self._positions.get(mechanism, 0)].name
+        return MECHANISMS[mechanism].rungs[self._position(mechanism)].name
+
+    def _position(self, mechanism: str) -> int:
+        position = self._positions.get(mechanism, 0)
+        if mechanism == "graphs" and self._positions.get("host_memory", 0):
+            return MECHANISMS["graphs"].position("eager")
+        return position
 
     def limit(self, mechanism: str, rung: str, reason: str, *, is_told: bool = False) -> bool:
         """Use no higher rung than this one from now on.
@@ -207,7 +213,7 @@ class Ladder:
 
     def descend(self, mechanism: str, reason: str) -> bool:
         """Use the rung below the present one from now on; return whether there is one."""
-        position = self._positions.get(mechanism, 0) + 1
+        position = self._position(mechanism) + 1
         rungs = MECHANISMS[mechanism].rungs
         return position < len(rungs) and self.limit(mechanism, rungs[position].name, reason)
 
@@ -250,9 +256,15 @@ class Ladder:
     def standings(self) -> Sequence[Standing]:
         """Return where all mechanisms stand."""
         return [
-            Standing(mechanism, mechanism.rungs[self._positions.get(name, 0)], self._reasons.get(name))
+            Standing(mechanism, mechanism.rungs[self._position(name)], self._reason(name))
             for name, mechanism in MECHANISMS.items()
         ]
+
+    def _reason(self, mechanism: str) -> str | None:
+        own = self._reasons.get(mechanism)
+        if self._position(mechanism) > self._positions.get(mechanism, 0):
+            return "what a graph copies in host memory must be pinned"
+        return own
 
     def limits(self) -> Mapping[str, str]:
         """Return `mechanism -> rung` of all that are not at their highest."""

@@ -83,3 +83,13 @@ def test_the_page_about_the_architecture_has_every_mechanism_and_rung() -> None:
     here = {name: [rung.name for rung in mechanism.rungs] for name, mechanism in MECHANISMS.items()}
     listed["isa"] = [isa for isa in listed["isa"] if isa in here["isa"]]  # those of this CPU
     assert listed == here
+
+
+def test_graphs_need_pinned_memory() -> None:
+    ladder = Ladder({"graphs": "device-only"})
+    ladder.limit("host_memory", "pageable", "the driver refused")
+    assert ladder.rung("graphs") == "eager"
+    (standing,) = [s for s in ladder.standings() if s.mechanism.name == "graphs"]
+    assert standing.rung.name == "eager"
+    assert "pinned" in (standing.reason or "")
+    assert not ladder.descend("graphs", "it failed")
