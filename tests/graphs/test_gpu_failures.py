@@ -1,9 +1,5 @@
 """An engine on a GPU on which something fails: the right tokens in the end, or a word to every request."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-
 import pytest
 import torch
 from imitated_device import (
@@ -14,51 +10,22 @@ from imitated_device import (
     ImitatedDevice,
     needs_imitated_gpu,
 )
-from pipeline_case import tiny_model
+from ladder_rungs import kernels_on
+from tiny_engine import PARAMS, PROMPTS, Tokens, engine, tokens_of
 
-from neo_desktop import Engine, SamplingParams
-from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop import Engine
+from neo_desktop.engine.cuda.errors import DeviceLostError, DeviceStalledError
 from neo_desktop.engine.doctor.outcome import CheckError
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.execute.graphs import streams
+from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.loading import LoadedModel
-from neo_desktop.engine.placement import Place, get_policy
-from neo_desktop.engine.profiling.budget import MemoryCaps
-from neo_desktop.engine.setup import take_memory
 from neo_desktop.engine.trial.kernel_checks import kernel_checks
 from neo_desktop.engine.trial.rig import Rig
-from neo_desktop.models.tokenizer import ByteTokenizer
+from neo_desktop.engine.waiting import Patience
 
 EXECUTOR = "neo_desktop.engine.execute.graphs.executor"
-PROMPTS = [[(7 * i + 3 * j) % 257 for j in range(size)] for i, size in enumerate((5, 19, 12))]
-PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-Tokens = list[tuple[int, ...]]
-
-
-@contextmanager
-def engine(policy: str, device: str = "cuda") -> Iterator[Engine]:
-    """A tiny model's engine: `gpu-only` keeps all KV on the device, `fastdecode` all of it in host memory."""
-    decoder = tiny_model((None, 5), device=device)
-    decoder.config = replace(decoder.config, max_context_tokens=256)  # fewer kernels to warm up
-    loaded = LoadedModel("tiny", decoder.config, decoder, ByteTokenizer(), WholeDevice(decoder.device))
-    setup = take_memory(
-        loaded,
-        places=get_policy(policy).places,
-        cache_tokens=dict.fromkeys(Place, 256),
-        caps=MemoryCaps(),
-        max_batch_tokens=64,
-        max_batch_requests=4,
-    )
-    made = Engine.from_setup(setup, policy)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-def tokens_of(engine: Engine) -> Tokens:
-    return [completion.token_ids for completion in engine.generate(PROMPTS, PARAMS)]
+FOREVER_S = 3600.0
 
 
 @pytest.fixture(scope="module")
@@ -141,27 +108,60 @@ def test_a_slow_device_is_waited_for(imitated: ImitatedDevice, expected: Tokens,
     assert ladder.limits() == {}
 
 
-def all_are_told(made: Engine) -> Sequence[str]:
-    """Run all prompts; return what each request ended with."""
+@pytest.mark.parametrize("policy", ["gpu-only", "fastdecode"])
+def test_kernels_by_torchs_operators_give_the_tokens_in_graphs_too(
+    imitated: ImitatedDevice, expected: Tokens, policy: str
+) -> None:
+    with kernels_on("torch"), engine(policy) as made:
+        assert tokens_of(made) == expected
+        assert ladder.rung("graphs") == "host-flags"
+
+
+def set_patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let engines that are made from now on wait so long for a stage that does not end."""
+    monkeypatch.setattr(f"{EXECUTOR}.PATIENCE_S", seconds)
+    monkeypatch.setitem(PipelineExecutor.__init__.__kwdefaults__, "patience", Patience(seconds))
+
+
+def work(made: Engine) -> None:
+    """Ask for all prompts, and take steps until nothing is left."""
     for index, prompt in enumerate(PROMPTS):
         made.add_request(str(index), prompt, PARAMS)
-    errors = dict[str, str]()
     while made.has_work:
-        errors |= {output.request_id: output.error for output in made.step() if output.error is not None}
-    assert errors.keys() == {"0", "1", "2"}
-    return list(errors.values())
+        made.step()
 
 
 @pytest.mark.parametrize("policy", ["gpu-only", "fastdecode"])
 @pytest.mark.parametrize("first", [1, 40, 150, 300])
-def test_after_an_illegal_address_every_request_is_told(
-    imitated: ImitatedDevice, policy: str, first: int
+def test_an_illegal_address_ends_the_engine_at_once(
+    imitated: ImitatedDevice, monkeypatch: pytest.MonkeyPatch, policy: str, first: int
 ) -> None:
+    """Whoever waited for a patience to end, in a step or in `close`, would meet this test's own deadline."""
+    set_patience(monkeypatch, FOREVER_S)
     with engine(policy) as made:
         imitated.fail("operation", ILLEGAL_ADDRESS, first=first)
-        for error in all_are_told(made):
-            assert "illegal memory access" in error or "can no longer be used" in error
+        said = "the GPU can no longer be used by this process .*illegal memory access.*start the engine again"
+        with pytest.raises(DeviceLostError, match=said):
+            work(made)
+        with pytest.raises(DeviceLostError, match=said):  # and it stays so
+            made.step()
         assert imitated.num_failed == 1
+
+
+@pytest.mark.parametrize("policy", ["gpu-only", "fastdecode"])
+@pytest.mark.parametrize("number", [1, 40, 150, 300])
+def test_a_device_that_never_ends_is_given_up(
+    imitated: ImitatedDevice, monkeypatch: pytest.MonkeyPatch, policy: str, number: int
+) -> None:
+    imitated.set_patience(FOREVER_S)  # it does not find out by itself that nothing goes on
+    set_patience(monkeypatch, 5.0)
+    with engine(policy) as made:
+        imitated.hang(number)
+        with pytest.raises(DeviceStalledError, match=r"the GPU did not end .* within .*started again"):
+            work(made)
+        assert imitated.num_failed == 1
+        with pytest.raises(DeviceStalledError):
+            made.step()
 
 
 @pytest.mark.parametrize(("kernel", "mechanism"), [("_add_rms_norm", "norm"), ("_silu_mul", "activation")])

@@ -1,0 +1,78 @@
+"""A tiny model's engine, made in a moment, and what it is asked."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from imitated_device import ILLEGAL_ADDRESS, imitated_device
+from pipeline_case import tiny_model
+
+from neo_desktop import Engine, SamplingParams
+from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.loading import LoadedModel
+from neo_desktop.engine.placement import Place, get_policy
+from neo_desktop.engine.profiling.budget import MemoryCaps
+from neo_desktop.engine.setup import take_memory
+from neo_desktop.models.tokenizer import ByteTokenizer
+
+PROMPTS = [[(7 * i + 3 * j) % 257 for j in range(size)] for i, size in enumerate((5, 19, 12))]
+PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+Tokens = list[tuple[int, ...]]
+
+
+def make_engine(policy: str, device: str = "cuda") -> Engine:
+    """Return one; `gpu-only` keeps all KV on the device, `fastdecode` all of it in host memory."""
+    decoder = tiny_model((None, 5), device=device)
+    decoder.config = replace(decoder.config, max_context_tokens=256)  # fewer kernels to warm up
+    loaded = LoadedModel("tiny", decoder.config, decoder, ByteTokenizer(), WholeDevice(decoder.device))
+    setup = take_memory(
+        loaded,
+        places=get_policy(policy).places,
+        cache_tokens=dict.fromkeys(Place, 256),
+        caps=MemoryCaps(),
+        max_batch_tokens=64,
+        max_batch_requests=4,
+    )
+    return Engine.from_setup(setup, policy)
+
+
+@contextmanager
+def engine(policy: str, device: str = "cuda") -> Iterator[Engine]:
+    """See `make_engine`; closed in the end, whatever has become of it."""
+    made = make_engine(policy, device)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def tokens_of(engine: Engine) -> Tokens:
+    """Return what it answers to all prompts together."""
+    return [completion.token_ids for completion in engine.generate(PROMPTS, PARAMS)]
+
+
+@dataclass(frozen=True)
+class DyingAtFirst:
+    """Makes such an engine in a process of its own; the imitated GPU of the first one dies at work.
+
+    Args:
+        policy: the engine's.
+        operation: of the GPU, counted from the end of loading, at which it dies.
+        loads: a file that gets a line for each load.
+    """
+
+    policy: str
+    operation: int
+    loads: Path
+
+    def __call__(self, progress: Callable[[float, str], object]) -> Engine:
+        is_first = not self.loads.exists()
+        with self.loads.open("a") as file:
+            file.write("a load\n")
+        made = make_engine(self.policy)
+        device = imitated_device()
+        assert device is not None
+        if is_first:
+            device.fail("operation", ILLEGAL_ADDRESS, first=self.operation)
+        return made
