@@ -342,7 +342,7 @@ class Watch(TorchDispatchMode):
 @gpu
 def test_no_operation_of_an_engine_is_outside_its_slice() -> None:
     open_streams(torch.device("cuda"), 8)  # makes the GPU's context by an operation of its own
-    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
     with (
         Watch() as watch,
         Engine.from_pretrained(
@@ -355,7 +355,7 @@ def test_no_operation_of_an_engine_is_outside_its_slice() -> None:
             max_batch_requests=4,  # the largest iterations run at the start: on an imitated GPU, too
         ) as engine,
     ):
-        engine.generate([[1, 2, 3] * size for size in range(1, 30)], params)
+        engine.generate([[1, 2, 3] * size for size in range(1, 30, 9)], params)
     assert watch.outside == []
     assert watch.num_inside > 1000
 

@@ -132,7 +132,7 @@ def work(made: Engine) -> None:
 
 
 @pytest.mark.parametrize("policy", ["gpu-only", "fastdecode"])
-@pytest.mark.parametrize("first", [1, 40, 150, 300])
+@pytest.mark.parametrize("first", [1, 40, 300])
 def test_an_illegal_address_ends_the_engine_at_once(
     imitated: ImitatedDevice, monkeypatch: pytest.MonkeyPatch, policy: str, first: int
 ) -> None:
@@ -149,7 +149,7 @@ def test_an_illegal_address_ends_the_engine_at_once(
 
 
 @pytest.mark.parametrize("policy", ["gpu-only", "fastdecode"])
-@pytest.mark.parametrize("number", [1, 40, 150, 300])
+@pytest.mark.parametrize("number", [1, 150])
 def test_a_device_that_never_ends_is_given_up(
     imitated: ImitatedDevice, monkeypatch: pytest.MonkeyPatch, policy: str, number: int
 ) -> None:

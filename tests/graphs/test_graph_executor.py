@@ -519,6 +519,20 @@ def test_a_gpu_that_is_lost_is_not_worked_around(model: Decoder) -> None:
     executor.close()
 
 
+def test_a_gpu_that_the_pipeline_has_lost_is_not_waited_for_at_the_end(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(pipeline: PipelineExecutor, plan: IterationPlan) -> None:
+        raise DeviceStalledError("the GPU did not end its work")
+
+    executor, runner = make_executor(model)
+    monkeypatch.setattr(PipelineExecutor, "_submit", lose)
+    with pytest.raises(DeviceStalledError):
+        executor.execute(prompts("a"))
+    executor.close()
+    assert runner.num_settled == 0
+
+
 def test_graphs_are_captured_again_when_their_kernels_change(model: Decoder, rungs: Rungs) -> None:
     executor, runner = make_executor(model)
     executor.execute(prompts("ab"))

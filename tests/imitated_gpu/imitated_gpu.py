@@ -161,6 +161,8 @@ def _imitation(operator: Any) -> Callable[..., object]:
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if not target.numel():  # of which torch asks CUDA nothing
+        return target
     on_host = [x for x in (target, source) if not x.is_cuda]
     is_pageable = not all(x.is_pinned() for x in on_host)
     is_captured = torch.cuda.is_current_stream_capturing()

@@ -252,7 +252,7 @@ class GraphExecutor(Executor):
         self._is_closed = True
         if self._relay is not None:
             self._relay.cancel()
-        if self._lost is None:
+        if self._lost is None and self._pipeline.lost is None:
             with suppress(RuntimeError):  # whoever waits for what is under way is told
                 self._runner.settle()
         self._pipeline.close()
