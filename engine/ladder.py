@@ -119,6 +119,9 @@ MECHANISMS: Mapping[str, Mechanism] = {
     )
 }
 
+# Where these others stand lower, the mechanism stands on its lowest rung, whatever its own limit is.
+NEEDS: Mapping[str, Mapping[str, str]] = {"graphs": {"host_memory": "pinned"}}
+
 
 @dataclass(frozen=True, slots=True)
 class Standing:
@@ -166,10 +169,10 @@ class Ladder:
         return MECHANISMS[mechanism].rungs[self._position(mechanism)].name
 
     def _position(self, mechanism: str) -> int:
-        position = self._positions.get(mechanism, 0)
-        if mechanism == "graphs" and self._positions.get("host_memory", 0):
-            return MECHANISMS["graphs"].position("eager")
-        return position
+        for other, rung in NEEDS.get(mechanism, {}).items():
+            if self._positions.get(other, 0) > MECHANISMS[other].position(rung):
+                return len(MECHANISMS[mechanism].rungs) - 1
+        return self._positions.get(mechanism, 0)
 
     def limit(self, mechanism: str, rung: str, reason: str, *, is_told: bool = False) -> bool:
         """Use no higher rung than this one from now on.

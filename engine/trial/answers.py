@@ -1,7 +1,7 @@
 """Short answers of the model, token for token the same on every rung."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
@@ -10,7 +10,7 @@ import torch
 from neo_desktop.engine.cuda.streams import open_streams
 from neo_desktop.engine.doctor.outcome import CheckError, Figure, Figures
 from neo_desktop.engine.engine import Completion, Engine
-from neo_desktop.engine.ladder import MECHANISMS
+from neo_desktop.engine.ladder import MECHANISMS, NEEDS
 from neo_desktop.engine.loading import LoadedModel, load
 from neo_desktop.engine.placement import Place, get_policy
 from neo_desktop.engine.profiling.budget import (
@@ -75,7 +75,7 @@ class Answers:
                     name,
                     rung.name,
                     deadline_s,
-                    partial(self._compare, {**self._lowest, name: rung.name}),
+                    partial(self._compare, alone(name, rung.name, self.mechanisms)),
                 )
         title = "Answers with everything as it stands"
         yield Check("answers", title, None, None, deadline_s, self._compare)
@@ -84,10 +84,6 @@ class Answers:
         if self._rig.subject.is_quick:  # a first start: kernels have been checked alone
             return ["graphs"] if "graphs" in self.mechanisms else []
         return self.mechanisms
-
-    @property
-    def _lowest(self) -> dict[str, str]:
-        return {name: MECHANISMS[name].rungs[-1].name for name in self.mechanisms}
 
     @cached_property
     def model(self) -> LoadedModel:
@@ -111,7 +107,7 @@ class Answers:
     @cached_property
     def reference(self) -> list[Completion]:
         """The answers on the lowest rungs, with the most probable tokens at each place."""
-        with on_rungs(self._lowest):
+        with on_rungs(lowest(self.mechanisms)):
             return self.answer("gpu-only", replace(GREEDY, logprobs=20))
 
     def answer(self, policy: str, params: SamplingParams = GREEDY) -> list[Completion]:
@@ -188,6 +184,16 @@ class Answers:
                 figures,
             )
         return figures
+
+
+def lowest(mechanisms: Iterable[str]) -> dict[str, str]:
+    """Return the lowest rung of each mechanism."""
+    return {name: MECHANISMS[name].rungs[-1].name for name in mechanisms}
+
+
+def alone(mechanism: str, rung: str, mechanisms: Iterable[str]) -> dict[str, str]:
+    """Return rungs of all mechanisms: this one, what it cannot do without, and otherwise the lowest."""
+    return lowest(mechanisms) | dict(NEEDS.get(mechanism, {})) | {mechanism: rung}
 
 
 def _same(tokens: Sequence[int], others: Sequence[int]) -> int:

@@ -16,6 +16,7 @@ from neo_desktop.engine.kv import device_layer
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.ladder import MECHANISMS, ladder
 from neo_desktop.engine.trial import hand_off_checks, kernel_checks, kv_checks
+from neo_desktop.engine.trial.answers import alone
 from neo_desktop.engine.trial.check import Check
 from neo_desktop.engine.trial.hand_off_checks import (
     check_copies,
@@ -25,7 +26,7 @@ from neo_desktop.engine.trial.hand_off_checks import (
     check_replay,
     check_swap,
 )
-from neo_desktop.engine.trial.rig import Rig
+from neo_desktop.engine.trial.rig import Rig, on_rungs
 from neo_desktop.models.config import ModelConfig
 
 KERNELS = ("row_copy", "paged_decode", "rope_append", "norm", "activation")
@@ -159,3 +160,13 @@ def test_memory_that_loses_rows_fails(rig: SmallRig, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(DeviceLayer, "read", lambda self, slots, out: out.zero_())
     with pytest.raises(CheckError, match="other values"):
         checks(rig)["row_copy-triton"].run()
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "rung"),
+    [(name, rung.name) for name, mechanism in MECHANISMS.items() for rung in mechanism.rungs],
+)
+def test_answers_by_a_rung_alone_are_given_by_that_rung(mechanism: str, rung: str) -> None:
+    """All else is on its lowest rung, but for what the rung cannot do without."""
+    with on_rungs(alone(mechanism, rung, MECHANISMS)):
+        assert ladder.rung(mechanism) == rung
