@@ -13,8 +13,11 @@
    Executor                  engine/execute/graphs/executor.py: start, _submit, wait, _attempt, _end, close
    Closer                    another thread that calls GraphExecutor.close in the middle of the work
    Server, serve             Relay::work and Relay::serve (native/src/relay.cpp)
-   Guard                     Relay::guard
+   Guard                     Relay::guard; one look without progress is enough here, which covers any number
+   doing, goes_on            Relay::doing_ and goes_on
    start, finish, cancel     Relay::start, finish, cancel; release_all likewise
+   close                     Relay::close, which waits for the server for a time only; that may be over at
+                             any moment, too
    mutex, changed,           Relay::mutex_ and its two condition variables; wake-ups that nobody asked for do
      guard_changed           not happen here, since they would hide those that are lost
    ready, done               flags[READY] and flags[DONE], each with the iteration that raised it
@@ -34,11 +37,11 @@
    Faults of the code, to show that they are found: NO_DESCENT (a wait that the GPU may put before its raise),
    GUARD_FORGETS (to raise the flags), GUARD_SLEEPS (nobody wakes it), CANCEL_FORGETS_DEVICE,
    CANCEL_FORGETS_RELAY, FLAGS_STAY (from the iteration before), NOT_SETTLED (what is under way is not waited
-   for), DECIDES_LATE (the server may begin a step after the guard gave the wait for it up), LEAVES_LATE (the
-   engine goes on while a step of an iteration that was given up is under way).
+   for), DECIDES_LATE (the server may begin a step after the guard gave the iteration up), LEAVES_LATE (the
+   engine goes on although close found the server in a step).
 
-   DECIDES_LATE is what Relay::serve does today: it takes two sides that fail at once, a GPU that is late by the
-   whole patience and then a step that never ends, and Relay::finish waits for ever. */
+   Not as in the code: here the engine closes the relay whenever an iteration was given up. The code does not
+   where another error came first (a launch without memory, say) and the step hangs while that is cleared up. */
 
 #ifndef LAYERS
 #define LAYERS 2
@@ -217,9 +220,20 @@ bool closer_ended;
 
 bool mutex;
 bool running, relay_closed, cancelled, failed, stalled;
-bool attending; /* doing_ */
+bool server_ended;
 bool executor_sleeps, server_sleeps, guard_sleeps;
-bool progress; /* last_progress_ns_ is newer than when the guard looked */
+bool progress; /* progress_ is not what the guard saw last */
+
+mtype = { WAITING, ATTENDING, GIVEN_UP };
+mtype doing = WAITING;
+#ifdef DECIDES_LATE
+#define GOES_ON true
+#define IN_STEP (doing == ATTENDING)
+#else
+#define GOES_ON (doing != GIVEN_UP)
+#define IN_STEP in_step
+bool in_step; /* it was given up in a step */
+#endif
 
 /* guard_wakes_ns_: before the guard's first look, some time in the future, never */
 mtype = { FIRST, SOON, NEVER };
@@ -282,23 +296,24 @@ proctype Server() {
     };
     do
     :: step < STEPS ->
-      d_step { attending = false; progress = true };
+      if
+      :: d_step { GOES_ON -> doing = WAITING }
+      :: !GOES_ON -> break
+      fi;
+      progress = true;
       if
       :: atomic { ready[step] != 0 -> assert(ready[step] == iteration) }
       :: cancelled -> break
       fi;
-      atomic {
-#ifndef DECIDES_LATE
-        if
-        :: cancelled -> break
-        :: else
-        fi;
-#endif
-        attending = true;
-        progress = true;
-        expect(host_qkv_of[step % SUBS], STAMP(step));
-        host_output_of[step % SUBS] = 0
-      };
+      if
+      :: atomic { GOES_ON ->
+          doing = ATTENDING;
+          progress = true;
+          expect(host_qkv_of[step % SUBS], STAMP(step));
+          host_output_of[step % SUBS] = 0
+        }
+      :: !GOES_ON -> break
+      fi;
       if
       :: true
 #ifdef CPU_STOPS
@@ -318,7 +333,8 @@ proctype Server() {
   goto end_server;
 end_stopped:
   false;
-end_server: skip
+end_server:
+  atomic { lock(); server_ended = true; notify_changed(); unlock() }
 }
 
 proctype Guard() {
@@ -330,23 +346,30 @@ proctype Guard() {
 #ifdef PATIENCE
     if
     :: running && !stalled ->
+      d_step { guard_wakes = SOON; guard_sleeps = true; unlock() };
       if
-      :: progress -> /* some of the patience is left */
-        d_step { guard_wakes = SOON; progress = false; guard_sleeps = true; unlock() };
+      :: !guard_sleeps; lock() /* somebody woke it */
+      :: d_step { guard_sleeps -> guard_sleeps = false }; /* time has passed */
+        lock();
         if
-        :: !guard_sleeps
-        :: guard_sleeps = false /* time has passed */
-        fi;
-        lock()
-      :: else ->
-        stalled = true;
-        cancelled = true;
-#ifndef GUARD_FORGETS
-        release_all(i);
-#else
-        released = true;
+        :: progress -> progress = false
+        :: !progress && running && !stalled ->
+          d_step {
+#ifndef DECIDES_LATE
+            in_step = (doing == ATTENDING);
+            doing = GIVEN_UP;
 #endif
-        notify_changed()
+            stalled = true
+          };
+          cancelled = true;
+#ifndef GUARD_FORGETS
+          release_all(i);
+#else
+          released = true;
+#endif
+          notify_changed()
+        :: else
+        fi
       fi
     :: else ->
       d_step { guard_wakes = NEVER; guard_sleeps = true; unlock() };
@@ -368,7 +391,7 @@ inline start() {
   lock();
   assert(!running);
   d_step {
-    failed = false; cancelled = false; stalled = false; attending = false; progress = true;
+    failed = false; cancelled = false; stalled = false; doing = WAITING; progress = true;
     spoilt = false; released = false;
     i = 0;
     do
@@ -409,7 +432,7 @@ inline finish() {
   if
   :: stalled ->
     if
-    :: !attending ->
+    :: !IN_STEP ->
       do
       :: !running -> break
       :: else -> sleep_on_changed()
@@ -419,6 +442,26 @@ inline finish() {
     outcome = false
   :: else -> outcome = !failed && !cancelled
   fi;
+  unlock()
+}
+
+/* `ended_in_time`: whether the server has ended. */
+inline close(i) {
+  cancel(i);
+  lock();
+  relay_closed = true;
+  notify_changed();
+  guard_sleeps = false;
+  do
+  :: server_ended -> break
+  :: else ->
+    d_step { unlock(); executor_sleeps = true };
+    if
+    :: !executor_sleeps; lock()
+    :: d_step { executor_sleeps -> executor_sleeps = false }; lock(); break /* time has passed */
+    fi
+  od;
+  ended_in_time = server_ended;
   unlock()
 }
 
@@ -432,7 +475,7 @@ inline settle() {
 
 proctype Executor() {
   byte i;
-  bool outcome, wakes_guard;
+  bool outcome, wakes_guard, ended_in_time;
   do
   :: iteration < ITERATIONS && !closed && !gave_up ->
     d_step {
@@ -460,11 +503,15 @@ proctype Executor() {
       settle();
       gave_up = stalled;
       if
+      :: gave_up -> close(i)
+      :: else -> ended_in_time = true
+      fi;
+      if
 #ifdef LEAVES_LATE
       :: true -> left = iteration
 #else
-      :: stalled && attending /* the engine has to end */
-      :: else -> left = iteration
+      :: ended_in_time -> left = iteration
+      :: else /* the engine has to end */
 #endif
       fi
     fi
@@ -475,12 +522,7 @@ proctype Executor() {
 #endif
   /* The relay's destructor, once nobody uses it. */
   closer_ended;
-  cancel(i);
-  lock();
-  relay_closed = true;
-  unlock();
-  notify_changed();
-  guard_sleeps = false
+  close(i)
 }
 
 #ifdef CLOSES
