@@ -22,7 +22,9 @@ from neo_desktop.engine.ladder import MECHANISMS
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.hardware import machine_info
 
-_COLOURS = {Result.OK: "green", Result.FAILED: "red", Result.HUNG: "red", Result.CRASHED: "red"}
+_COLOURS = {Result.OK: "green", Result.FAILED: "red", Result.HUNG: "red", Result.CRASHED: "red"} | {
+    Result.NO_MEMORY: "yellow"
+}
 _PRIVATE = ("package_folder",)  # of what `info` tells: paths may hold a user's name
 
 Progress = Callable[[str], None]  # what is being checked
@@ -48,7 +50,8 @@ class DoctorReport:
         where = key["gpu"]["name"] if key["gpu"] else key["cpu"]
         console.print(f"{where}, {key['dtype']}, torch {key['torch']}", highlight=False)
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
-        columns = ["Check", "Result", "Figures", *([] if self.is_well else ["What it means"])]
+        is_plain = self.is_well and self.verdict.is_complete
+        columns = ["Check", "Result", "Figures", *([] if is_plain else ["What it means"])]
         for name in columns:
             table.add_column(name, overflow="fold")
         for outcome in self.verdict.outcomes:
@@ -67,9 +70,15 @@ class DoctorReport:
     def conclusion(self) -> Iterator[str]:
         """Yield what a person should know, in lines."""
         failed, total = len(self.verdict.failed), len(self.verdict.outcomes)
-        if self.is_well:
+        num_left = sum(outcome.result is Result.NO_MEMORY for outcome in self.verdict.outcomes)
+        if num_left:
+            yield (
+                f"For {num_left} of {total} checks there was too little GPU memory: close other programs, "
+                "and check again. The next start does by itself."
+            )
+        if self.is_well and not num_left:
             yield f"All {total} checks are well: everything is used as it is meant to be."
-        else:
+        elif failed:
             yield f"{failed} of {total} checks failed."
         for limit in limits_of(self.verdict.outcomes):
             mechanism = MECHANISMS[limit.mechanism]
@@ -100,7 +109,7 @@ class DoctorReport:
         if outcome.is_ok:
             return ""
         reason = outcome.reason or "no reason is known"
-        if outcome.mechanism is None:
+        if outcome.mechanism is None or not outcome.has_failed:
             return reason
         if outcome in unserved(self.verdict.outcomes):
             return f"{reason}; nothing serves in its place"

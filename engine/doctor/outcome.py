@@ -26,6 +26,7 @@ class Result(StrEnum):
     FAILED = "failed"  # wrong results, or an error
     HUNG = "hung"  # ended after its deadline
     CRASHED = "crashed"  # it ended its process
+    NO_MEMORY = "no memory"  # the GPU's was taken: nothing was found out
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,11 @@ class Outcome:
     def is_ok(self) -> bool:
         """Whether all is well."""
         return self.result is Result.OK
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether what was tried cannot be relied on."""
+        return self.result not in (Result.OK, Result.NO_MEMORY)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -71,7 +77,7 @@ def limits_of(outcomes: Sequence[Outcome]) -> list[Limit]:
     """
     limits = []
     for name, mechanism in MECHANISMS.items():
-        failed = {o.rung: o for o in reversed(outcomes) if o.mechanism == name and not o.is_ok}
+        failed = {o.rung: o for o in reversed(outcomes) if o.mechanism == name and o.has_failed}
         rungs = [rung.name for rung in mechanism.rungs]
         if rungs[0] not in failed:
             continue
@@ -84,13 +90,13 @@ def unserved(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Return the failed checks in whose place nothing serves."""
     lost = []
     for outcome in outcomes:
-        if outcome.is_ok:
+        if not outcome.has_failed:
             continue
         if outcome.mechanism is None:
             lost.append(outcome)
             continue
         rungs = MECHANISMS[outcome.mechanism].rungs
-        failed = {o.rung for o in outcomes if o.mechanism == outcome.mechanism and not o.is_ok}
+        failed = {o.rung for o in outcomes if o.mechanism == outcome.mechanism and o.has_failed}
         if outcome.rung == rungs[-1].name and failed.issuperset(rung.name for rung in rungs):
             lost.append(outcome)
     return lost

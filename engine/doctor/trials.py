@@ -4,7 +4,7 @@
     ──────                                        ────────────────────
     {"subject": …, "done": […], …}  ── stdin ───→ what to check, and what was checked already
     deadline of the start           ←─ stdout ──  {"event": "begin", "name": …, "deadline_s": …, …}
-    deadline of the check           ←─ stdout ──  {"event": "end", "name": …, "figures": {…}, "error": null}
+    deadline of the check           ←─ stdout ──  {"event": "end", "result": "ok", "figures": {…}, "error": null}
     deadline of that                ←─ stdout ──  {"event": "again", …}: what others need is done again
     …                               ←─ stdout ──  {"event": "done"}
     (end of this process)           ── end of stdin → ends, too
@@ -119,9 +119,8 @@ def _follow(
                 listener(under_way.title, None)
             case {"event": "again", "deadline_s": float(deadline_s)}:
                 under_way = replace(_START, deadline_s=deadline_s)
-            case {"event": "end", "figures": dict(figures), "error": error}:
-                result = Result.OK if error is None else Result.FAILED
-                outcomes.append(under_way.outcome(result, error, figures))
+            case {"event": "end", "result": str(result), "figures": dict(figures), "error": error}:
+                outcomes.append(under_way.outcome(Result(result), error, figures))
                 listener(under_way.title, outcomes[-1])
                 under_way = replace(_START, deadline_s=END_DEADLINE_S)
             case {"event": "failed", "error": str(error)}:  # before any check

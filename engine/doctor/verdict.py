@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from neo_desktop.engine.doctor.machine import Key, digest, folder, machine_key, read_json, write_json
-from neo_desktop.engine.doctor.outcome import Outcome, limits_of, unserved
+from neo_desktop.engine.doctor.outcome import Outcome, Result, limits_of, unserved
 from neo_desktop.engine.ladder import Ladder
 from neo_desktop.models.config import ModelConfig
 
@@ -33,7 +33,12 @@ class Verdict:
     @property
     def failed(self) -> list[Outcome]:
         """The checks that failed."""
-        return [outcome for outcome in self.outcomes if not outcome.is_ok]
+        return [outcome for outcome in self.outcomes if outcome.has_failed]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there was memory for all checks."""
+        return all(outcome.result is not Result.NO_MEMORY for outcome in self.outcomes)
 
     @property
     def lost(self) -> list[Outcome]:
@@ -99,6 +104,6 @@ def read_verdict(key: Key) -> Verdict | None:
 
 
 def keep(verdict: Verdict) -> None:
-    """Keep a verdict for the next starts, if there is anything in it."""
-    if verdict.has_begun:
+    """Keep a verdict for the next starts, unless they may find out more."""
+    if verdict.has_begun and verdict.is_complete:
         write_json(verdict_path(verdict.key), verdict.to_json())

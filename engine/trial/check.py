@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from neo_desktop.engine.doctor.outcome import CheckError, Figures
+from neo_desktop.engine.cuda.errors import is_out_of_memory
+from neo_desktop.engine.doctor.outcome import CheckError, Figures, Result
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.ladder import ladder
 
@@ -67,17 +68,19 @@ def _carry_out(check: Check, out: TextIO) -> None:
     )
     started = time.perf_counter()
     figures: Figures = {}
-    error: str | None = None
+    result, error = Result.OK, None
     try:
         figures = check.run()
     except CheckError as failure:
-        figures, error = failure.figures, str(failure)
+        result, figures, error = Result.FAILED, failure.figures, str(failure)
     except Exception as failure:  # whatever it is, it is what the mechanism does here
-        error = _clause(failure)
-    seconds = round(time.perf_counter() - started, 3)
-    if error is not None and check.mechanism is not None and check.rung is not None:
-        _give_up(check.mechanism, check.rung, error)
-    _say(out, event="end", name=check.name, figures={**figures, "seconds": seconds}, error=error)
+        is_full = is_out_of_memory(failure)
+        result = Result.NO_MEMORY if is_full else Result.FAILED
+        error = f"there was too little GPU memory: {_clause(failure)}" if is_full else _clause(failure)
+    figures = {**figures, "seconds": round(time.perf_counter() - started, 3)}
+    if result is Result.FAILED and check.mechanism is not None and check.rung is not None:
+        _give_up(check.mechanism, check.rung, str(error))
+    _say(out, event="end", name=check.name, result=result, figures=figures, error=error)
 
 
 def _give_up(mechanism: str, rung: str, reason: str) -> None:

@@ -50,6 +50,10 @@ def refused() -> Figures:
     raise RuntimeError(f"cuThis failed in {os.path.expanduser('~')}/secret\nhint for programmers")
 
 
+def full() -> Figures:
+    raise RuntimeError("CUDA error: out of memory")
+
+
 def replaced() -> Figures:
     with on_rungs({"norm": "triton"}):
         ladder.limit("norm", "torch", "no compiler")
@@ -57,7 +61,9 @@ def replaced() -> Figures:
 
 
 def where_it_stands() -> Figures:
-    return {"count": counts[0]} | {name: ladder.rung(name) for name in ("graphs", "paged_decode", "norm")}
+    return {"count": counts[0]} | {
+        name: ladder.rung(name) for name in ("graphs", "paged_decode", "norm", "rope_append")
+    }
 
 
 def checks_of(subject: Subject) -> Iterator[Check]:
@@ -92,6 +98,8 @@ def checks_of(subject: Subject) -> Iterator[Check]:
     yield check("wrong", wrong, "paged_decode", "triton")
     yield check("right", well, "paged_decode", "torch")
     yield check("refused", refused)
+    if subject.shape is None:  # otherwise everything is found out
+        yield check("full", full, "rope_append", "triton")
     yield check("replaced", replaced, "norm", "triton")
     yield check("where", where_it_stands)
 

@@ -8,7 +8,7 @@ import pytest
 from neo_desktop.engine.doctor.outcome import Outcome, Result, limits_of, unserved
 from neo_desktop.engine.doctor.trials import Subject, run_trials
 
-ORDER = ["needed", "well", "hang", "crash", "leave", "wrong", "right", "refused", "replaced", "where"]
+ORDER = ["needed", "well", "hang", "crash", "leave", "wrong", "right", "refused", "full", "replaced", "where"]
 CHILD = (sys.executable, str(Path(__file__).with_name("failing_child.py")))
 
 
@@ -37,6 +37,7 @@ def test_every_check_has_its_turn_in_order(outcomes: dict[str, Outcome]) -> None
         ("wrong", Result.FAILED, "relative error is nan"),
         ("right", Result.OK, None),
         ("refused", Result.FAILED, "RuntimeError: cuThis failed in ~/secret"),
+        ("full", Result.NO_MEMORY, "too little GPU memory"),
         ("replaced", Result.FAILED, "no compiler"),
     ],
 )
@@ -57,6 +58,7 @@ def test_figures_come_with_failures(outcomes: dict[str, Outcome]) -> None:
 
 def test_later_checks_do_without_what_failed(outcomes: dict[str, Outcome]) -> None:
     figures = outcomes["where"].figures
+    assert figures["rope_append"] == "triton"  # for which there was no memory: nothing is known
     assert (figures["graphs"], figures["paged_decode"], figures["norm"]) == ("eager", "torch", "torch")
 
 

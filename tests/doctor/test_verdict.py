@@ -57,6 +57,17 @@ def test_a_verdict_is_found_again_and_limits_the_ladder(caplog: pytest.LogCaptur
     assert [message.count("SIGSEGV") for message in caplog.messages] == [1]
 
 
+def test_what_there_was_no_memory_for_is_tried_again_by_the_next_start() -> None:
+    key = subject_key(SUBJECT, CPU)
+    full = Outcome("norm", "Norm", "norm", "triton", Result.NO_MEMORY, "there was too little GPU memory")
+    found = new_verdict(key, [full], is_quick=True)
+    found.apply(ladder)
+    assert not ladder.limits()
+    assert not found.failed
+    keep(found)
+    assert read_verdict(key) is None
+
+
 def test_another_shape_dtype_version_or_torch_is_another_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     keep(verdict(subject_key(SUBJECT, CPU)))
     for other in (Subject(shape="llama-3.2-1b", dtype="float32"), Subject(shape="tiny", dtype="bfloat16")):
