@@ -4,7 +4,7 @@
     ──────                                        ────────────────────
     {"subject": …, "done": […], …}  ── stdin ───→ what to check, and what was checked already
     deadline of the start           ←─ stdout ──  {"event": "begin", "name": …, "deadline_s": …, …}
-    deadline of the check           ←─ stdout ──  {"event": "end", "result": "ok", "figures": {…}, "error": null}
+    deadline of the check           ←─ stdout ──  {"event": "end", "result": …, "figures": {…}, "error": …}
     deadline of that                ←─ stdout ──  {"event": "again", …}: what others need is done again
     …                               ←─ stdout ──  {"event": "done"}
     (end of this process)           ── end of stdin → ends, too
