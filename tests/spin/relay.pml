@@ -38,10 +38,7 @@
    GUARD_FORGETS (to raise the flags), GUARD_SLEEPS (nobody wakes it), CANCEL_FORGETS_DEVICE,
    CANCEL_FORGETS_RELAY, FLAGS_STAY (from the iteration before), NOT_SETTLED (what is under way is not waited
    for), DECIDES_LATE (the server may begin a step after the guard gave the iteration up), LEAVES_LATE (the
-   engine goes on although close found the server in a step).
-
-   Not as in the code: here the engine closes the relay whenever an iteration was given up. The code does not
-   where another error came first (a launch without memory, say) and the step hangs while that is cleared up. */
+   engine goes on although close found the server in a step). */
 
 #ifndef LAYERS
 #define LAYERS 2

@@ -208,10 +208,15 @@ class GraphExecutor(Executor):
             with self._streams.on_device(), torch.inference_mode():
                 return work()
         except BaseException as error:
+            stalled: RelayStalledError | None = None
             if self._relay is not None:
                 self._relay.cancel()  # it may wait for what no longer comes, and the device for it
-                with suppress(Exception):  # the error that led here is told
+                try:
                     self._relay.finish()
+                except RelayStalledError as found:  # its step may go on some time, and store KV then
+                    stalled = found
+                except Exception:
+                    logger.debug("the relay's step failed, too", exc_info=True)
             lost = self._settle(error)
             if self._timeline is not None:
                 self._timeline.end_iteration(completed=False)
@@ -220,6 +225,8 @@ class GraphExecutor(Executor):
                 raise lost from error
             if isinstance(error, DeviceStalledError):  # but it has ended by now
                 raise HandOverStalledError(str(error)) from error
+            if stalled is not None and isinstance(error, Exception):
+                raise stalled from error
             raise
 
     @property
