@@ -139,10 +139,13 @@ def test_what_was_stopped_can_be_continued(chats: ChatClient, executor: FakeExec
     assert whole["figures"]["prompt_tokens"] == len("<user>one<assistant>")
 
 
-def test_several_chats_are_answered_at_once(chats: ChatClient, executor: FakeExecutor) -> None:
+def test_several_chats_are_answered_at_once(
+    chats: ChatClient, executor: FakeExecutor, page_server: RunningServer
+) -> None:
     executor.open.clear()
     asked = [chats.ask(chats.new_chat(max_tokens=20), f"{number}")[1] for number in range(8)]
-    executor.steps.release(4)
+    eventually(lambda: page_server.service.num_queued == len(asked))
+    executor.steps.release(6)
     for answer in asked:
         chats.until(answer, lambda node: bool(node["text"]))
     assert all(chat["is_streaming"] for chat in chats.get("/chats")["chats"])
