@@ -3,6 +3,7 @@
 import logging
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from neo_desktop.engine.batch import (
     DeviceMemoryError,
     FloatArray,
+    GraphReach,
     IterationPlan,
     IterationTiming,
     SampledToken,
@@ -216,9 +218,13 @@ class Engine:
         # Without a trace, single iterations are recorded for those who look.
         timeline = timeline or Timeline(max_spans=0, is_continuous=False)
         executor = build_executor(decoder, storage, limits.max_batch_requests, timeline, streams)
-        corrected = (
-            None if cost_model is None else CorrectedCostModel(cost_model, lambda: executor.graph_reach)
-        )
+        corrected = None
+        if cost_model is not None:
+            # Weakly: whoever still knows a closed engine must not keep weights and caches alive by that.
+            known = weakref.ref(executor)
+            corrected = CorrectedCostModel(
+                cost_model, lambda: GraphReach() if (alive := known()) is None else alive.graph_reach
+            )
         scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected)
         return cls(setup.model, scheduler, kv_cache, executor, policy, corrected, timeline)
 
