@@ -9,14 +9,7 @@ TILE = 1024
 
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """Put `silu(gate) * up` into `out`.
-
-    Computes in fp32 and rounds to the dtype where the decoder does: silu(gate), and its product with up.
-
-    Args:
-        gate_up: [tokens, 2 * intermediate], gates, then ups; contiguous.
-        out: [tokens, intermediate], contiguous.
-    """
+    """See `dispatch.silu_mul`."""
     tokens, intermediate = out.shape
     assert gate_up.is_contiguous()
     assert out.is_contiguous()

@@ -6,16 +6,7 @@ from torch import Tensor
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """Add `x` to `residual` in place, and put the RMSNorm of the sum into `out`.
-
-    Computes in fp32 and rounds to the dtype where the decoder does: the sum, the normalised sum, and its
-    product with the weights. The mean square is that of the rounded sum.
-
-    Args:
-        x: [tokens, hidden], contiguous; residual and out likewise. out may be x.
-        weight: [hidden]
-        eps: of the RMSNorm.
-    """
+    """See `dispatch.add_rms_norm`."""
     tokens, hidden = x.shape
     assert x.is_contiguous()
     assert residual.is_contiguous()

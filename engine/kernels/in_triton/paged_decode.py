@@ -50,24 +50,7 @@ def paged_decode(
     scale: float,
     window: int | None,
 ) -> None:
-    """Attend from one new token per request to its whole context, whose KV is in the cache already.
-
-    Requests with a context of 0 tokens get zeros: the padding of a batch. What lies beyond a context, in
-    tables and in the cache, is not read.
-
-    Args:
-        q: [requests, heads, head_dim], fp16, fp32 or (from 8.0 on) bf16; the heads of a token contiguous.
-        k_cache: [num_blocks, block_size, kv_heads, head_dim], of q's dtype; v_cache likewise, with the
-            same strides. Any will do with which the dimensions of a head are contiguous.
-        block_tables: [requests, max_blocks] int32, contiguous.
-        context_lens: [requests] int32, the new token included.
-        out: as q.
-        partial_out: [requests, heads, num_splits, head_dim] fp32, contiguous: workspace, with any content;
-            for one split [0, heads, 1, head_dim] will do.
-        partial_lse: [requests, heads, num_splits] fp32, contiguous: likewise.
-        scale: the factor on q·k.
-        window: how many of the last tokens are attended to; None: all.
-    """
+    """See `dispatch.paged_decode`; what lies beyond a context, in tables and in the cache, is not read."""
     requests, heads, head_dim = q.shape
     window = EVERYTHING if window is None else window
     tile, _ = _launch(

@@ -17,23 +17,7 @@ def rope_append(
     qk_norm: Tensor | None,
     eps: float,
 ) -> None:
-    """Normalise (if asked) and rotate queries and keys of `qkv` in place; store keys and values in the cache.
-
-    Computes in fp32 and rounds to the dtype where the decoder does: the normalised head, its product with the
-    weights, and the rotated head.
-
-    Args:
-        qkv: [tokens, (heads + 2 * kv_heads) * head_dim], queries, keys, values; each token contiguous.
-        cos: [tokens, 1, head_dim] fp32, contiguous; sin likewise, its first half negated. See
-            `models.layers.Rotary`.
-        slots: [tokens] int32 or int64: block * block_size + offset; negative: stored nowhere. Such are the
-            padding of a batch and tokens whose KV lives in host memory.
-        k_cache: [num_blocks, block_size, kv_heads, head_dim], of qkv's dtype; v_cache likewise, with the same
-            strides. Any will do with which the dimensions of a head are contiguous.
-        qk_norm: [heads + kv_heads, head_dim], contiguous: the weights of an RMSNorm of each head, before the
-            rotation; None: there is no norm.
-        eps: of the RMSNorm.
-    """
+    """See `dispatch.rope_append`."""
     _, block_size, kv_heads, head_dim = k_cache.shape
     assert k_cache.stride() == v_cache.stride()
     assert k_cache.stride(3) == qkv.stride(1) == 1

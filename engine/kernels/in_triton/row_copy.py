@@ -8,18 +8,12 @@ TILE = 1024
 
 
 def write_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Copy rows into slots of the caches.
-
-    Args:
-        k: [tokens, kv_heads, head_dim], each token contiguous; v likewise. Their tokens may be strided.
-        k_cache: [num_blocks, block_size, kv_heads, head_dim], contiguous; v_cache likewise.
-        slots: [tokens] int64, all different: block * block_size + offset; negative: the row is not copied.
-    """
+    """See `dispatch.write_rows`."""
     _launch(k, v, k_cache, v_cache, slots, write=True)
 
 
 def read_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Copy slots of the caches to `k` and `v`; arguments as of `write_rows`, where slots may be equal."""
+    """See `dispatch.read_rows`."""
     _launch(k, v, k_cache, v_cache, slots, write=False)
 
 
