@@ -169,10 +169,18 @@ class Ladder:
         return MECHANISMS[mechanism].rungs[self._position(mechanism)].name
 
     def _position(self, mechanism: str) -> int:
-        for other, rung in NEEDS.get(mechanism, {}).items():
-            if self._positions.get(other, 0) > MECHANISMS[other].position(rung):
-                return len(MECHANISMS[mechanism].rungs) - 1
+        if self._unmet_need(mechanism) is not None:
+            return len(MECHANISMS[mechanism].rungs) - 1
         return self._positions.get(mechanism, 0)
+
+    def _unmet_need(self, mechanism: str) -> str | None:
+        """Return what a mechanism lacks, in words; None: nothing."""
+        for name, rung in NEEDS.get(mechanism, {}).items():
+            other = MECHANISMS[name]
+            position = other.position(rung)
+            if self._positions.get(name, 0) > position:
+                return f"{other.title}: it must be {other.rungs[position].what}"
+        return None
 
     def limit(self, mechanism: str, rung: str, reason: str, *, is_told: bool = False) -> bool:
         """Use no higher rung than this one from now on.
@@ -259,15 +267,13 @@ class Ladder:
     def standings(self) -> Sequence[Standing]:
         """Return where all mechanisms stand."""
         return [
-            Standing(mechanism, mechanism.rungs[self._position(name)], self._reason(name))
+            Standing(
+                mechanism,
+                mechanism.rungs[self._position(name)],
+                self._unmet_need(name) or self._reasons.get(name),
+            )
             for name, mechanism in MECHANISMS.items()
         ]
-
-    def _reason(self, mechanism: str) -> str | None:
-        own = self._reasons.get(mechanism)
-        if self._position(mechanism) > self._positions.get(mechanism, 0):
-            return "what a graph copies in host memory must be pinned"
-        return own
 
     def limits(self) -> Mapping[str, str]:
         """Return `mechanism -> rung` of all that are not at their highest."""
