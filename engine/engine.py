@@ -447,7 +447,7 @@ class Engine:
         self._watch.ask()
         stats, device, running = self.stats(), self._decoder.device, self._scheduler.running
         is_cuda = device.type == "cuda"
-        gpu_cache = stats.pools.get(Place.DEVICE)
+        gpu_cache = next((pool for place, pool in stats.pools.items() if not place.in_host_memory), None)
         tables = None if self._cost_model is None else self._cost_model.base
         requests = [request for _, request in running]
         return LiveView(

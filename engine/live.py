@@ -76,7 +76,7 @@ class LiveIteration:
             num_outputs += sequence.sampling is not None
             if num_tokens == 1:
                 decoded.append(sequence.request_id)
-                num_cpu += sequence.place is Place.HOST
+                num_cpu += sequence.place.host_attends
                 decode_context += sequence.start + 1
             else:
                 num_prompts += 1
@@ -173,7 +173,7 @@ class LiveView:
             decode_context=sum(one.decode_context for one in self.iterations),
             longest_chain=max(chains.values(), default=0),
         )
-        gpu_tokens, cpu_tokens = (self.capacity_tokens(place) for place in (Place.DEVICE, Place.HOST))
+        gpu_tokens, cpu_tokens = (self.capacity_tokens(in_host) for in_host in (False, True))
         return Limit(
             real_ms=sum(one.total_ms for one in self.iterations),
             least_ms=least_ms(
@@ -182,10 +182,11 @@ class LiveView:
             gpu_alone_ms=least_ms(self.tables, work, gpu_tokens, 0.0, 0.0) if gpu_tokens else None,
         )
 
-    def capacity_tokens(self, place: Place) -> int:
-        """Tokens that a place can hold."""
-        pool = self.stats.pools.get(place)
-        return pool.num_blocks * self.stats.block_size if pool else 0
+    def capacity_tokens(self, in_host_memory: bool) -> int:
+        """Tokens that all places in host memory, or all others, can hold."""
+        pools = self.stats.pools.items()
+        blocks = sum(pool.num_blocks for place, pool in pools if place.in_host_memory is in_host_memory)
+        return blocks * self.stats.block_size
 
 
 class Watch:

@@ -1,14 +1,63 @@
 """Where a request's KV may live, and the policies that choose among those places."""
 
 from dataclasses import dataclass
-from enum import Enum, StrEnum, auto
+from enum import Enum, auto
+from typing import ClassVar
+
+import torch
 
 
-class Place(StrEnum):
-    """A memory that can hold a request's KV; attention is computed next to it."""
+class Side(Enum):
+    """The two sides of the bus: each has memory, and can compute attention over what lies there."""
 
-    DEVICE = "device"  # the GPU-cache (imitated in host memory where there is no GPU)
-    HOST = "host"  # the CPU-cache: decode attention runs in the native CPU kernel
+    DEVICE = auto()  # the GPU; where there is none, the CPU stands in for it
+    HOST = auto()  # host memory and the native CPU kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A memory that can hold a request's KV, and who computes the decode attention over it.
+
+    Compare places by value: they are sent to other processes.
+    """
+
+    name: str
+    memory: Side
+    attends: Side
+    label: str  # what metrics and reports call it
+
+    DEVICE: ClassVar["Place"]  # the GPU-cache, imitated in host memory where there is no GPU
+    HOST: ClassVar["Place"]  # the CPU-cache
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def title(self) -> str:
+        """What users call it: "GPU-cache"."""
+        return f"{self.label.upper()}-cache"
+
+    @property
+    def host_attends(self) -> bool:
+        """Whether its decodes cross the bus: the CPU attends for them."""
+        return self.attends is Side.HOST
+
+    @property
+    def in_host_memory(self) -> bool:
+        """Whether its KV lies in host memory, even where there is a GPU."""
+        return self.memory is Side.HOST
+
+    def torch_device(self, device: torch.device) -> torch.device:
+        """Return whose memory it is, for a model that runs on `device`."""
+        return torch.device("cpu") if self.in_host_memory else device
+
+
+Place.DEVICE = Place("device", memory=Side.DEVICE, attends=Side.DEVICE, label="gpu")
+Place.HOST = Place("host", memory=Side.HOST, attends=Side.HOST, label="cpu")
+PLACES = (Place.DEVICE, Place.HOST)  # those that set-up knows how to make
 
 
 class Batching(Enum):
@@ -39,8 +88,8 @@ POLICIES = {
     for policy in (
         Policy("gpu-only", (Place.DEVICE,), Batching.ONE),
         Policy("fastdecode", (Place.HOST,), Batching.SYMMETRIC),
-        Policy("neo", (Place.DEVICE, Place.HOST), Batching.ASYMMETRIC),
-        Policy("auto", (Place.DEVICE, Place.HOST), Batching.BEST),
+        Policy("neo", PLACES, Batching.ASYMMETRIC),
+        Policy("auto", PLACES, Batching.BEST),
     )
 }
 

@@ -49,7 +49,7 @@ def set_up(
 ) -> Setup:
     """Load a model and take the memory for its KV; see `Engine.from_pretrained` for arguments and errors."""
     asked_dtype = choose_cpu_cache_dtype(cpu_cache_dtype)
-    if asked_dtype is not None and Place.HOST not in places:
+    if asked_dtype is not None and not any(place.in_host_memory for place in places):
         raise ValueError(
             f"the CPU-cache was asked for in {cpu_cache_dtype}, but with this policy there is none"
         )
@@ -88,7 +88,7 @@ def take_memory(
         MemoryError: there is no room.
     """
     decoder = loaded.decoder
-    if Place.HOST in places:
+    if any(place.host_attends for place in places):
         bind_threads()
     if decoder.device.type == "cuda":
         native.set_default_num_threads(native.num_threads_beside_gpu())
@@ -108,15 +108,18 @@ def take_memory(
     num_blocks = {place: fitting[place] for place in places}
     if not any(num_blocks.values()):
         raise MemoryError(
-            f"there is no room for KV: it needs at least {BLOCK_SIZE} tokens of {' or '.join(places)} cache"
+            f"there is no room for KV: it needs at least {BLOCK_SIZE} tokens of "
+            f"{' or '.join(place.title for place in places)}"
         )
-    memories = {
-        Place.DEVICE: (decoder.dtype, decoder.device),
-        Place.HOST: (cpu_cache_dtype or decoder.dtype, torch.device("cpu")),
-    }
     with loaded.streams.on_device():  # memory stays with the stream that it was taken on
         pools = {
-            place: KVPool(loaded.config, count, BLOCK_SIZE, *memories[place])
+            place: KVPool(
+                loaded.config,
+                count,
+                BLOCK_SIZE,
+                (cpu_cache_dtype if place.in_host_memory else None) or decoder.dtype,
+                place.torch_device(decoder.device),
+            )
             for place, count in num_blocks.items()
         }
     return Setup(loaded, limits, num_blocks, KVStorage(pools))

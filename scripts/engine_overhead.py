@@ -26,7 +26,7 @@ from neo_desktop.engine.detokenizer import IncrementalText
 from neo_desktop.engine.execute.attention import place_batches
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.loading import BUILTIN, model_folder
-from neo_desktop.engine.placement import Place, get_policy
+from neo_desktop.engine.placement import PLACES, Place, get_policy
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.sampler import sample
@@ -96,7 +96,7 @@ def step(scheduler: Scheduler, logits: Tensor, pause_ms: float) -> tuple[Iterati
     plan = scheduler.schedule()
     clock.end("plan")
     for sub_batch in plan.sub_batches:
-        place_batches(sub_batch, dict.fromkeys(Place, pool))
+        place_batches(sub_batch, dict.fromkeys(PLACES, pool))
     clock.end("its tensors")
     scheduler.look_ahead()
     clock.end("decide ahead")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from neo_desktop.engine.loading import LoadedModel, Progress, choose_cpu_cache_dtype, load
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.profiling.budget import MemoryCaps
 from neo_desktop.engine.setup import Setup, take_memory
 
@@ -36,12 +36,12 @@ class ModelOptions:
             progress=progress,
         )
 
-    def take_memory(self, model: LoadedModel, places: Sequence[Place] = tuple(Place)) -> Setup:
+    def take_memory(self, model: LoadedModel, places: Sequence[Place] = PLACES) -> Setup:
         """Take the memory for the KV of a loaded model in some places; raises what the engine raises."""
         return take_memory(
             model,
             places=places,
-            cache_tokens={Place.DEVICE: self.gpu_cache_tokens, Place.HOST: self.cpu_cache_tokens},
+            cache_tokens=self.cache_tokens,
             caps=self.caps,
             cpu_cache_dtype=choose_cpu_cache_dtype(self.cpu_cache_dtype),
         )
@@ -49,6 +49,11 @@ class ModelOptions:
     def set_up(self, progress: Progress | None = None) -> Setup:
         """Load the model and take the memory for its KV in every place."""
         return self.take_memory(self.load(progress))
+
+    @property
+    def cache_tokens(self) -> dict[Place, int | None]:
+        """`place -> tokens asked for`; None: what fits."""
+        return {Place.DEVICE: self.gpu_cache_tokens, Place.HOST: self.cpu_cache_tokens}
 
     @property
     def caps(self) -> MemoryCaps:

@@ -20,11 +20,10 @@ from neo_desktop.app.live.schema import (
     Weights,
 )
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Span, busy_shares
+from neo_desktop.engine.kv.cache import PoolUsage
 from neo_desktop.engine.live import LiveView
-from neo_desktop.engine.placement import Place
 
 LANES = ("device", "to-host", "cpu", "to-device", "swap")  # as they are drawn
-SIDES = {Place.DEVICE: "gpu", Place.HOST: "cpu"}
 
 
 def engine_view(view: LiveView, age_s: float = 0.0) -> EngineView:
@@ -41,6 +40,7 @@ def engine_view(view: LiveView, age_s: float = 0.0) -> EngineView:
 
 def _running(view: LiveView) -> Running:
     stats = view.stats
+    caches = {place.label: _cache(pool, stats.block_size) for place, pool in stats.pools.items()}
     return Running(
         model=stats.model,
         policy=stats.policy,
@@ -48,12 +48,12 @@ def _running(view: LiveView) -> Running:
         device_name=view.device_name,
         is_gpu_imitated=view.is_gpu_imitated,
         gpu_sms=stats.gpu_sms,
-        gpu_cache=_cache(view, Place.DEVICE),
-        cpu_cache=_cache(view, Place.HOST),
+        gpu_cache=caches.get("gpu"),
+        cpu_cache=caches.get("cpu"),
         requests=[
             RequestLine(
                 number=request.arrival,
-                place=SIDES[request.place],
+                place=request.place.label,
                 progress=request.progress,
                 tokens=request.num_tokens,
                 computed_tokens=request.num_computed_tokens,
@@ -86,10 +86,7 @@ def _running(view: LiveView) -> Running:
     )
 
 
-def _cache(view: LiveView, place: Place) -> Cache | None:
-    pool, block_size = view.stats.pools.get(place), view.stats.block_size
-    if pool is None:
-        return None
+def _cache(pool: PoolUsage, block_size: int) -> Cache:
     return Cache(
         total_tokens=pool.num_blocks * block_size,
         used_tokens=pool.num_used_blocks * block_size,

@@ -1,7 +1,6 @@
 """In plain words: what offloading does right now."""
 
 from neo_desktop.engine.live import LiveView, Progress
-from neo_desktop.engine.placement import Place
 
 IMITATED = "neo-desktop uses no GPU on this computer: the GPU's part is imitated on the CPU."
 
@@ -31,7 +30,7 @@ def _gpu(view: LiveView) -> str:
 
 def _running(view: LiveView) -> str:
     gpu, num = _gpu(view), len(view.requests)
-    num_cpu = sum(request.place is Place.HOST for request in view.requests)
+    num_cpu = sum(request.place.in_host_memory for request in view.requests)
     if num == 1:
         return _single(view)
     if num_cpu == 0:
@@ -56,7 +55,7 @@ def _single(view: LiveView) -> str:
         doing = f"its {request.num_tokens:,} tokens are being read"
     else:
         doing = "its answer is being written"
-    if request.place is Place.HOST:
+    if request.place.in_host_memory:
         where = f"Its memory is in main memory, where the CPU attends while {gpu} computes the rest."
     else:
         where = f"Its memory is on {gpu}: nothing is offloaded."
@@ -78,14 +77,14 @@ def _waiting(view: LiveView) -> str:
     wait = "1 more waits" if num == 1 else f"{num} more wait"
     if not view.requests:
         return "1 chat is about to begin." if num == 1 else f"{num} chats are about to begin."
-    if Place.HOST not in view.stats.pools:
+    if not any(place.in_host_memory for place in view.stats.pools):
         return f"{wait} until there is room: the policy {view.stats.policy} leaves main memory unused."
     return f"{wait} for memory."
 
 
 def _room(view: LiveView) -> str:
     """How many tokens there is room for."""
-    gpu, cpu = (view.capacity_tokens(place) for place in (Place.DEVICE, Place.HOST))
+    gpu, cpu = (view.capacity_tokens(in_host) for in_host in (False, True))
     on_gpu, on_cpu = f"{gpu:,} tokens on {_gpu(view)}", f"{cpu:,} in main memory"
     if gpu and cpu:
         return f"There is room for {on_gpu} and {on_cpu}."

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from neo_desktop.app.commands.model_options import ModelOptions
 from neo_desktop.app.shelf.speed import Figures, Prediction, predict
 from neo_desktop.engine.loading import choose_cpu_cache_dtype, choose_device, choose_dtype
-from neo_desktop.engine.placement import Place, get_policy
+from neo_desktop.engine.placement import PLACES, Place, get_policy
 from neo_desktop.engine.profiling.budget import (
     BLOCK_SIZE,
     FreeMemory,
@@ -52,7 +52,7 @@ def fit(
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, config, device, free.host_bytes)
     weights = config.weight_bytes(dtype)
-    reason, blocks = None, dict.fromkeys(Place, 0)
+    reason, blocks = None, dict.fromkeys(PLACES, 0)
     try:
         check_weights_fit(config, dtype, device, options.caps, free)
         limits = SchedulerLimits(
@@ -64,7 +64,7 @@ def fit(
             dtype,
             limits,
             device,
-            {Place.DEVICE: options.gpu_cache_tokens, Place.HOST: options.cpu_cache_tokens},
+            options.cache_tokens,
             options.caps,
             choose_cpu_cache_dtype(options.cpu_cache_dtype),
             _beside_weights(free, weights),
@@ -72,7 +72,7 @@ def fit(
     except MemoryError as error:
         reason = str(error)
     places = get_policy(policy).places
-    tokens = {place: BLOCK_SIZE * blocks[place] if place in places else 0 for place in Place}
+    tokens = {place: BLOCK_SIZE * blocks[place] if place in places else 0 for place in PLACES}
     chat_tokens = min(CHAT_TOKENS, config.max_context_tokens)
     chats = {place: min(count // chat_tokens, MAX_BATCH_REQUESTS) for place, count in tokens.items()}
     if reason is None and not any(tokens.values()):

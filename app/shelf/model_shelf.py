@@ -119,7 +119,7 @@ class ModelShelf:
             "device": stats.device,
             "policy": stats.policy,
             "context_tokens": stats.max_context_tokens,
-            "cache_tokens": {place.value: count for place, count in tokens.items()},
+            "cache_tokens": {place.name: count for place, count in tokens.items()},
         }
 
     async def _load(self, name: str) -> None:

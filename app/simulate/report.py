@@ -11,7 +11,7 @@ from rich.table import Table
 from neo_desktop.app.commands.simulate_command import SimulationOptions
 from neo_desktop.app.simulate.answer import BASELINE, answer
 from neo_desktop.app.simulate.machine import USUAL_MODELS, Machine
-from neo_desktop.engine.placement import POLICIES, Place
+from neo_desktop.engine.placement import POLICIES
 from neo_desktop.engine.simulation.analytic import KVBudget
 from neo_desktop.engine.simulation.metrics import SimulationResult
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS
@@ -98,8 +98,7 @@ class SimulationReport:
         places = POLICIES[result.policy].places
         if len(places) > 1:
             return f"either cache, the larger of which holds {result.longest_tokens:,}"
-        name = "GPU-cache" if places == (Place.DEVICE,) else "CPU-cache"
-        return f"the {name} of {result.longest_tokens:,}"
+        return f"the {places[0].title} of {result.longest_tokens:,}"
 
     def _refusal(self, limit: str, refusing: list[SimulationResult]) -> str:
         longest = max(self.requests, key=lambda request: request.total_tokens)

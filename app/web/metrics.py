@@ -8,14 +8,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from neo_desktop.engine.placement import Place
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.stats import EngineStats
 
 TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TPOT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 HTTP_S = (0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10, 30, 60, 120, 300)
-_PLACES = {Place.DEVICE: "gpu", Place.HOST: "cpu"}
 _OTHER_PATH = "other"  # one label for all that clients make up
 
 
@@ -108,12 +106,12 @@ class EngineCollector(Collector):
             "neo_desktop_running_requests", "Requests by place of KV", labels=["place"]
         )
         for place, count in stats.num_running_at.items():
-            running.add_metric([_PLACES[place]], count)
+            running.add_metric([place.label], count)
         used = GaugeMetricFamily("neo_desktop_cache_used_tokens", "KV in use, by place", labels=["place"])
         size = GaugeMetricFamily("neo_desktop_cache_size_tokens", "KV that fits, by place", labels=["place"])
         for place, pool in stats.pools.items():
-            used.add_metric([_PLACES[place]], pool.num_used_blocks * stats.block_size)
-            size.add_metric([_PLACES[place]], pool.num_blocks * stats.block_size)
+            used.add_metric([place.label], pool.num_used_blocks * stats.block_size)
+            size.add_metric([place.label], pool.num_blocks * stats.block_size)
         yield from (running, used, size)
         for name, help_text, count in (
             ("prompt_tokens", "Prompt tokens, computed or reused", stats.num_prompt_tokens),

@@ -140,8 +140,8 @@ class KVCache:
             ValueError: it lives there already.
         """
         table = self._tables[request_id]
-        if table.place is place:
-            raise ValueError(f"request {request_id!r} lives in place {place!r} already")
+        if table.place == place:
+            raise ValueError(f"request {request_id!r} lives in place {place} already")
         source, target = self._pools[table.place], self._pools[place]
         num_blocks = max(self.blocks_for(num_tokens), len(table.blocks))
         if num_blocks + reserve_blocks > target.num_free_blocks:
@@ -183,7 +183,7 @@ class KVCache:
         for place, pool in self._pools.items():
             num_owners = [0] * pool.num_blocks
             for table in self._tables.values():
-                if table.place is place:
+                if table.place == place:
                     for block in table.blocks.view():
                         num_owners[block] += 1
             pool.check(num_owners)

@@ -87,6 +87,11 @@ class KVStorage:
         return self._pools[place]
 
     @property
+    def places(self) -> tuple[Place, ...]:
+        """Those with a pool."""
+        return tuple(self._pools)
+
+    @property
     def block_size(self) -> int:
         """Tokens per block, in all places."""
         return next(iter(self._pools.values())).block_size

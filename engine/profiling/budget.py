@@ -107,7 +107,7 @@ def pool_blocks(
         asked = cache_tokens[place]
         if asked is not None and asked > fitting:
             raise MemoryError(
-                f"a {place}-cache of {asked} tokens needs {asked * bytes_per_token / 1e9:.2f} GB of KV, "
+                f"a {place.title} of {asked} tokens needs {asked * bytes_per_token / 1e9:.2f} GB of KV, "
                 f"but {bytes_ / 1e9:.2f} GB are free for it: ask for at most {fitting} tokens"
             )
         blocks[place] = (min(fitting, most_tokens) if asked is None else asked) // BLOCK_SIZE

@@ -21,7 +21,7 @@ from neo_desktop import __version__, native
 from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling import hardware
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE
@@ -120,7 +120,7 @@ def profile_key(
         "max_batch_tokens": limits.max_batch_tokens,
         "max_batch_requests": limits.max_batch_requests,
         "blocks_log2": {
-            place.value: measured_blocks(decoder, storage, place).bit_length() for place in Place
+            place.name: measured_blocks(decoder, storage, place).bit_length() for place in PLACES
         },
     }
 

@@ -105,11 +105,12 @@ def warm_up(
 
 
 def _carry_out(decoder: Decoder, places: Sequence[Place], limits: SchedulerLimits, streams: Streams) -> None:
-    devices = {Place.DEVICE: decoder.device, Place.HOST: torch.device("cpu")}
     with streams.on_device():
         storage = KVStorage(
             {
-                place: KVPool(decoder.config, NUM_BLOCKS, BLOCK_SIZE, decoder.dtype, devices[place])
+                place: KVPool(
+                    decoder.config, NUM_BLOCKS, BLOCK_SIZE, decoder.dtype, place.torch_device(decoder.device)
+                )
                 for place in places
             }
         )

@@ -186,7 +186,7 @@ class LoadAwareScheduler(Generic[R]):
         draft: _Draft[R] = _Draft(int(self._batch_tokens))
         for place, running in self._residency.running.items():
             decodes = [r for r in running if r.num_uncomputed_tokens == 1 and not r.is_complete]
-            if place is Place.HOST:
+            if place == Place.HOST:
                 draft.queue = decodes
             else:
                 draft.decodes = decodes[: draft.budget]
@@ -237,7 +237,7 @@ class LoadAwareScheduler(Generic[R]):
         load.rows += num_tokens == request.num_uncomputed_tokens
         if num_tokens > 1:
             load.prefill_ms += self._cost.prefill_attention_ms(num_tokens, start)
-        elif self._residency.place_of(request) is Place.HOST:  # for the kernels, a single token is a decode
+        elif self._residency.place_of(request) == Place.HOST:  # for the kernels, a single token is a decode
             load.cpu_requests += 1
             load.cpu_context_tokens += start + 1
         else:
@@ -268,7 +268,7 @@ class LoadAwareScheduler(Generic[R]):
             return True
         on_cpu, on_device = [r.num_tokens for r in draft.queue], [r.num_tokens for r in draft.decodes]
         for prompt, _ in draft.chunks:
-            soon = on_cpu if self._residency.place_of(prompt) is Place.HOST else on_device
+            soon = on_cpu if self._residency.place_of(prompt) == Place.HOST else on_device
             soon.append(prompt.num_tokens)
         on_cpu.append(request.num_tokens)
         load = _decode_load(on_device)
@@ -388,7 +388,7 @@ class LoadAwareScheduler(Generic[R]):
     def _swapped_tokens(self, draft: _Draft[R]) -> int:
         """Tokens whose KV crosses the bus in this iteration, beside that of CPU decodes."""
         moved = len(self._residency.copies) * self._kv.block_size
-        return moved + sum(tokens for r, tokens in draft.chunks if self._residency.place_of(r) is Place.HOST)
+        return moved + sum(tokens for r, tokens in draft.chunks if self._residency.place_of(r) == Place.HOST)
 
     def _balance(self, load: Load, other_context_tokens: int) -> Balance:
         """What a decode is worth: its share of an iteration of the device's decodes alone.

@@ -160,7 +160,7 @@ class Residency(Generic[R]):
     def _evict_youngest(self, place: Place, may_spill: Callable[[R], bool]) -> None:
         victim = self.running[place][-1]
         for other in self.places:
-            if other is place or (other is not self.places[0] and not may_spill(victim)):
+            if other == place or (other != self.places[0] and not may_spill(victim)):
                 continue
             if self._move(victim, other, reserve_blocks=len(self.running[other])):
                 return

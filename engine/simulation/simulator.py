@@ -143,7 +143,7 @@ def _loads(decision: Decision[SimulatedRequest], kv_cache: KVCache) -> tuple[Loa
     swapped = len(decision.copies) * kv_cache.block_size + sum(
         num_tokens
         for request, num_tokens in first
-        if num_tokens > 1 and kv_cache.place_of(request.request_id) is Place.HOST
+        if num_tokens > 1 and kv_cache.place_of(request.request_id) == Place.HOST
     )
     return load, other, swapped
 
@@ -151,4 +151,4 @@ def _loads(decision: Decision[SimulatedRequest], kv_cache: KVCache) -> tuple[Loa
 def _check_empty(kv_cache: KVCache) -> None:
     for place, usage in kv_cache.usage().items():
         if usage.num_used_blocks:
-            raise RuntimeError(f"{usage.num_used_blocks} blocks of the {place}-cache were never given back")
+            raise RuntimeError(f"{usage.num_used_blocks} blocks of the {place.title} were never given back")

@@ -21,7 +21,7 @@ from neo_desktop.app.shelf.hosting import (
     NoModelError,
 )
 from neo_desktop.app.web.server import create_app
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.predict.cost_model import ZeroCostModel
 from neo_desktop.engine.request import FinishReason
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -227,7 +227,7 @@ async def test_weights_and_caches_are_free_after_unloading() -> None:
 
     def load(name: str, progress: LoadProgress) -> EngineService:
         setup = ModelOptions(shape="tiny", gpu_cache_tokens=256, cpu_cache_tokens=256, device="cpu").set_up()
-        weights, pools = setup.model.decoder, [setup.storage[place] for place in Place]
+        weights, pools = setup.model.decoder, [setup.storage[place] for place in PLACES]
         watched.extend(map(weakref.ref, (weights.embedding, weights.final_norm, *pools)))
         engine = Engine.from_setup(setup, "neo", cost_model=ZeroCostModel())
         return EngineService(engine)

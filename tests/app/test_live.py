@@ -65,7 +65,7 @@ def make_view(
         outside_s=0.1,
         pools=pools,
     )
-    on_gpu = sum(one.place is GPU for one in requests)
+    on_gpu = sum(one.place == GPU for one in requests)
     return LiveView(
         stats=stats,
         requests=tuple(requests),

@@ -18,7 +18,7 @@ from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, slots_of
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv.transfer import Carrier
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.models.shapes import shape
 
 CONFIG = shape("qwen3-0.6b")
@@ -92,7 +92,7 @@ def test_prompts_in_chunks_and_decodes_in_two_places_equal_dense_attention(
             got = out[row : row + len(expected)]
             torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=1e-4)
             row += len(expected)
-    for place in Place:  # the other layers were not touched
+    for place in PLACES:  # the other layers were not touched
         for part in storage[place].parts:
             assert part[[0, *range(2, CONFIG.num_layers)]].isnan().all()
 
@@ -105,7 +105,7 @@ def test_block_copies_are_carried_out_in_their_order(seed: int, monkeypatch: pyt
     storage = make_storage(4, device_kind=(TorchLayer, HostLayer)[seed % 2])
     shape = (BLOCK_SIZE, KV_HEADS, HEAD_DIM)
     before = {
-        (place, block): float(4 * index + block) for index, place in enumerate(Place) for block in range(4)
+        (place, block): float(4 * index + block) for index, place in enumerate(PLACES) for block in range(4)
     }
     for layer, ((place, block), value) in product((0, 2), before.items()):
         slots = slots_of(torch.tensor([block]), BLOCK_SIZE)

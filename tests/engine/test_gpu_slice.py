@@ -24,7 +24,7 @@ from neo_desktop.engine.cuda.streams import GpuSlice, WholeDevice, open_streams
 from neo_desktop.engine.execute.lanes import Lanes
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.kv.storage import KVPool
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.profiling import warm_up
 from neo_desktop.models.decoder import Decoder
 
@@ -368,7 +368,7 @@ def test_no_operation_of_an_engine_is_outside_its_slice(monkeypatch: pytest.Monk
 def test_an_executor_in_a_slice_gives_the_tokens_of_a_plain_computation() -> None:
     model = tiny_model(device="cuda")
     executor = PipelineExecutor(
-        model, make_storage(model, dict.fromkeys(Place, 24)), streams=open_streams(model.device, 8)
+        model, make_storage(model, dict.fromkeys(PLACES, 24)), streams=open_streams(model.device, 8)
     )
     iterations = RandomIterations(0)
     for plan, contexts in iterations.plans(12):

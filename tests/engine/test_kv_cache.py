@@ -12,12 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN, BlockHash, BlockPool, extend_hashes
 from neo_desktop.engine.kv.cache import KVCache
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES, Place
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = {Place.DEVICE: 9, Place.HOST: 6}
 
-places = st.sampled_from(list(Place))
+places = st.sampled_from(PLACES)
 
 
 def hashes(token_ids: Sequence[int]) -> list[BlockHash]:
@@ -111,7 +111,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     def move(self, data: st.DataObject, place: Place) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.owners)))
         owner = self.owners[request_id]
-        if owner.place is place:
+        if owner.place == place:
             with pytest.raises(ValueError, match="already"):
                 self.kv.move(request_id, place, len(owner.token_ids))
             return

@@ -68,8 +68,10 @@ def test_what_is_told_agrees_with_what_is_counted(checkpoint: Path, policy: str)
         arrivals = [request.arrival for request in view.requests]
         assert arrivals == sorted(set(arrivals))
         for place, pool in stats.pools.items():
-            there = [request for request in view.requests if request.place is place]
-            assert sum(request.num_computed_tokens for request in there) <= view.capacity_tokens(place)
+            there = [request for request in view.requests if request.place == place]
+            assert sum(request.num_computed_tokens for request in there) <= view.capacity_tokens(
+                place.in_host_memory
+            )
             assert bool(there) == bool(pool.num_used_blocks)
         for request in view.requests:
             is_prefilling = request.progress is Progress.PREFILLING
@@ -98,7 +100,7 @@ def test_the_gpu_alone_holds_fewer_than_both_places(checkpoint: Path) -> None:
     assert 0 < fullest.num_gpu_alone < NUM_REQUESTS
     for view in seen:  # never fewer than live there
         assert view.num_gpu_alone is not None
-        assert view.num_gpu_alone >= sum(one.place is Place.DEVICE for one in view.requests) - 1
+        assert view.num_gpu_alone >= sum(one.place == Place.DEVICE for one in view.requests) - 1
     with make_engine(checkpoint, "gpu-only") as engine:
         for view in views(engine):  # there it can be seen; the youngest may be about to be preempted
             assert view.num_gpu_alone in (len(view.requests), len(view.requests) - 1)

@@ -35,7 +35,7 @@ from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.execute.timeline import Stage, Timeline, overlap_ns
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layer import KVLayer
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.waiting import Patience
 from neo_desktop.models.decoder import Decoder
 
@@ -92,7 +92,7 @@ def make_executor(
     block_size: int = BLOCK_SIZE,
     device_kind: type[KVLayer] | None = TorchLayer,
 ) -> PipelineExecutor:
-    num_blocks = dict.fromkeys(Place, NUM_BLOCKS)
+    num_blocks = dict.fromkeys(PLACES, NUM_BLOCKS)
     storage = make_storage(model, num_blocks, block_size, device_kind=device_kind)
     lanes = None if hook is None else hooked_lanes(hook, timeline)
     return PipelineExecutor(model, storage, timeline, lanes=lanes)
@@ -166,7 +166,7 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
         check_result(model, plan, contexts, result)
         iterations.take_in(result)
         assert result.timing is not None
-        has_cpu_decodes = any(s.place is Place.HOST and s.is_decode for s in plan.sequences)
+        has_cpu_decodes = any(s.place == Place.HOST and s.is_decode for s in plan.sequences)
         assert (result.timing.cpu_attention_ms > 0) == has_cpu_decodes
         assert result.timing.cpu_attention_ms < result.timing.total_ms
     executor.close()
@@ -191,7 +191,7 @@ def test_lanes_of_any_speed_change_no_token(model: Decoder, seed: int) -> None:
     executor.close()
 
 
-@pytest.mark.parametrize("place", Place)
+@pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("num_sub_batches", [1, 2])
 def test_the_same_tokens_wherever_all_live(model: Decoder, place: Place, num_sub_batches: int) -> None:
     """`gpu-only` and `fastdecode`: prompts and decodes in either sub-batch, all KV in one place."""
@@ -209,10 +209,10 @@ def test_the_same_tokens_wherever_all_live(model: Decoder, place: Place, num_sub
 
 
 @pytest.mark.parametrize("slow", LANES)
-@pytest.mark.parametrize("target", Place)
+@pytest.mark.parametrize("target", PLACES, ids=str)
 def test_requests_decode_in_the_iteration_that_moves_them(model: Decoder, target: Place, slow: str) -> None:
     """Nothing but the copies' own signals can make the attention wait for a swap lane that lags behind."""
-    (source,) = set(Place) - {target}
+    (source,) = set(PLACES) - {target}
     names, is_slow = "abcd", False
 
     def hesitate(lane: str, stage: Stage) -> None:
@@ -364,7 +364,7 @@ def test_whatever_fails_the_error_arrives_and_the_next_iteration_works(
             time.sleep(0.001)  # likely to be at work when another lane fails
 
     lanes = hooked_lanes(hook)
-    executor = PipelineExecutor(model, make_storage(model, dict.fromkeys(Place, NUM_BLOCKS)), lanes=lanes)
+    executor = PipelineExecutor(model, make_storage(model, dict.fromkeys(PLACES, NUM_BLOCKS)), lanes=lanes)
     expected = DeviceMemoryError if error_type is torch.OutOfMemoryError else error_type
     for lane, stage in stages:
         executor.execute(prompts())
@@ -428,7 +428,7 @@ def test_a_thread_that_hangs_ends_the_iteration_in_words_and_loses_the_executor(
             stuck.append(stage)
             gate.wait()
 
-    storage = make_storage(model, dict.fromkeys(Place, NUM_BLOCKS))
+    storage = make_storage(model, dict.fromkeys(PLACES, NUM_BLOCKS))
     executor = PipelineExecutor(
         model, storage, lanes=hooked_lanes(hook), patience=Patience(least_s=0.5, factor=0.0)
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from neo_desktop.engine.execute.graphs.streams import StreamMemoryError
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling import profiler
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE
@@ -39,7 +39,9 @@ def decoder() -> Decoder:
 
 def storage_of(**blocks: int) -> KVStorage:
     pools = {
-        Place(name): KVPool(CONFIG, count, BLOCK_SIZE, torch.float32, CPU) for name, count in blocks.items()
+        place: KVPool(CONFIG, blocks[place.name], BLOCK_SIZE, torch.float32, CPU)
+        for place in PLACES
+        if place.name in blocks
     }
     return KVStorage(pools)
 

@@ -68,7 +68,7 @@ class Harness:
         assert len(names) == len(set(names)), "a request is scheduled twice"
         for name in running:
             if name in self.kv and name not in names and not self.was_short:
-                assert self.kv.place_of(name) is Place.HOST, "a request on the device had to wait"
+                assert self.kv.place_of(name) == Place.HOST, "a request on the device had to wait"
         return plan
 
     def finish(self, plan: IterationPlan) -> None:

@@ -13,7 +13,7 @@ from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.loading import LoadedModel, load
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import ZeroCostModel
 from neo_desktop.engine.profiling.budget import DEVICE_MARGIN_BYTES, FreeMemory, MemoryCaps, activation_bytes
 from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
@@ -25,7 +25,7 @@ from neo_desktop.models.shapes import shape
 
 CPU = torch.device("cpu")
 LIMITS = SchedulerLimits(max_batch_tokens=96, max_batch_requests=12)
-BOTH = tuple(Place)
+BOTH = PLACES
 
 
 class FakeGauge:
@@ -72,7 +72,7 @@ def test_the_largest_iterations_of_each_kind_run(
     sequences = [list(plan.sequences) for plan in plans]
     tokens = [sum(len(s.token_ids) for s in each) for each in sequences]
     for place in places:
-        prompts = [each for each in sequences if each[0].place is place and not each[0].is_decode]
+        prompts = [each for each in sequences if each[0].place == place and not each[0].is_decode]
         assert any(len(each) == LIMITS.max_batch_requests for each in prompts)  # with as many samples
         assert any(len(each[0].token_ids) == LIMITS.max_batch_tokens for each in prompts)  # a long one
         assert any(each[0].start >= LIMITS.max_batch_tokens for each in prompts)  # after others
@@ -131,7 +131,7 @@ def test_memory_is_divided_after_the_warm_up_and_before_kv_is_taken(
     taken = setup.take_memory(
         cast("LoadedModel", model),
         places=(Place.DEVICE,),
-        cache_tokens=dict.fromkeys(Place),
+        cache_tokens=dict.fromkeys(PLACES),
         caps=MemoryCaps(),
         max_batch_tokens=2048,
     )

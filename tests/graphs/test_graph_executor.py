@@ -38,7 +38,7 @@ from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kernels.in_torch import paged_decode as in_torch
 from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.waiting import Watch
 from neo_desktop.models.decoder import Decoder
@@ -78,7 +78,7 @@ def make_executor(
     model: Decoder,
     seed: int = 0,
     hook: Hook | None = None,
-    places: Collection[Place] = tuple(Place),
+    places: Collection[Place] = PLACES,
     runner: ImitatedRunner | None = None,
 ) -> tuple[GraphExecutor, ImitatedRunner]:
     storage = make_storage(model, dict.fromkeys(places, NUM_BLOCKS), BLOCK_SIZE)
@@ -108,7 +108,7 @@ def sequence(name: str, start: int, end: int, sampling: SamplingInput | None = N
 
 
 def prompts(names: str) -> IterationPlan:
-    ordered = sorted(names, key=lambda name: list(Place).index(HOMES[name][0]))
+    ordered = sorted(names, key=lambda name: PLACES.index(HOMES[name][0]))
     return IterationPlan((SubBatch(tuple(sequence(name, 0, HOMES[name][2]) for name in ordered)),))
 
 
@@ -159,7 +159,7 @@ def test_the_executor_tells_which_iterations_are_graphs(model: Decoder, rungs: R
             assert timing is not None
             assert timing.is_graph == graphs[name]
             if name != "prompts":
-                with_cpu = any(s.place is Place.HOST for s in plan.sequences)
+                with_cpu = any(s.place == Place.HOST for s in plan.sequences)
                 assert executor.graph_reach.holds(4, with_cpu) == graphs[name]
     executor.close()
 
@@ -246,7 +246,7 @@ def test_every_kind_of_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_warming_up_changes_nothing_that_is_stored(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """It cuts contexts once, and once it does not; the pools stay as they were."""
-    storage = make_storage(model, dict.fromkeys(Place, NUM_BLOCKS), BLOCK_SIZE)
+    storage = make_storage(model, dict.fromkeys(PLACES, NUM_BLOCKS), BLOCK_SIZE)
     runner = ImitatedRunner()
     pipeline = PipelineExecutor(model, storage)
     executor = GraphExecutor(model, storage, Most(2, 128), num_sms=4, runner=runner, pipeline=pipeline)
@@ -260,7 +260,7 @@ def test_warming_up_changes_nothing_that_is_stored(model: Decoder, monkeypatch: 
     executor.warm_up()
     assert runner.num_programs == 2
     assert min(splits) == 1 < max(splits)
-    assert all(part.isnan().all() for place in Place for part in storage[place].parts)
+    assert all(part.isnan().all() for place in PLACES for part in storage[place].parts)
     executor.execute(prompts("a"))
     plan = decodes("a")
     check_result(model, plan, contexts(plan), executor.execute(plan))
@@ -272,7 +272,7 @@ def test_sampling_is_the_pipelines(model: Decoder) -> None:
     inputs = SamplingInput(params, 5, 0, 21, IntArray((1, 2, 3)).view(), IntArray((4, 4)).view())
     plan = decodes("ac", "d", sampling=inputs)
     executor, runner = make_executor(model)
-    pipeline = PipelineExecutor(model, make_storage(model, dict.fromkeys(Place, NUM_BLOCKS), BLOCK_SIZE))
+    pipeline = PipelineExecutor(model, make_storage(model, dict.fromkeys(PLACES, NUM_BLOCKS), BLOCK_SIZE))
     for each in (executor, pipeline):
         each.execute(prompts("acd"))
     sampled, expected = executor.execute(plan).sampled, pipeline.execute(plan).sampled
@@ -669,7 +669,7 @@ def test_closing_in_the_middle_of_an_iteration_ends_it(model: Decoder, lane: Lan
 
 def test_the_timeline_shows_the_cpus_part(model: Decoder) -> None:
     timeline = Timeline()
-    storage = make_storage(model, dict.fromkeys(Place, NUM_BLOCKS), BLOCK_SIZE)
+    storage = make_storage(model, dict.fromkeys(PLACES, NUM_BLOCKS), BLOCK_SIZE)
     pipeline = PipelineExecutor(model, storage, timeline)
     executor = GraphExecutor(
         model, storage, MOST, num_sms=8, runner=ImitatedRunner(), pipeline=pipeline, timeline=timeline
@@ -687,7 +687,7 @@ def test_the_timeline_shows_the_cpus_part(model: Decoder) -> None:
 
 def test_of_a_single_graph_that_is_asked_for_the_cpus_part_is_recorded(model: Decoder) -> None:
     timeline = Timeline(max_spans=0, is_continuous=False)
-    storage = make_storage(model, dict.fromkeys(Place, NUM_BLOCKS), BLOCK_SIZE)
+    storage = make_storage(model, dict.fromkeys(PLACES, NUM_BLOCKS), BLOCK_SIZE)
     pipeline = PipelineExecutor(model, storage, timeline)
     executor = GraphExecutor(
         model, storage, MOST, num_sms=8, runner=ImitatedRunner(), pipeline=pipeline, timeline=timeline
@@ -707,7 +707,7 @@ def test_of_a_single_graph_that_is_asked_for_the_cpus_part_is_recorded(model: De
 
 @given(
     st.lists(
-        st.lists(st.tuples(st.sampled_from(list(Place)), st.integers(1, 3000)), max_size=70),
+        st.lists(st.tuples(st.sampled_from(PLACES), st.integers(1, 3000)), max_size=70),
         min_size=1,
         max_size=2,
     )
@@ -729,9 +729,9 @@ def test_a_bucket_holds_its_plan_and_not_much_more(parts: list[list[tuple[Place,
     assert len(bucket.sub_batches) == len(filled)
     for rows, part in zip(bucket.sub_batches, filled, strict=True):
         for place, padded in ((Place.DEVICE, rows.device), (Place.HOST, rows.host)):
-            count = sum(p is place for p, _ in part)
+            count = sum(p == place for p, _ in part)
             assert count <= padded <= max(count * 1.5, count)
-    longest = max((blocks for part in parts for place, blocks in part if place is Place.DEVICE), default=0)
+    longest = max((blocks for part in parts for place, blocks in part if place == Place.DEVICE), default=0)
     assert longest <= bucket.max_blocks <= max(2 * longest, 64)
     assert (bucket in Most.of(70, 3000 * 16, 16)) == all(rows.count <= 96 for rows in bucket.sub_batches)
 
@@ -756,7 +756,7 @@ def test_the_memory_of_a_workspace_is_known_beforehand() -> None:
 @pytest.mark.parametrize("parts", [("abf",), ("cde",), ("abcd", "fe"), ("ac", "d")])
 def test_on_a_gpu_graphs_give_the_tokens_of_a_plain_computation(parts: tuple[str, ...]) -> None:
     model = tiny_model((None, 5), device="cuda")
-    storage = make_storage(model, dict.fromkeys(Place, NUM_BLOCKS), BLOCK_SIZE)
+    storage = make_storage(model, dict.fromkeys(PLACES, NUM_BLOCKS), BLOCK_SIZE)
     timeline = Timeline()
     executor = build_executor(model, storage, 8, timeline, WholeDevice(model.device))
     assert isinstance(executor, GraphExecutor)

@@ -20,7 +20,7 @@ from neo_desktop.engine.batch import (
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layer import KVLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
@@ -123,7 +123,7 @@ class RandomIterations:
         self,
         seed: int,
         num_blocks: int = 24,
-        places: tuple[Place, ...] = tuple(Place),
+        places: tuple[Place, ...] = PLACES,
         block_size: int = BLOCK_SIZE,
     ) -> None:
         self._rng = random.Random(seed)
@@ -175,7 +175,7 @@ class RandomIterations:
         copies = []
         for request in self._rng.sample(self._requests, len(self._requests)):
             place = self._rng.choice(self._places)
-            if place is request.place or self._rng.random() < 0.5:
+            if place == request.place or self._rng.random() < 0.5:
                 continue
             if len(self._free[place]) < len(request.blocks):
                 continue
@@ -221,7 +221,7 @@ class RandomIterations:
         parts: list[list[ScheduledSequence]] = [[] for _ in range(self._rng.choice((1, 2, 2, 2)))]
         for sequence in sequences:
             self._rng.choice(parts).append(sequence)
-        order = list(Place)
+        order = PLACES
         for part in parts:
             part.sort(key=lambda s: (order.index(s.place), s.is_decode))
         return tuple(SubBatch(tuple(part)) for part in parts)

@@ -11,7 +11,7 @@ from pipeline_case import tiny_model
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.loading import LoadedModel
-from neo_desktop.engine.placement import Place, get_policy
+from neo_desktop.engine.placement import PLACES, get_policy
 from neo_desktop.engine.profiling.budget import MemoryCaps
 from neo_desktop.engine.setup import take_memory
 from neo_desktop.models.tokenizer import ByteTokenizer
@@ -29,7 +29,7 @@ def make_engine(policy: str, device: str = "cuda") -> Engine:
     setup = take_memory(
         loaded,
         places=get_policy(policy).places,
-        cache_tokens=dict.fromkeys(Place, 256),
+        cache_tokens=dict.fromkeys(PLACES, 256),
         caps=MemoryCaps(),
         max_batch_tokens=64,
         max_batch_requests=4,

@@ -19,7 +19,7 @@ from neo_desktop.app.bench.throughput.workload import Workload, fitting, lengths
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
 from neo_desktop.engine.loading import choose_device
-from neo_desktop.engine.placement import Place, get_policy
+from neo_desktop.engine.placement import PLACES, Place, get_policy
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.profiling.profiler import profile
@@ -83,7 +83,7 @@ def _run_policies(
         baseline.check(model.config, model.decoder.dtype)
     names, notes = _policies(options, model.decoder.device.type == "cuda")
     places = {place for name in names for place in get_policy(name).places}
-    setup = options.take_memory(model, [place for place in Place if place in places])
+    setup = options.take_memory(model, [place for place in PLACES if place in places])
 
     def profiled(share: float, what: str) -> None:
         progress(_PROFILE_SHARE * share, f"tables: {what}")
@@ -227,7 +227,7 @@ def _report(
     decoder = setup.model.decoder
     tokens = {
         place: max(policy.setup.num_blocks.get(place, 0) for policy in policies) * BLOCK_SIZE
-        for place in Place
+        for place in PLACES
     }
     shown, spans = _timeline(policies)
     return ThroughputReport(

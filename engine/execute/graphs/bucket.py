@@ -39,7 +39,7 @@ class Bucket:
     @classmethod
     def of(cls, plan: IterationPlan) -> Self:
         """Return the bucket of a plan that consists of decodes alone."""
-        max_blocks = max((len(s.block_table) for s in plan.sequences if s.place is Place.DEVICE), default=0)
+        max_blocks = max((len(s.block_table) for s in plan.sequences if s.place == Place.DEVICE), default=0)
         return cls(
             tuple(
                 Rows(*(_round_up(_count(sub_batch, place)) for place in (Place.DEVICE, Place.HOST)))
@@ -81,7 +81,7 @@ def _table_width(num_blocks: int) -> int:
 
 
 def _count(sub_batch: SubBatch, place: Place) -> int:
-    return sum(sequence.place is place for sequence in sub_batch.sequences)
+    return sum(sequence.place == place for sequence in sub_batch.sequences)
 
 
 def _round_up(count: int) -> int:

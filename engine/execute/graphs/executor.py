@@ -268,7 +268,7 @@ class GraphExecutor(Executor):
         """Return the bucket that the plan is carried out in; None: it is the pipeline's."""
         if plan.copies or not all(s.is_decode and not s.num_pooled for s in plan.sequences):
             return None
-        with_cpu = any(s.place is Place.HOST for s in plan.sequences)
+        with_cpu = any(s.place == Place.HOST for s in plan.sequences)
         if ladder.rung("graphs") == "eager" or (with_cpu and not self._hands_over):
             return None
         bucket = Bucket.of(plan)
@@ -300,8 +300,8 @@ class GraphExecutor(Executor):
         parts = [sub_batch.sequences for sub_batch in plan.sub_batches if sub_batch.sequences]
         batches = []
         for memory, sequences in zip(memories, parts, strict=True):
-            on_device = [s for s in sequences if s.place is Place.DEVICE]
-            on_host = [s for s in sequences if s.place is Place.HOST]
+            on_device = [s for s in sequences if s.place == Place.DEVICE]
+            on_host = [s for s in sequences if s.place == Place.HOST]
             self._fill(memory, on_device, on_host)
             if on_host:
                 batches.append((memory.index, self._relay_batch(memory, on_host)))
