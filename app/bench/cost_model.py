@@ -17,8 +17,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
-from neo_desktop.app.bench.section import Metric, Plot, Section, Table
-from neo_desktop.app.bench.suite import Progress
+from neo_desktop.app.bench.section import Metric, Plot, Progress, Section, Table
 from neo_desktop.app.commands.model_options import ModelOptions
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import TableCostModel

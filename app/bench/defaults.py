@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from neo_desktop.app.bench.computer import Probe, Prober
 from neo_desktop.app.bench.cost_model import CostModelOptions
 from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions
 from neo_desktop.app.bench.gpu import GpuOptions
@@ -13,7 +14,6 @@ from neo_desktop.app.bench.hardware import HardwareOptions
 from neo_desktop.app.bench.load import LoadOptions
 from neo_desktop.app.bench.run import SuiteOptions
 from neo_desktop.app.bench.spread import number
-from neo_desktop.app.bench.steadiness import Probe, Prober
 from neo_desktop.app.bench.throughput import ThroughputOptions
 from neo_desktop.app.commands.model_options import ModelOptions
 from neo_desktop.engine.loading import choose_device

@@ -6,13 +6,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from neo_desktop.app.bench.computer import Probe
 from neo_desktop.app.bench.cost_model import CostModelReport
 from neo_desktop.app.bench.cpu_attention.report import CpuAttentionReport
 from neo_desktop.app.bench.gpu.report import GpuReport
 from neo_desktop.app.bench.hardware.report import HardwareReport
 from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.section import Metric
-from neo_desktop.app.bench.steadiness import Probe
 from neo_desktop.app.bench.throughput.report import ThroughputReport
 from neo_desktop.engine.profiling.hardware import MachineInfo
 

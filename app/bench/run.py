@@ -5,16 +5,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
+from neo_desktop.app.bench.computer import Prober, give_back_memory
 from neo_desktop.app.bench.cost_model import CostModelOptions, run_cost_model
 from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions
 from neo_desktop.app.bench.cpu_attention.suite import run_cpu_attention
 from neo_desktop.app.bench.gpu import GpuOptions, run_gpu
 from neo_desktop.app.bench.hardware import HardwareOptions, run_hardware
 from neo_desktop.app.bench.load import LoadOptions, run_load
-from neo_desktop.app.bench.memory import give_back_memory
 from neo_desktop.app.bench.report import AnySuiteReport, Failure, Report
-from neo_desktop.app.bench.steadiness import Prober
-from neo_desktop.app.bench.suite import Progress
+from neo_desktop.app.bench.section import Progress
 from neo_desktop.app.bench.throughput import ThroughputOptions, run_throughput
 from neo_desktop.app.commands.sentences import sentence
 from neo_desktop.engine.cuda.streams import open_streams

@@ -1,11 +1,20 @@
 """What a suite has to say, in a form that every output can show: terminal, Markdown, HTML, comparison."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Protocol
+
+from neo_desktop.app.bench.spread import number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+Progress = Callable[[float, str], None]  # share done, 0 to 1; what is being measured
+
+# What a column shows of a row: an attribute ("rate.median"), perhaps with a format ("share:.0%"), or what a
+# function makes of the row.
+Column = str | Callable[[Any], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +24,12 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     title: str = ""
+
+    @classmethod
+    def of(cls, title: str, rows: Iterable[object], columns: Mapping[str, Column]) -> "Table":
+        """Make a row of each item; numbers get about three digits, None an empty cell."""
+        cells = tuple(tuple(_cell(row, column) for column in columns.values()) for row in rows)
+        return cls(tuple(columns), cells, title)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +62,33 @@ class Metric:
     value: float
     unit: str
     higher_is_better: bool = True
+
+
+class SuiteReport(Protocol):
+    """What a suite found: a frozen dataclass of plain data, which is its JSON, and ways to show it.
+
+    A suite yields it again and again, each time with more in it: what was measured before Ctrl-C is kept.
+    """
+
+    @property
+    def suite(self) -> str:
+        """The suite's name."""
+
+    def section(self) -> Section:
+        """Its part of the page."""
+
+    def metrics(self) -> tuple[Metric, ...]:
+        """What can be set beside another run."""
+
+
+def _cell(row: object, column: Column) -> str:
+    if isinstance(column, str):
+        name, _, how = column.partition(":")
+        value = attrgetter(name)(row)
+    else:
+        how, value = "", column(row)
+    if value is None:
+        return ""
+    if how:
+        return format(value, how)
+    return number(value) if isinstance(value, float) else str(value)

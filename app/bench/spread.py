@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -17,10 +19,11 @@ class Spread:
     @classmethod
     def of(cls, samples: Iterable[float]) -> Self:
         """Summarise repetitions. Raises ValueError where there are none."""
-        ordered = sorted(samples)
-        if not ordered:
+        values = list(samples)
+        if not values:
             raise ValueError("there are no samples to summarise")
-        return cls(_quantile(ordered, 0.5), _quantile(ordered, 0.1), _quantile(ordered, 0.9), len(ordered))
+        median, p10, p90 = np.quantile(values, (0.5, 0.1, 0.9)).tolist()
+        return cls(median, p10, p90, len(values))
 
     def scaled(self, factor: float) -> Self:
         """The same in another unit; `factor` is above 0."""
@@ -50,11 +53,3 @@ def size(nbytes: float) -> str:
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1024
     return f"{nbytes:.3g} TiB"
-
-
-def _quantile(ordered: list[float], share: float) -> float:
-    """Interpolate linearly between the two samples around it."""
-    at = share * (len(ordered) - 1)
-    below = int(at)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (at - below) * (ordered[above] - ordered[below])

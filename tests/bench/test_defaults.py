@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from neo_desktop.app.bench import defaults
+from neo_desktop.app.bench.computer import Probe
 from neo_desktop.app.bench.defaults import default_model, suite_options
-from neo_desktop.app.bench.steadiness import Probe
 from neo_desktop.app.commands.model_options import ModelOptions
 from neo_desktop.engine.profiling.hardware import HostMemory
 

@@ -11,6 +11,7 @@ import pytest
 from suites import ignore, shown
 
 from neo_desktop.app.bench import Report, ReportError, SuiteOptions, run, run_suites
+from neo_desktop.app.bench.computer import Probe
 from neo_desktop.app.bench.cost_model import CostModelOptions, CostModelReport, run_cost_model
 from neo_desktop.app.bench.load.curve import LoadCurve, LoadPoint, LoadRun
 from neo_desktop.app.bench.load.metrics import LoadMetrics, summarise
@@ -18,12 +19,10 @@ from neo_desktop.app.bench.load.records import Limits, Outcome, RequestRecord
 from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.page.compare import compare
 from neo_desktop.app.bench.page.content import headline, machine_lines
-from neo_desktop.app.bench.page.files import prepare_folder, write_files
-from neo_desktop.app.bench.page.html import html
+from neo_desktop.app.bench.page.files import html, prepare_folder, write_files
 from neo_desktop.app.bench.page.verdict import verdict
 from neo_desktop.app.bench.report import SCHEMA_VERSION, Failure, json_schema
-from neo_desktop.app.bench.steadiness import Probe
-from neo_desktop.app.bench.suite import Progress
+from neo_desktop.app.bench.section import Progress
 from neo_desktop.app.bench.throughput import ThroughputOptions, ThroughputReport
 
 CACHES = {"shape": "tiny", "device": "cpu", "gpu_cache_tokens": 256, "cpu_cache_tokens": 4096}

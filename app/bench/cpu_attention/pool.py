@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop import native
+from neo_desktop.app.bench.computer import bytes_beyond_caches
 from neo_desktop.app.bench.cpu_attention.options import (
     CpuAttentionOptions,
     Shape,
@@ -14,7 +15,6 @@ from neo_desktop.app.bench.cpu_attention.options import (
     num_pieces_of,
     row_bytes,
 )
-from neo_desktop.app.bench.memory import bytes_beyond_caches
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.host_layer import empty_aligned
 from neo_desktop.engine.kv.layer import slots_of
@@ -134,7 +134,7 @@ def pool_bytes(options: CpuAttentionOptions, last_level_bytes: int) -> int:
     """How much memory to take."""
     if options.memory_bytes is not None:
         return options.memory_bytes
-    return bytes_beyond_caches(last_level_bytes)
+    return bytes_beyond_caches()
 
 
 def seeded() -> torch.Generator:

@@ -15,8 +15,8 @@ from neo_desktop.app.bench.gpu.rig import Iteration, Rig
 from neo_desktop.app.bench.gpu.setup import fitting_batches, load_model, take_kv_memory
 from neo_desktop.app.bench.gpu.work import iteration_work
 from neo_desktop.app.bench.gpu_driver import GpuDriver, gpu_driver
+from neo_desktop.app.bench.section import Progress
 from neo_desktop.app.bench.spread import Spread
-from neo_desktop.app.bench.suite import Progress
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.hardware import find_gpus, last_level_cache_bytes
 

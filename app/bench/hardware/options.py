@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from neo_desktop import native
-from neo_desktop.app.bench.memory import bytes_beyond_caches
-from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
+from neo_desktop.app.bench.computer import bytes_beyond_caches
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -55,7 +54,7 @@ class HardwareOptions:
         """How much host memory to take."""
         if self.memory_bytes is not None:
             return self.memory_bytes
-        return bytes_beyond_caches(last_level_cache_bytes())
+        return bytes_beyond_caches()
 
 
 def doubling(cores: int) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from neo_desktop.app.bench.suite import Progress
+from neo_desktop.app.bench.section import Progress
 
 LEAST_ROUNDS = 3
 

@@ -24,8 +24,8 @@ from neo_desktop.app.bench.hardware.host import Host, host_cases
 from neo_desktop.app.bench.hardware.options import HardwareOptions
 from neo_desktop.app.bench.hardware.report import HardwareReport
 from neo_desktop.app.bench.hardware.rounds import Case, rounds
+from neo_desktop.app.bench.section import Progress
 from neo_desktop.app.bench.spread import Spread, size
-from neo_desktop.app.bench.suite import Progress
 from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.execute.graphs.streams import CudaRunner, Lane
 from neo_desktop.engine.loading import choose_device

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from neo_desktop.app.bench.computer import give_back_memory
 from neo_desktop.app.bench.load.client import ClientRequest, send_all
 from neo_desktop.app.bench.load.curve import Capacity, EngineFigures, LoadCurve, LoadPoint, LoadRun
 from neo_desktop.app.bench.load.engine_target import EngineTarget
@@ -17,9 +18,8 @@ from neo_desktop.app.bench.load.records import Limits
 from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.load.target import Target, TargetError
 from neo_desktop.app.bench.load.workload import Workload, poisson
-from neo_desktop.app.bench.memory import give_back_memory
+from neo_desktop.app.bench.section import Progress
 from neo_desktop.app.bench.spread import number
-from neo_desktop.app.bench.suite import Progress
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.loading import LoadedModel, choose_device
 from neo_desktop.engine.placement import get_policy

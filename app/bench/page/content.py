@@ -1,10 +1,10 @@
 """What every form of the page begins with."""
 
+from neo_desktop.app.bench.computer import describe, is_steady
 from neo_desktop.app.bench.page.models import models_section
 from neo_desktop.app.bench.page.verdict import verdict
 from neo_desktop.app.bench.report import Report
 from neo_desktop.app.bench.section import Section
-from neo_desktop.app.bench.steadiness import describe, is_steady
 
 _LONGEST_REASON = 300
 
@@ -17,23 +17,20 @@ def headline(report: Report) -> tuple[str, ...]:
     begun = {suite.suite for suite in report.suites}
     for failure in report.failures:
         what = "could not be measured to its end" if failure.suite in begun else "could not be measured"
-        lines.append(f"{failure.suite} {what}: {_first_line(failure.reason)}")
+        # A library's error may be a page long: the rest is in report.json.
+        line = failure.reason.partition("\n")[0]
+        line = line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}…"
+        lines.append(f"{failure.suite} {what}: {line}")
     steadiness = describe(report.probes)
     if steadiness is not None and not is_steady(report.probes):
         lines.append(steadiness)
     return tuple(lines)
 
 
-def _first_line(reason: str) -> str:
-    """A library's error may be a page long: the rest is in report.json."""
-    line = reason.partition("\n")[0]
-    return line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}…"
-
-
 def sections(report: Report) -> tuple[Section, ...]:
     """What fits, then a section per suite."""
     models = models_section(report)
-    return (*(() if models is None else (models,)), *(suite.section() for suite in report.suites))
+    return (*([models] if models else []), *(suite.section() for suite in report.suites))
 
 
 def machine_lines(report: Report) -> tuple[str, ...]:
@@ -44,10 +41,8 @@ def machine_lines(report: Report) -> tuple[str, ...]:
         f"{machine.memory_bytes / 1e9:.1f} GB memory, {machine.available_bytes / 1e9:.1f} GB of it available",
     ]
     for gpu in machine.gpus:
-        lines.append(
-            f"{gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB, {gpu.free_bytes / 1e9:.1f} GB of it free, "
-            f"driver {gpu.driver}"
-        )
+        memory = f"{gpu.memory_bytes / 1e9:.1f} GB, {gpu.free_bytes / 1e9:.1f} GB of it free"
+        lines.append(f"{gpu.name}, {memory}, driver {gpu.driver}")
         lines += [f"the GPU was also used by {process.name}" for process in gpu.other_processes]
     if report.gpu_slice_sms is not None:
         lines.append(f"all GPU work ran on a slice of {report.gpu_slice_sms} of the GPU's multiprocessors")
@@ -56,8 +51,10 @@ def machine_lines(report: Report) -> tuple[str, ...]:
         lines.append(steadiness)
     if machine.gpu_note:
         lines.append(f"no GPU: {machine.gpu_note}")
-    lines += machine.notes
-    lines.append(f"torch {machine.torch}, Python {machine.python}, {machine.platform}")
     started = report.started[:16].replace("T", " ")
-    lines.append(f"measured {started}, in {report.seconds:.0f} s, neo-desktop {machine.neo_desktop}")
-    return tuple(lines)
+    return (
+        *lines,
+        *machine.notes,
+        f"torch {machine.torch}, Python {machine.python}, {machine.platform}",
+        f"measured {started}, in {report.seconds:.0f} s, neo-desktop {machine.neo_desktop}",
+    )

@@ -4,6 +4,7 @@ import re
 from io import BytesIO, StringIO
 from typing import TYPE_CHECKING
 
+from neo_desktop.app.bench import charts
 from neo_desktop.app.bench.page.content import sections
 from neo_desktop.app.bench.report import Report
 from neo_desktop.app.bench.section import Plot
@@ -14,17 +15,10 @@ if TYPE_CHECKING:
 _DOTS_PER_INCH = 160
 # Colour in a plot -> the page's variable for it, which has another value in the dark; see page/style.css.
 _VARIABLES = {
-    "#000000": "text",
-    "#222222": "text",
-    "#ffffff": "page",
-    "#cccccc": "line",
-    "#2f6fb0": "blue",
+    **{"#000000": "text", charts.BLACK: "text", "#ffffff": "page", charts.LINE_GREY: "line"},
+    **{charts.BLUE: "blue", charts.ORANGE: "orange", charts.GREEN: "green", charts.RED: "red"},
+    **{charts.GREY: "grey", charts.LIGHT_GREY: "grey"},
     "#1f77b4": "blue",  # matplotlib's own, which some invisible parts of error bars keep
-    "#d08700": "orange",
-    "#1c8c4c": "green",
-    "#b0413e": "red",
-    "#8a8a8a": "grey",
-    "#9a9a9a": "grey",
 }
 
 
@@ -56,14 +50,11 @@ def drawing(plot: Plot) -> str:
     svg = re.sub(r'(url\(#|href="#)', rf"\g<1>{plot.name}-", svg)
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"font-family: [^;\"]*;", "", svg)
-    svg = re.sub(
-        r"#[0-9a-f]{6}\b",
-        lambda found: f"var(--{_VARIABLES[found[0]]})" if found[0] in _VARIABLES else found[0],
-        svg,
-    )
+    for colour, variable in _VARIABLES.items():
+        svg = re.sub(rf"{colour}\b", f"var(--{variable})", svg)
     width, height = (round(72 * inches) for inches in plot.inches)
-    svg = re.sub(r'(<svg\b[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-    svg = re.sub(r'(<svg\b[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    for side in ("width", "height"):
+        svg = re.sub(rf'(<svg\b[^>]*?) {side}="[^"]*"', r"\1", svg, count=1)
     return svg.replace("<svg", f'<svg role="img" style="aspect-ratio: {width} / {height}"', 1).strip()
 
 

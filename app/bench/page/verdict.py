@@ -71,14 +71,10 @@ def _throughput(suite: ThroughputReport, report: Report) -> Iterator[str]:
     if suite.imitated:
         yield "The GPU was imitated: whether offloading helps can only be seen on a computer with a GPU."
     elif suite.device != "cuda":
-        best = suite.fastest
-        pace = ""
-        if best.tpot_p50_ms is not None:
-            pace = f"; each chat gets its tokens at {duration(best.tpot_p50_ms)}"
-        yield (
-            f"{no_gpu(report.machine.gpu_note)}, so there is nothing to offload from: the CPU does the whole "
-            "work."
-        )
+        best, pace_ms = suite.fastest, suite.fastest.tpot_p50_ms
+        pace = "" if pace_ms is None else f"; each chat gets its tokens at {duration(pace_ms)}"
+        why = no_gpu(report.machine.gpu_note)
+        yield f"{why}, so there is nothing to offload from: the CPU does the whole work."
         yield (
             f"It writes {number(best.output_tokens_per_s)} tokens per second with {suite.model} when "
             f"{suite.num_requests} requests come at once{pace}."

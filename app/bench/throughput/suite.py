@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import psutil
 import torch
 
-from neo_desktop.app.bench.suite import Progress
+from neo_desktop.app.bench.section import Progress
 from neo_desktop.app.bench.throughput.answers import TOLERANCES, TOP_LOGPROBS, Answer, Comparison, compare
 from neo_desktop.app.bench.throughput.llama_cpp.baseline import LlamaCppBaseline
 from neo_desktop.app.bench.throughput.measure import Run, run

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from neo_desktop.app.bench.suite import Progress
+from neo_desktop.app.bench.section import Progress
 from neo_desktop.app.bench.throughput.answers import TOLERANCES, Answer, Comparison, compare
 from neo_desktop.app.bench.throughput.llama_cpp.gguf_file import check_expressible, write_gguf
 from neo_desktop.app.bench.throughput.llama_cpp.worker import (

@@ -1,9 +1,11 @@
-"""Whether the computer itself stayed the same during a run: two short measurements between the suites.
+"""The computer itself: whether it stayed the same during a run, and how much memory is measured on.
 
 A laptop that gets hot, a program in the background and a neighbour on the same server change all figures, and
-no repetition helps against what lasts for minutes. Then it must at least be told.
+no repetition helps against what lasts for minutes. Then it must at least be told: two short measurements are
+made between the suites.
 """
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +18,7 @@ from neo_desktop.engine.profiling.hardware import host_memory, last_level_cache_
 STEADY = 1.1  # the most by which the fastest and the slowest may differ
 _REPEATS = 3
 _FMA_SECONDS = 0.02
-_LEAST_BYTES = 1 << 28
+_LEAST_PROBE_BYTES, _LEAST_BYTES = 1 << 28, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class Prober:
     """Takes probes, always of the same memory."""
 
     def __init__(self) -> None:
-        wanted = max(2 * last_level_cache_bytes(), _LEAST_BYTES)
+        wanted = max(2 * last_level_cache_bytes(), _LEAST_PROBE_BYTES)
         self._memory = torch.empty(min(wanted, host_memory().available_bytes // 8), dtype=torch.uint8)
         native.advise_huge_pages(self._memory)
         self._memory.fill_(1)
@@ -52,10 +54,9 @@ def describe(probes: Sequence[Probe]) -> str | None:
     """Say how much the computer itself changed; None where that was not looked at."""
     if len(probes) < 2:
         return None
-    (flops, most_flops), (read, most_read) = _ranges(probes)
+    flops, reads = (f"{number(low)} to {number(high)}" for low, high in _ranges(probes))
     what = (
-        f"the CPU did {_range(flops, most_flops)} GFLOP/s and read memory at {_range(read, most_read)} GB/s, "
-        f"at {len(probes)} times during the run"
+        f"the CPU did {flops} GFLOP/s and read memory at {reads} GB/s, at {len(probes)} times during the run"
     )
     if is_steady(probes):
         return f"The computer was steady: {what}."
@@ -65,11 +66,17 @@ def describe(probes: Sequence[Probe]) -> str | None:
     )
 
 
-def _ranges(probes: Sequence[Probe]) -> tuple[tuple[float, float], tuple[float, float]]:
-    flops = [probe.gflop_per_s for probe in probes] or [1.0]
-    reads = [probe.read_gb_per_s for probe in probes] or [1.0]
-    return (min(flops), max(flops)), (min(reads), max(reads))
+def bytes_beyond_caches() -> int:
+    """Return so much host memory that caches do not matter, within a quarter of what is free."""
+    return min(host_memory().available_bytes // 4, max(4 * last_level_cache_bytes(), _LEAST_BYTES))
 
 
-def _range(low: float, high: float) -> str:
-    return f"{number(low)} to {number(high)}"
+def give_back_memory() -> None:
+    """Return what is no longer referred to, on the GPU too: whoever measures next looks at what is free."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing where no GPU was used
+
+
+def _ranges(probes: Sequence[Probe]) -> list[tuple[float, float]]:
+    figures = [probe.gflop_per_s for probe in probes], [probe.read_gb_per_s for probe in probes]
+    return [(min(values, default=1.0), max(values, default=1.0)) for values in figures]
