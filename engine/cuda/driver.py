@@ -1,51 +1,81 @@
-"""Green contexts, by the driver's own functions: some of a GPU's multiprocessors (SMs), and streams on them.
+"""What torch does not offer of CUDA's driver: green contexts, and streams that write words and wait for them.
 
-torch wraps them, too (`torch.cuda.green_contexts`), but in beta: its arguments change from version to
-version, and it does not tell how many SMs it got.
+It is called through NVIDIA's `cuda-bindings`. torch's builds for CUDA bring them, for their version of CUDA.
 """
 
 import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from neo_desktop.engine.cuda.errors import StreamMemoryError, device_lost, is_lost_code
+
+Driver = Any  # the module `cuda.bindings.driver`, or what tests put in its place
 Library = Any  # a ctypes.CDLL, or what tests put in its place
 
-_FUNCTIONS = (
-    "cuInit",
-    "cuDeviceGet",
-    "cuDeviceGetDevResource",
-    "cuDevSmResourceSplitByCount",
-    "cuDevResourceGenerateDesc",
-    "cuGreenCtxCreate",
-    "cuGreenCtxDestroy",
-    "cuGreenCtxStreamCreate",
-)
+# Numbers of CUDA's headers.
 _INVALID_VALUE, _INVALID_RESOURCE_CONFIGURATION = 1, 914  # results for SMs that cannot be split like that
-_SM_RESOURCE = 1
 _WITH_DEFAULT_STREAM = 1  # the only kind of green context that all drivers make
 _NON_BLOCKING = 1  # the only kind of stream that a green context has
+_WAIT_UNTIL_EQUAL = 1
 
 
-class SmResource(ctypes.Structure):
-    """CUdevResource, of SMs. What follows their number differs between drivers: there is room for all."""
+@cache
+def open_driver() -> Driver:
+    """Return the module of the driver's functions. Each returns a tuple: its result, then what it gives.
 
-    _fields_ = (
-        ("kind", ctypes.c_int),
-        ("header", ctypes.c_ubyte * 92),
-        ("num_sms", ctypes.c_uint),
-        ("rest", ctypes.c_ubyte * 412),
-    )
+    Raises:
+        RuntimeError: it is missing.
+    """
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        major = str(torch.version.cuda).partition(".")[0]
+        raise RuntimeError(
+            f"Python's way to CUDA's driver is missing ({error}): pip install 'cuda-bindings=={major}.*'"
+        ) from error
+    return driver
+
+
+def stream_write_value(stream: torch.cuda.Stream, flag: Tensor, value: int = 1) -> None:
+    """Let a stream set `flag`, an int32 in pinned host memory, after its earlier work can be seen there.
+
+    Raises:
+        StreamMemoryError: the driver refuses.
+        DeviceLostError: the GPU is lost to this process.
+    """
+    _memory_operation("cuStreamWriteValue32", stream, flag, value, 0)
+
+
+def stream_wait_value(stream: torch.cuda.Stream, flag: Tensor, value: int = 1) -> None:
+    """Hold a stream until `flag`, an int32 in pinned host memory, has this value; raises as for writing."""
+    _memory_operation("cuStreamWaitValue32", stream, flag, value, _WAIT_UNTIL_EQUAL)
+
+
+def _memory_operation(name: str, stream: torch.cuda.Stream, flag: Tensor, value: int, flags: int) -> None:
+    assert flag.dtype is torch.int32
+    try:
+        (result,) = getattr(open_driver(), name)(stream.cuda_stream, flag.data_ptr(), value, flags)
+    except RuntimeError as error:  # the driver has no such function, or there is none
+        raise StreamMemoryError(str(error)) from error
+    if result != 0:
+        refusal = StreamMemoryError(f"{name} failed with CUDA driver error {int(result)}")
+        raise device_lost(refusal) if is_lost_code(result) else refusal
 
 
 class GreenContext:
-    """Some of a GPU's SMs. Kernels and graphs on its streams run on no others.
+    """Some of a GPU's multiprocessors (SMs). Kernels and graphs on its streams run on no others.
+
+    torch wraps them, too (`torch.cuda.green_contexts`), but in beta: its arguments change from version to
+    version, and it does not tell how many SMs it got.
 
     Args:
-        library: the driver's, see `driver_library`.
+        driver: see `open_driver`.
         ordinal: the GPU's number, as torch counts them. Its primary context must exist.
         num_sms: how many, at least 1. The GPU may give a few more: it can be cut in certain places only.
 
@@ -54,36 +84,26 @@ class GreenContext:
         RuntimeError: the driver is too old, or refuses.
     """
 
-    def __init__(self, library: Library, ordinal: int, num_sms: int) -> None:
-        self._library = library
-        missing = [name for name in _FUNCTIONS if not hasattr(library, name)]
-        if missing:
-            raise RuntimeError(
-                f"the NVIDIA driver is too old for a slice of the GPU (it has no {missing[0]}): update it to "
-                "one for CUDA 12.5 or newer, or leave --gpu-slice out"
-            )
-        device, whole = ctypes.c_int(), SmResource()
+    def __init__(self, driver: Driver, ordinal: int, num_sms: int) -> None:
+        self._driver = driver
         self._call("cuInit", 0)
-        self._call("cuDeviceGet", ctypes.pointer(device), ordinal)
-        self._call("cuDeviceGetDevResource", device, ctypes.pointer(whole), _SM_RESOURCE)
-        self.total_sms = int(whole.num_sms)
+        device = self._call("cuDeviceGet", ordinal)
+        whole = self._call("cuDeviceGetDevResource", device, driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM)
+        self.total_sms = int(whole.sm.smCount)
         part = self._part(whole, num_sms)
-        self.num_sms = int(part.num_sms)
-        descriptor, self._handle = ctypes.c_void_p(), ctypes.c_void_p()
-        self._call("cuDevResourceGenerateDesc", ctypes.pointer(descriptor), ctypes.pointer(part), 1)
-        self._call("cuGreenCtxCreate", ctypes.pointer(self._handle), descriptor, device, _WITH_DEFAULT_STREAM)
+        self.num_sms = int(part.sm.smCount)
+        descriptor = self._call("cuDevResourceGenerateDesc", [part], 1)
+        self._context = self._call("cuGreenCtxCreate", descriptor, device, _WITH_DEFAULT_STREAM)
 
     def stream(self) -> int:
         """Make a stream on these SMs, and return its handle; it exists as long as the context."""
-        stream = ctypes.c_void_p()
-        self._call("cuGreenCtxStreamCreate", ctypes.pointer(stream), self._handle, _NON_BLOCKING, 0)
-        return stream.value or 0
+        return int(self._call("cuGreenCtxStreamCreate", self._context, _NON_BLOCKING, 0))
 
     def close(self) -> None:
         """Give it back; nobody may use its streams any more."""
-        self._call("cuGreenCtxDestroy", self._handle)
+        self._call("cuGreenCtxDestroy", self._context)
 
-    def _part(self, whole: SmResource, num_sms: int) -> SmResource:
+    def _part(self, whole: Any, num_sms: int) -> Any:
         total = self.total_sms
         if num_sms > total:
             raise ValueError(
@@ -92,27 +112,35 @@ class GreenContext:
             )
         if num_sms == total:
             return whole
-        part, rest, groups = SmResource(), SmResource(), ctypes.c_uint(1)
-        result = self._library.cuDevSmResourceSplitByCount(
-            *(ctypes.pointer(each) for each in (part, groups, whole, rest)), 0, num_sms
-        )
-        if result in (_INVALID_VALUE, _INVALID_RESOURCE_CONFIGURATION) or (result == 0 and groups.value == 0):
+        result, groups, *_ = self._ask("cuDevSmResourceSplitByCount", 1, whole, 0, num_sms)
+        if result in (_INVALID_VALUE, _INVALID_RESOURCE_CONFIGURATION) or (result == 0 and not groups):
             raise ValueError(
                 f"this GPU cannot be cut into a slice of {num_sms} of its {total} multiprocessors: ask for "
                 f"fewer, or for all {total}"
             )
         _check("cuDevSmResourceSplitByCount", result)
-        return part
+        return groups[0]
 
-    def _call(self, name: str, *arguments: object) -> None:
-        _check(name, getattr(self._library, name)(*arguments))
+    def _call(self, name: str, *arguments: object) -> Any:
+        result, *given = self._ask(name, *arguments)
+        _check(name, result)
+        return given[0] if given else None
+
+    def _ask(self, name: str, *arguments: object) -> Any:
+        try:
+            return getattr(self._driver, name)(*arguments)
+        except RuntimeError as error:  # of the bindings: they did not find it
+            raise RuntimeError(
+                f"the NVIDIA driver is too old for a slice of the GPU ({error}): update it to one for "
+                "CUDA 12.5 or newer, or leave --gpu-slice out"
+            ) from error
 
 
 def _check(name: str, result: int) -> None:
     if result != 0:
         raise RuntimeError(
-            f"no slice of the GPU could be made: {name} failed with error {result}. Leave --gpu-slice out, "
-            "or try another version of the NVIDIA driver"
+            f"no slice of the GPU could be made: {name} failed with error {int(result)}. Leave --gpu-slice "
+            "out, or try another version of the NVIDIA driver"
         )
 
 
@@ -142,18 +170,6 @@ def cublas_lt_sm_target(num_sms: int, total_sms: int) -> Iterator[None]:
         yield
     finally:
         torch._C._set_sm_carveout_experimental(before)
-
-
-def driver_library() -> Library:
-    """Return libcuda, which every NVIDIA driver brings.
-
-    Raises:
-        RuntimeError: it is not there.
-    """
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise RuntimeError(f"a slice of the GPU needs the NVIDIA driver's library: {error}") from error
 
 
 def cublas_library() -> Library:

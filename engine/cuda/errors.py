@@ -57,6 +57,10 @@ class StageStalledError(EngineLostError):
     """A thread of this process did not end its work within a generous time, and cannot be stopped."""
 
 
+class StreamMemoryError(RuntimeError):
+    """The driver does not let streams write and wait for words in host memory."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the GPU had no memory left, so that less may still work."""
     if isinstance(error, torch.OutOfMemoryError):

@@ -19,12 +19,13 @@ from typing import Protocol
 import torch
 
 from neo_desktop.engine.cuda.driver import (
+    Driver,
     GreenContext,
     Library,
     cublas_library,
     cublas_lt_sm_target,
     cublas_sm_target,
-    driver_library,
+    open_driver,
 )
 
 logger = logging.getLogger(__name__)
@@ -98,14 +99,14 @@ class GpuSlice:
     Args:
         device: a CUDA device, with its number.
         num_sms: multiprocessors, see `GreenContext`.
-        driver: the driver's library.
+        driver: see `open_driver`.
         cublas: torch's.
 
     Raises:
         ValueError, RuntimeError: see `GreenContext`.
     """
 
-    def __init__(self, device: torch.device, num_sms: int, driver: Library, cublas: Library) -> None:
+    def __init__(self, device: torch.device, num_sms: int, driver: Driver, cublas: Library) -> None:
         self.device = device
         self._cublas = cublas
         self._context = GreenContext(driver, device.index, num_sms)
@@ -199,7 +200,7 @@ def _timing_stream(device: torch.device, number: int) -> torch.cuda.Stream:
 def _open_slice(index: int, num_sms: int) -> GpuSlice:
     device = torch.device("cuda", index)
     torch.empty(1, device=device)  # makes the primary context, which a green one belongs to
-    found = GpuSlice(device, num_sms, driver_library(), cublas_library())
+    found = GpuSlice(device, num_sms, open_driver(), cublas_library())
     if found.sms != num_sms:
         logger.warning(
             "the slice of the GPU has %d multiprocessors instead of %d: this GPU gives them in groups",

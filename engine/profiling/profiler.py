@@ -23,10 +23,9 @@ from itertools import product
 
 import torch
 
-from neo_desktop.engine.cuda.errors import is_out_of_memory
+from neo_desktop.engine.cuda.errors import StreamMemoryError, is_out_of_memory
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
-from neo_desktop.engine.execute.graphs.streams import StreamMemoryError
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import Place

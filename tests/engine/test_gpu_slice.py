@@ -1,6 +1,5 @@
 """A slice of the GPU: the driver is asked for it in the right way, and nothing works outside of it."""
 
-import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from neo_desktop.app.bench import run as bench_run
 from neo_desktop.app.bench.gpu import GpuOptions, run_gpu
 from neo_desktop.app.bench.run import SuiteOptions, run_suites
 from neo_desktop.engine import loading
-from neo_desktop.engine.cuda.driver import _FUNCTIONS, GreenContext, driver_library
+from neo_desktop.engine.cuda.driver import GreenContext, open_driver
 from neo_desktop.engine.cuda.streams import GpuSlice, WholeDevice, open_streams
 from neo_desktop.engine.execute.lanes import Lanes
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
@@ -81,16 +80,24 @@ def test_a_split_that_the_driver_refuses_is_the_users_to_change(result: int) -> 
 
 
 @pytest.mark.parametrize("name", ["cuGreenCtxCreate", "cuGreenCtxStreamCreate", "cuDeviceGetDevResource"])
-def test_an_old_driver_is_told_before_anything_is_asked(name: str) -> None:
+def test_an_old_driver_is_told(name: str, torch_cuda: FakeTorchCuda) -> None:
     driver = FakeDriver(without=(name,))
     with pytest.raises(RuntimeError, match=rf"driver is too old .*{name}.*12\.5"):
-        GreenContext(driver, 0, 8)
-    assert driver.calls == []
+        make_slice(driver=driver)
+    assert driver.open_contexts == 0
 
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in _FUNCTIONS if name != "cuGreenCtxDestroy"],
+    [
+        "cuInit",
+        "cuDeviceGet",
+        "cuDeviceGetDevResource",
+        "cuDevSmResourceSplitByCount",
+        "cuDevResourceGenerateDesc",
+        "cuGreenCtxCreate",
+        "cuGreenCtxStreamCreate",
+    ],
 )
 def test_a_failed_call_is_named_and_leaves_nothing(name: str, torch_cuda: FakeTorchCuda) -> None:
     driver = FakeDriver()
@@ -265,10 +272,9 @@ def gpu(function: Callable[..., None]) -> Callable[..., None]:
 
 def is_in_a_slice(stream: torch.cuda.Stream) -> bool:
     """What the driver says."""
-    context = ctypes.c_void_p()
-    handle = ctypes.c_void_p(stream.cuda_stream)
-    assert driver_library().cuStreamGetGreenCtx(handle, ctypes.byref(context)) == 0
-    return context.value is not None
+    result, context = open_driver().cuStreamGetGreenCtx(stream.cuda_stream)
+    assert result == 0
+    return int(context) != 0
 
 
 @gpu

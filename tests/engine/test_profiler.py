@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neo_desktop.engine.execute.graphs.streams import StreamMemoryError
+from neo_desktop.engine.cuda.errors import StreamMemoryError
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import PLACES, Place

@@ -22,14 +22,19 @@ from pipeline_case import (
 )
 
 from neo_desktop.engine.batch import GraphReach, IterationPlan, SamplingInput, ScheduledSequence, SubBatch
-from neo_desktop.engine.cuda.errors import DeviceLostError, DeviceStalledError, StageStalledError
+from neo_desktop.engine.cuda.errors import (
+    DeviceLostError,
+    DeviceStalledError,
+    StageStalledError,
+    StreamMemoryError,
+)
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.cuda.waiting import wait_for_gpu
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.graphs import program
 from neo_desktop.engine.execute.graphs.bucket import Bucket, Most
 from neo_desktop.engine.execute.graphs.executor import GraphExecutor
-from neo_desktop.engine.execute.graphs.streams import Lane, Program, StreamMemoryError
+from neo_desktop.engine.execute.graphs.streams import Lane, Program
 from neo_desktop.engine.execute.graphs.workspace import Scratch, Workspace
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.execute.timeline import Stage, Timeline

@@ -10,15 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from neo_desktop.engine.cuda import driver
+from neo_desktop.engine.cuda.errors import StreamMemoryError
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.execute.graphs import streams
-from neo_desktop.engine.execute.graphs.streams import (
-    CudaRunner,
-    Lane,
-    Recorder,
-    StreamMemoryError,
-    check_flags,
-)
+from neo_desktop.engine.execute.graphs.streams import CudaRunner, Lane, Recorder, check_flags
 from neo_desktop.engine.execute.timeline import Stage
 
 STAGE = Stage("work", 0, 0, 1)
@@ -85,13 +81,13 @@ class FakeGpu:
         )
 
     def memory_operation(self, name: str) -> Any:
-        def call(stream: Any, address: Any, value: Any, flags: int) -> int:
-            self.log.append((name, list(Lane)[stream.value - 1].value, address.value, value.value, flags))
+        def call(stream: int, address: int, value: int, flags: int) -> tuple[int]:
+            self.log.append((name, list(Lane)[stream - 1].value, address, value, flags))
             if self.is_capturing and self.refuses_capture:
-                return 900
+                return (900,)
             if self.written is not None and not self.is_capturing:
                 self.written.fill_(1)
-            return 801 if self.refuses else 0
+            return (801 if self.refuses else 0,)
 
         return call
 
@@ -99,11 +95,11 @@ class FakeGpu:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     fake = FakeGpu()
-    driver = SimpleNamespace(
-        cuStreamWriteValue32_v2=fake.memory_operation("write"),
-        cuStreamWaitValue32_v2=fake.memory_operation("wait for"),
+    functions = SimpleNamespace(
+        cuStreamWriteValue32=fake.memory_operation("write"),
+        cuStreamWaitValue32=fake.memory_operation("wait for"),
     )
-    monkeypatch.setattr(streams, "_driver", lambda: driver)
+    monkeypatch.setattr(driver, "open_driver", lambda: functions)
     monkeypatch.setattr(torch.cuda, "stream", fake.on)
     callers = SimpleNamespace(wait_stream=lambda other: fake.log.append(("caller waits for", other.name)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: callers)

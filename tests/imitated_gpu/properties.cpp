@@ -214,6 +214,16 @@ EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** fun
   return cudaSuccess;
 }
 
+// What cuda-bindings finds the driver's functions with.
+EXPORT CUresult cuGetProcAddress_v2(const char* name, void** function, int, cuuint64_t,
+                                    CUdriverProcAddressQueryResult* result) {
+  cudaDriverEntryPointQueryResult found;
+  cudaGetDriverEntryPointByVersion(name, function, 0, 0, &found);
+  const bool is_there = found == cudaDriverEntryPointSuccess;
+  if (result) *result = is_there ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+  return is_there ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
+}
+
 // The driver: contexts, and slices
 
 static const auto context = reinterpret_cast<CUcontext>(8);

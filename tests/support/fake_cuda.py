@@ -1,16 +1,16 @@
 """As much of CUDA as a slice of a GPU needs: the driver's functions, cuBLAS, and torch's idea of streams."""
 
-import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-HEADER_BYTES = 96  # of CUdevResource: the number of SMs lies behind them
 GREEN_CONTEXT, DESCRIPTOR, FIRST_STREAM = 0xABC, 0xDE5C, 0x1000
+SM_RESOURCE = object()
 
 
 def value(argument: Any) -> int:
@@ -18,23 +18,19 @@ def value(argument: Any) -> int:
     return int(getattr(argument, "value", argument) or 0)
 
 
-def sms_of(resource: Any) -> int:
-    """The number of SMs in a resource that is pointed to, read as the driver's header says."""
-    raw = ctypes.string_at(ctypes.addressof(resource.contents), HEADER_BYTES + 4)
-    return int.from_bytes(raw[HEADER_BYTES:], "little")
-
-
-def set_sms(resource: Any, count: int) -> None:
-    address = ctypes.addressof(resource.contents)
-    ctypes.memmove(address + HEADER_BYTES, count.to_bytes(4, "little"), 4)
+def sms(count: int) -> SimpleNamespace:
+    """A resource of so many SMs."""
+    return SimpleNamespace(sm=SimpleNamespace(smCount=count))
 
 
 class FakeDriver:
-    """libcuda before a GPU that gives its SMs in groups; functions in `fail` return that error.
+    """cuda.bindings.driver before a GPU that gives its SMs in groups; functions in `fail` return that error.
 
     `calls` are the names of the functions in order; `streams` the handles made; `open_contexts` what was not
     destroyed.
     """
+
+    CUdevResourceType = SimpleNamespace(CU_DEV_RESOURCE_TYPE_SM=SM_RESOURCE)
 
     def __init__(self, total_sms: int = 132, group: int = 8, without: tuple[str, ...] = ()) -> None:
         self.total_sms, self.group, self._without = total_sms, group, without
@@ -46,66 +42,60 @@ class FakeDriver:
         self.context_sms = 0
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("cu") or name in self._without:
+        if not name.startswith("cu"):
             raise AttributeError(name)
 
-        def function(*arguments: Any) -> int:
+        def function(*arguments: Any) -> tuple[Any, ...]:
+            if name in self._without:
+                raise RuntimeError(f"function {name} is not found")
             self.calls.append(name)
-            return self.fail.get(name) or getattr(self, f"_{name}")(*arguments)
+            if name in self.fail:
+                return self.fail[name], None
+            return 0, *getattr(self, f"_{name}")(*arguments)
 
         return function
 
-    def _cuInit(self, flags: int) -> int:  # noqa: N802
-        return 0
+    def _cuInit(self, flags: int) -> tuple[()]:  # noqa: N802
+        return ()
 
-    def _cuDeviceGet(self, device: Any, ordinal: int) -> int:  # noqa: N802
-        device.contents.value = 70 + ordinal
-        return 0
+    def _cuDeviceGet(self, ordinal: int) -> tuple[int]:  # noqa: N802
+        return (70 + ordinal,)
 
-    def _cuDeviceGetDevResource(self, device: Any, resource: Any, kind: int) -> int:  # noqa: N802
-        assert value(device) >= 70
-        assert kind == 1
-        set_sms(resource, self.total_sms)
-        return 0
+    def _cuDeviceGetDevResource(self, device: int, kind: object) -> tuple[Any]:  # noqa: N802
+        assert device >= 70
+        assert kind is SM_RESOURCE
+        return (sms(self.total_sms),)
 
     def _cuDevSmResourceSplitByCount(  # noqa: N802
-        self, result: Any, groups: Any, whole: Any, rest: Any, flags: int, least: int
-    ) -> int:
-        assert flags == 0
-        assert groups.contents.value == 1
-        assert sms_of(whole) == self.total_sms
+        self, num_groups: int, whole: Any, flags: int, least: int
+    ) -> tuple[list[Any], int, Any]:
+        assert (num_groups, flags, whole.sm.smCount) == (1, 0, self.total_sms)
         given = -(-least // self.group) * self.group
         if given > self.total_sms:
-            groups.contents.value = 0
-            return 0
-        set_sms(result, given)
-        set_sms(rest, self.total_sms - given)
-        return 0
+            return [], 0, sms(self.total_sms)
+        return [sms(given)], 1, sms(self.total_sms - given)
 
-    def _cuDevResourceGenerateDesc(self, descriptor: Any, resources: Any, count: int) -> int:  # noqa: N802
-        assert count == 1
-        descriptor.contents.value = DESCRIPTOR
-        self.described_sms = sms_of(resources)
-        return 0
+    def _cuDevResourceGenerateDesc(self, resources: list[Any], count: int) -> tuple[int]:  # noqa: N802
+        assert count == len(resources) == 1
+        self.described_sms = resources[0].sm.smCount
+        return (DESCRIPTOR,)
 
-    def _cuGreenCtxCreate(self, context: Any, descriptor: Any, device: Any, flags: int) -> int:  # noqa: N802
-        assert (value(descriptor), flags) == (DESCRIPTOR, 1)
-        assert value(device) >= 70
-        context.contents.value = GREEN_CONTEXT
+    def _cuGreenCtxCreate(self, descriptor: int, device: int, flags: int) -> tuple[int]:  # noqa: N802
+        assert (descriptor, flags) == (DESCRIPTOR, 1)
+        assert device >= 70
         self.context_sms = self.described_sms
         self.open_contexts += 1
-        return 0
+        return (GREEN_CONTEXT,)
 
-    def _cuGreenCtxStreamCreate(self, stream: Any, context: Any, flags: int, priority: int) -> int:  # noqa: N802
-        assert (value(context), flags, priority) == (GREEN_CONTEXT, 1, 0)
+    def _cuGreenCtxStreamCreate(self, context: int, flags: int, priority: int) -> tuple[int]:  # noqa: N802
+        assert (context, flags, priority) == (GREEN_CONTEXT, 1, 0)
         self.streams.append(FIRST_STREAM + len(self.streams))
-        stream.contents.value = self.streams[-1]
-        return 0
+        return (self.streams[-1],)
 
-    def _cuGreenCtxDestroy(self, context: Any) -> int:  # noqa: N802
-        assert value(context) == GREEN_CONTEXT
+    def _cuGreenCtxDestroy(self, context: int) -> tuple[()]:  # noqa: N802
+        assert context == GREEN_CONTEXT
         self.open_contexts -= 1
-        return 0
+        return ()
 
 
 class FakeCublas:

@@ -1,17 +1,13 @@
 """Puts the executor of graphs together for a GPU."""
 
 from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.cuda.errors import StreamMemoryError
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.execute.executor import Executor
 from neo_desktop.engine.execute.graphs.bucket import Most
 from neo_desktop.engine.execute.graphs.executor import GraphExecutor
-from neo_desktop.engine.execute.graphs.streams import (
-    CudaRunner,
-    Lane,
-    StreamMemoryError,
-    check_flags,
-)
+from neo_desktop.engine.execute.graphs.streams import CudaRunner, Lane, check_flags
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.kv.storage import KVStorage

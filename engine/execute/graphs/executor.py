@@ -25,6 +25,7 @@ from neo_desktop.engine.cuda.errors import (
     DeviceStalledError,
     EngineLostError,
     StageStalledError,
+    StreamMemoryError,
     device_lost,
     is_device_lost,
     is_lost,
@@ -36,7 +37,7 @@ from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.graphs.bucket import MIN_BLOCKS, Bucket, Most, Rows
 from neo_desktop.engine.execute.graphs.layers import FusedLayers
 from neo_desktop.engine.execute.graphs.program import DecodeProgram
-from neo_desktop.engine.execute.graphs.streams import Runner, StreamMemoryError
+from neo_desktop.engine.execute.graphs.streams import Runner
 from neo_desktop.engine.execute.graphs.workspace import SubBatchMemory, Workspace
 from neo_desktop.engine.execute.pipeline import PipelineExecutor, result_of
 from neo_desktop.engine.execute.timeline import Stage, Timeline

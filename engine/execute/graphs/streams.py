@@ -1,22 +1,20 @@
 """Lanes as CUDA streams: work is put on them at once, or captured as a graph and launched from then on."""
 
-import ctypes
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from neo_desktop.engine.cuda.driver import stream_wait_value, stream_write_value
 from neo_desktop.engine.cuda.errors import (
     DeviceStalledError,
     EngineLostError,
-    device_lost,
+    StreamMemoryError,
     is_device_lost,
-    is_lost_code,
 )
 from neo_desktop.engine.cuda.waiting import wait_for_gpu
 from neo_desktop.engine.cuda.workspaces import keep_workspaces, let_workspaces_go
@@ -93,10 +91,6 @@ class Runner(Protocol):
     def forget(self) -> None:
         """Give up what is kept of programs, and its memory."""
         ...
-
-
-class StreamMemoryError(RuntimeError):
-    """The driver does not let streams write and wait for words in host memory."""
 
 
 @dataclass(slots=True)
@@ -223,14 +217,14 @@ class _StreamRecorder:
         return end_of_work
 
     def raise_flag(self, lane: Lane, flag: Tensor) -> Mark:
-        _write_flag(self.streams[lane], flag)
+        stream_write_value(self.streams[lane], flag)
         raised: torch.cuda.Event = self.streams[lane].record_event()
         return raised
 
     def wait_for_flag(self, lane: Lane, flag: Tensor, answers: Mark) -> None:
         assert isinstance(answers, torch.cuda.Event)
         self.streams[lane].wait_event(answers)
-        _wait_for_flag(self.streams[lane], flag)
+        stream_wait_value(self.streams[lane], flag)
 
     def join(self) -> None:
         """Let the device's stream wait for all others."""
@@ -284,39 +278,3 @@ def check_flags(runner: Runner, flag: Tensor) -> None:
     finally:
         runner.begin(DEFAULT_PATIENCE.watch())
         runner.forget()
-
-
-_WAIT_UNTIL_EQUAL = 1
-
-
-def _write_flag(stream: torch.cuda.Stream, flag: Tensor) -> None:
-    _check(_driver().cuStreamWriteValue32_v2(*_arguments(stream, flag), 0), "cuStreamWriteValue32")
-
-
-def _wait_for_flag(stream: torch.cuda.Stream, flag: Tensor) -> None:
-    _check(
-        _driver().cuStreamWaitValue32_v2(*_arguments(stream, flag), _WAIT_UNTIL_EQUAL), "cuStreamWaitValue32"
-    )
-
-
-def _arguments(
-    stream: torch.cuda.Stream, flag: Tensor
-) -> tuple[ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32]:
-    assert flag.dtype is torch.int32
-    return ctypes.c_void_p(stream.cuda_stream), ctypes.c_uint64(flag.data_ptr()), ctypes.c_uint32(1)
-
-
-def _check(code: int, function: str) -> None:
-    if code == 0:
-        return
-    error = StreamMemoryError(f"{function} failed with CUDA driver error {code}")
-    raise device_lost(error) if is_lost_code(code) else error
-
-
-@cache
-def _driver() -> ctypes.CDLL:
-    """CUDA's driver, which torch has loaded already."""
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise StreamMemoryError(f"CUDA's driver library cannot be opened: {error}") from error
