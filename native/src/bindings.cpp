@@ -8,6 +8,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "neo_desktop/arithmetic.h"
@@ -62,17 +63,38 @@ std::unique_ptr<Relay> make_relay(const std::vector<Layer>& layers, int num_thre
   return std::make_unique<Relay>(views, num_threads, isa_from_name(isa));
 }
 
-void start(Relay& relay, const std::vector<std::tuple<Decode, Tensor>>& batches, double patience_s) {
-  std::vector<RelayBatch> views;
-  for (const auto& [decode, flags] : batches) views.push_back({arguments(decode), view("flags", flags)});
+using Batch = std::tuple<Decode, Tensor>;  // and flags
+
+// what, whether it goes to the host, whether it is behind, slots, (k, v) of even and of odd layers, flags
+using Rows = std::tuple<Tensor, Tensor>;
+using Transfer = std::tuple<std::string, bool, bool, Tensor, Rows, Rows, Tensor>;
+
+RelayItem relay_item(const Batch& batch) {
+  const auto& [decode, flags] = batch;
+  return RelayBatch{arguments(decode), view("flags", flags)};
+}
+
+RelayItem relay_item(const Transfer& transfer) {
+  const auto& [what, to_host, is_behind, slots, even, odd, flags] = transfer;
+  const auto rows = [&](const Rows& buffer) {
+    return KVRows{view("k", std::get<0>(buffer)), view("v", std::get<1>(buffer)), view("slots", slots)};
+  };
+  return RelayTransfer{what, to_host, is_behind, {rows(even), rows(odd)}, view("flags", flags)};
+}
+
+void start(Relay& relay, const std::vector<std::variant<Batch, Transfer>>& items, double patience_s) {
+  std::vector<RelayItem> views;
+  for (const auto& item : items) {
+    views.push_back(std::visit([](const auto& each) { return relay_item(each); }, item));
+  }
   relay.start(std::move(views), std::chrono::nanoseconds(static_cast<int64_t>(patience_s * 1e9)));
 }
 
-// [(layer, batch, start, end)], times in nanoseconds of the monotonic clock.
+// [(layer, item, start, end)], times in nanoseconds of the monotonic clock.
 std::vector<std::tuple<int, int, int64_t, int64_t>> finish(Relay& relay) {
   std::vector<std::tuple<int, int, int64_t, int64_t>> steps;
   for (const RelayStep& step : relay.finish()) {
-    steps.emplace_back(step.layer, step.batch, step.start_ns, step.end_ns);
+    steps.emplace_back(step.layer, step.item, step.start_ns, step.end_ns);
   }
   return steps;
 }
@@ -152,7 +174,7 @@ PYBIND11_MODULE(_native, m) {
   py::register_exception<RelayStalledError>(m, "RelayStalledError", PyExc_RuntimeError);
   py::class_<Relay>(m, "Relay")
       .def(py::init(&make_relay))
-      .def("start", &start, py::arg("batches"), py::arg("patience_s") = 0.0, without_gil)
+      .def("start", &start, py::arg("items"), py::arg("patience_s") = 0.0, without_gil)
       .def("finish", &finish, without_gil)
       .def("cancel", &Relay::cancel, without_gil)
       .def("close", &Relay::close, without_gil);

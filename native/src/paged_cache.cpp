@@ -82,7 +82,7 @@ PagedCache check_cache(const TensorView& k_cache, const TensorView& v_cache, con
   return cache;
 }
 
-const int64_t* check_slots(const TensorView& slots, const PagedCache& cache) {
+void check_slots(const TensorView& slots, const PagedCache& cache) {
   check_dims(slots, "[n]", 1);
   check_dtype(slots, {DType::kInt64});
   check_packed(slots, 1);
@@ -92,7 +92,6 @@ const int64_t* check_slots(const TensorView& slots, const PagedCache& cache) {
       fail("slots[", i, "] is ", slot[i], ", outside the cache's slots 0 to ", cache.num_slots() - 1);
     }
   }
-  return slot;
 }
 
 void check_rows(const TensorView& rows, const char* meaning, int64_t tokens, const PagedCache& cache) {

@@ -18,9 +18,11 @@ namespace {
 
 constexpr int64_t kPieceBytes = 64 << 10;  // what a thread moves before it asks for more, about
 
-// Calls body(span, head) for every KV head of spans that cover slots[0, count), on several threads.
+// Calls body(span, head) for every KV head of spans that cover the slots, on several threads.
 template <class Body>
-void for_each_span(const int64_t* slots, int64_t count, const PagedCache& cache, int threads, Body body) {
+void for_each_span(const TensorView& view, const PagedCache& cache, int threads, Body body) {
+  const auto* slots = static_cast<const int64_t*>(view.data);
+  const int64_t count = view.size(0);
   if (count == 0) return;
   const int64_t head_bytes = 2 * cache.head_dim * size_of(cache.dtype);
   const int64_t tokens = std::min(count, kSpanTokens);
@@ -44,23 +46,26 @@ void for_each_span(const int64_t* slots, int64_t count, const PagedCache& cache,
   });
 }
 
+TensorView part_of(TensorView tensor, int64_t first, int64_t count) {
+  tensor.data = offset(tensor.data, tensor.dtype, first * tensor.stride(0));
+  tensor.shape[0] = count;
+  return tensor;
+}
+
 }  // namespace
 
-void paged_kv_write(const TensorView& k, const TensorView& v, const TensorView& k_cache,
-                    const TensorView& v_cache, const TensorView* k_scale, const TensorView* v_scale,
-                    const TensorView& slots, int num_threads, Isa isa) {
-  const PagedCache cache = check_cache(k_cache, v_cache, k_scale, v_scale);
-  check_no_overlap(k_cache, 2);
-  check_no_overlap(v_cache, 2);
+void KVRows::check(const PagedCache& cache) const {
   check_dims(slots, "[n]", 1);
   check_rows(k, "[n of slots, kv_heads, head_dim]", slots.size(0), cache);
   check_rows(v, "[n of slots, kv_heads, head_dim]", slots.size(0), cache);
-  const int64_t* slot = check_slots(slots, cache);
-  const int threads = check_num_threads(num_threads);
+  check_slots(slots, cache);
+}
+
+void KVRows::write(const PagedCache& cache, int num_threads, Isa isa) const {
   const Kernels& kernels = kernels_for(isa);
   const SlotWriter keys = SlotWriter::of_keys(k, cache, kernels);
   const SlotWriter values = SlotWriter::of_values(v, cache, kernels);
-  for_each_span(slot, slots.size(0), cache, threads, [&](const Span& span, int64_t head) {
+  for_each_span(slots, cache, num_threads, [&](const Span& span, int64_t head) {
     for (const SlotWriter* writer : {&keys, &values}) {
       for (int64_t t = 0; t < span.tokens; ++t)
         writer->write(span.first + t, span.page, span.row + t, head, 1);
@@ -68,24 +73,40 @@ void paged_kv_write(const TensorView& k, const TensorView& v, const TensorView& 
   });
 }
 
+void KVRows::read(const PagedCache& cache, int num_threads, Isa isa) const {
+  const Kernels& kernels = kernels_for(isa);
+  const SlotReader keys = SlotReader::of_keys(k, cache, kernels);
+  const SlotReader values = SlotReader::of_values(v, cache, kernels);
+  for_each_span(slots, cache, num_threads, [&](const Span& span, int64_t head) {
+    keys.read(span, head);
+    values.read(span, head);
+  });
+}
+
+KVRows KVRows::part(int64_t first, int64_t count) const {
+  return {part_of(k, first, count), part_of(v, first, count), part_of(slots, first, count)};
+}
+
+void paged_kv_write(const TensorView& k, const TensorView& v, const TensorView& k_cache,
+                    const TensorView& v_cache, const TensorView* k_scale, const TensorView* v_scale,
+                    const TensorView& slots, int num_threads, Isa isa) {
+  const PagedCache cache = check_cache(k_cache, v_cache, k_scale, v_scale);
+  check_no_overlap(k_cache, 2);
+  check_no_overlap(v_cache, 2);
+  const KVRows rows{k, v, slots};
+  rows.check(cache);
+  rows.write(cache, check_num_threads(num_threads), isa);
+}
+
 void paged_kv_read(const TensorView& k_cache, const TensorView& v_cache, const TensorView* k_scale,
                    const TensorView* v_scale, const TensorView& slots, const TensorView& k_out,
                    const TensorView& v_out, int num_threads, Isa isa) {
   const PagedCache cache = check_cache(k_cache, v_cache, k_scale, v_scale);
-  check_dims(slots, "[n]", 1);
-  for (const TensorView* out : {&k_out, &v_out}) {
-    check_rows(*out, "[n of slots, kv_heads, head_dim]", slots.size(0), cache);
-    check_no_overlap(*out, 2);
-  }
-  const int64_t* slot = check_slots(slots, cache);
-  const int threads = check_num_threads(num_threads);
-  const Kernels& kernels = kernels_for(isa);
-  const SlotReader keys = SlotReader::of_keys(k_out, cache, kernels);
-  const SlotReader values = SlotReader::of_values(v_out, cache, kernels);
-  for_each_span(slot, slots.size(0), cache, threads, [&](const Span& span, int64_t head) {
-    keys.read(span, head);
-    values.read(span, head);
-  });
+  const KVRows rows{k_out, v_out, slots};
+  rows.check(cache);
+  check_no_overlap(k_out, 2);
+  check_no_overlap(v_out, 2);
+  rows.read(cache, check_num_threads(num_threads), isa);
 }
 
 }  // namespace neo_desktop

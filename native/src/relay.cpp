@@ -28,11 +28,83 @@ constexpr int kLooks = 8;
 constexpr std::chrono::nanoseconds kShortestLook = std::chrono::microseconds(100);
 constexpr std::chrono::nanoseconds kLongestLook = std::chrono::seconds(1);
 
+// Between two looks at a flag that nobody is in a hurry for.
+constexpr std::chrono::microseconds kRest{20};
+
+// What a transfer moves in one call: its threads are soon free for attention.
+constexpr int64_t kTransferBytes = 1 << 20;
+
+struct Layer {
+  PagedCache cache;
+  int64_t window;
+};
+
 enum FlagKind { kReady, kDone };
 
-std::atomic_ref<int32_t> flag(const RelayBatch& batch, FlagKind kind, size_t layer) {
-  auto* flags = static_cast<int32_t*>(batch.flags.data);
-  return std::atomic_ref<int32_t>(flags[(kind * batch.flags.shape[1] + layer) * kFlagInts]);
+std::atomic_ref<int32_t> flag(const RelayItem& item, FlagKind kind, size_t layer) {
+  const TensorView& flags =
+      std::visit([](const auto& each) -> const TensorView& { return each.flags; }, item);
+  return std::atomic_ref<int32_t>(
+      static_cast<int32_t*>(flags.data)[(kind * flags.shape[1] + layer) * kFlagInts]);
+}
+
+// What differs between the kinds of items.
+
+void check(const RelayBatch& batch, const PagedCache& cache) { batch.arguments.check(cache, 0); }
+
+void check(const RelayTransfer& transfer, const PagedCache& cache) {
+  for (const KVRows& rows : transfer.rows) {
+    rows.check(cache);
+    if (transfer.to_host) continue;
+    check_no_overlap(rows.k, 2);
+    check_no_overlap(rows.v, 2);
+  }
+}
+
+bool attends(const RelayItem& item) { return std::holds_alternative<RelayBatch>(item); }
+
+bool is_behind(const RelayItem& item) {
+  const auto* transfer = std::get_if<RelayTransfer>(&item);
+  return transfer != nullptr && transfer->is_behind;
+}
+
+bool is_awaited(const RelayItem& item, size_t layer) {
+  const auto* transfer = std::get_if<RelayTransfer>(&item);
+  return transfer == nullptr || transfer->to_host || layer >= transfer->rows.size();
+}
+
+void run(const RelayBatch& batch, const Layer& layer, size_t, int num_threads, Isa isa) {
+  batch.arguments.run(layer.cache, layer.window, num_threads, isa);
+}
+
+void run(const RelayTransfer& transfer, const Layer& layer, size_t index, int num_threads, Isa isa) {
+  const KVRows& rows = transfer.rows[index % transfer.rows.size()];
+  const PagedCache& cache = layer.cache;
+  const int64_t row_bytes = 2 * cache.kv_heads * cache.head_dim * size_of(cache.dtype);
+  const int64_t at_once = std::max<int64_t>(kTransferBytes / row_bytes, 1);
+  const int64_t count = rows.slots.size(0);
+  for (int64_t first = 0; first < count; first += at_once) {
+    const KVRows part = rows.part(first, std::min(at_once, count - first));
+    transfer.to_host ? part.write(cache, num_threads, isa) : part.read(cache, num_threads, isa);
+  }
+}
+
+// Where the iteration stands, for people.
+std::string words(const RelayBatch&, size_t layer, size_t index, bool is_waiting) {
+  const std::string place = "layer " + std::to_string(layer) + " of sub-batch " + std::to_string(index);
+  return (is_waiting ? "the GPU did not hand over q, k and v for "
+                     : "the CPU did not end its attention for ") +
+         place;
+}
+
+std::string words(const RelayTransfer& transfer, size_t layer, size_t, bool is_waiting) {
+  const auto of_layer = [&](size_t l) { return transfer.what + " of layer " + std::to_string(l); };
+  if (!is_waiting) {
+    return (transfer.to_host ? "the CPU did not end storing " : "the CPU did not end fetching ") +
+           of_layer(layer);
+  }
+  return transfer.to_host ? "the GPU did not hand over " + of_layer(layer)
+                          : "the GPU did not take over " + of_layer(layer - transfer.rows.size());
 }
 
 int64_t now_ns() {
@@ -53,7 +125,7 @@ bool alike(const PagedCache& a, const PagedCache& b) {
 class Relay::State {
  public:
   State(const std::vector<RelayLayer>& layers, int num_threads, Isa isa);
-  void start(std::vector<RelayBatch> batches, std::chrono::nanoseconds patience);
+  void start(std::vector<RelayItem> items, std::chrono::nanoseconds patience);
   std::vector<RelayStep> finish();
   void cancel();
   bool end();  // whether the thread that serves has ended
@@ -61,22 +133,18 @@ class Relay::State {
   void guard();
 
  private:
-  struct Layer {
-    PagedCache cache;
-    int64_t window;
-  };
-
-  // From waiting to attending and back by the thread that serves, to given up by the guard: one of them is
+  // From waiting to working and back by the thread that serves, to given up by the guard: one of them is
   // first, and what was given up while waiting begins no step.
-  enum class Doing : int { kWaiting, kAttending, kGivenUp };
+  enum class Doing : int { kWaiting, kWorking, kGivenUp };
 
   void serve();
-  bool goes_on(size_t layer, size_t batch, Doing doing);
+  bool step(size_t layer, size_t index);
+  bool goes_on(size_t layer, size_t index, Doing doing);
   std::string where(Doing doing) const;
   std::chrono::nanoseconds look() const {
     return std::clamp(patience_ / kLooks, kShortestLook, kLongestLook);
   }
-  bool wait_until_ready(const RelayBatch& batch, size_t layer) const;
+  bool wait_until_ready(const RelayItem& item, size_t layer) const;
   void release_all();
 
   std::vector<Layer> layers_;
@@ -84,7 +152,8 @@ class Relay::State {
   const Isa isa_;
 
   // Of the iteration. Whoever starts it writes them before `running_`, the thread after.
-  std::vector<RelayBatch> batches_;
+  std::vector<RelayItem> items_;
+  bool rests_ = false;  // between two looks at a flag
   std::vector<RelayStep> steps_;
   std::exception_ptr error_;
   std::chrono::nanoseconds patience_{};
@@ -93,7 +162,7 @@ class Relay::State {
   // What the guard looks at.
   std::atomic<uint64_t> progress_{0};  // grows with everything that is begun
   std::atomic<size_t> layer_{0};
-  std::atomic<size_t> batch_{0};
+  std::atomic<size_t> item_{0};
   std::atomic<Doing> doing_{Doing::kWaiting};
 
   std::mutex mutex_;  // guards the following
@@ -122,8 +191,8 @@ Relay::Relay(const std::vector<RelayLayer>& layers, int num_threads, Isa isa)
 
 Relay::~Relay() { close(); }
 
-void Relay::start(std::vector<RelayBatch> batches, std::chrono::nanoseconds patience) {
-  state_->start(std::move(batches), patience);
+void Relay::start(std::vector<RelayItem> items, std::chrono::nanoseconds patience) {
+  state_->start(std::move(items), patience);
 }
 
 std::vector<RelayStep> Relay::finish() { return state_->finish(); }
@@ -157,18 +226,23 @@ bool Relay::State::end() {
   return changed_.wait_for(lock, kEndPatience, [this] { return ended_; });
 }
 
-void Relay::State::start(std::vector<RelayBatch> batches, std::chrono::nanoseconds patience) {
+void Relay::State::start(std::vector<RelayItem> items, std::chrono::nanoseconds patience) {
   std::unique_lock lock(mutex_);
   if (closed_) throw std::logic_error("the relay is closed");
   if (running_) throw std::logic_error("the relay's last iteration has not ended");
-  for (const RelayBatch& batch : batches) {
-    batch.arguments.check(layers_.front().cache, 0);
-    check_shape(batch.flags, "[2, layers, ints of a cache line]",
-                {2, static_cast<int64_t>(layers_.size()), kFlagInts});
-    check_dtype(batch.flags, {DType::kInt32});
-    check_packed(batch.flags, 3);
+  for (const RelayItem& item : items) {
+    std::visit(
+        [this](const auto& each) {
+          check(each, layers_.front().cache);
+          check_shape(each.flags, "[2, layers, ints of a cache line]",
+                      {2, static_cast<int64_t>(layers_.size()), kFlagInts});
+          check_dtype(each.flags, {DType::kInt32});
+          check_packed(each.flags, 3);
+        },
+        item);
   }
-  batches_ = std::move(batches);
+  items_ = std::move(items);
+  rests_ = std::none_of(items_.begin(), items_.end(), attends);
   steps_.clear();
   error_ = nullptr;
   cancelled_ = false;
@@ -176,13 +250,13 @@ void Relay::State::start(std::vector<RelayBatch> batches, std::chrono::nanosecon
   stalled_.clear();
   doing_ = Doing::kWaiting;
   goes_on(0, 0, Doing::kWaiting);
-  for (const RelayBatch& batch : batches_) {
+  for (const RelayItem& item : items_) {
     for (size_t layer = 0; layer < layers_.size(); ++layer) {
-      flag(batch, kReady, layer) = 0;
-      flag(batch, kDone, layer) = 0;
+      flag(item, kReady, layer) = 0;
+      flag(item, kDone, layer) = 0;
     }
   }
-  running_ = true;
+  running_ = !items_.empty();
   const bool wakes_guard = patience.count() > 0 && now_ns() + look().count() < guard_wakes_ns_;
   lock.unlock();
   changed_.notify_all();
@@ -227,23 +301,33 @@ void Relay::State::work() {
 }
 
 void Relay::State::serve() {
-  const ThreadPool::Awake awake(ThreadPool::shared());
+  std::optional<ThreadPool::Awake> awake;
+  if (!rests_) awake.emplace(ThreadPool::shared());
   try {
-    for (size_t layer = 0; layer < layers_.size(); ++layer) {
-      for (size_t b = 0; b < batches_.size(); ++b) {
-        const RelayBatch& batch = batches_[b];
-        if (!goes_on(layer, b, Doing::kWaiting) || !wait_until_ready(batch, layer)) return;
-        const int64_t start_ns = now_ns();
-        if (!goes_on(layer, b, Doing::kAttending)) return;
-        batch.arguments.run(layers_[layer].cache, layers_[layer].window, num_threads_, isa_);
-        flag(batch, kDone, layer).store(1, std::memory_order_release);
-        steps_.push_back({static_cast<int>(layer), static_cast<int>(b), start_ns, now_ns()});
+    for (size_t turn = 0; turn <= layers_.size(); ++turn) {
+      for (const bool behind : {false, true}) {
+        if (behind ? turn == 0 : turn == layers_.size()) continue;
+        for (size_t i = 0; i < items_.size(); ++i) {
+          if (is_behind(items_[i]) == behind && !step(turn - (behind ? 1 : 0), i)) return;
+        }
       }
     }
   } catch (...) {
     error_ = std::current_exception();
     release_all();
   }
+}
+
+// Returns false if the iteration was given up or cancelled before it.
+bool Relay::State::step(size_t layer, size_t index) {
+  const RelayItem& item = items_[index];
+  if (!goes_on(layer, index, Doing::kWaiting) || !wait_until_ready(item, layer)) return false;
+  const int64_t start_ns = now_ns();
+  if (!goes_on(layer, index, Doing::kWorking)) return false;
+  std::visit([&](const auto& each) { run(each, layers_[layer], layer, num_threads_, isa_); }, item);
+  flag(item, kDone, layer).store(1, std::memory_order_release);
+  steps_.push_back({static_cast<int>(layer), static_cast<int>(index), start_ns, now_ns()});
+  return true;
 }
 
 void Relay::State::guard() {
@@ -269,7 +353,7 @@ void Relay::State::guard() {
     } else if (++looks * look() >= patience_ && running_ && stalled_.empty()) {
       const Doing doing = doing_.exchange(Doing::kGivenUp);
       stalled_ = where(doing);
-      in_step_ = doing == Doing::kAttending;
+      in_step_ = doing == Doing::kWorking;
       cancelled_ = true;
       release_all();
       changed_.notify_all();
@@ -278,27 +362,31 @@ void Relay::State::guard() {
 }
 
 // Returns false, and changes nothing, once the guard has given the iteration up.
-bool Relay::State::goes_on(size_t layer, size_t batch, Doing doing) {
+bool Relay::State::goes_on(size_t layer, size_t index, Doing doing) {
   Doing before = doing_;
   if (before == Doing::kGivenUp || !doing_.compare_exchange_strong(before, doing)) return false;
   layer_.store(layer, std::memory_order_relaxed);
-  batch_.store(batch, std::memory_order_relaxed);
+  item_.store(index, std::memory_order_relaxed);
   progress_.fetch_add(1, std::memory_order_relaxed);
   return true;
 }
 
 std::string Relay::State::where(Doing doing) const {
-  const std::string place = "layer " + std::to_string(layer_) + " of sub-batch " + std::to_string(batch_);
+  const bool is_waiting = doing == Doing::kWaiting;
   const std::string seconds = std::to_string(patience_.count() / 1'000'000'000.0);
-  const std::string time = seconds.substr(0, seconds.find('.') + 2) + " s";
-  return doing == Doing::kWaiting ? "the GPU did not hand over q, k and v for " + place + " within " + time
-                                  : "the CPU did not end its attention for " + place + " within " + time;
+  return std::visit([&](const auto& each) { return words(each, layer_, item_, is_waiting); }, items_[item_]) +
+         " within " + seconds.substr(0, seconds.find('.') + 2) + " s";
 }
 
-bool Relay::State::wait_until_ready(const RelayBatch& batch, size_t layer) const {
-  const auto ready = flag(batch, kReady, layer);
+bool Relay::State::wait_until_ready(const RelayItem& item, size_t layer) const {
+  if (!is_awaited(item, layer)) return !cancelled_.load(std::memory_order_relaxed);
+  const auto ready = flag(item, kReady, layer);
   for (unsigned pauses = 1; ready.load(std::memory_order_acquire) == 0; ++pauses) {
     if (cancelled_.load(std::memory_order_relaxed)) return false;
+    if (rests_ && pauses > kPausesPerYield) {
+      std::this_thread::sleep_for(kRest);
+      continue;
+    }
     pause_cpu();
     if (pauses % kPausesPerYield == 0) std::this_thread::yield();
   }
@@ -306,9 +394,9 @@ bool Relay::State::wait_until_ready(const RelayBatch& batch, size_t layer) const
 }
 
 void Relay::State::release_all() {
-  for (const RelayBatch& batch : batches_) {
+  for (const RelayItem& item : items_) {
     for (size_t layer = 0; layer < layers_.size(); ++layer) {
-      flag(batch, kDone, layer).store(1, std::memory_order_release);
+      flag(item, kDone, layer).store(1, std::memory_order_release);
     }
   }
 }

@@ -10,38 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from paged_case import PagedCase, make_case
-from torch import Tensor
+from paged_case import make_case
+from relay_case import NUM_LAYERS, batch_of, hand_over, relay_of
 
-from neo_desktop.native.relay import Relay, RelayBatch, RelayLayer, RelayStalledError, empty_flags
-
-NUM_LAYERS = 3
-
-
-def relay_of(case: PagedCase, windows: tuple[int, ...] = (0,) * NUM_LAYERS) -> Relay:
-    layers = [RelayLayer(case.k_cache, case.v_cache, None, None, window) for window in windows]
-    return Relay(layers, block_size=case.k_cache.shape[2], scale=case.scale, num_threads=2)
-
-
-def batch_of(case: PagedCase) -> RelayBatch:
-    """K and V of the newest tokens are those that the cache holds already."""
-    last = [case.slots(request, length - 1) for request, length in enumerate(case.context_lens)]
-    page_tokens = case.k_cache.shape[2]
-    k, v = (
-        torch.stack([cache[slot // page_tokens, :, slot % page_tokens] for slot in last])
-        for cache in (case.k_cache, case.v_cache)
-    )
-    out = torch.full_like(case.q, torch.nan)
-    flags = empty_flags(NUM_LAYERS, pinned=False)
-    return RelayBatch(case.q, k, v, out, case.block_tables, case.context_lens, flags)
-
-
-def hand_over(batch: RelayBatch, layer: int) -> Tensor:
-    """Do what a GPU does in one layer: raise the flag, wait for the other, take the output."""
-    batch.flags[0, layer, 0] = 1
-    while batch.flags[1, layer, 0].item() == 0:
-        time.sleep(0)
-    return batch.out.clone()
+from neo_desktop.native.relay import Relay, RelayLayer, RelayStalledError
 
 
 def test_each_layer_is_attended_to_with_its_window() -> None:
@@ -52,7 +24,7 @@ def test_each_layer_is_attended_to_with_its_window() -> None:
         for layer, window in enumerate(windows):
             expected = replace(case, window=window).run()
             assert torch.equal(hand_over(batch, layer), expected)
-        assert [(step.layer, step.batch) for step in relay.finish()] == [(0, 0), (1, 0), (2, 0)]
+        assert [(step.layer, step.item) for step in relay.finish()] == [(0, 0), (1, 0), (2, 0)]
 
 
 def test_sub_batches_take_turns_within_a_layer() -> None:
@@ -64,7 +36,7 @@ def test_sub_batches_take_turns_within_a_layer() -> None:
         for batch in batches:
             assert torch.equal(hand_over(batch, layer), case.run())
     steps = relay.finish()
-    assert [(step.layer, step.batch) for step in steps] == [(i, b) for i in range(NUM_LAYERS) for b in (0, 1)]
+    assert [(step.layer, step.item) for step in steps] == [(i, b) for i in range(NUM_LAYERS) for b in (0, 1)]
     times = [time_ns for step in steps for time_ns in (step.start_ns, step.end_ns)]
     assert times == sorted(times)
     assert times[-1] <= time.perf_counter_ns()
@@ -155,10 +127,10 @@ STUCK = """
 import ctypes, mmap, os, signal, threading, time
 import torch
 from paged_case import make_case
-from test_relay import batch_of, relay_of
+from relay_case import batch_of, relay_of
 from dataclasses import replace
 from pathlib import Path
-from neo_desktop.native.relay import RelayStalledError
+from neo_desktop.native.relay import RelayStalledError, RelayTransfer
 
 libc = ctypes.CDLL(None)
 libc.signal.restype = ctypes.c_void_p
@@ -180,9 +152,11 @@ batch = batch_of(case)
 pages = mmap.mmap(-1, 1 << 20)
 q = torch.frombuffer(pages, dtype=case.q.dtype)[: case.q.numel()].view(case.q.shape)
 q.copy_(case.q)
+_, kv_heads, _, head_dim = case.v_cache.shape
+rows = torch.frombuffer(pages, dtype=q.dtype)[: 8 * kv_heads * head_dim].view(2, 4, kv_heads, head_dim)
 others = threads()
 relay = relay_of(case)
-relay.start([replace(batch, q=q)], patience_s=PATIENCE)
+relay.start([ITEM], patience_s=PATIENCE)
 """
 BEGIN_STEP = """
 protect(0)
@@ -190,15 +164,37 @@ batch.flags[0, 0, 0] = 1
 """
 
 
-def stuck_program(patience_s: float, rest: str) -> "subprocess.CompletedProcess[str]":
-    path = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
-    program = f"import sys; sys.path += {path}" + STUCK.replace("PATIENCE", str(patience_s)) + rest
+def stuck_program(
+    patience_s: float, rest: str, item: str = "replace(batch, q=q)"
+) -> "subprocess.CompletedProcess[str]":
+    path = str(Path(__file__).parents[1] / "support")
+    program = f"import sys; sys.path.append({path!r})" + STUCK + rest
+    program = program.replace("PATIENCE", str(patience_s)).replace("ITEM", item)
     return subprocess.run(
         [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120
     )
 
 
-def test_a_step_that_never_ends_is_given_up_and_does_not_keep_the_program_from_ending() -> None:
+TRANSFER = """RelayTransfer(
+    "a prompt's KV",
+    to_host=True,
+    is_behind=False,
+    slots=torch.arange(4),
+    buffers=(rows, rows),
+    flags=batch.flags,
+)"""
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ("replace(batch, q=q)", "the CPU did not end its attention for layer 0 of sub-batch 0 within 0.5 s"),
+        (TRANSFER, "the CPU did not end storing a prompt's KV of layer 0 within 0.5 s"),
+    ],
+)
+def test_a_step_that_never_ends_is_given_up_and_does_not_keep_the_program_from_ending(
+    item: str, said: str
+) -> None:
     rest = f"""{BEGIN_STEP}
 try:
     relay.finish()
@@ -210,12 +206,9 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    ended = stuck_program(0.5, rest)
+    ended = stuck_program(0.5, rest, item)
     assert ended.stderr == ""
-    assert ended.stdout.splitlines() == [
-        "the CPU did not end its attention for layer 0 of sub-batch 0 within 0.5 s",
-        "the relay's last iteration has not ended",
-    ]
+    assert ended.stdout.splitlines() == [said, "the relay's last iteration has not ended"]
     assert ended.returncode == 0
 
 
@@ -296,9 +289,9 @@ def test_a_relay_that_is_closed_takes_no_more() -> None:
 def test_time_in_which_the_program_was_stopped_does_not_count() -> None:
     """As on a computer that was suspended: the GPU had no time to answer either."""
     program = f"""
-import sys; sys.path += {[str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]}
+import sys; sys.path.append({str(Path(__file__).parents[1] / "support")!r})
 from paged_case import make_case
-from test_relay import NUM_LAYERS, batch_of, hand_over, relay_of
+from relay_case import NUM_LAYERS, batch_of, hand_over, relay_of
 case = make_case([40])
 relay, batch = relay_of(case), batch_of(case)
 relay.start([batch], patience_s=4)

@@ -386,7 +386,7 @@ class GraphExecutor(Executor):
         steps = self._relay.finish()
         if self._timeline is not None and self._timeline.is_recording:
             for step in steps:
-                index, batch = batches[step.batch]
+                index, batch = batches[step.item]
                 stage = Stage("CPU attention", step.layer, index, len(batch.q))
                 self._timeline.add("cpu", stage, step.start_ns, step.end_ns)
         return sum(step.end_ns - step.start_ns for step in steps)

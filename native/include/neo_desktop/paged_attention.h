@@ -52,14 +52,33 @@ void paged_attention_decode(const DecodeArguments& arguments, const TensorView& 
                             const TensorView& v_cache, const TensorView* k_scale, const TensorView* v_scale,
                             int64_t window, int num_threads, Isa isa);
 
-// Row i of k and v, [n, kv_heads, head_dim], goes to slot slots[i] (int64) of the caches, cast to their
-// dtype; to int8 with the scale that its largest element needs. Slots must differ from each other; of equal
-// ones any may win. Threads and errors as above.
+// Rows of keys and values, [n, kv_heads, head_dim] fp32, fp16 or bf16, and their slots in a cache, [n] int64.
+struct KVRows {
+  TensorView k;
+  TensorView v;
+  TensorView slots;
+
+  // Throws std::invalid_argument if any shape, dtype, stride or slot is wrong for that cache.
+  void check(const PagedCache& cache) const;
+
+  // Row i goes to slot slots[i] of the cache, cast to its dtype; to int8 with the scale that its largest
+  // element needs. Slots must differ from each other; of equal ones any may win. Must have been checked, with
+  // a cache of the same shape and dtype.
+  void write(const PagedCache& cache, int num_threads, Isa isa) const;
+
+  // The inverse: the slots go to the rows, cast to their dtype.
+  void read(const PagedCache& cache, int num_threads, Isa isa) const;
+
+  // Rows [first, first + count).
+  KVRows part(int64_t first, int64_t count) const;
+};
+
+// Checks and writes. Threads and errors as above.
 void paged_kv_write(const TensorView& k, const TensorView& v, const TensorView& k_cache,
                     const TensorView& v_cache, const TensorView* k_scale, const TensorView* v_scale,
                     const TensorView& slots, int num_threads, Isa isa);
 
-// The inverse: slot slots[i] of the caches goes to row i of k_out and v_out, cast to their dtype.
+// Checks and reads.
 void paged_kv_read(const TensorView& k_cache, const TensorView& v_cache, const TensorView* k_scale,
                    const TensorView* v_scale, const TensorView& slots, const TensorView& k_out,
                    const TensorView& v_out, int num_threads, Isa isa);

@@ -49,8 +49,8 @@ struct PagedCache {
 PagedCache check_cache(const TensorView& k_cache, const TensorView& v_cache, const TensorView* k_scale,
                        const TensorView* v_scale);
 
-// Throws std::invalid_argument unless slots are [n] int64, all of them in the cache. Returns them.
-const int64_t* check_slots(const TensorView& slots, const PagedCache& cache);
+// Throws std::invalid_argument unless slots are [n] int64, all of them in the cache.
+void check_slots(const TensorView& slots, const PagedCache& cache);
 
 // Throws std::invalid_argument unless rows are [tokens, kv_heads, head_dim] floats; `meaning` says so.
 void check_rows(const TensorView& rows, const char* meaning, int64_t tokens, const PagedCache& cache);

@@ -1,21 +1,30 @@
-// The CPU's part in decode iterations that a GPU runs from beginning to end by itself.
+// The CPU's part in iterations that a GPU runs from beginning to end by itself.
 //
-// In every layer of every sub-batch the GPU copies q, k and v to host memory and raises a flag; the relay's
+// Of every layer of a sub-batch the GPU copies q, k and v to host memory and raises a flag; the relay's
 // thread, which looks at that flag, attends and raises another; the GPU waits for it and copies the output
-// back. Nothing else takes part: no Python, no system call, no lock.
+// back. Nothing else takes part: no Python, no lock.
 //
 //   GPU     |linear 0|q, k, v|ready 0|linear 1|q, k, v|ready 1|wait for done 0|o|linear 0|..
 //   relay                    ^       |attention 0 |done 0|    |attention 1 |done 1|..
 //
+// Rows of KV that cross over between the memories go the same way, through two buffers that take turns layer
+// by layer: "ready" says that rows have come, or that a buffer may be filled again; "done" that they are in
+// the cache, or in the buffer. Those that attention needs go ahead of it; new KV of prompts comes behind it,
+// and may take until the next layer's:
+//
+//   relay   |ahead 0|ahead 1|behind 0|ahead 2|behind 1|ahead 3|behind 2|..
+//
 // The GPU never waits in vain: an error and a cancelled iteration raise all flags that it may still wait for.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "neo_desktop/paged_attention.h"
@@ -41,10 +50,26 @@ struct RelayBatch {
   TensorView flags;
 };
 
-// When a layer of a sub-batch was attended to; times are those of std::chrono::steady_clock.
+// Rows that cross over in every layer between slots of host memory and the GPU, the same slots in all of
+// them.
+struct RelayTransfer {
+  std::string what;  // crosses over, for people: "a prompt's KV"
+  bool to_host;
+  bool is_behind;              // see above
+  std::array<KVRows, 2> rows;  // of even and of odd layers, with the slots
+  // As of a RelayBatch. flags[0, layer, 0] becomes 1 when rows to the host are there, or when the layer's
+  // buffer may be filled with rows to the GPU; in the first two layers it may be from the beginning, and the
+  // flag is not looked at. flags[1, layer, 0]: when they are in the cache, or in the buffer.
+  TensorView flags;
+};
+
+// What is done in every layer.
+using RelayItem = std::variant<RelayBatch, RelayTransfer>;
+
+// When an item of a layer was done; times are those of std::chrono::steady_clock.
 struct RelayStep {
   int layer;
-  int batch;
+  int item;  // of those that were started
   int64_t start_ns;
   int64_t end_ns;
 };
@@ -55,6 +80,10 @@ class RelayStalledError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// Items are done in order, layer by layer: of each layer those that go ahead, then of the layer before those
+// that come behind. With attention among them flags are looked at without a rest, from the thread pool's
+// first CPU, while the pool's workers stay awake; transfers alone have time, and leave the CPUs to others.
+//
 // One thread makes the calls; any may cancel.
 class Relay {
  public:
@@ -65,13 +94,13 @@ class Relay {
   ~Relay();
 
   // Clears the flags and begins an iteration; to be called before the GPU is told to. Throws
-  // std::invalid_argument if anything in the batches is wrong, and std::logic_error if an iteration is under
-  // way; then nothing was begun. The batches' memory must stay until the iteration has ended.
+  // std::invalid_argument if anything in the items is wrong, and std::logic_error if an iteration is under
+  // way; then nothing was begun. The items' memory must stay until the iteration has ended.
   //
   // When nothing goes on for `patience`, neither the GPU nor the CPU, the iteration is given up: all flags
   // that the GPU may wait for are raised. The patience begins anew with every step. 0: it never ends. Time in
   // which the computer or this process did not run does not count.
-  void start(std::vector<RelayBatch> batches, std::chrono::nanoseconds patience = {});
+  void start(std::vector<RelayItem> items, std::chrono::nanoseconds patience = {});
 
   // Blocks until the iteration has ended and returns what was done, in order. Throws what a step threw,
   // RelayStalledError if it was given up, or std::runtime_error if it was cancelled. After RelayStalledError

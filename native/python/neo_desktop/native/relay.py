@@ -1,9 +1,9 @@
-"""The CPU's part in decode iterations that a GPU runs from beginning to end by itself (see relay.h)."""
+"""The CPU's part in iterations that a GPU runs from beginning to end by itself (see relay.h)."""
 
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,30 +41,61 @@ class RelayBatch:
     flags: Tensor  # see `empty_flags`
 
 
+@dataclass(frozen=True, slots=True)
+class RelayTransfer:
+    """Rows that cross over in every layer between slots of host memory and the device.
+
+    They go through two buffers that take turns.
+
+    To the host: flags[READY, layer, 0] says that the layer's rows are in its buffer, flags[DONE, layer, 0]
+    that they are in the cache, and the buffer may be filled again.
+
+    To the device: flags[READY, layer, 0] says that the layer's buffer may be filled, flags[DONE, layer, 0]
+    that the rows are in it. In layers 0 and 1 it may be filled from the beginning: READY is not looked at.
+    """
+
+    what: str  # crosses over, for people: "a prompt's KV"
+    to_host: bool
+    is_behind: bool  # done after the next layer's transfers that are not
+    slots: Tensor  # [n] int64, of every layer's cache in host memory; to the host: all different
+    buffers: tuple[Tensor, Tensor]  # of even and odd layers: [2, n, kv_heads, head_dim], K and V
+    flags: Tensor  # see `empty_flags`
+
+
+RelayItem: TypeAlias = RelayBatch | RelayTransfer
+
+
 class RelayStep(NamedTuple):
-    """When a layer of a sub-batch was attended to; times are those of `time.perf_counter_ns`."""
+    """When an item of a layer was done; times are those of `time.perf_counter_ns`."""
 
     layer: int
-    batch: int  # of those that were started
+    item: int  # of those that were started
     start_ns: int
     end_ns: int
 
 
 def empty_flags(num_layers: int, *, pinned: bool) -> Tensor:
-    """Make the flags of a sub-batch: [2, num_layers, FLAG_INTS] int32.
+    """Make the flags of an item: [2, num_layers, FLAG_INTS] int32.
 
-    flags[READY, layer, 0] becomes 1 when q, k and v of the layer are there, flags[DONE, layer, 0] when its
-    output is; the rest is room between them.
+    flags[READY, layer, 0] becomes 1 when the device has done its part (of a sub-batch: q, k and v of the
+    layer are there), flags[DONE, layer, 0] when the relay has (the output is there); the rest is room between
+    them.
     """
     return torch.zeros(2, num_layers, FLAG_INTS, dtype=torch.int32, pin_memory=pinned)
 
 
 class Relay:
-    """A thread that attends when told so through memory: neither Python nor a system call between two layers.
+    """A thread that attends and moves KV when told so through memory: there is no Python between two layers.
 
-    During an iteration it looks at the flags without sleeping, on a CPU of its own; between iterations it
-    sleeps. Layers are attended to in order; in a layer, the batches in order. One thread makes the calls; any
-    may cancel.
+    Items are done in the order in which they are given, layer by layer; those that are behind come after the
+    next layer's others:
+
+        ahead 0 | ahead 1 | behind 0 | ahead 2 | behind 1 | ..
+
+    With attention among them the thread looks at the flags without sleeping, on a CPU of its own, and the
+    thread pool's workers stay awake. Transfers alone have time: it looks at their flags with short rests, and
+    moves rows in small pieces, so that the pool's threads are soon free for another relay's attention.
+    Between iterations it sleeps. One thread makes the calls; any may cancel.
 
     Args:
         layers: all alike but for their windows.
@@ -89,7 +120,7 @@ class Relay:
         self._block_size = block_size
         self._scale = scale
         self._layers = tuple(layers)  # whose memory must stay
-        self._batches: tuple[RelayBatch, ...] = ()  # likewise
+        self._items: tuple[RelayItem, ...] = ()  # likewise
         views = [
             (
                 view_of("k_cache", layer.k_cache),
@@ -102,37 +133,22 @@ class Relay:
         ]
         self._relay = _native.Relay(views, num_threads, isa or default_isa())
 
-    def start(self, batches: Sequence[RelayBatch], patience_s: float = 0.0) -> None:
+    def start(self, items: Sequence[RelayItem], patience_s: float = 0.0) -> None:
         """Clear the flags and begin an iteration; to be called before whoever raises flags begins.
 
         Args:
-            batches: what is handed over.
+            items: what is done in every layer.
             patience_s: when nothing goes on for so long, on either side, the iteration is given up: all flags
-                of outputs are raised, and `finish` says where it stood. 0: it never is. Time in which this
-                process or its computer did not run does not count.
+                that the device may wait for are raised, and `finish` says where it stood. 0: it never is.
+                Time in which this process or its computer did not run does not count.
 
         Raises:
-            ValueError: something in the batches is wrong; nothing was begun.
+            ValueError: something in the items is wrong; nothing was begun.
             RuntimeError: an iteration is under way, or the relay is closed.
         """
-        views = [
-            (
-                (
-                    view_of("q", batch.q),
-                    view_of("out", batch.out),
-                    view_of("block_tables", batch.block_tables),
-                    view_of("context_lens", batch.context_lens),
-                    view_of("k", batch.k),
-                    view_of("v", batch.v),
-                    self._block_size,
-                    self._scale,
-                ),
-                view_of("flags", batch.flags),
-            )
-            for batch in batches
-        ]
+        views = [self._batch(item) if isinstance(item, RelayBatch) else _transfer(item) for item in items]
         self._relay.start(views, patience_s)
-        self._batches = tuple(batches)
+        self._items = tuple(items)
 
     def finish(self) -> list[RelayStep]:
         """Block until the iteration has ended; return what was done, in order.
@@ -145,7 +161,10 @@ class Relay:
         return [RelayStep(*step) for step in self._relay.finish()]
 
     def cancel(self) -> None:
-        """End the iteration early: all flags of outputs are raised. Nothing happens if there is none."""
+        """End the iteration early: all flags that the device may wait for are raised.
+
+        Nothing happens if there is none.
+        """
         self._relay.cancel()
 
     def close(self) -> bool:
@@ -157,9 +176,28 @@ class Relay:
         """
         has_ended = self._relay.close()
         if not has_ended:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._layers, self._batches)))  # for ever
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object((self._layers, self._items)))  # for ever
         return has_ended
 
     def __del__(self) -> None:
         if hasattr(self, "_relay"):
             self.close()
+
+    def _batch(self, batch: RelayBatch) -> "_native.Batch":
+        decode = (
+            view_of("q", batch.q),
+            view_of("out", batch.out),
+            view_of("block_tables", batch.block_tables),
+            view_of("context_lens", batch.context_lens),
+            view_of("k", batch.k),
+            view_of("v", batch.v),
+            self._block_size,
+            self._scale,
+        )
+        return decode, view_of("flags", batch.flags)
+
+
+def _transfer(item: RelayTransfer) -> "_native.Transfer":
+    slots, flags = view_of("slots", item.slots), view_of("flags", item.flags)
+    even, odd = ((view_of("k", k), view_of("v", v)) for k, v in item.buffers)
+    return item.what, item.to_host, item.is_behind, slots, even, odd, flags

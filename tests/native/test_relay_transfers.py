@@ -1,0 +1,307 @@
+"""The relay's transfers: rows of KV that cross over layer by layer, told through memory alone."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import cycle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_case import make_case
+from relay_case import batch_of, hand_over, relay_of
+from torch import Tensor
+
+from neo_desktop.native import empty_paired_keys, paged_kv_read, paged_kv_write
+from neo_desktop.native.relay import (
+    DONE,
+    READY,
+    Relay,
+    RelayLayer,
+    RelayStalledError,
+    RelayTransfer,
+    empty_flags,
+)
+
+PAGES, KV_HEADS, PAGE_TOKENS, HEAD_DIM = 3, 2, 16, 16
+NUM_SLOTS = PAGES * PAGE_TOKENS
+
+
+def make_layer(dtype: torch.dtype, *, in_pairs: bool) -> RelayLayer:
+    """A layer's cache, all zeros."""
+    shape = (PAGES, KV_HEADS, PAGE_TOKENS, HEAD_DIM)
+    k = torch.zeros(shape, dtype=dtype)
+    if in_pairs:
+        k = empty_paired_keys(
+            PAGES, kv_heads=KV_HEADS, page_tokens=PAGE_TOKENS, head_dim=HEAD_DIM, dtype=dtype
+        ).zero_()
+    scales = [torch.zeros(shape[:3]) if dtype is torch.int8 else None for _ in range(2)]
+    return RelayLayer(k, torch.zeros(shape, dtype=dtype), scales[0], scales[1], 0)
+
+
+def write(layer: RelayLayer, rows: Tensor, slots: Tensor) -> None:
+    k, v = rows
+    paged_kv_write(k, v, layer.k_cache, layer.v_cache, slots, k_scale=layer.k_scale, v_scale=layer.v_scale)
+
+
+def read(layer: RelayLayer, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(2, len(slots), KV_HEADS, HEAD_DIM, dtype=dtype)
+    paged_kv_read(layer.k_cache, layer.v_cache, slots, *out, k_scale=layer.k_scale, v_scale=layer.v_scale)
+    return out
+
+
+def make_transfer(
+    num_layers: int,
+    slots: Tensor,
+    *,
+    to_host: bool,
+    is_behind: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> RelayTransfer:
+    buffers = torch.full((2, 2, len(slots), KV_HEADS, HEAD_DIM), torch.nan, dtype=dtype)
+    flags = empty_flags(num_layers, pinned=False)
+    return RelayTransfer("a prompt's KV", to_host, is_behind, slots, (buffers[0], buffers[1]), flags)
+
+
+class Device:
+    """What a GPU does for one transfer, on a thread: fill buffers or take them, raise flags, wait for others.
+
+    Args:
+        rows: to the host: [num_layers, 2, n, kv_heads, head_dim].
+        pause: called before each flag is raised.
+    """
+
+    def __init__(self, transfer: RelayTransfer, rows: Tensor, pause: Callable[[], None]) -> None:
+        self.taken: list[Tensor] = []  # by layer: to the device
+        self.touched_early = False  # a buffer was written although the device had not taken what is in it
+        self._transfer = transfer
+        self._rows = rows
+        self._pause = pause
+        self._thread = threading.Thread(target=self._send if transfer.to_host else self._take)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join(timeout=60)
+        assert not self._thread.is_alive()
+
+    def _send(self) -> None:
+        num_layers = len(self._rows)
+        for layer, rows in enumerate(self._rows):
+            if layer >= 2:
+                self._wait(layer - 2)
+            self._transfer.buffers[layer % 2].copy_(rows)
+            self._raise(layer)
+        for layer in range(num_layers):
+            self._wait(layer)
+
+    def _take(self) -> None:
+        for layer in range(len(self._rows)):
+            self._wait(layer)
+            buffer = self._transfer.buffers[layer % 2]
+            self.taken.append(buffer.clone())
+            buffer.fill_(torch.nan)
+            self._pause()
+            self.touched_early |= not bool(buffer.isnan().all())
+            if layer + 2 < len(self._rows):
+                self._raise(layer + 2)
+
+    def _raise(self, layer: int) -> None:
+        self._pause()
+        self._transfer.flags[READY, layer, 0] = 1
+
+    def _wait(self, layer: int) -> None:
+        while self._transfer.flags[DONE, layer, 0].item() == 0:
+            time.sleep(0)
+
+
+def expected_steps(num_layers: int, transfers: Sequence[RelayTransfer]) -> list[tuple[int, int]]:
+    """(layer, item) in the order that is promised."""
+
+    def of(layer: int, *, behind: bool) -> Iterator[tuple[int, int]]:
+        if 0 <= layer < num_layers:
+            yield from ((layer, i) for i, item in enumerate(transfers) if item.is_behind is behind)
+
+    return [
+        step
+        for turn in range(num_layers + 1)
+        for step in (*of(turn, behind=False), *of(turn - 1, behind=True))
+    ]
+
+
+def _pause(turns: Iterator[float]) -> None:
+    time.sleep(next(turns))
+
+
+@st.composite
+def iterations(draw: st.DrawFn) -> tuple[list[tuple[bool, bool, int]], list[float]]:
+    """Transfers (to host, behind, rows), and how long the devices pause, in turn."""
+    transfer = st.tuples(st.booleans(), st.booleans(), st.integers(0, 12))
+    pause = st.sampled_from([0.0, 0.0, 0.0, 1e-4, 1e-3])
+    return draw(st.lists(transfer, min_size=1, max_size=4)), draw(st.lists(pause, min_size=1, max_size=8))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_layers=st.integers(1, 5),
+    plans=st.lists(iterations(), min_size=1, max_size=2),
+    cache=st.sampled_from([torch.float32, torch.bfloat16, torch.int8]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    in_pairs=st.booleans(),
+    seed=st.integers(0, 1 << 20),
+)
+def test_rows_of_every_layer_go_where_they_belong_in_the_order_that_is_promised(
+    num_layers: int,
+    plans: Sequence[tuple[list[tuple[bool, bool, int]], list[float]]],
+    cache: torch.dtype,
+    dtype: torch.dtype,
+    in_pairs: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    in_pairs |= cache is torch.int8
+    layers, expected = ([make_layer(cache, in_pairs=in_pairs) for _ in range(num_layers)] for _ in range(2))
+    for layer, same in zip(layers, expected, strict=True):
+        rows = torch.randn(2, NUM_SLOTS, KV_HEADS, HEAD_DIM, generator=generator)
+        write(layer, rows, torch.arange(NUM_SLOTS))
+        write(same, rows, torch.arange(NUM_SLOTS))
+    relay = Relay(layers, block_size=16, scale=1.0, num_threads=2)
+    for items, pauses in plans:
+        slots = torch.randperm(NUM_SLOTS, generator=generator)  # no two items have one in common
+        transfers, devices = [], []
+        for to_host, is_behind, count in items:
+            transfers.append(
+                make_transfer(num_layers, slots[:count], to_host=to_host, is_behind=is_behind, dtype=dtype)
+            )
+            slots = slots[count:]
+        relay.start(transfers, patience_s=60)
+        turns = cycle(pauses)
+        for item in transfers:
+            shape = (num_layers, 2, len(item.slots), KV_HEADS, HEAD_DIM)
+            rows = torch.randn(shape, generator=generator).to(dtype)
+            devices.append(Device(item, rows, partial(_pause, turns)))
+            if item.to_host:
+                for layer, new in zip(expected, rows, strict=True):
+                    write(layer, new, item.slots)
+        for device in devices:
+            device.join()
+        steps = relay.finish()
+        assert [(step.layer, step.item) for step in steps] == expected_steps(num_layers, transfers)
+        times = [time_ns for step in steps for time_ns in (step.start_ns, step.end_ns)]
+        assert times == sorted(times)
+        for item, device in zip(transfers, devices, strict=True):
+            assert not device.touched_early
+            if not item.to_host:
+                right = [read(layer, item.slots, dtype) for layer in expected]
+                assert all(torch.equal(a, b) for a, b in zip(device.taken, right, strict=True))
+        everything = torch.arange(NUM_SLOTS)
+        for layer, same in zip(layers, expected, strict=True):
+            assert torch.equal(read(layer, everything, dtype), read(same, everything, dtype))
+
+
+NUM_LAYERS = 4
+SLOTS = torch.arange(5)
+
+
+def small_relay() -> tuple[Relay, list[RelayLayer]]:
+    layers = [make_layer(torch.float32, in_pairs=True) for _ in range(NUM_LAYERS)]
+    return Relay(layers, block_size=16, scale=1.0), layers
+
+
+def random_rows() -> Tensor:
+    return torch.randn(NUM_LAYERS, 2, len(SLOTS), KV_HEADS, HEAD_DIM)
+
+
+def test_attention_and_transfers_of_one_relay_take_turns() -> None:
+    case = make_case([400, 120], group=2)
+    relay, batch = relay_of(case), batch_of(case)
+    rows = torch.full((2, 1, case.k_cache.shape[1], case.k_cache.shape[3]), torch.nan)
+    slot = case.slots(0, torch.tensor([0]))
+    flags = empty_flags(3, pinned=False)
+    relay.start([RelayTransfer("earlier KV", False, True, slot, (rows, rows.clone()), flags), batch])
+    flags[READY] = 1
+    for layer in range(3):
+        assert torch.equal(hand_over(batch, layer), case.run())
+    steps = [(step.layer, step.item) for step in relay.finish()]
+    assert steps == [(0, 1), (1, 1), (0, 0), (2, 1), (1, 0), (2, 0)]
+    page, row = divmod(int(slot), case.k_cache.shape[2])
+    assert torch.equal(rows[0, 0], case.k_cache[page, :, row].float())
+
+
+def test_an_iteration_without_items_ends_at_once() -> None:
+    relay, _ = small_relay()
+    relay.start([], patience_s=60)
+    assert relay.finish() == []
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_a_cancelled_iteration_lets_nobody_wait_and_the_next_one_is_right(*, to_host: bool) -> None:
+    relay, layers = small_relay()
+    transfer = make_transfer(NUM_LAYERS, SLOTS, to_host=to_host)
+    relay.start([transfer])
+    relay.cancel()
+    Device(transfer, random_rows(), lambda: None).join()
+    with pytest.raises(RuntimeError, match="the iteration was cancelled"):
+        relay.finish()
+    rows = random_rows()
+    relay.start([transfer])
+    device = Device(transfer, rows, lambda: None)
+    device.join()
+    assert len(relay.finish()) == NUM_LAYERS
+    stored = torch.stack([read(layer, SLOTS, torch.float32) for layer in layers])
+    assert torch.equal(stored, rows if to_host else torch.stack(device.taken))
+
+
+@pytest.mark.parametrize(
+    ("to_host", "said"),
+    [
+        (True, "the GPU did not hand over a prompt's KV of layer 1 within 0.2 s"),
+        (False, "the GPU did not take over a prompt's KV of layer 0 within 0.2 s"),
+    ],
+)
+def test_a_gpu_that_stops_is_given_up_and_where_it_stood_is_told(said: str, *, to_host: bool) -> None:
+    relay, _ = small_relay()
+    transfer = make_transfer(NUM_LAYERS, SLOTS, to_host=to_host)
+    relay.start([transfer], patience_s=0.2)
+    if to_host:
+        transfer.flags[READY, 0, 0] = 1
+    with pytest.raises(RelayStalledError, match=f"^{said}$"):
+        relay.finish()
+    assert bool((transfer.flags[DONE, :, 0] == 1).all())  # whoever waits later is not left waiting
+    relay.start([transfer], patience_s=60)
+    Device(transfer, random_rows(), lambda: None).join()
+    assert len(relay.finish()) == NUM_LAYERS
+
+
+def test_what_is_wrong_is_refused_before_anything_begins() -> None:
+    relay, _ = small_relay()
+    transfer = make_transfer(NUM_LAYERS, SLOTS, to_host=True)
+    even, odd = transfer.buffers
+    wrong = [
+        (
+            replace(transfer, slots=SLOTS + NUM_SLOTS - 2),
+            r"slots\[2\] is 48, outside the cache's slots 0 to 47",
+        ),
+        (replace(transfer, slots=SLOTS.int()), "slots has dtype int32"),
+        (replace(transfer, buffers=(even, odd[:, 1:])), "k has shape"),
+        (replace(transfer, buffers=(even, odd.long())), "k has dtype int64"),
+        (replace(transfer, to_host=False, buffers=(even, odd[:, :1].expand_as(odd))), "k is expanded"),
+        (replace(transfer, flags=empty_flags(9, pinned=False)), "flags has shape"),
+    ]
+    for item, said in wrong:
+        with pytest.raises(ValueError, match=said):
+            relay.start([transfer, item])
+    relay.start([transfer])
+    Device(transfer, random_rows(), lambda: None).join()
+    relay.finish()
+
+
+def test_a_relay_that_waits_with_transfers_alone_leaves_the_cpu_to_others() -> None:
+    relay, _ = small_relay()
+    relay.start([make_transfer(NUM_LAYERS, SLOTS, to_host=True)])
+    before = time.process_time()
+    time.sleep(0.4)
+    assert time.process_time() - before < 0.2  # without rests it would take 0.4
+    relay.close()

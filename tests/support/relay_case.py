@@ -1,0 +1,37 @@
+"""A native relay, and what a GPU does with it."""
+
+import time
+
+import torch
+from paged_case import PagedCase
+from torch import Tensor
+
+from neo_desktop.native.relay import Relay, RelayBatch, RelayLayer, empty_flags
+
+NUM_LAYERS = 3
+
+
+def relay_of(case: PagedCase, windows: tuple[int, ...] = (0,) * NUM_LAYERS) -> Relay:
+    layers = [RelayLayer(case.k_cache, case.v_cache, None, None, window) for window in windows]
+    return Relay(layers, block_size=case.k_cache.shape[2], scale=case.scale, num_threads=2)
+
+
+def batch_of(case: PagedCase) -> RelayBatch:
+    """K and V of the newest tokens are those that the cache holds already."""
+    last = [case.slots(request, length - 1) for request, length in enumerate(case.context_lens)]
+    page_tokens = case.k_cache.shape[2]
+    k, v = (
+        torch.stack([cache[slot // page_tokens, :, slot % page_tokens] for slot in last])
+        for cache in (case.k_cache, case.v_cache)
+    )
+    out = torch.full_like(case.q, torch.nan)
+    flags = empty_flags(NUM_LAYERS, pinned=False)
+    return RelayBatch(case.q, k, v, out, case.block_tables, case.context_lens, flags)
+
+
+def hand_over(batch: RelayBatch, layer: int) -> Tensor:
+    """Do what a GPU does in one layer: raise the flag, wait for the other, take the output."""
+    batch.flags[0, layer, 0] = 1
+    while batch.flags[1, layer, 0].item() == 0:
+        time.sleep(0)
+    return batch.out.clone()
