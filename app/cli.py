@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
@@ -11,13 +11,14 @@ from rich.markup import escape
 
 from neo_desktop.app.commands import options as opt
 from neo_desktop.app.commands.bench_command import EXAMPLES, bench
-from neo_desktop.app.commands.flags import with_flags
+from neo_desktop.app.commands.flags import Without, with_flags
 from neo_desktop.app.commands.models_command import models
-from neo_desktop.app.commands.option_groups import EngineOptions, ServerOptions
+from neo_desktop.app.commands.option_groups import ServerOptions
 from neo_desktop.app.commands.sentences import sentence
 from neo_desktop.app.commands.simulate_command import EXAMPLES as SIMULATE_EXAMPLES
 from neo_desktop.app.commands.simulate_command import simulate
 from neo_desktop.app.commands.terminal import progress_bar, set_up_logging, stderr, stdout
+from neo_desktop.engine.options import BUILTIN, EngineOptions
 
 DEFAULT_COMMAND = "chat"
 
@@ -75,28 +76,30 @@ def root(
 @app.command(epilog="Example: neo-desktop chat --model ~/models/Llama-3.2-1B-Instruct")
 @with_flags
 def chat(
-    engine: EngineOptions,
-    server: ServerOptions,
+    options: ServerOptions,
     browser: Annotated[
         bool, typer.Option("--browser/--no-browser", help="Open the page in the default browser.")
     ] = True,
     debug: opt.Debug = False,
 ) -> None:
     """Open the chat in a browser; the same port serves the OpenAI-compatible API."""
-    set_up_logging(debug)
-    from neo_desktop.app.commands.serve_command import run_server
-
-    run_server(engine, server, with_page=True, open_browser=browser)
+    _serve(options, debug, with_page=True, open_browser=browser)
 
 
 @app.command(epilog="Example: neo-desktop serve --model ~/models/Qwen3-8B --port 9000")
 @with_flags
-def serve(engine: EngineOptions, server: ServerOptions, debug: opt.Debug = False) -> None:
+def serve(options: ServerOptions, debug: opt.Debug = False) -> None:
     """Serve the OpenAI-compatible API without the page."""
+    _serve(options, debug)
+
+
+def _serve(
+    options: ServerOptions, debug: bool, *, with_page: bool = False, open_browser: bool = False
+) -> None:
     set_up_logging(debug)
     from neo_desktop.app.commands.serve_command import run_server
 
-    run_server(engine, server, with_page=False, open_browser=False)
+    run_server(options, with_page=with_page, open_browser=open_browser)
 
 
 @app.command(epilog="Example: neo-desktop info --json machine.json")
@@ -117,17 +120,11 @@ app.add_typer(models, name="models")
 
 
 @app.command(epilog="Example: neo-desktop profile --shape llama-3.2-1b --json tables.json")
+@with_flags
 def profile(
-    model: opt.Model = opt.DEFAULT_MODEL,
-    shape: opt.Shape = None,
-    device: opt.DeviceOption = opt.Device.AUTO,
-    dtype: opt.DtypeOption = opt.Dtype.AUTO,
-    gpu_cache_tokens: opt.GpuCacheTokens = None,
-    cpu_cache_tokens: opt.CpuCacheTokens = None,
-    gpu_memory: opt.GpuMemory = None,
-    gpu_slice: opt.GpuSlice = None,
-    cpu_memory: opt.CpuMemory = None,
-    cpu_cache_dtype: opt.CpuCacheDtypeOption = opt.CpuCacheDtype.AUTO,
+    *,
+    model: opt.Model = BUILTIN,
+    engine: Annotated[EngineOptions, Without("policy", "trace_timeline")],
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Measure again, even if tables are there.")
     ] = False,
@@ -136,27 +133,15 @@ def profile(
 ) -> None:
     """Show how long the parts of an iteration take here; the first time, measure them."""
     set_up_logging(debug)
-    from neo_desktop.app.commands.profile import ProfileOptions, run_profile
-    from neo_desktop.app.shelf.catalogue import Catalogue
+    from neo_desktop.app.commands.profile import run_profile
 
-    catalogue = Catalogue(model=model)
-    options = ProfileOptions(
-        model=catalogue.get(catalogue.first).source,
-        shape=shape,
-        device=device.value,
-        dtype=dtype.value,
-        gpu_cache_tokens=gpu_cache_tokens,
-        cpu_cache_tokens=cpu_cache_tokens,
-        gpu_memory_gib=gpu_memory,
-        gpu_slice=gpu_slice,
-        cpu_memory_gib=cpu_memory,
-        cpu_cache_dtype=cpu_cache_dtype.value,
-        refresh=refresh,
-    )
+    options = _of_model(engine, model)
     with progress_bar() as progress:
         task = progress.add_task("Loading weights", total=1.0)
         report = run_profile(
-            options, lambda share, what: progress.update(task, completed=share, description=what)
+            options,
+            lambda share, what: progress.update(task, completed=share, description=what),
+            refresh=refresh,
         )
     report.print(stdout)
     if json_file is not None:
@@ -164,12 +149,22 @@ def profile(
 
 
 @app.command(epilog="Example: neo-desktop doctor --json doctor.json")
+@with_flags
 def doctor(
-    model: opt.Model = opt.DEFAULT_MODEL,
-    shape: opt.Shape = None,
-    device: opt.DeviceOption = opt.Device.AUTO,
-    dtype: opt.DtypeOption = opt.Dtype.AUTO,
-    gpu_slice: opt.GpuSlice = None,
+    *,
+    model: opt.Model = BUILTIN,
+    engine: Annotated[
+        EngineOptions,
+        Without(
+            "policy",
+            "gpu_cache_tokens",
+            "cpu_cache_tokens",
+            "gpu_memory_gib",
+            "cpu_memory_gib",
+            "cpu_cache_dtype",
+            "trace_timeline",
+        ),
+    ],
     refresh: Annotated[
         bool,
         typer.Option(
@@ -182,17 +177,9 @@ def doctor(
     """Check everything that a model needs of this computer, and say what serves where something fails."""
     set_up_logging(debug)
     from neo_desktop.app.commands.doctor_command import run_doctor
-    from neo_desktop.app.shelf.catalogue import Catalogue
     from neo_desktop.engine.doctor.trials import Subject
 
-    catalogue = Catalogue(model=model)
-    subject = Subject(
-        model=str(catalogue.get(catalogue.first).source),
-        shape=shape,
-        device=device.value,
-        dtype=dtype.value,
-        gpu_slice=gpu_slice,
-    )
+    subject = Subject.of(_of_model(engine, model))
     with stderr.status("Starting the checks") as status:
         report = run_doctor(subject, refresh=refresh, progress=lambda what: status.update(escape(what)))
     report.print(stdout)
@@ -200,6 +187,14 @@ def doctor(
         report.write_json(json_file)
     if not report.is_well:
         raise typer.Exit(1)
+
+
+def _of_model(options: EngineOptions, name: str) -> EngineOptions:
+    """Return the options for a model of this computer; UnknownModelError where there is none of that name."""
+    from neo_desktop.app.shelf.catalogue import Catalogue
+
+    catalogue = Catalogue(model=name)
+    return replace(options, model=catalogue.get(catalogue.first).source)
 
 
 app.command(name="simulate", epilog=SIMULATE_EXAMPLES)(simulate)

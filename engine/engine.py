@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, Unpack
 
 import torch
 
@@ -31,20 +31,23 @@ from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.live import LiveView, Watch, live_requests, num_fitting
-from neo_desktop.engine.loading import BUILTIN, LoadedModel, Progress, choose_device
-from neo_desktop.engine.placement import Place, get_policy
+from neo_desktop.engine.loading import LoadedModel, choose_device
+from neo_desktop.engine.options import BUILTIN, EngineKeywords, EngineOptions
+from neo_desktop.engine.placement import get_policy
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import CostModel, TableCostModel
-from neo_desktop.engine.profiling import profiler
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE, MemoryCaps
+from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.profiling.profile_cache import load_or_profile
+from neo_desktop.engine.progress import Progress, part
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
 from neo_desktop.engine.schedule.scheduler import Scheduler
-from neo_desktop.engine.setup import MAX_BATCH_REQUESTS, Setup, set_up
+from neo_desktop.engine.setup import MEASURING, Setup, set_up
 from neo_desktop.engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)
+
+WEIGHTS_SHARE = 0.5  # of the progress of loading; the rest is for measuring, which only the first start needs
 
 
 class ContextLengthError(ValueError):
@@ -111,83 +114,50 @@ class Engine:
         cls,
         model: str | Path = BUILTIN,
         *,
-        device: str = "auto",
-        dtype: str = "auto",
-        policy: str = "auto",
-        gpu_cache_tokens: int | None = None,
-        cpu_cache_tokens: int | None = None,
-        gpu_memory_gib: float | None = None,
-        cpu_memory_gib: float | None = None,
-        cpu_cache_dtype: str = "auto",
-        gpu_slice: int | None = None,
-        shape: str | None = None,
-        max_batch_tokens: int | None = None,
-        max_batch_requests: int = MAX_BATCH_REQUESTS,
         cost_model: CostModel | None = None,
-        trace_timeline: str | Path | None = None,
         progress: Progress | None = None,
-        profile_progress: profiler.Progress | None = None,
+        **options: Unpack[EngineKeywords],
     ) -> Self:
         """Load a model and get the memory for its KV cache.
 
         Args:
             model: a folder with a Hugging Face checkpoint, or "builtin".
-            device: "auto", "cpu" or "cuda".
-            dtype: "auto", "float32", "float16" or "bfloat16", of weights and KV.
-            policy: where requests may live, see `placement.POLICIES`.
-            gpu_cache_tokens: size of the GPU-cache; None: as much as fits. Imitated where there is no GPU.
-            cpu_cache_tokens: size of the CPU-cache, likewise.
-            gpu_memory_gib: the most GPU memory to take, for weights, activations, KV and a reserve. Without
-                a GPU: the most for the imitated GPU-cache. None: what is free.
-            cpu_memory_gib: the most host memory to take for KV and transfers; None: half of what is free.
-            cpu_cache_dtype: of KV in host memory: "auto", the model's, or "int8", which holds nearly
-                twice the tokens of 16 bits. Answers may then differ slightly, also from the GPU-cache's.
-            gpu_slice: multiprocessors of the GPU that everything runs on, so that a big card can stand for a
-                small one, together with `gpu_memory_gib`. A GPU gives them in groups: `stats().gpu_sms` tells
-                how many there are. None: all of them.
-            shape: name of a published model shape: random weights, no checkpoint is read.
-            max_batch_tokens: tokens per iteration at most; None: a good value for the device.
-            max_batch_requests: requests that run at the same time at most.
-            cost_model: what the scheduler predicts with; None: measured on this computer at the first start
-                with this model, and kept on disk.
-            trace_timeline: file for a trace of who was busy when, in Chrome's format, written by `close`.
-            progress: called with the bytes loaded so far and in total.
-            profile_progress: called with the share measured so far, 0 to 1, and what is being measured.
+            options: the fields of `EngineOptions`, which say what they mean and have the defaults.
+            cost_model: see `from_options`.
+            progress: likewise.
 
         Raises:
             ModelError: the checkpoint cannot be used.
-            ValueError: an argument is out of range or names something unknown.
+            ValueError: an option is out of range or names something unknown.
             RuntimeError: the GPU cannot be cut into slices.
             MemoryError: weights or caches do not fit.
         """
-        cache_tokens = {Place.DEVICE: gpu_cache_tokens, Place.HOST: cpu_cache_tokens}
-        for name, tokens in zip(("gpu_cache_tokens", "cpu_cache_tokens"), cache_tokens.values(), strict=True):
-            if tokens is not None and tokens < 0:
-                raise ValueError(f"{name} must be at least 0, got {tokens}")
-        caps = MemoryCaps.from_gib(gpu_memory_gib, cpu_memory_gib)
-        chosen_policy = get_policy(policy)
+        return cls.from_options(EngineOptions(model=model, **options), cost_model, progress)
+
+    @classmethod
+    def from_options(
+        cls,
+        options: EngineOptions,
+        cost_model: CostModel | None = None,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Do as `from_pretrained` does, which says what is raised.
+
+        Args:
+            options: what the engine is made from.
+            cost_model: what the scheduler predicts with; None: measured on this computer at the first start
+                with this model, and kept on disk.
+            progress: told how far the loading is, and the measuring.
+        """
         # Known before anything is loaded: what works here, and that a start ended the process before.
-        chosen_device = choose_device(device)
-        subject = Subject(str(model), shape, device, dtype, gpu_slice, is_quick=True)
-        check_at_first_start(subject, chosen_device, profile_progress)
-        with safe_start(chosen_device):
-            setup = set_up(
-                model,
-                device=device,
-                dtype=dtype,
-                shape=shape,
-                places=chosen_policy.places,
-                cache_tokens=cache_tokens,
-                caps=caps,
-                cpu_cache_dtype=cpu_cache_dtype,
-                gpu_slice=gpu_slice,
-                max_batch_tokens=max_batch_tokens,
-                max_batch_requests=max_batch_requests,
-                progress=progress,
-            )
-            timeline = None if trace_timeline is None else Timeline(trace_timeline)
+        device = choose_device(options.device)
+        check_at_first_start(Subject.of(options, is_quick=True), device, part(progress, 0.0, 0.0, MEASURING))
+        with safe_start(device):
+            setup = set_up(options, part(progress, 0.0, WEIGHTS_SHARE))
+            timeline = None if options.trace_timeline is None else Timeline(options.trace_timeline)
+            measured = part(progress, WEIGHTS_SHARE, 1.0, MEASURING)
             return cls.from_setup(
-                setup, policy, cost_model=cost_model, timeline=timeline, profile_progress=profile_progress
+                setup, options.policy, cost_model=cost_model, timeline=timeline, progress=measured
             )
 
     @classmethod
@@ -198,12 +168,12 @@ class Engine:
         *,
         cost_model: CostModel | None = None,
         timeline: Timeline | None = None,
-        profile_progress: profiler.Progress | None = None,
+        progress: Progress | None = None,
     ) -> Self:
         """Make an engine of a loaded model and the memory of all places that the policy uses.
 
         `close` drops them from the engine; the memory is free when nobody else refers to the setup.
-        See `from_pretrained` for the arguments.
+        See `from_options` for the arguments.
 
         Raises:
             ValueError: the policy is unknown.
@@ -214,7 +184,7 @@ class Engine:
         kv_cache = KVCache(setup.num_blocks, BLOCK_SIZE)
         # With a single place to live there is nothing to predict.
         if cost_model is None and chosen_policy.needs_predictions and all(setup.num_blocks.values()):
-            cost_model = load_or_profile(decoder, storage, limits, profile_progress, streams=streams)
+            cost_model = load_or_profile(decoder, storage, limits, progress, streams=streams)
         # Without a trace, single iterations are recorded for those who look.
         timeline = timeline or Timeline(max_spans=0, is_continuous=False)
         executor = build_executor(decoder, storage, limits.max_batch_requests, timeline, streams)

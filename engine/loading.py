@@ -1,6 +1,5 @@
 """From a model's name to the parts of an engine: device, dtype, weights, tokenizer, memory."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,20 +9,20 @@ import neo_desktop.models
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.kernels.toolchain import limit_kernels
+from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.profiling.budget import MemoryCaps, check_weights_fit
 from neo_desktop.engine.profiling.hardware import host_memory
+from neo_desktop.engine.progress import Progress
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.registry import check_model, load_model, random_model
 from neo_desktop.models.shapes import shape as published_shape
 from neo_desktop.models.tokenizer import ByteTokenizer, Tokenizer
 
-BUILTIN = "builtin"
 BUILTIN_NAME = "neo-desktop-guide"  # as the API calls it
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-CPU_CACHE_DTYPES = {"auto": None, "int8": torch.int8}
-
-Progress = Callable[[int, int], None]  # (bytes done, bytes in total)
+CPU_CACHE_DTYPES = {"auto": None, "int8": torch.int8}  # "auto": the model's own, and nothing is lost
+LOADING = "Loading weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,44 +36,41 @@ class LoadedModel:
     streams: Streams  # of the decoder's device
 
 
-def load(
-    model: str | Path,
-    *,
-    device: str,
-    dtype: str,
-    shape: str | None,
-    gpu_slice: int | None = None,
-    caps: MemoryCaps | None = None,
-    progress: Progress | None = None,
-) -> LoadedModel:
+def load(options: EngineOptions, progress: Progress | None = None) -> LoadedModel:
     """Load a checkpoint folder, the built-in model, or random weights of a published shape.
 
     Raises:
         ModelError: the checkpoint cannot be used.
-        ValueError: device, dtype or shape is unknown or not to be had here.
+        ValueError: the shape is unknown, or the device or dtype not to be had here.
         RuntimeError: the GPU cannot be cut into slices.
         MemoryError: the weights do not fit.
     """
-    torch_device = choose_device(device)
-    streams = open_streams(torch_device, gpu_slice)
-    caps = caps or MemoryCaps()
-    if shape is not None:
-        config = published_shape(shape)
-        torch_dtype = choose_dtype(dtype, config, torch_device)
-        check_weights_fit(config, torch_dtype, torch_device, caps)
+    progress = progress or (lambda share, what: None)
+    progress(0.0, LOADING)
+    device = choose_device(options.device)
+    streams = open_streams(device, options.gpu_slice)
+    caps = MemoryCaps.of(options)
+    if options.shape is not None:
+        config = published_shape(options.shape)
+        dtype = choose_dtype(options.dtype, config, device)
+        check_weights_fit(config, dtype, device, caps)
         with streams.on_device():
-            decoder = random_model(config, dtype=torch_dtype, device=torch_device)
-        return LoadedModel(f"{shape} (random weights)", config, decoder, ByteTokenizer(), streams)
+            decoder = random_model(config, dtype=dtype, device=device)
+        return LoadedModel(f"{options.shape} (random weights)", config, decoder, ByteTokenizer(), streams)
 
-    path = model_folder(model)
+    path = model_folder(options.model)
     config = ModelConfig.from_pretrained(path)
     check_model(path, config)  # before anything is decided by numbers that may be wrong
     tokenizer = Tokenizer.from_pretrained(path)
-    torch_dtype = choose_dtype(dtype, config, torch_device)
-    check_weights_fit(config, torch_dtype, torch_device, caps)
+    dtype = choose_dtype(options.dtype, config, device)
+    check_weights_fit(config, dtype, device, caps)
+
+    def loaded(done_bytes: int, total_bytes: int) -> None:
+        progress(done_bytes / max(total_bytes, 1), LOADING)
+
     with streams.on_device():
-        decoder = load_model(path, config, dtype=torch_dtype, device=torch_device, progress=progress)
-    name = BUILTIN_NAME if model == BUILTIN else path.resolve().name
+        decoder = load_model(path, config, dtype=dtype, device=device, progress=loaded)
+    name = BUILTIN_NAME if options.model == BUILTIN else path.resolve().name
     return LoadedModel(name, config, decoder, tokenizer, streams)
 
 
@@ -135,14 +131,3 @@ def choose_dtype(
     if config.weight_bytes(torch.float32) <= available // 2:
         return torch.float32
     return config.dtype
-
-
-def choose_cpu_cache_dtype(name: str) -> torch.dtype | None:
-    """Return the dtype of KV in the CPU-cache; "auto" is None: the model's own, and nothing is lost.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-    if name not in CPU_CACHE_DTYPES:
-        raise ValueError(f"CPU-cache dtype {name!r} is unknown; choose one of: {', '.join(CPU_CACHE_DTYPES)}")
-    return CPU_CACHE_DTYPES[name]

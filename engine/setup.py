@@ -1,25 +1,25 @@
 """Model, limits and memory together: what an engine is made of, and what a measurement needs of it."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from neo_desktop import native
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.loading import LoadedModel, Progress, choose_cpu_cache_dtype, load
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.loading import CPU_CACHE_DTYPES, LoadedModel, load
+from neo_desktop.engine.options import MAX_BATCH_TOKENS, EngineOptions
+from neo_desktop.engine.placement import Place, get_policy
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE, FreeMemory, MemoryCaps, pool_blocks
 from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
+from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 
 logger = logging.getLogger(__name__)
 
-MAX_BATCH_REQUESTS = 256
-MAX_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # a chunk of prefill must not hold decodes up for long
+MEASURING = "Measuring this computer: "  # what is told of the profiler's progress begins so
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,70 +32,54 @@ class Setup:
     storage: KVStorage
 
 
-def set_up(
-    model: str | Path,
-    *,
-    device: str,
-    dtype: str,
-    shape: str | None,
-    places: Sequence[Place],
-    cache_tokens: Mapping[Place, int | None],
-    caps: MemoryCaps,
-    cpu_cache_dtype: str = "auto",
-    gpu_slice: int | None = None,
-    max_batch_tokens: int | None = None,
-    max_batch_requests: int = MAX_BATCH_REQUESTS,
-    progress: Progress | None = None,
-) -> Setup:
-    """Load a model and take the memory for its KV; see `Engine.from_pretrained` for arguments and errors."""
-    asked_dtype = choose_cpu_cache_dtype(cpu_cache_dtype)
+def set_up(options: EngineOptions, progress: Progress | None = None) -> Setup:
+    """Load a model and take the memory for its KV, in the places of the policy.
+
+    Raises:
+        ValueError, RuntimeError, MemoryError: see `Engine.from_pretrained`.
+    """
+    places = get_policy(options.policy).places
+    asked_dtype = CPU_CACHE_DTYPES[options.cpu_cache_dtype]
     if asked_dtype is not None and not any(place.in_host_memory for place in places):
         raise ValueError(
-            f"the CPU-cache was asked for in {cpu_cache_dtype}, but with this policy there is none"
+            f"the CPU-cache was asked for in {options.cpu_cache_dtype}, but with this policy there is none"
         )
-    loaded = load(
-        model, device=device, dtype=dtype, shape=shape, gpu_slice=gpu_slice, caps=caps, progress=progress
-    )
-    return take_memory(
-        loaded,
-        places=places,
-        cache_tokens=cache_tokens,
-        caps=caps,
-        cpu_cache_dtype=asked_dtype,
-        max_batch_tokens=max_batch_tokens,
-        max_batch_requests=max_batch_requests,
+    return take_memory(load(options, progress), options)
+
+
+def cache_tokens_of(options: EngineOptions) -> dict[Place, int | None]:
+    """Return `place -> tokens asked for`; None: what fits."""
+    return {Place.DEVICE: options.gpu_cache_tokens, Place.HOST: options.cpu_cache_tokens}
+
+
+def limits_of(options: EngineOptions, device: torch.device) -> SchedulerLimits:
+    """Return what an iteration may hold."""
+    most = options.max_batch_requests
+    return SchedulerLimits(
+        max_batch_tokens=options.max_batch_tokens or max(MAX_BATCH_TOKENS[device.type], most),
+        max_batch_requests=most,
     )
 
 
-def take_memory(
-    loaded: LoadedModel,
-    *,
-    places: Sequence[Place],
-    cache_tokens: Mapping[Place, int | None],
-    caps: MemoryCaps,
-    cpu_cache_dtype: torch.dtype | None = None,
-    max_batch_tokens: int | None = None,
-    max_batch_requests: int = MAX_BATCH_REQUESTS,
-) -> Setup:
+def take_memory(loaded: LoadedModel, options: EngineOptions, places: Sequence[Place] | None = None) -> Setup:
     """Take the memory for the KV of a loaded model; several may be taken, one after the other.
 
     On a GPU the largest iterations run first: what is free then is divided.
 
     Args:
-        cpu_cache_dtype: of KV in host memory; None: the model's.
+        places: where KV may live; None: where the policy has it.
 
     Raises:
         MemoryError: there is no room.
     """
+    places = get_policy(options.policy).places if places is None else places
+    cpu_cache_dtype = CPU_CACHE_DTYPES[options.cpu_cache_dtype]
     decoder = loaded.decoder
     if any(place.host_attends for place in places):
         bind_threads()
     if decoder.device.type == "cuda":
         native.set_default_num_threads(native.num_threads_beside_gpu())
-    limits = SchedulerLimits(
-        max_batch_tokens=max_batch_tokens or max(MAX_BATCH_TOKENS[decoder.device.type], max_batch_requests),
-        max_batch_requests=max_batch_requests,
-    )
+    limits = limits_of(options, decoder.device)
     iteration_bytes = None
     if decoder.device.type == "cuda":
         gauge = TorchGauge(decoder.device)
@@ -103,7 +87,14 @@ def take_memory(
         logger.debug("iterations take up to %d MiB of GPU memory beside KV", iteration_bytes >> 20)
     free = FreeMemory.now(decoder.device, iteration_bytes)
     fitting = pool_blocks(
-        loaded.config, decoder.dtype, limits, decoder.device, cache_tokens, caps, cpu_cache_dtype, free
+        loaded.config,
+        decoder.dtype,
+        limits,
+        decoder.device,
+        cache_tokens_of(options),
+        MemoryCaps.of(options),
+        cpu_cache_dtype,
+        free,
     )
     num_blocks = {place: fitting[place] for place in places}
     if not any(num_blocks.values()):

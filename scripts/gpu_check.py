@@ -20,10 +20,10 @@ from neo_desktop import Engine, SamplingParams, __version__
 from neo_desktop.app.bench import run_suites
 from neo_desktop.app.bench.defaults import suite_options
 from neo_desktop.app.commands.doctor_command import run_doctor
-from neo_desktop.app.commands.model_options import ModelOptions
 from neo_desktop.app.commands.terminal import stdout
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.options import EngineOptions
 
 SHAPES = {"cuda": "llama-2-7b", "cpu": "tiny"}  # a CPU shows that the script works, not how fast anything is
 WORST_AUTO = 0.97  # of the throughput of gpu-only
@@ -191,7 +191,7 @@ def run_tests() -> None:
 def measure_hardware(page: Page, device: str) -> None:
     """The self-test's suites of the hardware and of single iterations: their headline figures."""
     options = suite_options(
-        ModelOptions(device=device, shape=None if device == "cpu" else SHAPES["cuda"]),
+        EngineOptions(device=device, shape=None if device == "cpu" else SHAPES["cuda"]),
         quick=True,
         cpu_attention={},
         throughput={},

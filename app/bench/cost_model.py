@@ -18,13 +18,14 @@ from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from neo_desktop.app.bench.section import Metric, Plot, Progress, Section, Table
-from neo_desktop.app.commands.model_options import ModelOptions
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.profiling.profiler import Grid, profile, stage_grids, typical_ms
 from neo_desktop.engine.profiling.stage_timer import Point, Stage, StageTimer
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.engine.setup import set_up
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +36,7 @@ _PROFILE_SHARE = 0.4  # of the suite's progress
 
 
 @dataclass(frozen=True, slots=True)
-class CostModelOptions(ModelOptions):
+class CostModelOptions(EngineOptions):
     """What to measure and how much time to take."""
 
     points: int = 24  # per table
@@ -166,7 +167,7 @@ def _draw(figure: "Figure", cases: Sequence[CostModelCase], target: float) -> No
 def run_cost_model(options: CostModelOptions, progress: Progress) -> Iterator[CostModelReport]:
     """Measure tables and points, a report after each round; raises what the engine raises for a model."""
     progress(0.0, "loading the model")
-    setup = options.set_up()
+    setup = set_up(options)
     decoder = setup.model.decoder
     started = time.perf_counter()
     tables = profile(

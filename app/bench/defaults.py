@@ -15,8 +15,8 @@ from neo_desktop.app.bench.load import LoadOptions
 from neo_desktop.app.bench.run import SuiteOptions
 from neo_desktop.app.bench.spread import number
 from neo_desktop.app.bench.throughput import ThroughputOptions
-from neo_desktop.app.commands.model_options import ModelOptions
 from neo_desktop.engine.loading import choose_device
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.budget import MemoryCaps
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.models.shapes import shape
@@ -82,7 +82,7 @@ def _described(name: str, why: str) -> DefaultModel:
 
 
 def suite_options(
-    model: ModelOptions,
+    model: EngineOptions,
     *,
     quick: bool,
     cpu_attention: Mapping[str, Any],

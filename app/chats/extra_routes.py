@@ -17,7 +17,8 @@ from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.web import errors
 from neo_desktop.app.web.body import parse
 from neo_desktop.app.web.errors import ApiError
-from neo_desktop.engine.loading import BUILTIN, BUILTIN_NAME
+from neo_desktop.engine.loading import BUILTIN_NAME
+from neo_desktop.engine.options import BUILTIN
 
 BUILTIN_EXAMPLES = (
     "What can neo-desktop do?",

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
@@ -16,13 +17,15 @@ from neo_desktop.app.commands.bench_flags import (
     BaselineFlags,
     CpuFlags,
     LoadFlags,
-    ModelFlags,
+    Model,
+    RandomWeights,
     RequestFlags,
     ResultFlags,
     SuiteName,
 )
-from neo_desktop.app.commands.flags import given, with_flags
+from neo_desktop.app.commands.flags import Without, given, with_flags
 from neo_desktop.app.commands.terminal import progress_bar, set_up_logging, stdout
+from neo_desktop.engine.options import BUILTIN, EngineOptions
 
 if TYPE_CHECKING:
     from neo_desktop.app.bench import Report, SuiteOptions
@@ -52,7 +55,10 @@ _SUITES_WITH_MODEL = {SuiteName.GPU, SuiteName.COST_MODEL, SuiteName.THROUGHPUT,
 
 @with_flags
 def bench(
-    model: ModelFlags,
+    *,
+    model: Model = None,
+    engine: Annotated[EngineOptions, Without("policy", "trace_timeline")],
+    random_weights: RandomWeights = False,
     requests: RequestFlags,
     baseline: BaselineFlags,
     load: LoadFlags,
@@ -76,14 +82,19 @@ def bench(
         _compare(*result.compare)
         return
     names = _chosen(suite or ([SuiteName.LOAD] if load.url else None), (requests, baseline, load, cpu))
-    _check(model, requests, baseline, load)
-    options = _suite_options(names, model, requests, baseline, load, cpu, api_key)
+    if random_weights and engine.shape is None:
+        raise typer.BadParameter(
+            "needs --shape NAME: there is no checkpoint to read", param_hint="--random-weights"
+        )
+    _check(engine, requests, baseline, load)
+    options = _suite_options(names, model, engine, requests, baseline, load, cpu, api_key)
     _measure(names, options, result)
 
 
 def _suite_options(
     names: list[SuiteName],
-    model: ModelFlags,
+    model: str | None,
+    engine: EngineOptions,
     requests: RequestFlags,
     baseline: BaselineFlags,
     load: LoadFlags,
@@ -94,39 +105,27 @@ def _suite_options(
     import torch
 
     from neo_desktop.app.bench.defaults import default_model, suite_options
-    from neo_desktop.app.commands.model_options import ModelOptions
     from neo_desktop.engine.cuda.streams import open_streams
     from neo_desktop.engine.loading import choose_device
 
     # What cannot be is told before anything is made.
-    open_streams(choose_device(model.device.value), model.gpu_slice)
-    shape, note = model.shape, ""
+    open_streams(choose_device(engine.device), engine.gpu_slice)
+    note = ""
     needs_model = load.url is None and not _SUITES_WITH_MODEL.isdisjoint(names)
-    if needs_model and model.model is None and shape is None:
-        suitable = default_model(model.device.value, model.gpu_memory)
-        shape, note = suitable.shape, suitable.note
+    if needs_model and model is None and engine.shape is None:
+        suitable = default_model(engine.device, engine.gpu_memory_gib)
+        engine, note = replace(engine, shape=suitable.shape), suitable.note
     asked = _given(
         trace=requests.trace,
         input_tokens=requests.input_tokens,
         output_tokens=requests.output_tokens,
         num_requests=requests.num_requests,
         repeats=requests.repeats,
-        policies=None if requests.policy is None else tuple(each.value for each in requests.policy),
+        policies=None if requests.policy is None else tuple(map(str, requests.policy)),
         seed=requests.seed,
     )
     return suite_options(
-        ModelOptions(
-            model=model.model or opt.DEFAULT_MODEL,
-            shape=shape,
-            device=model.device.value,
-            dtype=model.dtype.value,
-            gpu_cache_tokens=model.gpu_cache_tokens,
-            cpu_cache_tokens=model.cpu_cache_tokens,
-            gpu_memory_gib=model.gpu_memory,
-            gpu_slice=model.gpu_slice,
-            cpu_memory_gib=model.cpu_memory,
-            cpu_cache_dtype=model.cpu_cache_dtype.value,
-        ),
+        replace(engine, model=model or BUILTIN),
         model_note=note,
         quick=len(names) > 1,
         cpu_attention=_given(
@@ -192,20 +191,16 @@ def _chosen(suites: Sequence[SuiteName] | None, groups: tuple[Any, ...]) -> list
     return chosen
 
 
-def _check(model: ModelFlags, requests: RequestFlags, baseline: BaselineFlags, load: LoadFlags) -> None:
+def _check(engine: EngineOptions, requests: RequestFlags, baseline: BaselineFlags, load: LoadFlags) -> None:
     """Refuse what contradicts itself."""
-    if model.random_weights and model.shape is None:
-        raise typer.BadParameter(
-            "needs --shape NAME: there is no checkpoint to read", param_hint="--random-weights"
-        )
     if requests.trace is not None and (requests.input_tokens, requests.output_tokens) != (None, None):
         raise typer.BadParameter("give either --trace or --input and --output, not both")
-    if model.gpu_slice is not None and baseline.baseline is not None:
+    if engine.gpu_slice is not None and baseline.baseline is not None:
         raise typer.BadParameter(
             f"{baseline.baseline.value} would have the whole GPU: leave --baseline out",
             param_hint="--gpu-slice",
         )
-    if model.gpu_slice is not None and load.url is not None:
+    if engine.gpu_slice is not None and load.url is not None:
         raise typer.BadParameter(
             "the server at --url has its own settings: start that with a slice", param_hint="--gpu-slice"
         )

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from neo_desktop.app.commands import options as opt
+from neo_desktop.engine.options import OPTIONS
 
 
 class SuiteName(StrEnum):
@@ -32,34 +33,25 @@ _MODEL, _RESULT, _WORKLOAD = "Model", "Result", "Suites throughput and load"
 _LOAD, _CPU = "Suite load", "Suite cpu-attention"
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFlags:
-    """What is measured, and with how much of the computer."""
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        "-m",
+        metavar="FOLDER",
+        help="A Hugging Face checkpoint, or 'builtin'. Default: random weights in a published shape that "
+        "suits this computer's memory and speed.",
+        rich_help_panel=_MODEL,
+    ),
+]
+RandomWeights = Annotated[
+    bool, typer.Option("--random-weights", help="What --shape means, to say it.", rich_help_panel=_MODEL)
+]
 
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="FOLDER",
-            help="A Hugging Face checkpoint, or 'builtin'. Default: random weights in a published shape that "
-            "suits this computer's memory and speed.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None
-    shape: opt.Shape = None
-    random_weights: Annotated[
-        bool,
-        typer.Option("--random-weights", help="What --shape means, to say it.", rich_help_panel=_MODEL),
-    ] = False
-    device: opt.DeviceOption = opt.Device.AUTO
-    dtype: opt.DtypeOption = opt.Dtype.AUTO
-    gpu_cache_tokens: opt.GpuCacheTokens = None
-    cpu_cache_tokens: opt.CpuCacheTokens = None
-    gpu_memory: opt.GpuMemory = None
-    gpu_slice: opt.GpuSlice = None
-    cpu_memory: opt.CpuMemory = None
-    cpu_cache_dtype: opt.CpuCacheDtypeOption = opt.CpuCacheDtype.AUTO
+if TYPE_CHECKING:
+    _Policy = str
+else:  # typer has no lists of literals
+    _Policy = StrEnum("_Policy", {name: name for name in OPTIONS["policy"].choices})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +59,7 @@ class RequestFlags:
     """What is asked of the model; for the suites throughput and load."""
 
     policy: Annotated[
-        list[opt.PolicyName] | None,
+        list[_Policy] | None,
         typer.Option(
             "--policy",
             help="Policies to set side by side; repeatable. Default: gpu-only and auto, where they differ.",

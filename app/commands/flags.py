@@ -1,9 +1,40 @@
 """Groups of options as dataclasses: a field is stated once, as the command line's option and as its value."""
 
-from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from inspect import Parameter, Signature, signature
-from typing import Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import typer
+
+from neo_desktop.engine.options import Option
+
+
+@dataclass(frozen=True)
+class Without:
+    """Fields of a group that a command does not offer: `Annotated[EngineOptions, Without("policy")]`."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", names)
+
+
+def flag(option: Option, kind: Any, **overrides: Any) -> Any:
+    """Return what typer makes an option of, from what the engine says of it.
+
+    Args:
+        kind: type of the value.
+        overrides: of `typer.Option`, where a command says something else.
+    """
+    values = Literal[option.choices] if option.choices else kind
+    stated = {
+        "help": option.help,
+        "metavar": option.metavar,
+        "min": option.least,
+        "rich_help_panel": option.panel,
+    }
+    return Annotated[values, typer.Option(option.flag, **(stated | overrides))]
 
 
 def given(group: Any) -> dict[str, Any]:
@@ -26,30 +57,65 @@ def _option(name: str, annotation: Any) -> str:
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Make a typer command of a function that takes dataclasses.
 
-    Every field of such a dataclass becomes an option: `Annotated[type, typer.Option(...)]` with a default.
-    Parameters of other types stay what they are.
+    A field of such a dataclass becomes an option: `Annotated[type, typer.Option(...)]` with a default, or
+    `Annotated[type, Option(...)]` as in `EngineOptions`, unless that has no flag. A field may be such a
+    dataclass itself. Parameters of other types stay what they are.
     """
     hints = get_type_hints(command, include_extras=True)
-    groups = {name: hints[name] for name in signature(command).parameters if is_dataclass(hints[name])}
+    groups: dict[str, Any] = {}
     flags: list[Parameter] = []
     for parameter in signature(command).parameters.values():
-        group = groups.get(parameter.name)
-        if group is None:
-            flags.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[parameter.name]))
-            continue
-        types = get_type_hints(group, include_extras=True)
-        for field in fields(group):
-            default = Parameter.empty if field.default is MISSING else field.default
-            flags.append(
-                Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=types[field.name])
-            )
+        hint = hints[parameter.name]
+        if _group(hint) is None:
+            flags.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hint))
+        else:
+            groups[parameter.name] = hint
+            flags.extend(_flags(hint))
 
     def flat(**values: Any) -> None:
-        for name, group in groups.items():
-            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        for name, hint in groups.items():
+            values[name] = _filled(hint, values)
         command(**values)
 
     flat.__name__, flat.__doc__ = command.__name__, command.__doc__
     flat.__annotations__ = {}
     flat.__signature__ = Signature(flags)  # type: ignore[attr-defined]  # what inspect.signature looks for
     return flat
+
+
+def _group(hint: Any) -> Any:
+    """Return the dataclass that a hint is of; None: it is of none."""
+    kind = get_args(hint)[0] if hasattr(hint, "__metadata__") else hint
+    return kind if is_dataclass(kind) else None
+
+
+def _offered(hint: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the fields of a group that are on the command line, and their hints."""
+    group = _group(hint)
+    left_out = {name for each in getattr(hint, "__metadata__", ()) for name in each.names}
+    types = get_type_hints(group, include_extras=True)
+    for field in fields(group):
+        annotation = types[field.name]
+        said = getattr(annotation, "__metadata__", (None,))[0]
+        if field.name in left_out or (isinstance(said, Option) and said.flag is None):
+            continue
+        yield field, flag(said, get_args(annotation)[0]) if isinstance(said, Option) else annotation
+
+
+def _flags(hint: Any) -> Iterator[Parameter]:
+    for field, annotation in _offered(hint):
+        if _group(annotation) is not None:
+            yield from _flags(annotation)
+        else:
+            default = Parameter.empty if field.default is MISSING else field.default
+            yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _filled(hint: Any, values: dict[str, Any]) -> Any:
+    """Make a group of what was given, and take that out of the values."""
+    return _group(hint)(
+        **{
+            field.name: values.pop(field.name) if _group(annotation) is None else _filled(annotation, values)
+            for field, annotation in _offered(hint)
+        }
+    )

@@ -134,12 +134,12 @@ def remove(
 
 
 def _loader(models_dirs: list[Path] | None) -> "ModelLoader":
-    from neo_desktop.app.commands.model_options import ModelOptions
     from neo_desktop.app.selftest import reports_folder
     from neo_desktop.app.shelf.catalogue import Catalogue
-    from neo_desktop.app.shelf.model_loader import EngineSettings, ModelLoader
+    from neo_desktop.app.shelf.model_loader import ModelLoader
+    from neo_desktop.engine.options import EngineOptions
 
-    return ModelLoader(Catalogue(models_dirs), EngineSettings(ModelOptions()), reports=reports_folder())
+    return ModelLoader(Catalogue(models_dirs), EngineOptions(), reports=reports_folder())
 
 
 def _fit(loader: "ModelLoader", model: "LocalModel") -> "tuple[Fit | None, str | None]":

@@ -1,36 +1,23 @@
-"""Options that commands have in common, as one value each."""
+"""What `chat` and `serve` are told: which models, how their engines are made, and who may use them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from neo_desktop.app.commands import options as opt
 from neo_desktop.app.web.limits import DEFAULT_LIMITS, Limits
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Which model, and where it runs."""
-
-    model: opt.Model = opt.DEFAULT_MODEL
-    shape: opt.Shape = None
-    models_dirs: opt.ModelsDirs = None
-    idle_unload: opt.IdleUnload = 0
-    policy: opt.PolicyOption = opt.PolicyName.AUTO
-    device: opt.DeviceOption = opt.Device.AUTO
-    dtype: opt.DtypeOption = opt.Dtype.AUTO
-    gpu_cache_tokens: opt.GpuCacheTokens = None
-    cpu_cache_tokens: opt.CpuCacheTokens = None
-    gpu_memory: opt.GpuMemory = None
-    gpu_slice: opt.GpuSlice = None
-    cpu_memory: opt.CpuMemory = None
-    cpu_cache_dtype: opt.CpuCacheDtypeOption = opt.CpuCacheDtype.AUTO
-    engine_process: opt.EngineInProcess = None
-    trace_timeline: opt.TraceTimeline = None
+from neo_desktop.engine.options import BUILTIN, EngineOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Where it listens, who may come, and what they may take."""
+    """Models, engines, where it listens, who may come, and what they may take."""
 
+    model: opt.Model = BUILTIN
+    engine: EngineOptions = field(
+        default_factory=EngineOptions
+    )  # of all models; which one it names is ignored
+    models_dirs: opt.ModelsDirs = None
+    idle_unload: opt.IdleUnload = 0
+    engine_process: opt.EngineInProcess = None
     host: opt.Host = opt.DEFAULT_HOST
     port: opt.Port = opt.DEFAULT_PORT
     api_key: opt.ApiKey = None

@@ -1,34 +1,10 @@
-"""Command-line options that several commands share; each default is stated here, once."""
+"""Command-line options that several commands share, beside those of the engine (`EngineOptions`)."""
 
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
-
-
-class Device(StrEnum):
-    """Where the linear layers run."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class Dtype(StrEnum):
-    """Number format of weights and KV."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-
-
-class CpuCacheDtype(StrEnum):
-    """Number format of KV in the CPU-cache."""
-
-    AUTO = "auto"
-    INT8 = "int8"
 
 
 class KVDtype(StrEnum):
@@ -39,16 +15,6 @@ class KVDtype(StrEnum):
     INT8 = "int8"
 
 
-class PolicyName(StrEnum):
-    """Where requests may live."""
-
-    AUTO = "auto"
-    NEO = "neo"
-    FASTDECODE = "fastdecode"
-    GPU_ONLY = "gpu-only"
-
-
-DEFAULT_MODEL = "builtin"
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 
@@ -86,77 +52,6 @@ IdleUnload = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
-Shape = Annotated[
-    str | None,
-    typer.Option(
-        help="Random weights in a published shape, e.g. llama-2-7b: to measure without a checkpoint.",
-        rich_help_panel=_MODEL,
-    ),
-]
-DeviceOption = Annotated[
-    Device, typer.Option("--device", help="Where the linear layers run.", rich_help_panel=_ENGINE)
-]
-DtypeOption = Annotated[
-    Dtype, typer.Option("--dtype", help="Number format of weights and KV.", rich_help_panel=_ENGINE)
-]
-PolicyOption = Annotated[
-    PolicyName,
-    typer.Option(
-        "--policy",
-        help="Where requests may live: in GPU memory (gpu-only), in host memory (fastdecode), in both (neo); "
-        "auto does what is predicted to be fastest.",
-        rich_help_panel=_ENGINE,
-    ),
-]
-GpuCacheTokens = Annotated[
-    int | None,
-    typer.Option(min=0, help="Size of the GPU-cache in tokens; default: what fits.", rich_help_panel=_ENGINE),
-]
-CpuCacheTokens = Annotated[
-    int | None,
-    typer.Option(min=0, help="Size of the CPU-cache in tokens; default: what fits.", rich_help_panel=_ENGINE),
-]
-GpuMemory = Annotated[
-    float | None,
-    typer.Option(
-        "--gpu-memory",
-        metavar="GIB",
-        min=0.001,
-        help="The most GPU memory to take: weights, activations, KV and a reserve; without a GPU, KV of the "
-        "imitated GPU-cache. Default: what is free.",
-        rich_help_panel=_ENGINE,
-    ),
-]
-GpuSlice = Annotated[
-    int | None,
-    typer.Option(
-        "--gpu-slice",
-        metavar="SMS",
-        min=1,
-        help="Use only so many of the GPU's multiprocessors, so that a big card can stand for a small one, "
-        "together with --gpu-memory. Default: all.",
-        rich_help_panel=_ENGINE,
-    ),
-]
-CpuMemory = Annotated[
-    float | None,
-    typer.Option(
-        "--cpu-memory",
-        metavar="GIB",
-        min=0.001,
-        help="The most host memory to take for KV and transfers. Default: half of what is available.",
-        rich_help_panel=_ENGINE,
-    ),
-]
-CpuCacheDtypeOption = Annotated[
-    CpuCacheDtype,
-    typer.Option(
-        "--cpu-cache-dtype",
-        help="Number format of KV in the CPU-cache: the model's own (auto), or 8 bits (int8): nearly twice "
-        "the tokens of 16 bits in the same memory; answers may then differ slightly.",
-        rich_help_panel=_ENGINE,
-    ),
-]
 EngineInProcess = Annotated[
     bool | None,
     typer.Option(
@@ -165,15 +60,6 @@ EngineInProcess = Annotated[
         "say. Default: with a GPU.",
         rich_help_panel=_ENGINE,
         show_default=False,
-    ),
-]
-TraceTimeline = Annotated[
-    Path | None,
-    typer.Option(
-        "--trace-timeline",
-        metavar="FILE",
-        help="Write who was busy when in every iteration, in Chrome's trace format (see it in Perfetto).",
-        rich_help_panel=_ENGINE,
     ),
 ]
 Host = Annotated[

@@ -1,7 +1,7 @@
 """The body of `neo-desktop profile`: finds or measures the tables of a model, and shows them."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from neo_desktop.app.commands.model_options import ModelOptions
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling.profile_cache import load_or_profile, profile_key, profile_path
-
-Progress = Callable[[float, str], None]  # share done, 0 to 1; what runs
+from neo_desktop.engine.progress import Progress, part
+from neo_desktop.engine.setup import MEASURING, set_up
 
 _CURVES = (
     ("linear", "tokens"),
@@ -32,13 +32,6 @@ _SURFACES = (
     ("cpu_attention", "requests", "mean context"),
     ("graph_gpu_attention", "requests", "mean context"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ProfileOptions(ModelOptions):
-    """What to measure."""
-
-    refresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +72,21 @@ class ProfileReport:
         path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
-def run_profile(options: ProfileOptions, progress: Progress) -> ProfileReport:
-    """Load the model, then find or measure its tables; raises what `Engine.from_pretrained` raises."""
-    setup = options.set_up(lambda done, total: progress(done / total if total else 1.0, "Loading weights"))
+def run_profile(options: EngineOptions, progress: Progress, *, refresh: bool = False) -> ProfileReport:
+    """Load the model, then find or measure its tables; raises what `Engine.from_pretrained` raises.
+
+    Args:
+        refresh: measure in any case.
+    """
+    setup = set_up(options, progress)
     decoder = setup.model.decoder
     tables = load_or_profile(
         decoder,
         setup.storage,
         setup.limits,
-        lambda share, what: progress(share, f"Measuring this computer: {what}"),
+        part(progress, 0.0, 1.0, MEASURING),
         streams=setup.model.streams,
-        refresh=options.refresh,
+        refresh=refresh,
     )
     key = profile_key(decoder, setup.storage, setup.limits, setup.model.streams)
     return ProfileReport(setup.model.name, key, profile_path(key), tables, setup.model.streams.note)

@@ -9,38 +9,37 @@ from functools import partial
 import typer
 from rich.markup import escape
 
-from neo_desktop.app.commands import options as opt
 from neo_desktop.app.commands.loading_bar import LoadingBar
-from neo_desktop.app.commands.model_options import ModelOptions
-from neo_desktop.app.commands.option_groups import EngineOptions, ServerOptions
+from neo_desktop.app.commands.option_groups import ServerOptions
 from neo_desktop.app.commands.terminal import stdout
 from neo_desktop.app.data_folder import data_folder
 from neo_desktop.app.selftest import reports_folder
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.hosting import ModelHost
-from neo_desktop.app.shelf.model_loader import EngineSettings, ModelLoader
+from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.web.addresses import urls
 from neo_desktop.app.web.origins import check_origin
 from neo_desktop.app.web.security import check_bind
 from neo_desktop.app.web.server import claim_port, create_app, serve
 from neo_desktop.engine.cuda.presence import why_unusable
+from neo_desktop.engine.options import EngineOptions
 
 
-def run_server(options: EngineOptions, server: ServerOptions, *, with_page: bool, open_browser: bool) -> None:
+def run_server(options: ServerOptions, *, with_page: bool, open_browser: bool) -> None:
     """Claim the port, load the model, serve until Ctrl-C.
 
     Without the page, requests are answered once the model is loaded; those that come before wait. The page is
     there at once, and shows how the model is loaded.
     """
-    _check(server)
+    _check(options)
     gc.freeze()  # what was imported stays: to look through it for garbage again and again takes 100 ms each
     # First the port: to find it busy after minutes of loading would be a poor joke.
-    with claim_port(server.host, server.port) as socket:
-        trouble = None if options.device is opt.Device.CPU else why_unusable()
+    with claim_port(options.host, options.port) as socket:
+        trouble = None if options.engine.device == "cpu" else why_unusable()
         if trouble is not None:
             stdout.print(f"[bold yellow]{escape(trouble)}[/]", highlight=False, soft_wrap=True)
-        loader = _loader(options, server)
+        loader = _loader(options)
         name = loader.catalogue.first
         service = None
         if with_page:
@@ -49,13 +48,13 @@ def run_server(options: EngineOptions, server: ServerOptions, *, with_page: bool
             with LoadingBar() as bar:
                 service = loader(name, bar.update)
         host = ModelHost(service, load=loader, name=name, idle_unload_s=60 * options.idle_unload or None)
-        url, *other_urls = urls(server.host, socket.getsockname()[1])
+        url, *other_urls = urls(options.host, socket.getsockname()[1])
         web_app = create_app(
             host,
-            api_key=server.api_key,
-            allowed_hosts=server.allowed_hosts or (),
-            allowed_origins=server.allowed_origins or (),
-            limits=server.limits,
+            api_key=options.api_key,
+            allowed_hosts=options.allowed_hosts or (),
+            allowed_origins=options.allowed_origins or (),
+            limits=options.limits,
             data_folder=data_folder() if with_page else None,
             loader=loader,
             trouble=trouble,
@@ -64,7 +63,7 @@ def run_server(options: EngineOptions, server: ServerOptions, *, with_page: bool
             from neo_desktop.ui.page import mount
 
             mount(web_app)
-            LoadingBar().follow(host, lambda: _print_notes(options, loader))
+            LoadingBar().follow(host, lambda: _print_notes(options.engine, loader))
 
         def announce() -> None:
             if with_page:
@@ -73,7 +72,7 @@ def run_server(options: EngineOptions, server: ServerOptions, *, with_page: bool
             for other in other_urls:
                 stdout.print(f"From other devices of your network:  [bold]{other}[/]", highlight=False)
             if service is not None:
-                _print_notes(options, loader)
+                _print_notes(options.engine, loader)
             stdout.print("Ctrl-C ends the program.", highlight=False)
             if open_browser and _has_screen():
                 webbrowser.open(url)
@@ -82,41 +81,32 @@ def run_server(options: EngineOptions, server: ServerOptions, *, with_page: bool
     stdout.print("Stopped.")
 
 
-def _check(server: ServerOptions) -> None:
+def _check(options: ServerOptions) -> None:
     try:
-        check_bind(server.host, server.api_key)
+        check_bind(options.host, options.api_key)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--host") from None
     try:
-        for origin in server.allowed_origins or ():
+        for origin in options.allowed_origins or ():
             check_origin(origin)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--allow-origin") from None
 
 
-def _loader(options: EngineOptions, server: ServerOptions) -> ModelLoader:
+def _loader(options: ServerOptions) -> ModelLoader:
     """Return what loads models with these options, which hold for all of them."""
-    models = ModelOptions(
-        device=options.device.value,
-        dtype=options.dtype.value,
-        gpu_cache_tokens=options.gpu_cache_tokens,
-        cpu_cache_tokens=options.cpu_cache_tokens,
-        gpu_memory_gib=options.gpu_memory,
-        gpu_slice=options.gpu_slice,
-        cpu_memory_gib=options.cpu_memory,
-        cpu_cache_dtype=options.cpu_cache_dtype.value,
-    )
     return ModelLoader(
-        Catalogue(options.models_dirs, model=options.model, shape=options.shape),
-        EngineSettings(models, options.policy.value, options.trace_timeline, options.engine_process),
-        partial(EngineService, limits=server.limits),
+        Catalogue(options.models_dirs, model=options.model, shape=options.engine.shape),
+        options.engine,
+        partial(EngineService, limits=options.limits),
         reports=reports_folder(),
+        process=options.engine_process,
     )
 
 
 def _print_notes(options: EngineOptions, loader: ModelLoader) -> None:
     """Say what the owner of the computer should know of the loaded model."""
-    if options.cpu_cache_dtype is opt.CpuCacheDtype.INT8:
+    if options.cpu_cache_dtype == "int8":
         stdout.print("CPU-cache in 8 bits: answers may differ slightly.", highlight=False)
     if loader.note is not None:
         stdout.print(loader.note, highlight=False)

@@ -10,6 +10,7 @@ import typer
 from neo_desktop.app.commands import options as opt
 from neo_desktop.app.commands.flags import with_flags
 from neo_desktop.app.commands.terminal import progress_bar, set_up_logging, stdout
+from neo_desktop.engine.options import MAX_BATCH_REQUESTS, MAX_BATCH_TOKENS, OPTIONS
 
 EXAMPLES = """Examples:
 
@@ -198,14 +199,14 @@ class SimulationOptions:
             rich_help_panel=_ENGINE,
         ),
     ] = None
-    gpu_cache_tokens: opt.GpuCacheTokens = None
-    cpu_cache_tokens: opt.CpuCacheTokens = None
+    gpu_cache_tokens: Annotated[int | None, OPTIONS["gpu_cache_tokens"]] = None
+    cpu_cache_tokens: Annotated[int | None, OPTIONS["cpu_cache_tokens"]] = None
     max_batch_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of an iteration at most.", rich_help_panel=_ENGINE)
-    ] = 2048
+    ] = MAX_BATCH_TOKENS["cuda"]
     max_batch_requests: Annotated[
-        int, typer.Option(min=1, help="Requests that run at the same time at most.", rich_help_panel=_ENGINE)
-    ] = 256
+        int, typer.Option(min=1, help=OPTIONS["max_batch_requests"].help, rich_help_panel=_ENGINE)
+    ] = MAX_BATCH_REQUESTS
 
 
 @with_flags

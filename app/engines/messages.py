@@ -13,14 +13,14 @@ import torch
 
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.live import LiveView
+from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.stats import EngineStats
 from neo_desktop.models.config import GenerationDefaults
 from neo_desktop.models.tokenizer import Tokenizer
 
-LoadProgress = Callable[[float, str], None]  # share done, 0 to 1, and what is being done
-EngineMaker = Callable[[LoadProgress], Engine]  # for a process it must be something that can be pickled
+EngineMaker = Callable[[Progress], Engine]  # for a process it must be something that can be pickled
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,6 @@ from neo_desktop.app.engines.messages import (
     EngineFacts,
     EngineMaker,
     LoadFailed,
-    LoadProgress,
     Logged,
     Progressed,
     Receiver,
@@ -37,6 +36,7 @@ from neo_desktop.app.engines.messages import (
 )
 from neo_desktop.engine.doctor.safe_start import forgive
 from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class EngineProcess:
             thread.start()
 
     @classmethod
-    def load(cls, make: EngineMaker, progress: LoadProgress) -> Self:
+    def load(cls, make: EngineMaker, progress: Progress) -> Self:
         """Start a process and let it make the engine there; called by a thread that may wait.
 
         Args:
@@ -149,7 +149,7 @@ class EngineProcess:
             self.kill("it did not end when it was told to")
         self._threads[1].join()
 
-    def _wait_until_loaded(self, progress: LoadProgress) -> None:
+    def _wait_until_loaded(self, progress: Progress) -> None:
         now, num_silent = Progressed(0.0, "Starting the engine"), 0
         while num_silent * POLL_S < LOAD_PATIENCE_S:
             try:

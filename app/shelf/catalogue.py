@@ -14,7 +14,8 @@ from pathlib import Path
 
 from neo_desktop.app.data_folder import data_folder
 from neo_desktop.app.shelf.checkpoint_summary import Summary, summarize
-from neo_desktop.engine.loading import BUILTIN, BUILTIN_NAME, model_folder
+from neo_desktop.engine.loading import BUILTIN_NAME, model_folder
+from neo_desktop.engine.options import BUILTIN
 from neo_desktop.models.shapes import shape as published_shape
 
 MAX_FOLDERS = 2000  # looked at in one folder of models, however many there are

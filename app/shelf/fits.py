@@ -2,18 +2,18 @@
 
 from dataclasses import dataclass
 
-from neo_desktop.app.commands.model_options import ModelOptions
 from neo_desktop.app.shelf.speed import Figures, Prediction, predict
-from neo_desktop.engine.loading import choose_cpu_cache_dtype, choose_device, choose_dtype
+from neo_desktop.engine.loading import CPU_CACHE_DTYPES, choose_device, choose_dtype
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import PLACES, Place, get_policy
 from neo_desktop.engine.profiling.budget import (
     BLOCK_SIZE,
     FreeMemory,
+    MemoryCaps,
     check_weights_fit,
     pool_blocks,
 )
-from neo_desktop.engine.schedule.scheduler import SchedulerLimits
-from neo_desktop.engine.setup import MAX_BATCH_REQUESTS, MAX_BATCH_TOKENS
+from neo_desktop.engine.setup import cache_tokens_of, limits_of
 from neo_desktop.models.config import ModelConfig
 
 CHAT_TOKENS = 4096
@@ -38,14 +38,11 @@ class Fit:
     speed_reason: str | None  # why there is none
 
 
-def fit(
-    config: ModelConfig, options: ModelOptions, policy: str, free: FreeMemory, figures: Figures | str
-) -> Fit:
+def fit(config: ModelConfig, options: EngineOptions, free: FreeMemory, figures: Figures | str) -> Fit:
     """Reckon what the engine would take.
 
     Args:
-        options: of the command line; which model they name does not matter.
-        policy: as for the engine.
+        options: of the engine; which model they name does not matter.
         free: memory, with no model loaded.
         figures: of this computer, or why there are none.
     """
@@ -54,27 +51,24 @@ def fit(
     weights = config.weight_bytes(dtype)
     reason, blocks = None, dict.fromkeys(PLACES, 0)
     try:
-        check_weights_fit(config, dtype, device, options.caps, free)
-        limits = SchedulerLimits(
-            max_batch_tokens=max(MAX_BATCH_TOKENS[device.type], MAX_BATCH_REQUESTS),
-            max_batch_requests=MAX_BATCH_REQUESTS,
-        )
+        caps = MemoryCaps.of(options)
+        check_weights_fit(config, dtype, device, caps, free)
         blocks |= pool_blocks(
             config,
             dtype,
-            limits,
+            limits_of(options, device),
             device,
-            options.cache_tokens,
-            options.caps,
-            choose_cpu_cache_dtype(options.cpu_cache_dtype),
+            cache_tokens_of(options),
+            caps,
+            CPU_CACHE_DTYPES[options.cpu_cache_dtype],
             _beside_weights(free, weights),
         )
     except MemoryError as error:
         reason = str(error)
-    places = get_policy(policy).places
+    places, most_chats = get_policy(options.policy).places, options.max_batch_requests
     tokens = {place: BLOCK_SIZE * blocks[place] if place in places else 0 for place in PLACES}
     chat_tokens = min(CHAT_TOKENS, config.max_context_tokens)
-    chats = {place: min(count // chat_tokens, MAX_BATCH_REQUESTS) for place, count in tokens.items()}
+    chats = {place: min(count // chat_tokens, most_chats) for place, count in tokens.items()}
     if reason is None and not any(tokens.values()):
         reason = "the weights fit, but no memory is left for chats: close other programs"
     speed: Prediction | str = figures if isinstance(figures, str) else "it does not fit"
@@ -92,8 +86,8 @@ def fit(
         cpu_tokens=tokens[Place.HOST],
         chat_tokens=chat_tokens,
         gpu_chats=chats[Place.DEVICE],
-        chats=min(sum(chats.values()), MAX_BATCH_REQUESTS),
-        most_chats=MAX_BATCH_REQUESTS,
+        chats=min(sum(chats.values()), most_chats),
+        most_chats=most_chats,
         is_imitated=device.type != "cuda",
         speed=None if isinstance(speed, str) else speed,
         speed_reason=speed if isinstance(speed, str) else None,

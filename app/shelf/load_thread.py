@@ -11,10 +11,10 @@ from functools import partial
 
 import torch
 
-from neo_desktop.app.engines.messages import LoadProgress
 from neo_desktop.app.service import EngineService
+from neo_desktop.engine.progress import Progress
 
-Loader = Callable[[str, LoadProgress], EngineService]  # by a model's name; called in a thread of its own
+Loader = Callable[[str, Progress], EngineService]  # by a model's name; called in a thread of its own
 
 
 class LoadStoppedError(Exception):
@@ -22,7 +22,7 @@ class LoadStoppedError(Exception):
 
 
 async def load_in_thread(
-    name: str, load: Loader, progressed: LoadProgress, is_stopped: threading.Event
+    name: str, load: Loader, progressed: Progress, is_stopped: threading.Event
 ) -> EngineService:
     """Load in a thread that the program's end need not wait for.
 

@@ -2,14 +2,13 @@
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import torch
 
-from neo_desktop.app.commands.model_options import ModelOptions
-from neo_desktop.app.engines.messages import EngineLink, LoadProgress
+from neo_desktop.app.engines.messages import EngineLink
 from neo_desktop.app.engines.process import EngineProcess
 from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.service import EngineService
@@ -19,20 +18,12 @@ from neo_desktop.app.shelf.recipe import EngineRecipe
 from neo_desktop.app.shelf.speed import Figures, find_figures
 from neo_desktop.engine.cuda.streams import open_streams
 from neo_desktop.engine.loading import choose_device, choose_dtype
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.budget import FreeMemory
 from neo_desktop.engine.profiling.hardware import driver_free_bytes, host_memory
+from neo_desktop.engine.progress import Progress
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """What holds for every model that is loaded."""
-
-    options: ModelOptions  # which model they name does not matter
-    policy: str = "auto"
-    trace_timeline: Path | None = None
-    process: bool | None = None  # whether engines have processes of their own; None: on a GPU
 
 
 class ModelLoader:
@@ -40,39 +31,40 @@ class ModelLoader:
 
     Args:
         catalogue: where names are looked up.
-        settings: of all engines.
+        options: of all engines; which model they name does not matter.
         make_service: of an engine that works beside the event loop.
         reports: folder of the self-test's reports, whose figures predictions are made from.
+        process: whether engines have processes of their own; None: on a GPU.
     """
 
     def __init__(
         self,
         catalogue: Catalogue,
-        settings: EngineSettings,
+        options: EngineOptions,
         make_service: Callable[[EngineLink], EngineService] = EngineService,
         reports: Path | None = None,
+        process: bool | None = None,
     ) -> None:
         self.catalogue = catalogue
-        self.settings = settings
+        self.options = options
         self._make_service = make_service
         self._reports = reports
+        self._wants_process = process
         self.note: str | None = None  # what the owner of the computer should know of the loaded model
         self._before_bytes: int | None = None  # what this process had before the model was loaded
         self._device: torch.device | None = None  # what "auto" was the first time
         self._process: EngineProcess | None = None  # of the model that was loaded last
 
-    def __call__(self, name: str, progress: LoadProgress) -> EngineService:
+    def __call__(self, name: str, progress: Progress) -> EngineService:
         """Load a model; see `Loader`. Raises what the engine raises, and UnknownModelError."""
         model = self.catalogue.get(name)
         self.figures()  # now, while nothing else runs
         self._before_bytes = psutil.Process().memory_info().rss
         self._process = None
         # A GPU that is lost later is told, rather than left for the CPU without a word.
-        device = self._device = self._device or choose_device(self.settings.options.device)
-        options = replace(self.settings.options, device=device.type)
-        make = EngineRecipe(
-            name, model.source, model.shape, options, self.settings.policy, self.settings.trace_timeline
-        )
+        device = self._device = self._chosen_device()
+        options = replace(self.options, model=model.source, shape=model.shape, device=device.type)
+        make = EngineRecipe(name, options)
         link: EngineLink
         if self.has_process:
             link = self._process = EngineProcess.load(make, progress)
@@ -84,12 +76,12 @@ class ModelLoader:
     @property
     def has_process(self) -> bool:
         """Whether engines have processes of their own."""
-        wanted = self.settings.process
+        wanted = self._wants_process
         return self._chosen_device().type == "cuda" if wanted is None else wanted
 
     def check(self, model: LocalModel) -> None:
         """Check what can be known without taking memory; raises what loading the model would raise."""
-        options = self.settings.options
+        options = self.options
         device = choose_device(options.device)
         if not self.has_process:  # a slice would take memory of the GPU here
             open_streams(device, options.gpu_slice)
@@ -111,14 +103,14 @@ class ModelLoader:
     def fit(self, config: ModelConfig, *, is_loaded: bool) -> Fit:
         """Tell what loading a model would bring in place of the one that may be loaded."""
         free = self._free(is_loaded)
-        return fit(config, self.settings.options, self.settings.policy, free, self.figures())
+        return fit(config, self.options, free, self.figures())
 
     def figures(self) -> Figures | str:
         """Return what is known of this computer's speed, or why nothing is."""
-        return find_figures(choose_device(self.settings.options.device), self._reports)
+        return find_figures(choose_device(self.options.device), self._reports)
 
     def _chosen_device(self) -> torch.device:
-        return self._device or choose_device(self.settings.options.device)
+        return self._device or choose_device(self.options.device)
 
     def _free(self, is_loaded: bool) -> FreeMemory:
         device = self._chosen_device()

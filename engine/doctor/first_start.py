@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -12,14 +12,13 @@ from neo_desktop.engine.doctor.trials import CHILD, Subject, run_trials
 from neo_desktop.engine.doctor.verdict import Verdict, keep, new_verdict, read_verdict, verdict_key
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.loading import choose_dtype, model_folder
+from neo_desktop.engine.progress import Progress
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.shapes import shape as published_shape
 
 logger = logging.getLogger(__name__)
 
 VARIABLE = "NEO_DESKTOP_DOCTOR"  # "off" in the environment: starts check nothing, and know of no verdict
-
-Progress = Callable[[float, str], None]  # share done, 0 to 1; what is being checked
 
 
 def check_at_first_start(

@@ -22,9 +22,10 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from neo_desktop.engine.doctor.outcome import Outcome, Result, limits_of
+from neo_desktop.engine.options import EngineOptions
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ Listener = Callable[[str, Outcome | None], None]  # (title of a check, its outco
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is checked; see `Engine.from_pretrained`."""
+    """What is checked; see `EngineOptions`."""
 
     model: str = "builtin"
     shape: str | None = None
@@ -46,6 +47,13 @@ class Subject:
     dtype: str = "auto"
     gpu_slice: int | None = None
     is_quick: bool = False  # only what a first start has time for: the model's shape, with few layers
+
+    @classmethod
+    def of(cls, options: EngineOptions, *, is_quick: bool = False) -> Self:
+        """Return what concerns the checks, as plain values."""
+        return cls(
+            str(options.model), options.shape, options.device, options.dtype, options.gpu_slice, is_quick
+        )
 
 
 @dataclass(frozen=True, slots=True)

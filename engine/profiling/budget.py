@@ -20,6 +20,7 @@ from neo_desktop.engine.execute.graphs.bucket import Most
 from neo_desktop.engine.execute.prefill import PACKED_TOKENS
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.layer import block_bytes
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
 from neo_desktop.engine.sampler import MOST_COPIES, PIECE_ELEMENTS
@@ -42,6 +43,11 @@ class MemoryCaps:
 
     gpu_bytes: int | None = None  # weights, activations, KV and reserve; without a GPU: KV of the GPU-cache
     cpu_bytes: int | None = None  # KV in host memory, and what transfers go through
+
+    @classmethod
+    def of(cls, options: EngineOptions) -> Self:
+        """Return what was asked for; raises as below."""
+        return cls.from_gib(options.gpu_memory_gib, options.cpu_memory_gib)
 
     @classmethod
     def from_gib(cls, gpu: float | None, cpu: float | None) -> Self:

@@ -25,8 +25,9 @@ from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling import hardware
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE
-from neo_desktop.engine.profiling.profiler import Progress, profile
+from neo_desktop.engine.profiling.profiler import profile
 from neo_desktop.engine.profiling.stage_timer import measured_blocks
+from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
 

@@ -17,7 +17,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -31,6 +31,7 @@ from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling.stage_timer import Point, Stage, StageTimer
+from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
@@ -38,7 +39,6 @@ from neo_desktop.native.relay import RelayStalledError
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[float, str], None]  # share done, 0 to 1; what is being measured
 
 MAX_SECONDS = 8.0
 MAX_ROUNDS = 9

@@ -12,12 +12,12 @@ from neo_desktop.engine.doctor.outcome import CheckError, Figure, Figures
 from neo_desktop.engine.engine import Completion, Engine
 from neo_desktop.engine.ladder import MECHANISMS, NEEDS
 from neo_desktop.engine.loading import LoadedModel, load
-from neo_desktop.engine.placement import Place, get_policy
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import (
     BLOCK_SIZE,
     DEVICE_RESERVE_BYTES,
     FreeMemory,
-    MemoryCaps,
     activation_bytes,
 )
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -91,11 +91,13 @@ class Answers:
         subject, rig = self._rig.subject, self._rig
         if not subject.is_quick:
             return load(
-                subject.model,
-                device=rig.device.type,
-                dtype=str(rig.dtype).removeprefix("torch."),
-                shape=subject.shape,
-                gpu_slice=subject.gpu_slice,
+                EngineOptions(
+                    model=subject.model,
+                    device=rig.device.type,
+                    dtype=str(rig.dtype).removeprefix("torch."),
+                    shape=subject.shape,
+                    gpu_slice=subject.gpu_slice,
+                )
             )
         layers = min(QUICK_LAYERS, rig.config.num_layers)
         config = replace(rig.config, num_layers=layers, layer_windows=rig.config.layer_windows[:layers])
@@ -123,13 +125,13 @@ class Answers:
             return engine.generate(prompts, params)
 
     def _memory(self, policy: str) -> Setup:
-        return take_memory(
-            self.model,
-            places=get_policy(policy).places,
-            cache_tokens={Place.DEVICE: CACHE_TOKENS, Place.HOST: CACHE_TOKENS},
-            caps=MemoryCaps(),
+        options = EngineOptions(
+            policy=policy,
+            gpu_cache_tokens=CACHE_TOKENS,
+            cpu_cache_tokens=CACHE_TOKENS,
             max_batch_requests=MAX_REQUESTS,
         )
+        return take_memory(self.model, options)
 
     def _load(self) -> Figures:
         weight_bytes = self.model.config.weight_bytes(self._rig.dtype)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from neo_desktop.app.engines.messages import LoadProgress
 from neo_desktop.app.engines.process import EngineProcess
 from neo_desktop.app.service import EngineService
 from neo_desktop.engine.batch import IterationPlan, IterationResult
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.executor import Wait
+from neo_desktop.engine.progress import Progress
 
 from .fake_engine import FakeExecutor, make_engine
 
@@ -59,7 +59,7 @@ class Fragile:
     name: str
     folder: Path
 
-    def __call__(self, progress: LoadProgress) -> Engine:
+    def __call__(self, progress: Progress) -> Engine:
         with (self.folder / "loads").open("a") as file:
             file.write(f"{os.getpid()}\n")
         progress(0.25, "Loading weights")
@@ -81,7 +81,7 @@ class FragileLoader:
     folder: Path
     make_service: Callable[[EngineProcess], EngineService] = EngineService
 
-    def __call__(self, name: str, progress: LoadProgress) -> EngineService:
+    def __call__(self, name: str, progress: Progress) -> EngineService:
         return self.make_service(EngineProcess.load(Fragile(name, self.folder), progress))
 
     @property

@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from neo_desktop import Engine
-from neo_desktop.app.commands.model_options import ModelOptions
 from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue, LocalModel, UnknownModelError
 from neo_desktop.app.shelf.checkpoint_summary import summarize
 from neo_desktop.app.shelf.fits import Fit, fit
 from neo_desktop.app.shelf.speed import Figures, _cpu_figures, find_figures, predict
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import GIB, FreeMemory
 from neo_desktop.engine.profiling.hardware import cpu_name
@@ -233,10 +234,10 @@ SMALL = {"gpu_memory_gib": 0.01, "cpu_memory_gib": 0.02}
     ("policy", "dtype"), [("auto", "float32"), ("neo", "bfloat16"), ("gpu-only", "auto")]
 )
 def test_the_engine_takes_what_was_predicted(checkpoint: Path, policy: str, dtype: str) -> None:
-    options = ModelOptions(dtype=dtype, device="cpu", **SMALL)  # type: ignore[arg-type]
+    options = EngineOptions(dtype=dtype, device="cpu", policy=policy, **SMALL)  # type: ignore[arg-type]
     config = ModelConfig.from_pretrained(checkpoint)
-    found = fit(config, options, policy, FreeMemory.now(CPU), "nothing is known")
-    with Engine.from_pretrained(checkpoint, device="cpu", dtype=dtype, policy=policy, **SMALL) as engine:  # type: ignore[arg-type]
+    found = fit(config, options, FreeMemory.now(CPU), "nothing is known")
+    with Engine.from_options(replace(options, model=checkpoint)) as engine:
         stats = engine.stats()
         pools = {place: pool.num_blocks * stats.block_size for place, pool in stats.pools.items()}
         assert stats.dtype == found.dtype
@@ -251,7 +252,7 @@ def of_gpu(gpu_gib: float, host_gib: float, name: str = "llama-3.1-8b", policy: 
         patch.setattr("neo_desktop.app.shelf.fits.choose_device", lambda _: torch.device("cuda"))
         patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
         free = FreeMemory(int(host_gib * GIB), int(gpu_gib * GIB))
-        return fit(shape(name), ModelOptions(), policy, free, "nothing is known")
+        return fit(shape(name), EngineOptions(policy=policy), free, "nothing is known")
 
 
 def test_offloading_brings_chats_that_the_gpu_alone_has_no_room_for() -> None:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import neo_desktop.models
 from neo_desktop import Engine, SamplingParams
-from neo_desktop.engine.loading import BUILTIN
+from neo_desktop.engine.options import BUILTIN
 
 from .conftest import RunningServer, eventually, is_idle, running
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from neo_desktop.app.engines.messages import EngineMaker, LoadProgress
+from neo_desktop.app.engines.messages import EngineMaker
 from neo_desktop.app.engines.process import EngineProcess
 from neo_desktop.app.service import EngineService, Generation
 from neo_desktop.engine.engine import ContextLengthError, Engine
 from neo_desktop.engine.grammar import from_regex
+from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.sampling_params import SamplingParams
 
 from .conftest import eventually, is_idle
@@ -32,21 +33,21 @@ def tests_are_found_in_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent.parent)
 
 
-def make(progress: LoadProgress) -> Engine:
+def make(progress: Progress) -> Engine:
     """What is made in the child."""
     progress(0.5, "Loading weights")
     return make_engine(FakeExecutor())
 
 
-def refuse(progress: LoadProgress) -> Engine:
+def refuse(progress: Progress) -> Engine:
     raise MemoryError("it needs 99 GB")
 
 
-def make_builtin(progress: LoadProgress) -> Engine:
+def make_builtin(progress: Progress) -> Engine:
     return Engine.from_pretrained(device="cpu", policy="gpu-only", gpu_cache_tokens=4096)
 
 
-def warn(progress: LoadProgress) -> Engine:
+def warn(progress: Progress) -> Engine:
     try:
         _ = 1 // 0
     except ZeroDivisionError:

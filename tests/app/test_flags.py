@@ -8,7 +8,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from neo_desktop.app.commands.flags import given, with_flags
+from neo_desktop.app.commands.flags import Without, given, with_flags
+from neo_desktop.engine.options import OPTIONS, EngineOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +73,43 @@ def test_checks_of_an_option_hold() -> None:
 def test_what_was_given_is_known_by_its_option() -> None:
     assert given(Place()) == {}
     assert given(Place("there", 5, [1.0])) == {"--host": "there", "--most-bytes": 5, "--rate": [1.0]}
+
+
+@dataclass(frozen=True, slots=True)
+class Nested:
+    engine: Annotated[EngineOptions, Without("dtype")]
+    place: Place
+
+
+@with_flags
+def nested_command(whole: Nested) -> None:
+    """Say what was given."""
+    WHOLE.append(whole)
+
+
+WHOLE: list[Nested] = []
+
+
+def test_groups_lie_within_groups_and_a_command_leaves_fields_out() -> None:
+    app = typer.Typer(add_completion=False)
+    app.command()(nested_command)
+    WHOLE.clear()
+    arguments = ["--device", "cpu", "--gpu-memory", "1.5", "--host", "there"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert [Nested(EngineOptions(device="cpu", gpu_memory_gib=1.5), Place("there"))] == WHOLE
+    for wrong in (
+        ["--device", "tpu"],
+        ["--dtype", "float32"],
+        ["--gpu-memory", "0"],
+        ["--max-batch-tokens", "1"],
+    ):
+        assert CliRunner().invoke(app, wrong).exit_code == 2
+
+
+def test_help_says_what_the_engine_says_of_its_options() -> None:
+    app = typer.Typer(add_completion=False)
+    app.command()(nested_command)
+    text = " ".join(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "4000"}).output.split())
+    for name, option in OPTIONS.items():
+        is_offered = option.flag is not None and name != "dtype"
+        assert (option.help in text) == is_offered, name

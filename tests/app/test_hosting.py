@@ -10,8 +10,6 @@ import httpx
 import pytest
 
 from neo_desktop import Engine
-from neo_desktop.app.commands.model_options import ModelOptions
-from neo_desktop.app.engines.messages import LoadProgress
 from neo_desktop.app.service import EngineService, Generation, ServiceError, ServiceStoppedError
 from neo_desktop.app.shelf.hosting import (
     HostBusyError,
@@ -21,10 +19,13 @@ from neo_desktop.app.shelf.hosting import (
     NoModelError,
 )
 from neo_desktop.app.web.server import create_app
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.predict.cost_model import ZeroCostModel
+from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.request import FinishReason
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.setup import set_up
 
 from .fake_engine import FakeExecutor, make_engine
 
@@ -49,7 +50,7 @@ class FakeLoader:
     def __post_init__(self) -> None:
         self.open.set()
 
-    def __call__(self, name: str, progress: LoadProgress) -> EngineService:
+    def __call__(self, name: str, progress: Progress) -> EngineService:
         progress(0.5, "Loading weights")
         while not self.open.wait(0.01):
             progress(0.5, "Loading weights")
@@ -225,8 +226,8 @@ async def test_requests_for_a_model_that_does_not_come_back_are_told_why() -> No
 async def test_weights_and_caches_are_free_after_unloading() -> None:
     watched: list[weakref.ref[object]] = []
 
-    def load(name: str, progress: LoadProgress) -> EngineService:
-        setup = ModelOptions(shape="tiny", gpu_cache_tokens=256, cpu_cache_tokens=256, device="cpu").set_up()
+    def load(name: str, progress: Progress) -> EngineService:
+        setup = set_up(EngineOptions(shape="tiny", gpu_cache_tokens=256, cpu_cache_tokens=256, device="cpu"))
         weights, pools = setup.model.decoder, [setup.storage[place] for place in PLACES]
         watched.extend(map(weakref.ref, (weights.embedding, weights.final_norm, *pools)))
         engine = Engine.from_setup(setup, "neo", cost_model=ZeroCostModel())

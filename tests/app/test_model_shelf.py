@@ -13,14 +13,14 @@ import pytest
 from checkpoints import save_checkpoint
 from fastapi import FastAPI
 
-from neo_desktop.app.commands.model_options import ModelOptions
-from neo_desktop.app.engines.messages import LoadProgress
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue
 from neo_desktop.app.shelf.hosting import ModelHost
-from neo_desktop.app.shelf.model_loader import EngineSettings, ModelLoader
+from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.pull import PullError
 from neo_desktop.app.web.server import create_app
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.progress import Progress
 
 from .fake_engine import FakeExecutor, make_engine
 
@@ -32,12 +32,12 @@ class FakeLoader(ModelLoader):
     """Finds real models and loads the fake engine."""
 
     def __init__(self, catalogue: Catalogue) -> None:
-        super().__init__(catalogue, EngineSettings(ModelOptions(device="cpu")))
+        super().__init__(catalogue, EngineOptions(device="cpu"))
         self.open = threading.Event()
         self.open.set()
         self.loaded: list[str] = []
 
-    def __call__(self, name: str, progress: LoadProgress) -> EngineService:
+    def __call__(self, name: str, progress: Progress) -> EngineService:
         progress(0.5, "Loading weights")
         while not self.open.wait(0.01):
             progress(0.5, "Loading weights")
@@ -133,7 +133,7 @@ async def test_what_cannot_be_loaded_leaves_the_loaded_model_alone(
 async def test_a_download_is_told_and_can_be_stopped(
     loader: FakeLoader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(name: str, progress: LoadProgress, stopped: threading.Event) -> Path:
+    def slow(name: str, progress: Progress, stopped: threading.Event) -> Path:
         progress(0.25, "model.safetensors")
         assert stopped.wait(TIMEOUT_S)
         raise PullError("huggingface.co cannot be reached: check the connection")

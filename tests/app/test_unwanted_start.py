@@ -7,24 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from neo_desktop.app.engines.messages import LoadProgress
 from neo_desktop.app.engines.process import EngineProcess
 from neo_desktop.engine.doctor.safe_start import begin_start
 from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.progress import Progress
 
 
 class UnwantedError(Exception):
     """Raised by whoever watches."""
 
 
-def start_for_ever(progress: LoadProgress) -> Engine:
+def start_for_ever(progress: Progress) -> Engine:
     begin_start(torch.device("cpu"))
     progress(0.5, "the start has begun")
     while True:
         time.sleep(1)
 
 
-def start_and_crash(progress: LoadProgress) -> Engine:
+def start_and_crash(progress: Progress) -> Engine:
     begin_start(torch.device("cpu"))
     os.abort()
 

@@ -6,7 +6,7 @@ import torch
 from neo_desktop.app.bench import defaults
 from neo_desktop.app.bench.computer import Probe
 from neo_desktop.app.bench.defaults import default_model, suite_options
-from neo_desktop.app.commands.model_options import ModelOptions
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.hardware import HostMemory
 
 GIB = 1 << 30
@@ -61,7 +61,7 @@ def test_on_a_cpu_the_largest_model_that_is_quick_enough(
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_a_slice_is_for_every_suite_that_uses_the_gpu(quick: bool) -> None:
-    model = ModelOptions(device="cpu", gpu_slice=16)
+    model = EngineOptions(device="cpu", gpu_slice=16)
     options = suite_options(model, quick=quick, cpu_attention={}, throughput={}, load={})
     suites = (options, options.hardware, options.gpu, options.cost_model, options.throughput, options.load)
     assert [suite.gpu_slice for suite in suites] == [16] * 6

@@ -19,7 +19,7 @@ from neo_desktop.app.bench.load.url_target import UrlTarget
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.web.server import Server, claim_port, create_app
-from neo_desktop.engine.loading import BUILTIN
+from neo_desktop.engine.options import BUILTIN
 
 Use = Callable[[UrlTarget], Coroutine[None, None, list[RequestRecord]]]
 

@@ -12,13 +12,13 @@ import pytest
 from checkpoints import save_checkpoint
 from playwright.sync_api import Browser, Page, expect
 
-from neo_desktop.app.commands.model_options import ModelOptions
-from neo_desktop.app.engines.messages import LoadProgress
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue
 from neo_desktop.app.shelf.hosting import ModelHost
-from neo_desktop.app.shelf.model_loader import EngineSettings, ModelLoader
+from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.web.server import create_app
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.progress import Progress
 from neo_desktop.ui.page import mount
 
 from .conftest import free_port, serving
@@ -42,11 +42,11 @@ class HeldLoader(ModelLoader):
     """Loads for real, once `open` is set."""
 
     def __init__(self, catalogue: Catalogue, *, process: bool = False) -> None:
-        options = ModelOptions(device="cpu", gpu_cache_tokens=2048, cpu_cache_tokens=2048)
-        super().__init__(catalogue, EngineSettings(options, policy="gpu-only", process=process))
+        options = EngineOptions(device="cpu", gpu_cache_tokens=2048, cpu_cache_tokens=2048, policy="gpu-only")
+        super().__init__(catalogue, options, process=process)
         self.open = threading.Event()
 
-    def __call__(self, name: str, progress: LoadProgress) -> EngineService:
+    def __call__(self, name: str, progress: Progress) -> EngineService:
         while not self.open.wait(0.02):
             progress(0.25, "Loading weights")
         return super().__call__(name, progress)

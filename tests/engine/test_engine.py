@@ -364,7 +364,7 @@ def test_a_context_longer_than_the_caches_is_refused_not_waited_for(checkpoints:
         ({"device": "tpu"}, "device 'tpu'"),
         ({"dtype": "int3"}, "dtype 'int3'"),
         ({"policy": "magic"}, "policy 'magic'"),
-        ({"cpu_cache_dtype": "int4"}, "CPU-cache dtype 'int4'"),
+        ({"cpu_cache_dtype": "int4"}, "cpu_cache_dtype 'int4'"),
         ({"cpu_cache_dtype": "int8", "policy": "gpu-only"}, "with this policy there is none"),
         ({"gpu_cache_tokens": -1}, "gpu_cache_tokens"),
         ({"max_batch_requests": 0}, "max_batch_requests"),

@@ -12,10 +12,11 @@ from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
-from neo_desktop.engine.loading import LoadedModel, load
+from neo_desktop.engine.loading import LoadedModel
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import ZeroCostModel
-from neo_desktop.engine.profiling.budget import DEVICE_MARGIN_BYTES, FreeMemory, MemoryCaps, activation_bytes
+from neo_desktop.engine.profiling.budget import DEVICE_MARGIN_BYTES, FreeMemory, activation_bytes
 from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -128,15 +129,10 @@ def test_memory_is_divided_after_the_warm_up_and_before_kv_is_taken(
     monkeypatch.setattr(torch.cuda, "mem_get_info", free_now)
     decoder.device = torch.device("cuda")
     model = SimpleNamespace(decoder=decoder, config=decoder.config, streams=WholeDevice(CPU))
-    taken = setup.take_memory(
-        cast("LoadedModel", model),
-        places=(Place.DEVICE,),
-        cache_tokens=dict.fromkeys(PLACES),
-        caps=MemoryCaps(),
-        max_batch_tokens=2048,
-    )
+    options = EngineOptions(policy="gpu-only", max_batch_tokens=2048)
+    taken = setup.take_memory(cast("LoadedModel", model), options)
     assert order == ["warm up", "measure", "KV"]
-    limits = SchedulerLimits(2048, setup.MAX_BATCH_REQUESTS)
+    limits = SchedulerLimits(2048, options.max_batch_requests)
     reckoned = activation_bytes(decoder.config, limits, torch.float32)
     room = 3_000_000_000 - max(reckoned, 5_000_000) - DEVICE_MARGIN_BYTES
     most = limits.max_batch_requests * decoder.config.max_context_tokens
@@ -150,15 +146,16 @@ def test_memory_is_divided_after_the_warm_up_and_before_kv_is_taken(
 def test_on_a_gpu_no_more_memory_is_taken_than_was_promised() -> None:
     device = torch.device("cuda")
     TorchGauge(device).begin()
-    model = load("builtin", device="cuda", dtype="auto", shape="tiny")
-    taken = setup.take_memory(
-        model,
-        places=BOTH,
-        cache_tokens={Place.DEVICE: 4096, Place.HOST: 4096},
-        caps=MemoryCaps(),
+    options = EngineOptions(
+        device="cuda",
+        shape="tiny",
+        policy="neo",
+        gpu_cache_tokens=4096,
+        cpu_cache_tokens=4096,
         max_batch_tokens=256,
         max_batch_requests=16,
     )
+    taken = setup.set_up(options)
     reserved, free = torch.cuda.memory_reserved(), FreeMemory.now(device).gpu_bytes
     assert free is not None
     torch.cuda.reset_peak_memory_stats()
@@ -170,6 +167,9 @@ def test_on_a_gpu_no_more_memory_is_taken_than_was_promised() -> None:
         while engine.has_work:
             engine.step()
             least_free = min(least_free, FreeMemory.now(device).gpu_bytes or 0)
-        promised = activation_bytes(model.config, taken.limits, model.decoder.dtype) + DEVICE_MARGIN_BYTES
+        promised = (
+            activation_bytes(taken.model.config, taken.limits, taken.model.decoder.dtype)
+            + DEVICE_MARGIN_BYTES
+        )
         assert torch.cuda.max_memory_reserved() - reserved <= promised
         assert free - least_free <= promised

@@ -7,11 +7,11 @@ import pytest
 from imitated_device import needs_imitated_gpu
 from tiny_engine import PARAMS, PROMPTS, DyingAtFirst, engine, tokens_of
 
-from neo_desktop.app.engines.messages import LoadProgress
 from neo_desktop.app.engines.process import EngineProcess
 from neo_desktop.app.service import EngineRestartingError, EngineService
 from neo_desktop.app.shelf import restarts
 from neo_desktop.app.shelf.hosting import ModelHost
+from neo_desktop.engine.progress import Progress
 
 pytestmark = needs_imitated_gpu
 TIMEOUT_S = 240
@@ -34,7 +34,7 @@ def test_an_engine_whose_gpu_dies_is_started_again_and_answers(
     monkeypatch.setattr(restarts, "PAUSES_S", (0.0, 0.0, 0.0))
     make = DyingAtFirst(policy, operation, tmp_path / "loads")
 
-    def load(name: str, progress: LoadProgress) -> EngineService:
+    def load(name: str, progress: Progress) -> EngineService:
         return EngineService(EngineProcess.load(make, progress))
 
     async def meet_it() -> list[tuple[int, ...]]:

@@ -11,8 +11,7 @@ from pipeline_case import tiny_model
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.loading import LoadedModel
-from neo_desktop.engine.placement import PLACES, get_policy
-from neo_desktop.engine.profiling.budget import MemoryCaps
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.setup import take_memory
 from neo_desktop.models.tokenizer import ByteTokenizer
 
@@ -26,15 +25,14 @@ def make_engine(policy: str, device: str = "cuda") -> Engine:
     decoder = tiny_model((None, 5), device=device)
     decoder.config = replace(decoder.config, max_context_tokens=256)  # fewer kernels to warm up
     loaded = LoadedModel("tiny", decoder.config, decoder, ByteTokenizer(), WholeDevice(decoder.device))
-    setup = take_memory(
-        loaded,
-        places=get_policy(policy).places,
-        cache_tokens=dict.fromkeys(PLACES, 256),
-        caps=MemoryCaps(),
+    options = EngineOptions(
+        policy=policy,
+        gpu_cache_tokens=256,
+        cpu_cache_tokens=256,
         max_batch_tokens=64,
         max_batch_requests=4,
     )
-    return Engine.from_setup(setup, policy)
+    return Engine.from_setup(take_memory(loaded, options), policy)
 
 
 @contextmanager

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from neo_desktop.app.commands.model_options import ModelOptions
+from neo_desktop.engine.options import EngineOptions
 
 
 @dataclass(frozen=True, slots=True)
-class GpuOptions(ModelOptions):
+class GpuOptions(EngineOptions):
     """The defaults are a thorough run.
 
     Raises ValueError for sizes and times that make no sense.
@@ -19,6 +19,7 @@ class GpuOptions(ModelOptions):
     seed: int = 0  # of the prompts
 
     def __post_init__(self) -> None:
+        EngineOptions.__post_init__(self)
         if not self.batches or list(self.batches) != sorted(set(self.batches)) or self.batches[0] < 1:
             raise ValueError(f"batches must be rising numbers from 1 on, got {self.batches}")
         for name, value in (("context_tokens", self.context_tokens), ("iterations", self.iterations)):

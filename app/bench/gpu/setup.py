@@ -1,18 +1,20 @@
 """The model, and as much memory for KV as the batches need."""
 
+from dataclasses import replace
+
 from neo_desktop.app.bench.gpu.options import GpuOptions
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
-from neo_desktop.engine.loading import LoadedModel
+from neo_desktop.engine.loading import LoadedModel, load
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE
-from neo_desktop.engine.setup import MAX_BATCH_REQUESTS, Setup, take_memory
+from neo_desktop.engine.setup import Setup, take_memory
 
 _RUN_TOKENS = BLOCKS_PER_RUN * BLOCK_SIZE  # blocks are handed out in runs where there is room
 
 
 def load_model(options: GpuOptions) -> LoadedModel:
     """Load it; ValueError where prompts and outputs do not fit into its context."""
-    model = options.load()
+    model = load(options)
     longest, most = options.longest_tokens, model.config.max_context_tokens
     if longest > most:
         raise ValueError(
@@ -54,13 +56,15 @@ def fitting_batches(setup: Setup, options: GpuOptions) -> tuple[tuple[int, ...],
 
 
 def _take(model: LoadedModel, options: GpuOptions, tokens: int | None) -> Setup:
-    return take_memory(
-        model,
-        places=(Place.DEVICE,),
-        cache_tokens={Place.DEVICE: tokens, Place.HOST: None},
-        caps=options.caps,
-        max_batch_requests=max(MAX_BATCH_REQUESTS, options.batches[-1]),
+    alone = replace(
+        options,
+        policy="gpu-only",
+        gpu_cache_tokens=tokens,
+        cpu_cache_tokens=None,
+        cpu_cache_dtype="auto",
+        max_batch_requests=max(options.max_batch_requests, options.batches[-1]),
     )
+    return take_memory(model, alone)
 
 
 def _request_tokens(options: GpuOptions) -> int:

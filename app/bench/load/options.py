@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from neo_desktop.app.commands.model_options import ModelOptions
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import get_policy
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOptions(ModelOptions):
+class LoadOptions(EngineOptions):
     """Settings; with `url` a running server is measured and no engine is loaded.
 
     A run takes about `seconds` and a drain per rate, repeat and policy, and as much as two more of them per
@@ -39,6 +39,7 @@ class LoadOptions(ModelOptions):
     url_model: str | None = None  # None: the first that the server lists
 
     def __post_init__(self) -> None:
+        EngineOptions.__post_init__(self)
         for name, least in (("input_tokens", 1), ("output_tokens", 1), ("repeats", 1), ("warm_up", 0)):
             _check_at_least(name, getattr(self, name), least)
         if self.num_requests is not None:

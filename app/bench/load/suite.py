@@ -21,8 +21,8 @@ from neo_desktop.app.bench.load.workload import Workload, poisson
 from neo_desktop.app.bench.section import Progress
 from neo_desktop.app.bench.spread import number
 from neo_desktop.engine.engine import Engine
-from neo_desktop.engine.loading import LoadedModel, choose_device
-from neo_desktop.engine.placement import get_policy
+from neo_desktop.engine.loading import LoadedModel, choose_device, load
+from neo_desktop.engine.setup import take_memory
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 from neo_desktop.engine.stats import EngineStats
 
@@ -45,7 +45,7 @@ def run_load(options: LoadOptions, progress: Progress) -> Iterator[LoadReport]:
     workload = Workload(options)
     names = ("server",) if options.url is not None else policies(options)
     progress(0.0, "connecting" if options.url is not None else "loading the model")
-    model = None if options.url is not None else options.load()
+    model = None if options.url is not None else load(options)
     done: tuple[LoadCurve, ...] = ()
     with asyncio.Runner() as runner:
         for index, name in enumerate(names):
@@ -95,11 +95,11 @@ def policies(options: LoadOptions) -> tuple[str, ...]:
 def _make_engine(options: LoadOptions, model: LoadedModel, policy: str, progress: Progress) -> Engine:
     """Take the memory that the policy uses; the engine before this one is gone, and counts as free."""
     give_back_memory()
-    setup = options.take_memory(model, get_policy(policy).places)
+    setup = take_memory(model, replace(options, policy=policy))
     return Engine.from_setup(
         setup,
         policy,
-        profile_progress=lambda _, what: progress(0.0, f"measuring this computer: {what}"),
+        progress=lambda _, what: progress(0.0, f"measuring this computer: {what}"),
     )
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from neo_desktop.app.bench.throughput.llama_cpp.library import check_installed
-from neo_desktop.app.commands.model_options import ModelOptions
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import get_policy
 
 # Tokens in and out of a synthetic request, unless they are given. On a GPU as in summaries, the case that NEO
@@ -13,7 +13,7 @@ LENGTHS = {"cuda": (400, 50), "cpu": (100, 30)}
 
 
 @dataclass(frozen=True, slots=True)
-class ThroughputOptions(ModelOptions):
+class ThroughputOptions(EngineOptions):
     """Model, requests and policies.
 
     Raises ValueError for a policy that does not exist, for numbers that make no sense and for a missing
@@ -31,6 +31,7 @@ class ThroughputOptions(ModelOptions):
     llama_cpp: bool = False  # also measure llama.cpp with the same weights
 
     def __post_init__(self) -> None:
+        EngineOptions.__post_init__(self)
         for name in ("input_tokens", "output_tokens", "num_requests", "repeats"):
             value = getattr(self, name)
             if value is not None and value < 1:

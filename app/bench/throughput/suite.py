@@ -18,12 +18,12 @@ from neo_desktop.app.bench.throughput.report import BASELINE, PolicyResult, Thro
 from neo_desktop.app.bench.throughput.workload import Workload, fitting, lengths
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
-from neo_desktop.engine.loading import choose_device
+from neo_desktop.engine.loading import choose_device, load
 from neo_desktop.engine.placement import PLACES, Place, get_policy
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.profiling.profiler import profile
-from neo_desktop.engine.setup import Setup
+from neo_desktop.engine.setup import Setup, take_memory
 from neo_desktop.engine.simulation.bound import Bound
 
 _PROFILE_SHARE = 0.15  # of the suite's progress
@@ -78,12 +78,12 @@ def _run_policies(
     """Let the policies take turns; then hand the model to the baseline, before it goes."""
     requests = lengths(options, choose_device(options.device).type)
     progress(0.0, "loading the model")
-    model = options.load()
+    model = load(options)
     if baseline is not None:
         baseline.check(model.config, model.decoder.dtype)
     names, notes = _policies(options, model.decoder.device.type == "cuda")
     places = {place for name in names for place in get_policy(name).places}
-    setup = options.take_memory(model, [place for place in PLACES if place in places])
+    setup = take_memory(model, options, [place for place in PLACES if place in places])
 
     def profiled(share: float, what: str) -> None:
         progress(_PROFILE_SHARE * share, f"tables: {what}")

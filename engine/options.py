@@ -1,0 +1,169 @@
+"""What an engine is made from: each option, its default and what people are told of it, once.
+
+The command line, the Python API, the self-test and the profiler read these same fields. Nothing heavy is
+imported here: `neo-desktop --help` must not wait for torch.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, TypedDict, get_type_hints
+
+BUILTIN = "builtin"  # the model that comes with the program
+MAX_BATCH_REQUESTS = 256
+MAX_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # a chunk of prefill must not hold decodes up for long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What is said of an option, and what it may be."""
+
+    help: str
+    flag: str | None = None  # on the command line; None: there is none
+    metavar: str | None = None
+    least: float | None = None
+    choices: tuple[str, ...] = ()
+    panel: str = "Engine"  # of `--help`
+
+    def check(self, name: str, value: object) -> None:
+        """Check a value that was given.
+
+        Raises:
+            ValueError: it is none of the choices, or too small.
+        """
+        if self.choices and value not in self.choices:
+            raise ValueError(f"{name} {value!r} is unknown; choose one of: {', '.join(self.choices)}")
+        if self.least is not None and isinstance(value, int | float) and not value >= self.least:
+            raise ValueError(f"{name} must be at least {self.least:g}, got {value:g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Which model, where it runs, and how much of the computer it may take.
+
+    Raises ValueError for a value that does not exist or is out of range.
+    """
+
+    model: Annotated[
+        str | Path, Option(help="Folder of a Hugging Face checkpoint, or 'builtin'.", panel="Model")
+    ] = BUILTIN
+    shape: Annotated[
+        str | None,
+        Option(
+            flag="--shape",
+            help="Random weights in a published shape, e.g. llama-2-7b: to measure without a checkpoint.",
+            panel="Model",
+        ),
+    ] = None
+    policy: Annotated[
+        str,
+        Option(
+            flag="--policy",
+            choices=("auto", "neo", "fastdecode", "gpu-only"),
+            help="Where requests may live: in GPU memory (gpu-only), in host memory (fastdecode), in both "
+            "(neo); auto does what is predicted to be fastest.",
+        ),
+    ] = "auto"
+    device: Annotated[
+        str,
+        Option(flag="--device", choices=("auto", "cpu", "cuda"), help="Where the linear layers run."),
+    ] = "auto"
+    dtype: Annotated[
+        str,
+        Option(
+            flag="--dtype",
+            choices=("auto", "float32", "float16", "bfloat16"),
+            help="Number format of weights and KV.",
+        ),
+    ] = "auto"
+    gpu_cache_tokens: Annotated[
+        int | None,
+        Option(
+            flag="--gpu-cache-tokens", least=0, help="Size of the GPU-cache in tokens; default: what fits."
+        ),
+    ] = None
+    cpu_cache_tokens: Annotated[
+        int | None,
+        Option(
+            flag="--cpu-cache-tokens", least=0, help="Size of the CPU-cache in tokens; default: what fits."
+        ),
+    ] = None
+    gpu_memory_gib: Annotated[
+        float | None,
+        Option(
+            flag="--gpu-memory",
+            metavar="GIB",
+            least=0.001,
+            help="The most GPU memory to take: weights, activations, KV and a reserve; without a GPU, KV of "
+            "the imitated GPU-cache. Default: what is free.",
+        ),
+    ] = None
+    gpu_slice: Annotated[
+        int | None,
+        Option(
+            flag="--gpu-slice",
+            metavar="SMS",
+            least=1,
+            help="Use only so many of the GPU's multiprocessors, so that a big card can stand for a small "
+            "one, together with --gpu-memory. Default: all.",
+        ),
+    ] = None
+    cpu_memory_gib: Annotated[
+        float | None,
+        Option(
+            flag="--cpu-memory",
+            metavar="GIB",
+            least=0.001,
+            help="The most host memory to take for KV and transfers. Default: half of what is available.",
+        ),
+    ] = None
+    cpu_cache_dtype: Annotated[
+        str,
+        Option(
+            flag="--cpu-cache-dtype",
+            choices=("auto", "int8"),
+            help="Number format of KV in the CPU-cache: the model's own (auto), or 8 bits (int8): nearly "
+            "twice the tokens of 16 bits in the same memory; answers may then differ slightly.",
+        ),
+    ] = "auto"
+    trace_timeline: Annotated[
+        Path | None,
+        Option(
+            flag="--trace-timeline",
+            metavar="FILE",
+            help="Write who was busy when in every iteration, in Chrome's trace format (see it in Perfetto).",
+        ),
+    ] = None
+    max_batch_tokens: Annotated[
+        int | None, Option(least=1, help="Tokens of an iteration at most. Default: what suits the device.")
+    ] = None
+    max_batch_requests: Annotated[
+        int, Option(least=1, help="Requests that run at the same time at most.")
+    ] = MAX_BATCH_REQUESTS
+
+    def __post_init__(self) -> None:
+        for name, option in OPTIONS.items():
+            option.check(name, getattr(self, name))
+
+
+OPTIONS: dict[str, Option] = {
+    name: annotation.__metadata__[0]
+    for name, annotation in get_type_hints(EngineOptions, include_extras=True).items()
+}
+
+
+class EngineKeywords(TypedDict, total=False):
+    """The fields of `EngineOptions` as keywords of a function, for type checkers; a test compares them."""
+
+    shape: str | None
+    policy: str
+    device: str
+    dtype: str
+    gpu_cache_tokens: int | None
+    cpu_cache_tokens: int | None
+    gpu_memory_gib: float | None
+    gpu_slice: int | None
+    cpu_memory_gib: float | None
+    cpu_cache_dtype: str
+    trace_timeline: Path | None
+    max_batch_tokens: int | None
+    max_batch_requests: int
