@@ -37,11 +37,22 @@ class Linear:
     bias: Tensor | None = None  # [out]
     form: Form = Form.PLAIN
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The product `[n, out]` with `x` `[n, in]`, of the weight's dtype."""
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether products lie in the memory that was given for them."""
+        return self.form is Form.PLAIN
+
+    def multiply(self, x: Tensor, out: Tensor) -> Tensor:
+        """Return the product `[n, out]` with `x` `[n, in]`, of the weight's dtype.
+
+        Args:
+            out: room for it, not of x. It is used where `writes_in_place`.
+        """
         count = len(x)
         if self.form is Form.PLAIN or (self.form is Form.SMALL and count == 1):
-            return linear(x, self.weight, self.bias)
+            if self.bias is None:
+                return torch.mm(x, self.weight.t(), out=out)
+            return torch.addmm(self.bias, x, self.weight.t(), out=out)
         missing = padded_rows(count) - count
         if missing == 0:
             return _onednn_linear(x, self.weight, self.bias)

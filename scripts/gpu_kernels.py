@@ -19,7 +19,7 @@ from neo_desktop.engine.kernels.in_triton.paged_decode import paged_decode
 from neo_desktop.engine.kernels.in_triton.rope_append import rope_append
 from neo_desktop.engine.kernels.in_triton.row_copy import read_rows, write_rows
 from neo_desktop.engine.kernels.splits import num_splits
-from neo_desktop.models.layers import gated_silu, rms_norm, rotary, rotate
+from neo_desktop.models import operators
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, BLOCK_SIZE = 32, 8, 128, 4096, 14336, 16
 EPS = 1e-5
@@ -89,14 +89,15 @@ def rope_case(dtype: torch.dtype, device: torch.device, tokens: int) -> Case:
     qkv = torch.randn(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=dtype, device=device)
     qk_norm = torch.rand(HEADS + KV_HEADS, HEAD_DIM, device=device).to(dtype)
     frequencies = 500_000.0 ** -(torch.arange(HEAD_DIM // 2, device=device) / (HEAD_DIM // 2))
-    rotation = rotary(torch.randint(8192, (tokens,), device=device), frequencies, 1.0)
+    cos, sin = torch.empty(2, tokens, 1, HEAD_DIM, device=device)
+    operators.rotation(torch.randint(8192, (tokens,), device=device), frequencies, 1.0, cos, sin)
     slots = torch.randperm(tokens, device=device)
     slots[::4] = -1
     cache_shape = (tokens // BLOCK_SIZE, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
     k_cache, v_cache = (torch.zeros(cache_shape, dtype=dtype, device=device) for _ in range(2))
 
     heads = qkv.clone()
-    heads[:, :-KV_HEADS] = rotate(rms_norm(heads[:, :-KV_HEADS], qk_norm, EPS), rotation)
+    operators.rope(heads.view(tokens, -1), cos, sin, KV_HEADS, qk_norm, EPS)
     is_stored = slots >= 0
     expected_caches = [torch.zeros_like(cache) for cache in (k_cache, v_cache)]
     for cache, rows in zip(expected_caches, heads[:, HEADS:].split(KV_HEADS, dim=1), strict=True):
@@ -106,35 +107,36 @@ def rope_case(dtype: torch.dtype, device: torch.device, tokens: int) -> Case:
     written_bytes = (rotated + stored) * HEAD_DIM * dtype.itemsize
     return Case(
         f"rotation and store of {tokens} tokens",
-        lambda: rope_append(row, rotation.cos, rotation.sin, slots, k_cache, v_cache, qk_norm, EPS),
+        lambda: rope_append(row, cos, sin, slots, k_cache, v_cache, qk_norm, EPS),
         (row, k_cache, v_cache),
         (heads.flatten(1), *expected_caches),
-        row.nbytes + written_bytes + rotation.cos.nbytes,  # half of cos, half of sin
+        row.nbytes + written_bytes + cos.nbytes,  # half of cos, half of sin
     )
 
 
 def norm_case(dtype: torch.dtype, device: torch.device, tokens: int) -> Case:
     x, residual = (torch.randn(tokens, HIDDEN, dtype=dtype, device=device) for _ in range(2))
     weight = torch.rand(HIDDEN, device=device).to(dtype)
-    out = torch.empty_like(x)
-    total = x + residual
+    out, expected, total = (torch.empty_like(x) for _ in range(3))
+    operators.add_rms_norm(x, total.copy_(residual), weight, EPS, expected)
     return Case(
         f"addition and norm of {tokens} tokens",
         lambda: add_rms_norm(x, residual, weight, EPS, out),
         (residual, out),
-        (total, rms_norm(total, weight, EPS)),
+        (total, expected),
         4 * x.nbytes,
     )
 
 
 def silu_case(dtype: torch.dtype, device: torch.device, tokens: int) -> Case:
     gate_up = torch.randn(tokens, 2 * INTERMEDIATE, dtype=dtype, device=device)
-    out = torch.empty(tokens, INTERMEDIATE, dtype=dtype, device=device)
+    out, expected = torch.empty(2, tokens, INTERMEDIATE, dtype=dtype, device=device)
+    operators.silu_mul(gate_up.clone(), expected)
     return Case(
         f"gated SiLU of {tokens} tokens",
         lambda: silu_mul(gate_up, out),
         (out,),
-        (gated_silu(gate_up),),
+        (expected,),
         gate_up.nbytes + out.nbytes,
     )
 

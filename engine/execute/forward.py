@@ -19,7 +19,7 @@ from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv.transfer import Carrier, HostBuffer
 from neo_desktop.engine.placement import Place
-from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.stages import Scratch, Stages, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,12 @@ class HandOff:
 
 @dataclass(slots=True)
 class _Attention:
-    """One layer's attention of a sub-batch, under way; k and v are [tokens, kv_heads, head_dim]."""
+    """One layer's attention of a sub-batch, under way, for its state."""
 
     layer: int
     q: Tensor  # [tokens, heads, head_dim]
     k: Tensor
-    v: Tensor
-    out: Tensor  # as q
+    v: Tensor  # likewise [tokens, kv_heads, head_dim]
     on_cpu: Signal | None = None  # the end of the CPU's part, if there is one
 
 
@@ -52,6 +51,7 @@ class ForwardPass:
 
     Args:
         index: of the sub-batch.
+        scratch: of the device, for at least as many tokens.
         hand_off: buffers that nobody uses.
         carrier: of the swap lane.
     """
@@ -60,7 +60,8 @@ class ForwardPass:
         self,
         index: int,
         sub_batch: SubBatch,
-        model: Decoder,
+        stages: Stages,
+        scratch: Scratch,
         storage: KVStorage,
         lanes: Lanes,
         hand_off: HandOff,
@@ -68,7 +69,8 @@ class ForwardPass:
     ) -> None:
         self._index = index
         self._num_tokens = sub_batch.num_tokens
-        self._model = model
+        self._stages = stages
+        model, config = stages.decoder, stages.config
         self._lanes = lanes
         self._carrier = carrier
         self.cpu_attention_ns = 0
@@ -91,12 +93,15 @@ class ForwardPass:
         self._last_rows = upload(last_rows, torch.int64, model.device)
         token_ids = [token_id for s in sequences for token_id in s.token_ids]
         positions = [position for s in sequences for position in range(s.start, s.context_len)]
-        self._hidden = model.embed(upload(token_ids, torch.int64, model.device))
-        self._rotation = model.rotary(upload(positions, torch.int64, model.device))
+        self._state = State.empty(config, self._num_tokens, model.dtype, model.device, scratch)
+        stages.embed(
+            upload(token_ids, torch.int64, model.device),
+            upload(positions, torch.int64, model.device),
+            self._state,
+        )
         self._attention: _Attention | None = None  # of the layer reached
         self._stored: list[Signal] = []  # by layer, where there are prompts in host memory
 
-        config = model.config
         shape = (self._num_cpu_decodes, config.num_heads + 2 * config.num_kv_heads, config.head_dim)
         self._inputs = hand_off.inputs.view(shape, model.dtype)
         shape = (self._num_cpu_decodes, config.num_heads, config.head_dim)
@@ -136,24 +141,29 @@ class ForwardPass:
         self._attention = attention
 
     def finish(self) -> Tensor:
-        """Return the last hidden states [rows, hidden], of each sequence `num_last_rows`, in order."""
-        rows = self._last_rows
-        attention = self._collect()
-        if attention is None:
-            return self._hidden[rows]
-        with self._lanes.device.span(self._stage("linear", attention.layer + 1, len(rows))):
-            return self._model.post_attention(attention.layer, self._hidden[rows], attention.out[rows])
+        """Return the final hidden states [rows, hidden], normed; of a sequence `num_last_rows`, in order."""
+        stages, state, rows = self._stages, self._state, self._last_rows
+        self._collect()
+        num_layers = stages.config.num_layers
+        with self._lanes.device.span(self._stage("linear", num_layers, len(rows))):
+            model = stages.decoder
+            room = State.empty(stages.config, len(rows), model.dtype, model.device, state.scratch)
+            last = state.select(rows, room)
+            stages.post_attention(num_layers - 1, last)
+            normed = torch.empty_like(last.residual)
+            stages.final_norm(last, normed)
+            return normed
 
     def _linear(self, layer: int) -> _Attention:
         """Compute the linear stages between two layers' attention."""
-        model, before = self._model, self._collect()
+        stages, state, before = self._stages, self._state, self._collect()
         with self._lanes.device.span(self._stage("linear", layer, self._num_tokens)):
             if before is not None:
-                self._hidden = model.post_attention(before.layer, self._hidden, before.out)
-            q, k, v = model.pre_attention(layer, self._hidden, self._rotation)
-            # Made here, not later: then nothing that is still to run before the hand-off's signal can be
-            # using this memory when the CPU's part arrives in it.
-            return _Attention(layer, q, k, v, torch.empty(q.shape, dtype=q.dtype, device=q.device))
+                stages.post_attention(before.layer, state)
+            if self._host_prefills:  # their KV of layers before may still be on its way
+                state.qkv = torch.empty_like(state.qkv)
+            stages.pre_attention(layer, state)
+            return _Attention(layer, *stages.heads(state))
 
     def _hand_off(
         self, attention: _Attention, host: PlaceBatch, window: int | None, copied: Sequence[Signal]
@@ -185,8 +195,8 @@ class ForwardPass:
 
     def _attend_on_device(self, attention: _Attention, window: int | None, copied: Sequence[Signal]) -> None:
         layer, device = attention.layer, self._lanes.device
-        q, k, v, out = attention.q, attention.k, attention.v, attention.out
-        scale = self._model.config.attention_scale
+        q, k, v, out = attention.q, attention.k, attention.v, self._state.attention
+        scale = self._stages.config.attention_scale
         fetched = self._fetched[layer % 2]
         device.wait(*copied, *(() if fetched is None else (fetched,)))
         with device.span(self._stage("attention", layer, self._num_tokens - self._num_cpu_decodes)):
@@ -203,7 +213,7 @@ class ForwardPass:
         if attention is not None and attention.on_cpu is not None and host is not None:
             arrived = self._lanes.to_device.submit(
                 self._stage("o", attention.layer, host.num_decodes),
-                partial(attention.out[host.decode_rows].copy_, self._outputs, non_blocking=True),
+                partial(self._state.attention[host.decode_rows].copy_, self._outputs, non_blocking=True),
                 (attention.on_cpu,),
             )
             self._lanes.device.wait(arrived)
@@ -216,7 +226,7 @@ class ForwardPass:
 
     def _attend_on_cpu(self, layer: int, host: PlaceBatch, window: int | None) -> None:
         started_ns = time.perf_counter_ns()
-        config = self._model.config
+        config = self._stages.config
         k_head, v_head = config.num_heads, config.num_heads + config.num_kv_heads
         q, k, v = self._inputs[:, :k_head], self._inputs[:, k_head:v_head], self._inputs[:, v_head:]
         host.attend_decodes(layer, q, k, v, self._outputs, config.attention_scale, window)
@@ -234,7 +244,7 @@ class ForwardPass:
 
     def _earlier_buffers(self) -> list[list[Rows | None]]:
         """Make room on the device for one layer of what precedes each chunk in host memory, by group."""
-        model, config = self._model, self._model.config
+        model, config = self._stages.decoder, self._stages.config
 
         def room(tokens: int) -> Rows | None:
             shape = (2, tokens, config.num_kv_heads, config.head_dim)

@@ -63,6 +63,7 @@ from neo_desktop.engine.kv.transfer import Carrier, HostBuffer
 from neo_desktop.engine.sampler import start_sampling
 from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Patience
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.stages import Scratch, Stages
 
 T = TypeVar("T")
 
@@ -92,6 +93,7 @@ class PipelineExecutor(Executor):
         patience: Patience = DEFAULT_PATIENCE,
     ) -> None:
         self._model = model
+        self._stages = Stages(model)
         self._storage = storage
         self._timeline = timeline
         self._streams = streams or WholeDevice(model.device)
@@ -179,8 +181,12 @@ class PipelineExecutor(Executor):
         model, lanes = self._model, self._lanes
         self._watch = self._patience.watch(plan.predicted_ms)
         lanes.begin(self._watch)
+        most_tokens = max(sub_batch.num_tokens for sub_batch in plan.sub_batches)
+        scratch = Scratch.empty(model.config, most_tokens, model.dtype, model.device)
         passes = [
-            ForwardPass(index, sub_batch, model, self._storage, lanes, hand_off, self._carrier)
+            ForwardPass(
+                index, sub_batch, self._stages, scratch, self._storage, lanes, hand_off, self._carrier
+            )
             for index, (sub_batch, hand_off) in enumerate(
                 zip(plan.sub_batches, self._hand_offs, strict=False)
             )
@@ -210,7 +216,9 @@ class PipelineExecutor(Executor):
             pooled, last = self._start_pooling(last, plan)
         if sampling:
             with lanes.device.span(Stage("sample", num_layers, NO_SUB_BATCH, len(sampling))):
-                tokens = start_sampling(model.logits(last), [item for _, item in sampling])
+                room = last.new_empty(len(last), model.config.vocab_size)
+                logits = self._stages.logits(last, room).float()
+                tokens = start_sampling(logits, [item for _, item in sampling])
 
         def wait() -> IterationResult:
             lanes.join()
@@ -229,7 +237,7 @@ class PipelineExecutor(Executor):
     def _start_pooling(
         self, last: Tensor, plan: IterationPlan
     ) -> tuple[Callable[[], Mapping[str, FloatArray]], Tensor]:
-        """Start to sum the hidden states that are asked for; `last` is [rows, hidden] of all sequences.
+        """Start to sum the hidden states that are asked for; `last` is [rows, hidden] of all, normed.
 
         Returns:
             What waits for the sums, and the rows that are to be sampled.
@@ -243,7 +251,7 @@ class PipelineExecutor(Executor):
             end = first + num_last_rows(sequence)
             if sequence.num_pooled:
                 names.append(sequence.request_id)
-                sums.append(self._model.final_states(last[first:end]).float().sum(dim=0))
+                sums.append(last[first:end].float().sum(dim=0))
             else:
                 sampled += range(first, end)
             first = end

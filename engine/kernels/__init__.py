@@ -4,7 +4,8 @@
     splits         into how many parts decode attention cuts contexts
     occupancy      how many programs of a kernel a multiprocessor holds at once
     in_triton      Triton kernels
-    in_torch       the same by torch's operators, for any card, and where Triton or its compiler is missing
+    in_torch       decode attention by torch's operators, for any card, and where Triton or its compiler is
+                   missing; what serves there for the other kernels is `models.operators`
 
     toolchain      whether Triton's can be compiled here
 

@@ -1,4 +1,4 @@
-"""The kernels as others call them: by Triton or by torch, as the ladder says.
+"""The kernels as others call them: by Triton or by torch, as the ladder says. The module is `Operators`, too.
 
 A Triton kernel that cannot be compiled or launched is given up for torch's operators, with a line in the log,
 and the call is served. What had been launched would have given the same.
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.errors import is_lost, is_out_of_memory
-from neo_desktop.engine.kernels.in_torch.paged_decode import num_pieces
+from neo_desktop.engine.kernels import in_torch
+from neo_desktop.engine.kernels.in_torch import num_pieces
 from neo_desktop.engine.kernels.occupancy import PROGRAMS_ELSEWHERE, usual_programs
 from neo_desktop.engine.ladder import ladder
+from neo_desktop.models import operators
 
 MAX_PIECES_IN_GRAPH = 16  # of decode attention by torch, in each layer
 
@@ -52,7 +54,7 @@ def paged_decode(
     """
     _serve(
         "paged_decode",
-        "paged_decode",
+        in_torch.paged_decode,
         q,
         k_cache,
         v_cache,
@@ -80,11 +82,16 @@ def programs_per_sm(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
     found: int | None = None
     if ladder.rung("paged_decode") == "triton":
         try:
-            found = _function("in_triton", "paged_decode", "programs_per_sm")(q, k_cache, v_cache)
+            found = _in_triton("paged_decode", "programs_per_sm")(q, k_cache, v_cache)
         except Exception as error:
             _give_up("paged_decode", error)
     major, minor = torch.cuda.get_device_capability(q.device)
     return found or usual_programs(10 * major + minor)
+
+
+def rope(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, qk_norm: Tensor | None, eps: float) -> None:
+    """See `models.operators.rope`; there is no kernel for it, since on a GPU all rows have slots."""
+    operators.rope(qkv, cos, sin, kv_heads, qk_norm, eps)
 
 
 def rope_append(
@@ -97,66 +104,28 @@ def rope_append(
     qk_norm: Tensor | None,
     eps: float,
 ) -> None:
-    """Normalise (if asked) and rotate queries and keys of `qkv` in place; store keys and values in the cache.
-
-    Computes in fp32 and rounds to the dtype where the decoder does: the normalised head, its product with the
-    weights, and the rotated head.
-
-    Args:
-        qkv: [tokens, (heads + 2 * kv_heads) * head_dim], queries, keys, values; each token contiguous.
-        cos: [tokens, 1, head_dim] fp32, contiguous; sin likewise, its first half negated. See
-            `models.layers.Rotary`.
-        slots: [tokens] int32 or int64: block * block_size + offset; negative: stored nowhere. Such are the
-            padding of a batch and tokens whose KV lives in host memory. The others are all different.
-        k_cache: [num_blocks, block_size, kv_heads, head_dim], of qkv's dtype; v_cache likewise, with the same
-            strides. Any will do with which the dimensions of a head are contiguous.
-        qk_norm: [heads + kv_heads, head_dim], contiguous: the weights of an RMSNorm of each head, before the
-            rotation; None: there is no norm.
-        eps: of the RMSNorm.
-    """
-    _serve("rope_append", "rope_append", qkv, cos, sin, slots, k_cache, v_cache, qk_norm, eps)
+    """See `models.operators.rope_append`."""
+    _serve("rope_append", operators.rope_append, qkv, cos, sin, slots, k_cache, v_cache, qk_norm, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """Add `x` to `residual` in place, and put the RMSNorm of the sum into `out`.
-
-    Computes in fp32 and rounds to the dtype where the decoder does: the sum, the normalised sum, and its
-    product with the weights. The mean square is that of the rounded sum.
-
-    Args:
-        x: [tokens, hidden], contiguous; residual and out likewise. out may be x.
-        weight: [hidden]
-        eps: of the RMSNorm.
-    """
-    _serve("norm", "add_rms_norm", x, residual, weight, eps, out)
+    """See `models.operators.add_rms_norm`."""
+    _serve("norm", operators.add_rms_norm, x, residual, weight, eps, out)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """Put `silu(gate) * up` into `out`.
-
-    Computes in fp32 and rounds to the dtype where the decoder does: silu(gate), and its product with up.
-
-    Args:
-        gate_up: [tokens, 2 * intermediate], gates, then ups; contiguous.
-        out: [tokens, intermediate], contiguous.
-    """
-    _serve("activation", "silu_mul", gate_up, out)
+    """See `models.operators.silu_mul`."""
+    _serve("activation", operators.silu_mul, gate_up, out)
 
 
 def write_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Copy rows into slots of the caches.
-
-    Args:
-        k: [tokens, kv_heads, head_dim], each token contiguous; v likewise. Their tokens may be strided.
-        k_cache: [num_blocks, block_size, kv_heads, head_dim], contiguous; v_cache likewise.
-        slots: [tokens] int64, all different: block * block_size + offset; negative: the row is not copied.
-    """
-    _serve("row_copy", "write_rows", k, v, k_cache, v_cache, slots)
+    """See `models.operators.write_rows`; here the caches are contiguous, and slots int64."""
+    _serve("row_copy", operators.write_rows, k, v, k_cache, v_cache, slots)
 
 
 def read_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Copy slots of the caches to `k` and `v`; arguments as of `write_rows`, where slots may be equal."""
-    _serve("row_copy", "read_rows", k, v, k_cache, v_cache, slots)
+    """See `models.operators.read_rows`."""
+    _serve("row_copy", operators.read_rows, k, v, k_cache, v_cache, slots)
 
 
 def fits_graph(requests: int, kv_heads: int, head_dim: int, max_tokens: int) -> bool:
@@ -173,19 +142,19 @@ def fits_graph(requests: int, kv_heads: int, head_dim: int, max_tokens: int) -> 
     return num_pieces(requests, kv_heads, head_dim, max_tokens) <= MAX_PIECES_IN_GRAPH
 
 
-def _serve(mechanism: str, function: str, *arguments: object) -> None:
-    """Call a function of the module that is called like the mechanism, in the package of its rung.
+def _serve(mechanism: str, in_torch: Callable[..., None], *arguments: object) -> None:
+    """Call a kernel of the mechanism: Triton's is called like torch's, in a module called like the mechanism.
 
     Raises:
         RuntimeError: the GPU failed, or has no memory left.
     """
     if ladder.rung(mechanism) == "triton":
         try:
-            _function("in_triton", mechanism, function)(*arguments)
+            _in_triton(mechanism, in_torch.__name__)(*arguments)
             return
         except Exception as error:  # compilers, linkers and drivers: each fails in ways of its own
             _give_up(mechanism, error)
-    _function("in_torch", mechanism, function)(*arguments)
+    in_torch(*arguments)
 
 
 def _give_up(mechanism: str, error: Exception) -> None:
@@ -196,8 +165,8 @@ def _give_up(mechanism: str, error: Exception) -> None:
 
 
 @cache
-def _function(package: str, module: str, name: str) -> Callable[..., Any]:
-    found: Callable[..., Any] = getattr(import_module(f"{__package__}.{package}.{module}"), name)
+def _in_triton(module: str, name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(import_module(f"{__package__}.in_triton.{module}"), name)
     return found
 
 

@@ -5,31 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from neo_desktop.engine.execute.graphs.bucket import Bucket, Most, Rows
-from neo_desktop.engine.execute.graphs.layers import FusedLayers
-from neo_desktop.engine.execute.graphs.workspace import SubBatchMemory, Workspace
 from neo_desktop.engine.execute.timeline import timed_event
-from neo_desktop.models.decoder import Decoder
-
-
-def fused_linear(decoder: Decoder, tokens: int) -> tuple[Callable[[int], object], SubBatchMemory]:
-    """Return the linear stages of a layer, by its number, for so many decodes, and what they work in.
-
-    KV is stored nowhere.
-    """
-    workspace = Workspace(decoder.config, decoder.dtype, decoder.device, Most(tokens, 1), num_programs=1)
-    layers = FusedLayers(decoder, workspace.scratch)
-    (memory,) = workspace.sub_batches(Bucket((Rows(tokens, 0),), 1))
-    memory.inputs.slots.fill_(-1)
-    layers.embed(memory)
-    config = decoder.config
-    cache = memory.x.new_empty(1, 1, config.num_kv_heads, config.head_dim)
-
-    def call(layer: int) -> None:
-        layers.pre_attention(layer, memory, cache, cache)
-        layers.post_attention(layer, memory)
-
-    return call, memory
 
 
 def launch_ms(device: torch.device, stream: torch.cuda.Stream) -> float:

@@ -21,6 +21,7 @@ from neo_desktop.engine.execute.graphs.bucket import MAX_ROWS
 from neo_desktop.engine.execute.graphs.streams import CudaRunner, Lane
 from neo_desktop.engine.execute.timeline import timed_event
 from neo_desktop.engine.int_array import IntArray
+from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
@@ -28,13 +29,15 @@ from neo_desktop.engine.kv.transfer import Carrier, HostBuffer
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import BLOCK_SIZE
-from neo_desktop.engine.profiling.captured import fused_linear, graph_ms, launch_ms
+from neo_desktop.engine.profiling.captured import graph_ms, launch_ms
 from neo_desktop.engine.profiling.graph_hand_off import GraphHandOff
 from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
 from neo_desktop.engine.sampler import sample
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.operators import Store
+from neo_desktop.models.stages import Scratch, Stages, State
 
 LAYERS_AT_ONCE = 4  # on a GPU: what runs ahead of the GPU hides the launch of the first kernel
 MIN_ROWS = 32  # a grid has at least two points along each axis, whatever the limits
@@ -120,6 +123,7 @@ class StageTimer:
         self, decoder: Decoder, storage: KVStorage, limits: SchedulerLimits, streams: Streams | None = None
     ) -> None:
         self._decoder = decoder
+        self._stages = Stages(decoder)
         self._streams = streams or WholeDevice(decoder.device)
         self._config = decoder.config
         self.is_cuda = decoder.device.type == "cuda"
@@ -186,8 +190,7 @@ class StageTimer:
         device = self._decoder.device
         start = time.perf_counter()
         tensor = torch.tensor([0] * 8, dtype=torch.int64, device=device)
-        self._decoder.embed(tensor)
-        self._decoder.rotary(tensor)
+        self._stages.embed(tensor, tensor, self._state(8))
         if self.is_cuda:
             torch.cuda.synchronize(device)
         return (time.perf_counter() - start) * 1e3
@@ -209,7 +212,7 @@ class StageTimer:
     def _prepare(self, point: Point, turn: int) -> Callable[[int], object]:
         """Return what is to be timed; it takes the number of the layer, counted from that of this turn."""
         makers: dict[Stage, Callable[[], Callable[[int], object]]] = {
-            Stage.LINEAR: lambda: self._linear(point.x, turn),
+            Stage.LINEAR: lambda: self._linear(self._stages, point.x, turn, None),
             Stage.HEAD: lambda: self._head(point.x),
             Stage.HAND_OFF: lambda: self._hand_off(point.x),
             Stage.TRANSFER: lambda: self._transfer(point.x, turn),
@@ -223,33 +226,52 @@ class StageTimer:
         }
         return makers[point.stage]()
 
-    def _linear(self, tokens: int, turn: int) -> Callable[[int], object]:
-        decoder, num_layers = self._decoder, self._config.num_layers
-        hidden, attention_out = self._hidden[:tokens], self._q[:tokens]
-        rotation = decoder.rotary(torch.arange(tokens, device=decoder.device))
+    def _linear(self, stages: Stages, tokens: int, turn: int, store: Store | None) -> Callable[[int], object]:
+        state = self._state(tokens)
+        positions = torch.arange(tokens, device=self._decoder.device)
+        stages.embed(torch.zeros_like(positions), positions, state)
+        state.residual.copy_(self._hidden[:tokens])
+        state.attention.copy_(self._q[:tokens])
 
         def call(step: int) -> None:
-            layer = (turn * LAYERS_AT_ONCE + step) % num_layers
-            decoder.pre_attention(layer, hidden, rotation)
-            decoder.post_attention(layer, hidden, attention_out)
+            layer = (turn * LAYERS_AT_ONCE + step) % self._config.num_layers
+            stages.pre_attention(layer, state, store)
+            stages.post_attention(layer, state)
 
         return call
 
     def _fused_linear(self, tokens: int, turn: int) -> Callable[[int], object]:
-        fused, _ = fused_linear(self._decoder, tokens)
-        num_layers = self._config.num_layers
-        return lambda step: fused((turn * LAYERS_AT_ONCE + step) % num_layers)
+        """As in a graph of decodes; KV is stored nowhere."""
+        slots = torch.full((tokens,), -1, dtype=torch.int32, device=self._decoder.device)
+        cache = self._q.new_empty(1, 1, self._config.num_kv_heads, self._config.head_dim)
+        return self._linear(Stages(self._decoder, dispatch), tokens, turn, Store(slots, cache, cache))
+
+    def _state(self, tokens: int) -> State:
+        of = self._config, tokens, self._decoder.dtype, self._decoder.device
+        return State.empty(*of, Scratch.empty(*of))
 
     def _greedy_head(self, rows: int) -> Callable[[int], object]:
-        hidden = self._hidden[:rows]
-        return lambda _: self._decoder.logits(hidden).max(dim=-1)
+        logits = self._logits(rows)
+        return lambda _: logits().max(dim=-1)
+
+    def _logits(self, rows: int) -> Callable[[], Tensor]:
+        state = self._state(rows)
+        state.residual.copy_(self._hidden[:rows])
+        state.x.zero_()
+        normed, room = state.scratch.normed, state.x.new_empty(rows, self._config.vocab_size)
+
+        def compute() -> Tensor:
+            self._stages.final_norm(state, normed)
+            return self._stages.logits(normed, room).float()
+
+        return compute
 
     def _head(self, rows: int) -> Callable[[int], object]:
         params = SamplingParams(temperature=0.0)
         no_tokens = IntArray().view()
         inputs = [SamplingInput(params, 0, 0, row, no_tokens, no_tokens) for row in range(rows)]
-        index = torch.arange(rows, device=self._decoder.device)
-        return lambda _: sample(self._decoder.logits(self._hidden[index]), inputs)
+        logits = self._logits(rows)
+        return lambda _: sample(logits(), inputs)
 
     def _hand_off(self, requests: int) -> Callable[[int], object]:
         q, k, v = self._q[:requests], self._k[:requests], self._v[:requests]

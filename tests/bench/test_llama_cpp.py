@@ -12,10 +12,10 @@ from typing import Any
 import fake_llama_cpp
 import pytest
 import torch
+from dense_model import logits_of_all
 from matplotlib.figure import Figure
 from suites import ignore, last, shown
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from neo_desktop.app.bench.throughput import ThroughputOptions, run_throughput
 from neo_desktop.app.bench.throughput.llama_cpp import baseline as baseline_module
@@ -356,18 +356,6 @@ def test_an_interrupted_run_ends_the_process(fake_process: Path, monkeypatch: py
     assert [process.poll() is not None for process in processes] == [True]
 
 
-def logits_of(decoder: Decoder, tokens: list[int]) -> Tensor:
-    """Scores after each token, [n, vocab], without any KV cache."""
-    config = decoder.config
-    hidden = decoder.embed(torch.tensor(tokens))
-    rotation = decoder.rotary(torch.arange(len(tokens)))
-    for layer in range(config.num_layers):
-        q, k, v = (each.transpose(0, 1) for each in decoder.pre_attention(layer, hidden, rotation))
-        out = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
-        hidden = decoder.post_attention(layer, hidden, out.transpose(0, 1))
-    return decoder.logits(hidden)
-
-
 class ExactContext(Context):
     """Without flash attention, which rounds to 16 bits on the CPU even where KV has 32."""
 
@@ -386,7 +374,7 @@ def test_llama_cpp_computes_the_same_model(name: str, tmp_path: Path) -> None:
     context = ExactContext(load_library(), tmp_path / "model.gguf", options)
     generator = torch.Generator().manual_seed(1)
     first, second = torch.randint(0, 257, (2, 120), generator=generator).tolist()
-    of_first, of_second = logits_of(decoder, first), logits_of(decoder, second)
+    of_first, of_second = (logits_of_all(decoder, torch.tensor(tokens)) for tokens in (first, second))
 
     def check(pieces: list[Piece], expected: list[Tensor]) -> None:
         found = torch.from_numpy(context.step(pieces))

@@ -26,6 +26,7 @@ from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.profiling import warm_up
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.stages import Stages
 
 GPU = torch.device("cuda", 1)
 
@@ -207,8 +208,8 @@ def streams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordedStreams:
     recorded = RecordedStreams()
     monkeypatch.setattr(loading, "open_streams", lambda *_: recorded)
     for owner, name in (
-        *((Decoder, each) for each in ("__init__", "prepare", "embed", "rotary", "logits")),
-        *((Decoder, each) for each in ("pre_attention", "post_attention")),
+        *((Decoder, each) for each in ("__init__", "prepare")),
+        *((Stages, each) for each in ("embed", "pre_attention", "post_attention", "logits")),
         (KVPool, "__init__"),
     ):
         method = getattr(owner, name)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.engine import Completion
-from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.stages import Stages
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
@@ -49,17 +49,17 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Engine]:
 def decode_logits(folder: Path, cpu_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     """Logits after contexts that lie in the CPU-cache, all but the last token, which is computed anew."""
     batch = prompts([17, 33, 65, 129, 257, 401, 481, 497])
-    compute, seen = Decoder.logits, []
+    compute, seen = Stages.logits, []
 
-    def recording(self: Decoder, hidden: Tensor) -> Tensor:
-        seen.append(compute(self, hidden))
+    def recording(self: Stages, normed: Tensor, out: Tensor) -> Tensor:
+        seen.append(compute(self, normed, out).clone())
         return seen[-1]
 
     with Engine.from_pretrained(
         folder, device="cpu", policy="fastdecode", cpu_cache_tokens=4000, cpu_cache_dtype=cpu_cache_dtype
     ) as engine:
         engine.generate(batch, ONE_TOKEN)
-        monkeypatch.setattr(Decoder, "logits", recording)
+        monkeypatch.setattr(Stages, "logits", recording)
         for prompt in batch:
             (again,) = engine.generate([prompt], ONE_TOKEN)
             assert again.num_cached_tokens == len(prompt) - 1

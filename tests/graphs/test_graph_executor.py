@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -35,13 +35,12 @@ from neo_desktop.engine.execute.graphs import program
 from neo_desktop.engine.execute.graphs.bucket import Bucket, Most
 from neo_desktop.engine.execute.graphs.executor import GraphExecutor
 from neo_desktop.engine.execute.graphs.streams import Lane, Program
-from neo_desktop.engine.execute.graphs.workspace import Scratch, Workspace
+from neo_desktop.engine.execute.graphs.workspace import Workspace
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.grammar import GrammarCompiler, from_regex
 from neo_desktop.engine.int_array import IntArray
-from neo_desktop.engine.kernels import dispatch
-from neo_desktop.engine.kernels.in_torch import paged_decode as in_torch
+from neo_desktop.engine.kernels import dispatch, in_torch
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -750,8 +749,9 @@ def test_the_memory_of_a_workspace_is_known_beforehand() -> None:
             for name, value in vars(workspace).items()
             if isinstance(value, torch.Tensor) and name not in ("_staged", "tokens")  # in host memory
         ]
-        tensors += [getattr(workspace.scratch, name) for name in Scratch.__slots__]
-        tensors += [tensor for part in workspace._sub_batches for tensor in part.values()]
+        for part in (workspace._states[0].scratch, *workspace._states):
+            values = (getattr(part, field.name) for field in fields(part))
+            tensors += [value for value in values if isinstance(value, torch.Tensor)]
         taken = sum(tensor.nbytes for tensor in tensors)
         assert taken == pytest.approx(most.device_bytes(config, torch.float16), rel=0.1)
 

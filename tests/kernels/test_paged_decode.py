@@ -12,8 +12,8 @@ from ladder_rungs import Rungs, kernels_on
 from paged_case import PagedCase, make_case
 from torch import Tensor
 
+from neo_desktop.engine.kernels import in_torch
 from neo_desktop.engine.kernels.dispatch import paged_decode
-from neo_desktop.engine.kernels.in_torch import paged_decode as in_torch
 from neo_desktop.engine.kernels.in_triton import paged_decode as in_triton
 from neo_desktop.engine.kernels.splits import MAX_SPLITS, MIN_SPLIT_TOKENS, num_splits
 

@@ -1,23 +1,14 @@
-"""Rotating and storing in one kernel does what the decoder and the cache do in several steps."""
+"""Rotating and storing in one kernel does what the models' operators do in several steps."""
 
 import pytest
 import torch
-from torch import Tensor
 
 from neo_desktop.engine.kernels.dispatch import rope_append
-from neo_desktop.models.layers import rms_norm, rotary, rotate
+from neo_desktop.models.operators import rope, rotation
 
 pytestmark = pytest.mark.usefixtures("kernel_rung")
 HEADS, KV_HEADS, BLOCK_SIZE, EPS = 6, 3, 16, 1e-6
 SLOTS = torch.tensor([5, -1, 47, 16, -1, 15])  # -1: stored nowhere
-
-
-def expected_heads(qkv: Tensor, positions: Tensor, frequencies: Tensor, qk_norm: Tensor | None) -> Tensor:
-    """Queries, keys and values `[tokens, heads + 2 * kv_heads, head_dim]` as the decoder makes them."""
-    query_key, value = qkv[:, :-KV_HEADS], qkv[:, -KV_HEADS:]
-    if qk_norm is not None:
-        query_key = rms_norm(query_key, qk_norm, EPS)
-    return torch.cat((rotate(query_key, rotary(positions, frequencies, 1.2)), value), dim=1)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
@@ -30,8 +21,10 @@ def test_equals_the_decoder(head_dim: int, normed: bool, dtype: torch.dtype, dev
     qk_norm = torch.rand(HEADS + KV_HEADS, head_dim).to(dtype) if normed else None
     positions = torch.tensor([0, 1, 7, 900, 30_000, 131_071])
     frequencies = 10_000.0 ** -(torch.arange(head_dim // 2) / (head_dim // 2))
-    expected = expected_heads(qkv, positions, frequencies, qk_norm)
-    rotation = rotary(positions, frequencies, 1.2)
+    cos, sin = torch.empty(2, tokens, 1, head_dim)
+    rotation(positions, frequencies, 1.2, cos, sin)
+    expected = qkv.clone()
+    rope(expected.view(tokens, -1), cos, sin, KV_HEADS, qk_norm, EPS)
     row = qkv.flatten(1).to(device, copy=True)
     # The tokens of a head lie together, to see that strides are respected.
     shape = (3, KV_HEADS, BLOCK_SIZE, head_dim)
@@ -41,8 +34,8 @@ def test_equals_the_decoder(head_dim: int, normed: bool, dtype: torch.dtype, dev
 
     rope_append(
         row,
-        rotation.cos.to(device),
-        rotation.sin.to(device),
+        cos.to(device),
+        sin.to(device),
         SLOTS.to(device),
         k_cache,
         v_cache,

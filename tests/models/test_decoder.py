@@ -4,15 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from dense_model import logits_of_all
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.layers import rotary, rotate
 from neo_desktop.models.registry import load_model, random_model
-from neo_desktop.models.rope import RopeConfig
 from neo_desktop.models.shapes import shape
+from neo_desktop.models.stages import Scratch, Stages, State
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 80
@@ -81,22 +79,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def logits_of_all(decoder: Decoder, token_ids: Tensor) -> Tensor:
-    """Run one sequence `[n]` with plain dense attention; returns `[n, vocab]`."""
-    positions = torch.arange(len(token_ids))
-    hidden, rotation = decoder.embed(token_ids), decoder.rotary(positions)
-    for layer, window in enumerate(decoder.config.layer_windows):
-        qkv = decoder.pre_attention(layer, hidden, rotation)
-        distance = positions[:, None] - positions
-        visible = (distance >= 0) & (distance < (window or len(token_ids)))
-        attended = scaled_dot_product_attention(
-            *(heads.transpose(0, 1) for heads in qkv),
-            attn_mask=visible,
-            scale=decoder.config.attention_scale,
-            enable_gqa=True,
-        )
-        hidden = decoder.post_attention(layer, hidden, attended.transpose(0, 1))
-    return decoder.logits(hidden)
+def state_of(stages: Stages, token_ids: Tensor, positions: Tensor) -> State:
+    """Ready for the first layer."""
+    of = stages.config, len(token_ids), stages.decoder.dtype, CPU
+    state = State.empty(*of, Scratch.empty(*of))
+    stages.embed(token_ids, positions, state)
+    return state
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -138,26 +126,53 @@ def test_tokens_of_a_sub_batch_do_not_influence_each_other():
     decoder = random_model(shape("tiny"), dtype=torch.float32, device=CPU)
     token_ids = torch.randint(0, 257, (9,), generator=torch.Generator().manual_seed(2))
     positions = torch.tensor([5, 0, 4000, 1, 2, 3, 77, 8, 9])
-    whole = decoder.pre_attention(0, decoder.embed(token_ids), decoder.rotary(positions))
+    stages = Stages(decoder)
+    whole = state_of(stages, token_ids, positions)
+    stages.pre_attention(0, whole)
     for row in range(9):
         one = slice(row, row + 1)
-        alone = decoder.pre_attention(0, decoder.embed(token_ids[one]), decoder.rotary(positions[one]))
-        for heads_alone, heads_whole in zip(alone, whole, strict=True):
+        alone = state_of(stages, token_ids[one], positions[one])
+        stages.pre_attention(0, alone)
+        for heads_alone, heads_whole in zip(stages.heads(alone), stages.heads(whole), strict=True):
             torch.testing.assert_close(heads_alone, heads_whole[one], rtol=0, atol=1e-6)
 
 
-def test_rotation_keeps_lengths_and_depends_on_distance_only():
-    frequencies = RopeConfig(theta=10_000.0).inverse_frequencies(64)
-    generator = torch.Generator().manual_seed(3)
-    query, key = torch.randn(2, 1, 5, 64, generator=generator)
+def test_states_of_more_rows_and_selections_of_rows_give_the_same():
+    """What an executor does: one state for all iterations, and of prompts only the last rows at the end."""
+    stages = Stages(random_model(shape("tiny"), dtype=torch.float32, device=CPU))
+    config = stages.config
+    token_ids, positions = torch.arange(7), torch.arange(20, 27)
+    expected = state_of(stages, token_ids, positions)
+    attention = torch.randn(expected.attention.shape, generator=torch.Generator().manual_seed(4))
+    large = State.empty(config, 9, torch.float32, CPU, Scratch.empty(config, 9, torch.float32, CPU))
+    for tensor in (large.residual, large.x, large.qkv, large.attention, large.cos, large.sin):
+        tensor.fill_(torch.nan)
+    found = large.first(7)
+    stages.embed(token_ids.int(), positions.int(), found)
+    for state in (expected, found):
+        stages.pre_attention(0, state)
+        state.attention.copy_(attention)
+    rows = torch.tensor([6, 2])
+    selected = found.select(rows, state_of(stages, token_ids, positions))
+    normed = [torch.empty_like(state.residual) for state in (expected, found, selected)]
+    for state, out in zip((expected, found, selected), normed, strict=True):
+        stages.post_attention(0, state)
+        stages.final_norm(state, out)
+    for out, at in ((normed[1], slice(None)), (normed[2], rows)):
+        torch.testing.assert_close(out, normed[0][at], rtol=1e-5, atol=1e-5)
 
-    def score(query_position: int, key_position: int) -> Tensor:
-        rotations = [rotary(torch.tensor([at]), frequencies, 1.0) for at in (query_position, key_position)]
-        return (rotate(query, rotations[0]) * rotate(key, rotations[1])).sum(-1)
 
-    torch.testing.assert_close(score(900, 880), score(20, 0), rtol=0, atol=1e-3)
-    torch.testing.assert_close(score(33, 33), (query * key).sum(-1), rtol=0, atol=1e-4)
-    assert (score(900, 880) - score(900, 881)).abs().max() > 0.1
+def test_products_are_written_in_place_if_all_forms_do():
+    model = random_model(shape("tiny"), dtype=torch.float16, device=CPU)
+    stages = Stages(model)
+    assert stages.writes_in_place
+    state = state_of(stages, torch.arange(3), torch.arange(3))
+    given = state.x, state.qkv
+    stages.pre_attention(0, state)
+    state.attention.zero_()
+    stages.post_attention(0, state)
+    assert state.x is given[0]
+    assert state.qkv is given[1]
 
 
 def test_random_models_are_the_same_for_the_same_seed():
@@ -172,6 +187,8 @@ def test_random_models_are_the_same_for_the_same_seed():
 
 
 def test_each_token_has_contiguous_heads():
-    decoder = random_model(shape("tiny"), dtype=torch.float32, device=CPU)
-    for heads in decoder.pre_attention(0, decoder.embed(torch.arange(6)), decoder.rotary(torch.arange(6))):
+    stages = Stages(random_model(shape("tiny"), dtype=torch.float32, device=CPU))
+    state = state_of(stages, torch.arange(6), torch.arange(6))
+    stages.pre_attention(0, state)
+    for heads in stages.heads(state):
         assert heads.stride()[1:] == (16, 1)

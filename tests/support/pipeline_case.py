@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from dense_model import logits_of_all
 from kv_pools import spoiled
 from torch import Tensor
 from torch_layer import TorchLayer
@@ -87,20 +88,7 @@ def sampling_input(position: int) -> SamplingInput:
 @torch.inference_mode()
 def reference_logprobs(model: Decoder, token_ids: list[int]) -> Tensor:
     """Log-probabilities of what follows, without a KV cache, a batch or a kernel."""
-    config = model.config
-    hidden = model.embed(torch.tensor(token_ids, device=model.device))
-    positions = torch.arange(len(token_ids), device=model.device)
-    rotation = model.rotary(positions)
-    distance = positions.unsqueeze(1) - positions.unsqueeze(0)
-    for layer, window in enumerate(config.layer_windows):
-        q, k, v = model.pre_attention(layer, hidden, rotation)
-        k, v = (x.repeat_interleave(config.num_heads // config.num_kv_heads, dim=1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()) * config.attention_scale
-        unseen = (distance < 0) | (distance >= (window or len(token_ids)))
-        weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
-        out = torch.einsum("hqk,khd->qhd", weights, v.double()).to(hidden.dtype)
-        hidden = model.post_attention(layer, hidden, out)
-    return model.logits(hidden[-1:])[0].log_softmax(-1)
+    return logits_of_all(model, torch.tensor(token_ids))[-1].log_softmax(-1)
 
 
 @dataclass

@@ -35,12 +35,12 @@ from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.execute.attention import padded_block_tables
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.graphs.bucket import MIN_BLOCKS, Bucket, Most, Rows
-from neo_desktop.engine.execute.graphs.layers import FusedLayers
 from neo_desktop.engine.execute.graphs.program import DecodeProgram
 from neo_desktop.engine.execute.graphs.streams import Runner
 from neo_desktop.engine.execute.graphs.workspace import SubBatchMemory, Workspace
 from neo_desktop.engine.execute.pipeline import PipelineExecutor, result_of
 from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kernels.dispatch import fits_graph, programs_per_sm
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
@@ -49,6 +49,7 @@ from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampler import NO_TOKEN, is_plain, start_sampling
 from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Patience
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.stages import Stages
 from neo_desktop.native.relay import Relay, RelayBatch, RelayStalledError
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class GraphExecutor(Executor):
             q = k_caches.new_empty(1, model.config.num_heads, model.config.head_dim)
             num_programs = num_sms * programs_per_sm(q, k_caches[0], v_caches[0])
             self._workspace = Workspace(model.config, model.dtype, model.device, most, num_programs)
-        self._layers = FusedLayers(model, self._workspace.scratch)
+        self._stages = Stages(model, dispatch)
         host = storage.get(Place.HOST)
         self._block_size = storage.block_size
         self._relay = _relay(model, host) if host and ladder.rung("graphs") == "host-flags" else None
@@ -286,7 +287,7 @@ class GraphExecutor(Executor):
         """Return a bucket's program; each is made once, since its views of the workspace take a while."""
         if bucket not in self._programs:
             self._programs[bucket] = DecodeProgram(
-                bucket, self._model.config, self._layers, self._workspace, self._caches, self._block_size
+                bucket, self._model.config, self._stages, self._workspace, self._caches, self._block_size
             )
         return self._programs[bucket]
 

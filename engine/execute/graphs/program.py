@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.execute.graphs.bucket import Bucket
-from neo_desktop.engine.execute.graphs.layers import FusedLayers
 from neo_desktop.engine.execute.graphs.streams import Lane, Mark, Recorder
 from neo_desktop.engine.execute.graphs.workspace import SubBatchMemory, Workspace
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.kernels.dispatch import paged_decode
 from neo_desktop.engine.sampler import NO_TOKEN
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.operators import Store
+from neo_desktop.models.stages import Stages
 from neo_desktop.native.relay import DONE, READY
 
 
@@ -38,14 +39,14 @@ class DecodeProgram:
         self,
         bucket: Bucket,
         config: ModelConfig,
-        layers: FusedLayers,
+        stages: Stages,
         workspace: Workspace,
         caches: tuple[Tensor, Tensor],
         block_size: int,
     ) -> None:
         self.bucket = bucket
         self._config = config
-        self._layers = layers
+        self._stages = stages
         self._workspace = workspace
         self._block_size = block_size
         self._k_caches, self._v_caches = caches
@@ -112,7 +113,7 @@ class DecodeProgram:
         if asked is None:
             return ()
         recorder.wait_for_flag(Lane.TO_DEVICE, hand_over.flags[DONE, layer, :1], asked)
-        output = memory.attention[rows.device :]
+        output = memory.state.attention[rows.device :]
         return (
             recorder.run(
                 Lane.TO_DEVICE,
@@ -124,41 +125,43 @@ class DecodeProgram:
     # What the lanes run.
 
     def _linear(self, layer: int, memory: SubBatchMemory) -> None:
+        inputs, state = memory.inputs, memory.state
         if layer == 0:
-            self._layers.embed(memory)
+            self._stages.embed(inputs.token_ids, inputs.positions, state)
         else:
-            self._layers.post_attention(layer - 1, memory)
-        self._layers.pre_attention(layer, memory, self._k_caches[layer], self._v_caches[layer])
+            self._stages.post_attention(layer - 1, state)
+        store = Store(inputs.slots, self._k_caches[layer], self._v_caches[layer])
+        self._stages.pre_attention(layer, state, store)
 
     def _send(self, memory: SubBatchMemory) -> None:
-        rows = memory.qkv[memory.rows.device :]
+        rows = memory.state.qkv[memory.rows.device :]
         memory.hand_over.qkv.copy_(rows.view(memory.hand_over.qkv.shape), non_blocking=True)
 
     def _attend(self, layer: int, window: int | None, memory: SubBatchMemory) -> None:
         config, count = self._config, memory.rows.device
         max_tokens = self.bucket.max_blocks * self._block_size
-        heads = memory.qkv.view(memory.rows.count, -1, config.head_dim)
+        q, _, _ = self._stages.heads(memory.state)
         paged_decode(
-            heads[:count, : config.num_heads],
+            q[:count],
             self._k_caches[layer],
             self._v_caches[layer],
             memory.inputs.block_tables,
             memory.inputs.context_lens,
-            memory.attention[:count],
+            memory.state.attention[:count],
             *self._workspace.partials(count, min(max_tokens, window or max_tokens)),
             config.attention_scale,
             window,
         )
 
     def _finish(self, memory: SubBatchMemory, first_row: int) -> None:
-        self._layers.post_attention(self._config.num_layers - 1, memory)
+        self._stages.post_attention(self._config.num_layers - 1, memory.state)
         last_hidden = self._workspace.last_hidden[first_row : first_row + memory.rows.count]
-        self._layers.final_norm(memory, last_hidden)
+        self._stages.final_norm(memory.state, last_hidden)
 
     def _choose(self, rows: int) -> None:
         """Greedily, for all rows; whoever samples in another way reads the logits."""
         logits = self._workspace.logits[:rows]
-        self._layers.logits(self._workspace.last_hidden[:rows], logits)
+        self._stages.logits(self._workspace.last_hidden[:rows], logits)
         largest, tokens = logits.max(dim=-1)
         tokens = torch.where(largest.isfinite(), tokens, NO_TOKEN)
         self._workspace.tokens[:rows].copy_(tokens, non_blocking=True)

@@ -11,6 +11,7 @@ from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.graphs.bucket import Bucket, Most, Rows
 from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.stages import Scratch, State
 from neo_desktop.native.relay import empty_flags
 
 
@@ -45,24 +46,8 @@ class SubBatchMemory:
     rows: Rows
     inputs: Inputs  # on the device
     staged: Inputs  # in host memory, to be filled in
-    cos: Tensor  # [rows, 1, head_dim] float32; see `models.layers.Rotary`
-    sin: Tensor
-    residual: Tensor  # [rows, hidden]
-    x: Tensor  # [rows, hidden], what is to be added to it
-    qkv: Tensor  # [rows, (heads + 2 * kv_heads) * head_dim]
-    attention: Tensor  # [rows, heads, head_dim]
+    state: State
     hand_over: HandOver
-
-
-@dataclass(frozen=True, slots=True)
-class Scratch:
-    """Memory of single stages, which the device carries out one after the other."""
-
-    normed: Tensor  # [rows of a sub-batch, hidden]
-    gate_up: Tensor  # [rows of a sub-batch, 2 * intermediate]
-    gated: Tensor  # [rows of a sub-batch, intermediate]
-    partial_out: Tensor  # [elements] float32, see `paged_decode`
-    partial_lse: Tensor
 
 
 class Workspace:
@@ -95,17 +80,10 @@ class Workspace:
         num_ints = 2 * max_rows * (4 + max_blocks)
         self._ints = room(num_ints, of=torch.int32)
         self._staged = shared(lambda pin: torch.zeros(num_ints, dtype=torch.int32, pin_memory=pin))
-        self._sub_batches = [
-            {
-                "cos": room(max_rows, 1, config.head_dim, of=torch.float32),
-                "sin": room(max_rows, 1, config.head_dim, of=torch.float32),
-                "residual": room(max_rows, config.hidden_size),
-                "x": room(max_rows, config.hidden_size),
-                "qkv": room(max_rows, config.qkv_rows),
-                "attention": room(max_rows, config.num_heads, config.head_dim),
-            }
-            for _ in range(2)
-        ]
+        scratch = Scratch.empty(config, max_rows, dtype, device)
+        self._states = [State.empty(config, max_rows, dtype, device, scratch) for _ in range(2)]
+        for state in self._states:
+            state.attention.zero_()  # of rows of which nobody attends, something finite
         heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._hand_overs = [
             HandOver(
@@ -121,13 +99,8 @@ class Workspace:
         ]
         # Where contexts are cut at all, parts are at most as many as keep the GPU busy (see `num_splits`).
         parts = heads * (num_programs // kv_heads)
-        self.scratch = Scratch(
-            normed=room(max_rows, config.hidden_size),
-            gate_up=room(max_rows, 2 * config.intermediate_size),
-            gated=room(max_rows, config.intermediate_size),
-            partial_out=room(parts * head_dim, of=torch.float32),
-            partial_lse=room(parts, of=torch.float32),
-        )
+        self._partial_out = room(parts * head_dim, of=torch.float32)
+        self._partial_lse = room(parts, of=torch.float32)
         # Of all rows, those of sub-batch 0 first.
         self.last_hidden = room(2 * max_rows, config.hidden_size)  # normalised
         self.logits = room(2 * max_rows, config.vocab_size)
@@ -154,7 +127,7 @@ class Workspace:
                     hand_over=HandOver(
                         hand_over.qkv[: rows.host], hand_over.out[: rows.host], hand_over.flags
                     ),
-                    **{name: tensor[: rows.count] for name, tensor in self._sub_batches[index].items()},
+                    state=self._states[index].first(rows.count),
                 )
             )
         return tuple(memories)
@@ -176,8 +149,8 @@ class Workspace:
         shape = (rows if splits > 1 else 0, config.num_heads, splits)
         parts = math.prod(shape)
         return (
-            self.scratch.partial_out[: parts * config.head_dim].view(*shape, config.head_dim),
-            self.scratch.partial_lse[:parts].view(shape),
+            self._partial_out[: parts * config.head_dim].view(*shape, config.head_dim),
+            self._partial_lse[:parts].view(shape),
         )
 
 

@@ -1,4 +1,4 @@
-"""Decode attention over a paged KV cache, piece by piece with a running softmax.
+"""Decode attention over a paged KV cache by torch, piece by piece with a running softmax.
 
 A piece is the same number of tokens of every request, copied out of the cache in fp32:
 

@@ -1,0 +1,176 @@
+"""A layer's arithmetic between its matrix products, by torch's operators.
+
+`engine.kernels.dispatch` offers the same functions as single kernels; both modules are `Operators`. They
+compute in float32 and round to the dtype where the models were rounded in training, so that 16-bit logits
+agree with the reference. Nothing is read back and no shape depends on numbers: CUDA graphs can hold them.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+
+class Store(NamedTuple):
+    """Where a layer's keys and values are to be stored; see `rope_append`."""
+
+    slots: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+
+
+class Operators(Protocol):
+    """What the stages call between products: this module, or the engine's kernels."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """See `add_rms_norm`."""
+
+    def rope(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, qk_norm: Tensor | None, eps: float
+    ) -> None:
+        """See `rope`."""
+
+    def rope_append(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        qk_norm: Tensor | None,
+        eps: float,
+    ) -> None:
+        """See `rope_append`."""
+
+    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
+        """See `silu_mul`."""
+
+
+def rotation(
+    positions: Tensor, inverse_frequencies: Tensor, attention_factor: float, cos: Tensor, sin: Tensor
+) -> None:
+    """Compute how to rotate the heads of tokens (arXiv 2104.09864), the same in all layers.
+
+    The first half of `sin` is negated, so that rotating is `x * cos + (x with its halves swapped) * sin`.
+
+    Args:
+        positions: [tokens]
+        inverse_frequencies: [head_dim / 2] float32
+        attention_factor: on both, see `rope.RopeConfig`.
+        cos: [tokens, 1, head_dim] float32, filled; sin likewise.
+    """
+    angles = (positions.float()[:, None] * inverse_frequencies)[:, None, :]
+    half_cos, half_sin = angles.cos() * attention_factor, angles.sin() * attention_factor
+    torch.cat((half_cos, half_cos), dim=-1, out=cos)
+    torch.cat((-half_sin, half_sin), dim=-1, out=sin)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+    """Add `x` to `residual` in place, and put the RMSNorm of the sum into `out`.
+
+    Rounds the sum, the normalised sum, and its product with the weights. The mean square is that of the
+    rounded sum.
+
+    Args:
+        x: [tokens, hidden], contiguous; residual and out likewise. out may be x.
+        weight: [hidden]
+        eps: of the RMSNorm.
+    """
+    residual.add_(x)
+    torch.mul(torch.rms_norm(residual, residual.shape[-1:], eps=eps), weight, out=out)
+
+
+def rope(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, qk_norm: Tensor | None, eps: float) -> None:
+    """Normalise (if asked) and rotate queries and keys of `qkv` in place; see `rope_append`."""
+    head_dim = cos.shape[-1]
+    query_key = torch.unflatten(qkv, 1, (-1, head_dim))[:, :-kv_heads]
+    heads = query_key
+    if qk_norm is not None:
+        heads = torch.rms_norm(query_key, (head_dim,), eps=eps) * qk_norm
+    swapped = heads.roll(head_dim // 2, dims=-1)
+    torch.add(heads * cos, swapped * sin, out=query_key)
+
+
+def rope_append(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qk_norm: Tensor | None,
+    eps: float,
+) -> None:
+    """Normalise (if asked) and rotate queries and keys of `qkv` in place; store keys and values in the cache.
+
+    Rounds the normalised head, its product with the weights, and the rotated head.
+
+    Args:
+        qkv: [tokens, (heads + 2 * kv_heads) * head_dim], queries, keys, values; each token contiguous.
+        cos: [tokens, 1, head_dim] float32, contiguous; sin likewise. See `rotation`.
+        slots: [tokens] int32 or int64: block * block_size + offset; negative: stored nowhere. Such are the
+            padding of a batch and tokens whose KV lives in host memory. The others are all different.
+        k_cache: [num_blocks, block_size, kv_heads, head_dim], of qkv's dtype; v_cache likewise, with the same
+            strides. Any will do with which the dimensions of a head are contiguous.
+        qk_norm: [heads + kv_heads, head_dim], contiguous: the weights of an RMSNorm of each head, before the
+            rotation; None: there is no norm.
+        eps: of the RMSNorm.
+    """
+    kv_heads, head_dim = k_cache.shape[2:]
+    rope(qkv, cos, sin, kv_heads, qk_norm, eps)
+    heads = torch.unflatten(qkv, 1, (-1, head_dim))
+    write_rows(heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:], k_cache, v_cache, slots)
+
+
+def silu_mul(gate_up: Tensor, out: Tensor) -> None:
+    """Put `silu(gate) * up` into `out` (SwiGLU).
+
+    Rounds silu(gate), and its product with up.
+
+    Args:
+        gate_up: [tokens, 2 * intermediate], gates, then ups; contiguous. The gates may be overwritten.
+        out: [tokens, intermediate], contiguous.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    torch.mul(silu(gate, inplace=True), up, out=out)
+
+
+def write_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Copy rows into slots of the caches.
+
+    Args:
+        k: [tokens, kv_heads, head_dim], each token contiguous; v likewise. Their tokens may be strided.
+        k_cache: [num_blocks, block_size, kv_heads, head_dim]; v_cache likewise.
+        slots: [tokens], all different: block * block_size + offset; negative: the row is not copied.
+    """
+    if not len(slots):
+        return
+    # What belongs nowhere cannot be left out, since the host would have to count it. So it does what some
+    # other row does again; and if there is none, it puts what a slot holds into it.
+    belongs = slots >= 0
+    any_belongs = belongs.any()
+    first = belongs.int().argmax().view(1)
+    target = torch.where(belongs, slots, slots.index_select(0, first).clamp_min(0)).long()
+    place = _place(k_cache, target)
+    keep = belongs.view(-1, 1, 1)
+    for rows, cache in ((k, k_cache), (v, v_cache)):
+        other = torch.where(any_belongs, rows.index_select(0, first), cache[_place(cache, target[:1])])
+        cache.index_put_(place, torch.where(keep, rows, other))
+
+
+def read_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Copy slots of the caches to `k` and `v`; arguments as of `write_rows`, where slots may be equal."""
+    if not len(slots):
+        return
+    place = _place(k_cache, slots.clamp_min(0).long())
+    is_read = (slots >= 0).view(-1, 1, 1)
+    for rows, cache in ((k, k_cache), (v, v_cache)):
+        rows.copy_(torch.where(is_read, cache[place], rows))
+
+
+def _place(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Return blocks, and offsets in them, of slots >= 0."""
+    block_size = cache.shape[1]
+    return slots // block_size, slots % block_size

@@ -1,0 +1,192 @@
+"""A decoder's arithmetic as stages that work in given memory, for any mix of prompts and decodes.
+
+An iteration over a sub-batch of n tokens, of any requests:
+
+    stages.embed(token_ids, positions, state)
+    for layer in range(config.num_layers):
+        stages.pre_attention(layer, state)
+        ...                            # the caller attends: `stages.heads(state)` -> state.attention
+        stages.post_attention(layer, state)
+    stages.final_norm(state, normed)
+    logits = stages.logits(normed, room)
+
+Between stages, `residual + x` are the hidden states: the sum is part of the next normalisation.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from neo_desktop.models import operators as in_torch
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.operators import Operators, Store, rotation
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Memory of single stages; shared by all states of a device, which runs one stage after the other."""
+
+    normed: Tensor  # [rows, hidden]
+    gate_up: Tensor  # [rows, 2 * intermediate]
+    gated: Tensor  # [rows, intermediate]
+
+    @classmethod
+    def empty(cls, config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> "Scratch":
+        """Return room for so many rows, with any content."""
+        widths = (config.hidden_size, 2 * config.intermediate_size, config.intermediate_size)
+        return cls(*(torch.empty(rows, width, dtype=dtype, device=device) for width in widths))
+
+    def first(self, rows: int) -> "Scratch":
+        """Return views of the first rows."""
+        return Scratch(self.normed[:rows], self.gate_up[:rows], self.gated[:rows])
+
+
+@dataclass(slots=True)
+class State:
+    """What the stages of one sub-batch hand on, of the model's dtype unless said otherwise.
+
+    A stage may put another tensor in the place of `x` and `qkv`, if a product cannot be written into a given
+    one (`Stages.writes_in_place`).
+    """
+
+    residual: Tensor  # [rows, hidden]
+    x: Tensor  # [rows, hidden]: what is to be added to it
+    qkv: Tensor  # [rows, (heads + 2 * kv_heads) * head_dim]
+    attention: Tensor  # [rows, heads, head_dim]: its output
+    cos: Tensor  # [rows, 1, head_dim] float32; see `operators.rotation`
+    sin: Tensor
+    scratch: Scratch
+
+    @classmethod
+    def empty(
+        cls, config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device, scratch: Scratch
+    ) -> "State":
+        """Return room for so many rows, with any content.
+
+        Args:
+            scratch: of at least as many rows.
+        """
+
+        def room(*shape: int, of: torch.dtype = dtype) -> Tensor:
+            return torch.empty(rows, *shape, dtype=of, device=device)
+
+        return cls(
+            residual=room(config.hidden_size),
+            x=room(config.hidden_size),
+            qkv=room(config.qkv_rows),
+            attention=room(config.num_heads, config.head_dim),
+            cos=room(1, config.head_dim, of=torch.float32),
+            sin=room(1, config.head_dim, of=torch.float32),
+            scratch=scratch.first(rows),
+        )
+
+    @property
+    def rows(self) -> int:
+        """How many tokens there are."""
+        return len(self.residual)
+
+    def first(self, rows: int) -> "State":
+        """Return views of the first rows."""
+        return State(
+            self.residual[:rows],
+            self.x[:rows],
+            self.qkv[:rows],
+            self.attention[:rows],
+            self.cos[:rows],
+            self.sin[:rows],
+            self.scratch.first(rows),
+        )
+
+    def select(self, rows: Tensor, into: "State") -> "State":
+        """Copy some rows, as far as the stages after the attention read them; return views of the copies.
+
+        Args:
+            rows: [m] int64
+            into: room for them, not of this state.
+        """
+        into = into.first(len(rows))
+        torch.index_select(self.residual, 0, rows, out=into.residual)
+        torch.index_select(self.attention, 0, rows, out=into.attention)
+        return into
+
+
+class Stages:
+    """The stages of a decoder.
+
+    Args:
+        decoder: gives the weights.
+        operators: what lies between products.
+    """
+
+    def __init__(self, decoder: Decoder, operators: Operators = in_torch) -> None:
+        self.decoder = decoder
+        self.config = decoder.config
+        self._operators = operators
+        self._eps = decoder.config.rms_norm_eps
+
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether all results lie in the memory that was given, as CUDA graphs need it."""
+        return all(linear.writes_in_place for linear in self.decoder.linears())
+
+    def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:
+        """Begin: embeddings of the tokens [rows], and the rotation at their positions [rows]."""
+        decoder, factor = self.decoder, self.config.rope.attention_factor
+        torch.index_select(decoder.embedding, 0, token_ids, out=state.residual)
+        state.x.zero_()
+        rotation(positions, decoder.inverse_frequencies, factor, state.cos, state.sin)
+
+    def pre_attention(self, layer: int, state: State, store: Store | None = None) -> None:
+        """Compute queries, keys and values; with `store`, put keys and values into a cache."""
+        weights, operators = self.decoder.layers[layer], self._operators
+        normed = state.scratch.normed
+        operators.add_rms_norm(state.x, state.residual, weights.input_norm, self._eps, normed)
+        state.qkv = weights.qkv.multiply(normed, state.qkv)
+        rest = weights.qk_norm, self._eps
+        if store is None:
+            operators.rope(state.qkv, state.cos, state.sin, self.config.num_kv_heads, *rest)
+        else:
+            operators.rope_append(state.qkv, state.cos, state.sin, *store, *rest)
+
+    def heads(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim], as views.
+
+        The heads of one token are contiguous, the tokens strided.
+        """
+        config = self.config
+        heads = state.qkv.view(len(state.qkv), -1, config.head_dim)
+        end = config.num_heads + config.num_kv_heads
+        return heads[:, : config.num_heads], heads[:, config.num_heads : end], heads[:, end:]
+
+    def post_attention(self, layer: int, state: State) -> None:
+        """Compute what follows the attention, whose output is in `state.attention`."""
+        self.attention_out(layer, state)
+        self.mlp(layer, state)
+
+    def attention_out(self, layer: int, state: State) -> None:
+        """Project the attention's output."""
+        state.x = self.decoder.layers[layer].output.multiply(state.attention.flatten(1), state.x)
+
+    def mlp(self, layer: int, state: State) -> None:
+        """Compute the feed-forward network."""
+        weights, scratch = self.decoder.layers[layer], state.scratch
+        norm = weights.post_attention_norm
+        self._operators.add_rms_norm(state.x, state.residual, norm, self._eps, scratch.normed)
+        gate_up = weights.gate_up.multiply(scratch.normed, scratch.gate_up)
+        self._operators.silu_mul(gate_up, scratch.gated)
+        state.x = weights.down.multiply(scratch.gated, state.x)
+
+    def final_norm(self, state: State, out: Tensor) -> None:
+        """Put what the head reads, and what stands for a text, into `out` [rows, hidden]."""
+        self._operators.add_rms_norm(state.x, state.residual, self.decoder.final_norm, self._eps, out)
+
+    def logits(self, normed: Tensor, out: Tensor) -> Tensor:
+        """Return scores [m, vocab] of the next token, in `out` if it can be written.
+
+        Args:
+            normed: [m, hidden], of `final_norm`.
+            out: [m, vocab]
+        """
+        return self.decoder.lm_head.multiply(normed, out)

@@ -1,0 +1,93 @@
+"""The operators between products against their formulas in double precision."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from neo_desktop.models import operators
+from neo_desktop.models.rope import RopeConfig
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+EPS = 1e-5
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def check(found: Tensor, exact: Tensor, roundings: int) -> None:
+    """Each rounding to the dtype adds half a unit in the last place; those in float32 add a little."""
+    tolerance = roundings * torch.finfo(found.dtype).eps / 2 + 16 * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance * 1e-2)
+
+
+def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
+    x = x.double()
+    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_addition_and_norm(dtype: torch.dtype) -> None:
+    x, residual, weight = (normal(*shape, dtype=dtype) for shape in ((7, 896), (7, 896), (896,)))
+    residual = residual.flip(0)
+    residual[2] *= 100.0  # large ones occur in trained models
+    residual[3] = x[3] = 0.0
+    total, out = x + residual, torch.empty_like(x)
+    operators.add_rms_norm(x, residual, weight, EPS, out)
+    assert torch.equal(residual, total)  # rounded before it is squared
+    check(out, exact_norm(total, weight), roundings=2)
+    operators.add_rms_norm(x, total, weight, EPS, x)  # out may be x
+    check(x, exact_norm(total, weight), roundings=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gated_silu(dtype: torch.dtype) -> None:
+    gate_up = 4 * normal(5, 192, dtype=dtype)
+    gate_up[0, :2] = torch.tensor([-1e4, 1e4], dtype=dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    out = torch.empty(5, 96, dtype=dtype)
+    operators.silu_mul(gate_up, out)
+    check(out, gate * gate.sigmoid() * up, roundings=2)
+
+
+@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotation_turns_pairs_of_channels_by_angles(dtype: torch.dtype, is_normed: bool) -> None:
+    heads, kv_heads, head_dim = 6, 3, 64
+    qkv = normal(4, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    qk_norm = normal(heads + kv_heads, head_dim, dtype=dtype) if is_normed else None
+    positions, frequencies = torch.tensor([0, 1, 7, 900]), RopeConfig(10_000.0).inverse_frequencies(head_dim)
+    cos, sin = torch.empty(2, 4, 1, head_dim)
+    operators.rotation(positions, frequencies, 1.2, cos, sin)
+
+    query_key, value = qkv.double().view(4, -1, head_dim).split((heads + kv_heads, kv_heads), dim=1)
+    if qk_norm is not None:
+        query_key = exact_norm(query_key, qk_norm).to(dtype).double()
+    angles = (positions.float()[:, None] * frequencies).double()[:, None]
+    turned = torch.complex(*query_key.chunk(2, dim=-1)) * torch.polar(torch.full_like(angles, 1.2), angles)
+    expected = torch.cat((turned.real, turned.imag), dim=-1)
+
+    operators.rope(qkv, cos, sin, kv_heads, qk_norm, EPS)
+    found = qkv.view(4, -1, head_dim)
+    tolerance = (8 if is_normed else 4) * torch.finfo(dtype).eps
+    torch.testing.assert_close(found[:, :-kv_heads].double(), expected, rtol=tolerance, atol=2 * tolerance)
+    assert torch.equal(found[:, -kv_heads:].double(), value)
+
+
+def test_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
+    frequencies = RopeConfig(theta=10_000.0).inverse_frequencies(64)
+    query, key = normal(2, 5, 64, seed=3)
+
+    def rotated(heads: Tensor, position: int) -> Tensor:
+        cos, sin = torch.empty(2, 1, 1, 64)
+        operators.rotation(torch.tensor([position]), frequencies, 1.0, cos, sin)
+        row = torch.cat((heads, torch.zeros(1, 64))).flatten()[None]  # with a value
+        operators.rope(row, cos, sin, 1, None, EPS)
+        return row.view(6, 64)[:5]
+
+    def score(query_position: int, key_position: int) -> Tensor:
+        return (rotated(query, query_position) * rotated(key, key_position)).sum(-1)
+
+    torch.testing.assert_close(score(900, 880), score(20, 0), rtol=0, atol=1e-3)
+    torch.testing.assert_close(score(33, 33), (query * key).sum(-1), rtol=0, atol=1e-4)
+    assert (score(900, 880) - score(900, 881)).abs().max() > 0.1

@@ -1,0 +1,29 @@
+"""A model's logits without a KV cache, a batch or a kernel."""
+
+import torch
+from torch import Tensor
+
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.stages import Scratch, Stages, State
+
+
+def logits_of_all(model: Decoder, token_ids: Tensor) -> Tensor:
+    """Scores `[n, vocab]` float32 after each token of one sequence `[n]`; attention in double precision."""
+    config, device = model.config, model.device
+    of = config, len(token_ids), model.dtype, device
+    stages, state = Stages(model), State.empty(*of, Scratch.empty(*of))
+    positions = torch.arange(len(token_ids), device=device)
+    distance = positions[:, None] - positions
+    stages.embed(token_ids.to(device), positions, state)
+    for layer, window in enumerate(config.layer_windows):
+        stages.pre_attention(layer, state)
+        q, k, v = (heads.double() for heads in stages.heads(state))
+        k, v = (heads.repeat_interleave(config.group_size, dim=1) for heads in (k, v))
+        unseen = (distance < 0) | (distance >= (window or len(token_ids)))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * config.attention_scale
+        weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+        state.attention.copy_(torch.einsum("hqk,khd->qhd", weights, v))
+        stages.post_attention(layer, state)
+    normed = torch.empty_like(state.residual)
+    stages.final_norm(state, normed)
+    return stages.logits(normed, normed.new_empty(len(token_ids), config.vocab_size)).float()
