@@ -6,8 +6,7 @@ import pytest
 from fake_target import FakeTarget
 
 from neo_desktop.app.bench.load.client import ClientRequest, send_all
-from neo_desktop.app.bench.load.records import Outcome
-from neo_desktop.app.bench.load.target import TargetError
+from neo_desktop.app.bench.load.target import Outcome, TargetError
 
 NUM_REQUESTS = 5
 

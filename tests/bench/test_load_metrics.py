@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from neo_desktop.app.bench.load.metrics import Failure, Latency, LoadMetrics, summarise
-from neo_desktop.app.bench.load.records import Limits, Outcome, RequestRecord
+from neo_desktop.app.bench.load.target import Limits, Outcome, RequestRecord
 
 FINISHED = RequestRecord(
     arrival_ms=1000.0,

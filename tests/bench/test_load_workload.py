@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from neo_desktop.app.bench.load import LoadOptions, run_load
-from neo_desktop.app.bench.load.workload import Workload, poisson
+from neo_desktop.app.bench.load.options import Workload, poisson
 from neo_desktop.engine.simulation.workload import WorkloadError, synthetic
 
 

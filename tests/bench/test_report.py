@@ -15,8 +15,8 @@ from neo_desktop.app.bench.computer import Probe
 from neo_desktop.app.bench.cost_model import CostModelOptions, CostModelReport, run_cost_model
 from neo_desktop.app.bench.load.curve import LoadCurve, LoadPoint, LoadRun
 from neo_desktop.app.bench.load.metrics import LoadMetrics, summarise
-from neo_desktop.app.bench.load.records import Limits, Outcome, RequestRecord
 from neo_desktop.app.bench.load.report import LoadReport
+from neo_desktop.app.bench.load.target import Limits, Outcome, RequestRecord
 from neo_desktop.app.bench.page.compare import compare
 from neo_desktop.app.bench.page.content import headline, machine_lines
 from neo_desktop.app.bench.page.files import html, prepare_folder, write_files

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from neo_desktop.app.bench.load.records import Outcome, RequestRecord
-from neo_desktop.app.bench.load.target import Prompt, Target, TargetError, Usage
+from neo_desktop.app.bench.load.target import Outcome, Prompt, RequestRecord, Target, TargetError, Usage
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The figures of one subject, from rate to rate."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from statistics import median
 
 from neo_desktop.app.bench.load.metrics import Latency, LoadMetrics
@@ -39,21 +39,17 @@ class LoadPoint:
     load_share: float | None  # of the capacity; None: the rate was given
     runs: tuple[LoadRun, ...]
 
-    def median(self, figure: Callable[[LoadMetrics], float]) -> float:
-        """Of a figure, over the runs."""
-        return median(figure(run.metrics) for run in self.runs)
-
-    def median_latency(self, latency: Callable[[LoadMetrics], Latency | None]) -> Latency | None:
-        """Each percentile's median over those runs in which a request finished; None: in none."""
-        found = [one for run in self.runs if (one := latency(run.metrics)) is not None]
-        if not found:
-            return None
-        return Latency(
-            median(one.p50_ms for one in found),
-            median(one.p90_ms for one in found),
-            median(one.p99_ms for one in found),
-            median(one.mean_ms for one in found),
+    def median(self, figure: str | Callable[[LoadMetrics], float]) -> float:
+        """Of a figure of the metrics, over the runs."""
+        return median(
+            getattr(run.metrics, figure) if isinstance(figure, str) else figure(run.metrics)
+            for run in self.runs
         )
+
+    def median_latency(self, name: str) -> Latency | None:
+        """Each percentile's median over those runs in which a request finished; None: in none."""
+        found = [one for run in self.runs if (one := getattr(run.metrics, name)) is not None]
+        return Latency(*map(median, zip(*map(astuple, found), strict=True))) if found else None
 
     @property
     def engine_figures(self) -> list[EngineFigures]:
@@ -99,7 +95,7 @@ class LoadCurve:
         """The highest measured rate at which, as at all lower ones, enough requests kept the limits."""
         sustained = None
         for point in self.points:
-            if point.median(lambda metrics: metrics.good_share) < GOOD_SHARE:
+            if point.median("good_share") < GOOD_SHARE:
                 break
             sustained = point.rate_per_s
         return sustained
@@ -107,12 +103,8 @@ class LoadCurve:
     @property
     def says_enough(self) -> bool:
         """Whether the highest rate that was kept was kept by enough requests to call it so."""
-        sustained = self.sustained_per_s
-        return any(
-            point.rate_per_s == sustained
-            and min(run.metrics.requests for run in point.runs) >= ENOUGH_REQUESTS
-            for point in self.points
-        )
+        highest = [point for point in self.points if point.rate_per_s == self.sustained_per_s]
+        return any(min(run.metrics.requests for run in p.runs) >= ENOUGH_REQUESTS for p in highest)
 
     def rows(self) -> list[tuple[str, LoadPoint]]:
         """Return all that was measured with its name, what is no point of the curve included."""

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from neo_desktop.app.bench.load.records import Limits, Outcome, RequestRecord
+from neo_desktop.app.bench.load.target import Limits, Outcome, RequestRecord
 from neo_desktop.engine.simulation.metrics import percentile
 
 
@@ -73,8 +73,10 @@ def summarise(records: Sequence[RequestRecord], limits: Limits) -> LoadMetrics:
     """Return the figures of some requests of one clock; `records` may be empty."""
     finished = [record for record in records if record.is_finished]
     counts = Counter(record.outcome for record in records)
-    prompt_tokens = sum(record.prompt_tokens for record in finished)
-    output_tokens = sum(record.output_tokens for record in finished)
+    tokens = {
+        name: sum(getattr(record, name) for record in finished)
+        for name in ("prompt_tokens", "cached_tokens", "output_tokens")
+    }
     num_good = sum(record.is_good(limits) for record in records)
     duration_s = 0.0
     if records:
@@ -92,13 +94,11 @@ def summarise(records: Sequence[RequestRecord], limits: Limits) -> LoadMetrics:
         failed=counts[Outcome.FAILED],
         unfinished=counts[Outcome.UNFINISHED],
         failures=_failures(records),
-        prompt_tokens=prompt_tokens,
-        cached_tokens=sum(record.cached_tokens for record in finished),
-        output_tokens=output_tokens,
+        **tokens,
         sent_per_s=_sent_per_s(records),
         finished_per_s=per_s(len(finished)),
-        output_tokens_per_s=per_s(output_tokens),
-        total_tokens_per_s=per_s(prompt_tokens + output_tokens),
+        output_tokens_per_s=per_s(tokens["output_tokens"]),
+        total_tokens_per_s=per_s(tokens["prompt_tokens"] + tokens["output_tokens"]),
         good_share=num_good / len(records) if records else 0.0,
         good_per_s=per_s(num_good),
         ttft=Latency.of(record.ttft_ms for record in finished),

@@ -1,12 +1,16 @@
-"""What the load suite is asked to do."""
+"""What the load suite is asked to do: its settings, and the requests that follow from them."""
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 
+from neo_desktop.app.bench.checks import above_zero, at_least, each_once
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import get_policy
+from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic, with_rate
+
+_ENOUGH_FOR_A_MEDIAN = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,40 +44,60 @@ class LoadOptions(EngineOptions):
 
     def __post_init__(self) -> None:
         EngineOptions.__post_init__(self)
-        for name, least in (("input_tokens", 1), ("output_tokens", 1), ("repeats", 1), ("warm_up", 0)):
-            _check_at_least(name, getattr(self, name), least)
-        if self.num_requests is not None:
-            _check_at_least("num_requests", self.num_requests, 1)
-        for name in ("seconds", "ttft_limit_ms", "tpot_limit_ms"):
-            _check_positive(name, getattr(self, name))
-        if self.drain_seconds is not None:
-            _check_positive("drain_seconds", self.drain_seconds)
-        for name, values in (("rates", self.rates), ("load_shares", self.load_shares)):
-            _check_each_once(name, values)
-            for value in values or ():
-                _check_positive(name, value)
-        self._check_subject()
-
-    def _check_subject(self) -> None:
+        at_least(self, 1, "input_tokens", "output_tokens", "repeats", "num_requests")
+        at_least(self, 0, "warm_up")
+        above_zero(self, "seconds", "ttft_limit_ms", "tpot_limit_ms", "drain_seconds", "rates", "load_shares")
+        each_once(self, "rates", "load_shares", "policies")
+        for policy in self.policies or ():
+            get_policy(policy)
         if self.url is not None and self.policies is not None:
             raise ValueError("a server has its own policy: give either policies or url")
         if self.url is None and (self.api_key or self.url_model):
             raise ValueError("api_key and url_model belong to a running server: give its url, too")
-        _check_each_once("policies", self.policies)
-        for policy in self.policies or ():
-            get_policy(policy)
 
 
-def _check_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+class Workload:
+    """The lengths of requests, as many as are wanted: always the same ones, the first ones first."""
+
+    def __init__(self, options: LoadOptions) -> None:
+        self._options = options
+        self._trace = None if options.trace is None else load_trace(options.trace)
+
+    @property
+    def description(self) -> str:
+        """The lengths, for people."""
+        options, trace = self._options, self._trace
+        if options.trace is None or trace is None:
+            lengths = f"about {options.input_tokens} tokens in and {options.output_tokens} out"
+            return f"{lengths}, uniform within 10 % to either side"
+        prompt = sum(request.prompt_tokens for request in trace) / len(trace)
+        output = sum(request.output_tokens for request in trace) / len(trace)
+        return (
+            f"the lengths of {options.trace.name} in its order ({len(trace):,} requests, on average "
+            f"{prompt:.0f} tokens in and {output:.0f} out), but not its arrival times"
+        )
+
+    def take(self, count: int) -> list[WorkloadRequest]:
+        """Return the first requests, again from the beginning where a trace is too short, all at once."""
+        options = self._options
+        if self._trace is None:
+            return synthetic(count, options.input_tokens, options.output_tokens, options.seed)
+        return [replace(request, arrival_ms=0.0) for request in islice(cycle(self._trace), count)]
+
+    def typical(self) -> WorkloadRequest:
+        """Return the request of median length."""
+        requests = self._trace or self.take(_ENOUGH_FOR_A_MEDIAN)
+        by_length = sorted(requests, key=lambda request: request.total_tokens)
+        return replace(by_length[len(by_length) // 2], arrival_ms=0.0)
 
 
-def _check_positive(name: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be above 0 and finite, got {value:g}")
+def poisson(requests: Sequence[WorkloadRequest], rate_per_s: float, seed: int) -> list[WorkloadRequest]:
+    """Return the requests arriving as a Poisson process, stretched so that the mean rate is exactly this.
 
-
-def _check_each_once(name: str, values: Sequence[object] | None) -> None:
-    if values is not None and (not values or len(set(values)) < len(values)):
-        raise ValueError(f"{name} must hold at least one value and none twice, got {values}")
+    A few dozen requests would else come 10 or 20 % faster or slower, and near the capacity that is all the
+    difference.
+    """
+    arriving = with_rate(requests, rate_per_s, seed)
+    span_ms = arriving[-1].arrival_ms
+    stretch = (len(arriving) - 1) / rate_per_s * 1e3 / span_ms if span_ms else 1.0
+    return [replace(request, arrival_ms=stretch * request.arrival_ms) for request in arriving]

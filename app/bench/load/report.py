@@ -1,13 +1,24 @@
-"""What the load suite found, as plain data."""
+"""What the load suite found, as plain data and as a part of the page."""
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from statistics import median
+from typing import TYPE_CHECKING, Literal
 
-from neo_desktop.app.bench.load import show
-from neo_desktop.app.bench.load.curve import LoadCurve
+from neo_desktop.app.bench.charts import BLUE, GREEN, ORANGE, RED, legend, round_logs, tidy
+from neo_desktop.app.bench.load.curve import GOOD_SHARE, LoadCurve
+from neo_desktop.app.bench.load.metrics import Latency, LoadMetrics
 from neo_desktop.app.bench.load.notes import notes
-from neo_desktop.app.bench.load.records import Limits
-from neo_desktop.app.bench.section import Metric, Section
+from neo_desktop.app.bench.load.target import Limits
+from neo_desktop.app.bench.section import Column, Metric, Plot, Section, Table
+from neo_desktop.app.bench.spread import number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_STYLES = ((GREEN, "o"), (RED, "s"), (BLUE, "^"), (ORANGE, "D"))  # colour and marker per curve
+_LOG_FROM = 10.0  # times that differ by more than this factor are drawn on a logarithmic axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +34,23 @@ class LoadReport:
 
     def section(self) -> Section:
         """Return tables, curves and what they mean."""
+        limits, found = self.limits, [text for curve in self.curves if (text := _findings(curve))]
+        summary = (
+            f"Limits: TTFT within {limits.ttft_ms:g} ms and TPOT within {limits.tpot_ms:g} ms for "
+            f"{GOOD_SHARE:.0%} of the requests. {' '.join(found)}"
+        )
+        rates = "against the rate of requests"
+        both = f"Time to first token and time per output token {rates}"
+        plots = (
+            Plot("load-latency", f"Latency per output token {rates}", self._draw_per_token),
+            Plot("load-ttft-tpot", both, self._draw_ttft_tpot, (5.4, 6.0)),
+        )
+        answered = any(run.metrics.finished for curve in self.curves for p in curve.points for run in p.runs)
         return Section(
             title=f"Load: {self.subject}",
-            summary=show.summary(self.curves, self.limits),
-            tables=tuple(table for curve in self.curves for table in show.tables(curve)),
-            plots=show.plots(self.curves, self.limits),
+            summary=summary if found else "Nothing was measured.",
+            tables=tuple(table for curve in self.curves for table in _tables(curve)),
+            plots=plots if answered else (),  # else there would be nothing to see
             notes=tuple(notes(self.workload, self.curves, self.repeats)),
         )
 
@@ -37,9 +60,8 @@ class LoadReport:
         for curve in self.curves:
             head = f"load.{curve.name}"
 
-            def add(name: str, value: float | None, unit: str, higher: bool = True, head: str = head) -> None:
-                if value is not None:
-                    found.append(Metric(f"{head}.{name}", value, unit, higher))
+            def add(name: str, value: float, unit: str, higher: bool = True, head: str = head) -> None:
+                found.append(Metric(f"{head}.{name}", value, unit, higher))
 
             if curve.capacity is not None:
                 metrics = curve.capacity.metrics
@@ -48,11 +70,119 @@ class LoadReport:
             if curve.points:
                 add("sustained_requests_per_s", curve.sustained_per_s or 0.0, "requests/s")
             for point in curve.points:
-                ttft = point.median_latency(lambda metrics: metrics.ttft)
-                tpot = point.median_latency(lambda metrics: metrics.tpot)
-                add(f"{point.label}.ttft_p50_ms", None if ttft is None else ttft.p50_ms, "ms", False)
-                add(f"{point.label}.tpot_p50_ms", None if tpot is None else tpot.p50_ms, "ms", False)
+                for name in ("ttft", "tpot"):
+                    if (latency := point.median_latency(name)) is not None:
+                        add(f"{point.label}.{name}_p50_ms", latency.p50_ms, "ms", False)
                 if point.load_share is None:  # else it repeats the capacity
-                    per_s = point.median(lambda metrics: metrics.output_tokens_per_s)
-                    add(f"{point.label}.output_tokens_per_s", per_s, "tokens/s")
+                    add(f"{point.label}.output_tokens_per_s", point.median("output_tokens_per_s"), "tokens/s")
         return tuple(found)
+
+    def _draw_per_token(self, figure: "Figure") -> None:
+        """The normalised latency, as in NEO's figure 6."""
+        axes = figure.subplots()
+        _draw(axes, self.curves, "per_token")
+        axes.set(title="End-to-end time per output token", ylabel="ms per output token")
+        legend(figure, axes, columns=3)
+
+    def _draw_ttft_tpot(self, figure: "Figure") -> None:
+        """The two that have limits, and the limits where they are not far above."""
+        first, second = figure.subplots(2, 1)
+        _draw(first, self.curves, "ttft", self.limits.ttft_ms)
+        first.set(title="Time to first token", ylabel="ms")
+        _draw(second, self.curves, "tpot", self.limits.tpot_ms)
+        second.set(title="Time per output token after the first", ylabel="ms")
+        legend(figure, first, second, columns=3)
+
+
+def _draw(axes: "Axes", curves: Sequence[LoadCurve], name: str, limit_ms: float | None = None) -> None:
+    drawn: list[float] = []
+    for curve, (colour, marker) in zip(curves, _STYLES * len(curves), strict=False):
+        found = [(point.rate_per_s, point.median_latency(name)) for point in curve.points]
+        for percentile, line in (("p50", "-"), ("p90", "--")):
+            values = [(rate, getattr(one, f"{percentile}_ms")) for rate, one in found if one is not None]
+            if values:
+                rates, times = zip(*values, strict=True)
+                label = f"{curve.name} {percentile}"
+                axes.plot(rates, times, line, color=colour, marker=marker, label=label)
+                drawn += times
+    if drawn and max(drawn) > _LOG_FROM * min(drawn) > 0:
+        axes.set_yscale("log", subs=range(2, 10))
+        round_logs(axes.yaxis)
+    elif drawn:
+        axes.set_ylim(0, 1.08 * max(drawn))
+    if limit_ms is not None and drawn and limit_ms < 2 * max(drawn):
+        axes.axhline(limit_ms, color="black", linewidth=0.9, linestyle=":", label="limit")
+        axes.set_ylim(top=max(1.08 * max(drawn), 1.2 * limit_ms))
+    axes.set_xlim(left=0)
+    axes.set_xlabel("requests per second")
+    tidy(axes)
+
+
+def _findings(curve: LoadCurve) -> str:
+    """What a curve says about the limits, and its capacity."""
+    parts = []
+    if curve.points:
+        sustained, highest = curve.sustained_per_s, curve.points[-1].rate_per_s
+        if sustained is None:
+            lowest = number(curve.points[0].rate_per_s)
+            parts.append(f"keeps them at no measured rate (the lowest was {lowest} requests/s)")
+        else:
+            where = "the highest measured rate, " if sustained == highest else ""
+            parts.append(f"keeps them up to {where}{number(sustained)} requests/s")
+    if curve.capacity is not None:
+        metrics = curve.capacity.metrics
+        parts.append(
+            f"delivers {number(metrics.finished_per_s)} requests/s, {number(metrics.output_tokens_per_s)} "
+            f"output tokens/s, when {curve.capacity.burst} come at once"
+        )
+    return f"{curve.name} {', and '.join(parts)}." if parts else ""
+
+
+def _tables(curve: LoadCurve) -> Iterator[Table]:
+    """Yield latencies, counts and, of an engine, what it did."""
+    rows = curve.rows()  # (name, point)
+    name: dict[str, Column] = {"requests/s": lambda row: row[0]}
+
+    def latency(figure: str, scale: float = 1.0) -> Column:
+        return lambda row: _latency(row[1].median_latency(figure), scale)
+
+    def of(figure: str | Callable[[LoadMetrics], float], how: str = "") -> Column:
+        return lambda row: format(row[1].median(figure), how) if how else row[1].median(figure)
+
+    def did(figure: str, how: str) -> Column:
+        return lambda row: format(median(getattr(one, figure) for one in row[1].engine_figures), how)
+
+    if not rows:
+        return
+    yield Table.of(
+        f"{curve.name}, {curve.model}: p50 / p90 / p99",
+        rows,
+        name
+        | {"TTFT ms": latency("ttft"), "TPOT ms": latency("tpot"), "ITL ms": latency("itl")}
+        | {"end to end s": latency("end_to_end", 1e-3)},
+    )
+    yield Table.of(
+        f"{curve.name}: requests and tokens",
+        rows,
+        name
+        | {"sent": of("requests", ".0f"), "finished": of("finished", ".0f")}
+        | {"lost": of(lambda metrics: metrics.requests - metrics.finished, ".0f")}
+        | {"good": of("good_share", ".0%"), "good/s": of("good_per_s"), "finished/s": of("finished_per_s")}
+        | {"output tok/s": of("output_tokens_per_s"), "tok/s": of("total_tokens_per_s")},
+    )
+    worked = [(point.title, point) for point in curve.points if point.engine_figures]
+    if worked:
+        yield Table.of(
+            f"{curve.name}: what the engine did",
+            worked,
+            name
+            | {"mean batch": did("mean_batch", ".1f"), "on the CPU": did("cpu_share", ".0%")}
+            | {"two sub-batches": did("double_share", ".0%"), "preempted": did("preemptions", ".0f")}
+            | {"moved": did("moves", ".0f")},
+        )
+
+
+def _latency(latency: Latency | None, scale: float) -> str:
+    if latency is None:
+        return "-"
+    return " / ".join(number(scale * ms) for ms in (latency.p50_ms, latency.p90_ms, latency.p99_ms))

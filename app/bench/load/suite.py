@@ -13,11 +13,9 @@ from neo_desktop.app.bench.load.client import ClientRequest, send_all
 from neo_desktop.app.bench.load.curve import Capacity, EngineFigures, LoadCurve, LoadPoint, LoadRun
 from neo_desktop.app.bench.load.engine_target import EngineTarget
 from neo_desktop.app.bench.load.metrics import LoadMetrics, summarise
-from neo_desktop.app.bench.load.options import LoadOptions
-from neo_desktop.app.bench.load.records import Limits
+from neo_desktop.app.bench.load.options import LoadOptions, Workload, poisson
 from neo_desktop.app.bench.load.report import LoadReport
-from neo_desktop.app.bench.load.target import Target, TargetError
-from neo_desktop.app.bench.load.workload import Workload, poisson
+from neo_desktop.app.bench.load.target import Limits, Target, TargetError
 from neo_desktop.app.bench.section import Progress
 from neo_desktop.app.bench.spread import number
 from neo_desktop.engine.engine import Engine
@@ -33,6 +31,8 @@ CAPACITY_RUNS = 5  # of the best burst, at most
 SHORT_PROMPT, SHORT_OUTPUT = 16, 2  # of the request that separates one run from the next
 _CAPACITY_SHARE = 0.2  # of a subject's progress
 
+Load = tuple[float, float | None]  # requests per second, and their share of the capacity
+
 
 def run_load(options: LoadOptions, progress: Progress) -> Iterator[LoadReport]:
     """Measure, and yield what is known after every run.
@@ -42,7 +42,7 @@ def run_load(options: LoadOptions, progress: Progress) -> Iterator[LoadReport]:
         TargetError: the server cannot be used, or not a single request is answered.
         ModelError, ValueError, MemoryError: as from `Engine.from_pretrained`.
     """
-    workload = Workload(options)
+    workload, limits = Workload(options), Limits(options.ttft_limit_ms, options.tpot_limit_ms)
     names = ("server",) if options.url is not None else policies(options)
     progress(0.0, "connecting" if options.url is not None else "loading the model")
     model = None if options.url is not None else load(options)
@@ -54,26 +54,19 @@ def run_load(options: LoadOptions, progress: Progress) -> Iterator[LoadReport]:
                 progress((index + share) / len(names), f"{name}: {what}")
 
             target, subject = _open(options, model, name, within)
-            report = LoadReport(
-                subject=subject,
-                workload=workload.description,
-                limits=_limits(options),
-                repeats=options.repeats,
-                curves=done,
-            )
+            report = LoadReport(subject, workload.description, limits, options.repeats, done)
+            # Rates follow the first subject's capacity: all see the same requests at the same times.
+            loads: list[Load] = [(p.rate_per_s, p.load_share) for curve in done[:1] for p in curve.points]
             try:
                 runner.run(target.start())
-                # Rates follow the first subject's capacity: all see the same requests at the same times.
-                loads = (
-                    tuple((point.rate_per_s, point.load_share) for point in done[0].points) if done else ()
-                )
+                measurement = _Measurement(runner, target, name, options, workload, limits, within)
                 with _brief_collections():
-                    for curve in _Measurement(runner, target, name, options, workload, within).curves(loads):
+                    for curve in measurement.curves(loads):
                         yield replace(report, curves=(*done, curve))
             finally:
                 runner.run(target.close())
             done = (*done, curve)
-            del target  # an engine's caches, before the next one takes its own
+            del target, measurement  # an engine's caches, before the next one takes its own
     progress(1.0, "done")
 
 
@@ -84,23 +77,14 @@ def policies(options: LoadOptions) -> tuple[str, ...]:
     """
     if options.policies is not None:
         return options.policies
-    has_host = options.cpu_cache_tokens != 0
-    if choose_device(options.device).type == "cuda":
-        has_device = options.gpu_cache_tokens != 0
-    else:
-        has_device = bool(options.gpu_cache_tokens)
-    return ("auto", "gpu-only") if has_host and has_device else ("auto",)
+    on_gpu = choose_device(options.device).type == "cuda"
+    has_device = options.gpu_cache_tokens != 0 if on_gpu else bool(options.gpu_cache_tokens)
+    return ("auto", "gpu-only") if options.cpu_cache_tokens != 0 and has_device else ("auto",)
 
 
-def _make_engine(options: LoadOptions, model: LoadedModel, policy: str, progress: Progress) -> Engine:
-    """Take the memory that the policy uses; the engine before this one is gone, and counts as free."""
-    give_back_memory()
-    setup = take_memory(model, replace(options, policy=policy))
-    return Engine.from_setup(
-        setup,
-        policy,
-        progress=lambda _, what: progress(0.0, f"measuring this computer: {what}"),
-    )
+def drain_seconds(options: LoadOptions, alone: LoadMetrics) -> float:
+    """Return what was asked for, else enough for five requests in a row, and `seconds` at least."""
+    return options.drain_seconds or max(options.seconds, 5 * alone.duration_s)
 
 
 @contextmanager
@@ -114,17 +98,6 @@ def _brief_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def drain_seconds(options: LoadOptions, alone: LoadMetrics) -> float:
-    """Return what was asked for, else enough for five requests in a row, and `seconds` at least."""
-    if options.drain_seconds is not None:
-        return options.drain_seconds
-    return max(options.seconds, 5 * alone.duration_s)
-
-
-def _limits(options: LoadOptions) -> Limits:
-    return Limits(options.ttft_limit_ms, options.tpot_limit_ms)
-
-
 def _open(
     options: LoadOptions, model: LoadedModel | None, name: str, progress: Progress
 ) -> tuple[Target, str]:
@@ -136,7 +109,12 @@ def _open(
 
         server = UrlTarget(options.url, options.api_key, options.url_model)
         return server, server.url
-    engine = _make_engine(options, model, name, progress)
+    give_back_memory()  # the engine before this one is gone, and counts as free
+    engine = Engine.from_setup(
+        take_memory(model, replace(options, policy=name)),
+        name,
+        progress=lambda _, what: progress(0.0, f"measuring this computer: {what}"),
+    )
     stats = engine.stats()
     return EngineTarget(engine, options.seed), f"neo-desktop on {stats.device}, {stats.dtype}"
 
@@ -150,15 +128,16 @@ class _Measurement:
     name: str
     options: LoadOptions
     workload: Workload
+    limits: Limits
     progress: Progress
 
-    def curves(self, loads: Sequence[tuple[float, float | None]]) -> Iterator[LoadCurve]:
-        """Yield the curve as it grows; `loads` are (rate, share of the capacity), none: to be chosen."""
-        options = self.options
+    def curves(self, loads: Sequence[Load]) -> Iterator[LoadCurve]:
+        """Yield the curve as it grows; without `loads`, they are chosen."""
+        options, typical = self.options, self.workload.typical()
         self.progress(0.0, "warming up")
         if options.warm_up:
-            self._answered([self.workload.typical()] * options.warm_up)
-        alone = self._answered([self.workload.typical()])
+            self._answered([typical] * options.warm_up)
+        alone = self._answered([typical])
         curve = LoadCurve(
             name=self.name,
             model=self.target.model,
@@ -172,32 +151,26 @@ class _Measurement:
         if options.rates is None:
             curve = replace(curve, capacity=self._capacity())
             yield curve
-        if not loads:
-            loads = self._loads(curve.capacity)
-        for repeat in range(options.repeats):
-            for index, (rate, share) in enumerate(loads):
-                done = (repeat + index / len(loads)) / options.repeats
-                step = 1 / len(loads) / options.repeats
-                what = f"{number(rate)} requests/s"
+        loads = loads or self._loads(curve.capacity)
+        for number_of, (repeat, index) in enumerate(
+            (repeat, index) for repeat in range(options.repeats) for index in range(len(loads))
+        ):
+            rate, share = loads[index]
 
-                def within(
-                    num_ended: int, total: int, done: float = done, step: float = step, what: str = what
-                ) -> None:
-                    self._report(done + step * num_ended / total, what)
+            def ended(share_ended: float, done: int = number_of, rate: float = rate) -> None:
+                share = (done + share_ended) / len(loads) / options.repeats
+                self.progress(_CAPACITY_SHARE + (1 - _CAPACITY_SHARE) * share, f"{number(rate)} requests/s")
 
-                run = self._run(rate, repeat, curve.drain_s, within)
-                points = list(curve.points)
-                if repeat:
-                    points[index] = replace(points[index], runs=(*points[index].runs, run))
-                else:
-                    points.append(LoadPoint(rate, share, (run,)))
-                curve = replace(curve, points=tuple(points))
-                yield curve
+            run = self._run(rate, repeat, curve.drain_s, ended)
+            points = list(curve.points)
+            if repeat:
+                points[index] = replace(points[index], runs=(*points[index].runs, run))
+            else:
+                points.append(LoadPoint(rate, share, (run,)))
+            curve = replace(curve, points=tuple(points))
+            yield curve
 
-    def _report(self, share: float, what: str) -> None:
-        self.progress(_CAPACITY_SHARE + (1 - _CAPACITY_SHARE) * share, what)
-
-    def _loads(self, capacity: Capacity | None) -> Sequence[tuple[float, float | None]]:
+    def _loads(self, capacity: Capacity | None) -> Sequence[Load]:
         if capacity is None:
             return [(rate, None) for rate in sorted(self.options.rates or ())]
         per_s = capacity.metrics.finished_per_s
@@ -212,8 +185,7 @@ class _Measurement:
         start = time.perf_counter()
         burst, runs = self._best_burst()
         while len(runs) < CAPACITY_RUNS and time.perf_counter() - start < self.options.seconds:
-            self._tell_capacity(burst)
-            runs.append(self._answered(self.workload.take(burst)))
+            runs.append(self._burst(burst))
         # Of an even number the better one: where there are two, the first was not warm yet.
         by_rate = sorted(runs, key=lambda metrics: metrics.finished_per_s)
         return Capacity(burst, by_rate[len(runs) // 2])
@@ -223,8 +195,7 @@ class _Measurement:
         best: tuple[int, LoadMetrics] | None = None
         burst, stalls = FIRST_BURST, 0
         while True:
-            self._tell_capacity(burst)
-            metrics = self._answered(self.workload.take(burst))
+            metrics = self._burst(burst)
             best_per_s = 0.0 if best is None else best[1].finished_per_s
             stalls = 0 if metrics.finished_per_s > BURST_GAIN * best_per_s else stalls + 1
             if best is None or metrics.finished_per_s > best_per_s:
@@ -235,17 +206,18 @@ class _Measurement:
                 return best[0], [best[1]]
             burst *= 2
 
-    def _tell_capacity(self, burst: int) -> None:
-        self.progress(_CAPACITY_SHARE / 2, f"{burst} requests at once")
+    def _burst(self, count: int) -> LoadMetrics:
+        self.progress(_CAPACITY_SHARE / 2, f"{count} requests at once")
+        return self._answered(self.workload.take(count))
 
-    def _run(self, rate: float, repeat: int, drain_s: float, on_end: Callable[[int, int], None]) -> LoadRun:
+    def _run(self, rate: float, repeat: int, drain_s: float, on_end: Callable[[float], None]) -> LoadRun:
         options = self.options
         count = options.num_requests or math.ceil(rate * options.seconds)
         requests = poisson(self.workload.take(count), rate, options.seed + repeat)
         # An iteration with requests that the run before has given up ends before this answer.
         self._send([WorkloadRequest(0.0, SHORT_PROMPT, SHORT_OUTPUT)], drain_s)
         before = self.target.stats()
-        metrics = self._send(requests, drain_s, lambda num_ended: on_end(num_ended, count))
+        metrics = self._send(requests, drain_s, lambda num_ended: on_end(num_ended / count))
         after = self.target.stats()
         return LoadRun(metrics, engine_figures(before, after) if before and after else None)
 
@@ -262,27 +234,21 @@ class _Measurement:
         drain_s: float | None = None,
         on_end: Callable[[int], None] = lambda num_ended: None,
     ) -> LoadMetrics:
-        sent = [
-            ClientRequest(
-                request.arrival_ms, self.target.make_prompt(request.prompt_tokens), request.output_tokens
-            )
-            for request in requests
-        ]
-        records = self.runner.run(send_all(self.target, sent, drain_s, on_end))
-        return summarise(records, _limits(self.options))
+        make = self.target.make_prompt
+        sent = [ClientRequest(r.arrival_ms, make(r.prompt_tokens), r.output_tokens) for r in requests]
+        return summarise(self.runner.run(send_all(self.target, sent, drain_s, on_end)), self.limits)
 
 
 def engine_figures(before: EngineStats, after: EngineStats) -> EngineFigures:
     """Return what happened between two snapshots of one engine."""
     iterations = after.num_iterations - before.num_iterations
     tokens = after.num_output_tokens - before.num_output_tokens
+    doubles = after.num_double_iterations - before.num_double_iterations
     return EngineFigures(
         iterations=iterations,
-        mean_batch=tokens / iterations if iterations else 0.0,
-        cpu_share=(after.num_cpu_decodes - before.num_cpu_decodes) / tokens if tokens else 0.0,
-        double_share=(after.num_double_iterations - before.num_double_iterations) / iterations
-        if iterations
-        else 0.0,
+        mean_batch=tokens / max(iterations, 1),
+        cpu_share=(after.num_cpu_decodes - before.num_cpu_decodes) / max(tokens, 1),
+        double_share=doubles / max(iterations, 1),
         preemptions=after.num_preemptions - before.num_preemptions,
         moves=after.num_moves - before.num_moves,
     )

@@ -2,17 +2,16 @@
 
 import json
 import random
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 import httpx2
 import openai
-from openai.types import Completion, CompletionUsage
+from openai.types import Completion
 
 from neo_desktop.app.bench.load.target import Chunk, Prompt, TargetError, Usage
-from neo_desktop.app.bench.load.words import WORDS
 from neo_desktop.app.web.open_files import allow_open_files
 
 CONNECT_TIMEOUT_S = 10.0
@@ -21,11 +20,21 @@ KEEP_ALIVE_S = 2.0  # a connection idle for longer is not used again: the server
 MAX_CONNECTIONS = 16_384  # each is an open file
 PROBE_WORDS = 100
 PROBE_OUTPUT_TOKENS = 4
-EXTRAS: Mapping[str, Any] = {
-    "stream_options": {"include_usage": True},
-    "extra_body": {"ignore_eos": True},
-}
+# Common, short, and one or two tokens each to most tokenizers.
+_TEXT = """
+able about above across add after again air all almost along also always among answer any area arm ask baby
+back ball bank base bear beat bed been before begin behind best between big bird black blood blue boat body
+bone book born both box boy bread break bright bring brother brown build burn busy buy call came can
+"""
+WORDS = _TEXT.split()
+
+EXTRAS: dict[str, Any] = {"stream_options": {"include_usage": True}, "extra_body": {"ignore_eos": True}}
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+HINTS = {
+    401: ": give the key that the server wants",
+    403: ": give a key that the server accepts",
+    404: ": check the address, which usually ends with /v1, and the model's name",
+}
 _BAD_REQUEST = (openai.BadRequestError, openai.UnprocessableEntityError)
 
 
@@ -48,10 +57,9 @@ class UrlTarget:
         parts = _address(url)
         self.url = (url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/v1").rstrip("/")
         allow_open_files(MAX_CONNECTIONS)
-        self._http = openai.DefaultAsyncHttpxClient(
-            limits=httpx2.Limits(
-                max_keepalive_connections=MOST_IDLE_CONNECTIONS, keepalive_expiry=KEEP_ALIVE_S
-            ),
+        idle = {"max_keepalive_connections": MOST_IDLE_CONNECTIONS, "keepalive_expiry": KEEP_ALIVE_S}
+        http = openai.DefaultAsyncHttpxClient(
+            limits=httpx2.Limits(**idle),  # type: ignore[arg-type]
             trust_env=parts.hostname not in LOOPBACK,  # a proxy knows nothing of this computer's servers
         )
         self._client = openai.AsyncOpenAI(
@@ -59,10 +67,10 @@ class UrlTarget:
             api_key=api_key or "none",
             max_retries=0,
             timeout=openai.Timeout(None, connect=CONNECT_TIMEOUT_S),
-            http_client=self._http,
+            http_client=http,
         )
         self._model = model
-        self._extras = EXTRAS
+        self._extras = dict(EXTRAS)
         self._counts_tokens = False
         self._tokens_per_word = 1.0
         self._notes: list[str] = []
@@ -100,12 +108,10 @@ class UrlTarget:
                 "The server does not say how many tokens it counted: prompts have as many words as tokens "
                 "were asked for, and every chunk counts as one output token."
             )
-        if "extra_body" not in self._extras:
-            self._notes.append(
-                "The server does not take ignore_eos: answers may be shorter than was asked for."
-            )
-        elif self._counts_tokens and usage.output_tokens < PROBE_OUTPUT_TOKENS:
-            self._notes.append("The server ignores ignore_eos: answers may be shorter than was asked for.")
+        takes_it = "extra_body" in self._extras
+        if not takes_it or (self._counts_tokens and usage.output_tokens < PROBE_OUTPUT_TOKENS):
+            does = "ignores" if takes_it else "does not take"
+            self._notes.append(f"The server {does} ignore_eos: answers may be shorter than was asked for.")
 
     def make_prompt(self, tokens: int) -> str:
         """Return random words."""
@@ -117,11 +123,21 @@ class UrlTarget:
         usage: Usage | None = None
         num_texts = 0
         is_complete = False
+        asked: dict[str, Any] = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+        }
         with self._errors():
-            async with await self._open(prompt, max_tokens) as events:
+            events: openai.AsyncStream[Completion] = await self._client.completions.create(
+                **asked, **self._extras, temperature=0.0, stream=True
+            )
+            async with events:
                 async for event in events:
                     if event.usage is not None:
-                        usage = _usage(event.usage)
+                        details = event.usage.prompt_tokens_details
+                        cached = 0 if details is None else details.cached_tokens or 0
+                        usage = Usage(event.usage.prompt_tokens, event.usage.completion_tokens, cached)
                     for choice in event.choices:
                         is_complete |= choice.finish_reason is not None
                         if choice.text:
@@ -154,17 +170,6 @@ class UrlTarget:
         assert usage is not None
         return usage
 
-    async def _open(self, prompt: str, max_tokens: int) -> openai.AsyncStream[Completion]:
-        events: openai.AsyncStream[Completion] = await self._client.completions.create(
-            model=self.model,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            temperature=0.0,
-            stream=True,
-            **self._extras,
-        )
-        return events
-
     def _words(self, count: int) -> str:
         return " ".join(self._random.choices(WORDS, k=count))
 
@@ -184,7 +189,9 @@ class UrlTarget:
             cause = error.__cause__ or error
             reason = "no connection" if isinstance(cause, httpx2.ConnectError) else "connection lost"
             hint = "is the server running at this address?" if reason == "no connection" else "did it stop?"
-            raise TargetError(f"{self.url}: {reason} ({_text(cause)}): {hint}", reason) from error
+            raise TargetError(
+                f"{self.url}: {reason} ({str(cause) or type(cause).__name__}): {hint}", reason
+            ) from error
         except openai.APIError as error:  # told in the stream itself
             raise TargetError(f"{self.url}: {error.message}", "error in the stream") from error
         except json.JSONDecodeError as error:
@@ -192,13 +199,10 @@ class UrlTarget:
 
     def _status_error(self, error: openai.APIStatusError) -> TargetError:
         status = error.status_code
-        hints = {
-            401: "give the key that the server wants",
-            403: "give a key that the server accepts",
-            404: "check the address, which usually ends with /v1, and the model's name",
-        }
-        hint = f": {hints[status]}" if status in hints else ""
-        message = f"{error.request.url} answered HTTP {status} ({_said(error)}){hint}"
+        # The server's own words, in one short line.
+        said = error.body.get("message") if isinstance(error.body, dict) else None
+        text = " ".join(str(said or error.response.reason_phrase or "no reason given").split())[:200]
+        message = f"{error.request.url} answered HTTP {status} ({text}){HINTS.get(status, '')}"
         # Too many requests, no room, or a request that cannot be served: none of it has been computed.
         return TargetError(message, f"HTTP {status}", is_refusal=status in (400, 413, 422, 429, 503))
 
@@ -215,20 +219,3 @@ def _address(url: str) -> SplitResult:
     if parts.username is not None:
         raise ValueError("the address holds a user name, which would stand in the report: give an API key")
     return parts
-
-
-def _usage(usage: CompletionUsage) -> Usage:
-    details = usage.prompt_tokens_details
-    cached_tokens = 0 if details is None else details.cached_tokens or 0
-    return Usage(usage.prompt_tokens, usage.completion_tokens, cached_tokens)
-
-
-def _said(error: openai.APIStatusError) -> str:
-    """Return the server's own words, in one short line."""
-    body = error.body
-    said = body.get("message") if isinstance(body, dict) else None
-    return " ".join(str(said or error.response.reason_phrase or "no reason given").split())[:200]
-
-
-def _text(error: BaseException) -> str:
-    return str(error) or type(error).__name__

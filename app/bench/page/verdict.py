@@ -54,7 +54,7 @@ def _price(suite: LoadReport, alone: float, offloading: float) -> str:
     for name, rate in (("auto", offloading), (BASELINE, alone)):
         (curve,) = (each for each in suite.curves if each.name == name)
         point = next(each for each in curve.points if each.rate_per_s == rate)
-        latency = point.median_latency(lambda metrics: metrics.tpot)
+        latency = point.median_latency("tpot")
         if latency is None:
             return ""
         paces.append(duration(latency.p50_ms))
