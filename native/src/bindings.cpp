@@ -63,15 +63,15 @@ std::unique_ptr<Relay> make_relay(const std::vector<Layer>& layers, int num_thre
   return std::make_unique<Relay>(views, num_threads, isa_from_name(isa));
 }
 
-using Batch = std::tuple<Decode, Tensor>;  // and flags
+using Batch = std::tuple<Decode, Tensor, int>;  // and flags, index
 
 // what, whether it goes to the host, whether it is behind, slots, (k, v) of even and of odd layers, flags
 using Rows = std::tuple<Tensor, Tensor>;
 using Transfer = std::tuple<std::string, bool, bool, Tensor, Rows, Rows, Tensor>;
 
 RelayItem relay_item(const Batch& batch) {
-  const auto& [decode, flags] = batch;
-  return RelayBatch{arguments(decode), view("flags", flags)};
+  const auto& [decode, flags, index] = batch;
+  return RelayBatch{arguments(decode), view("flags", flags), index};
 }
 
 RelayItem relay_item(const Transfer& transfer) {

@@ -90,14 +90,14 @@ void run(const RelayTransfer& transfer, const Layer& layer, size_t index, int nu
 }
 
 // Where the iteration stands, for people.
-std::string words(const RelayBatch&, size_t layer, size_t index, bool is_waiting) {
-  const std::string place = "layer " + std::to_string(layer) + " of sub-batch " + std::to_string(index);
+std::string words(const RelayBatch& batch, size_t layer, bool is_waiting) {
+  const std::string place = "layer " + std::to_string(layer) + " of sub-batch " + std::to_string(batch.index);
   return (is_waiting ? "the GPU did not hand over q, k and v for "
                      : "the CPU did not end its attention for ") +
          place;
 }
 
-std::string words(const RelayTransfer& transfer, size_t layer, size_t, bool is_waiting) {
+std::string words(const RelayTransfer& transfer, size_t layer, bool is_waiting) {
   const auto of_layer = [&](size_t l) { return transfer.what + " of layer " + std::to_string(l); };
   if (!is_waiting) {
     return (transfer.to_host ? "the CPU did not end storing " : "the CPU did not end fetching ") +
@@ -374,7 +374,7 @@ bool Relay::State::goes_on(size_t layer, size_t index, Doing doing) {
 std::string Relay::State::where(Doing doing) const {
   const bool is_waiting = doing == Doing::kWaiting;
   const std::string seconds = std::to_string(patience_.count() / 1'000'000'000.0);
-  return std::visit([&](const auto& each) { return words(each, layer_, item_, is_waiting); }, items_[item_]) +
+  return std::visit([&](const auto& each) { return words(each, layer_, is_waiting); }, items_[item_]) +
          " within " + seconds.substr(0, seconds.find('.') + 2) + " s";
 }
 

@@ -30,6 +30,7 @@ constexpr Suite kSuites[] = {
     {"read", test_read, 1},
     {"concurrent calls", test_concurrent_calls, 10},
     {"relay", test_relay, 4},
+    {"transfers", test_transfers, 4},
     {"schedule", test_schedule, 2},
 };
 

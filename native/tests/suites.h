@@ -27,6 +27,9 @@ void test_concurrent_calls(Random& random, Report& report);
 // The relay answers every layer, and lets nobody wait: cancelled, or destroyed in the middle of an iteration.
 void test_relay(Random& random, Report& report);
 
+// Rows that the relay moves between buffers and caches arrive, in the order that is promised.
+void test_transfers(Random& random, Report& report);
+
 // The largest error that test_decode has seen, as a share of what it allows.
 double largest_decode_error();
 

@@ -96,11 +96,11 @@ def test_the_relay_sleeps_between_iterations() -> None:
 
 def test_a_gpu_that_stops_is_given_up_and_where_it_stood_is_told() -> None:
     case = make_case([400, 120])
-    relay, batches = relay_of(case), [batch_of(case), batch_of(case)]
+    relay, batches = relay_of(case), [batch_of(case), replace(batch_of(case), index=7)]
     relay.start(batches, patience_s=0.2)
     hand_over(batches[0], 0)
     with pytest.raises(
-        RelayStalledError, match=r"GPU did not hand over .* layer 0 of sub-batch 1 within 0.2 s"
+        RelayStalledError, match=r"GPU did not hand over .* layer 0 of sub-batch 7 within 0.2 s"
     ):
         relay.finish()
     for batch in batches:  # whoever waits later is not left waiting

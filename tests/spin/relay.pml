@@ -1,4 +1,4 @@
-/* Iterations of decodes that a GPU and the CPU share: who waits for whom, and whether that always ends.
+/* Iterations that a GPU and the CPU share: who waits for whom, and whether that always ends.
 
    A model for `spin`, which tries every order in which the parties can go on. test_relay_model.py says with
    which sizes and faults; the model says nothing of time: patience may end at any moment, so "late" and
@@ -12,7 +12,7 @@
    may_follow                the edges: order of each lane, and marks (engine/execute/graphs/program.py)
    Executor                  engine/execute/graphs/executor.py: start, _submit, wait, _attempt, _end, close
    Closer                    another thread that calls GraphExecutor.close in the middle of the work
-   Server, serve             Relay::work and Relay::serve (native/src/relay.cpp)
+   Server, serve             Relay::work, Relay::serve and Relay::step (native/src/relay.cpp)
    Guard                     Relay::guard; one look without progress is enough here, which covers any number
    doing, goes_on            Relay::doing_ and goes_on
    start, finish, cancel     Relay::start, finish, cancel; release_all likewise
@@ -22,6 +22,12 @@
      guard_changed           not happen here, since they would hide those that are lost
    ready, done               flags[READY] and flags[DONE], each with the iteration that raised it
    *_of                      what a piece of memory holds: iteration, layer and sub-batch; 0: half written
+
+   The steps here are attention's. Transfers of KV (RelayTransfer) are carried out by the same code with the same
+   two flags, in an order that is as fixed, by a relay of their own; so the model is not said again for them. What
+   it shows to be needed holds for them, too (NO_DESCENT): whatever waits for a flag of the relay has to come
+   after all raises that the relay sees before it raises that flag, in its order. Of transfers these include
+   those of the layer before (behind) and of the layer after (ahead).
 
    Checked in every order:
    - everybody ends (no deadlock, no lost wake-up; the test also looks for circles without progress);

@@ -374,6 +374,7 @@ class GraphExecutor(Executor):
             block_tables=torch.from_numpy(padded_block_tables(sequences)),
             context_lens=torch.tensor([s.context_len for s in sequences], dtype=torch.int32),
             flags=memory.hand_over.flags,
+            index=memory.index,
         )
 
     def _finish_relay(self, batches: Sequence[tuple[int, RelayBatch]]) -> int:

@@ -48,6 +48,7 @@ struct RelayBatch {
   // [2, layers, kFlagInts] int32: flags[0, layer, 0] becomes 1 when q, k and v of the layer are there,
   // flags[1, layer, 0] when the output is.
   TensorView flags;
+  int index = 0;  // of the sub-batch, for people
 };
 
 // Rows that cross over in every layer between slots of host memory and the GPU, the same slots in all of

@@ -6,8 +6,8 @@ Tensor: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 # q, out, block_tables, context_lens, k and v of the new tokens, block_size, scale
 Decode: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int, float]
 
-# of one sub-batch, and flags
-Batch: TypeAlias = tuple[Decode, Tensor]
+# of one sub-batch, its flags and its index
+Batch: TypeAlias = tuple[Decode, Tensor, int]
 # what, whether it goes to the host, whether it is behind, slots, (k, v) of even and of odd layers, flags
 Rows: TypeAlias = tuple[Tensor, Tensor]
 Transfer: TypeAlias = tuple[str, bool, bool, Tensor, Rows, Rows, Tensor]

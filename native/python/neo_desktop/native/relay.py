@@ -39,6 +39,7 @@ class RelayBatch:
     block_tables: Tensor  # [requests, max_blocks] int32
     context_lens: Tensor  # [requests] int32
     flags: Tensor  # see `empty_flags`
+    index: int = 0  # of the sub-batch, for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,7 @@ class Relay:
             self._block_size,
             self._scale,
         )
-        return decode, view_of("flags", batch.flags)
+        return decode, view_of("flags", batch.flags), batch.index
 
 
 def _transfer(item: RelayTransfer) -> "_native.Transfer":
