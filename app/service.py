@@ -2,7 +2,8 @@
 
     event loop                          engine: a thread, or a process of its own (app/engines)
     ──────────                          ──────
-    submit() ──── commands ──────────→  carried out before an iteration is planned
+    submit() checks, tokenises, hashes
+               ── commands ──────────→  carried out before an iteration is planned
     Generation ←─ one wake-up per step ── outputs of all requests, and how the engine stands
 
 Everything here, the generations included, belongs to the event loop; events are brought to it by an `Outbox`.
@@ -12,157 +13,54 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 from neo_desktop.app.chat_template import ChatTemplateError
 from neo_desktop.app.engines.messages import (
     Abort,
     Add,
     Answer,
+    Command,
     Compile,
     Ended,
     EngineLink,
     Event,
     Look,
+    Refused,
     Status,
     Stepped,
     Stop,
 )
 from neo_desktop.app.engines.thread import EngineThread
+from neo_desktop.app.generation import Generation
 from neo_desktop.app.outbox import Call, Outbox
+from neo_desktop.app.service_errors import (
+    EngineFailedError,
+    EngineRestartingError,
+    ServiceBusyError,
+    ServiceError,
+    ServiceStoppedError,
+)
 from neo_desktop.app.template_process import TemplateProcess
 from neo_desktop.app.web.limits import DEFAULT_LIMITS, Limits
 from neo_desktop.app.web.metrics import ServiceMetrics
-from neo_desktop.engine.engine import ContextLengthError, Engine
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.intake import PreparedRequest, Prompt
 from neo_desktop.engine.live import LiveView
-from neo_desktop.engine.request import FinishReason, RequestOutput
+from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
 from neo_desktop.engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 
-MAX_UNREAD_OUTPUTS = 16_384  # of one generation; nobody reads it then
-CHARS_PER_TOKEN = 8  # more than texts have on average; prose has about 4
-SHORT_CHARS = 2000
+SHORT_PROMPTS = 2000  # characters or token ids, of all prompts of a request
 STOP_TIMEOUT_S = 5.0  # how long stop() waits for the iteration that runs
 
 WATCH_TICKS = 10  # in a patience: a program that was halted for hours has missed one of them, not all
 
-Prompt = str | Sequence[int]
 Supervisor = Callable[[str], str]  # what happened → what those who wait are told
-
-
-class ServiceError(RuntimeError):
-    """A request that the service could not take or could not finish."""
-
-    code = "unavailable"  # for programs
-
-
-class ServiceBusyError(ServiceError):
-    """The queue is full; the same request may succeed later."""
-
-    code = "queue_full"
-
-
-class ServiceStoppedError(ServiceError):
-    """The service is stopping or has stopped."""
-
-    code = "shutting_down"
-
-
-class EngineFailedError(ServiceError):
-    """The engine gave the request up."""
-
-    code = "engine_failed"
-
-
-class EngineRestartingError(EngineFailedError):
-    """The engine ended and is being started again; the same request may succeed later."""
-
-    code = "engine_restarting"
-
-
-class RequestTimeoutError(ServiceError):
-    """The request took longer than it may."""
-
-    code = "timeout"
-
-
-class UnreadError(ServiceError):
-    """Nobody read what was generated."""
-
-    code = "unread"
-
-
-class Generation:
-    """The outputs of the prompts of one `submit`, as they come; leaving the `async with` aborts what is open.
-
-    Iterating gives (index, output) until all outputs have ended, with index = prompt * n + choice.
-
-    Raises:
-        EngineFailedError, ServiceStoppedError, RequestTimeoutError, UnreadError: while iterating, when the
-            rest will not come.
-    """
-
-    def __init__(self, request_ids: Sequence[str], n: int, close: Callable[["Generation"], None]) -> None:
-        self.request_ids = tuple(request_ids)
-        self.n = n
-        self.prompt_token_ids: Sequence[Sequence[int]] = ()  # of each prompt, once it was accepted
-        self._close = close
-        self._num_open = len(self.request_ids) * n
-        self._timer: asyncio.TimerHandle | None = None
-        self._arrived: asyncio.Queue[RequestOutput | ServiceError] = asyncio.Queue()
-        # Whether the engine has taken all prompts; raises what it raised.
-        self.accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        first_index = {request_id: i * self.n for i, request_id in enumerate(self.request_ids)}
-        while self._num_open:
-            output = await self._arrived.get()
-            if isinstance(output, ServiceError):
-                raise output.with_traceback(None)  # one error is told to many
-            if output.finish_reason is FinishReason.ERROR:
-                raise EngineFailedError(output.error)
-            if output.finish_reason is not None:
-                self._num_open -= 1
-            yield first_index[output.request_id] + output.choice, output
-
-    def close(self) -> None:
-        """Abort what has not ended; its memory is free before the next iteration."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._close(self)
-
-    def put(self, output: RequestOutput) -> None:
-        """Take in what one iteration brought."""
-        self._arrived.put_nowait(output)
-        if self._arrived.qsize() > MAX_UNREAD_OUTPUTS:
-            self.give_up(UnreadError("the answer was not read for too long"))
-
-    def limit_time(self, seconds: float) -> None:
-        """Give up what has not ended by then."""
-        reason = RequestTimeoutError(f"the request took more than {seconds:g} s, which is the limit")
-        self._timer = asyncio.get_running_loop().call_later(seconds, self.give_up, reason)
-
-    def give_up(self, reason: ServiceError) -> None:
-        """Abort what is open and tell its reader why."""
-        self.fail(reason)
-        self.close()
-
-    def fail(self, error: ServiceError) -> None:
-        """End everything that is open with this error."""
-        if not self.accepted.done():
-            self.accepted.set_exception(error)
-            self.accepted.exception()  # seen, also where nobody waits for it any more
-        self._arrived.put_nowait(error)
 
 
 class EngineService:
@@ -178,10 +76,11 @@ class EngineService:
         self._link: EngineLink = EngineThread(engine) if isinstance(engine, Engine) else engine
         facts = self._link.facts
         self.model_name = facts.model_name
-        self.max_context_tokens = facts.max_context_tokens
-        self.tokenizer = facts.tokenizer
+        self.max_context_tokens = facts.intake.max_context_tokens
+        self.tokenizer = facts.intake.tokenizer
+        self._intake = facts.intake
         self.sampling_defaults = facts.sampling_defaults
-        self._template = TemplateProcess(facts.tokenizer.chat_template, facts.tokenizer.special_tokens)
+        self._template = TemplateProcess(self.tokenizer.chat_template, self.tokenizer.special_tokens)
         self.stats: EngineStats = facts.stats  # as of the last iteration or command
         self.metrics = ServiceMetrics()
         self.supervisor: Supervisor | None = None  # asked when the engine ends by itself
@@ -283,16 +182,13 @@ class EngineService:
         Raises:
             ServiceStoppedError, EngineFailedError: there is no engine any more.
         """
-        if self._refusal is not None:
-            raise self._refusal.with_traceback(None)
-        answer: asyncio.Future[LiveView] = asyncio.get_running_loop().create_future()
-        self._ask(Look(next(self._ordinals)), answer)
-        return await answer
+        view: LiveView = await self._ask(Look(next(self._ordinals)))
+        return view
 
     async def submit(
         self, prompts: Sequence[Prompt], params: SamplingParams, *, add_special_tokens: bool = True
     ) -> Generation:
-        """Queue prompts and wait until the engine has accepted all of them.
+        """Check prompts and send them to the engine.
 
         Args:
             prompts: texts or token ids.
@@ -301,7 +197,8 @@ class EngineService:
         Raises:
             ServiceBusyError: too many requests are waiting.
             ServiceStoppedError, EngineFailedError: the service takes no requests any more.
-            ContextLengthError, ValueError: the engine cannot take a prompt; none is run then.
+            ContextLengthError, SettingError, ValueError: a prompt or a setting cannot be used; none is run
+                then.
         """
         if self._successor is not None:
             return await (await self._successor()).submit(
@@ -328,14 +225,13 @@ class EngineService:
         self._idle_since_s = None
         self._queued |= _choices(generation)
         try:
-            if params.grammar is not None:  # before, so that the engine finds it ready
-                compiled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._ask(Compile(next(self._ordinals), params.grammar), compiled)
-                await compiled
-            token_ids = [await self._encode(prompt, add_special_tokens) for prompt in prompts]
-            generation.prompt_token_ids = token_ids
-            self._ask(Add(next(self._ordinals), request_ids, token_ids, params), generation.accepted)
-            await generation.accepted
+            prepared = await self._prepare(prompts, params, add_special_tokens)
+            generation.prompt_token_ids = [each.token_ids for each in prepared]
+            if params.grammar is not None:  # so that the engine finds it ready
+                await self._ask(Compile(next(self._ordinals), params.grammar))
+            if generation.failure is not None:  # it took too long
+                raise generation.failure.with_traceback(None)
+            self._send(Add(request_ids, prepared))
         except BaseException:  # cancelled included
             generation.close()
             raise
@@ -351,26 +247,18 @@ class EngineService:
             if (embedding := found[index].embedding) is not None
         ]
 
-    async def _encode(self, prompt: Prompt, add_special_tokens: bool) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        if len(prompt) <= SHORT_CHARS:  # takes less than the way to a thread and back
-            return self._encode_text(prompt, add_special_tokens)
-        # In a thread: long texts take seconds.
-        return await asyncio.to_thread(self._encode_text, prompt, add_special_tokens)
+    async def _prepare(
+        self, prompts: Sequence[Prompt], params: SamplingParams, add_special_tokens: bool
+    ) -> list[PreparedRequest]:
+        def prepare() -> list[PreparedRequest]:
+            return [
+                self._intake.prepare(prompt, params, add_special_tokens=add_special_tokens)
+                for prompt in prompts
+            ]
 
-    def _encode_text(self, text: str, add_special_tokens: bool) -> Sequence[int]:
-        # A text that is far too long is refused for its beginning; all of it might take minutes.
-        beginning = text[: self.max_context_tokens * CHARS_PER_TOKEN]
-        token_ids = self.tokenizer.encode(beginning, add_special_tokens)
-        if len(beginning) == len(text):
-            return token_ids
-        if len(token_ids) > self.max_context_tokens:
-            raise ContextLengthError(
-                f"the prompt has more tokens than the {self.max_context_tokens} that the context holds "
-                "including the answer: shorten the prompt"
-            )
-        return self.tokenizer.encode(text, add_special_tokens)
+        if sum(map(len, prompts)) <= SHORT_PROMPTS:  # takes less than the way to a thread and back
+            return prepare()
+        return await asyncio.to_thread(prepare)  # long texts take seconds
 
     def _close(self, generation: Generation) -> None:
         self._queued -= _choices(generation)
@@ -381,12 +269,18 @@ class EngineService:
         if not self._generations:
             self._idle_since_s = time.monotonic()
 
-    def _ask(self, command: Add | Compile | Look, answer: "asyncio.Future[Any]") -> None:
-        """Send a command; its answer comes unless the engine ends, which is told instead."""
-        if self._refusal is not None:  # it ended while the prompt was made ready
+    def _send(self, command: Command) -> None:
+        """Send a command, unless the engine has ended: that is raised."""
+        if self._refusal is not None:
             raise self._refusal.with_traceback(None)
-        self._asked[command.ticket] = answer
         self._link.send(command)
+
+    async def _ask(self, command: Compile | Look) -> Any:
+        """Send a command and wait for its answer; that the engine ends meanwhile is raised."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._send(command)
+        self._asked[command.ticket] = answer
+        return await answer
 
     def _answer(self, answer: Answer) -> None:
         self._num_heard += 1
@@ -410,6 +304,12 @@ class EngineService:
             self._queued.discard((output.request_id, output.choice))
             self.metrics.gained(output)
             generation.put(output)
+
+    def _give_up(self, event: Refused) -> None:
+        found = {self._generations.get(request_id) for request_id in event.request_ids}
+        for generation in found - {None}:
+            assert generation is not None
+            generation.give_up(EngineFailedError(event.reason))
 
     def _refuse_all(self, reason: ServiceError) -> None:
         """End all generations, and every later one, for this reason."""
@@ -460,6 +360,8 @@ class EngineService:
                 yield partial(self._book, event)
             case Answer():
                 yield partial(self._answer, event)
+            case Refused():
+                yield partial(self._give_up, event)
             case Ended():
                 yield partial(self._end, event.reason)
 

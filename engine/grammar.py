@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.grammar_trial import GrammarTrial, limits
 from neo_desktop.models.tokenizer import Tokenizer
 
@@ -33,7 +34,7 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str) -> str:
     Whether the schema can be followed shows when it is compiled.
 
     Raises:
-        ValueError: it is no JSON object, or too long.
+        SettingError: it is no JSON object, or too long.
     """
     try:
         # The library takes no schema that is just true.
@@ -42,7 +43,7 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str) -> str:
 
         grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITE_SPACE})
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"grammar needs a JSON schema: {_reason(str(error))}") from None
+        raise SettingError("grammar", f"needs a JSON schema: {_reason(str(error))}") from None
     return _checked(grammar)
 
 
@@ -50,7 +51,7 @@ def from_regex(pattern: str) -> str:
     """Return the grammar of texts that a regular expression matches as a whole.
 
     Raises:
-        ValueError: it is too long.
+        SettingError: it is too long.
     """
     from llguidance import LLMatcher
 
@@ -61,7 +62,7 @@ def from_lark(text: str) -> str:
     """Return a grammar that is written in llguidance's form of Lark.
 
     Raises:
-        ValueError: it is too long.
+        SettingError: it is too long.
     """
     from llguidance import LLMatcher
 
@@ -70,9 +71,10 @@ def from_lark(text: str) -> str:
 
 def _checked(grammar: str) -> str:
     if len(grammar) > MAX_GRAMMAR_CHARS:
-        raise ValueError(
-            f"grammar has {len(grammar)} characters, more than the {MAX_GRAMMAR_CHARS} that it may have: "
-            "make it smaller"
+        raise SettingError(
+            "grammar",
+            f"has {len(grammar)} characters, more than the {MAX_GRAMMAR_CHARS} that it may have: make it "
+            "smaller",
         )
     return grammar
 
@@ -166,7 +168,7 @@ class GrammarCompiler:
         """Make a grammar ready, unless it is.
 
         Raises:
-            ValueError: it cannot be used.
+            SettingError: it cannot be used.
         """
         self._matcher(grammar)
 
@@ -177,7 +179,7 @@ class GrammarCompiler:
             after: text that the output must hold before it follows the grammar; None: from the beginning on.
 
         Raises:
-            ValueError: the grammar cannot be used.
+            SettingError: the grammar cannot be used.
         """
         matcher = self._matcher(grammar).deep_copy()
         return GrammarState(
@@ -206,14 +208,14 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         if not self._trial.is_harmless(grammar):
-            raise ValueError("grammar cannot be used: it is too complex, make it smaller")
+            raise SettingError("grammar", "cannot be used: it is too complex, make it smaller")
         matcher = LLMatcher(self._ready_vocabulary().tokenizer, grammar, log_level=0, limits=limits())
         # The first tokens may take long to find; what is learnt by it remains for all outputs.
         beginning = matcher.deep_copy()
         beginning.compute_bitmask()
         for tried in (matcher, beginning):
             if tried.is_error():
-                raise ValueError(f"grammar cannot be used: {_reason(tried.get_error())}")
+                raise SettingError("grammar", f"cannot be used: {_reason(tried.get_error())}")
         return matcher
 
     def _ready_vocabulary(self) -> "_Vocabulary":

@@ -1,6 +1,6 @@
 """What the engine does right now, for people who look: a frozen snapshot, and what is noted for it meanwhile.
 
-    somebody asks ──→ engine.live_view(): copies what is there, and lets `Watch` take notes for some seconds
+    somebody asks ──→ engine.live_view(): copies what is there, and lets `Notes` be taken for some seconds
     nobody asks   ──→ the notes stop by themselves; an iteration costs one comparison more
 
 The engine's thread only notes and copies. What follows from it (overlap, errors, the bound) is computed by
@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean
+from typing import Self
+
+import torch
 
 from neo_desktop.engine.batch import IterationPlan, IterationTiming
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.predict.cost_model import CostModel, TableCostModel
 from neo_desktop.engine.request import RequestState
 from neo_desktop.engine.simulation.bound import Work, least_ms
 from neo_desktop.engine.stats import EngineStats
@@ -27,7 +30,7 @@ MAX_ITERATIONS = 100  # that are noted
 RATE_S = 3.0  # over which tokens per second are counted
 
 
-class Progress(StrEnum):
+class Phase(StrEnum):
     """What a request that owns KV is at."""
 
     PREFILLING = "prefilling"  # its prompt, or all of it again after a preemption, is being computed
@@ -40,7 +43,7 @@ class LiveRequest:
 
     arrival: int  # ordinal; stays the same for as long as the request lives
     place: Place
-    progress: Progress
+    phase: Phase
     num_tokens: int  # prompt and output so far
     num_computed_tokens: int  # of them, those whose KV is in the cache
     num_skipped: int  # iterations in a row that it had to wait for the CPU
@@ -140,6 +143,42 @@ class LiveView:
     spans_age_s: float  # since that iteration's end
     tables: TableCostModel | None  # measured on this computer; None: the policy needs none
 
+    @classmethod
+    def of(
+        cls,
+        stats: EngineStats,
+        running: Sequence[tuple[Place, RequestState]],
+        notes: "Notes",
+        device: torch.device,
+        weights_bytes: int,
+        cost_model: CostModel | None,
+    ) -> Self:
+        """Copy what is there.
+
+        Args:
+            running: the requests that own KV.
+            device: the model's.
+            cost_model: what the scheduler predicts with.
+        """
+        is_cuda = device.type == "cuda"
+        gpu_cache = next((pool for place, pool in stats.pools.items() if not place.in_host_memory), None)
+        requests = [request for _, request in running]
+        return cls(
+            stats=stats,
+            requests=live_requests(running),
+            num_gpu_alone=(
+                num_fitting(requests, gpu_cache.num_blocks, stats.block_size) if gpu_cache else None
+            ),
+            is_gpu_imitated=not is_cuda,
+            device_name=torch.cuda.get_device_name(device) if is_cuda else None,
+            weights_bytes=weights_bytes,
+            rates=notes.rates,
+            iterations=notes.iterations,
+            spans=notes.spans,
+            spans_age_s=notes.spans_age_s,
+            tables=cost_model if isinstance(cost_model, TableCostModel) else None,
+        )
+
     @property
     def overlap(self) -> float | None:
         """The share of CPU attention's time in which the device was busy, too.
@@ -189,7 +228,7 @@ class LiveView:
         return blocks * self.stats.block_size
 
 
-class Watch:
+class Notes:
     """Takes notes about iterations while somebody looks. All calls come from the engine's thread.
 
     Args:
@@ -266,7 +305,7 @@ def live_requests(running: Iterable[tuple[Place, RequestState]]) -> tuple[LiveRe
         LiveRequest(
             arrival=request.arrival,
             place=place,
-            progress=Progress.PREFILLING if request.num_uncomputed_tokens > 1 else Progress.DECODING,
+            phase=Phase.PREFILLING if request.num_uncomputed_tokens > 1 else Phase.DECODING,
             num_tokens=request.num_tokens,
             num_computed_tokens=request.num_computed_tokens,
             num_skipped=request.num_skipped,

@@ -95,6 +95,7 @@ class Request(RequestState):
         max_context_tokens: prompt and output together never exceed it.
         eos_token_ids: the model's own end-of-sequence tokens.
         grammar: what the output follows, at its beginning.
+        block_hashes: of the prompt's full blocks, as far as they are known.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class Request(RequestState):
         eos_token_ids: tuple[int, ...],
         text: IncrementalText,
         grammar: GrammarState | None = None,
+        block_hashes: Sequence[BlockHash] = (),
     ) -> None:
         num_prompt_tokens = len(prompt_token_ids)
         room = max_context_tokens - num_prompt_tokens
@@ -137,7 +139,7 @@ class Request(RequestState):
         self.is_pooled = params.pooling is not None
         self._pooled: FloatArray | None = None  # sum of the hidden states that were asked for, so far
         self._new_tokens: list[SampledToken] = []
-        self._block_hashes: list[BlockHash] = []
+        self._block_hashes = list(block_hashes)
         # For penalties alone, see `SamplingInput`.
         self._distinct_prompt = IntArray(np.unique(prompt_token_ids) if params.has_penalties else ())
         self._output = IntArray()

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from neo_desktop.engine.errors import SettingError
+
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -18,7 +20,7 @@ class SamplingParams:
     """Sampling settings of one request; the defaults sample from the model's own distribution.
 
     Raises:
-        ValueError: a value is out of range; the message names the field.
+        SettingError: a value is out of range.
     """
 
     max_tokens: int | None = None  # output tokens at most; None: until the context is full
@@ -52,7 +54,7 @@ class SamplingParams:
         _check_integer("top_k", self.top_k, 0)
         _check_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0:
-            raise ValueError("top_p must be above 0 and at most 1, got 0")
+            raise SettingError("top_p", "must be above 0 and at most 1, got 0")
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -60,9 +62,9 @@ class SamplingParams:
         if self.seed is not None:
             _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         if len(stop) > MAX_STOP_STRINGS:
-            raise ValueError(f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
+            raise SettingError("stop", f"may hold at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
         if any(not isinstance(text, str) or not text for text in stop):
-            raise ValueError("stop must hold strings that are not empty")
+            raise SettingError("stop", "must hold strings that are not empty")
         for token_id in self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, 0)
         if self.logprobs is not None:
@@ -73,10 +75,10 @@ class SamplingParams:
             _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         for name, text in (("grammar", self.grammar), ("grammar_after", self.grammar_after)):
             if text is not None and (not isinstance(text, str) or not text):
-                raise ValueError(f"{name} must be text that is not empty, got {text!r}")
+                raise SettingError(name, f"must be text that is not empty, got {text!r}")
         _check_pooling(self)
         if self.grammar_after is not None and self.grammar is None:
-            raise ValueError("grammar_after needs a grammar")
+            raise SettingError("grammar_after", "needs a grammar")
 
     @property
     def is_greedy(self) -> bool:
@@ -98,21 +100,23 @@ def _check_pooling(params: SamplingParams) -> None:
     if params.pooling is None:
         return
     if params.pooling not in get_args(Pooling):
-        raise ValueError(f"pooling must be one of {', '.join(get_args(Pooling))}, got {params.pooling!r}")
+        raise SettingError(
+            "pooling", f"must be one of {', '.join(get_args(Pooling))}, got {params.pooling!r}"
+        )
     if params.n != 1 or params.logprobs is not None or params.grammar is not None:
-        raise ValueError("pooling gives no output, so that n, logprobs and grammar cannot be asked for")
+        raise SettingError("pooling", "gives no output, so that n, logprobs and grammar cannot be asked for")
 
 
 def _check_number(name: str, value: float, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
+        raise SettingError(name, f"must be a finite number, got {value!r}")
     if not low <= value <= high:
-        raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value:g}")
+        raise SettingError(name, f"must be between {low:g} and {high:g}, got {value:g}")
 
 
 def _check_integer(name: str, value: int, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer, got {value!r}")
+        raise SettingError(name, f"must be an integer, got {value!r}")
     if value < low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"{name} must be {bounds}, got {value}")
+        raise SettingError(name, f"must be {bounds}, got {value}")

@@ -175,7 +175,7 @@ class ChatCompletionRequest(GenerationRequest):
         """Return what was asked for; what was left open is the model's own recommendation.
 
         Raises:
-            ValueError: a value is out of range; the message begins with the field's name.
+            SettingError: a value is out of range.
         """
         return self._sampling_params(
             defaults,

@@ -11,10 +11,11 @@ from neo_desktop.app.api.fields import Json, Only, Prompts
 from neo_desktop.app.api.outputs import Outputs, collect, submit, with_grammar
 from neo_desktop.app.api.replies import event, finite, head, until_done, usage_body
 from neo_desktop.app.api.sampling import GenerationRequest
-from neo_desktop.app.service import EngineService, Prompt
+from neo_desktop.app.service import EngineService
 from neo_desktop.app.web.connection import EventStream
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.batch import SampledToken
+from neo_desktop.engine.intake import Prompt
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
 from neo_desktop.models.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from neo_desktop.app.api.fields import Model, Only, Prompts, Unsupported
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.web.errors import ApiError
-from neo_desktop.engine.engine import ContextLengthError
+from neo_desktop.engine.errors import ContextLengthError
 
 
 class EmbeddingRequest(Model):

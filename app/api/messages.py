@@ -16,7 +16,8 @@ from neo_desktop.app.api.replies import event, new_id
 from neo_desktop.app.api.sampling import sampling_params
 from neo_desktop.app.api.structure import Structure
 from neo_desktop.app.api.tools import AUTO, REQUIRED, Tool, ToolChoice
-from neo_desktop.app.service import EngineService, ServiceError
+from neo_desktop.app.service import EngineService
+from neo_desktop.app.service_errors import ServiceError
 from neo_desktop.app.web.connection import EventStream
 from neo_desktop.app.web.errors import ApiError, anthropic_body, from_service
 from neo_desktop.engine.batch import SampledToken
@@ -233,7 +234,7 @@ class MessagesRequest(CountTokensRequest):
         """Return what was asked for; what was left open is the model's own recommendation.
 
         Raises:
-            ValueError: a value is out of range; the message begins with the field's name.
+            SettingError: a value is out of range.
         """
         return sampling_params(
             defaults,

@@ -9,11 +9,14 @@ from typing import Self
 from neo_desktop.app.api.calls import CallArguments, CallReader, CallStart, Piece, Text, Thought
 from neo_desktop.app.api.conversation import Conversation, Prepared, prepare, special_id
 from neo_desktop.app.api.structure import Structure
-from neo_desktop.app.service import EngineFailedError, EngineService, Generation, Prompt
+from neo_desktop.app.generation import Generation
+from neo_desktop.app.service import EngineService
+from neo_desktop.app.service_errors import EngineFailedError
 from neo_desktop.app.thoughts import CLOSING, ThoughtSplitter
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.batch import SampledToken
-from neo_desktop.engine.engine import ContextLengthError
+from neo_desktop.engine.errors import ContextLengthError, SettingError
+from neo_desktop.engine.intake import Prompt
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.tokenizer import Tokenizer
@@ -259,8 +262,8 @@ async def submit(
         return await service.submit(prompts, params, add_special_tokens=add_special_tokens)
     except ContextLengthError as error:
         raise ApiError(400, str(error), param=field, code="context_length_exceeded") from error
+    except SettingError as error:
+        told = error.named({"grammar": grammar_field})
+        raise ApiError(400, str(told), param=told.field) from error
     except ValueError as error:
-        blamed = str(error).partition(" ")[0]
-        names = {"grammar": grammar_field, "logit_bias": "logit_bias", "stop_token_ids": "stop_token_ids"}
-        message = str(error).replace("grammar", grammar_field, 1) if blamed == "grammar" else str(error)
-        raise ApiError(400, message, param=names.get(blamed, field)) from error
+        raise ApiError(400, str(error), param=field) from error

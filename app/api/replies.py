@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from neo_desktop.app.api.fields import Json
 from neo_desktop.app.api.outputs import Usage
-from neo_desktop.app.service import ServiceError
+from neo_desktop.app.service_errors import ServiceError
 from neo_desktop.app.web.errors import ApiError, from_service
 from neo_desktop.engine.batch import SampledToken, TokenLogprob
 from neo_desktop.models.tokenizer import Tokenizer

@@ -17,9 +17,11 @@ from neo_desktop.app.api.response_store import ResponseStore, StoredResponse
 from neo_desktop.app.api.sampling import sampling_params
 from neo_desktop.app.api.structure import Structure
 from neo_desktop.app.api.tools import AUTO, REQUIRED, Tool, ToolChoice
-from neo_desktop.app.service import EngineService, ServiceError
+from neo_desktop.app.service import EngineService
+from neo_desktop.app.service_errors import ServiceError
 from neo_desktop.app.web.connection import EventStream
 from neo_desktop.app.web.errors import ApiError, from_service
+from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from neo_desktop.models.config import GenerationDefaults
 
@@ -128,7 +130,7 @@ class ResponsesRequest(Model):
         """Return what was asked for; what was left open is the model's own recommendation.
 
         Raises:
-            ValueError: a value is out of range; the message begins with the field's name.
+            SettingError: a value is out of range.
         """
         logprobs = self.top_logprobs
         if logprobs is None and _LOGPROBS in (self.include or ()):
@@ -141,12 +143,10 @@ class ResponsesRequest(Model):
                 top_p=self.top_p,
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
-                logprobs=0
-                if self.top_logprobs is None and _LOGPROBS in (self.include or ())
-                else self.top_logprobs,
+                logprobs=logprobs,
             )
-        except ValueError as error:
-            raise ValueError(str(error).replace("max_tokens", "max_output_tokens", 1)) from error
+        except SettingError as error:
+            raise error.named({"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}) from error
 
     def conversation_of(self, items: Sequence[Item], template: str | None) -> Conversation:
         """The conversation that goes on, for the model with this template.

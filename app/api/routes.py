@@ -15,6 +15,7 @@ from neo_desktop.app.web import errors
 from neo_desktop.app.web.body import parse
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.app.web.limits import DEFAULT_LIMITS
+from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
 
@@ -134,6 +135,5 @@ def _check_messages(messages: list[Any], max_messages: int, field: str = "messag
 def _sampling_params(service: EngineService, body: _Samples) -> SamplingParams:
     try:
         return body.sampling_params(service.sampling_defaults)
-    except ValueError as error:
-        field = str(error).split()[0]
-        raise ApiError(400, str(error), param=field) from error
+    except SettingError as error:
+        raise ApiError(400, str(error), param=error.field) from error

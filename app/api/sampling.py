@@ -208,7 +208,7 @@ def sampling_params(defaults: GenerationDefaults, **asked: Any) -> SamplingParam
     """Return what was asked for; what was left open (None) is the model's own recommendation.
 
     Raises:
-        ValueError: a value is out of range; the message begins with the field's name.
+        SettingError: a value is out of range.
     """
     return SamplingParams(**(_recommended(defaults) | given(asked)))
 

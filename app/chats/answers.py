@@ -18,9 +18,10 @@ from neo_desktop.app.chats.news import News
 from neo_desktop.app.chats.store import ChatStore, NotFoundError, NotPossibleError
 from neo_desktop.app.chats.worker import Worker
 from neo_desktop.app.chats.writing import GrowingAnswer
-from neo_desktop.app.service import EngineRestartingError, EngineService, ServiceError, ServiceStoppedError
+from neo_desktop.app.service import EngineService
+from neo_desktop.app.service_errors import EngineRestartingError, ServiceError, ServiceStoppedError
 from neo_desktop.app.shelf.hosting import ModelHost
-from neo_desktop.engine.engine import ContextLengthError
+from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)

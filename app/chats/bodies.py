@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from neo_desktop.app.chats.messages import Settings
 from neo_desktop.app.web.errors import ApiError
+from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.sampling_params import SamplingParams
 
 MAX_TEXT_CHARS = 2_000_000
@@ -36,8 +37,8 @@ class SettingsBody(_Body):
         settings = Settings(**self.model_dump())
         try:
             SamplingParams(**settings.sampling())
-        except ValueError as error:
-            raise ApiError(400, str(error), param=str(error).split()[0]) from error
+        except SettingError as error:
+            raise ApiError(400, str(error), param=error.field) from error
         return settings
 
 

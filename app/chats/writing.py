@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from neo_desktop.app.chats.messages import Figures, Message, State
-from neo_desktop.app.service import Generation
+from neo_desktop.app.generation import Generation
 from neo_desktop.app.thoughts import CLOSING, OPENING, Part, ThoughtSplitter
 from neo_desktop.engine.request import RequestOutput
 

@@ -1,8 +1,9 @@
 """The loop that owns an engine: commands in, steps while there is work, events out.
 
-    take(command) ──→ inbox ──→  before an iteration is planned: run the commands
-      any thread                 while there is work: engine.step()
-                       emit() ←─ one list of events per step, one per batch of commands
+    take(command) ──→ inbox ──→  while there is work: engine.collect()     the iteration under way
+      any thread                                      run the commands
+                                                      engine.launch()      the next one
+                       emit() ←─ one list of events per iteration, one per batch of commands
 
 It is the same one in a thread of this process and in a process of its own.
 """
@@ -22,6 +23,7 @@ from neo_desktop.app.engines.messages import (
     Ended,
     Event,
     Look,
+    Refused,
     Status,
     Stepped,
     Stop,
@@ -94,7 +96,7 @@ class EngineLoop:
     def _run_command(self, command: Command) -> list[Event]:
         match command:
             case Add():
-                return [Answer(command.ticket, error=self._add(command))]
+                return self._add(command)
             case Abort():
                 self._engine.abort(command.request_id)
             case Look():
@@ -103,17 +105,24 @@ class EngineLoop:
                 self._is_stopping = True
         return []
 
-    def _add(self, command: Add) -> Exception | None:
+    def _add(self, command: Add) -> list[Event]:
         try:
-            for request_id, token_ids in zip(command.request_ids, command.prompts, strict=True):
-                self._engine.add_request(request_id, token_ids, command.params)
-        except Exception as refused:  # told to the caller, who aborts the prompts before this one
-            return _told(refused)
-        return None
+            for request_id, prepared in zip(command.request_ids, command.prepared, strict=True):
+                self._engine.add(request_id, prepared)
+        except Exception as error:  # prompts have been checked, so it is a defect, of this request alone
+            logger.exception("a request could not be queued")
+            for request_id in command.request_ids:
+                self._engine.abort(request_id)
+            return [Refused(command.request_ids, f"the request could not be queued ({error})")]
+        return []
 
     def _step(self) -> None:
+        """End an iteration and start the next one, of which requests that came in meanwhile are part."""
         begun_s = time.perf_counter()
-        outputs = self._engine.step(before_next=self._run_commands)
+        self._engine.collect()
+        self._run_commands()
+        self._engine.launch()
+        outputs = self._engine.take_outputs()
         self._emit([Stepped(outputs, time.perf_counter() - begun_s, self._engine.stats())])
 
     def _compile(self, command: Compile) -> None:

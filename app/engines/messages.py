@@ -12,25 +12,22 @@ from typing import Any, Protocol
 import torch
 
 from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.intake import Intake, PreparedRequest
 from neo_desktop.engine.live import LiveView
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.request import RequestOutput
-from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.stats import EngineStats
 from neo_desktop.models.config import GenerationDefaults
-from neo_desktop.models.tokenizer import Tokenizer
 
 EngineMaker = Callable[[Progress], Engine]  # for a process it must be something that can be pickled
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Queue prompts; the answer comes when all are accepted, or with the error of the first that was not."""
+    """Queue prompts, which have been checked; if the engine cannot take them all the same: `Refused`."""
 
-    ticket: int
     request_ids: Sequence[str]
-    prompts: Sequence[Sequence[int]]
-    params: SamplingParams
+    prepared: Sequence[PreparedRequest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +70,14 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """Requests that were not queued, by a defect."""
+
+    request_ids: Sequence[str]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stepped:
     """What one step of the engine brought."""
 
@@ -95,7 +100,7 @@ class Ended:
     reason: str | None = None  # a sentence without its full stop; None: the engine was told to stop
 
 
-Event = Answer | Stepped | Status | Ended
+Event = Answer | Refused | Stepped | Status | Ended
 Receiver = Callable[[Sequence[Event]], object]  # called by a thread of the engine's
 
 
@@ -112,8 +117,7 @@ class EngineFacts:
     """What stays the same about an engine for as long as it lives."""
 
     model_name: str
-    max_context_tokens: int
-    tokenizer: Tokenizer
+    intake: Intake
     sampling_defaults: GenerationDefaults
     stats: EngineStats  # at the beginning
     note: str | None  # what the owner of the computer should know
@@ -124,8 +128,7 @@ class EngineFacts:
         """Ask an engine."""
         return cls(
             engine.model_name,
-            engine.max_context_tokens,
-            engine.tokenizer,
+            engine.intake,
             engine.config.generation,
             engine.stats(),
             engine.streams.note,

@@ -8,7 +8,8 @@ from fastapi import APIRouter
 
 from neo_desktop.app.live.schema import EngineView, State
 from neo_desktop.app.live.view import engine_view
-from neo_desktop.app.service import EngineService, ServiceError
+from neo_desktop.app.service import EngineService
+from neo_desktop.app.service_errors import ServiceError
 from neo_desktop.app.shelf.hosting import ModelHost, NoModelError
 from neo_desktop.app.web.events import Hub
 from neo_desktop.engine.live import LiveView

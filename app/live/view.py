@@ -54,7 +54,7 @@ def _running(view: LiveView) -> Running:
             RequestLine(
                 number=request.arrival,
                 place=request.place.label,
-                progress=request.progress,
+                progress=request.phase,
                 tokens=request.num_tokens,
                 computed_tokens=request.num_computed_tokens,
                 is_held=request.num_skipped > 0,

@@ -1,6 +1,6 @@
 """In plain words: what offloading does right now."""
 
-from neo_desktop.engine.live import LiveView, Progress
+from neo_desktop.engine.live import LiveView, Phase
 
 IMITATED = "neo-desktop uses no GPU on this computer: the GPU's part is imitated on the CPU."
 
@@ -51,7 +51,7 @@ def _running(view: LiveView) -> str:
 
 def _single(view: LiveView) -> str:
     gpu, request = _gpu(view), view.requests[0]
-    if request.progress is Progress.PREFILLING:
+    if request.phase is Phase.PREFILLING:
         doing = f"its {request.num_tokens:,} tokens are being read"
     else:
         doing = "its answer is being written"

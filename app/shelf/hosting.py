@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from neo_desktop.app.service import EngineService, ServiceError, ServiceStoppedError
+from neo_desktop.app.service import EngineService
+from neo_desktop.app.service_errors import ServiceError, ServiceStoppedError
 from neo_desktop.app.shelf.load_thread import (
     Loader,
     LoadStoppedError,

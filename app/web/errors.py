@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from neo_desktop.app.service import EngineFailedError, EngineRestartingError, ServiceError
+from neo_desktop.app.service_errors import EngineFailedError, EngineRestartingError, ServiceError
 
 logger = logging.getLogger(__name__)
 

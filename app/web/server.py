@@ -25,7 +25,7 @@ from neo_desktop.app.chats.chats import Chats
 from neo_desktop.app.live.feed import EngineFeed
 from neo_desktop.app.selftest import SelfTest, reports_folder
 from neo_desktop.app.selftest_routes import selftest_routes
-from neo_desktop.app.service import ServiceStoppedError
+from neo_desktop.app.service_errors import ServiceStoppedError
 from neo_desktop.app.shelf.hosting import (
     EngineGoneError,
     ModelHost,

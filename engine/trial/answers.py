@@ -9,7 +9,8 @@ import torch
 
 from neo_desktop.engine.cuda.streams import open_streams
 from neo_desktop.engine.doctor.outcome import CheckError, Figure, Figures
-from neo_desktop.engine.engine import Completion, Engine
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.generate import Completion
 from neo_desktop.engine.ladder import MECHANISMS, NEEDS
 from neo_desktop.engine.loading import LoadedModel, load
 from neo_desktop.engine.options import EngineOptions

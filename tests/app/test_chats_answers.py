@@ -11,7 +11,8 @@ import pytest
 
 from neo_desktop.app.chats.database import StoreError
 from neo_desktop.app.chats.store import ChatStore
-from neo_desktop.app.service import EngineService, Generation
+from neo_desktop.app.generation import Generation
+from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.web.server import Server, claim_port, create_app
 

@@ -11,8 +11,10 @@ import pytest
 
 from neo_desktop.app.engines.messages import EngineMaker
 from neo_desktop.app.engines.process import EngineProcess
-from neo_desktop.app.service import EngineService, Generation
-from neo_desktop.engine.engine import ContextLengthError, Engine
+from neo_desktop.app.generation import Generation
+from neo_desktop.app.service import EngineService
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.grammar import from_regex
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.sampling_params import SamplingParams

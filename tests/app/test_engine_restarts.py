@@ -11,7 +11,9 @@ import psutil
 import pytest
 
 from neo_desktop.app.engines import process as processes
-from neo_desktop.app.service import EngineRestartingError, EngineService, Generation, ServiceStoppedError
+from neo_desktop.app.generation import Generation
+from neo_desktop.app.service import EngineService
+from neo_desktop.app.service_errors import EngineRestartingError, ServiceStoppedError
 from neo_desktop.app.shelf import restarts
 from neo_desktop.app.shelf.hosting import EngineGoneError, ModelHost, RestartingError
 from neo_desktop.app.shelf.restarts import Restarts

@@ -10,7 +10,9 @@ import httpx
 import pytest
 
 from neo_desktop import Engine
-from neo_desktop.app.service import EngineService, Generation, ServiceError, ServiceStoppedError
+from neo_desktop.app.generation import Generation
+from neo_desktop.app.service import EngineService
+from neo_desktop.app.service_errors import ServiceError, ServiceStoppedError
 from neo_desktop.app.shelf.hosting import (
     HostBusyError,
     LoadFailedError,

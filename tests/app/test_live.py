@@ -17,7 +17,7 @@ from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.web.events import Hub
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Span, Stage
 from neo_desktop.engine.kv.cache import PoolUsage
-from neo_desktop.engine.live import LiveIteration, LiveRequest, LiveView, Progress, Rates
+from neo_desktop.engine.live import LiveIteration, LiveRequest, LiveView, Phase, Rates
 from neo_desktop.engine.placement import Place, get_policy
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.stats import EngineStats
@@ -28,8 +28,8 @@ GPU, CPU = Place.DEVICE, Place.HOST
 
 
 def request(arrival: int, place: Place, *, held: bool = False, prefilling: bool = False) -> LiveRequest:
-    progress = Progress.PREFILLING if prefilling else Progress.DECODING
-    return LiveRequest(arrival, place, progress, 100, 40 if prefilling else 99, 3 if held else 0)
+    phase = Phase.PREFILLING if prefilling else Phase.DECODING
+    return LiveRequest(arrival, place, phase, 100, 40 if prefilling else 99, 3 if held else 0)
 
 
 def make_view(

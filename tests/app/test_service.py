@@ -10,16 +10,18 @@ from typing import cast
 
 import pytest
 
-from neo_desktop.app.service import (
-    SHORT_CHARS,
+from neo_desktop.app.generation import Generation
+from neo_desktop.app.service import SHORT_PROMPTS, EngineService
+from neo_desktop.app.service_errors import (
     EngineFailedError,
-    EngineService,
-    Generation,
+    RequestTimeoutError,
     ServiceBusyError,
     ServiceStoppedError,
 )
 from neo_desktop.app.web.limits import Limits
-from neo_desktop.engine.engine import ContextLengthError, Engine
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.errors import ContextLengthError
+from neo_desktop.engine.intake import PreparedRequest
 from neo_desktop.engine.sampling_params import SamplingParams
 
 from .conftest import eventually, is_idle
@@ -101,7 +103,7 @@ def test_a_place_in_the_queue_is_free_again_after_the_first_token_or_the_end(exe
         async with started(make_engine(executor), max_queued_requests=2) as service:
             executor.open.clear()
             first = await service.submit([[1]], SamplingParams(max_tokens=400))
-            second = asyncio.create_task(service.submit([[2]], SamplingParams()))
+            second = asyncio.create_task(collect(await service.submit([[2]], SamplingParams())))
             await asyncio.sleep(0)
             with pytest.raises(ServiceBusyError, match="try again later"):
                 await service.submit([[3]], SamplingParams())
@@ -127,11 +129,12 @@ def test_a_cancelled_reader_frees_its_blocks(executor: FakeExecutor) -> None:
             executor.open.clear()
             held = asyncio.create_task(collect(await service.submit([[1] * 100], SamplingParams())))
             await until(executor.begun.is_set)
-            submitting = asyncio.create_task(service.submit([[2] * 100], SamplingParams()))
+            waiting = asyncio.create_task(collect(await service.submit([[2] * 100], SamplingParams())))
+            slow = asyncio.create_task(service.submit(["x" * (SHORT_PROMPTS + 1)], SamplingParams()))
             await asyncio.sleep(0)
-            held.cancel()
-            submitting.cancel()
-            await asyncio.gather(held, submitting, return_exceptions=True)
+            for task in (held, waiting, slow):
+                task.cancel()
+            await asyncio.gather(held, waiting, slow, return_exceptions=True)
             executor.open.set()
             await until(lambda: is_idle(service))
             assert await collect(await service.submit([[3]], SamplingParams(max_tokens=2)))
@@ -196,7 +199,7 @@ def test_a_defect_in_the_engine_is_told_to_everybody(
             first = await service.submit([[0]], SamplingParams())
             others = [asyncio.create_task(service.submit([[number]], SamplingParams())) for number in (1, 2)]
             await until(executor.begun.is_set)
-            monkeypatch.setattr(engine, "step", lambda: 1 // 0)
+            monkeypatch.setattr(engine, "launch", lambda: 1 // 0)
             executor.open.set()
             for generation in (first, *[await other for other in others]):
                 with pytest.raises(EngineFailedError, match="restart"):
@@ -217,10 +220,9 @@ def test_stopping_tells_all_requests_and_frees_their_blocks(executor: FakeExecut
         executor.open.clear()
         running = await service.submit([[1]], SamplingParams())
         await until(executor.begun.is_set)
-        waiting = asyncio.create_task(service.submit([[2]], SamplingParams()))
-        await asyncio.sleep(0)
+        waiting = await service.submit([[2]], SamplingParams())
         stopping = asyncio.create_task(service.stop())
-        for told in (collect(running), waiting, service.submit([[3]], SamplingParams())):
+        for told in (collect(running), collect(waiting), service.submit([[3]], SamplingParams())):
             with pytest.raises(ServiceStoppedError, match="shutting down"):
                 await told
         executor.open.set()
@@ -286,7 +288,7 @@ def test_tokenising_does_not_hold_the_event_loop_up(
         monkeypatch.setattr(engine.tokenizer, "encode", slow_encode)
         async with started(engine) as service:
             slow = asyncio.create_task(
-                service.submit(["x" * (SHORT_CHARS + 1)], SamplingParams(max_tokens=1))
+                service.submit(["x" * (SHORT_PROMPTS + 1)], SamplingParams(max_tokens=1))
             )
             await until(is_tokenising.is_set)
             assert await collect(await service.submit([[1]], SamplingParams(max_tokens=1)))
@@ -317,3 +319,55 @@ def test_embeddings_come_in_the_order_of_the_prompts() -> None:
         for (embedding, num_tokens), wanted, text in zip(found, expected, prompts, strict=True):
             assert embedding == pytest.approx(wanted.tolist(), abs=1e-5)
             assert num_tokens == len(engine.tokenizer.encode(text))
+
+
+def test_a_request_that_took_too_long_to_prepare_is_not_begun(
+    executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        engine = make_engine(executor)
+        may_go_on = threading.Event()
+
+        def slow_encode(text: str, add_special_tokens: bool = True) -> list[int]:
+            assert may_go_on.wait(30)
+            return [1, 2]
+
+        monkeypatch.setattr(engine.tokenizer, "encode", slow_encode)
+        service = EngineService(engine, Limits(request_timeout_s=0.01))
+        await service.start()
+        slow = asyncio.create_task(service.submit(["x" * (SHORT_PROMPTS + 1)], SamplingParams()))
+        await asyncio.sleep(0.05)
+        may_go_on.set()
+        with pytest.raises(RequestTimeoutError, match=r"0\.01 s"):
+            await slow
+        await until(lambda: is_idle(service))
+        await service.stop()
+        assert not executor.prompts
+
+    asyncio.run(scenario())
+
+
+def test_a_defect_that_keeps_one_request_out_leaves_the_others_alone(
+    executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        engine = make_engine(executor)
+        add = engine.add
+
+        def broken(request_id: str, prepared: PreparedRequest) -> None:
+            add(request_id, prepared)
+            if prepared.token_ids == (7,):
+                raise KeyError("a defect")
+
+        monkeypatch.setattr(engine, "add", broken)
+        async with started(engine) as service:
+            executor.open.clear()
+            good = await service.submit([[1]], SamplingParams(max_tokens=2))
+            bad = await service.submit([[2], [7]], SamplingParams(max_tokens=2))
+            executor.open.set()
+            with pytest.raises(EngineFailedError, match="could not be queued"):
+                await collect(bad)
+            assert await collect(good) == {0: letters(1, 2)}
+            await until(lambda: is_idle(service))
+
+    asyncio.run(scenario())

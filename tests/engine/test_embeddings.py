@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan
-from neo_desktop.engine.engine import ContextLengthError, EngineError
+from neo_desktop.engine.errors import ContextLengthError, EngineError
 from neo_desktop.engine.execute.executor import Wait
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.placement import POLICIES

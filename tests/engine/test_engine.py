@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine import setup
 from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan, IterationResult, SubBatch
-from neo_desktop.engine.engine import ContextLengthError, EngineError
+from neo_desktop.engine.errors import ContextLengthError, EngineError
 from neo_desktop.engine.execute.executor import Wait
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.kv.host_layer import HostLayer
@@ -276,11 +276,11 @@ def test_requests_join_and_leave_between_any_two_steps(llama: Engine) -> None:
     first, second = prompts(5)[3:5]
     expected = {"a": llama.generate([first], GREEDY)[0], "b": llama.generate([second], GREEDY)[0]}
     seen: dict[str, list[int]] = {"a": [], "b": [], "c": []}
-    llama.add_request("a", first, GREEDY)
+    llama.add("a", llama.prepare(first, GREEDY))
     for step in range(200):
         if step == 5:
-            llama.add_request("b", second, GREEDY)
-            llama.add_request("c", second, GREEDY)
+            llama.add("b", llama.prepare(second, GREEDY))
+            llama.add("c", llama.prepare(second, GREEDY))
         if step == 10:
             (last,) = llama.abort("c")
             assert last.finish_reason is FinishReason.ABORT
@@ -306,12 +306,13 @@ def test_the_next_iteration_is_under_way_when_outputs_are_made(llama: Engine) ->
     seen: dict[str, list[int]] = {"a": [], "b": []}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama._executor, "start", started)
-        llama.add_request("a", first, GREEDY)
+        llama.add("a", llama.prepare(first, GREEDY))
         while llama.has_work:
-            outputs = llama.step(
-                before_next=lambda: llama.add_request("b", second, GREEDY) if len(plans) == 3 else None
-            )
-            for output in outputs:
+            llama.collect()
+            if len(plans) == 3:
+                llama.add("b", llama.prepare(second, GREEDY))
+            llama.launch()
+            for output in llama.take_outputs():
                 seen[output.request_id] += [token.token_id for token in output.tokens]
             if len(seen["a"]) < 64:
                 assert len(plans) == 1 + len(seen["a"])

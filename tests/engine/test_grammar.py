@@ -19,7 +19,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine import grammar as grammars
-from neo_desktop.engine.engine import EngineError
+from neo_desktop.engine.errors import EngineError
 from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.placement import POLICIES
 from neo_desktop.engine.request import FinishReason
@@ -228,8 +228,8 @@ def test_what_is_no_schema_is_refused() -> None:
 def test_a_grammar_that_becomes_too_costly_ends_its_request_alone(guide: Engine) -> None:
     costly = SamplingParams(grammar=grammars.from_regex("[xyz]{60}a{1000000}"), max_tokens=100)
     plain = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
-    guide.add_request("costly", "Hello", costly)
-    guide.add_request("plain", "Hello", plain)
+    guide.add("costly", guide.prepare("Hello", costly))
+    guide.add("plain", guide.prepare("Hello", plain))
     ends = {}
     while guide.has_work:
         ends |= {output.request_id: output for output in guide.step() if output.finish_reason}

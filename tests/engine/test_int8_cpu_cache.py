@@ -10,7 +10,7 @@ from cost_models import machine
 from torch import Tensor
 
 from neo_desktop import Engine, SamplingParams
-from neo_desktop.engine.engine import Completion
+from neo_desktop.engine.generate import Completion
 from neo_desktop.models.stages import Stages
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
@@ -120,7 +120,7 @@ def test_a_beginning_is_found_again(checkpoints: dict[str, Path]) -> None:
 
 def test_a_request_that_is_given_up_leaves_no_block(engine: Engine) -> None:
     for index, prompt in enumerate(prompts([150, 90, 200, 33, 64])):
-        engine.add_request(str(index), prompt, GREEDY)
+        engine.add(str(index), engine.prepare(prompt, GREEDY))
     for _ in range(8):
         engine.step()
     assert engine.stats().num_running > 0

@@ -13,7 +13,7 @@ from neo_desktop.engine.batch import IterationPlan, IterationTiming, ScheduledSe
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.block_pool import BlockHash, extend_hashes
-from neo_desktop.engine.live import RATE_S, WATCH_S, LiveView, Progress, Watch, num_fitting
+from neo_desktop.engine.live import RATE_S, WATCH_S, LiveView, Notes, Phase, num_fitting
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.request import RequestState
@@ -49,7 +49,7 @@ def prompts() -> list[list[int]]:
 def views(engine: Engine) -> Iterator[LiveView]:
     """Look before every iteration until all is done, and once more."""
     for index, prompt in enumerate(prompts()):
-        engine.add_request(str(index), prompt, PARAMS)
+        engine.add(str(index), engine.prepare(prompt, PARAMS))
     while engine.has_work:
         yield engine.live_view()
         engine.step()
@@ -74,7 +74,7 @@ def test_what_is_told_agrees_with_what_is_counted(checkpoint: Path, policy: str)
             )
             assert bool(there) == bool(pool.num_used_blocks)
         for request in view.requests:
-            is_prefilling = request.progress is Progress.PREFILLING
+            is_prefilling = request.phase is Phase.PREFILLING
             assert is_prefilling == (request.num_tokens - request.num_computed_tokens > 1)
         places |= {request.place for request in view.requests}
         assert view.is_gpu_imitated
@@ -145,7 +145,7 @@ def test_a_single_request_is_not_measured_against_a_full_gpu(checkpoint: Path) -
     tables = machine(num_layers=2)
     with make_engine(checkpoint, "auto", tables) as engine:
         engine.live_view()
-        engine.add_request("alone", prompts()[0], PARAMS)
+        engine.add("alone", engine.prepare(prompts()[0], PARAMS))
         while engine.has_work:
             engine.step()
         view = engine.live_view()
@@ -167,7 +167,7 @@ def test_nothing_is_noted_or_recorded_when_nobody_asks(checkpoint: Path) -> None
 
 def test_one_iteration_is_recorded_each_time_somebody_asks() -> None:
     timeline = Timeline(max_spans=0, is_continuous=False)
-    watch = Watch(timeline)
+    watch = Notes(timeline)
 
     def iterate(number: int, *, completed: bool = True) -> None:
         timeline.begin_iteration(CPU)
@@ -196,7 +196,7 @@ def plan(num_prompt_tokens: int, num_decodes: int) -> IterationPlan:
 
 def test_rates_are_of_the_last_seconds_and_notes_end_by_themselves() -> None:
     now = 100.0
-    watch = Watch(clock=lambda: now)
+    watch = Notes(clock=lambda: now)
     assert not watch.is_on
     watch.ask()
     assert watch.rates is None  # a rate needs two looks

@@ -163,7 +163,7 @@ def test_on_a_gpu_no_more_memory_is_taken_than_was_promised() -> None:
     least_free = free
     with Engine.from_setup(taken, "neo", cost_model=ZeroCostModel()) as engine:
         for number in range(6):
-            engine.add_request(str(number), [1 + number] * (20 * number + 3), params)
+            engine.add(str(number), engine.prepare([1 + number] * (20 * number + 3), params))
         while engine.has_work:
             engine.step()
             least_free = min(least_free, FreeMemory.now(device).gpu_bytes or 0)

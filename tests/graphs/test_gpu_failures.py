@@ -126,7 +126,7 @@ def set_patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 def work(made: Engine) -> None:
     """Ask for all prompts, and take steps until nothing is left."""
     for index, prompt in enumerate(PROMPTS):
-        made.add_request(str(index), prompt, PARAMS)
+        made.add(str(index), made.prepare(prompt, PARAMS))
     while made.has_work:
         made.step()
 

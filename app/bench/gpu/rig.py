@@ -166,7 +166,7 @@ class Rig:
 
     def _add(self, request_id: str, prompt: list[int], max_tokens: int | None) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        self._engine.add_request(request_id, prompt, params)
+        self._engine.add(request_id, self._engine.prepare(prompt, params))
 
     def _step(self) -> list[Iteration]:
         """Make a step; nothing is returned for one that the device had no memory for.

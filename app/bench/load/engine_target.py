@@ -4,8 +4,10 @@ import random
 from collections.abc import AsyncGenerator
 
 from neo_desktop.app.bench.load.target import Chunk, Prompt, TargetError, Usage
-from neo_desktop.app.service import EngineService, ServiceBusyError, ServiceError
-from neo_desktop.engine.engine import ContextLengthError, Engine
+from neo_desktop.app.service import EngineService
+from neo_desktop.app.service_errors import ServiceBusyError, ServiceError
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.stats import EngineStats
 

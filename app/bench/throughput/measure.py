@@ -48,7 +48,7 @@ def run(
     started = time.perf_counter()
     try:
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
-            engine.add_request(str(index), prompt, each)
+            engine.add(str(index), engine.prepare(prompt, each))
         while engine.has_work:
             outputs = engine.step()
             now_s = time.perf_counter() - started

@@ -1,0 +1,81 @@
+"""The outputs of a request, on their way from the service to its reader."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Self
+
+from neo_desktop.app.service_errors import (
+    EngineFailedError,
+    RequestTimeoutError,
+    ServiceError,
+    UnreadError,
+)
+from neo_desktop.engine.request import FinishReason, RequestOutput
+
+MAX_UNREAD_OUTPUTS = 16_384  # of one generation; nobody reads it then
+
+
+class Generation:
+    """The outputs of the prompts of one `submit`, as they come; leaving the `async with` aborts what is open.
+
+    Iterating gives (index, output) until all outputs have ended, with index = prompt * n + choice.
+
+    Raises:
+        EngineFailedError, ServiceStoppedError, RequestTimeoutError, UnreadError: while iterating, when the
+            rest will not come.
+    """
+
+    def __init__(self, request_ids: Sequence[str], n: int, close: Callable[["Generation"], None]) -> None:
+        self.request_ids = tuple(request_ids)
+        self.n = n
+        self.prompt_token_ids: Sequence[Sequence[int]] = ()  # of each prompt, once it was prepared
+        self.failure: ServiceError | None = None  # why the rest will not come
+        self._close = close
+        self._num_open = len(self.request_ids) * n
+        self._timer: asyncio.TimerHandle | None = None
+        self._arrived: asyncio.Queue[RequestOutput | ServiceError] = asyncio.Queue()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        first_index = {request_id: i * self.n for i, request_id in enumerate(self.request_ids)}
+        while self._num_open:
+            output = await self._arrived.get()
+            if isinstance(output, ServiceError):
+                raise output.with_traceback(None)  # one error is told to many
+            if output.finish_reason is FinishReason.ERROR:
+                raise EngineFailedError(output.error)
+            if output.finish_reason is not None:
+                self._num_open -= 1
+            yield first_index[output.request_id] + output.choice, output
+
+    def close(self) -> None:
+        """Abort what has not ended; its memory is free before the next iteration."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._close(self)
+
+    def put(self, output: RequestOutput) -> None:
+        """Take in what one iteration brought."""
+        self._arrived.put_nowait(output)
+        if self._arrived.qsize() > MAX_UNREAD_OUTPUTS:
+            self.give_up(UnreadError("the answer was not read for too long"))
+
+    def limit_time(self, seconds: float) -> None:
+        """Give up what has not ended by then."""
+        reason = RequestTimeoutError(f"the request took more than {seconds:g} s, which is the limit")
+        self._timer = asyncio.get_running_loop().call_later(seconds, self.give_up, reason)
+
+    def give_up(self, reason: ServiceError) -> None:
+        """Abort what is open and tell its reader why."""
+        self.fail(reason)
+        self.close()
+
+    def fail(self, error: ServiceError) -> None:
+        """End everything that is open with this error."""
+        self.failure = self.failure or error
+        self._arrived.put_nowait(error)

@@ -1,0 +1,115 @@
+"""All prompts at once, and all answers in the end: for programs that need no stream."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from neo_desktop.engine.batch import FloatArray, SampledToken
+from neo_desktop.engine.errors import EngineError
+from neo_desktop.engine.intake import PreparedRequest, Prompt
+from neo_desktop.engine.request import FinishReason, RequestOutput
+from neo_desktop.engine.sampling_params import Pooling, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished output of `generate`."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    tokens: tuple[SampledToken, ...]  # the same tokens, with log-probabilities if they were asked for
+    num_prompt_tokens: int
+    num_cached_tokens: int  # prompt tokens whose KV was reused
+
+
+class Steps(Protocol):
+    """What an engine does for this; see `Engine`."""
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request has not ended."""
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedRequest:
+        """Check a prompt."""
+
+    def add(self, request_id: str, prepared: PreparedRequest) -> None:
+        """Queue it."""
+
+    def abort(self, request_id: str) -> object:
+        """End it."""
+
+    def step(self) -> list[RequestOutput]:
+        """Go on by an iteration."""
+
+
+def generate(
+    engine: Steps, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[Completion]:
+    """See `Engine.generate`."""
+    each = _one_per_prompt(params or SamplingParams(), len(prompts))
+    return [_completion(outputs) for outputs in _run(engine, prompts, each)]
+
+
+def embed(engine: Steps, prompts: Sequence[Prompt], pooling: Pooling) -> list[FloatArray]:
+    """See `Engine.embed`."""
+    each = [SamplingParams(pooling=pooling)] * len(prompts)
+    return [_embedding(outputs) for outputs in _run(engine, prompts, each)]
+
+
+def _run(
+    engine: Steps, prompts: Sequence[Prompt], each: Sequence[SamplingParams]
+) -> list[list[RequestOutput]]:
+    """Carry requests out; return what came of each of their outputs."""
+    if engine.has_requests:
+        raise RuntimeError("the engine is needed for these prompts alone, but requests are running")
+    prepared = [engine.prepare(prompt, one) for prompt, one in zip(prompts, each, strict=True)]
+    collected: dict[tuple[str, int], list[RequestOutput]] = {}
+    try:
+        for index, request in enumerate(prepared):
+            engine.add(str(index), request)
+            collected |= {(str(index), choice): [] for choice in range(request.params.n)}
+        while engine.has_requests:
+            for output in engine.step():
+                collected[output.request_id, output.choice].append(output)
+    finally:
+        for index in range(len(prompts)):  # after an error or Ctrl-C; otherwise nothing is left
+            engine.abort(str(index))
+    return list(collected.values())
+
+
+def _one_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams], num_prompts: int
+) -> Sequence[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        raise ValueError(f"there are {num_prompts} prompts but {len(params)} sampling params")
+    return params
+
+
+def _last(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    last = outputs[-1]
+    if last.finish_reason is None or last.error is not None:
+        raise EngineError(last.error or "the request did not end")
+    return last
+
+
+def _embedding(outputs: Sequence[RequestOutput]) -> FloatArray:
+    embedding = _last(outputs).embedding
+    assert embedding is not None
+    return embedding
+
+
+def _completion(outputs: Sequence[RequestOutput]) -> Completion:
+    last = _last(outputs)
+    assert last.finish_reason is not None
+    tokens = tuple(token for output in outputs for token in output.tokens)
+    return Completion(
+        text="".join(output.text for output in outputs),
+        token_ids=tuple(token.token_id for token in tokens),
+        finish_reason=last.finish_reason,
+        tokens=tokens,
+        num_prompt_tokens=last.num_prompt_tokens,
+        num_cached_tokens=last.num_cached_tokens,
+    )
