@@ -1,7 +1,8 @@
 """Figures about a running engine."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from neo_desktop.engine.kv.cache import PoolUsage
 from neo_desktop.engine.placement import Place
@@ -31,3 +32,10 @@ class EngineStats:
     num_double_iterations: int  # iterations with two sub-batches
     outside_s: float  # between one iteration's end and the next one's start, when nothing is computed
     pools: Mapping[Place, PoolUsage]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data, with places by their names."""
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        data["num_running_at"] = {place.name: count for place, count in self.num_running_at.items()}
+        data["pools"] = {place.name: asdict(usage) for place, usage in self.pools.items()}
+        return data

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
 import errno
 import signal
 import socket
@@ -153,7 +152,7 @@ def create_app(
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
-        return dataclasses.asdict(host.service.stats)
+        return host.service.stats.to_json()
 
     return app
 
