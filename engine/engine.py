@@ -28,13 +28,13 @@ from neo_desktop.engine.generate import Completion, embed, generate
 from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.intake import Intake, PreparedRequest, Prompt
 from neo_desktop.engine.kv.cache import KVCache
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.live import LiveView, Notes
 from neo_desktop.engine.loading import LoadedModel, choose_device
 from neo_desktop.engine.options import BUILTIN, EngineKeywords, EngineOptions
 from neo_desktop.engine.placement import get_policy
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import CostModel
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.profiling.profile_cache import load_or_profile
 from neo_desktop.engine.progress import Progress, part
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput

@@ -21,9 +21,9 @@ from neo_desktop.app.chat_template import ChatTemplate
 from neo_desktop.engine.batch import IterationPlan, SamplingInput, ScheduledSequence, SubBatch
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.int_array import IntArray
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.models.decoder import Decoder
 from scripts.builtin.checkpoint import BUILTIN
 from scripts.builtin.evaluate import Case, load_cases

@@ -25,10 +25,10 @@ from neo_desktop.engine.batch import IterationPlan, IterationResult
 from neo_desktop.engine.detokenizer import IncrementalText
 from neo_desktop.engine.execute.attention import place_batches
 from neo_desktop.engine.kv.cache import KVCache
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.loading import model_folder
 from neo_desktop.engine.options import BUILTIN
 from neo_desktop.engine.placement import PLACES, Place, get_policy
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.sampler import sample
 from neo_desktop.engine.sampling_params import SamplingParams

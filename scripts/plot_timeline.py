@@ -15,8 +15,8 @@ import matplotlib as mpl
 import torch
 
 from neo_desktop.engine.kv.cache import KVCache
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.placement import POLICIES, Place
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.schedule.load_aware import LoadAwareScheduler, SchedulerLimits
 from neo_desktop.engine.simulation.analytic import analytic_cost_model
 from neo_desktop.engine.simulation.presets import get_gpu, get_host

@@ -18,10 +18,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from neo_desktop.app.bench.section import Metric, Plot, Progress, Section, Table
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.profiling.profiler import Grid, profile, stage_grids, typical_ms
 from neo_desktop.engine.profiling.stage_timer import Point, Stage, StageTimer
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from neo_desktop.app.commands.simulate_command import SimulationOptions, UsageError
 from neo_desktop.app.simulate.machine import machine
 from neo_desktop.app.simulate.report import SimulationReport
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.placement import POLICIES
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.bound import Bound
 from neo_desktop.engine.simulation.reality import Mismatch

@@ -5,11 +5,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
 
-BlockHash = bytes
+from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 
-# An aligned run of blocks is a page of host memory, see `HostLayer`: what lies in one piece there. With 16
-# tokens per block it is what the CPU's attention kernel takes in one step.
-BLOCKS_PER_RUN = 4
+BlockHash = bytes
 
 
 def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from neo_desktop import native
-from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.layer import KVLayer, Rows
+from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.native.relay import RelayLayer

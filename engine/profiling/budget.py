@@ -18,8 +18,8 @@ import torch
 
 from neo_desktop.engine.execute.graphs.bucket import Most
 from neo_desktop.engine.execute.prefill import PACKED_TOKENS
-from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.layer import block_bytes
+from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
@@ -28,7 +28,6 @@ from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear import why_plain
 
-BLOCK_SIZE = 16  # tokens per KV block
 DEVICE_RESERVE_BYTES = 512 * 1024**2  # of a GPU: CUDA context, kernels, libraries, and the margin
 DEVICE_MARGIN_BYTES = 256 * 1024**2  # of it, what only comes later: up to 128 graphs of 1 MiB; fragmentation
 HOST_SHARE = 0.5  # of the available host memory, for KV and buffers, unless a cap says how much it may be

@@ -19,12 +19,12 @@ import torch
 
 from neo_desktop import __version__, native
 from neo_desktop.engine.cuda.streams import Streams, WholeDevice
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling import hardware
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.profiling.profiler import profile
 from neo_desktop.engine.profiling.stage_timer import measured_blocks
 from neo_desktop.engine.progress import Progress

@@ -22,13 +22,12 @@ from neo_desktop.engine.execute.graphs.streams import CudaRunner, Lane
 from neo_desktop.engine.execute.timeline import timed_event
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kernels import dispatch
-from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.layer import block_bytes
+from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv.transfer import Carrier, HostBuffer
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.profiling.captured import graph_ms, launch_ms
 from neo_desktop.engine.profiling.graph_hand_off import GraphHandOff
 from neo_desktop.engine.profiling.hardware import last_level_cache_bytes

@@ -24,10 +24,9 @@ from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.graphs.bucket import MAX_ROWS
 from neo_desktop.engine.int_array import IntArray
-from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
+from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE, DEVICE_RESERVE_BYTES, HOST_SHARE, activation_bytes
+from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, HOST_SHARE, activation_bytes
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.presets import GpuPreset, HostPreset
 from neo_desktop.models.config import ModelConfig

@@ -11,16 +11,12 @@ from neo_desktop.engine.cuda.streams import open_streams
 from neo_desktop.engine.doctor.outcome import CheckError, Figure, Figures
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.generate import Completion
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.ladder import MECHANISMS, NEEDS
 from neo_desktop.engine.loading import LoadedModel, load
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.profiling.budget import (
-    BLOCK_SIZE,
-    DEVICE_RESERVE_BYTES,
-    FreeMemory,
-    activation_bytes,
-)
+from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, FreeMemory, activation_bytes
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.setup import Setup, take_memory
 from neo_desktop.engine.trial.check import Check

@@ -22,9 +22,9 @@ from neo_desktop.engine.doctor.outcome import CheckError, Figures
 from neo_desktop.engine.execute.graphs.streams import CudaRunner, Lane, Mark, Recorder, Runner, check_flags
 from neo_desktop.engine.execute.lanes import Lanes
 from neo_desktop.engine.execute.timeline import Stage
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.kv.transfer import Carrier
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.trial.check import Check
 from neo_desktop.engine.trial.rig import Rig, on_rungs
 from neo_desktop.native.relay import DONE, READY, Relay, RelayBatch, RelayLayer, empty_flags

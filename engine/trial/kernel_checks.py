@@ -13,8 +13,8 @@ from neo_desktop.engine.doctor.outcome import CheckError, Figure, Figures
 from neo_desktop.engine.execute.prefill import Prefill, groups_of
 from neo_desktop.engine.kernels.dispatch import add_rms_norm, rope_append, silu_mul
 from neo_desktop.engine.kv.device_layer import DeviceLayer
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.ladder import MECHANISMS
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.trial.check import Check
 from neo_desktop.engine.trial.kv_checks import BOUNDS, check_decode, check_rows, error_of
 from neo_desktop.engine.trial.rig import Rig, on_rungs, require

@@ -8,8 +8,8 @@ from torch import Tensor
 from neo_desktop.engine.doctor.outcome import CheckError, Figure, Figures
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.trial.rig import Rig, require
 
 # Relative error of a head's output, as one vector, rounding to the dtype included.

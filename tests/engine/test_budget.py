@@ -5,11 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
+from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling import budget
 from neo_desktop.engine.profiling.budget import (
-    BLOCK_SIZE,
     DEVICE_MARGIN_BYTES,
     DEVICE_RESERVE_BYTES,
     GIB,

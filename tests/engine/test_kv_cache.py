@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from neo_desktop.engine.int_array import IntView
-from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN, BlockHash, BlockPool, extend_hashes
+from neo_desktop.engine.kv.block_pool import BlockHash, BlockPool, extend_hashes
 from neo_desktop.engine.kv.cache import KVCache
+from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.placement import PLACES, Place
 
 BLOCK_SIZE = 4

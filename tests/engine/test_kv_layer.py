@@ -11,9 +11,9 @@ from torch_layer import TorchLayer
 
 from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.kv import transfer
-from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, Rows, block_bytes, slots_of
+from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage, layer_kind
 from neo_desktop.engine.kv.transfer import Carrier
 from neo_desktop.engine.placement import Place

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from neo_desktop.engine.cuda.streams import Streams
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling import profile_cache
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.profiling.profile_cache import load_or_profile, profile_key, profile_path
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neo_desktop.engine.cuda.errors import StreamMemoryError
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling import profiler
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.profiling.profiler import fill, measure, profile, rising, stage_grids
 from neo_desktop.engine.profiling.stage_timer import MIN_ROWS, Point, Stage, StageTimer
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits

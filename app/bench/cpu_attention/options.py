@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from neo_desktop import native
-from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
+from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 
 TARGET = 0.9  # share of the limit that the kernels are meant to reach
 RIVALS = {"torch_sdpa": "torch SDPA", "llama_cpp": "llama.cpp"}  # key in reports -> name

@@ -15,9 +15,9 @@ from neo_desktop.app.bench.cpu_attention.options import (
     num_pieces_of,
     row_bytes,
 )
-from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.host_layer import empty_aligned
 from neo_desktop.engine.kv.layer import slots_of
+from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 
 _READ_BYTES = 256 << 20
 

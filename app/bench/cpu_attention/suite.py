@@ -15,7 +15,7 @@ from neo_desktop.app.bench.cpu_attention.report import CpuAttentionCase, CpuAtte
 from neo_desktop.app.bench.cpu_attention.rivals import Rival, TorchSdpa, measure_rival
 from neo_desktop.app.bench.section import Progress
 from neo_desktop.app.bench.spread import number
-from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
+from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
 
 

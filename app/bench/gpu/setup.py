@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 from neo_desktop.app.bench.gpu.options import GpuOptions
-from neo_desktop.engine.kv.block_pool import BLOCKS_PER_RUN
+from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.loading import LoadedModel, load
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.setup import Setup, take_memory
 
 _RUN_TOKENS = BLOCKS_PER_RUN * BLOCK_SIZE  # blocks are handed out in runs where there is room

@@ -32,8 +32,8 @@ from neo_desktop.app.bench.throughput.llama_cpp.worker import (
 from neo_desktop.app.bench.throughput.options import ThroughputOptions
 from neo_desktop.app.bench.throughput.report import Rival
 from neo_desktop.app.bench.throughput.workload import Workload
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.profiling.budget import BLOCK_SIZE
 from neo_desktop.engine.setup import Setup
 from neo_desktop.models.config import ModelConfig
 
