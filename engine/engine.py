@@ -378,7 +378,7 @@ class Engine:
         For some seconds from then on notes about iterations are taken, which the next view tells of.
         """
         self._notes.ask()
-        weights_bytes = self.config.weight_bytes(self._decoder.dtype)
+        weights_bytes = self._decoder.nbytes
         cost_model = None if self._cost_model is None else self._cost_model.base
         running, device = self._scheduler.running, self._decoder.device
         return LiveView.of(self.stats(), running, self._notes, device, weights_bytes, cost_model)

@@ -1,11 +1,14 @@
 """The shape of a model, read once from a checkpoint's JSON; nothing else ever sees that JSON."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from neo_desktop.models.json_file import JsonFile, ModelError
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.rope import RopeConfig, YarnScaling
 
 __all__ = ["GenerationDefaults", "ModelConfig", "ModelError", "RopeConfig"]
@@ -149,24 +152,46 @@ class ModelConfig:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
+    def matrices(self) -> dict[str, tuple[int, int, bool]]:
+        """Rows and columns of a layer's matrices and of the head, and whether there is a bias.
+
+        Tied embeddings are the head: there is none in this table.
+        """
+        hidden, intermediate = self.hidden_size, self.intermediate_size
+        table = {
+            "qkv": (self.qkv_rows, hidden, self.qkv_bias),
+            "output": (hidden, self.num_heads * self.head_dim, self.output_bias),
+            "gate_up": (2 * intermediate, hidden, self.mlp_bias),
+            "down": (hidden, intermediate, self.mlp_bias),
+        }
+        return table if self.tie_word_embeddings else table | {"head": (self.vocab_size, hidden, False)}
+
+    @property
     def num_parameters(self) -> int:
         """Distinct weights; tied embeddings count once."""
-        attention = self.hidden_size * (self.qkv_rows + self.num_heads * self.head_dim)
-        attention += self.qkv_bias * self.qkv_rows + self.output_bias * self.hidden_size
-        attention += self.qk_norm * 2 * self.head_dim
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        mlp += self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
-        embeddings = (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
-        return self.num_layers * (attention + mlp + 2 * self.hidden_size) + embeddings + self.hidden_size
+        total = (self.vocab_size + 1) * self.hidden_size
+        total += self.num_layers * (2 * self.hidden_size + self.qk_norm * 2 * self.head_dim)
+        for name, (rows, columns, has_bias) in self.matrices.items():
+            total += self._count(name) * rows * (columns + has_bias)
+        return total
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes that the weights take in `dtype`."""
-        return self.num_parameters * dtype.itemsize
+    def weight_bytes(self, dtype: torch.dtype, form: LinearForm = DENSE) -> int:
+        """Bytes that the weights take in `dtype`, with matrices of this form."""
+        sizes = {name: (rows, columns) for name, (rows, columns, _) in self.matrices.items()}
+        others = self.num_parameters - sum(self._count(name) * math.prod(sizes[name]) for name in sizes)
+        return others * dtype.itemsize + sum(
+            self._count(name) * form.nbytes(*sizes[name], dtype) for name in sizes
+        )
 
-    def largest_linear_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes in `dtype` of the largest matrix that is only multiplied with, as tied embeddings are not."""
-        head_rows = 0 if self.tie_word_embeddings else self.vocab_size
-        return max(self.qkv_rows, 2 * self.intermediate_size, head_rows) * self.hidden_size * dtype.itemsize
+    def loading_bytes(self, dtype: torch.dtype, device: torch.device, form: LinearForm = DENSE) -> int:
+        """Most bytes that loading takes: the weights, and what a matrix takes more until it is complete."""
+        more = (
+            form.loading_bytes(rows, columns, dtype, device) for rows, columns, _ in self.matrices.values()
+        )
+        return self.weight_bytes(dtype, form) + max(more)
+
+    def _count(self, matrix: str) -> int:
+        return 1 if matrix == "head" else self.num_layers
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values that one token takes over all layers."""

@@ -3,7 +3,7 @@
 What is computed with them is in `stages`.
 """
 
-import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.linear import Linear, why_plain
-
-logger = logging.getLogger(__name__)
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.linear.protocol import Linear, LinearForm
 
 
 @dataclass(slots=True)
@@ -30,65 +29,67 @@ class LayerWeights:
 
 
 class Decoder:
-    """A decoder-only transformer on one device and in one dtype.
+    """A decoder-only transformer on one device and in one dtype; filled by `weights.named_weights`.
 
-    Its weights start uninitialised: fill them (`weights.named_weights`), then call `prepare`.
+    Args:
+        form: how its matrices are kept.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: LinearForm = DENSE,
+    ) -> None:
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        def linear(name: str) -> Linear:
+            rows, columns, has_bias = config.matrices[name]
+            return form.empty(rows, columns, has_bias=has_bias, dtype=dtype, device=device)
+
         self.config = config
         self.dtype = dtype
         self.device = device
-        self.embedding = self._empty(config.vocab_size, config.hidden_size)
-        self.layers = [self._empty_layer() for _ in range(config.num_layers)]
-        self.final_norm = self._empty(config.hidden_size)
-        tied = config.tie_word_embeddings
-        self.lm_head = Linear(self.embedding) if tied else self._linear(config.vocab_size, config.hidden_size)
+        self.embedding = empty(config.vocab_size, config.hidden_size)
+        normed_heads = config.num_heads + config.num_kv_heads
+        self.layers = [
+            LayerWeights(
+                input_norm=empty(config.hidden_size),
+                qkv=linear("qkv"),
+                qk_norm=empty(normed_heads, config.head_dim) if config.qk_norm else None,
+                output=linear("output"),
+                post_attention_norm=empty(config.hidden_size),
+                gate_up=linear("gate_up"),
+                down=linear("down"),
+            )
+            for _ in range(config.num_layers)
+        ]
+        self.final_norm = empty(config.hidden_size)
+        self.lm_head = form.tied(self.embedding) if config.tie_word_embeddings else linear("head")
         self.inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
 
-    def prepare(self) -> None:
-        """Bring the weights, which are final now, into the form that the device multiplies fastest.
+    def memory(self) -> dict[torch.device, int]:
+        """Return the bytes that the weights take, by where they lie."""
+        memory = Counter[torch.device]()
+        for linear in self.linears():
+            memory.update(linear.memory())
+        tensors = [self.final_norm] if self.config.tie_word_embeddings else [self.final_norm, self.embedding]
+        for weights in self.layers:
+            tensors += [weights.input_norm, weights.post_attention_norm]
+            tensors += [] if weights.qk_norm is None else [weights.qk_norm]
+        memory[self.device] += sum(tensor.nbytes for tensor in tensors)
+        return dict(memory)
 
-        One matrix follows the other, so that only one is held twice meanwhile.
-        """
-        for layer in self.layers:
-            layer.qkv = layer.qkv.prepared()
-            layer.output = layer.output.prepared()
-            layer.gate_up = layer.gate_up.prepared()
-            layer.down = layer.down.prepared()
-        self.lm_head = self.lm_head.prepared(is_shared=self.config.tie_word_embeddings)
-        *layers, _ = self.linears()
-        forms = {linear.form for linear in layers}
-        reason = why_plain(self.device, self.dtype)
-        logger.debug(
-            "weights of the layers: %s; of the head: %s%s",
-            ", ".join(sorted(forms)),
-            self.lm_head.form,
-            f", since {reason}" if reason else "",
-        )
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the weights take."""
+        return sum(self.memory().values())
 
     def linears(self) -> Iterator[Linear]:
         """Yield all matrices that are multiplied with: those of the layers, and the head."""
         for weights in self.layers:
             yield from (weights.qkv, weights.output, weights.gate_up, weights.down)
         yield self.lm_head
-
-    def _empty(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
-
-    def _linear(self, rows: int, columns: int, *, has_bias: bool = False) -> Linear:
-        return Linear(self._empty(rows, columns), self._empty(rows) if has_bias else None)
-
-    def _empty_layer(self) -> LayerWeights:
-        config = self.config
-        hidden, intermediate = config.hidden_size, config.intermediate_size
-        normed_heads = config.num_heads + config.num_kv_heads
-        return LayerWeights(
-            input_norm=self._empty(hidden),
-            qkv=self._linear(config.qkv_rows, hidden, has_bias=config.qkv_bias),
-            qk_norm=self._empty(normed_heads, config.head_dim) if config.qk_norm else None,
-            output=self._linear(hidden, config.num_heads * config.head_dim, has_bias=config.output_bias),
-            post_attention_norm=self._empty(hidden),
-            gate_up=self._linear(2 * intermediate, hidden, has_bias=config.mlp_bias),
-            down=self._linear(hidden, intermediate, has_bias=config.mlp_bias),
-        )

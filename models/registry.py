@@ -1,12 +1,16 @@
 """Ready decoders: loaded from a checkpoint, or with random weights for measurements and tests."""
 
+import logging
 from pathlib import Path
 
 import torch
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.linear.onednn import why_plain
 from neo_desktop.models.weights import Checkpoint, Progress, named_weights
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -24,8 +28,8 @@ def load_model(
     """
     checkpoint = check_model(path, config)
     decoder = Decoder(config, dtype=dtype, device=device)
-    checkpoint.copy_to(dict(named_weights(decoder)), progress)
-    decoder.prepare()
+    checkpoint.load_into({weight.name: weight for weight in named_weights(decoder)}, dtype, progress)
+    _log_forms(decoder)
     return decoder
 
 
@@ -36,7 +40,8 @@ def check_model(path: Path, config: ModelConfig) -> Checkpoint:
     """
     checkpoint = Checkpoint(path)
     outline = Decoder(config, dtype=config.dtype, device=torch.device("meta"))
-    checkpoint.check(dict(named_weights(outline)), tied_embeddings=config.tie_word_embeddings)
+    expected = {weight.name: weight for weight in named_weights(outline)}
+    checkpoint.check(expected, tied_embeddings=config.tie_word_embeddings)
     return checkpoint
 
 
@@ -44,10 +49,21 @@ def random_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
     """A decoder with norms of one and all else from normal(0, 0.02), the same for a seed and device."""
     decoder = Decoder(config, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(seed)
-    for name, weight in named_weights(decoder):
-        if name.endswith("norm.weight"):
-            weight.fill_(1.0)
-        else:
-            weight.normal_(0.0, 0.02, generator=generator)
-    decoder.prepare()
+    for weight in named_weights(decoder):
+        values = torch.ones(weight.shape, dtype=dtype, device=device)
+        if not weight.name.endswith("norm.weight"):
+            values.normal_(0.0, 0.02, generator=generator)
+        weight.load(values)
+    _log_forms(decoder)
     return decoder
+
+
+def _log_forms(decoder: Decoder) -> None:
+    *layers, head = (linear.form for linear in decoder.linears())
+    reason = why_plain(decoder.device, decoder.dtype)
+    logger.debug(
+        "weights of the layers: %s; of the head: %s%s",
+        ", ".join(sorted(set(layers))),
+        head,
+        f", since {reason}" if reason else "",
+    )

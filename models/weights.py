@@ -1,7 +1,9 @@
 """Weights from a folder of safetensors files: checked whole before use, then streamed tensor by tensor."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -11,52 +13,69 @@ from torch import Tensor
 
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.json_file import JsonFile, ModelError, check_size
-from neo_desktop.models.linear import Linear
+from neo_desktop.models.linear.protocol import Linear
 
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""
 
 _SUPPORTED_TYPES = {"F32": 4, "F16": 2, "BF16": 2}  # safetensors' names, bytes per value
 MAX_HEADER_BYTES = 8 << 20  # 1,024 layers in one file have less than 2 MB
-_PER_HEAD_NORMS = (".q_norm.weight", ".k_norm.weight")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
-def named_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield the decoder's weights under their names in Hugging Face checkpoints.
+@dataclass(frozen=True, slots=True)
+class NamedWeight:
+    """A decoder's weight as checkpoints of Hugging Face have it; in the decoder it may be part of another."""
 
-    Fused matrices appear as views of their parts, so that writing to the parts fills the whole. Of a packed
-    matrix (`Decoder.prepare`) they are parts of a copy, which lasts until the next matrix is asked for.
-    The norm of queries and keys is kept per head (`[heads, head_dim]`): a checkpoint's `[head_dim]`
-    broadcasts into it.
-    """
+    name: str
+    shape: tuple[int, ...]
+    load: Callable[[Tensor], object]  # takes it once, of any floating-point dtype
+    dense: Callable[[], Tensor]  # returns it in the decoder's dtype, a view or a copy
+
+
+def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:
+    """Yield all weights of a decoder."""
     config = decoder.config
+    hidden, intermediate = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield "model.embed_tokens.weight", decoder.embedding
+    yield _tensor("model.embed_tokens.weight", decoder.embedding)
     for index, layer in enumerate(decoder.layers):
         prefix = f"model.layers.{index}."
-        yield prefix + "input_layernorm.weight", layer.input_norm
-        yield prefix + "post_attention_layernorm.weight", layer.post_attention_norm
+        yield _tensor(prefix + "input_layernorm.weight", layer.input_norm)
+        yield _tensor(prefix + "post_attention_layernorm.weight", layer.post_attention_norm)
         if layer.qk_norm is not None:
-            yield prefix + "self_attn.q_norm.weight", layer.qk_norm[: config.num_heads]
-            yield prefix + "self_attn.k_norm.weight", layer.qk_norm[config.num_heads :]
+            heads = zip(("q_norm", "k_norm"), layer.qk_norm.tensor_split([config.num_heads]), strict=True)
+            for name, rows in heads:  # a row per head, all alike
+                yield replace(_tensor(f"{prefix}self_attn.{name}.weight", rows[0]), load=rows.copy_)
         qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        yield from _parts(prefix + "self_attn.", layer.qkv, qkv)
-        yield from _parts(prefix + "self_attn.", layer.output, {"o_proj": config.hidden_size})
-        gate_up = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
-        yield from _parts(prefix + "mlp.", layer.gate_up, gate_up)
-        yield from _parts(prefix + "mlp.", layer.down, {"down_proj": config.hidden_size})
-    yield "model.norm.weight", decoder.final_norm
+        yield from _parts(prefix + "self_attn.", layer.qkv, hidden, qkv)
+        yield from _parts(prefix + "self_attn.", layer.output, q_rows, {"o_proj": hidden})
+        gate_up = {"gate_proj": intermediate, "up_proj": intermediate}
+        yield from _parts(prefix + "mlp.", layer.gate_up, hidden, gate_up)
+        yield from _parts(prefix + "mlp.", layer.down, intermediate, {"down_proj": hidden})
+    yield _tensor("model.norm.weight", decoder.final_norm)
     if not config.tie_word_embeddings:
-        yield "lm_head.weight", decoder.lm_head.dense()
+        yield from _parts("", decoder.lm_head, hidden, {"lm_head": config.vocab_size})
 
 
-def _parts(prefix: str, linear: Linear, rows: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+def _tensor(name: str, weight: Tensor) -> NamedWeight:
+    return NamedWeight(name, tuple(weight.shape), weight.copy_, lambda: weight)
+
+
+def _parts(prefix: str, linear: Linear, columns: int, rows: dict[str, int]) -> Iterator[NamedWeight]:
     """Yield weights, then biases, of layers that were fused; `rows` is their names → rows of each."""
-    for kind, whole in (("weight", linear.dense()), ("bias", linear.bias)):
-        if whole is not None:
-            for name, part in zip(rows, torch.split(whole, list(rows.values())), strict=True):
-                yield f"{prefix}{name}.{kind}", part
+    ends = list(accumulate(rows.values()))
+    for (name, count), end in zip(rows.items(), ends, strict=True):
+        first = end - count
+        dense = partial(_dense_rows, linear, slice(first, end))
+        yield NamedWeight(f"{prefix}{name}.weight", (count, columns), partial(linear.load, first), dense)
+    if linear.bias is not None:
+        for name, bias in zip(rows, torch.split(linear.bias, list(rows.values())), strict=True):
+            yield _tensor(f"{prefix}{name}.bias", bias)
+
+
+def _dense_rows(linear: Linear, rows: slice) -> Tensor:
+    return linear.dense()[rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +111,7 @@ class Checkpoint:
                     header = opened.get_slice(name)
                     self.tensors[name] = _StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
 
-    def check(self, expected: dict[str, Tensor], *, tied_embeddings: bool) -> None:
+    def check(self, expected: dict[str, NamedWeight], *, tied_embeddings: bool) -> None:
         """Raise ModelError unless names, shapes and dtypes are exactly those of `expected`.
 
         Rotation buffers of old Llama checkpoints, and the copy of the embeddings that a tied checkpoint may
@@ -116,19 +135,19 @@ class Checkpoint:
                     f"{name} in {stored.file} is stored as {stored.type_name}, which is not supported: "
                     "choose the original float16 or bfloat16 checkpoint of this model."
                 )
-            shape = tuple(expected[name].shape)
-            if name.endswith(_PER_HEAD_NORMS):
-                shape = shape[1:]
+            shape = expected[name].shape
             if stored.shape != shape:
                 raise ModelError(
                     f"{name} in {stored.file} has the shape {list(stored.shape)}, but config.json describes "
                     f"{list(shape)}: use the config.json that belongs to these weights."
                 )
 
-    def copy_to(self, destinations: dict[str, Tensor], progress: Progress | None) -> None:
-        """Cast and copy each tensor to the destination of its name, one at a time.
+    def load_into(
+        self, weights: dict[str, NamedWeight], dtype: torch.dtype, progress: Progress | None
+    ) -> None:
+        """Load each tensor as the weight of its name, one at a time.
 
-        Raises ModelError for a weight that is not finite once cast.
+        Raises ModelError for a weight that is not finite once cast to `dtype`.
         """
         total_bytes = sum(stored.size_bytes for stored in self.tensors.values())
         done_bytes = 0
@@ -137,18 +156,20 @@ class Checkpoint:
                 for name, stored in self.tensors.items():
                     if stored.file != file:
                         continue
-                    destinations[name].copy_(opened.get_tensor(name))
-                    _check_finite(destinations[name], name, stored)
+                    tensor = opened.get_tensor(name)
+                    _check_finite(tensor, dtype, name, stored)
+                    weights[name].load(tensor)
                     done_bytes += stored.size_bytes
                     if progress is not None:
                         progress(done_bytes, total_bytes)
 
 
-def _check_finite(weight: Tensor, name: str, stored: _StoredTensor) -> None:
-    # The extremes show an infinity as it is and a NaN as NaN, at a tenth of the cost of isfinite.
-    if not torch.stack(torch.aminmax(weight)).isfinite().all():
+def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str, stored: _StoredTensor) -> None:
+    # The extremes show an infinity as it is and a NaN as NaN, at a tenth of the cost of isfinite. Rounding
+    # keeps their order, so that only they need to be cast.
+    if not torch.stack(torch.aminmax(tensor)).to(dtype).isfinite().all():
         raise ModelError(
-            f"{name} in {stored.file} has values that are not finite as {weight.dtype} (stored as "
+            f"{name} in {stored.file} has values that are not finite as {dtype} (stored as "
             f"{stored.type_name}): use the stored type, or download the file again."
         )
 

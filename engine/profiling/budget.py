@@ -26,7 +26,6 @@ from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
 from neo_desktop.engine.sampler import MOST_COPIES, PIECE_ELEMENTS
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.linear import why_plain
 
 DEVICE_RESERVE_BYTES = 512 * 1024**2  # of a GPU: CUDA context, kernels, libraries, and the margin
 DEVICE_MARGIN_BYTES = 256 * 1024**2  # of it, what only comes later: up to 128 graphs of 1 MiB; fragmentation
@@ -151,7 +150,7 @@ def check_weights_fit(
     Raises:
         MemoryError: they do not fit into what is free, or not under the cap.
     """
-    needed = loading_bytes(config, dtype, device)
+    needed = config.loading_bytes(dtype, device)
     is_gpu = device.type == "cuda"
     memory = free_memory or FreeMemory.now(device)
     free = memory.host_bytes if memory.gpu_bytes is None else memory.gpu_bytes
@@ -167,12 +166,6 @@ def check_weights_fit(
             f"the weights take {needed / GIB:.1f} GiB in {dtype}, but GPU memory is capped at "
             f"{caps.gpu_bytes / GIB:.1f} GiB: raise the cap, choose a 16-bit dtype or a smaller model"
         )
-
-
-def loading_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the most memory that loading takes: weights, and once more the matrix that is being packed."""
-    is_packed = why_plain(device, dtype) is None
-    return config.weight_bytes(dtype) + (config.largest_linear_bytes(dtype) if is_packed else 0)
 
 
 def activation_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.dtype) -> int:

@@ -117,8 +117,7 @@ def profile(
     """
     started = time.perf_counter()
     if seconds is None:
-        weight_bytes = decoder.config.weight_bytes(decoder.dtype)
-        seconds = min(_MIN_SECONDS + weight_bytes * _SECONDS_PER_WEIGHT_BYTE, MAX_SECONDS)
+        seconds = min(_MIN_SECONDS + decoder.nbytes * _SECONDS_PER_WEIGHT_BYTE, MAX_SECONDS)
     report = progress or (lambda share, what: None)
     report(0.0, "memory")
     timer = StageTimer(decoder, storage, limits, streams)

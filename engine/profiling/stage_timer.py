@@ -407,7 +407,7 @@ def _region_bytes(decoder: Decoder, device: torch.device) -> int:
     if device.type == "cuda":
         return GPU_REGION_BYTES
     wanted = min(max(3 * last_level_cache_bytes(), MIN_HOST_REGION_BYTES), MAX_HOST_REGION_BYTES)
-    return min(wanted, max(decoder.config.weight_bytes(decoder.dtype), TOY_REGION_BYTES))
+    return min(wanted, max(decoder.nbytes, TOY_REGION_BYTES))
 
 
 def _gpu_ms(call: Callable[[int], object], repeats: int) -> float:

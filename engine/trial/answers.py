@@ -131,7 +131,7 @@ class Answers:
         return take_memory(self.model, options)
 
     def _load(self) -> Figures:
-        weight_bytes = self.model.config.weight_bytes(self._rig.dtype)
+        weight_bytes = self.model.decoder.nbytes
         self.is_loaded = True
         return {"weight_bytes": weight_bytes}
 

@@ -106,6 +106,7 @@ def letter(sampling: SamplingInput) -> SampledToken:
 class _NoDecoder:
     device = torch.device("cpu")
     dtype = torch.float32
+    nbytes = 1000
 
 
 def make_engine(

@@ -73,11 +73,9 @@ def made(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decoder:
     """A model in which every weight matters."""
     decoder = Decoder(config, dtype=dtype, device=CPU)
     generator = torch.Generator().manual_seed(1)
-    for name, weight in named_weights(decoder):
-        row = weight[0] if name.endswith(("q_norm.weight", "k_norm.weight")) else weight  # rows are alike
-        values = torch.randn(row.shape, generator=generator) * 0.2
-        weight.copy_(values + 1 if "norm" in name else values)
-    decoder.prepare()
+    for weight in named_weights(decoder):
+        values = torch.randn(weight.shape, generator=generator) * 0.2
+        weight.load(values + 1 if "norm" in weight.name else values)
     return decoder
 
 

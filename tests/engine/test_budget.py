@@ -18,6 +18,7 @@ from neo_desktop.engine.profiling.budget import (
 )
 from neo_desktop.engine.profiling.hardware import HostMemory
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.models.linear import dense
 from neo_desktop.models.shapes import shape
 
 CONFIG = shape("llama-2-7b")
@@ -167,7 +168,7 @@ def test_without_a_gpu_there_must_be_room_for_the_matrix_that_is_being_packed(
     head = CONFIG.vocab_size * CONFIG.hidden_size * DTYPE.itemsize
     assert not CONFIG.tie_word_embeddings
     for reason, needed in (("plain", WEIGHTS), (None, WEIGHTS + head)):
-        monkeypatch.setattr(budget, "why_plain", lambda device, dtype, reason=reason: reason)
+        monkeypatch.setattr(dense, "why_plain", lambda device, dtype, reason=reason: reason)
         machine.host = needed
         budget.check_weights_fit(CONFIG, DTYPE, CPU, MemoryCaps())
         machine.host = needed - 1

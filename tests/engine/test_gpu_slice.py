@@ -208,7 +208,7 @@ def streams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordedStreams:
     recorded = RecordedStreams()
     monkeypatch.setattr(loading, "open_streams", lambda *_: recorded)
     for owner, name in (
-        *((Decoder, each) for each in ("__init__", "prepare")),
+        (Decoder, "__init__"),
         *((Stages, each) for each in ("embed", "pre_attention", "post_attention", "logits")),
         (KVPool, "__init__"),
     ):

@@ -46,7 +46,7 @@ from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.waiting import Watch
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.linear import Linear
+from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.tokenizer import ByteTokenizer
 from neo_desktop.native.relay import Relay, RelayStalledError
 
@@ -54,6 +54,7 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 24
 MOST = Most(rows=8, blocks=64)
 EMPTY = IntArray().view()
+PLAIN = Dense(uses_onednn=False)  # as weights lie on a GPU
 
 
 @pytest.fixture(scope="module", params=["triton", "torch"], autouse=True)
@@ -62,20 +63,10 @@ def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def plain(model: Decoder) -> Decoder:
-    """Weights as they lie on a GPU: row by row."""
-    for layer in model.layers:
-        for name in ("qkv", "output", "gate_up", "down"):
-            linear = getattr(layer, name)
-            setattr(layer, name, Linear(linear.dense(), linear.bias))
-    model.lm_head = Linear(model.lm_head.dense())
-    return model
-
-
 @pytest.fixture(scope="module")
 def model() -> Decoder:
     """Two layers, one with a window."""
-    return plain(tiny_model((None, 5)))
+    return tiny_model((None, 5), form=PLAIN)
 
 
 def make_executor(
@@ -240,7 +231,7 @@ def test_every_kind_of_model(monkeypatch: pytest.MonkeyPatch) -> None:
         tie_word_embeddings=False,
     )
     monkeypatch.setattr("pipeline_case.tiny_config", lambda windows: config)
-    model = plain(tiny_model((None,)))
+    model = tiny_model((None,), form=PLAIN)
     executor, _ = make_executor(model)
     executor.execute(prompts("abcd"))
     plan = decodes("ac", "bd")

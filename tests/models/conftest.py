@@ -50,4 +50,4 @@ def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
 @pytest.fixture(autouse=True)
 def packed_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights of tiny models take the way of large ones."""
-    monkeypatch.setattr("neo_desktop.models.linear.SMALL_BYTES", 0)
+    monkeypatch.setattr("neo_desktop.models.linear.dense.SMALL_BYTES", 0)

@@ -2,6 +2,7 @@
 
 import platform
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,33 +11,52 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from neo_desktop.models import linear as linear_module
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.linear import Form, Linear, padded_rows, why_plain
+from neo_desktop.models.linear import dense, onednn
+from neo_desktop.models.linear.dense import DENSE, Dense
+from neo_desktop.models.linear.onednn import OneDNN, padded_rows, why_plain
+from neo_desktop.models.linear.plain import Plain
+from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.shapes import shape
+from neo_desktop.models.stages import Stages
 from neo_desktop.models.weights import named_weights
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def layer(rows: int, columns: int, dtype: torch.dtype, *, has_bias: bool, seed: int = 0) -> Linear:
+def layer(rows: int, columns: int, dtype: torch.dtype, *, has_bias: bool, seed: int = 0) -> Plain:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, columns, generator=generator).to(dtype)
     bias = torch.randn(rows, generator=generator).to(dtype) if has_bias else None
-    return Linear(weight, bias)
+    return Plain(weight, bias)
 
 
-def forms_of(plain: Linear) -> list[Linear]:
-    """All that the dtype has; they differ in nothing where oneDNN is not used."""
-    forms = [plain, plain.prepared(), plain.prepared(is_shared=True)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_module, "SMALL_BYTES", plain.weight.nbytes)
-        return [*forms, plain.prepared()]
+def loaded(linear: Linear, plain: Plain) -> Linear:
+    """With the weights of another, which come in parts."""
+    for row in range(0, len(plain.weight), 100):
+        linear.load(row, plain.weight[row : row + 100])
+    if plain.bias is not None and linear.bias is not None:
+        linear.bias.copy_(plain.bias)
+    return linear
 
 
-def check(linear: Linear, plain: Linear, x: Tensor) -> None:
+def forms_of(plain: Plain) -> list[Linear]:
+    """All that the dtype has."""
+    weight, bias = plain.weight, plain.bias
+    rows, columns = weight.shape
+    made = [
+        Plain(torch.empty_like(weight), None if bias is None else torch.empty_like(bias)),
+        DENSE.empty(rows, columns, has_bias=bias is not None, dtype=weight.dtype, device=CPU),
+    ]
+    forms = [plain, *(loaded(linear, plain) for linear in made)]
+    if why_plain(CPU, weight.dtype) is None:
+        forms += [OneDNN(weight, bias, "shared"), OneDNN(weight, bias, "small")]
+    return forms
+
+
+def check(linear: Linear, plain: Plain, x: Tensor) -> None:
     """The error is one of sums in float32, in any order, rounded once to the dtype."""
     weight, bias = plain.weight.double(), 0.0 if plain.bias is None else plain.bias.double()
     exact = x.double() @ weight.T + bias
@@ -63,6 +83,7 @@ def test_products_are_as_exact_as_sums_in_float32(
     for linear in forms_of(plain):
         check(linear, plain, x)
         assert torch.equal(linear.dense(), plain.weight)
+        assert linear.memory() == {CPU: plain.weight.nbytes + (plain.bias.nbytes if has_bias else 0)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
@@ -94,12 +115,12 @@ def test_few_kernels_serve_all_numbers_of_rows_with_little_padding() -> None:
 
 
 def test_float16_other_devices_and_other_processors_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    half = layer(4, 4, torch.float16, has_bias=False)
-    assert half.prepared() is half
+    half = DENSE.empty(4, 4, has_bias=False, dtype=torch.float16, device=CPU)
+    assert (half.form, half.writes_in_place) == ("plain", True)
     assert "float16" in str(why_plain(CPU, torch.float16))
     assert "cuda" in str(why_plain(torch.device("cuda"), torch.float32))
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert linear_module._why_plain.__wrapped__("cpu", torch.float32) == "oneDNN was not tried on aarch64"
+    assert onednn._why_plain.__wrapped__("cpu", torch.float32) == "oneDNN was not tried on aarch64"
 
 
 @pytest.mark.parametrize("broken", ["product", "packing", "missing"])
@@ -114,9 +135,9 @@ def test_a_onednn_that_does_not_do_what_is_expected_is_not_used(
             raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
         return x @ weight.T + bias + (broken == "product")
 
-    monkeypatch.setattr(linear_module, "_packed", lambda w: w.flip(0) if broken == "packing" else w.clone())
-    monkeypatch.setattr(linear_module, "_onednn_linear", product)
-    reason = linear_module._why_plain.__wrapped__("cpu", torch.float32)
+    monkeypatch.setattr(onednn, "_packed", lambda w: w.flip(0) if broken == "packing" else w.clone())
+    monkeypatch.setattr(onednn, "_onednn_linear", product)
+    reason = onednn._why_plain.__wrapped__("cpu", torch.float32)
     assert reason is not None
     assert ("refuses" if broken == "missing" else "wrong") in reason
 
@@ -132,27 +153,85 @@ def test_layers_are_packed_and_a_tied_head_is_not_held_twice(
     assert f"weights of the layers: packed; of the head: {decoder.lm_head.form}" in caplog.messages
     for weights in decoder.layers:
         layers = (weights.qkv, weights.output, weights.gate_up, weights.down)
-        assert {linear.form for linear in layers} == {Form.PACKED}
-    assert decoder.lm_head.form is (Form.SHARED if tied else Form.PACKED)
-    assert (decoder.lm_head.weight is decoder.embedding) == tied
+        assert {linear.form for linear in layers} == {"packed"}
+    assert decoder.lm_head.form == ("shared" if tied else "packed")
+    assert (decoder.lm_head.dense() is decoder.embedding) == tied
 
 
 @pytest.mark.skipif(why_plain(CPU, torch.float32) is not None, reason="oneDNN is not used on this computer")
 def test_a_matrix_has_the_form_of_its_size_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_module, "SMALL_BYTES", 64 * 4)
-    small, large = (layer(rows, 8, torch.float32, has_bias=False) for rows in (8, 9))
-    assert (small.prepared().form, small.prepared(is_shared=True).form) == (Form.SMALL, Form.SMALL)
-    assert (large.prepared().form, large.prepared(is_shared=True).form) == (Form.PACKED, Form.SHARED)
-    bfloat16 = layer(8, 8, torch.bfloat16, has_bias=False)
+    monkeypatch.setattr(dense, "SMALL_BYTES", 64 * 4)
+
+    def forms(rows: int, dtype: torch.dtype) -> tuple[str, str]:
+        alone = DENSE.empty(rows, 8, has_bias=False, dtype=dtype, device=CPU)
+        return alone.form, DENSE.tied(torch.empty(rows, 8, dtype=dtype)).form
+
+    assert forms(8, torch.float32) == ("small", "small")
+    assert forms(9, torch.float32) == ("packed", "shared")
     if why_plain(CPU, torch.bfloat16) is None:
-        assert bfloat16.prepared().form is Form.PACKED
+        assert forms(8, torch.bfloat16) == ("packed", "shared")
 
 
-def test_a_model_computes_the_same_prepared_or_not() -> None:
-    prepared = random_model(shape("tiny"), dtype=torch.float32, device=CPU)
-    plain = Decoder(prepared.config, dtype=torch.float32, device=CPU)
-    assert {plain.lm_head.form, plain.layers[0].qkv.form} == {Form.PLAIN}
-    for (_, target), (_, source) in zip(named_weights(plain), named_weights(prepared), strict=True):
-        target.copy_(source)
-    found, expected = (logits_of_all(model, torch.arange(9)) for model in (prepared, plain))
+def copied(model: Decoder, **options: Any) -> Decoder:
+    copy = Decoder(model.config, dtype=model.dtype, device=CPU, **options)
+    for target, source in zip(named_weights(copy), named_weights(model), strict=True):
+        target.load(source.dense())
+    return copy
+
+
+def test_a_model_computes_the_same_in_any_form() -> None:
+    model = random_model(shape("tiny"), dtype=torch.float32, device=CPU)
+    plain = copied(model, form=Dense(uses_onednn=False))
+    assert {linear.form for linear in plain.linears()} == {"plain"}
+    found, expected = (logits_of_all(each, torch.arange(9)) for each in (model, plain))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+class Rounded(Plain):
+    """Numbers of 8 bits, a scale per row: what a form may keep is its own affair."""
+
+    form = "rounded"
+    writes_in_place = False
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype) -> None:
+        self.dtype, self.bias = dtype, None
+        self.numbers, self.scales = torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows, 1)
+
+    def memory(self) -> dict[torch.device, int]:
+        return {CPU: self.numbers.nbytes + self.scales.nbytes}
+
+    def load(self, row: int, weight: Tensor) -> None:
+        scales = weight.float().abs().amax(1, keepdim=True) / 127
+        self.scales[row : row + len(weight)] = scales
+        self.numbers[row : row + len(weight)] = (weight / scales).round().to(torch.int8)
+
+    def dense(self) -> Tensor:
+        return (self.numbers * self.scales).to(self.dtype)
+
+    def multiply(self, x: Tensor, out: Tensor) -> Tensor:
+        return x @ self.dense().T
+
+
+class RoundedForm(Dense):
+    def empty(
+        self, rows: int, columns: int, *, has_bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> Linear:
+        return Rounded(rows, columns, dtype)
+
+    def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
+        return rows * (columns + 4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_another_form_needs_nothing_but_itself(tied: bool) -> None:
+    """Loading, computing, counting: neither decoder nor weights know what lies in memory."""
+    config = replace(shape("tiny"), tie_word_embeddings=tied)
+    model = random_model(config, dtype=torch.float32, device=CPU)
+    rounded = copied(model, form=RoundedForm())
+    assert "rounded" in {linear.form for linear in rounded.linears()}
+    assert not Stages(rounded).writes_in_place
+    found, expected = (logits_of_all(each, torch.arange(9)) for each in (rounded, model))
+    assert 0 < (found - expected).norm() < 0.1 * expected.norm()
+    assert model.nbytes == config.weight_bytes(torch.float32)
+    assert rounded.nbytes == config.weight_bytes(torch.float32, RoundedForm()) < model.nbytes
+    assert rounded.memory() == {CPU: rounded.nbytes}

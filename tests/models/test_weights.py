@@ -33,10 +33,14 @@ def edit(path: Path, **changes: Tensor | None) -> None:
 
 def assert_same_weights(decoder: Decoder, reference) -> None:
     expected = dict(reference.named_parameters())
-    loaded = dict(named_weights(decoder))
+    loaded = {weight.name: weight for weight in named_weights(decoder)}
     assert loaded.keys() == expected.keys()
     for name, weight in loaded.items():
-        assert torch.equal(weight, expected[name].expand_as(weight)), name
+        assert torch.equal(weight.dense(), expected[name]), name
+        assert weight.shape == expected[name].shape
+    for norms in (layer.qk_norm for layer in decoder.layers if layer.qk_norm is not None):
+        heads = norms.split((decoder.config.num_heads, decoder.config.num_kv_heads))
+        assert all(torch.equal(rows, rows[:1].expand_as(rows)) for rows in heads)  # the same for each head
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
@@ -50,7 +54,7 @@ def test_every_weight_arrives_at_its_place(architecture, max_shard_size, make_ch
 def test_weights_are_cast(make_checkpoint):
     path, reference = make_checkpoint()
     decoder = load(path, torch.bfloat16)
-    assert {weight.dtype for _, weight in named_weights(decoder)} == {torch.bfloat16}
+    assert {weight.dense().dtype for weight in named_weights(decoder)} == {torch.bfloat16}
     assert_same_weights(decoder, reference.to(torch.bfloat16))
 
 
@@ -75,7 +79,7 @@ def test_a_tied_checkpoint_may_carry_its_head(make_checkpoint):
     assert "lm_head.weight" not in load_file(path / "model.safetensors")
     edit(path, lm_head__weight=reference.lm_head.weight.detach().clone())
     decoder = load(path)
-    assert decoder.lm_head.weight is decoder.embedding
+    assert decoder.lm_head.dense() is decoder.embedding
     assert_same_weights(decoder, reference)
 
 

@@ -25,7 +25,8 @@ from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.linear import Linear
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.weights import named_weights
@@ -41,19 +42,17 @@ def tiny_config(windows: tuple[int | None, ...] = (None, 11, None, 3)) -> ModelC
 
 
 def tiny_model(
-    windows: tuple[int | None, ...] = (None, 11, None, 3), device: str = "cpu", seed: int = 0
+    windows: tuple[int | None, ...] = (None, 11, None, 3),
+    device: str = "cpu",
+    seed: int = 0,
+    form: LinearForm = DENSE,
 ) -> Decoder:
     model = random_model(tiny_config(windows), dtype=torch.float32, device=torch.device("cpu"), seed=seed)
-    for layer in model.layers:  # wide enough that attention decides which token comes next
-        for name in ("qkv", "output", "gate_up", "down"):
-            setattr(layer, name, Linear(8.0 * getattr(layer, name).dense()).prepared())
-    if device == "cpu":
-        return model
-    there = Decoder(model.config, dtype=torch.float32, device=torch.device(device))
-    for (_, target), (_, source) in zip(named_weights(there), named_weights(model), strict=True):
-        target.copy_(source)
-    there.prepare()
-    return there
+    wide = Decoder(model.config, dtype=torch.float32, device=torch.device(device), form=form)
+    for target, source in zip(named_weights(wide), named_weights(model), strict=True):
+        # Wide enough that attention decides which token comes next.
+        target.load(source.dense() * (8.0 if "_proj" in source.name else 1.0))
+    return wide
 
 
 def make_storage(

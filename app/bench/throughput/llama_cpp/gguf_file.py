@@ -102,9 +102,8 @@ def _tensors(gguf: Any, decoder: Decoder, architecture: str) -> Iterator[tuple[s
     """Yield the weights with their names in GGUF files, as they lie in the model."""
     config = decoder.config
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_layers)
-    for name, weight in named_weights(decoder):
-        stored = weight[0] if name.endswith(("q_norm.weight", "k_norm.weight")) else weight  # rows are alike
-        yield names.get_name(name, try_suffixes=(".weight", ".bias")), stored
+    for weight in named_weights(decoder):
+        yield names.get_name(weight.name, try_suffixes=(".weight", ".bias")), weight.dense()
     if isinstance(config.rope.scaling, Llama3Scaling):
         plain = 1.0 / config.rope.theta ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
         yield "rope_freqs.weight", plain / config.rope.inverse_frequencies(config.head_dim)

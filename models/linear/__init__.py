@@ -1,0 +1,7 @@
+"""Linear layers: what lies in memory, and what multiplies with it. A new form is a file beside these.
+
+protocol    what a linear layer is, and what is asked of a form before a model is loaded
+plain       rows of numbers, multiplied by torch: on a GPU, and on a CPU where oneDNN does not serve
+onednn      rows or packed weights, multiplied by oneDNN
+dense       the form that models have so far: numbers of the model's dtype, by whichever of these is faster
+"""

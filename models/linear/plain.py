@@ -1,0 +1,35 @@
+"""Rows of numbers, multiplied by torch's own choice."""
+
+import torch
+from torch import Tensor
+
+
+class Plain:
+    """See `protocol.Linear`.
+
+    Args:
+        weight: [out, in], to be loaded, or loaded already.
+        bias: [out]
+    """
+
+    form = "plain"
+    writes_in_place = True
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    def memory(self) -> dict[torch.device, int]:
+        """See `Linear`, likewise the others."""
+        return {self.weight.device: self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)}
+
+    def load(self, row: int, weight: Tensor) -> None:  # noqa: D102
+        self.weight[row : row + len(weight)].copy_(weight)
+
+    def dense(self) -> Tensor:  # noqa: D102
+        return self.weight
+
+    def multiply(self, x: Tensor, out: Tensor) -> Tensor:  # noqa: D102
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
