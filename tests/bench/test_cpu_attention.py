@@ -12,12 +12,18 @@ import torch
 from suites import count_colour, drawn, ignore, last, shown
 
 from neo_desktop import native
-from neo_desktop.app.bench.cpu_attention import llama_cpp, measure, suite
+from neo_desktop.app.bench.cpu_attention import measure, rivals, suite
 from neo_desktop.app.bench.cpu_attention.measure import Limits
 from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions, Shape
 from neo_desktop.app.bench.cpu_attention.pool import Pool, seeded
 from neo_desktop.app.bench.cpu_attention.report import CpuAttentionCase, CpuAttentionReport, RivalResult
-from neo_desktop.app.bench.cpu_attention.rivals import Rival, TorchSdpa, measure_rival
+from neo_desktop.app.bench.cpu_attention.rivals import (
+    LlamaCpp,
+    NoLlamaCppError,
+    Rival,
+    TorchSdpa,
+    measure_rival,
+)
 from neo_desktop.app.bench.cpu_attention.suite import run_cpu_attention
 
 SMALL = CpuAttentionOptions(
@@ -88,7 +94,7 @@ def test_blocks_lie_in_whole_pages_as_the_engines_unless_memory_is_fragmented(
     fragmented: bool, tokens: int
 ) -> None:
     options = replace(SMALL, fragmented=fragmented)
-    pool, shape = Pool(16 << 20, options), Shape(group=4, head_dim=64, batch=3, context_tokens=tokens)
+    pool, shape = Pool(options), Shape(group=4, head_dim=64, batch=3, context_tokens=tokens)
     tables = pool.block_tables(shape)
     blocks = -(-tokens // 16)
     assert tables.shape[1:] == (3, blocks)
@@ -195,7 +201,7 @@ def test_leaves_two_cores_alone_where_there_are_many(
         ({"dtype": torch.float32}, "KV cannot be torch.float32; choose from float16, bfloat16, int8"),
         ({"block_size": 24}, "block_size is 24; keys in pairs need a multiple of 16"),
         ({"block_size": 0}, "block_size is 0"),
-        ({"num_threads": -1}, "num_threads is -1"),
+        ({"num_threads": -1}, "num_threads must be at least 0"),
     ],
     ids=str,
 )
@@ -204,20 +210,20 @@ def test_wrong_options_are_refused(wrong: dict[str, object], says: str) -> None:
         CpuAttentionOptions(**wrong)  # type: ignore[arg-type]
 
 
-def rivals() -> list[Rival]:
+def those_there() -> list[Rival]:
     try:
-        return [TorchSdpa(), llama_cpp.LlamaCpp()]
-    except llama_cpp.LlamaCppError:
+        return [TorchSdpa(), LlamaCpp()]
+    except NoLlamaCppError:
         return [TorchSdpa()]
 
 
-@pytest.mark.parametrize("rival", rivals(), ids=lambda rival: rival.name)
+@pytest.mark.parametrize("rival", those_there(), ids=lambda rival: rival.name)
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_rivals_do_the_same_work(rival: Rival, group: int, dtype: torch.dtype) -> None:
     """So their speed may be compared: gathered keys and values give the kernel's own result."""
-    options = replace(SMALL, dtype=dtype)
-    pool = Pool(4 << 20, options)
+    options = replace(SMALL, dtype=dtype, memory_bytes=4 << 20)
+    pool = Pool(options)
     caches = pool.caches(group, head_dim=64)
     shape = Shape(group, head_dim=64, batch=3, context_tokens=40)
     table = torch.randperm(pool.num_blocks(group, 64), generator=seeded())[: 3 * 3].view(3, 3)
@@ -256,7 +262,7 @@ def test_a_slow_rival_gets_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> N
 
     ticks = count()
     monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))  # a second passes at every look
-    pool = Pool(4 << 20, SMALL)
+    pool = Pool(SMALL)
     shape = Shape(group=4, head_dim=64, batch=12, context_tokens=32)
     result = measure_rival(Slow(), pool, SMALL, shape, seconds=1)
     assert (result.batch, result.calls, Slow.batches) == (1, 1, [1])
@@ -272,7 +278,7 @@ def test_a_slow_rival_gets_a_smaller_batch(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_says_what_it_was_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
-        raise llama_cpp.LlamaCppError("llama-cpp-python is not installed")
+        raise NoLlamaCppError("llama-cpp-python is not installed")
 
     monkeypatch.setattr(suite, "LlamaCpp", missing)
     compared = replace(SMALL, groups=(4,), context_tokens=(128,), seconds=0, rival_seconds=0.1)
@@ -292,16 +298,16 @@ def test_says_what_it_was_compared_with(monkeypatch: pytest.MonkeyPatch) -> None
 def test_llama_cpp_without_its_library_is_a_reason_not_a_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llama_cpp.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(llama_cpp.LlamaCppError, match="is not installed"):
-        llama_cpp.LlamaCpp()
+    monkeypatch.setattr(rivals.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(NoLlamaCppError, match="is not installed"):
+        LlamaCpp()
     monkeypatch.undo()
     (tmp_path / "llama_cpp").mkdir()
     (tmp_path / "llama_cpp" / "__init__.py").touch()
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "llama_cpp", raising=False)
-    with pytest.raises(llama_cpp.LlamaCppError, match="cannot be used"):
-        llama_cpp.LlamaCpp()
+    with pytest.raises(NoLlamaCppError, match="cannot be used"):
+        LlamaCpp()
 
 
 def test_what_was_measured_before_an_interruption_is_there() -> None:

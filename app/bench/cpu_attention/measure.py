@@ -11,8 +11,8 @@ from torch import Tensor
 from neo_desktop import native
 from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions, Shape
 from neo_desktop.app.bench.cpu_attention.pool import Caches, Pool, seeded
-from neo_desktop.app.bench.cpu_attention.reference import relative_error
 from neo_desktop.app.bench.cpu_attention.report import CpuAttentionCase
+from neo_desktop.app.bench.cpu_attention.rivals import relative_error
 
 _MIN_SAMPLES = 3
 _SAMPLE_BYTES = 256 << 20  # short calls make a sample of about as much as is read before and after it
@@ -107,12 +107,8 @@ def _worst_error(q: Tensor, caches: Caches, table: Tensor, tokens: int, out: Ten
     kv_heads = caches.v.shape[1]
     group = q.shape[1] // kv_heads
     worst = 0.0
-    for request, head in product(_ends(len(q)), _ends(kv_heads)):
+    for request, head in product({0, len(q) - 1}, {0, kv_heads - 1}):
         k, v = caches.rows(table[request], head, tokens)
         heads = slice(head * group, (head + 1) * group)
         worst = max(worst, relative_error(out[request, heads], q[request, heads], k, v))
     return worst
-
-
-def _ends(count: int) -> set[int]:
-    return {0, count - 1}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from neo_desktop import native
+from neo_desktop.app.bench.checks import at_least
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 
 TARGET = 0.9  # share of the limit that the kernels are meant to reach
@@ -44,8 +45,7 @@ class CpuAttentionOptions:
             raise ValueError(f"KV cannot be {self.dtype}; choose from {names}")
         if self.block_size < 16 or self.block_size % 16 != 0:
             raise ValueError(f"block_size is {self.block_size}; keys in pairs need a multiple of 16")
-        if self.num_threads < 0:
-            raise ValueError(f"num_threads is {self.num_threads}; expected 0 (the default) or more")
+        at_least(self, 0, "num_threads")
 
     @property
     def page_tokens(self) -> int:
@@ -67,6 +67,23 @@ class CpuAttentionOptions:
     def compute_dtype(self) -> torch.dtype:
         """Of queries and outputs. bf16 holds int8 exactly: the kernels have dot products for the two."""
         return torch.bfloat16 if self.dtype is torch.int8 else self.dtype
+
+    def num_pieces(self, tokens: int) -> int:
+        """Pieces of memory of a request of so many tokens: blocks or whole runs of them."""
+        return -(-tokens // (self.block_size * self.blocks_together))
+
+    def shapes(self, group: int, head_dim: int, num_blocks: int) -> Iterator["Shape | None"]:
+        """Every case of one group and head_dim; None for one that `num_blocks` blocks do not hold."""
+        num_pieces = num_blocks // self.blocks_together
+        wanted = {
+            (batch, tokens): None  # in order, each once
+            for tokens in self.context_tokens
+            for batch in (*self.batches, max(1, num_pieces // self.num_pieces(tokens)))
+        }
+        wanted |= {(1, self.long_tokens): None, (self.short_requests, self.short_tokens): None}
+        for batch, tokens in wanted:
+            fits = batch * self.num_pieces(tokens) <= num_pieces
+            yield Shape(group, head_dim, batch, tokens) if fits else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,29 +122,4 @@ def kv_heads(group: int) -> int:
 
 def row_bytes(head_dim: int, dtype: torch.dtype) -> int:
     """Bytes of one key or value."""
-    scale = torch.float32.itemsize if dtype is torch.int8 else 0
-    return head_dim * dtype.itemsize + scale
-
-
-def shapes(
-    options: CpuAttentionOptions, group: int, head_dim: int, num_blocks: int
-) -> Iterator[Shape | None]:
-    """Every case of one group and head_dim; None for one that `num_blocks` blocks do not hold."""
-    num_pieces = num_blocks // options.blocks_together
-    found: set[tuple[int, int]] = set()
-    wanted = [
-        (batch, tokens)
-        for tokens in options.context_tokens
-        for batch in (*options.batches, max(1, num_pieces // num_pieces_of(tokens, options)))
-    ]
-    wanted += [(1, options.long_tokens), (options.short_requests, options.short_tokens)]
-    for batch, tokens in wanted:
-        if (batch, tokens) not in found:
-            found.add((batch, tokens))
-            fits = batch * num_pieces_of(tokens, options) <= num_pieces
-            yield Shape(group, head_dim, batch, tokens) if fits else None
-
-
-def num_pieces_of(tokens: int, options: CpuAttentionOptions) -> int:
-    """Pieces of memory of a request of so many tokens: blocks or whole runs of them."""
-    return -(-tokens // (options.block_size * options.blocks_together))
+    return head_dim * dtype.itemsize + (torch.float32.itemsize if dtype is torch.int8 else 0)

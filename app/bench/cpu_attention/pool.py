@@ -8,13 +8,7 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.app.bench.computer import bytes_beyond_caches
-from neo_desktop.app.bench.cpu_attention.options import (
-    CpuAttentionOptions,
-    Shape,
-    kv_heads,
-    num_pieces_of,
-    row_bytes,
-)
+from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions, Shape, kv_heads, row_bytes
 from neo_desktop.engine.kv.host_layer import empty_aligned
 from neo_desktop.engine.kv.layer import slots_of
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
@@ -35,14 +29,7 @@ class Caches:
     def decode(self, q: Tensor, table: Tensor, lens: Tensor, out: Tensor, num_threads: int) -> None:
         """Attend to the blocks of `table`."""
         native.paged_attention_decode(
-            q,
-            self.k,
-            self.v,
-            table,
-            lens,
-            q.shape[-1] ** -0.5,
-            out,
-            num_threads,
+            *(q, self.k, self.v, table, lens, q.shape[-1] ** -0.5, out, num_threads),
             block_size=self.block_size,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
@@ -62,8 +49,9 @@ class Caches:
 class Pool:
     """Keys and values for any shape: flat memory, full of random numbers."""
 
-    def __init__(self, nbytes: int, options: CpuAttentionOptions) -> None:
+    def __init__(self, options: CpuAttentionOptions) -> None:
         self._options = options
+        nbytes = bytes_beyond_caches() if options.memory_bytes is None else options.memory_bytes
         dtype = options.dtype
         head_dim = min(options.head_dims)  # the one with the most rows, and so scales
         rows = nbytes // 2 // row_bytes(head_dim, dtype)
@@ -106,7 +94,8 @@ class Pool:
 
         What follows each other in memory, whole runs or single blocks, lies scattered at random over it.
         """
-        together, pieces = self._options.blocks_together, num_pieces_of(shape.context_tokens, self._options)
+        together = self._options.blocks_together
+        pieces = self._options.num_pieces(shape.context_tokens)
         order = torch.randperm(self.num_blocks(shape.group, shape.head_dim) // together, generator=seeded())
         calls = len(order) // (shape.batch * pieces)
         firsts = order[: calls * shape.batch * pieces].view(calls, shape.batch, pieces, 1) * together
@@ -128,13 +117,6 @@ class Pool:
         size = math.prod(dims)
         start = turn % (self.k.numel() // size) * size
         return self.k[start : start + size].view(dims), self.v[start : start + size].view(dims)
-
-
-def pool_bytes(options: CpuAttentionOptions, last_level_bytes: int) -> int:
-    """How much memory to take."""
-    if options.memory_bytes is not None:
-        return options.memory_bytes
-    return bytes_beyond_caches()
 
 
 def seeded() -> torch.Generator:

@@ -7,12 +7,17 @@ from itertools import product
 import torch
 
 from neo_desktop import native
-from neo_desktop.app.bench.cpu_attention.llama_cpp import LlamaCpp, LlamaCppError
 from neo_desktop.app.bench.cpu_attention.measure import measure
-from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions, shapes
-from neo_desktop.app.bench.cpu_attention.pool import Pool, pool_bytes
+from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions
+from neo_desktop.app.bench.cpu_attention.pool import Pool
 from neo_desktop.app.bench.cpu_attention.report import CpuAttentionCase, CpuAttentionReport
-from neo_desktop.app.bench.cpu_attention.rivals import Rival, TorchSdpa, measure_rival
+from neo_desktop.app.bench.cpu_attention.rivals import (
+    LlamaCpp,
+    NoLlamaCppError,
+    Rival,
+    TorchSdpa,
+    measure_rival,
+)
 from neo_desktop.app.bench.section import Progress
 from neo_desktop.app.bench.spread import number
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
@@ -27,16 +32,16 @@ def run_cpu_attention(options: CpuAttentionOptions, progress: Progress) -> Itera
     Raises MemoryError where the cache could not hold a single case.
     """
     progress(0.0, "making the KV cache")
-    last_level_bytes = last_level_cache_bytes()
-    pool = Pool(pool_bytes(options, last_level_bytes), options)
+    pool = Pool(options)
     wanted = [
         shape
         for group, head_dim in product(options.groups, options.head_dims)
-        for shape in shapes(options, group, head_dim, pool.num_blocks(group, head_dim))
+        for shape in options.shapes(group, head_dim, pool.num_blocks(group, head_dim))
     ]
     fitting = [shape for shape in wanted if shape is not None]
     if not fitting:
         raise MemoryError(f"{pool.nbytes / 1e6:.0f} MB for the KV cache hold no case; free some memory")
+    last_level_bytes = last_level_cache_bytes()
     notes = [_cache_note(pool.nbytes, last_level_bytes), _scatter_note(options)]
     if len(fitting) < len(wanted):
         notes.append(
@@ -48,17 +53,12 @@ def run_cpu_attention(options: CpuAttentionOptions, progress: Progress) -> Itera
 
     cases: list[CpuAttentionCase] = []
     for shape in fitting:
-        what = (
-            f"group {shape.group}, head_dim {shape.head_dim}, {shape.batch} x {shape.context_tokens} tokens"
-        )
+        sizes = f"{shape.batch} x {shape.context_tokens} tokens"
+        what = f"group {shape.group}, head_dim {shape.head_dim}, {sizes}"
         progress(len(cases) / len(fitting), what)
         case = measure(pool, options, shape, options.seconds / len(fitting))
-        results = {
-            key: measure_rival(
-                rival, pool, options, shape, options.rival_seconds / len(fitting) / len(rivals)
-            )
-            for key, rival in rivals.items()
-        }
+        seconds = options.rival_seconds / len(fitting) / max(len(rivals), 1)
+        results = {key: measure_rival(each, pool, options, shape, seconds) for key, each in rivals.items()}
         cases.append(replace(case, rivals=results))
         yield CpuAttentionReport(
             dtype=str(options.dtype).removeprefix("torch."),
@@ -85,7 +85,7 @@ def _find_rivals(options: CpuAttentionOptions) -> tuple[dict[str, Rival], list[s
     rivals: dict[str, Rival] = {"torch_sdpa": TorchSdpa()}
     try:
         rivals["llama_cpp"] = LlamaCpp()
-    except LlamaCppError as error:
+    except NoLlamaCppError as error:
         return rivals, [f"{error}: not compared."]
     return rivals, []
 
@@ -118,13 +118,13 @@ def _cache_note(cache_bytes: int, last_level_bytes: int) -> str:
 
 
 def _scatter_note(options: CpuAttentionOptions) -> str:
+    blocks, pages = f"Blocks of {options.block_size} tokens lie", f"pages of {options.page_tokens}"
     if options.fragmented:
         return (
-            f"Blocks of {options.block_size} tokens lie scattered one by one over pages of "
-            f"{options.page_tokens}: the worst case, which the engine avoids while there is memory to choose "
-            "from."
+            f"{blocks} scattered one by one over {pages}: the worst case, which the engine avoids while "
+            "there is memory to choose from."
         )
     return (
-        f"Blocks of {options.block_size} tokens lie in runs of {BLOCKS_PER_RUN}, as the engine hands them "
-        f"out: pages of {options.page_tokens} tokens, scattered over the memory."
+        f"{blocks} in runs of {BLOCKS_PER_RUN}, as the engine hands them out: {pages} tokens, scattered over "
+        "the memory."
     )
