@@ -92,8 +92,8 @@ class BaselineFlags:
     baseline: Annotated[
         Baseline | None,
         typer.Option(
-            help="Also measure another program with the same weights and requests; needs "
-            "pip install 'neo-desktop\\[llamacpp]'.",
+            help="Also measure another program with the same weights and requests; needs its llama-server on "
+            "the PATH and pip install 'neo-desktop\\[llamacpp]'.",
             rich_help_panel=_WORKLOAD,
         ),
     ] = None

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import fake_llama_cpp
+import fake_llama_server
 import pytest
 import torch
 from dense_model import logits_of_all
@@ -17,18 +17,17 @@ from matplotlib.figure import Figure
 from suites import ignore, last, shown
 from torch import Tensor
 
-from neo_desktop.app.bench.throughput import ThroughputOptions, run_throughput
-from neo_desktop.app.bench.throughput.llama_cpp import baseline as baseline_module
-from neo_desktop.app.bench.throughput.llama_cpp.baseline import LlamaCppBaseline
-from neo_desktop.app.bench.throughput.llama_cpp.batching import serve
-from neo_desktop.app.bench.throughput.llama_cpp.gguf_file import check_expressible, write_gguf
-from neo_desktop.app.bench.throughput.llama_cpp.library import (
-    Context,
-    ContextOptions,
-    Piece,
+from neo_desktop.app.bench.throughput import ThroughputOptions, llama_cpp, run_throughput
+from neo_desktop.app.bench.throughput.answers import TOP_LOGPROBS
+from neo_desktop.app.bench.throughput.gguf_file import (
+    check_expressible,
     check_installed,
-    load_library,
+    program,
+    write_gguf,
 )
+from neo_desktop.app.bench.throughput.llama_cpp import LlamaCppBaseline
+from neo_desktop.app.bench.throughput.workload import Workload
+from neo_desktop.engine.simulation.workload import WorkloadRequest
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
@@ -36,9 +35,7 @@ from neo_desktop.models.shapes import shape
 from neo_desktop.models.weights import named_weights
 
 gguf = pytest.importorskip("gguf")
-needs_llama_cpp = pytest.mark.skipif(
-    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
-)
+needs_llama_server = pytest.mark.skipif(program() is None, reason="llama-server is not installed")
 CPU = torch.device("cpu")
 TINY = shape("tiny")
 LLAMA3 = RopeConfig(500.0, Llama3Scaling(8.0, 1.0, 4.0, original_max_tokens=32))
@@ -102,7 +99,7 @@ def test_the_file_describes_the_model(tmp_path: Path) -> None:
     reader, _ = read(config, tmp_path)
     values = {name: field.contents() for name, field in reader.fields.items()}
     assert values["general.architecture"] == "qwen3"
-    assert values["tokenizer.ggml.model"] == "no_vocab"
+    assert len(values["tokenizer.ggml.tokens"]) == 257
     expected = {
         "vocab_size": 257,
         "context_length": 4096,
@@ -189,93 +186,49 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(config: ModelConfig) 
         check_expressible(config)
 
 
-def test_a_full_disk_is_told_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage("/")
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(OSError, match=r"temporary file of 0\.0 GB, but .* TMPDIR"):
-        last(run_throughput(replace(SMALL, llama_cpp=fake_is_there(monkeypatch)), ignore))
-
-
-def fake_is_there(monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Let llama_cpp be found, without a word on what it does."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    return True
-
-
-def test_missing_libraries_are_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs llama-cpp-python and gguf: pip install 'neo-desktop\[llama"):
-        check_installed()
-    with pytest.raises(ValueError, match="pip install"):
-        replace(SMALL, llama_cpp=True)
-
-
 @pytest.fixture
-def tiny_file(tmp_path: Path) -> Path:
-    write_gguf(gguf, made(TINY), tmp_path / "tiny.gguf")
-    return tmp_path / "tiny.gguf"
+def fake_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The fake in place of llama-server; whatever happens, it ends and no file is left."""
+    processes: list[Any] = []
+    start = llama_cpp.subprocess.Popen
 
+    def started(*args: Any, **settings: Any) -> Any:
+        processes.append(start(*args, **settings))
+        return processes[-1]
 
-def context_of(file: Path, num_sequences: int, tokens_per_sequence: int = 64) -> Context:
-    options = ContextOptions(torch.float32, num_sequences, tokens_per_sequence, num_threads=1, on_gpu=False)
-    return Context(fake_llama_cpp, file, options)
-
-
-def expected_of_fake(prompt: list[int], count: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(sum(tokens) % fake_llama_cpp.VOCAB_SIZE)
-    return tokens[len(prompt) :]
-
-
-@pytest.mark.parametrize("num_sequences", [1, 3, 12, 200])
-def test_all_requests_are_answered_whatever_runs_at_the_same_time(
-    num_sequences: int, tiny_file: Path
-) -> None:
-    generator = torch.Generator().manual_seed(num_sequences)
-    lengths = torch.randint(1, 50, (20,), generator=generator).tolist()
-    counts = torch.randint(1, 15, (20,), generator=generator).tolist()
-    prompts = [torch.randint(0, 257, (length,), generator=generator).tolist() for length in lengths]
-    context = context_of(tiny_file, num_sequences)
-    assert context.num_sequences <= 12  # all that the fake has memory for
-    shares: list[float] = []
-    for num_logprobs in (0, 5):
-        answers, seconds = serve(context, prompts, counts, shares.append, num_logprobs)
-        assert [[token.token_id for token in answer] for answer in answers] == [
-            expected_of_fake(prompt, count) for prompt, count in zip(prompts, counts, strict=True)
-        ]
-        assert seconds > 0
-        assert all(len(token.top_logprobs) == num_logprobs for answer in answers for token in answer)
-    assert shares[-1] == 1
-    assert all(not kv for kv in context._context.kv.values())
-    context.close()
-    context.close()
-
-
-def test_prompts_run_beside_decodes_and_are_cut_at_the_batch(tiny_file: Path) -> None:
-    context = context_of(tiny_file, 3)
-    serve(context, [[1] * 40, [2] * 40, [3] * 5], [3, 2, 2], lambda share: None)
-    # Tokens and rows of logits: two prompts, the second cut; a decode, its rest, the third; decodes alone.
-    assert context._context.batches == [(64, 1), (1 + 16 + 5, 3), (3, 3)]
-
-
-@pytest.fixture
-def fake_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The fake in place of llama-cpp-python, in the process that is started for it."""
-    folder = tmp_path / "fake"
-    folder.mkdir()
-    shutil.copy(fake_llama_cpp.__file__, folder / "llama_cpp.py")
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-    fake_is_there(monkeypatch)
+    monkeypatch.setattr(llama_cpp.subprocess, "Popen", started)
+    monkeypatch.setenv("LLAMA_SERVER", fake_llama_server.__file__)
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     yield temporary
     assert not list(temporary.iterdir()), "the file with the weights is left"
+    assert all(process.poll() is not None for process in processes), "the server is left"
+
+
+def test_a_full_disk_is_told_before_anything_is_measured(
+    fake_server: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(OSError, match=r"temporary file of 0\.0 GB, but .* TMPDIR"):
+        last(run_throughput(replace(SMALL, llama_cpp=True), ignore))
+
+
+def test_what_is_missing_is_told_with_what_to_install(
+    fake_server: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_installed()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs gguf: pip install 'neo-desktop\[llama"):
+        check_installed()
+    monkeypatch.setenv("LLAMA_SERVER", "/nowhere/llama-server")
+    with pytest.raises(ValueError, match="llama-server on the PATH"):
+        replace(SMALL, llama_cpp=True)
 
 
 def test_llama_cpp_takes_its_turns_when_our_model_is_gone(
-    fake_process: Path, monkeypatch: pytest.MonkeyPatch
+    fake_server: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models: list[weakref.ref[Decoder]] = []
     take, turns = LlamaCppBaseline.take, LlamaCppBaseline.turns
@@ -292,8 +245,7 @@ def test_llama_cpp_takes_its_turns_when_our_model_is_gone(
     monkeypatch.setattr(LlamaCppBaseline, "take", watched_take)
     monkeypatch.setattr(LlamaCppBaseline, "turns", watched_turns)
     shares: list[float] = []
-    options = replace(SMALL, llama_cpp=True)
-    reports = list(run_throughput(options, lambda share, what: shares.append(share)))
+    reports = list(run_throughput(replace(SMALL, llama_cpp=True), lambda share, what: shares.append(share)))
     assert [[rival.turns for rival in report.rivals] for report in reports] == [[], [], [1], [2]]
     assert shares == sorted(shares)
     assert shares[-1] == 1
@@ -304,8 +256,8 @@ def test_llama_cpp_takes_its_turns_when_our_model_is_gone(
     assert rival.lowest_output_tokens_per_s <= rival.output_tokens_per_s <= rival.highest_output_tokens_per_s
     per_output = 1 + reports[-1].prompt_tokens / reports[-1].output_tokens
     assert rival.total_tokens_per_s == pytest.approx(rival.output_tokens_per_s * per_output)
-    assert "10 sequences of up to 256 tokens" in rival.settings
-    assert "weights and KV in float32" in rival.settings
+    for said in ("1234 (fake)", "10 sequences of up to 256 tokens", "weights and KV in float32"):
+        assert said in rival.settings
     text = shown(reports[-1].section(), width=200)
     assert "0% same" in text
     assert "0 of 10 answers are the same as ours, 10 elsewhere." in text
@@ -316,76 +268,67 @@ def test_llama_cpp_takes_its_turns_when_our_model_is_gone(
     assert metrics["throughput.llama.cpp.output_tokens_per_s"] == rival.output_tokens_per_s
 
 
+def test_with_too_little_memory_fewer_requests_run_at_once(
+    fake_server: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_LLAMA_SERVER", "memory")
+    report = last(run_throughput(replace(SMALL, llama_cpp=True, repeats=1), ignore))
+    assert "7 sequences of up to 256 tokens" in report.rivals[0].settings  # three quarters of 10
+
+
 @pytest.mark.parametrize(
     ("failure", "says"),
     [
-        ("load", "could not load the model: no model in it"),
-        ("memory", "could not take memory for its KV: no memory for KV"),
-        ("decode", r"could not compute a batch \(status 1\): no room in KV"),
-        ("die", "process ended with code 7: out of GPU memory"),
+        ("load", "ended with code 3: cannot load"),
+        ("refuse", "HTTP 500.*no room in KV"),
+        ("die", "server failed.*out of GPU memory"),
     ],
 )
 def test_a_failure_of_llama_cpp_says_why_and_keeps_what_was_measured(
-    failure: str, says: str, fake_process: Path, monkeypatch: pytest.MonkeyPatch
+    failure: str, says: str, fake_server: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAKE_LLAMA_CPP", failure)
+    monkeypatch.setenv("FAKE_LLAMA_SERVER", failure)
     reports = run_throughput(replace(SMALL, llama_cpp=True, repeats=1), ignore)
     assert next(reports).policies
     with pytest.raises(RuntimeError, match=says):
         next(reports)
 
 
-def test_an_interrupted_run_ends_the_process(fake_process: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    processes: list[Any] = []
-    start = baseline_module.subprocess.Popen
+def test_ctrl_c_ends_the_server_and_what_it_is_at(fake_server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_LLAMA_SERVER", "hang")
 
-    def started(*args: Any, **settings: Any) -> Any:
-        processes.append(start(*args, **settings))
-        return processes[-1]
+    def interrupted(futures: Any) -> None:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(baseline_module.subprocess, "Popen", started)
-
-    def stop(share: float, what: str) -> None:
-        if what.startswith("llama.cpp: 10"):
-            raise KeyboardInterrupt
-
+    monkeypatch.setattr(llama_cpp, "as_completed", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        last(run_throughput(replace(SMALL, llama_cpp=True, repeats=1), stop))
-    assert [process.poll() is not None for process in processes] == [True]
+        last(run_throughput(replace(SMALL, llama_cpp=True, repeats=1), ignore))
 
 
-class ExactContext(Context):
-    """Without flash attention, which rounds to 16 bits on the CPU even where KV has 32."""
-
-    def _params(self, options: ContextOptions, num_sequences: int) -> Any:
-        params = super()._params(options, num_sequences)
-        params.flash_attn_type = 0
-        return params
-
-
-@needs_llama_cpp
+@needs_llama_server
 @pytest.mark.parametrize("name", CONFIGS)
 def test_llama_cpp_computes_the_same_model(name: str, tmp_path: Path) -> None:
     decoder = made(CONFIGS[name])
-    write_gguf(gguf, decoder, tmp_path / "model.gguf")
-    options = ContextOptions(torch.float32, 2, 256, num_threads=1, on_gpu=False)
-    context = ExactContext(load_library(), tmp_path / "model.gguf", options)
-    generator = torch.Generator().manual_seed(1)
-    first, second = torch.randint(0, 257, (2, 120), generator=generator).tolist()
-    of_first, of_second = (logits_of_all(decoder, torch.tensor(tokens)) for tokens in (first, second))
+    prompts = torch.randint(0, 257, (3, 70), generator=torch.Generator().manual_seed(1)).tolist()
+    baseline = LlamaCppBaseline()
+    write_gguf(gguf, decoder, baseline._file)
+    workload = Workload(tuple(WorkloadRequest(0.0, 70, 6) for _ in prompts), 0)
+    job = llama_cpp._Job(workload, [], (), torch.float32, wants_gpu=False, kv_tokens=4096, num_threads=1)
+    with baseline._served(job) as (url, num_sequences, _):
+        assert num_sequences == 3
+        answers = baseline._answers(url, prompts, [6] * 3, TOP_LOGPROBS, num_sequences, lambda share: None)
+    baseline.close()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer) == 6
+        tokens = torch.tensor(prompt + [token.token_id for token in answer])
+        logprobs = logits_of_all(decoder, tokens).log_softmax(-1)
+        for token, ours in zip(answer, logprobs[69:], strict=False):
+            assert token.logprob is not None
+            assert ours[token.token_id] >= ours.max() - 0.02  # its attention rounds to 16 bits
+            assert token.logprob.logprob == pytest.approx(float(ours[token.token_id]), abs=0.02)
 
-    def check(pieces: list[Piece], expected: list[Tensor]) -> None:
-        found = torch.from_numpy(context.step(pieces))
-        torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=2e-4)
 
-    check([Piece(0, 0, first[:70], True), Piece(1, 0, second[:33], True)], [of_first[69], of_second[32]])
-    check([Piece(0, 70, first[70:71], True), Piece(1, 33, second[33:119], False)], [of_first[70]])
-    context.forget(0)
-    check([Piece(1, 119, second[119:], True), Piece(0, 0, second, True)], [of_second[119], of_second[119]])
-    context.close()
-
-
-@needs_llama_cpp
+@needs_llama_server
 def test_llama_cpp_answers_as_we_do() -> None:
     report = last(run_throughput(replace(SMALL, llama_cpp=True, repeats=1), ignore))
     (rival,) = report.rivals

@@ -11,8 +11,7 @@ from suites import count_colour, drawn, ignore, last, shown
 
 from neo_desktop.app.bench.throughput import ThroughputOptions, ThroughputReport, run_throughput, suite
 from neo_desktop.app.bench.throughput.answers import TOLERANCES, Answer, Comparison, compare
-from neo_desktop.app.bench.throughput.measure import Run, run
-from neo_desktop.app.bench.throughput.workload import fitting, lengths
+from neo_desktop.app.bench.throughput.workload import Run, fitting, lengths, run
 from neo_desktop.engine.batch import SampledToken, TokenLogprob
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.placement import POLICIES
@@ -185,7 +184,7 @@ def test_a_changed_answer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     [{"repeats": 0}, {"input_tokens": 0}, {"num_requests": -1}, {"seconds": 0}, {"policies": ("fast",)}],
 )
 def test_wrong_options_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"expected|unknown"):
+    with pytest.raises(ValueError, match=r"must be|unknown"):
         replace(SMALL, **wrong)  # type: ignore[arg-type]
 
 

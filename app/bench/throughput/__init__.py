@@ -8,8 +8,8 @@ The limit beside the figures is the closed bound of engine/simulation/bound.py, 
 same run: perfect overlap, no waiting, no hand-off.
 """
 
-from neo_desktop.app.bench.throughput.options import ThroughputOptions
 from neo_desktop.app.bench.throughput.report import ThroughputReport
 from neo_desktop.app.bench.throughput.suite import run_throughput
+from neo_desktop.app.bench.throughput.workload import ThroughputOptions
 
 __all__ = ["ThroughputOptions", "ThroughputReport", "run_throughput"]

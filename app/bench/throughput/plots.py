@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from neo_desktop.app.bench.charts import BLUE, LIGHT_GREY, ORANGE, legend, tidy
 from neo_desktop.app.bench.spread import number
 
 if TYPE_CHECKING:
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
 
 _LANES = ("device", "to-host", "cpu", "to-device", "swap")
 _LANE_NAMES = {"device": "GPU", "to-host": "q, k, v to CPU", "cpu": "CPU attention", "to-device": "o to GPU"}
-_COLOURS = {-1: "#9a9a9a", 0: "#2f6fb0", 1: "#d08700"}
+_COLOURS = {-1: LIGHT_GREY, 0: BLUE, 1: ORANGE}
 _UNDER_LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 _HATCHES = {-1: "", 0: "", 1: "///"}
 
@@ -20,37 +21,24 @@ def bars(report: "ThroughputReport", figure: "Figure") -> None:
     """Speeds, with the spread of the turns and the limits."""
     axes = figure.subplots()
     results: list[PolicyResult | Rival] = [*report.policies, *report.rivals]
-    names = [each.policy for each in report.policies] + [rival.name for rival in report.rivals]
-    speeds = [each.output_tokens_per_s for each in results]
-    spread = [
-        (
-            each.output_tokens_per_s - each.lowest_output_tokens_per_s,
-            each.highest_output_tokens_per_s - each.output_tokens_per_s,
-        )
-        for each in results
-    ]
-    drawn = axes.barh(
-        names, speeds, color="#2f6fb0", height=0.6, xerr=list(zip(*spread, strict=True)), capsize=3
-    )
+    names, speeds = zip(*((each.name, each.output_tokens_per_s) for each in results), strict=True)
+    below = [each.output_tokens_per_s - each.lowest_output_tokens_per_s for each in results]
+    above = [each.highest_output_tokens_per_s - each.output_tokens_per_s for each in results]
+    drawn = axes.barh(names, speeds, color=BLUE, height=0.6, xerr=(below, above), capsize=3)
     axes.bar_label(drawn, [_label(each) for each in results], padding=6, fontsize=9, bbox=_UNDER_LABEL)
-    bounds = [each.bound_output_tokens_per_s for each in report.policies]
-    known = [(at, bound) for at, bound in enumerate(bounds) if bound is not None]
+    bounds = {at: each.bound_output_tokens_per_s for at, each in enumerate(report.policies)}
+    known = {at: bound for at, bound in bounds.items() if bound is not None}
     if known:
-        axes.vlines(
-            [bound for _, bound in known],
-            [at - 0.38 for at, _ in known],
-            [at + 0.38 for at, _ in known],
-            color="black",
-            linewidth=2,
-            label="limit: no schedule can be faster",
-        )
-        figure.legend(loc="outside lower center", frameon=False)
+        low, high = [at - 0.38 for at in known], [at + 0.38 for at in known]
+        label = "limit: no schedule can be faster"
+        axes.vlines(list(known.values()), low, high, color="black", linewidth=2, label=label)
+        legend(figure, axes)
     axes.invert_yaxis()
     axes.set_xlabel("output tokens per second, and ms per token of each chat")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.locator_params(axis="x", nbins=5)
     axes.margins(x=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes, grid=None)
 
 
 def _label(result: "PolicyResult | Rival") -> str:
@@ -86,5 +74,5 @@ def timeline(report: "ThroughputReport", figure: "Figure") -> None:
     )
     axes.invert_yaxis()
     axes.set_xlabel("ms")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    tidy(axes, grid=None)
+    legend(figure, axes, columns=3)

@@ -1,10 +1,11 @@
 """What the suite found."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from neo_desktop.app.bench.section import Metric, Plot, Section, Table
+from neo_desktop.app.bench.section import Column, Metric, Plot, Section, Table
 from neo_desktop.app.bench.spread import number, size
 from neo_desktop.app.bench.throughput import plots
 from neo_desktop.app.commands.sentences import duration
@@ -52,6 +53,11 @@ class PolicyResult:
     errors: dict[str, int]  # requests that were given up: reason -> how many, over all runs
     gpu_peak_bytes: int | None  # None: no GPU
     host_bytes: int  # of the process after the runs
+
+    @property
+    def name(self) -> str:
+        """As rivals have one."""
+        return self.policy
 
     @property
     def bound_share(self) -> float | None:
@@ -141,11 +147,10 @@ class ThroughputReport:
 
     def metrics(self) -> tuple[Metric, ...]:
         """Output tokens per second of each policy and rival."""
-        speeds = {each.policy: each.output_tokens_per_s for each in self.policies}
-        speeds |= {each.name: each.output_tokens_per_s for each in self.rivals}
+        results: list[PolicyResult | Rival] = [*self.policies, *self.rivals]
         return tuple(
-            Metric(f"throughput.{name}.output_tokens_per_s", value, "output tokens/s")
-            for name, value in speeds.items()
+            Metric(f"throughput.{each.name}.output_tokens_per_s", each.output_tokens_per_s, "output tokens/s")
+            for each in results
         )
 
     def section(self) -> Section:
@@ -179,100 +184,58 @@ class ThroughputReport:
         return Section(
             "Throughput: all requests at once",
             summary,
-            (self._speeds(), self._insides(), self._runs()),
+            self._tables(),
             tuple(shown),
             self.notes + tuple(f"{rival.settings} {_judgement(rival)}" for rival in self.rivals),
         )
 
-    def _speeds(self) -> Table:
+    def _tables(self) -> tuple[Table, Table, Table]:
+        """Of rivals less is known than of policies: there is no limit, and nothing of their insides."""
+        results: list[PolicyResult | Rival] = [*self.policies, *self.rivals]
         baseline = self.baseline
-        rows = []
-        results: list[PolicyResult | Rival] = [*self.policies, *self.rivals]
-        for each in results:
-            gain = (
-                "" if baseline is None else f"{each.output_tokens_per_s / baseline.output_tokens_per_s:.2f}x"
-            )
-            known = each if isinstance(each, PolicyResult) else None  # there is no limit of others
-            bound, share = (known.bound_output_tokens_per_s, known.bound_share) if known else (None, None)
-            rows.append(
-                (
-                    each.policy if isinstance(each, PolicyResult) else each.name,
-                    number(each.output_tokens_per_s),
-                    gain,
-                    _ms(known.tpot_p50_ms if known else None),
-                    _ms(known.ttft_p50_ms if known else None),
-                    "" if bound is None else number(bound),
-                    "" if share is None else f"{share:.0%}",
-                    _answers(each),
-                )
-            )
-        return Table(
-            (
-                "policy",
-                "output tokens/s",
-                f"against {BASELINE}",
-                "ms per token",
-                "ms to first",
-                "limit",
-                "of limit",
-                "answers",
-            ),
-            tuple(rows),
-            "Speed",
-        )
+        name: dict[str, Column] = {"policy": "name"}
 
-    def _insides(self) -> Table:
-        return Table(
-            (
-                "policy",
-                "batch",
-                "on CPU",
-                "two sub-batches",
-                "GPU busy",
-                "CPU busy",
-                "both",
-                "outside ms",
-                "preempted",
-                "moves",
-            ),
-            tuple(
-                (
-                    each.policy,
-                    f"{each.tokens_per_iteration:.1f}",
-                    f"{each.cpu_decode_share:.0%}",
-                    f"{each.double_iteration_share:.0%}",
-                    f"{each.device_busy_share:.0%}",
-                    f"{each.cpu_busy_share:.0%}",
-                    f"{each.overlap_share:.0%}",
-                    number(each.outside_ms),
-                    f"{each.num_preemptions:.0f}",
-                    f"{each.num_moves:.0f}",
-                )
-                for each in self.policies
-            ),
-            "What the engine did",
-        )
+        def ours(shown: Callable[[PolicyResult], object]) -> Column:
+            return lambda each: shown(each) if isinstance(each, PolicyResult) else None
 
-    def _runs(self) -> Table:
-        rows = []
-        results: list[PolicyResult | Rival] = [*self.policies, *self.rivals]
-        for each in results:
-            is_ours = isinstance(each, PolicyResult)
-            gpu_bytes = each.gpu_peak_bytes if isinstance(each, PolicyResult) else None
-            rows.append(
-                (
-                    each.policy if isinstance(each, PolicyResult) else each.name,
-                    f"{number(each.lowest_output_tokens_per_s)}-{number(each.highest_output_tokens_per_s)}",
-                    number(each.total_tokens_per_s),
-                    number(each.seconds),
-                    ("no GPU" if gpu_bytes is None else size(gpu_bytes)) if is_ours else "",
-                    size(each.host_bytes) if isinstance(each, PolicyResult) else "",
-                )
-            )
-        return Table(
-            ("policy", "of all turns", "tokens/s", "seconds", "GPU memory", "host memory"),
-            tuple(rows),
-            "Runs and memory",
+        def memory(each: PolicyResult) -> str:
+            return "no GPU" if each.gpu_peak_bytes is None else size(each.gpu_peak_bytes)
+
+        speeds: dict[str, Column] = {
+            "output tokens/s": "output_tokens_per_s",
+            f"against {BASELINE}": lambda each: (
+                baseline and f"{each.output_tokens_per_s / baseline.output_tokens_per_s:.2f}x"
+            ),
+            "ms per token": ours(lambda each: each.tpot_p50_ms),
+            "ms to first": ours(lambda each: each.ttft_p50_ms),
+            "limit": ours(lambda each: each.bound_output_tokens_per_s),
+            "of limit": ours(lambda each: each.bound_share and f"{each.bound_share:.0%}"),
+            "answers": _answers,
+        }
+        insides: dict[str, Column] = {
+            "batch": "tokens_per_iteration:.1f",
+            "on CPU": "cpu_decode_share:.0%",
+            "two sub-batches": "double_iteration_share:.0%",
+            "GPU busy": "device_busy_share:.0%",
+            "CPU busy": "cpu_busy_share:.0%",
+            "both": "overlap_share:.0%",
+            "outside ms": "outside_ms",
+            "preempted": "num_preemptions:.0f",
+            "moves": "num_moves:.0f",
+        }
+        runs: dict[str, Column] = {
+            "of all turns": lambda each: "-".join(
+                map(number, (each.lowest_output_tokens_per_s, each.highest_output_tokens_per_s))
+            ),
+            "tokens/s": "total_tokens_per_s",
+            "seconds": "seconds",
+            "GPU memory": ours(memory),
+            "host memory": ours(lambda each: size(each.host_bytes)),
+        }
+        return (
+            Table.of("Speed", results, name | speeds),
+            Table.of("What the engine did", self.policies, name | insides),
+            Table.of("Runs and memory", results, name | runs),
         )
 
 
@@ -285,10 +248,6 @@ def _answers(result: PolicyResult | Rival) -> str:
     if result.errors:
         return f"{sum(result.errors.values())} FAILED"
     return f"same ({result.near_tie_answers} near ties)" if result.near_tie_answers else "same"
-
-
-def _ms(value: float | None) -> str:
-    return "" if value is None else number(value)
 
 
 def _judgement(rival: Rival) -> str:

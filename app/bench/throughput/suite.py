@@ -11,11 +11,9 @@ import torch
 
 from neo_desktop.app.bench.section import Progress
 from neo_desktop.app.bench.throughput.answers import TOLERANCES, TOP_LOGPROBS, Answer, Comparison, compare
-from neo_desktop.app.bench.throughput.llama_cpp.baseline import LlamaCppBaseline
-from neo_desktop.app.bench.throughput.measure import Run, run
-from neo_desktop.app.bench.throughput.options import ThroughputOptions
+from neo_desktop.app.bench.throughput.llama_cpp import LlamaCppBaseline
 from neo_desktop.app.bench.throughput.report import BASELINE, PolicyResult, ThroughputReport, TimelineSpan
-from neo_desktop.app.bench.throughput.workload import Workload, fitting, lengths
+from neo_desktop.app.bench.throughput.workload import Run, ThroughputOptions, Workload, fitting, lengths, run
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
@@ -59,15 +57,11 @@ def run_throughput(options: ThroughputOptions, progress: Progress) -> Iterator[T
     if not options.llama_cpp:
         yield from _run_policies(options, progress)
         return
+    first, rest = _POLICIES_SHARE, 1 - _POLICIES_SHARE
     with closing(LlamaCppBaseline()) as baseline:
-        for report in _run_policies(
-            options, lambda share, what: progress(_POLICIES_SHARE * share, what), baseline
-        ):
+        for report in _run_policies(options, lambda share, what: progress(first * share, what), baseline):
             yield report
-        rivals = baseline.turns(
-            lambda share, what: progress(_POLICIES_SHARE + (1 - _POLICIES_SHARE) * share, what)
-        )
-        for rival in rivals:
+        for rival in baseline.turns(lambda share, what: progress(first + rest * share, what)):
             yield replace(report, rivals=(rival,))
         progress(1.0, "done")
 
@@ -105,7 +99,7 @@ def _run_policies(
             workload = _sized(workload, policies[0], options, len(policies) + options.llama_cpp)
         yield from _measure(policies, workload, options, tables, notes, progress)
         if baseline is not None:
-            baseline.take(setup, workload, policies[0].answers, options)
+            baseline.take(setup, workload, policies[0].answers, options.seed, options.repeats)
     finally:
         for policy in policies:
             policy.engine.close()
@@ -225,17 +219,17 @@ def _report(
 ) -> ThroughputReport:
     setup, requests = policies[0].setup, workload.requests
     decoder = setup.model.decoder
-    tokens = {
-        place: max(policy.setup.num_blocks.get(place, 0) for policy in policies) * BLOCK_SIZE
-        for place in PLACES
-    }
+
+    def tokens(place: Place) -> int:
+        return max(policy.setup.num_blocks.get(place, 0) for policy in policies) * BLOCK_SIZE
+
     shown, spans = _timeline(policies)
     return ThroughputReport(
         model=setup.model.name,
         device=decoder.device.type,
         dtype=str(decoder.dtype).removeprefix("torch."),
-        gpu_cache_tokens=tokens[Place.DEVICE],
-        cpu_cache_tokens=tokens[Place.HOST],
+        gpu_cache_tokens=tokens(Place.DEVICE),
+        cpu_cache_tokens=tokens(Place.HOST),
         imitated=decoder.device.type != "cuda" and any(policy.name != BASELINE for policy in policies),
         num_requests=len(requests),
         prompt_tokens=statistics.fmean(request.prompt_tokens for request in requests),
@@ -252,28 +246,29 @@ def _result(policy: _Policy, workload: Workload, tables: TableCostModel) -> Poli
     runs = policy.runs
     speeds = [each.output_tokens / each.seconds for each in runs]
     prompt_tokens = sum(request.prompt_tokens for request in workload.requests)
-    seconds = statistics.median(each.seconds for each in runs)
     device, cpu, both = (statistics.median(shares) for shares in zip(*policy.shares, strict=True))
     outputs = sum(each.output_tokens for each in runs)
-    iterations = max(sum(each.num_iterations for each in runs), 1)
+
+    def total(counter: str) -> float:
+        return sum(each.counted(counter) for each in runs)
+
+    iterations = max(total("num_iterations"), 1)
     return PolicyResult(
         policy=policy.name,
         output_tokens_per_s=statistics.median(speeds),
         lowest_output_tokens_per_s=min(speeds),
         highest_output_tokens_per_s=max(speeds),
-        total_tokens_per_s=statistics.median(
-            (each.output_tokens + prompt_tokens) / each.seconds for each in runs
-        ),
-        seconds=seconds,
+        total_tokens_per_s=statistics.median((r.output_tokens + prompt_tokens) / r.seconds for r in runs),
+        seconds=statistics.median(each.seconds for each in runs),
         ttft_p50_ms=_median(ms for each in runs for ms in each.ttft_ms),
         tpot_p50_ms=_median(ms for each in runs for ms in each.tpot_ms),
         turns=len(runs),
         tokens_per_iteration=outputs / iterations,
-        cpu_decode_share=sum(each.num_cpu_decodes for each in runs) / max(outputs, 1),
-        double_iteration_share=sum(each.num_double_iterations for each in runs) / iterations,
-        outside_ms=sum(each.outside_s for each in runs) / iterations * 1e3,
-        num_preemptions=statistics.median(each.num_preemptions for each in runs),
-        num_moves=statistics.median(each.num_moves for each in runs),
+        cpu_decode_share=total("num_cpu_decodes") / max(outputs, 1),
+        double_iteration_share=total("num_double_iterations") / iterations,
+        outside_ms=total("outside_s") / iterations * 1e3,
+        num_preemptions=statistics.median(each.counted("num_preemptions") for each in runs),
+        num_moves=statistics.median(each.counted("num_moves") for each in runs),
         device_busy_share=device,
         cpu_busy_share=cpu,
         overlap_share=both,
@@ -295,11 +290,8 @@ def _median(values: Iterable[float]) -> float | None:
 def _bound(policy: _Policy, workload: Workload, tables: TableCostModel) -> float:
     """Return the most output tokens per second under this policy."""
     places = get_policy(policy.name).places
-    gpu_tokens = policy.setup.num_blocks.get(Place.DEVICE, 0) * BLOCK_SIZE
-    bound = Bound(tables, workload.requests, gpu_tokens)
-    return bound.output_tokens_per_s(
-        0.0 if Place.DEVICE in places else 1.0, 1.0 if Place.HOST in places else 0.0
-    )
+    bound = Bound(tables, workload.requests, policy.setup.num_blocks.get(Place.DEVICE, 0) * BLOCK_SIZE)
+    return bound.output_tokens_per_s(float(Place.DEVICE not in places), float(Place.HOST in places))
 
 
 def _timeline(policies: Sequence[_Policy]) -> tuple[str, tuple[TimelineSpan, ...]]:
@@ -316,14 +308,9 @@ def _timeline(policies: Sequence[_Policy]) -> tuple[str, tuple[TimelineSpan, ...
             layers = range(middle, middle + _TIMELINE_LAYERS)
             shown = [span for span in chosen[len(chosen) // 2] if span.stage.layer in layers]
             start_ns = min((span.start_ns for span in shown), default=0)
+            times = [((span.start_ns - start_ns) / 1e6, (span.end_ns - start_ns) / 1e6) for span in shown]
             return policy.name, tuple(
-                TimelineSpan(
-                    span.lane,
-                    span.stage.name,
-                    span.stage.sub_batch,
-                    (span.start_ns - start_ns) / 1e6,
-                    (span.end_ns - start_ns) / 1e6,
-                )
-                for span in shown
+                TimelineSpan(span.lane, span.stage.name, span.stage.sub_batch, *ms)
+                for span, ms in zip(shown, times, strict=True)
             )
     return "", ()

@@ -1,19 +1,59 @@
-"""Requests with prompts: lengths from a trace or made up; tokens at random, speed does not depend on them."""
+"""What is asked of the engine, under which policies; and one run: all requests at once."""
 
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from neo_desktop.app.bench.throughput.options import LENGTHS, ThroughputOptions
+from neo_desktop.app.bench.checks import above_zero, at_least
+from neo_desktop.app.bench.throughput.answers import Answer
+from neo_desktop.app.bench.throughput.gguf_file import check_installed
+from neo_desktop.engine.batch import SampledToken
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.placement import get_policy
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic
+from neo_desktop.engine.stats import EngineStats
 
+# Tokens in and out of a synthetic request, unless they are given. On a GPU as in summaries, the case that NEO
+# was made for (its section 5.1); a CPU alone takes a second for a hundred tokens of a prompt.
+LENGTHS = {"cuda": (400, 50), "cpu": (100, 30)}
 MOST_REQUESTS = 256  # as many as run at the same time at most
 
 
 @dataclass(frozen=True, slots=True)
+class ThroughputOptions(EngineOptions):
+    """Model, requests and policies.
+
+    Raises ValueError for a policy that does not exist, for numbers that make no sense and for a missing
+    llama.cpp.
+    """
+
+    trace: Path | None = None  # an Azure CSV or a JSON list of lengths; None: synthetic lengths
+    input_tokens: int | None = None  # of synthetic requests, within 0.9 to 1.1 of it; None: see LENGTHS
+    output_tokens: int | None = None  # likewise
+    num_requests: int | None = None  # None: so many that all runs together take about `seconds`
+    seed: int = 0
+    repeats: int = 3
+    policies: tuple[str, ...] | None = None  # None: those that differ on this machine
+    seconds: float = 60.0  # for all runs together, if the number of requests is free
+    llama_cpp: bool = False  # also measure llama.cpp with the same weights
+
+    def __post_init__(self) -> None:
+        EngineOptions.__post_init__(self)
+        at_least(self, 1, "input_tokens", "output_tokens", "num_requests", "repeats")
+        above_zero(self, "seconds")
+        for policy in self.policies or ():
+            get_policy(policy)
+        if self.llama_cpp:
+            check_installed()
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
-    """Lengths of requests that every policy can serve."""
+    """Lengths of requests that every policy can serve; tokens are random, speed does not depend on them."""
 
     requests: tuple[WorkloadRequest, ...]
     num_left_out: int  # longer than the context, or than a place of some policy
@@ -25,11 +65,9 @@ class Workload:
 
     def params(self, logprobs: int | None = None) -> list[SamplingParams]:
         """Greedy, and as long as each request wants it."""
+        counts = [request.output_tokens for request in self.requests]
         return [
-            SamplingParams(
-                max_tokens=request.output_tokens, temperature=0.0, ignore_eos=True, logprobs=logprobs
-            )
-            for request in self.requests
+            SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, logprobs=logprobs) for n in counts
         ]
 
 
@@ -42,18 +80,13 @@ def lengths(options: ThroughputOptions, device: str) -> list[WorkloadRequest]:
     count = options.num_requests or MOST_REQUESTS
     if options.trace is not None:
         return load_trace(options.trace)[:count]
-    input_tokens, output_tokens = LENGTHS[device]
-    return synthetic(
-        count, options.input_tokens or input_tokens, options.output_tokens or output_tokens, options.seed
-    )
+    asked = (options.input_tokens, options.output_tokens)
+    prompt, output = (given or usual for given, usual in zip(asked, LENGTHS[device], strict=True))
+    return synthetic(count, prompt, output, options.seed)
 
 
 def fitting(requests: Sequence[WorkloadRequest], most_tokens: int) -> Workload:
-    """Leave out those that have more tokens, prompt and answer together.
-
-    Raises:
-        MemoryError: none is left.
-    """
+    """Leave out those that have more tokens, prompt and answer together; MemoryError if none is left."""
     kept = tuple(request for request in requests if request.total_tokens <= most_tokens)
     if not kept:
         shortest = min(request.total_tokens for request in requests)
@@ -62,3 +95,72 @@ def fitting(requests: Sequence[WorkloadRequest], most_tokens: int) -> Workload:
             "smallest cache: ask for shorter ones"
         )
     return Workload(kept, len(requests) - len(kept))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run brought."""
+
+    seconds: float
+    answers: tuple[Answer, ...]  # of each request
+    ttft_ms: tuple[float, ...]  # of each request that got a token: from the start of the run
+    tpot_ms: tuple[float, ...]  # of each with more than one: mean time between its tokens
+    errors: tuple[str, ...]  # of those that the engine gave up
+    before: EngineStats
+    after: EngineStats
+
+    @property
+    def output_tokens(self) -> int:
+        """Of all requests."""
+        return sum(len(answer) for answer in self.answers)
+
+    def counted(self, counter: str) -> float:
+        """By how much one of the engine's counters rose."""
+        rise: float = getattr(self.after, counter) - getattr(self.before, counter)
+        return rise
+
+
+def run(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    progress: Callable[[float], None],
+) -> Run:
+    """Let an idle engine answer all prompts; `progress` gets the share of the tokens that are there."""
+    before = engine.stats()
+    answers: list[list[SampledToken]] = [[] for _ in prompts]
+    first_s, last_s = [0.0] * len(prompts), [0.0] * len(prompts)
+    errors: list[str] = []
+    expected = sum(each.max_tokens or 1 for each in params)
+    done = 0
+    started = time.perf_counter()
+    try:
+        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+            engine.add(str(index), engine.prepare(prompt, each))
+        while engine.has_work:
+            outputs = engine.step()
+            now_s = time.perf_counter() - started
+            for output in outputs:
+                index = int(output.request_id)
+                if output.tokens:
+                    last_s[index] = now_s
+                    first_s[index] = first_s[index] or now_s
+                answers[index] += output.tokens
+                done += len(output.tokens)
+                if output.error is not None:
+                    errors.append(output.error)
+            progress(done / expected)
+        seconds = time.perf_counter() - started
+    finally:  # after Ctrl-C; otherwise nothing is left
+        for index in range(len(prompts)):
+            engine.abort(str(index))
+    times = zip(first_s, last_s, map(len, answers), strict=True)
+    return Run(
+        seconds=seconds,
+        answers=tuple(map(tuple, answers)),
+        ttft_ms=tuple(1e3 * first for first in first_s if first),
+        tpot_ms=tuple(1e3 * (last - first) / (count - 1) for first, last, count in times if count > 1),
+        errors=tuple(errors),
+        before=before,
+        after=engine.stats(),
+    )

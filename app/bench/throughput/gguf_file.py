@@ -1,10 +1,12 @@
 """A loaded model as a GGUF file, so that llama.cpp computes with the same weights.
 
-Matrices keep the model's dtype; norms and biases are float32, as llama.cpp wants them. There is no
-vocabulary in the file, only its size: llama.cpp is given token ids.
+Matrices keep the model's dtype; norms and biases are float32, as llama.cpp wants them. The vocabulary is made
+up, without special tokens, so that no token ends an answer: llama.cpp is given token ids, and tells them.
 """
 
+import importlib.util
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.rope import LinearScaling, Llama3Scaling
 from neo_desktop.models.weights import named_weights
 
+PROGRAM = "LLAMA_SERVER"  # environment variable: where llama.cpp's server is, if not on the PATH
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "llama",
@@ -26,6 +29,22 @@ _ARCHITECTURES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 _FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # enum llama_ftype
+
+
+def program() -> str | None:
+    """Where llama.cpp's server is; None: nowhere."""
+    return shutil.which(os.environ.get(PROGRAM, "llama-server"))
+
+
+def check_installed() -> None:
+    """Raise ValueError, which tells what to install, unless all that is needed is there."""
+    if program() is None:
+        raise ValueError(
+            "--baseline llama.cpp needs llama.cpp's llama-server on the PATH, or its path in the environment "
+            f"variable {PROGRAM}: https://github.com/ggml-org/llama.cpp has it for every system"
+        )
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError("--baseline llama.cpp needs gguf: pip install 'neo-desktop[llamacpp]'")
 
 
 def check_expressible(config: ModelConfig) -> None:
@@ -87,15 +106,15 @@ def _add_metadata(writer: Any, gguf: Any, decoder: Decoder) -> None:
     writer.add_block_count(config.num_layers)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
+    for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        add(config.head_dim)
     writer.add_rope_freq_base(config.rope.theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if isinstance(config.rope.scaling, LinearScaling):
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rope.scaling.factor)
-    writer.add_tokenizer_model("no_vocab")
+    writer.add_tokenizer_model("rwkv")  # the one that needs no special tokens
+    writer.add_token_list(["\\n", *(f"<{token}>" for token in range(1, config.vocab_size))])
 
 
 def _tensors(gguf: Any, decoder: Decoder, architecture: str) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,278 @@
+"""The same weights and requests through llama.cpp's own server, after the policies' turns.
+
+llama-cpp-python and its server answer one request after the other; `llama-server` fills its batches with all
+that are there (`--parallel`), as its users run it. It gets what ours had: the number format for weights and
+KV, the threads, room for as many tokens of KV, all requests at once. Prompts go in and answers come out as
+token ids, through its HTTP interface. Our model and caches are gone by then: a GPU has room for its own.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from neo_desktop.app.bench.computer import give_back_memory
+from neo_desktop.app.bench.section import Progress
+from neo_desktop.app.bench.throughput.answers import TOLERANCES, TOP_LOGPROBS, Answer, compare
+from neo_desktop.app.bench.throughput.gguf_file import check_expressible, program, write_gguf
+from neo_desktop.app.bench.throughput.report import Rival
+from neo_desktop.app.bench.throughput.workload import Workload
+from neo_desktop.engine.batch import SampledToken, TokenLogprob
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.setup import Setup
+from neo_desktop.models.config import ModelConfig
+
+_FILE_SLACK = 1.01  # metadata, padding, norms in 32 bits
+_TOLERANCE = TOLERANCES[torch.float16]  # on the CPU, its flash attention rounds to 16 bits, whatever KV has
+_ROUNDING = 256  # tokens of KV of a sequence are a multiple of it
+_KV_TYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_LINES_TOLD = 3  # of what it printed last, if it ends
+_POLL_S = 0.05  # between two looks at whether the model is loaded
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What llama.cpp has to do."""
+
+    workload: Workload
+    prompts: list[list[list[int]]]  # of each turn; those of the first one were answered by us, too
+    answers: tuple[Answer, ...]  # ours
+    dtype: torch.dtype  # of weights and KV
+    wants_gpu: bool
+    kv_tokens: int  # that there is room for
+    num_threads: int
+
+
+class LlamaCppBaseline:
+    """Takes the model from the policies as a temporary file, which `close` removes."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="neo-desktop-")
+        self._file, self._printed = (Path(self._folder.name) / name for name in ("model.gguf", "printed"))
+        self._job: _Job | None = None
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._folder.cleanup()
+
+    def check(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        """Refuse at once what would fail after minutes.
+
+        Raises:
+            ValueError: the model is not one for llama.cpp.
+            OSError: the disk has too little room.
+        """
+        check_expressible(config)
+        needed, free = _FILE_SLACK * config.weight_bytes(dtype), shutil.disk_usage(self._folder.name).free
+        if needed > free:
+            raise OSError(
+                f"--baseline llama.cpp writes the weights to a temporary file of {needed / 1e9:.1f} GB, but "
+                f"{self._folder.name} has {free / 1e9:.1f} GB free: name a folder with more room in TMPDIR"
+            )
+
+    def take(
+        self, setup: Setup, workload: Workload, answers: tuple[Answer, ...], seed: int, turns: int
+    ) -> None:
+        """Write the model while it is there, and remember what to do; `answers` are ours of turn 0."""
+        decoder = setup.model.decoder
+        write_gguf(importlib.import_module("gguf"), decoder, self._file)
+        on_gpu = decoder.device.type == "cuda"
+        num_blocks = setup.num_blocks.get(Place.DEVICE, 0) if on_gpu else 0
+        self._job = _Job(
+            workload=workload,
+            prompts=[workload.prompts(seed, turn, decoder.config.vocab_size) for turn in range(turns + 1)],
+            answers=answers,
+            dtype=decoder.dtype,
+            wants_gpu=on_gpu,
+            kv_tokens=(num_blocks or sum(setup.num_blocks.values())) * BLOCK_SIZE,
+            num_threads=torch.get_num_threads(),
+        )
+
+    def turns(self, progress: Progress) -> Iterator[Rival]:
+        """Answer the prompts of turn 0 to compare and to warm up, then those of each turn; yield after each.
+
+        Raises:
+            RuntimeError: llama.cpp failed.
+        """
+        job = self._job
+        assert job is not None, "`take` comes first"
+        give_back_memory()
+        progress(0.0, "llama.cpp: loading the model")
+        requests = job.workload.requests
+        outputs = sum(request.output_tokens for request in requests)
+        total = sum(request.total_tokens for request in requests)
+        with self._served(job) as (url, num_sequences, settings):
+            runs: list[float] = []  # seconds
+            for turn, prompts in enumerate(job.prompts):
+
+                def tell(share: float, turn: int = turn) -> None:
+                    progress((turn + share) / len(job.prompts), f"llama.cpp: {len(requests)} requests")
+
+                counts = [request.output_tokens for request in requests]
+                start = time.perf_counter()
+                found = self._answers(url, prompts, counts, 0 if turn else TOP_LOGPROBS, num_sequences, tell)
+                seconds = time.perf_counter() - start
+                if turn == 0:
+                    same = compare(found, job.answers, max(TOLERANCES[job.dtype], _TOLERANCE))
+                    continue
+                runs.append(seconds)
+                middle = statistics.median(runs)
+                yield Rival(
+                    name="llama.cpp",
+                    output_tokens_per_s=outputs / middle,
+                    lowest_output_tokens_per_s=outputs / max(runs),
+                    highest_output_tokens_per_s=outputs / min(runs),
+                    total_tokens_per_s=total / middle,
+                    seconds=middle,
+                    turns=turn,
+                    identical_answers=same.identical,
+                    near_tie_answers=same.near_ties,
+                    other_answers=same.changed,
+                    settings=settings,
+                )
+
+    @contextmanager
+    def _served(self, job: _Job) -> Iterator[tuple[str, int, str]]:
+        """Run the server; yields its address, how many requests it takes at once, and how it was run.
+
+        As many as our cache would hold, each as long as the longest; fewer if there is no memory for so many.
+        """
+        longest = max(request.total_tokens for request in job.workload.requests)
+        tokens = ceil(longest / _ROUNDING) * _ROUNDING
+        count = max(min(job.kv_tokens // tokens, len(job.workload.requests)), 1)
+        on_gpu = job.wants_gpu and len(_asked("--list-devices").splitlines()) > 1  # below a heading
+        while True:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            process = self._started(job, port, count, count * tokens, on_gpu)
+            url = f"http://127.0.0.1:{port}"
+            try:
+                if self._is_ready(process, url):
+                    version = _asked("--version").partition("\n")[0].removeprefix("version: ")
+                    yield url, count, _settings(job, version, on_gpu, count, tokens)
+                    return
+                if count == 1:
+                    raise RuntimeError(self._death(process))
+            finally:
+                process.kill()
+                process.wait()
+            count = count * 3 // 4
+
+    def _started(
+        self, job: _Job, port: int, count: int, kv_tokens: int, on_gpu: bool
+    ) -> subprocess.Popen[bytes]:
+        kind, threads = _KV_TYPES[job.dtype], str(job.num_threads)
+        layers = ("-ngl", "999") if on_gpu else ("-ngl", "0", "--device", "none")
+        arguments = (
+            *("--model", str(self._file), "--host", "127.0.0.1", "--port", str(port), *layers),
+            *("--parallel", str(count), "--ctx-size", str(kv_tokens), "--cache-ram", "0"),
+            *("--threads", threads, "--threads-batch", threads),
+            *("--cache-type-k", kind, "--cache-type-v", kind),
+        )
+        # OpenMP shall wait as llama.cpp wants it, not as we do.
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        with self._printed.open("wb") as printed:
+            return subprocess.Popen(
+                [str(program()), *arguments], stdout=printed, stderr=printed, env=environment
+            )
+
+    def _is_ready(self, process: subprocess.Popen[bytes], url: str) -> bool:
+        """Wait until the model is loaded; False: the server has ended."""
+        while process.poll() is None:
+            try:
+                with urllib.request.urlopen(f"{url}/health"):
+                    return True
+            except (urllib.error.URLError, ConnectionError):  # not there yet, or 503: loading
+                time.sleep(_POLL_S)
+        return False
+
+    def _answers(
+        self,
+        url: str,
+        prompts: Sequence[Sequence[int]],
+        num_outputs: Sequence[int],
+        num_logprobs: int,
+        num_sequences: int,
+        progress: Callable[[float], None],
+    ) -> list[Answer]:
+        """Answer all prompts greedily; RuntimeError where llama.cpp fails."""
+
+        def answer(prompt: Sequence[int], count: int) -> Answer:
+            body = {"prompt": prompt, "n_predict": count, "temperature": 0.0, "cache_prompt": False}
+            body |= {"return_tokens": True, "n_probs": num_logprobs}
+            return _parsed(_posted(f"{url}/completion", body))
+
+        # More than run at once, so that none waits for the client.
+        pool = ThreadPoolExecutor(num_sequences + 4)
+        futures = [pool.submit(answer, *each) for each in zip(prompts, num_outputs, strict=True)]
+        try:
+            for done, future in enumerate(as_completed(futures), start=1):
+                future.result()
+                progress(done / len(futures))
+        except OSError as error:
+            raise RuntimeError(f"llama.cpp's server failed: {error}; {self._last_lines()}") from error
+        finally:  # those under way end with the server
+            pool.shutdown(wait=False, cancel_futures=True)
+        return [future.result() for future in futures]
+
+    def _death(self, process: subprocess.Popen[bytes]) -> str:
+        return f"llama.cpp's server ended with code {process.wait()}: {self._last_lines()}"
+
+    def _last_lines(self) -> str:
+        lines = self._printed.read_text(errors="replace").strip().splitlines()[-_LINES_TOLD:]
+        return "; ".join(lines) or "it printed nothing"
+
+
+def _asked(question: str) -> str:
+    """What the program says about itself."""
+    said = subprocess.run([str(program()), question], capture_output=True, text=True, check=False)
+    return (said.stdout + said.stderr).strip()
+
+
+def _posted(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request) as reply:
+            data: dict[str, Any] = json.load(reply)
+    except urllib.error.HTTPError as error:
+        raise OSError(f"HTTP {error.code}: {error.read().decode(errors='replace')[:200]}") from None
+    return data
+
+
+def _parsed(reply: dict[str, Any]) -> Answer:
+    if not (ranked := reply.get("completion_probabilities")):
+        return tuple(map(SampledToken, reply["tokens"]))
+
+    def of(entry: dict[str, Any]) -> TokenLogprob:
+        return TokenLogprob(entry["id"], entry["logprob"])
+
+    return tuple(SampledToken(e["id"], of(e), tuple(map(of, e["top_logprobs"]))) for e in ranked)
+
+
+def _settings(job: _Job, version: str, on_gpu: bool, count: int, tokens: int) -> str:
+    where = "on the GPU" if on_gpu else f"on the CPU with {job.num_threads} threads"
+    if job.wants_gpu and not on_gpu:
+        where += " (it was built without GPU support)"
+    dtype = str(job.dtype).removeprefix("torch.")
+    return (
+        f"llama.cpp's own llama-server {version} ran {where}: weights and KV in {dtype}, {count} sequences "
+        f"of up to {tokens} tokens at the same time, all requests sent at once as token ids over HTTP, all "
+        "else as it is by default. It ran after all policies."
+    )
