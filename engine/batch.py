@@ -76,6 +76,18 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class IterationTiming:
+    """How long an iteration took, or is predicted to take."""
+
+    total_ms: float
+    cpu_attention_ms: float  # while the CPU computed decode attention, all layers; 0 where there was none
+    is_graph: bool = False  # whether the device ran it from one launch
+
+
+UNKNOWN = IterationTiming(0.0, 0.0)  # nobody predicts anything
+
+
+@dataclass(frozen=True, slots=True)
 class IterationPlan:
     """What one iteration does: the copies, in order, then the sub-batches.
 
@@ -86,9 +98,7 @@ class IterationPlan:
 
     sub_batches: tuple[SubBatch, ...]  # one or two
     copies: tuple[BlockCopy, ...] = ()
-    predicted_ms: float = 0.0  # how long it should take
-    predicted_cpu_ms: float = 0.0  # CPU attention in it, all layers, without hand-off
-    is_graph: bool = False  # whether that holds for a graph; what it becomes is the executor's choice
+    predicted: IterationTiming = UNKNOWN  # whether it becomes a graph is the executor's choice
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sub_batches) <= 2:
@@ -116,15 +126,6 @@ class SampledToken(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class IterationTiming:
-    """How long an iteration really took."""
-
-    total_ms: float
-    cpu_attention_ms: float  # while the CPU computed decode attention, all layers; 0 where there was none
-    is_graph: bool = False  # whether the device ran it from one launch
-
-
-@dataclass(frozen=True, slots=True)
 class IterationResult:
     """What an iteration brought: `request_id -> its token`, and `request_id -> why it has none`."""
 
@@ -139,16 +140,16 @@ class GraphReach:
     """Which iterations of decodes alone, without copies, an executor launches as one graph."""
 
     rows: int = 0  # of a sub-batch at most; 0: none
-    with_cpu: bool = False  # also those in which the CPU attends
+    with_host: bool = False  # also those in which the host attends
 
-    def holds(self, rows: int, with_cpu: bool) -> bool:
+    def holds(self, rows: int, with_host: bool) -> bool:
         """Whether an iteration is one of them.
 
         Args:
             rows: of its larger sub-batch.
-            with_cpu: whether the CPU attends in it.
+            with_host: whether the host attends in it.
         """
-        return 0 < rows <= self.rows and (self.with_cpu or not with_cpu)
+        return 0 < rows <= self.rows and (self.with_host or not with_host)
 
 
 class DeviceMemoryError(MemoryError):

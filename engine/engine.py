@@ -32,13 +32,13 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.live import LiveView, Notes
 from neo_desktop.engine.loading import LoadedModel, choose_device
 from neo_desktop.engine.options import BUILTIN, EngineKeywords, EngineOptions
-from neo_desktop.engine.placement import get_policy
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.profiling.profile_cache import load_or_profile
 from neo_desktop.engine.progress import Progress, part
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
+from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
 from neo_desktop.engine.setup import MEASURING, Setup, set_up
 from neo_desktop.engine.stats import EngineStats
@@ -260,7 +260,7 @@ class Engine:
             if self._notes.is_on:
                 self._notes.note(plan, result.timing)
             if self._cost_model is not None:
-                self._cost_model.learn(plan, result.timing)
+                self._cost_model.learn(plan.predicted, result.timing)
         self._gained += self._scheduler.update(result)
 
     def launch(self) -> None:

@@ -88,7 +88,7 @@ class LiveIteration:
                 longest_prompt = max(longest_prompt, sequence.start + num_tokens)
         return cls(
             total_ms=timing.total_ms,
-            predicted_ms=plan.predicted_ms,
+            predicted_ms=plan.predicted.total_ms,
             cpu_attention_ms=timing.cpu_attention_ms,
             num_sub_batches=len(plan.sub_batches),
             num_gpu_decodes=len(decoded) - num_cpu,

@@ -1,4 +1,4 @@
-"""Where a request's KV may live, and the policies that choose among those places."""
+"""Where a request's KV may live."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -58,48 +58,3 @@ class Place:
 Place.DEVICE = Place("device", memory=Side.DEVICE, attends=Side.DEVICE, label="gpu")
 Place.HOST = Place("host", memory=Side.HOST, attends=Side.HOST, label="cpu")
 PLACES = (Place.DEVICE, Place.HOST)  # those that set-up knows how to make
-
-
-class Batching(Enum):
-    """How the decodes of an iteration are divided into sub-batches."""
-
-    ONE = auto()  # everything in one
-    SYMMETRIC = auto()  # two with equal CPU attention (FastDecode)
-    ASYMMETRIC = auto()  # NEO's six steps: the CPU hides behind the device, or waits
-    BEST = auto()  # whatever is predicted fastest, the three above included
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The places that a policy uses, the most preferred one first, and how it makes batches."""
-
-    name: str
-    places: tuple[Place, ...]
-    batching: Batching
-
-    @property
-    def needs_predictions(self) -> bool:
-        """Whether its decisions depend on a cost model."""
-        return self.batching in (Batching.ASYMMETRIC, Batching.BEST)
-
-
-POLICIES = {
-    policy.name: policy
-    for policy in (
-        Policy("gpu-only", (Place.DEVICE,), Batching.ONE),
-        Policy("fastdecode", (Place.HOST,), Batching.SYMMETRIC),
-        Policy("neo", PLACES, Batching.ASYMMETRIC),
-        Policy("auto", PLACES, Batching.BEST),
-    )
-}
-
-
-def get_policy(name: str) -> Policy:
-    """Return the policy of that name.
-
-    Raises:
-        ValueError: there is none; the message lists those there are.
-    """
-    if name not in POLICIES:
-        raise ValueError(f"policy {name!r} is unknown; choose one of: {', '.join(POLICIES)}")
-    return POLICIES[name]

@@ -12,10 +12,11 @@ from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.loading import CPU_CACHE_DTYPES, LoadedModel, load
 from neo_desktop.engine.options import MAX_BATCH_TOKENS, EngineOptions
-from neo_desktop.engine.placement import Place, get_policy
+from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import FreeMemory, MemoryCaps, pool_blocks
 from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
 from neo_desktop.engine.progress import Progress
+from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 
 logger = logging.getLogger(__name__)

@@ -28,10 +28,11 @@ from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.loading import model_folder
 from neo_desktop.engine.options import BUILTIN
-from neo_desktop.engine.placement import PLACES, Place, get_policy
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.sampler import sample
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from neo_desktop.engine.simulation.analytic import analytic_cost_model
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS

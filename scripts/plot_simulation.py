@@ -18,8 +18,8 @@ import torch
 from unmixed import simulate_unmixed
 
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.placement import POLICIES
 from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
 from neo_desktop.engine.simulation.bound import Bound

@@ -16,8 +16,10 @@ import torch
 
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.placement import POLICIES, Place
-from neo_desktop.engine.schedule.load_aware import LoadAwareScheduler, SchedulerLimits
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.schedule.decider import Decider
+from neo_desktop.engine.schedule.draft import SchedulerLimits
+from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.simulation.analytic import analytic_cost_model
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.engine.simulation.simulator import SimulatedRequest
@@ -72,28 +74,27 @@ def simulate_run(policy_name: str) -> list[tuple[float, float, float, float, int
     policy = POLICIES[policy_name]
     tokens = {Place.DEVICE: GPU_CACHE_TOKENS, Place.HOST: CPU_CACHE_TOKENS}
     kv_cache = KVCache({place: tokens[place] // BLOCK_SIZE for place in policy.places}, BLOCK_SIZE)
-    scheduler: LoadAwareScheduler[SimulatedRequest] = LoadAwareScheduler(
-        kv_cache, policy, SchedulerLimits(2048, 256), cost
-    )
+    decider: Decider[SimulatedRequest] = Decider(kv_cache, policy, SchedulerLimits(2048, 256), cost)
+    residency = decider.residency
     for ordinal, request in enumerate(synthetic(100, 372, 45)):
-        scheduler.add(SimulatedRequest(ordinal, request))
+        residency.add(SimulatedRequest(ordinal, request))
     rows, clock_ms = [], 0.0
-    while (decision := scheduler.decide()) is not None:
+    while (decision := decider.decide()) is not None:
         num_chunk_tokens = sum(n for batch in decision.sub_batches for _, n in batch if n > 1)
         rows.append(
             (
                 clock_ms,
-                decision.predicted_ms,
-                decision.predicted_cpu_ms,
+                decision.predicted.total_ms,
+                decision.predicted.cpu_attention_ms,
                 float(num_chunk_tokens),
-                scheduler.num_waiting,
+                len(residency.waiting),
                 len(decision.waiting_decodes),
             )
         )
-        clock_ms += decision.predicted_ms
-        for request in scheduler.advance(decision):
+        clock_ms += decision.predicted.total_ms
+        for request in decider.advance(decision):
             if request.is_complete:
-                scheduler.remove(request)
+                residency.remove(request)
     return rows
 
 

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Literal
 from neo_desktop.app.bench.section import Metric, Plot, Progress, Section, Table
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.profiler import Grid, profile, stage_grids, typical_ms
-from neo_desktop.engine.profiling.stage_timer import Point, Stage, StageTimer
+from neo_desktop.engine.profiling.stage_timer import NEAR, Point, Stage, StageTimer
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.setup import set_up
 
@@ -244,7 +243,7 @@ def _held_out(
     """Draw sizes with evenly spread logarithms; only such as can occur, and none of the grid."""
     stage = grid.stage
     most_x, most_y = (max(sizes) for sizes in zip(*((p.x, p.y) for p in grid.points), strict=True))
-    place = Place.HOST if stage is Stage.CPU_ATTENTION else Place.DEVICE
+    place = stage.place or NEAR
     most_context = min(max_context_tokens, timer.capacity_tokens(place))
 
     def draw(most: int) -> int:
@@ -290,8 +289,11 @@ def _measure(
 def _predicted_ms(tables: TableCostModel, point: Point) -> float:
     if point.stage.is_prefill:
         return tables.prefill_attention_ms(point.x, point.y - point.x)
+    if point.stage.place is not None:
+        kind = tables.in_graphs if point.stage.is_in_graphs else tables
+        return kind.attention_ms(point.stage.place, point.x, point.x * point.y)
     table = getattr(tables, point.stage.value)
-    return float(table(point.x, point.y) if point.stage.is_attention else table(point.x))
+    return float(table(point.x))
 
 
 def _notes(timer: StageTimer, options: CostModelOptions) -> tuple[str, ...]:

@@ -26,12 +26,6 @@ _CURVES = (
     ("graph_head", "rows"),
     ("graph_hand_off", "requests"),
 )
-_SURFACES = (
-    ("later_chunk_attention", "tokens of a chunk", "context at its end"),
-    ("gpu_attention", "requests", "mean context"),
-    ("cpu_attention", "requests", "mean context"),
-    ("graph_gpu_attention", "requests", "mean context"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +51,21 @@ class ProfileReport:
             if getattr(self.tables, name) is None:  # there are no graphs
                 continue
             console.print(_curve(name, unit, getattr(self.tables, name)), highlight=False)
-        for name, x_unit, y_unit in _SURFACES:
-            if getattr(self.tables, name) is None:
+        later = self.tables.later_chunk_attention
+        surface = _surface("later_chunk_attention", "tokens of a chunk", "context at its end", later)
+        console.print(surface, highlight=False)
+        attention = self.tables.attention
+        for place, table in attention.items():
+            name = f"{place.label}_attention"
+            same = [other for other in attention if other.host_attends and not place.host_attends]
+            if same and not key["gpu"] and not differs:
+                same_as = f"the same as {same[0].label}_attention"
+                console.print(f"{name}: without a GPU {same_as}", highlight=False)
                 continue
-            if name == "gpu_attention" and not key["gpu"] and not differs:
-                console.print("gpu_attention: without a GPU the same as cpu_attention", highlight=False)
-                continue
-            console.print(_surface(name, x_unit, y_unit, getattr(self.tables, name)), highlight=False)
+            console.print(_surface(name, "requests", "mean context", table), highlight=False)
+        for place, table in self.tables.graph_attention.items():
+            name = f"graph_{place.label}_attention"
+            console.print(_surface(name, "requests", "mean context", table), highlight=False)
         console.print(f"Kept in {self.path}", highlight=False, soft_wrap=True)
 
     def write_json(self, path: Path) -> None:

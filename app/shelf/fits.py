@@ -6,8 +6,9 @@ from neo_desktop.app.shelf.speed import Figures, Prediction, predict
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.loading import CPU_CACHE_DTYPES, choose_device, choose_dtype
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.placement import PLACES, Place, get_policy
+from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.profiling.budget import FreeMemory, MemoryCaps, check_weights_fit, pool_blocks
+from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.setup import cache_tokens_of, limits_of
 from neo_desktop.models.config import ModelConfig
 
@@ -69,18 +70,19 @@ def fit(config: ModelConfig, options: EngineOptions, free: FreeMemory, figures: 
     speed: Prediction | str = figures if isinstance(figures, str) else "it does not fit"
     if reason is None and isinstance(figures, Figures):
         if any(chats.values()):
-            speed = predict(figures, config, dtype, chats[Place.DEVICE], chats[Place.HOST], chat_tokens)
+            speed = predict(figures, config, dtype, tuple(chats.items()), chat_tokens)
         else:
             speed = f"not even one chat of {chat_tokens:,} tokens has room"
+    by_label = {place.label: (tokens[place], chats[place]) for place in PLACES}
     return Fit(
         reason=reason,
         dtype=str(dtype).removeprefix("torch."),
         weights_bytes=weights,
         kv_bytes_per_1000_tokens=1000 * config.kv_bytes_per_token(dtype),
-        gpu_tokens=tokens[Place.DEVICE],
-        cpu_tokens=tokens[Place.HOST],
+        gpu_tokens=by_label["gpu"][0],
+        cpu_tokens=by_label["cpu"][0],
         chat_tokens=chat_tokens,
-        gpu_chats=chats[Place.DEVICE],
+        gpu_chats=by_label["gpu"][1],
         chats=min(sum(chats.values()), most_chats),
         most_chats=most_chats,
         is_imitated=device.type != "cuda",

@@ -6,8 +6,10 @@ of a CPU alone, what a fraction of a second shows.
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ import torch
 
 from neo_desktop import native
 from neo_desktop.app.bench.hardware.host import Host
+from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.predict.estimate import Load, iteration_ms
+from neo_desktop.engine.predict.estimate import Decodes, Load, iteration_ms
 from neo_desktop.engine.profiling.hardware import cpu_name, host_memory
 from neo_desktop.engine.simulation.analytic import analytic_cost_model
 from neo_desktop.engine.simulation.presets import GB, GpuPreset, HostPreset, get_gpu, get_host
@@ -78,15 +81,13 @@ def predict(
     figures: Figures,
     config: ModelConfig,
     dtype: torch.dtype,
-    gpu_chats: int,
-    cpu_chats: int,
+    chats: tuple[tuple[Place, int], ...],
     chat_tokens: int,
 ) -> Prediction:
     """Predict decoding.
 
     Args:
-        gpu_chats: that have room in the GPU-cache.
-        cpu_chats: likewise; one of both is above 0.
+        chats: (place, how many have room there); at least one in all.
         chat_tokens: length of each in the end; on average it is half of that.
     """
     cost = analytic_cost_model(figures.gpu, figures.host, config, dtype)
@@ -94,16 +95,17 @@ def predict(
         cost = replace(cost, overlaps=False)
     context = max(chat_tokens // 2, 1)
 
-    def total_ms(on_gpu: int, on_cpu: int) -> float:
-        return _best_ms(cost, Load(on_gpu, on_gpu, 0.0, on_gpu, on_gpu * context), on_cpu, on_cpu * context)
+    def total_ms(*counts: int) -> float:
+        decodes = {
+            place: Decodes(count, count * context)
+            for (place, _), count in zip(chats, counts, strict=True)
+            if count
+        }
+        return _best_ms(cost, decodes)
 
-    one = total_ms(1, 0) if gpu_chats else total_ms(0, 1)
-    batches = [
-        (on_gpu, on_cpu)
-        for on_gpu in _steps(gpu_chats)
-        for on_cpu in _steps(cpu_chats)
-        if on_gpu + on_cpu > 0
-    ]
+    first = next(index for index, (_, count) in enumerate(chats) if count)
+    one = total_ms(*(int(index == first) for index in range(len(chats))))
+    batches = [batch for batch in product(*(_steps(count) for _, count in chats)) if any(batch)]
     speeds = {batch: sum(batch) / total_ms(*batch) * 1e3 for batch in batches}
     best = max(speeds, key=lambda batch: (speeds[batch], -sum(batch)))
     # The smallest batch that is as good as the best: more would only make each of them slower.
@@ -117,13 +119,14 @@ def predict(
     )
 
 
-def _best_ms(cost: TableCostModel, gpu: Load, cpu_requests: int, cpu_tokens: int) -> float:
-    """One sub-batch, or the chats in host memory in one of their own."""
-    together = iteration_ms(cost, gpu.with_cpu_decodes(cpu_requests, cpu_tokens))
-    if not (cpu_requests and gpu.tokens):
-        return together
-    apart = iteration_ms(cost, gpu, Load().with_cpu_decodes(cpu_requests, cpu_tokens))
-    return min(together, apart)
+def _best_ms(cost: TableCostModel, decodes: Mapping[Place, Decodes]) -> float:
+    """One sub-batch, or those that the host attends for in one of their own."""
+    together = iteration_ms(cost, Load().plus(decodes))
+    parts = [
+        Load().plus({place: each for place, each in decodes.items() if place.host_attends is host_attends})
+        for host_attends in (False, True)
+    ]
+    return min(together, iteration_ms(cost, *parts)) if all(part.tokens for part in parts) else together
 
 
 def _steps(most: int) -> list[int]:

@@ -11,7 +11,7 @@ from rich.table import Table
 from neo_desktop.app.commands.simulate_command import SimulationOptions
 from neo_desktop.app.simulate.answer import BASELINE, answer
 from neo_desktop.app.simulate.machine import USUAL_MODELS, Machine
-from neo_desktop.engine.placement import POLICIES
+from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.simulation.analytic import KVBudget
 from neo_desktop.engine.simulation.metrics import SimulationResult
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS

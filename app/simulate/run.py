@@ -6,7 +6,7 @@ from neo_desktop.app.commands.simulate_command import SimulationOptions, UsageEr
 from neo_desktop.app.simulate.machine import machine
 from neo_desktop.app.simulate.report import SimulationReport
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.placement import POLICIES
+from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.bound import Bound
 from neo_desktop.engine.simulation.reality import Mismatch

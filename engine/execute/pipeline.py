@@ -179,7 +179,7 @@ class PipelineExecutor(Executor):
             self._timeline.begin_iteration(self._model.device)
         started_ns = time.perf_counter_ns()
         model, lanes = self._model, self._lanes
-        self._watch = self._patience.watch(plan.predicted_ms)
+        self._watch = self._patience.watch(plan.predicted.total_ms)
         lanes.begin(self._watch)
         most_tokens = max(sub_batch.num_tokens for sub_batch in plan.sub_batches)
         scratch = Scratch.empty(model.config, most_tokens, model.dtype, model.device)

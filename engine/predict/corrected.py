@@ -7,12 +7,13 @@ piece: from graphs and from others it learns apart.
 
 from collections.abc import Callable
 
-from neo_desktop.engine.batch import GraphReach, IterationPlan, IterationTiming
+from neo_desktop.engine.batch import GraphReach, IterationTiming
+from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel
 
 
 class CorrectedStages:
-    """One kind of iterations: a factor for the device's stages, and one for the CPU's."""
+    """One kind of iterations: a factor for the device's stages, and one for the host's."""
 
     SMOOTHING = 0.05  # weight of the newest iteration
     LOWEST, HIGHEST = 0.25, 4.0
@@ -20,7 +21,7 @@ class CorrectedStages:
     def __init__(self, base: CostModel) -> None:
         self._base = base
         self.device_factor = 1.0
-        self.cpu_factor = 1.0
+        self.host_factor = 1.0
 
     @property
     def base(self) -> CostModel:
@@ -32,7 +33,7 @@ class CorrectedStages:
         """See `CostModel`."""
         return self
 
-    def of_decodes(self, rows: int, with_cpu: bool) -> "CorrectedStages":
+    def of_decodes(self, rows: int, with_host: bool) -> "CorrectedStages":
         """See `CostModel`."""
         return self
 
@@ -59,13 +60,10 @@ class CorrectedStages:
         """See `CostModel`."""
         return self._base.prefill_attention_ms(tokens, start) * self.device_factor
 
-    def gpu_attention_ms(self, requests: int, context_tokens: int) -> float:
+    def attention_ms(self, place: Place, requests: int, context_tokens: int) -> float:
         """See `CostModel`."""
-        return self._base.gpu_attention_ms(requests, context_tokens) * self.device_factor
-
-    def cpu_attention_ms(self, requests: int, context_tokens: int) -> float:
-        """See `CostModel`."""
-        return self._base.cpu_attention_ms(requests, context_tokens) * self.cpu_factor
+        factor = self.host_factor if place.host_attends else self.device_factor
+        return self._base.attention_ms(place, requests, context_tokens) * factor
 
     def hand_off_ms(self, requests: int) -> float:
         """See `CostModel`: most of it is the device's work, and launching it."""
@@ -79,12 +77,13 @@ class CorrectedStages:
         """See `CostModel`."""
         return self._base.head_ms(rows) * self.device_factor
 
-    def compare(self, predicted_ms: float, predicted_cpu_ms: float, timing: IterationTiming) -> None:
+    def compare(self, predicted: IterationTiming, measured: IterationTiming) -> None:
         """Compare an iteration of this kind with its prediction."""
-        if predicted_cpu_ms > 0:
-            self.cpu_factor = self._corrected(self.cpu_factor, predicted_cpu_ms, timing.cpu_attention_ms)
-        if predicted_cpu_ms < predicted_ms / 2:  # the device bounded it
-            self.device_factor = self._corrected(self.device_factor, predicted_ms, timing.total_ms)
+        host_ms = predicted.cpu_attention_ms
+        if host_ms > 0:
+            self.host_factor = self._corrected(self.host_factor, host_ms, measured.cpu_attention_ms)
+        if host_ms < predicted.total_ms / 2:  # the device bounded it
+            self.device_factor = self._corrected(self.device_factor, predicted.total_ms, measured.total_ms)
 
     def _corrected(self, factor: float, predicted_ms: float, measured_ms: float) -> float:
         if predicted_ms <= 0 or measured_ms <= 0:
@@ -113,19 +112,19 @@ class CorrectedCostModel(CorrectedStages):
         """See `CostModel`."""
         return self._in_graphs
 
-    def of_decodes(self, rows: int, with_cpu: bool) -> CorrectedStages:
+    def of_decodes(self, rows: int, with_host: bool) -> CorrectedStages:
         """See `CostModel`."""
         if self._reach is None:
-            is_graph = self._base.of_decodes(rows, with_cpu) is not self._base
+            is_graph = self._base.of_decodes(rows, with_host) is not self._base
         else:
-            is_graph = self._reach().holds(rows, with_cpu)
+            is_graph = self._reach().holds(rows, with_host)
         return self._in_graphs if is_graph else self
 
-    def learn(self, plan: IterationPlan, timing: IterationTiming) -> None:
+    def learn(self, predicted: IterationTiming, measured: IterationTiming) -> None:
         """Compare an iteration with its prediction.
 
         One that became another kind than was predicted (a graph found no memory) says nothing of either.
         """
-        if plan.is_graph == timing.is_graph:
-            kind = self._in_graphs if plan.is_graph else self
-            kind.compare(plan.predicted_ms, plan.predicted_cpu_ms, timing)
+        if predicted.is_graph == measured.is_graph:
+            kind = self._in_graphs if predicted.is_graph else self
+            kind.compare(predicted, measured)

@@ -2,14 +2,16 @@
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-FILE_VERSION = 3  # of the JSON form of the tables
+from neo_desktop.engine.placement import PLACES, Place
+
+FILE_VERSION = 4  # of the JSON form of the tables
 
 
 class CostModel(Protocol):
@@ -25,12 +27,12 @@ class CostModel(Protocol):
     def in_graphs(self) -> "CostModel":
         """The times of iterations that are graphs; itself where nothing else is known."""
 
-    def of_decodes(self, rows: int, with_cpu: bool) -> "CostModel":
+    def of_decodes(self, rows: int, with_host: bool) -> "CostModel":
         """Return the times of an iteration of decodes alone: `in_graphs` if it will be a graph, else itself.
 
         Args:
             rows: decodes of the larger sub-batch.
-            with_cpu: whether the CPU attends for some of them.
+            with_host: whether the host attends for some of them.
         """
 
     @property
@@ -39,7 +41,7 @@ class CostModel(Protocol):
 
     @property
     def overlaps(self) -> bool:
-        """Whether CPU attention runs beside the device's work; False where both share one processor."""
+        """Whether the host attends while the device works; False where both share one processor."""
 
     @property
     def iteration_ms(self) -> float:
@@ -51,14 +53,14 @@ class CostModel(Protocol):
     def prefill_attention_ms(self, tokens: int, start: int) -> float:
         """T_pf: attention of a prompt chunk of `tokens` tokens that `start` tokens precede."""
 
-    def gpu_attention_ms(self, requests: int, context_tokens: int) -> float:
-        """T_ga: decode attention on the device; `context_tokens` is the sum over the requests."""
+    def attention_ms(self, place: Place, requests: int, context_tokens: int) -> float:
+        """T_ga or T_ca: decode attention over KV in a place, with the append of the new K and V.
 
-    def cpu_attention_ms(self, requests: int, context_tokens: int) -> float:
-        """T_ca: decode attention on the CPU, with the append of the new K and V."""
+        `context_tokens` is the sum over the requests.
+        """
 
     def hand_off_ms(self, requests: int) -> float:
-        """What bringing q, k, v to the CPU and the attention output back takes."""
+        """What bringing q, k, v to the host and the attention output back takes."""
 
     def transfer_ms(self, tokens: int) -> float:
         """T_x: the KV of this many tokens over the bus, one way."""
@@ -79,7 +81,7 @@ class ZeroCostModel:
         """Return itself."""
         return self
 
-    def of_decodes(self, rows: int, with_cpu: bool) -> "ZeroCostModel":
+    def of_decodes(self, rows: int, with_host: bool) -> "ZeroCostModel":
         """Return itself."""
         return self
 
@@ -91,11 +93,7 @@ class ZeroCostModel:
         """Return 0."""
         return 0.0
 
-    def gpu_attention_ms(self, requests: int, context_tokens: int) -> float:
-        """Return 0."""
-        return 0.0
-
-    def cpu_attention_ms(self, requests: int, context_tokens: int) -> float:
+    def attention_ms(self, place: Place, requests: int, context_tokens: int) -> float:
         """Return 0."""
         return 0.0
 
@@ -178,6 +176,10 @@ class Surface:
         columns = [tuple(accumulate(column, max)) for column in zip(*along_y, strict=True)]
         self.ms: tuple[tuple[float, ...], ...] = tuple(zip(*columns, strict=True))
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {"x": self.x, "y": self.y, "ms": self.ms}
+
     def __call__(self, x: float, y: float) -> float:
         """Return the time at (x, y); 0 where there is nothing to do."""
         if x <= 0:
@@ -208,7 +210,7 @@ class TableCostModel:
     chunk, context at its end); between the two is a step that one table for both would smooth over.
 
     What is measured in graphs as well stands in the tables of graphs, up to their size. None: there are none,
-    or their times are the same; for the hand-off also: the CPU cannot attend within a graph.
+    or their times are the same; for the hand-off also: the host cannot attend within a graph.
     """
 
     num_layers: int
@@ -220,14 +222,13 @@ class TableCostModel:
     transfer: Curve
     first_chunk_attention: Curve
     later_chunk_attention: Surface
-    gpu_attention: Surface
-    cpu_attention: Surface
+    attention: Mapping[Place, Surface]
     graph_rows: int = 0  # decodes of a sub-batch that a graph takes at most
     graph_iteration_ms: float | None = None
     graph_linear: Curve | None = None
     graph_head: Curve | None = None
     graph_hand_off: Curve | None = None
-    graph_gpu_attention: Surface | None = None
+    graph_attention: Mapping[Place, Surface] = field(default_factory=dict)  # of places measured there
 
     @cached_property
     def in_graphs(self) -> "TableCostModel":
@@ -241,12 +242,12 @@ class TableCostModel:
             linear=self.graph_linear or self.linear,
             head=self.graph_head or self.head,
             hand_off=self.graph_hand_off or self.hand_off,
-            gpu_attention=self.graph_gpu_attention or self.gpu_attention,
+            attention={**self.attention, **self.graph_attention},
         )
 
-    def of_decodes(self, rows: int, with_cpu: bool) -> "TableCostModel":
+    def of_decodes(self, rows: int, with_host: bool) -> "TableCostModel":
         """See `CostModel`."""
-        is_graph = 0 < rows <= self.graph_rows and (self.graph_hand_off is not None or not with_cpu)
+        is_graph = 0 < rows <= self.graph_rows and (self.graph_hand_off is not None or not with_host)
         return self.in_graphs if is_graph else self
 
     def linear_ms(self, tokens: int) -> float:
@@ -259,13 +260,9 @@ class TableCostModel:
         # Noise must not say that a chunk is cheaper after others than without them.
         return max(self.later_chunk_attention(tokens, start + tokens), first_ms) if start else first_ms
 
-    def gpu_attention_ms(self, requests: int, context_tokens: int) -> float:
+    def attention_ms(self, place: Place, requests: int, context_tokens: int) -> float:
         """See `CostModel`."""
-        return self.gpu_attention(requests, context_tokens / requests) if requests else 0.0
-
-    def cpu_attention_ms(self, requests: int, context_tokens: int) -> float:
-        """See `CostModel`."""
-        return self.cpu_attention(requests, context_tokens / requests) if requests else 0.0
+        return self.attention[place](requests, context_tokens / requests) if requests else 0.0
 
     def hand_off_ms(self, requests: int) -> float:
         """See `CostModel`."""
@@ -282,13 +279,15 @@ class TableCostModel:
     def to_json(self) -> dict[str, Any]:
         """Return plain data that `from_json` understands."""
         data: dict[str, Any] = {"version": FILE_VERSION}
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for each in fields(self):
+            value = getattr(self, each.name)
             if isinstance(value, Curve):
                 value = {"x": value.x, "ms": value.ms}
             elif isinstance(value, Surface):
-                value = {"x": value.x, "y": value.y, "ms": value.ms}
-            data[field.name] = value
+                value = value.to_json()
+            elif isinstance(value, Mapping):
+                value = {place.name: surface.to_json() for place, surface in value.items()}
+            data[each.name] = value
         return data
 
     @classmethod
@@ -309,18 +308,24 @@ class TableCostModel:
         def surface(value: Any) -> Surface:
             return Surface(value["x"], value["y"], value["ms"])
 
+        def by_place(value: Any) -> dict[Place, Surface]:
+            return {places[name]: surface(each) for name, each in value.items()}
+
         def or_none(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return lambda value: None if value is None else make(value)
 
+        places = {place.name: place for place in PLACES}
         makers: dict[Any, Callable[[Any], Any]] = {
             Curve: curve,
             Surface: surface,
             Curve | None: or_none(curve),
-            Surface | None: or_none(surface),
+            Mapping[Place, Surface]: by_place,
         }
         try:
+            if missing := places.keys() - data["attention"].keys():
+                raise KeyError(*missing)
             return cls(**{f.name: makers.get(f.type, lambda value: value)(data[f.name]) for f in fields(cls)})
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"these cost tables are damaged: {error!r}") from None
 
     def save(self, path: Path) -> None:

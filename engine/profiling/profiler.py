@@ -28,9 +28,9 @@ from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
-from neo_desktop.engine.profiling.stage_timer import Point, Stage, StageTimer
+from neo_desktop.engine.profiling.stage_timer import NEAR, Point, Stage, StageTimer
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
@@ -148,8 +148,12 @@ def profile(
     def graph_curve(stage: Stage) -> Curve | None:
         return curve(stage) if any(point.stage is stage for point in times) else None
 
-    cpu_attention = _surface(Stage.CPU_ATTENTION, times)
+    on_cpu = _surface(Stage.CPU_ATTENTION, times)
     in_graphs = Stage.GRAPH_LINEAR in grids
+    surfaces: dict[bool, dict[Place, Surface]] = {False: dict.fromkeys(PLACES, on_cpu), True: {}}
+    for stage in grids:
+        if stage.place is not None:
+            surfaces[stage.is_in_graphs][stage.place] = _surface(stage, times)
     return TableCostModel(
         num_layers=decoder.config.num_layers,
         overlaps=timer.is_cuda,
@@ -160,14 +164,13 @@ def profile(
         transfer=curve(Stage.TRANSFER),
         first_chunk_attention=curve(Stage.FIRST_CHUNK_ATTENTION),
         later_chunk_attention=_surface(Stage.LATER_CHUNK_ATTENTION, times),
-        gpu_attention=cpu_attention if timer.attends_alike else _surface(Stage.GPU_ATTENTION, times),
-        cpu_attention=cpu_attention,
+        attention=surfaces[False],
         graph_rows=timer.graph_rows,
         graph_iteration_ms=timer.graph_iteration_ms() if in_graphs else None,
         graph_linear=graph_curve(Stage.GRAPH_LINEAR),
         graph_head=graph_curve(Stage.GRAPH_HEAD),
         graph_hand_off=graph_curve(Stage.GRAPH_HAND_OFF),
-        graph_gpu_attention=_surface(Stage.GRAPH_GPU_ATTENTION, times) if in_graphs else None,
+        graph_attention=surfaces[True],
     )
 
 
@@ -176,21 +179,19 @@ def stage_grids(timer: StageTimer, config: ModelConfig, limits: SchedulerLimits)
     tokens, requests = limits.max_batch_tokens, limits.max_batch_requests
     grids = {
         Stage.LINEAR: _line(Stage.LINEAR, tokens),
-        Stage.CPU_ATTENTION: _decode_grid(Stage.CPU_ATTENTION, timer, Place.HOST, config, requests),
+        Stage.CPU_ATTENTION: _decode_grid(Stage.CPU_ATTENTION, timer, config, requests),
         Stage.FIRST_CHUNK_ATTENTION: _first_chunk_grid(timer, config, tokens),
         Stage.LATER_CHUNK_ATTENTION: _later_chunk_grid(timer, config, tokens),
     }
     if not timer.attends_alike:
-        grids[Stage.GPU_ATTENTION] = _decode_grid(Stage.GPU_ATTENTION, timer, Place.DEVICE, config, requests)
+        grids[Stage.GPU_ATTENTION] = _decode_grid(Stage.GPU_ATTENTION, timer, config, requests)
     grids[Stage.HEAD] = _line(Stage.HEAD, requests)
     grids[Stage.TRANSFER] = _line(Stage.TRANSFER, tokens)
     grids[Stage.HAND_OFF] = _line(Stage.HAND_OFF, requests)
     if timer.graph_rows:
         rows = timer.graph_rows
         grids[Stage.GRAPH_LINEAR] = _line(Stage.GRAPH_LINEAR, rows)
-        grids[Stage.GRAPH_GPU_ATTENTION] = _decode_grid(
-            Stage.GRAPH_GPU_ATTENTION, timer, Place.DEVICE, config, rows
-        )
+        grids[Stage.GRAPH_GPU_ATTENTION] = _decode_grid(Stage.GRAPH_GPU_ATTENTION, timer, config, rows)
         grids[Stage.GRAPH_HEAD] = _line(Stage.GRAPH_HEAD, rows)
         if ladder.rung("graphs") == "host-flags":
             grids[Stage.GRAPH_HAND_OFF] = _line(Stage.GRAPH_HAND_OFF, rows)
@@ -212,11 +213,10 @@ def _sizes(least: int, most: int) -> list[int]:
     return sorted(size for size in sizes if least <= size <= most)
 
 
-def _decode_grid(
-    stage: Stage, timer: StageTimer, place: Place, config: ModelConfig, most_requests: int
-) -> Grid:
+def _decode_grid(stage: Stage, timer: StageTimer, config: ModelConfig, most_requests: int) -> Grid:
     """Requests times mean context; only what the pool can hold, and at least two of each."""
-    capacity = timer.capacity_tokens(place)
+    assert stage.place is not None
+    capacity = timer.capacity_tokens(stage.place)
     contexts = _axis(16, 4, min(config.max_context_tokens, capacity))
     requests = _axis(1, 4, min(most_requests, capacity // contexts[0]))
     points = [
@@ -255,7 +255,7 @@ def _ordinary(sizes: Sequence[int]) -> list[int]:
 
 
 def _most_context(timer: StageTimer, config: ModelConfig) -> int:
-    return min(config.max_context_tokens, timer.capacity_tokens(Place.DEVICE))
+    return min(config.max_context_tokens, timer.capacity_tokens(NEAR))
 
 
 def _axis(first: int, factor: int, last: int) -> list[int]:

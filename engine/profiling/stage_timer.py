@@ -27,7 +27,7 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv.transfer import Carrier, HostBuffer
 from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.profiling.captured import graph_ms, launch_ms
 from neo_desktop.engine.profiling.graph_hand_off import GraphHandOff
 from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
@@ -47,6 +47,9 @@ FREED_BYTES = 31 * 1024**2  # nearly the largest piece that glibc's malloc ever 
 MIN_HOST_REGION_BYTES, MAX_HOST_REGION_BYTES = 64 * 1024**2, 1024**3
 
 
+NEAR = next(place for place in PLACES if not place.host_attends)  # whose KV prompts attend to fastest
+
+
 class Stage(StrEnum):
     """A part of an iteration, under the name of its table in `TableCostModel`."""
 
@@ -63,10 +66,21 @@ class Stage(StrEnum):
     GRAPH_HAND_OFF = "graph_hand_off"
     GRAPH_GPU_ATTENTION = "graph_gpu_attention"
 
+    @classmethod
+    def attention_at(cls, place: Place, in_graphs: bool = False) -> "Stage":
+        """Return the stage of decode attention over KV in a place."""
+        return cls(f"{'graph_' if in_graphs else ''}{place.label}_attention")
+
+    @property
+    def place(self) -> Place | None:
+        """Where the KV of decode attention lies; None: it is another stage."""
+        label = self.value.removeprefix("graph_").removesuffix("_attention")
+        return next((place for place in PLACES if place.label == label), None)
+
     @property
     def is_attention(self) -> bool:
         """Whether its time depends on the layer's window."""
-        return self.is_prefill or self.value.endswith(("gpu_attention", "cpu_attention"))
+        return self.is_prefill or self.place is not None
 
     @property
     def is_in_graphs(self) -> bool:
@@ -129,12 +143,11 @@ class StageTimer:
         if self.is_cuda and ladder.rung("graphs") != "eager":
             self.graph_rows = min(MAX_ROWS, limits.max_batch_requests)
         self._regions = {
-            place: _region(decoder, storage, place, device)
-            for place, device in ((Place.DEVICE, decoder.device), (Place.HOST, torch.device("cpu")))
+            place: _region(decoder, storage, place, place.torch_device(decoder.device)) for place in PLACES
         }
-        # Whether decode attention is the same in both places: the same kind of memory and dtype.
-        device, host = ((region.pool.kind, region.pool.dtype) for region in self._regions.values())
-        self.attends_alike = not self.is_cuda and device == host
+        # Whether decode attention is the same in all places: the same kind of memory and dtype.
+        kinds = {(region.pool.kind, region.pool.dtype) for region in self._regions.values()}
+        self.attends_alike = not self.is_cuda and len(kinds) == 1
         generator = torch.Generator(decoder.device).manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
@@ -217,12 +230,12 @@ class StageTimer:
             Stage.TRANSFER: lambda: self._transfer(point.x, turn),
             Stage.FIRST_CHUNK_ATTENTION: lambda: self._prefill(point.x, point.y, turn),
             Stage.LATER_CHUNK_ATTENTION: lambda: self._prefill(point.x, point.y, turn),
-            Stage.GPU_ATTENTION: lambda: self._decode(Place.DEVICE, point.x, point.y, turn),
-            Stage.CPU_ATTENTION: lambda: self._decode(Place.HOST, point.x, point.y, turn),
             Stage.GRAPH_LINEAR: lambda: self._fused_linear(point.x, turn),
             Stage.GRAPH_HEAD: lambda: self._greedy_head(point.x),
-            Stage.GRAPH_GPU_ATTENTION: lambda: self._decode(Place.DEVICE, point.x, point.y, turn),
         }
+        place = point.stage.place
+        if place is not None:
+            return self._decode(place, point.x, point.y, turn)
         return makers[point.stage]()
 
     def _linear(self, stages: Stages, tokens: int, turn: int, store: Store | None) -> Callable[[int], object]:
@@ -290,7 +303,7 @@ class StageTimer:
 
     def _transfer(self, tokens: int, turn: int) -> Callable[[int], object]:
         """The KV of `tokens` tokens in whole blocks, others each time; one way and next time the other."""
-        places = (Place.DEVICE, Place.HOST) if turn % 2 == 0 else (Place.HOST, Place.DEVICE)
+        places = PLACES if turn % 2 == 0 else PLACES[::-1]
         regions = [self._regions[place] for place in places]
         num_blocks = min(-(-tokens // BLOCK_SIZE), *(len(region.order) for region in regions))
         blocks = zip(*(_some(region, num_blocks, turn) for region in regions), strict=True)
@@ -302,8 +315,8 @@ class StageTimer:
         return lambda _: group.copy_layer(layer, self._carrier)
 
     def _prefill(self, tokens: int, context_len: int, turn: int) -> Callable[[int], object]:
-        region = self._regions[Place.DEVICE]
-        batch = self._batch(Place.DEVICE, tokens, [context_len], turn)
+        region = self._regions[NEAR]
+        batch = self._batch(NEAR, tokens, [context_len], turn)
         q, k, v = self._q[:tokens], self._k[:tokens], self._v[:tokens]
         return self._attention(region, turn, batch.attend, q, k, v)
 

@@ -24,7 +24,7 @@ class SchedulerCounters:
     num_prompt_tokens: int = 0  # computed or reused
     num_cached_tokens: int = 0  # reused
     num_output_tokens: int = 0
-    num_cpu_decodes: int = 0  # output tokens whose attention the CPU computed
+    num_cpu_decodes: int = 0  # output tokens whose attention the host computed
     num_double_iterations: int = 0  # with two sub-batches
 
 
@@ -57,6 +57,20 @@ class Residency(Generic[R]):
         """Whether moves are part of the iteration under way."""
         return bool(self._moving)
 
+    @property
+    def num_running_at(self) -> dict[Place, int]:
+        """Requests that own KV, by where it lives."""
+        return {place: len(requests) for place, requests in self.running.items()}
+
+    @property
+    def max_context_tokens(self) -> int:
+        """The longest context that some place can hold alone."""
+        return max(self.kv.capacity_tokens(place) for place in self.places)
+
+    def add(self, request: R) -> None:
+        """Let a request wait for memory."""
+        self.waiting.append(request)
+
     def place_of(self, request: R) -> Place:
         """Return where the request's KV lives."""
         return self.kv.place_of(request.request_id)
@@ -74,7 +88,7 @@ class Residency(Generic[R]):
         self._moving = self.moved
         self.copies, self.moved = [], []
 
-    def make_room(self, may_spill: Callable[[R], bool]) -> bool:
+    def make_room(self, may_spill: Callable[[R, Place], bool]) -> bool:
         """Give every request blocks for all its tokens, at the cost of the youngest where a place is full.
 
         The youngest moves to another place that has room, or is preempted.
@@ -157,10 +171,10 @@ class Residency(Generic[R]):
                 self._preempt(request)
         self.copies, self.moved, self._moving = [], [], []
 
-    def _evict_youngest(self, place: Place, may_spill: Callable[[R], bool]) -> None:
+    def _evict_youngest(self, place: Place, may_spill: Callable[[R, Place], bool]) -> None:
         victim = self.running[place][-1]
         for other in self.places:
-            if other == place or (other != self.places[0] and not may_spill(victim)):
+            if other == place or (other != self.places[0] and not may_spill(victim, other)):
                 continue
             if self._move(victim, other, reserve_blocks=len(self.running[other])):
                 return

@@ -5,10 +5,13 @@ from typing import NamedTuple
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult, ScheduledSequence, SubBatch
 from neo_desktop.engine.kv.cache import KVCache
-from neo_desktop.engine.placement import Policy
+from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput
-from neo_desktop.engine.schedule.load_aware import Decision, LoadAwareScheduler, SchedulerLimits
+from neo_desktop.engine.schedule.decider import Decider, Decision
+from neo_desktop.engine.schedule.draft import SchedulerLimits
+from neo_desktop.engine.schedule.policies import Policy
+from neo_desktop.engine.schedule.residency import Residency
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -24,8 +27,8 @@ class _Scheduled(NamedTuple):
     is_last: bool  # whether it computes the last of the tokens there are, so that something new comes of it
 
 
-class Scheduler(LoadAwareScheduler[Request]):
-    """The load-aware scheduler in the form that the engine needs: plans out, results in."""
+class Scheduler:
+    """What a `Decider` decides, in the form that the engine needs: plans out, results in."""
 
     def __init__(
         self,
@@ -34,7 +37,10 @@ class Scheduler(LoadAwareScheduler[Request]):
         limits: SchedulerLimits,
         cost_model: CostModel | None = None,
     ) -> None:
-        super().__init__(kv_cache, policy, limits, cost_model)
+        self._kv = kv_cache
+        self._decider: Decider[Request] = Decider(kv_cache, policy, limits, cost_model)
+        self._residency: Residency[Request] = self._decider.residency
+        self.counters = self._residency.counters
         self._requests: dict[str, Request] = {}
         self._under_way: list[_Scheduled] = []
         self._ahead: Decision[Request] | None = None
@@ -43,18 +49,44 @@ class Scheduler(LoadAwareScheduler[Request]):
     @property
     def is_short_of_memory(self) -> bool:
         """Whether iterations are smaller than they may be, since the device had no memory for more."""
-        return self._batch_tokens < self._limits.max_batch_tokens
+        return self._decider.is_short_of_memory
+
+    @property
+    def max_context_tokens(self) -> int:
+        """The longest context that some place can hold alone."""
+        return self._residency.max_context_tokens
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without KV."""
+        return len(self._residency.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that own KV."""
+        return self._residency.num_running
+
+    @property
+    def num_running_at(self) -> dict[Place, int]:
+        """Requests that own KV, by where it lives."""
+        return self._residency.num_running_at
+
+    @property
+    def running(self) -> list[tuple[Place, Request]]:
+        """Requests that own KV, and where it lives."""
+        running = self._residency.running
+        return [(place, request) for place, requests in running.items() for request in requests]
 
     def add(self, request: Request) -> None:
         """Queue a request."""
         self._requests[request.request_id] = request
-        super().add(request)
+        self._residency.add(request)
         self._ahead = None  # so that it need not wait for the iteration after that
 
     def remove(self, request: Request) -> None:
         """Forget a request and free its blocks."""
         del self._requests[request.request_id]
-        super().remove(request)
+        self._residency.remove(request)
 
     def schedule(self) -> IterationPlan | None:
         """Plan the iteration that starts next; None when there is nothing to do.
@@ -63,15 +95,13 @@ class Scheduler(LoadAwareScheduler[Request]):
         planned, `update`, `fail` or `shrink` must be called.
         """
         decision, self._ahead = self._without_ended(self._ahead), None
-        decision = decision or self.decide()
+        decision = decision or self._decider.decide()
         if decision is None:
             return None
         plan = IterationPlan(
             tuple(SubBatch(tuple(self._sequences(batch))) for batch in decision.sub_batches),
             tuple(decision.copies),
-            decision.predicted_ms,
-            decision.predicted_cpu_ms,
-            decision.is_graph,
+            decision.predicted,
         )
         requests = [self._requests[sequence.request_id] for sequence in plan.sequences]
         self._under_way = [
@@ -84,13 +114,13 @@ class Scheduler(LoadAwareScheduler[Request]):
             )
             for request, sequence in zip(requests, plan.sequences, strict=True)
         ]
-        self.advance(decision)
+        self._decider.advance(decision)
         return plan
 
     def look_ahead(self) -> None:
         """Decide on the next iteration while one is under way, as if no token of that one ended a request."""
         if self._ahead is None:
-            self._ahead = self.decide()
+            self._ahead = self._decider.decide()
 
     def _without_ended(self, decision: Decision[Request] | None) -> Decision[Request] | None:
         """Take those out of a decision that ended since; None if nothing is left, or nothing was."""
@@ -98,12 +128,12 @@ class Scheduler(LoadAwareScheduler[Request]):
             return None
         batches = [[item for item in batch if not item[0].is_finished] for batch in decision.sub_batches]
         decision.sub_batches = [batch for batch in batches if batch]
-        decision.cpu_decodes = [request for request in decision.cpu_decodes if not request.is_finished]
+        decision.host_decodes = [request for request in decision.host_decodes if not request.is_finished]
         return decision if decision.sub_batches else None
 
     def _sequences(self, batch: Iterable[tuple[Request, int]]) -> Iterator[ScheduledSequence]:
         """Yield a sub-batch in the one order for all readers: by place; there, prompts before decodes."""
-        rank = {place: index for index, place in enumerate(self._policy.places)}
+        rank = {place: index for index, place in enumerate(self._residency.places)}
         placed = [(self._residency.place_of(request), request, num_tokens) for request, num_tokens in batch]
         placed.sort(key=lambda item: (rank[item[0]], item[2] == 1))
         for place, request, num_tokens in placed:
@@ -178,7 +208,7 @@ class Scheduler(LoadAwareScheduler[Request]):
         self._num_shrinks += 1
         if (num_tokens == 1 and not self._residency.has_moves) or self._num_shrinks > MOST_SHRINKS:
             return False
-        self._batch_tokens = max(num_tokens // 2, 1)
+        self._decider.shrink_to(num_tokens // 2)
         for request, sequence, num_preemptions, is_last in self._end_iteration():
             if is_last:
                 request.num_tokens -= 1

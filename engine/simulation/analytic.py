@@ -123,8 +123,10 @@ def analytic_cost_model(
         later_chunk_attention=Surface(
             chunks, contexts, [[chunk_ms(tokens, context) for context in contexts] for tokens in chunks]
         ),
-        gpu_attention=attention(
-            2 * KERNEL_MS, kv_bytes / (gpu.memory_bytes_per_s * gpu.attention_share) * 1e3
-        ),
-        cpu_attention=attention(CPU_CALL_MS, host_token_ms),
+        attention={
+            Place.DEVICE: attention(
+                2 * KERNEL_MS, kv_bytes / (gpu.memory_bytes_per_s * gpu.attention_share) * 1e3
+            ),
+            Place.HOST: attention(CPU_CALL_MS, host_token_ms),
+        },
     )

@@ -71,8 +71,16 @@ def least_ms(
     fixed_ms = (
         work.outputs * min(_least_per_unit(kind.head) for kind in kinds) + prefill * work.prompt_context
     )
-    gpu = cost.num_layers * min(_least_per_product(kind.gpu_attention) for kind in kinds)
-    cpu = cost.num_layers * _least_per_product(cost.cpu_attention)
+    gpu, cpu = (
+        cost.num_layers
+        * min(
+            _least_per_product(surface)
+            for kind in kinds
+            for place, surface in kind.attention.items()
+            if place.host_attends is host_attends
+        )
+        for host_attends in (False, True)
+    )
     weights = min(cost.num_layers * kind.linear(1) + kind.iteration_ms for kind in kinds)
 
     def at_least(on_gpu: float, on_cpu: float) -> float:

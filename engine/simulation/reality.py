@@ -1,12 +1,12 @@
 """A machine that is not what the cost tables say: what becomes of decisions on wrong predictions."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from neo_desktop.engine.batch import IterationPlan, IterationTiming, SubBatch
+from neo_desktop.engine.batch import IterationTiming
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import CostModel
-from neo_desktop.engine.predict.estimate import Load, costs_of, iteration_ms
+from neo_desktop.engine.predict.estimate import Load, predict
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,32 +35,24 @@ class Reality:
         self._true = CorrectedCostModel(tables)
         for kind in (self._true, self._true.in_graphs):
             kind.device_factor = mismatch.gpu_slowdown
-            kind.cpu_factor = mismatch.cpu_slowdown
+            kind.host_factor = mismatch.cpu_slowdown
         self._noise = mismatch.noise
         self._random = random.Random(seed)
 
-    def carry_out(self, load: Load, other: Load | None, swapped_tokens: int) -> IterationTiming:
-        """Return how long an iteration truly takes that the scheduler has just planned."""
-        true = self._true
-        # The time of prompts is in the load already, as the scheduler believes it.
-        prefill_ms = load.prefill_ms / self.believed.device_factor * true.device_factor
-        load = replace(load, prefill_ms=prefill_ms)
-        true_kind = costs_of(true, load, other, swapped_tokens)
-        factor = self._random.lognormvariate(0.0, self._noise) if self._noise else 1.0
-        attention_ms = sum(
-            true_kind.cpu_attention_ms(part.cpu_requests, part.cpu_context_tokens)
-            for part in (load, other)
-            if part
-        )
-        return IterationTiming(
-            total_ms=iteration_ms(true, load, other, swapped_tokens) * factor,
-            cpu_attention_ms=attention_ms * true.num_layers * factor,
-            is_graph=true_kind is not true,
-        )
+    def carry_out(self, predicted: IterationTiming, *loads: Load, swapped_tokens: int) -> float:
+        """Return how long an iteration truly takes, in ms; the scheduler's beliefs are corrected by it.
 
-    def learn(
-        self, predicted_ms: float, predicted_cpu_ms: float, is_graph: bool, timing: IterationTiming
-    ) -> None:
-        """Correct what the scheduler believes, as the engine does after each iteration."""
-        plan = IterationPlan((SubBatch(()),), (), predicted_ms, predicted_cpu_ms, is_graph)
-        self.believed.learn(plan, timing)
+        Args:
+            predicted: what the scheduler believes.
+            loads: of its sub-batches.
+            swapped_tokens: see `iteration_ms`.
+        """
+        # The time of prompts is in the loads already, as the scheduler believes it.
+        factor = self._true.device_factor / self.believed.device_factor
+        truly = [load._replace(prefill_ms=load.prefill_ms * factor) for load in loads]
+        timing = predict(self._true, *truly, swapped_tokens=swapped_tokens)
+        noise = self._random.lognormvariate(0.0, self._noise) if self._noise else 1.0
+        total_ms = timing.total_ms * noise
+        measured = IterationTiming(total_ms, timing.cpu_attention_ms * noise, timing.is_graph)
+        self.believed.learn(predicted, measured)  # as the engine does
+        return total_ms

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from neo_desktop.engine.kv.cache import KVCache
-from neo_desktop.engine.placement import Place, Policy
+from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel
-from neo_desktop.engine.predict.estimate import Load, device_attention_ms
+from neo_desktop.engine.predict.estimate import device_attention_ms
 from neo_desktop.engine.request import FinishReason, RequestState
-from neo_desktop.engine.schedule.load_aware import Decision, LoadAwareScheduler, SchedulerLimits
+from neo_desktop.engine.schedule.decider import Decider, Decision
+from neo_desktop.engine.schedule.draft import SchedulerLimits
+from neo_desktop.engine.schedule.policies import Policy
 from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult, Totals
 from neo_desktop.engine.simulation.reality import Mismatch, Reality
 from neo_desktop.engine.simulation.workload import WorkloadRequest
@@ -60,8 +62,9 @@ def simulate(
     reality = Reality(cost, mismatch, seed) if mismatch is not None else None
     if reality is not None:
         cost = reality.believed
-    scheduler: LoadAwareScheduler[SimulatedRequest] = LoadAwareScheduler(kv_cache, policy, limits, cost)
-    longest = scheduler.max_context_tokens
+    decider: Decider[SimulatedRequest] = Decider(kv_cache, policy, limits, cost)
+    residency = decider.residency
+    longest = residency.max_context_tokens
     if max_context_tokens is not None:
         longest = min(longest, max_context_tokens)
     coming = [
@@ -75,9 +78,9 @@ def simulate(
     num_added = 0
     while len(finished) < len(coming):
         while num_added < len(coming) and coming[num_added].arrival_ms <= clock_ms:
-            scheduler.add(coming[num_added])
+            residency.add(coming[num_added])
             num_added += 1
-        decision = scheduler.decide()
+        decision = decider.decide()
         if decision is None:
             if num_added == len(coming):
                 raise RuntimeError(
@@ -86,19 +89,19 @@ def simulate(
             clock_ms = coming[num_added].arrival_ms
             continue
         if reality is None:
-            clock_ms += decision.predicted_ms
+            clock_ms += decision.predicted.total_ms
         else:
-            timing = reality.carry_out(*_loads(decision, kv_cache))
-            reality.learn(decision.predicted_ms, decision.predicted_cpu_ms, decision.is_graph, timing)
-            clock_ms += timing.total_ms
+            clock_ms += reality.carry_out(
+                decision.predicted, *decision.loads, swapped_tokens=decision.swapped_tokens
+            )
         _count(totals, decision, cost)
-        for request in scheduler.advance(decision):
+        for request in decider.advance(decision):
             num_output_tokens = request.num_tokens - request.num_prompt_tokens
             if num_output_tokens == 1:
                 request.first_token_ms = clock_ms
             if request.is_complete:
                 request.finish_reason = FinishReason.LENGTH
-                scheduler.remove(request)
+                residency.remove(request)
                 finished.append(
                     FinishedRequest(
                         request.arrival_ms,
@@ -111,41 +114,21 @@ def simulate(
         if progress is not None and totals.num_iterations % PROGRESS_EVERY == 0:
             progress(len(finished), len(coming))
     _check_empty(kv_cache)
-    totals.num_preemptions = scheduler.counters.num_preemptions
-    totals.num_moves = scheduler.counters.num_moves
+    totals.num_preemptions = residency.counters.num_preemptions
+    totals.num_moves = residency.counters.num_moves
     return SimulationResult(policy.name, finished, len(requests) - len(coming), longest, totals)
 
 
 def _count(totals: Totals, decision: Decision[SimulatedRequest], cost: CostModel) -> None:
-    load, split = decision.load, decision.split
-    cost = cost.in_graphs if decision.is_graph else cost
-    num_first, num_second = len(split.first), len(split.second)
+    predicted, loads = decision.predicted, decision.loads
+    cost = cost.in_graphs if predicted.is_graph else cost
     totals.num_iterations += 1
     totals.num_sequences += sum(map(len, decision.sub_batches))
-    totals.num_pipelined += split.is_double
-    totals.iterating_ms += decision.predicted_ms
-    totals.cpu_busy_ms += decision.predicted_cpu_ms
-    layer_ms = cost.linear_ms(load.tokens + num_first) + device_attention_ms(cost, load)
-    if num_second:
-        layer_ms += cost.linear_ms(num_second)
-    totals.gpu_busy_ms += cost.num_layers * layer_ms + cost.head_ms(load.rows + num_first + num_second)
-
-
-def _loads(decision: Decision[SimulatedRequest], kv_cache: KVCache) -> tuple[Load, Load | None, int]:
-    """Return what the sub-batches hold, and how many tokens' KV crosses the bus beside them."""
-    split, first = decision.split, decision.sub_batches[0]
-    joined = first[len(first) - len(split.first) :]
-    load = decision.load.with_cpu_decodes(len(joined), sum(request.num_tokens for request, _ in joined))
-    other = None
-    if split.is_double:
-        second = decision.sub_batches[1]
-        other = Load().with_cpu_decodes(len(second), sum(request.num_tokens for request, _ in second))
-    swapped = len(decision.copies) * kv_cache.block_size + sum(
-        num_tokens
-        for request, num_tokens in first
-        if num_tokens > 1 and kv_cache.place_of(request.request_id) == Place.HOST
-    )
-    return load, other, swapped
+    totals.num_pipelined += len(loads) == 2
+    totals.iterating_ms += predicted.total_ms
+    totals.cpu_busy_ms += predicted.cpu_attention_ms
+    layer_ms = sum(cost.linear_ms(load.tokens) + device_attention_ms(cost, load) for load in loads)
+    totals.gpu_busy_ms += cost.num_layers * layer_ms + cost.head_ms(sum(load.rows for load in loads))
 
 
 def _check_empty(kv_cache: KVCache) -> None:

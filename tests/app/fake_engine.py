@@ -13,7 +13,8 @@ from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.loading import LoadedModel
-from neo_desktop.engine.placement import Place, get_policy
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from neo_desktop.models.config import GenerationDefaults, ModelConfig
 from neo_desktop.models.decoder import Decoder

@@ -19,7 +19,7 @@ from neo_desktop.app.shelf.checkpoint_summary import summarize
 from neo_desktop.app.shelf.fits import Fit, fit
 from neo_desktop.app.shelf.speed import Figures, _cpu_figures, find_figures, predict
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.profiling.budget import GIB, FreeMemory
 from neo_desktop.engine.profiling.hardware import cpu_name
 from neo_desktop.models.config import ModelConfig
@@ -280,8 +280,8 @@ def figures(read: float) -> Figures:
 
 @pytest.mark.parametrize("name", ["tiny", "llama-3.2-1b", "llama-3.1-8b"])
 def test_predictions_follow_the_memory_and_never_prefer_a_slower_batch(name: str) -> None:
-    config, chats = shape(name), (4, 9)
-    slow, fast = (predict(figures(read), config, torch.bfloat16, *chats, 4096) for read in (20, 80))
+    config, chats = shape(name), tuple(zip(PLACES, (4, 9), strict=True))
+    slow, fast = (predict(figures(read), config, torch.bfloat16, chats, 4096) for read in (20, 80))
     assert slow.one_chat_tokens_per_s < fast.one_chat_tokens_per_s
     for each in (slow, fast):
         assert each.best_tokens_per_s >= each.one_chat_tokens_per_s
@@ -326,7 +326,12 @@ def test_a_gpu_is_predicted_from_its_own_datasheet_or_not_at_all(
     else:
         assert isinstance(found, Figures)
         assert found.gpu.name == preset
-        assert predict(found, shape("llama-3.1-8b"), torch.float16, 3, 20, 4096).best_chats >= 3
+        assert (
+            predict(
+                found, shape("llama-3.1-8b"), torch.float16, tuple(zip(PLACES, (3, 20), strict=True)), 4096
+            ).best_chats
+            >= 3
+        )
 
 
 def spread(median: float) -> dict[str, float]:

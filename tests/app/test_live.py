@@ -18,8 +18,9 @@ from neo_desktop.app.web.events import Hub
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Span, Stage
 from neo_desktop.engine.kv.cache import PoolUsage
 from neo_desktop.engine.live import LiveIteration, LiveRequest, LiveView, Phase, Rates
-from neo_desktop.engine.placement import Place, get_policy
+from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.stats import EngineStats
 
 from .fake_engine import MODEL, FakeExecutor, make_engine

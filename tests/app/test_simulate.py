@@ -17,7 +17,7 @@ from neo_desktop.app.cli import main
 from neo_desktop.app.commands.sentences import sentence
 from neo_desktop.app.simulate import SimulationOptions, UsageError, run_simulation
 from neo_desktop.app.simulate.answer import answer
-from neo_desktop.engine.placement import POLICIES
+from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.simulation.analytic import analytic_cost_model
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS
 from neo_desktop.models.json_file import ModelError

@@ -14,7 +14,7 @@ from neo_desktop.app.bench.throughput.answers import TOLERANCES, Answer, Compari
 from neo_desktop.app.bench.throughput.workload import Run, fitting, lengths, run
 from neo_desktop.engine.batch import SampledToken, TokenLogprob
 from neo_desktop.engine.engine import Engine
-from neo_desktop.engine.placement import POLICIES
+from neo_desktop.engine.schedule.policies import POLICIES
 
 SMALL = ThroughputOptions(
     shape="tiny",

@@ -9,7 +9,8 @@ from cost_models import cost_models, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neo_desktop.engine.batch import GraphReach, IterationPlan, IterationTiming, SubBatch
+from neo_desktop.engine.batch import GraphReach, IterationTiming
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.corrected import CorrectedCostModel, CorrectedStages
 from neo_desktop.engine.predict.cost_model import (
     CostModel,
@@ -17,7 +18,7 @@ from neo_desktop.engine.predict.cost_model import (
     Surface,
     TableCostModel,
 )
-from neo_desktop.engine.predict.estimate import Load, costs_of, iteration_ms
+from neo_desktop.engine.predict.estimate import Decodes, Load, costs_of, iteration_ms
 
 times = st.floats(0, 1e3, allow_nan=False)
 
@@ -90,7 +91,7 @@ def test_tables_survive_a_file(tmp_path: Path) -> None:
     tables.save(tmp_path / "tables.json")
     again = TableCostModel.load(tmp_path / "tables.json")
     assert again.to_json() == tables.to_json()
-    assert again.cpu_attention_ms(7, 3000) == tables.cpu_attention_ms(7, 3000)
+    assert again.attention_ms(Place.HOST, 7, 3000) == tables.attention_ms(Place.HOST, 7, 3000)
 
 
 @pytest.mark.parametrize(
@@ -169,28 +170,28 @@ def test_a_longer_chunk_or_more_before_it_never_costs_less_whatever_the_noise(
 def test_nothing_costs_nothing_and_more_never_costs_less(
     cost: CostModel, requests: int, context: int, tokens: int
 ) -> None:
-    assert cost.linear_ms(0) == cost.gpu_attention_ms(0, 0) == cost.cpu_attention_ms(0, 0) == 0
+    assert cost.linear_ms(0) == 0
+    assert all(cost.attention_ms(place, 0, 0) == 0 for place in PLACES)
     assert cost.hand_off_ms(0) == cost.head_ms(0) == cost.transfer_ms(0) == 0
-    load = Load(tokens, requests, gpu_requests=requests, gpu_context_tokens=requests * context)
-    more = load.with_cpu_decodes(1, context)
+    load = Load(tokens, requests, 0.0, {Place.DEVICE: Decodes(requests, requests * context)})
+    more = load.plus({Place.HOST: Decodes(1, context)})
     assert iteration_ms(cost, load) <= iteration_ms(cost, more) * (1 + 1e-9) + 1e-9
 
 
 def test_two_sub_batches_take_what_the_papers_formula_says() -> None:
     """T = L · (max{T_l0, T_ca1} + max{T_l1 + T_ga0, T_ca0}), NEO section 3.2."""
     cost = machine(hand_off_ms=0.0)
-    load_0 = Load(200, 8, 0.3, gpu_requests=6, gpu_context_tokens=5000).with_cpu_decodes(2, 900)
-    load_1 = Load().with_cpu_decodes(20, 9000)
+    load_0 = Load(200, 8, 0.3, {Place.DEVICE: Decodes(6, 5000)}).plus({Place.HOST: Decodes(2, 900)})
+    load_1 = Load().plus({Place.HOST: Decodes(20, 9000)})
     expected = 32 * (
-        max(cost.linear_ms(202), cost.cpu_attention_ms(20, 9000))
-        + max(cost.linear_ms(20) + cost.gpu_attention_ms(6, 5000) + 0.3, cost.cpu_attention_ms(2, 900))
+        max(cost.linear_ms(202), cost.attention_ms(Place.HOST, 20, 9000))
+        + max(
+            cost.linear_ms(20) + cost.attention_ms(Place.DEVICE, 6, 5000) + 0.3,
+            cost.attention_ms(Place.HOST, 2, 900),
+        )
     )
     extra = cost.head_ms(30) + cost.iteration_ms
     assert iteration_ms(cost, load_0, load_1) == pytest.approx(expected + extra)
-
-
-def plan(predicted_ms: float, predicted_cpu_ms: float, is_graph: bool = False) -> IterationPlan:
-    return IterationPlan((SubBatch(()),), (), predicted_ms, predicted_cpu_ms, is_graph)
 
 
 def test_predictions_follow_a_machine_that_became_slower() -> None:
@@ -198,26 +199,28 @@ def test_predictions_follow_a_machine_that_became_slower() -> None:
     corrected = CorrectedCostModel(machine())
     for _ in range(300):
         device_ms = 32 * corrected.linear_ms(100)
-        corrected.learn(plan(device_ms, 0.0), IterationTiming(2 * 32 * machine().linear_ms(100), 0.0))
-        cpu_ms = 32 * corrected.cpu_attention_ms(10, 5000)
-        true_ms = 3 * 32 * machine().cpu_attention_ms(10, 5000)
-        corrected.learn(plan(cpu_ms, cpu_ms), IterationTiming(cpu_ms, true_ms))
+        corrected.learn(
+            IterationTiming(device_ms, 0.0), IterationTiming(2 * 32 * machine().linear_ms(100), 0.0)
+        )
+        cpu_ms = 32 * corrected.attention_ms(Place.HOST, 10, 5000)
+        true_ms = 3 * 32 * machine().attention_ms(Place.HOST, 10, 5000)
+        corrected.learn(IterationTiming(cpu_ms, cpu_ms), IterationTiming(cpu_ms, true_ms))
     assert corrected.linear_ms(500) == pytest.approx(2 * machine().linear_ms(500), rel=0.05)
-    assert corrected.cpu_attention_ms(50, 9000) == pytest.approx(
-        3 * machine().cpu_attention_ms(50, 9000), rel=0.05
+    assert corrected.attention_ms(Place.HOST, 50, 9000) == pytest.approx(
+        3 * machine().attention_ms(Place.HOST, 50, 9000), rel=0.05
     )
 
 
 def test_one_odd_iteration_hardly_changes_a_prediction() -> None:
     corrected = CorrectedCostModel(machine())
     before = corrected.linear_ms(100)
-    corrected.learn(plan(10.0, 0.0), IterationTiming(5000.0, 0.0))
+    corrected.learn(IterationTiming(10.0, 0.0), IterationTiming(5000.0, 0.0))
     assert corrected.linear_ms(100) < before * 1.05
 
 
-GRAPHS = GraphReach(rows=256, with_cpu=True)
-PROMPT, DECODES = Load(600, 1, prefill_ms=0.2), Load(20, 20, gpu_requests=20, gpu_context_tokens=9000)
-WITH_CPU = DECODES.with_cpu_decodes(3, 300)
+GRAPHS = GraphReach(rows=256, with_host=True)
+PROMPT, DECODES = Load(600, 1, prefill_ms=0.2), Load().plus({Place.DEVICE: Decodes(20, 9000)})
+WITH_HOST = DECODES.plus({Place.HOST: Decodes(3, 300)})
 
 
 def with_graphs(**changes: object) -> TableCostModel:
@@ -237,7 +240,7 @@ def with_graphs(**changes: object) -> TableCostModel:
             "graph_linear": tables.linear,
             "graph_head": tables.head,
             "graph_hand_off": tables.hand_off,
-            "graph_gpu_attention": tables.gpu_attention,
+            "graph_attention": {Place.DEVICE: tables.attention[Place.DEVICE]},
         }
         | changes,
     )
@@ -246,16 +249,18 @@ def with_graphs(**changes: object) -> TableCostModel:
 def test_decodes_alone_are_predicted_as_graphs_and_all_else_is_not() -> None:
     tables, plain = with_graphs(), replace(machine(), iteration_ms=0.05)
     assert iteration_ms(tables, DECODES) == iteration_ms(plain, DECODES)
-    assert iteration_ms(tables, WITH_CPU, WITH_CPU) == iteration_ms(plain, WITH_CPU, WITH_CPU)
+    assert iteration_ms(tables, WITH_HOST, WITH_HOST) == iteration_ms(plain, WITH_HOST, WITH_HOST)
     pieces = replace(tables, graph_rows=0)
-    mixed = Load(620, 21, prefill_ms=0.2, gpu_requests=20, gpu_context_tokens=9000)
-    many = Load(257, 257, gpu_requests=257, gpu_context_tokens=9000)
+    mixed = Load(620, 21, 0.2, {Place.DEVICE: Decodes(20, 9000)})
+    many = Load().plus({Place.DEVICE: Decodes(257, 9000)})
     for load, swapped in ((PROMPT, 0), (mixed, 0), (DECODES, 16), (many, 0)):
-        assert iteration_ms(tables, load, None, swapped) == iteration_ms(pieces, load, None, swapped)
+        assert iteration_ms(tables, load, swapped_tokens=swapped) == iteration_ms(
+            pieces, load, swapped_tokens=swapped
+        )
     assert iteration_ms(tables, DECODES, PROMPT) == iteration_ms(pieces, DECODES, PROMPT)
     device_only = with_graphs(graph_hand_off=None)
     assert iteration_ms(device_only, DECODES) == iteration_ms(plain, DECODES)
-    assert iteration_ms(device_only, WITH_CPU) == iteration_ms(pieces, WITH_CPU)
+    assert iteration_ms(device_only, WITH_HOST) == iteration_ms(pieces, WITH_HOST)
 
 
 def test_tables_of_graphs_survive_a_file(tmp_path: Path) -> None:
@@ -263,7 +268,7 @@ def test_tables_of_graphs_survive_a_file(tmp_path: Path) -> None:
         tables.save(tmp_path / "tables.json")
         again = TableCostModel.load(tmp_path / "tables.json")
         assert again.to_json() == tables.to_json()
-        assert iteration_ms(again, WITH_CPU) == iteration_ms(tables, WITH_CPU)
+        assert iteration_ms(again, WITH_HOST) == iteration_ms(tables, WITH_HOST)
 
 
 def test_predictions_of_both_kinds_come_to_what_each_takes() -> None:
@@ -277,7 +282,7 @@ def test_predictions_of_both_kinds_come_to_what_each_takes() -> None:
         is_graph = costs_of(corrected, load) is not corrected
         assert is_graph == (load is DECODES)
         took = IterationTiming(iteration_ms(true[is_graph], load), 0.0, is_graph)
-        corrected.learn(plan(iteration_ms(corrected, load), 0.0, is_graph), took)
+        corrected.learn(IterationTiming(iteration_ms(corrected, load), 0.0, is_graph), took)
     for load, is_graph in ((DECODES, True), (PROMPT, False)):
         assert iteration_ms(corrected, load) == pytest.approx(iteration_ms(true[is_graph], load), rel=0.05)
     assert corrected.hand_off_ms(3) == pytest.approx(3 * tables.hand_off_ms(3), rel=0.15)
@@ -287,9 +292,9 @@ def test_when_graphs_fall_predictions_are_those_of_the_other_kind_at_once() -> N
     reach = [GRAPHS]
     corrected = CorrectedCostModel(with_graphs(), lambda: reach[0])
     pieces = replace(with_graphs(), graph_rows=0)
-    assert iteration_ms(corrected, WITH_CPU) < iteration_ms(pieces, WITH_CPU)
-    reach[0] = GraphReach(rows=256, with_cpu=False)
-    assert iteration_ms(corrected, WITH_CPU) == iteration_ms(pieces, WITH_CPU)
+    assert iteration_ms(corrected, WITH_HOST) < iteration_ms(pieces, WITH_HOST)
+    reach[0] = GraphReach(rows=256, with_host=False)
+    assert iteration_ms(corrected, WITH_HOST) == iteration_ms(pieces, WITH_HOST)
     assert iteration_ms(corrected, DECODES) < iteration_ms(pieces, DECODES)
     reach[0] = GraphReach()
     assert iteration_ms(corrected, DECODES) == iteration_ms(pieces, DECODES)
@@ -298,7 +303,7 @@ def test_when_graphs_fall_predictions_are_those_of_the_other_kind_at_once() -> N
 def test_nothing_is_learned_where_another_kind_was_predicted() -> None:
     corrected = CorrectedCostModel(with_graphs(), lambda: GRAPHS)
     for predicted in (True, False):
-        corrected.learn(plan(10.0, 6.0, predicted), IterationTiming(20.0, 12.0, not predicted))
-        corrected.learn(plan(10.0, 1.0, predicted), IterationTiming(20.0, 2.0, not predicted))
+        corrected.learn(IterationTiming(10.0, 6.0, predicted), IterationTiming(20.0, 12.0, not predicted))
+        corrected.learn(IterationTiming(10.0, 1.0, predicted), IterationTiming(20.0, 2.0, not predicted))
     for kind in (corrected, corrected.in_graphs):
-        assert (kind.device_factor, kind.cpu_factor) == (1.0, 1.0)
+        assert (kind.device_factor, kind.host_factor) == (1.0, 1.0)

@@ -17,8 +17,8 @@ from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan
 from neo_desktop.engine.errors import ContextLengthError, EngineError
 from neo_desktop.engine.execute.executor import Wait
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
-from neo_desktop.engine.placement import POLICIES
 from neo_desktop.engine.sampling_params import Pooling
+from neo_desktop.engine.schedule.policies import POLICIES
 
 GREEDY = SamplingParams(max_tokens=96, temperature=0.0, ignore_eos=True)
 POOLINGS: tuple[Pooling, ...] = ("mean", "last")

@@ -21,8 +21,9 @@ from neo_desktop.engine.execute.executor import Wait
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool
-from neo_desktop.engine.placement import POLICIES, Place
+from neo_desktop.engine.placement import Place
 from neo_desktop.engine.request import FinishReason
+from neo_desktop.engine.schedule.policies import POLICIES
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True)
 

@@ -21,8 +21,8 @@ from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine import grammar as grammars
 from neo_desktop.engine.errors import EngineError
 from neo_desktop.engine.grammar import GrammarCompiler
-from neo_desktop.engine.placement import POLICIES
 from neo_desktop.engine.request import FinishReason
+from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.models.tokenizer import ByteTokenizer, Tokenizer
 
 SCHEMA = {

@@ -191,7 +191,7 @@ def plan(num_prompt_tokens: int, num_decodes: int) -> IterationPlan:
     table = IntArray((0,)).view()
     chunk = ScheduledSequence("p", tuple(range(num_prompt_tokens)), 0, Place.DEVICE, table, None)
     decodes = [ScheduledSequence(str(i), (1,), 5, Place.HOST, table, None) for i in range(num_decodes)]
-    return IterationPlan((SubBatch((chunk, *decodes)),), predicted_ms=3.0)
+    return IterationPlan((SubBatch((chunk, *decodes)),), predicted=IterationTiming(3.0, 0.0))
 
 
 def test_rates_are_of_the_last_seconds_and_notes_end_by_themselves() -> None:

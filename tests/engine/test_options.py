@@ -7,7 +7,7 @@ import pytest
 
 from neo_desktop.engine.loading import CPU_CACHE_DTYPES, DTYPES
 from neo_desktop.engine.options import OPTIONS, EngineKeywords, EngineOptions
-from neo_desktop.engine.placement import POLICIES
+from neo_desktop.engine.schedule.policies import POLICIES
 
 
 def test_the_keywords_of_python_are_the_fields() -> None:

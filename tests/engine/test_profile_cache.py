@@ -13,7 +13,7 @@ import torch
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling import profile_cache
 from neo_desktop.engine.profiling.profile_cache import load_or_profile, profile_key, profile_path
@@ -28,7 +28,9 @@ LIMITS = SchedulerLimits(max_batch_tokens=64, max_batch_requests=16)
 
 def tables(ms: float) -> TableCostModel:
     curve, surface = Curve([1, 8], [ms, 2 * ms]), Surface([1, 8], [16, 64], [[ms, ms], [ms, ms]])
-    return TableCostModel(2, False, 0.1, curve, curve, curve, curve, curve, surface, surface, surface)
+    return TableCostModel(
+        2, False, 0.1, curve, curve, curve, curve, curve, surface, dict.fromkeys(PLACES, surface)
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -212,7 +214,7 @@ def test_tables_that_make_no_sense_are_never_used(
     path = profile_path(profile_key(decoder, storage, LIMITS))
     data = json.loads(path.read_text())
     if damage == "cut":
-        del data["tables"]["cpu_attention"]
+        del data["tables"]["attention"]["host"]
     elif damage == "negative":
         data["tables"]["linear"]["ms"] = [-1.0, 2.0]
     elif damage == "other version":

@@ -29,7 +29,6 @@ CONFIG = shape("tiny")
 CPU = torch.device("cpu")
 LIMITS = SchedulerLimits(max_batch_tokens=64, max_batch_requests=16)
 CURVES = ("linear", "head", "hand_off", "transfer", "first_chunk_attention")
-SURFACES = ("later_chunk_attention", "gpu_attention", "cpu_attention")
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +50,7 @@ def check(tables: TableCostModel) -> None:
         curve = getattr(tables, name)
         assert all(math.isfinite(ms) and ms >= 0 for ms in curve.ms)
         assert all(a <= b for a, b in pairwise(curve.ms)), name
-    for name in SURFACES:
-        surface = getattr(tables, name)
+    for name, surface in (("later chunks", tables.later_chunk_attention), *tables.attention.items()):
         assert all(math.isfinite(ms) and ms >= 0 for row in surface.ms for ms in row)
         for line in (*surface.ms, *zip(*surface.ms, strict=True)):
             assert all(a <= b for a, b in pairwise(line)), name
@@ -79,12 +77,12 @@ def test_tables_are_finite_and_never_fall_whatever_the_pools(
     assert not tables.overlaps
     assert tables.iteration_ms > 0
     assert 0 < tables.linear_ms(1) <= tables.linear_ms(64)
-    assert tables.cpu_attention_ms(1, 16) > 0
+    assert tables.attention_ms(Place.HOST, 1, 16) > 0
 
 
 def test_more_work_is_predicted_to_take_longer(decoder: Decoder) -> None:
     tables = profile(decoder, storage_of(device=4096, host=4096), LIMITS, seconds=0.5)
-    assert tables.cpu_attention_ms(16, 16 * 4000) > 2 * tables.cpu_attention_ms(1, 16)
+    assert tables.attention_ms(Place.HOST, 16, 16 * 4000) > 2 * tables.attention_ms(Place.HOST, 1, 16)
     assert tables.linear_ms(64) > tables.linear_ms(1)
 
 
@@ -295,11 +293,11 @@ def test_graphs_and_what_is_launched_by_itself_have_tables_of_their_own(
     monkeypatch.setattr(profiler, "StageTimer", GraphTimer)
     tables = profile(decoder, storage_of(device=64, host=64), LIMITS, seconds=1.0)
     check(tables)
-    graphs = tables.of_decodes(16, with_cpu=True)
-    for cost, ms in ((tables, 5.0), (tables.of_decodes(17, with_cpu=False), 5.0), (graphs, 1.0)):
+    graphs = tables.of_decodes(16, with_host=True)
+    for cost, ms in ((tables, 5.0), (tables.of_decodes(17, with_host=False), 5.0), (graphs, 1.0)):
         assert cost.iteration_ms == cost.linear_ms(3) == cost.head_ms(2) == cost.hand_off_ms(4) == ms
-        assert cost.gpu_attention_ms(2, 40) == ms
-    assert graphs.cpu_attention_ms(2, 40) == tables.cpu_attention_ms(2, 40)
+        assert cost.attention_ms(Place.DEVICE, 2, 40) == ms
+    assert graphs.attention_ms(Place.HOST, 2, 40) == tables.attention_ms(Place.HOST, 2, 40)
 
 
 @pytest.mark.parametrize("error", [StreamMemoryError("refused"), RelayStalledError("nothing came")])
@@ -310,8 +308,8 @@ def test_where_graphs_cannot_hand_over_decodes_with_the_cpu_are_no_graphs(
     monkeypatch.setattr(profiler, "StageTimer", GraphTimer)
     tables = profile(decoder, storage_of(device=64, host=64), LIMITS, seconds=1.0)
     assert ladder.rung("graphs") == "device-only"
-    assert tables.of_decodes(4, with_cpu=False).linear_ms(4) == 1.0
-    assert tables.of_decodes(4, with_cpu=True).linear_ms(4) == 5.0
+    assert tables.of_decodes(4, with_host=False).linear_ms(4) == 1.0
+    assert tables.of_decodes(4, with_host=True).linear_ms(4) == 5.0
     again = profile(decoder, storage_of(device=64, host=64), LIMITS, seconds=1.0)  # it is not tried again
     assert again.graph_hand_off is None
 
@@ -328,6 +326,6 @@ def test_on_a_gpu_every_stage_of_graphs_is_measured() -> None:
     tables = profile(model, KVStorage(pools), LIMITS, seconds=2.0)
     check(tables)
     assert tables.graph_rows == LIMITS.max_batch_requests
-    assert tables.of_decodes(4, with_cpu=True) is tables.in_graphs
+    assert tables.of_decodes(4, with_host=True) is tables.in_graphs
     assert tables.in_graphs.linear_ms(1) > 0
     assert tables.in_graphs.iteration_ms > 0

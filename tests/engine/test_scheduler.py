@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.kv.cache import KVCache
-from neo_desktop.engine.placement import POLICIES, Place
+from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput, RequestState
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.schedule.load_aware import PATIENCE, Decision, LoadAwareScheduler
+from neo_desktop.engine.schedule.decider import PATIENCE, Decider, Decision
+from neo_desktop.engine.schedule.policies import POLICIES
+from neo_desktop.engine.schedule.residency import Residency
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from neo_desktop.engine.simulation.metrics import SimulationResult
 from neo_desktop.engine.simulation.simulator import simulate
@@ -350,18 +352,19 @@ class LightRequest(RequestState):
 
 def decisions(
     policy: str, cost: CostModel, num_requests: int = 40
-) -> Iterator[tuple[LoadAwareScheduler[LightRequest], Decision[LightRequest]]]:
+) -> Iterator[tuple[Residency[LightRequest], Decision[LightRequest]]]:
     """Carry a workload out whose KV exceeds the GPU-cache tenfold; yield each decision."""
     kv_cache = KVCache({Place.DEVICE: 60, Place.HOST: 5000}, 16)
-    scheduler: LoadAwareScheduler[LightRequest] = LoadAwareScheduler(kv_cache, POLICIES[policy], LIMITS, cost)
+    decider: Decider[LightRequest] = Decider(kv_cache, POLICIES[policy], LIMITS, cost)
+    residency = decider.residency
     for ordinal in range(num_requests):
-        scheduler.add(LightRequest(ordinal, 300 + ordinal % 7 * 10, 60))
-    while (decision := scheduler.decide()) is not None:
-        yield scheduler, decision
-        for request in scheduler.advance(decision):
+        residency.add(LightRequest(ordinal, 300 + ordinal % 7 * 10, 60))
+    while (decision := decider.decide()) is not None:
+        yield residency, decision
+        for request in decider.advance(decision):
             if request.is_complete:
-                scheduler.remove(request)
-    assert scheduler.num_running == scheduler.num_waiting == 0
+                residency.remove(request)
+    assert residency.num_running == len(residency.waiting) == 0
     kv_cache.check()
 
 
@@ -369,9 +372,9 @@ def decisions(
 def test_the_cpu_does_not_idle_once_all_prompts_are_in(policy: str) -> None:
     """Llama-2-7B on a small card: some CPU decodes are worth reading the weights twice, so they join."""
     num_seen = 0
-    for scheduler, decision in decisions(policy, machine()):
-        num_joined = len(decision.split.first) + len(decision.split.second)
-        if not scheduler.num_waiting and num_joined + len(decision.waiting_decodes) >= 4:
+    for residency, decision in decisions(policy, machine()):
+        num_joined = len(decision.host_decodes)
+        if not residency.waiting and num_joined + len(decision.waiting_decodes) >= 4:
             num_seen += 1
             assert num_joined > 0, "CPU requests wait for nothing"
     assert num_seen > 20
@@ -382,10 +385,10 @@ def test_the_cpu_does_not_idle_once_all_prompts_are_in(policy: str) -> None:
 def test_no_request_in_the_cpu_cache_waits_for_ever(policy: str, cpu_token_ms: float) -> None:
     """Those that waited longest come first: the wait is bounded by patience and by who is in front."""
     longest = 0
-    for scheduler, decision in decisions(policy, machine(cpu_token_ms=cpu_token_ms)):
+    for residency, decision in decisions(policy, machine(cpu_token_ms=cpu_token_ms)):
         running = {id(r): r for batch in decision.sub_batches for r, _ in batch}.values()
         longest = max([longest, *(request.num_skipped for request in running)])
-        assert scheduler.num_running <= LIMITS.max_batch_requests
+        assert residency.num_running <= LIMITS.max_batch_requests
         assert sum(tokens for batch in decision.sub_batches for _, tokens in batch) <= LIMITS.max_batch_tokens
     assert longest <= PATIENCE * LIMITS.max_batch_requests
 
@@ -395,8 +398,8 @@ def test_prompts_are_as_long_as_the_cpu_needs_and_no_shorter_than_pays() -> None
     cost = machine()
     chunks = [
         sum(tokens for r, tokens in decision.sub_batches[0] if tokens > 1)
-        for scheduler, decision in decisions("auto", cost, num_requests=60)
-        if decision.split.second and scheduler.num_waiting > 2
+        for residency, decision in decisions("auto", cost, num_requests=60)
+        if len(decision.loads) == 2 and len(residency.waiting) > 2
     ]
     assert len(chunks) > 5
     weights_ms = cost.linear_ms(1)
@@ -412,7 +415,7 @@ def test_a_plan_says_whether_its_prediction_is_that_of_a_graph() -> None:
     while (plan := harness.start()) is not None:
         rows = max(len(batch.sequences) for batch in plan.sub_batches)
         is_graph = not plan.copies and rows <= 2 and all(s.is_decode for s in plan.sequences)
-        assert plan.is_graph == is_graph
+        assert plan.predicted.is_graph == is_graph
         seen.add(is_graph)
         harness.finish(plan)
     assert seen == {True, False}

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neo_desktop.engine.placement import POLICIES, Place
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling.budget import activation_bytes
+from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
 from neo_desktop.engine.simulation.bound import Bound
@@ -41,8 +42,7 @@ def flat_cost(linear_ms: float = 1.0, iteration_ms: float = 0.0) -> TableCostMod
         nothing,
         nothing,
         free,
-        free,
-        free,
+        dict.fromkeys(PLACES, free),
     )
 
 
@@ -230,7 +230,7 @@ def test_the_scheduler_learns_what_the_machine_truly_does(slowdowns: tuple[float
         requests, POLICIES["auto"], tables, blocks, BLOCK_SIZE, LIMITS, mismatch=Mismatch(gpu, cpu)
     )
     right = CorrectedCostModel(tables)
-    right.device_factor, right.cpu_factor = gpu, cpu
+    right.device_factor, right.host_factor = gpu, cpu
     knowing = simulate(requests, POLICIES["auto"], right, blocks, BLOCK_SIZE, LIMITS)
     assert wrong.output_tokens_per_s == pytest.approx(knowing.output_tokens_per_s, rel=0.1)
     assert wrong.output_tokens_per_s != knowing.output_tokens_per_s
@@ -280,8 +280,10 @@ def test_the_bound_equals_the_formula_of_the_roofline() -> None:
         transfer=Curve((1, 2), (0, 0)),
         first_chunk_attention=Curve((1, 2), (0, 0)),
         later_chunk_attention=Surface((1, 2), (1, 2), ((0, 0), (0, 0))),
-        gpu_attention=Surface((1, 2), (1, 2), ((0.01, 0.02), (0.02, 0.04))),
-        cpu_attention=Surface((1, 2), (1, 2), ((0.1, 0.2), (0.2, 0.4))),
+        attention={
+            Place.DEVICE: Surface((1, 2), (1, 2), ((0.01, 0.02), (0.02, 0.04))),
+            Place.HOST: Surface((1, 2), (1, 2), ((0.1, 0.2), (0.2, 0.4))),
+        },
     )
     context = 10 * sum(range(101, 111))  # of the decodes: the first token comes with the prompt
     tokens = 10 * (100 + 10)
@@ -393,10 +395,12 @@ def test_the_analytic_model_is_the_roofline() -> None:
     parameters = 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14_336 + 2 * 4096
     assert cost.linear_ms(1) == pytest.approx(parameters * 2 / (600e9 * 0.8) * 1e3 + 0.02)
     assert cost.linear_ms(2048) == pytest.approx(2 * parameters * 2048 / (70e12 * 0.75) * 1e3 + 0.02)
-    assert cost.gpu_attention_ms(10, 10_000) == pytest.approx(10_000 * 4096 / (600e9 * 0.6) * 1e3 + 0.004)
+    assert cost.attention_ms(Place.DEVICE, 10, 10_000) == pytest.approx(
+        10_000 * 4096 / (600e9 * 0.6) * 1e3 + 0.004
+    )
     reading_ms = 10_000 * 4096 / (51.2e9 * 0.8 * 0.9) * 1e3
     multiplying_ms = 10_000 * 4 * 4096 / (7 * 96e9 * 0.75) * 1e3
-    assert cost.cpu_attention_ms(10, 10_000) == pytest.approx(reading_ms + multiplying_ms + 0.005)
+    assert cost.attention_ms(Place.HOST, 10, 10_000) == pytest.approx(reading_ms + multiplying_ms + 0.005)
     assert cost.transfer_ms(1000) == pytest.approx(1000 * 4096 / (31.5e9 * 0.8) * 1e3 + 0.0107)
     share = get_gpu("a10g").prefill_attention_share
     for tokens, start in ((100, 0), (2048, 0), (777, 1), (700, 3000), (2048, 2048)):

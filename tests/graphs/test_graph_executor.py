@@ -139,7 +139,7 @@ def test_decodes_in_both_places_and_sub_batches(model: Decoder, seed: int) -> No
 
 def test_the_executor_tells_which_iterations_are_graphs(model: Decoder, rungs: Rungs) -> None:
     executor, _ = make_executor(model)
-    assert executor.graph_reach == GraphReach(MOST.rows, with_cpu=True)
+    assert executor.graph_reach == GraphReach(MOST.rows, with_host=True)
     assert make_executor(model, places=(Place.DEVICE,))[0].graph_reach == GraphReach(MOST.rows)
     plans = {"prompts": prompts("abcdef"), "decodes": decodes("ab"), "with CPU": decodes("ab", "dc", step=1)}
     expected = {

@@ -1,9 +1,14 @@
 """Cost models for tests: simple formulas in tables, and a hypothesis strategy over them."""
 
+from collections.abc import Sequence
+
 from hypothesis import strategies as st
 
+from neo_desktop.engine.placement import PLACES, Place, Side
 from neo_desktop.engine.predict.cost_model import CostModel, Curve, Surface, TableCostModel, ZeroCostModel
 
+# A second memory that the host attends for, as a slower one behind a CPU would be.
+THIRD = Place("third", memory=Side.HOST, attends=Side.HOST, label="third")
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 CONTEXTS = (1, 16, 256, 4096)
 
@@ -18,6 +23,7 @@ def machine(
     transfer_token_ms: float = 0.001,
     overlaps: bool = True,
     num_layers: int = 32,
+    places: Sequence[Place] = PLACES,
 ) -> TableCostModel:
     """A machine by formulas; the defaults are about Llama-2-7B on a T4-class slice (times per layer)."""
 
@@ -38,12 +44,11 @@ def machine(
             SIZES, [0.002 * bool(gpu_token_ms) + n * n / 2 * gpu_token_ms / 10 for n in SIZES]
         ),
         later_chunk_attention=surface(gpu_token_ms / 10),
-        gpu_attention=surface(gpu_token_ms),
-        cpu_attention=surface(cpu_token_ms),
+        attention={place: surface(cpu_token_ms if place.host_attends else gpu_token_ms) for place in places},
     )
 
 
-def cost_models() -> st.SearchStrategy[CostModel]:
+def cost_models(places: Sequence[Place] = PLACES) -> st.SearchStrategy[CostModel]:
     """Machines of all kinds, the sensible ones and the odd."""
     times = st.sampled_from((0.0, 1e-5, 1e-3, 0.1, 10.0))
     return st.one_of(
@@ -58,5 +63,6 @@ def cost_models() -> st.SearchStrategy[CostModel]:
             transfer_token_ms=times,
             overlaps=st.booleans(),
             num_layers=st.integers(1, 40),
+            places=st.just(tuple(places)),
         ),
     )

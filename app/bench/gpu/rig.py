@@ -15,8 +15,8 @@ from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.timeline import Timeline, busy_ns
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.placement import get_policy
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
 from neo_desktop.engine.setup import Setup
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from neo_desktop.app.bench.checks import above_zero, at_least, each_once
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.placement import get_policy
+from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic, with_rate
 
 _ENOUGH_FOR_A_MEDIAN = 9

@@ -18,9 +18,10 @@ from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.loading import choose_device, load
-from neo_desktop.engine.placement import PLACES, Place, get_policy
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.profiler import profile
+from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.setup import Setup, take_memory
 from neo_desktop.engine.simulation.bound import Bound
 

@@ -12,8 +12,8 @@ from neo_desktop.app.bench.throughput.gguf_file import check_installed
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.placement import get_policy
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic
 from neo_desktop.engine.stats import EngineStats
 

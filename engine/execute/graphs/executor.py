@@ -296,7 +296,7 @@ class GraphExecutor(Executor):
         if self._timeline is not None:
             self._timeline.begin_iteration(self._model.device)
         started_ns = time.perf_counter_ns()
-        watch = Patience(PATIENCE_S, PATIENCE_FACTOR).watch(plan.predicted_ms)
+        watch = Patience(PATIENCE_S, PATIENCE_FACTOR).watch(plan.predicted.total_ms)
         self._runner.begin(watch)
         memories = program.memories
         parts = [sub_batch.sequences for sub_batch in plan.sub_batches if sub_batch.sequences]

@@ -1,0 +1,252 @@
+"""What an iteration does: which tokens of whom it computes, where their KV lies, in which sub-batch."""
+
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Generic, TypeVar
+
+from neo_desktop.engine.batch import BlockCopy, IterationTiming
+from neo_desktop.engine.kv.cache import KVCache
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.predict.cost_model import CostModel, ZeroCostModel
+from neo_desktop.engine.predict.estimate import Decodes, Load, predict
+from neo_desktop.engine.request import RequestState
+from neo_desktop.engine.schedule.draft import Draft, HostQueue, SchedulerLimits
+from neo_desktop.engine.schedule.policies import Policy
+from neo_desktop.engine.schedule.residency import Residency
+from neo_desktop.engine.schedule.split import Split
+
+PATIENCE = 128  # iterations that a decode on the host waits before it joins at any price
+BUDGET_GROWTH = 1 + 1 / 32  # of the tokens of an iteration, after the device had no memory for more
+
+R = TypeVar("R", bound=RequestState)
+
+
+@dataclass(slots=True)
+class Decision(Generic[R]):
+    """What one iteration is to do, in terms of requests."""
+
+    sub_batches: list[list[tuple[R, int]]]  # (request, how many tokens of it)
+    host_decodes: list[R]  # those of them that the host attends for
+    waiting_decodes: list[R]  # those that it could not: they wait for the next iteration
+    copies: list[BlockCopy]
+    loads: tuple[Load, ...]  # of the sub-batches
+    swapped_tokens: int  # whose KV crosses the bus beside them
+    predicted: IterationTiming
+
+
+@dataclass(slots=True)
+class _Chosen(Generic[R]):
+    """Those who take part, or may."""
+
+    decodes: list[R] = field(default_factory=list)  # that the device attends for
+    queue: list[R] = field(default_factory=list)  # that the host attends for, who waited longest first
+    chunks: list[tuple[R, int]] = field(default_factory=list)  # of prompts, in any place
+
+
+class Decider(Generic[R]):
+    """Continuous batching over several places, as in NEO (section 3.2).
+
+    NOTE on the algorithm. There is no prefill phase and no decode phase: a request has some tokens (prompt
+    and output), some of them have their KV computed, and an iteration computes more of the rest. Each one:
+
+    1. Room: every decode needs a slot for its new token. Where a place is full, its youngest request moves
+       to another place that has room, or is preempted: its blocks are freed and it waits again, to be
+       recomputed.
+    2. The decodes that the device attends for join sub-batch 0. If there is ample room in the preferred
+       place, the oldest requests of others move there, as many as the bus can bring behind the linear stages,
+       at least one.
+    3. Prompts join sub-batch 0, in the order of their arrival, cut into chunks by the token budget. Their KV
+       stays in the preferred place if it fits, else it goes to another one layer by layer.
+    4. Decodes that the host attends for join sub-batch 0 or 1, or wait. Those that waited longest come first.
+    5. As long as the host has more decodes than it can do, no prompt joins it.
+    6. The plan is compared with others by predicted throughput: the device alone, a single batch, …
+
+    What is not the same for all is up to the `Policy`: who moves in step 1, how much of the prompts joins in
+    step 3, steps 4 to 6.
+
+    Pure bookkeeping: no tensors here, and blocks are counted by `KVCache` alone. `Scheduler` gives it the
+    form that executors need; the simulator uses it as it is.
+    """
+
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        policy: Policy,
+        limits: SchedulerLimits,
+        cost_model: CostModel | None = None,
+    ) -> None:
+        self.residency: Residency[R] = Residency(kv_cache, policy.places)
+        self._kv = kv_cache
+        self._policy = policy
+        self._limits = limits
+        self._cost: CostModel = ZeroCostModel() if cost_model is None else cost_model
+        self._batch_tokens: float = limits.max_batch_tokens  # less while memory is short
+        self._host_is_loaded = False  # whether its decodes had to wait in the last iteration
+
+    @property
+    def is_short_of_memory(self) -> bool:
+        """Whether iterations are smaller than they may be, since the device had no memory for more."""
+        return self._batch_tokens < self._limits.max_batch_tokens
+
+    def shrink_to(self, num_tokens: int) -> None:
+        """Make iterations smaller for a while: the device had no memory for more."""
+        self._batch_tokens = max(num_tokens, 1)
+
+    def decide(self) -> Decision[R] | None:
+        """Choose what the next iteration does; None when there is nothing to do.
+
+        A decision that is not carried out is replaced by the next one: moves and admissions stay.
+        """
+        residency = self.residency
+        has_room = residency.make_room(self._may_spill)  # 1
+        # Requests that wait take free room first, unless the host has more to do than it can.
+        if has_room and (self._host_is_loaded or not residency.waiting):
+            self._promote()  # 2
+        chosen, draft = self._collect_decodes()
+        self._join_chunks(chosen, draft, may_admit=has_room)  # 3, 5
+        if not draft.load.tokens and not chosen.queue:
+            return None
+        return self._decision(chosen, draft, self._policy.divide(draft))  # 4, 6
+
+    def advance(self, decision: Decision[R]) -> list[R]:
+        """Book an iteration as carried out; return those who get their next token by it, already counted."""
+        self.residency.start_moves()
+        for request in decision.waiting_decodes:
+            request.num_skipped += 1
+        for request in decision.host_decodes:
+            request.num_skipped = 0
+        self._host_is_loaded = bool(decision.waiting_decodes)
+        counters = self.residency.counters
+        counters.num_cpu_decodes += len(decision.host_decodes)
+        counters.num_double_iterations += len(decision.sub_batches) == 2
+        sampled = []
+        for batch in decision.sub_batches:
+            for request, num_tokens in batch:
+                request.num_computed_tokens += num_tokens
+                if request.num_computed_tokens == request.num_tokens:
+                    request.num_tokens += 1
+                    sampled.append(request)
+        self._grow_budget()
+        return sampled
+
+    def _may_spill(self, victim: R, place: Place) -> bool:
+        """Whether a request may go on in a less preferred place; one that fits nowhere else must."""
+        best = self.residency.places[0]
+        if victim.num_tokens >= self._kv.capacity_tokens(best):
+            return True
+        rest = [request.num_tokens for request in self.residency.running[best] if request is not victim]
+        draft = self._draft({best: Decodes(len(rest), sum(rest))} if rest else {})
+        return self._policy.spills(draft, place, victim.num_tokens)
+
+    def _promote(self) -> None:
+        """Move requests to the preferred place, if it has room, as long as that hides their way there."""
+        layer_ms = self._cost.linear_ms(self.residency.num_running)
+        num_tokens = more = self.residency.promote_one()
+        while more and self._cost.transfer_ms(num_tokens) < layer_ms:
+            more = self.residency.promote_one()
+            num_tokens += more
+
+    def _draft(self, decodes: dict[Place, Decodes]) -> Draft:
+        """Return an iteration with decodes that the device attends for."""
+        load = Load().plus(decodes)
+        swapped_tokens = len(self.residency.copies) * self._kv.block_size
+        return Draft(
+            self._cost,
+            self._limits,
+            int(self._batch_tokens) - load.tokens,
+            load,
+            swapped_tokens=swapped_tokens,
+            num_waiting=len(self.residency.waiting),
+        )
+
+    def _collect_decodes(self) -> tuple[_Chosen[R], Draft]:
+        """Step 2: sub-batch 0 gets what the device attends for; the rest of what can be decoded queues up."""
+        chosen: _Chosen[R] = _Chosen()
+        contexts: list[tuple[Place, int]] = []
+        at_device: dict[Place, Decodes] = {}
+        for place, running in self.residency.running.items():
+            decodes = [r for r in running if r.num_uncomputed_tokens == 1 and not r.is_complete]
+            if not decodes:
+                continue
+            if place.host_attends:
+                chosen.queue += decodes
+                contexts += [(place, request.num_tokens) for request in decodes]
+            else:
+                decodes = decodes[: int(self._batch_tokens) - len(chosen.decodes)]
+                chosen.decodes += decodes
+                at_device[place] = Decodes(len(decodes), sum(request.num_tokens for request in decodes))
+        if any(request.num_skipped for request in chosen.queue):
+            order = sorted(range(len(contexts)), key=lambda i: -chosen.queue[i].num_skipped)  # stable
+            chosen.queue = [chosen.queue[i] for i in order]
+            contexts = [contexts[i] for i in order]
+        draft = self._draft(at_device)
+        del chosen.queue[draft.budget :]
+        draft.queue = HostQueue(contexts[: draft.budget])
+        draft.num_due = sum(request.num_skipped >= PATIENCE for request in chosen.queue)
+        draft.budget -= len(chosen.queue)
+        return chosen, draft
+
+    def _join_chunks(self, chosen: _Chosen[R], draft: Draft, may_admit: bool) -> None:
+        """Step 3: chunks of running prompts, then of waiting ones."""
+        residency = self.residency
+        unfinished = [
+            request
+            for running in residency.running.values()
+            for request in running
+            if request.num_uncomputed_tokens > 1
+        ]
+        unfinished.sort(key=attrgetter("arrival"))
+        may_admit = may_admit and bool(residency.waiting) and residency.may_have_room(residency.waiting[0])
+        if not unfinished and not may_admit:
+            return
+        draft.budget = self._policy.pace(draft)
+        for request in unfinished:
+            self._join_chunk(chosen, draft, request)
+        while may_admit and draft.budget and residency.waiting:
+            request = residency.waiting[0]
+            if residency.num_running >= self._limits.max_batch_requests or not self._admit(draft, request):
+                break
+            self._join_chunk(chosen, draft, request)
+
+    def _join_chunk(self, chosen: _Chosen[R], draft: Draft, request: R) -> None:
+        num_tokens = min(request.num_uncomputed_tokens, draft.budget)
+        if num_tokens:
+            chosen.chunks.append((request, num_tokens))
+            place = self.residency.place_of(request)
+            draft.add_chunk(place, num_tokens, request.num_computed_tokens, request.num_tokens)
+
+    def _admit(self, draft: Draft, request: R) -> bool:
+        """Let the request that waited longest live in the first place that has room for it."""
+        draft.num_waiting = len(self.residency.waiting)
+        best, *others = self.residency.places
+        if self.residency.admit(best):
+            return True
+        must_leave = request.num_tokens >= self._kv.capacity_tokens(best)
+        return any(
+            (must_leave or self._policy.admits(draft, place, request.num_tokens))
+            and self.residency.admit(place)
+            for place in others
+        )
+
+    def _decision(self, chosen: _Chosen[R], draft: Draft, split: Split) -> Decision[R]:
+        first, second = ([chosen.queue[i] for i in part] for part in (split.first, split.second))
+        joined = {*split.first, *split.second}
+        sub_batches = [chosen.chunks + [(r, 1) for r in chosen.decodes] + [(r, 1) for r in first]]
+        if second:
+            sub_batches.append([(r, 1) for r in second])
+        return Decision(
+            sub_batches=sub_batches,
+            host_decodes=[*second, *first],
+            waiting_decodes=[request for i, request in enumerate(chosen.queue) if i not in joined],
+            copies=self.residency.copies,
+            loads=split.loads,
+            swapped_tokens=draft.swapped_tokens,
+            predicted=predict(self._cost, *split.loads, swapped_tokens=draft.swapped_tokens),
+        )
+
+    def _grow_budget(self) -> None:
+        """After memory was short, return to the full budget: in 23 steps to twice as much.
+
+        If the memory does not come back, so many iterations pass between two that fail.
+        """
+        self._batch_tokens = min(self._batch_tokens * BUDGET_GROWTH, self._limits.max_batch_tokens)

@@ -1,0 +1,116 @@
+"""An iteration in the making, in numbers: what it may hold, what it holds, who could still join."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.estimate import Decodes, Load
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds on one iteration."""
+
+    max_batch_tokens: int  # tokens in the linear stages; longer prompts are prefilled in chunks
+    max_batch_requests: int  # requests that run at the same time
+
+    def __post_init__(self) -> None:
+        if self.max_batch_requests < 1 or self.max_batch_tokens < self.max_batch_requests:
+            raise ValueError(
+                "max_batch_requests must be at least 1 and max_batch_tokens at least max_batch_requests, got "
+                f"{self.max_batch_requests} and {self.max_batch_tokens}"
+            )
+
+
+class HostQueue:
+    """Decodes that the host attends for, in the order in which iterations take them.
+
+    Args:
+        contexts: (where its KV lies, its context tokens) of each.
+    """
+
+    def __init__(self, contexts: Sequence[tuple[Place, int]]) -> None:
+        self.contexts = contexts
+        self._sums: list[tuple[Place, Sequence[int], Sequence[int]]] = []  # (place, decodes, tokens before)
+        if not contexts:
+            return
+        only = contexts[0][0]
+        if all(place is only for place, _ in contexts):
+            tokens = list(accumulate((each for _, each in contexts), initial=0))
+            self._sums.append((only, range(len(tokens)), tokens))
+            return
+        for place in dict.fromkeys(place for place, _ in contexts):
+            is_here = [each == place for each, _ in contexts]
+            tokens = [each * here for (_, each), here in zip(contexts, is_here, strict=True)]
+            self._sums.append((place, [0, *accumulate(is_here)], [0, *accumulate(tokens)]))
+
+    def __len__(self) -> int:
+        return len(self.contexts)
+
+    def decodes(self, begin: int, end: int) -> dict[Place, Decodes]:
+        """Return `place -> those of the decodes begin .. end - 1 whose KV lies there`."""
+        found = {}
+        for place, counts, tokens in self._sums:
+            requests = counts[end] - counts[begin]
+            if requests:
+                found[place] = Decodes(requests, tokens[end] - tokens[begin])
+        return found
+
+    def tokens(self, begin: int, end: int) -> int:
+        """Return the context tokens of the decodes `begin .. end - 1`."""
+        return sum(tokens[end] - tokens[begin] for _, _, tokens in self._sums)
+
+    def followed_by(self, place: Place, context_tokens: int, count: int = 1) -> "HostQueue":
+        """Return the queue with some more decodes at its end."""
+        return HostQueue([*self.contexts, *[(place, context_tokens)] * count])
+
+
+@dataclass(slots=True)
+class Draft:
+    """What an iteration holds so far."""
+
+    cost: CostModel
+    limits: SchedulerLimits
+    budget: int  # tokens that may still be added
+    load: Load  # of sub-batch 0, without the queue
+    queue: HostQueue = field(default_factory=lambda: HostQueue(()))
+    num_due: int = 0  # how many at the front of the queue waited so long that they join at any price
+    swapped_tokens: int = 0  # whose KV crosses the bus
+    num_waiting: int = 0  # prompts that live nowhere yet
+    prompts: list[tuple[Place, int]] = field(default_factory=list)  # (place, tokens) of those with a chunk
+    num_chunk_tokens: int = 0
+
+    def add_chunk(self, place: Place, tokens: int, start: int, num_tokens: int) -> None:
+        """Add tokens of a request.
+
+        Args:
+            place: where it lives.
+            tokens: how many, within the budget.
+            start: how many are computed already.
+            num_tokens: how many the request has.
+        """
+        load = self.load
+        is_last = start + tokens == num_tokens
+        if tokens > 1:
+            prefill_ms = load.prefill_ms + self.cost.prefill_attention_ms(tokens, start)
+            self.load = Load(load.tokens + tokens, load.rows + is_last, prefill_ms, load.decodes)
+        else:  # for the kernels, a single token is a decode
+            self.load = load.plus({place: Decodes(1, start + 1)})._replace(rows=load.rows + is_last)
+        self.budget -= tokens
+        self.num_chunk_tokens += tokens
+        self.prompts.append((place, num_tokens))
+        if place.in_host_memory:
+            self.swapped_tokens += tokens
+
+    def when_prefilled(self) -> tuple[Load, HostQueue]:
+        """Return the decodes once these prompts are computed: the device's, and the host's."""
+        decodes = dict(self.load.decodes)
+        load, queue = Load().plus(decodes), list(self.queue.contexts)
+        for place, num_tokens in self.prompts:
+            if place.host_attends:
+                queue.append((place, num_tokens))
+            else:
+                load = load.plus({place: Decodes(1, num_tokens)})
+        return load, HostQueue(queue)
