@@ -13,6 +13,7 @@
 
 #include "neo_desktop/thread_pool.h"
 #include "pause.h"
+#include "relay_items.h"
 
 namespace neo_desktop {
 namespace {
@@ -30,82 +31,6 @@ constexpr std::chrono::nanoseconds kLongestLook = std::chrono::seconds(1);
 
 // Between two looks at a flag that nobody is in a hurry for.
 constexpr std::chrono::microseconds kRest{20};
-
-// What a transfer moves in one call: its threads are soon free for attention.
-constexpr int64_t kTransferBytes = 1 << 20;
-
-struct Layer {
-  PagedCache cache;
-  int64_t window;
-};
-
-enum FlagKind { kReady, kDone };
-
-std::atomic_ref<int32_t> flag(const RelayItem& item, FlagKind kind, size_t layer) {
-  const TensorView& flags =
-      std::visit([](const auto& each) -> const TensorView& { return each.flags; }, item);
-  return std::atomic_ref<int32_t>(
-      static_cast<int32_t*>(flags.data)[(kind * flags.shape[1] + layer) * kFlagInts]);
-}
-
-// What differs between the kinds of items.
-
-void check(const RelayBatch& batch, const PagedCache& cache) { batch.arguments.check(cache, 0); }
-
-void check(const RelayTransfer& transfer, const PagedCache& cache) {
-  for (const KVRows& rows : transfer.rows) {
-    rows.check(cache);
-    if (transfer.to_host) continue;
-    check_no_overlap(rows.k, 2);
-    check_no_overlap(rows.v, 2);
-  }
-}
-
-bool attends(const RelayItem& item) { return std::holds_alternative<RelayBatch>(item); }
-
-bool is_behind(const RelayItem& item) {
-  const auto* transfer = std::get_if<RelayTransfer>(&item);
-  return transfer != nullptr && transfer->is_behind;
-}
-
-bool is_awaited(const RelayItem& item, size_t layer) {
-  const auto* transfer = std::get_if<RelayTransfer>(&item);
-  return transfer == nullptr || transfer->to_host || layer >= transfer->rows.size();
-}
-
-void run(const RelayBatch& batch, const Layer& layer, size_t, int num_threads, Isa isa) {
-  batch.arguments.run(layer.cache, layer.window, num_threads, isa);
-}
-
-void run(const RelayTransfer& transfer, const Layer& layer, size_t index, int num_threads, Isa isa) {
-  const KVRows& rows = transfer.rows[index % transfer.rows.size()];
-  const PagedCache& cache = layer.cache;
-  const int64_t row_bytes = 2 * cache.kv_heads * cache.head_dim * size_of(cache.dtype);
-  const int64_t at_once = std::max<int64_t>(kTransferBytes / row_bytes, 1);
-  const int64_t count = rows.slots.size(0);
-  for (int64_t first = 0; first < count; first += at_once) {
-    const KVRows part = rows.part(first, std::min(at_once, count - first));
-    transfer.to_host ? part.write(cache, num_threads, isa) : part.read(cache, num_threads, isa);
-  }
-}
-
-// Where the iteration stands, for people.
-std::string words(const RelayBatch& batch, size_t layer, bool is_waiting) {
-  const std::string place = "layer " + std::to_string(layer) + " of sub-batch " + std::to_string(batch.index);
-  return (is_waiting ? "the GPU did not hand over q, k and v for "
-                     : "the CPU did not end its attention for ") +
-         place;
-}
-
-std::string words(const RelayTransfer& transfer, size_t layer, bool is_waiting) {
-  const auto of_layer = [&](size_t l) { return transfer.what + " of layer " + std::to_string(l); };
-  if (!is_waiting) {
-    return (transfer.to_host ? "the CPU did not end storing " : "the CPU did not end fetching ") +
-           of_layer(layer);
-  }
-  return transfer.to_host ? "the GPU did not hand over " + of_layer(layer)
-                          : "the GPU did not take over " + of_layer(layer - transfer.rows.size());
-}
 
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
@@ -133,6 +58,11 @@ class Relay::State {
   void guard();
 
  private:
+  struct Layer {
+    PagedCache cache;
+    int64_t window;
+  };
+
   // From waiting to working and back by the thread that serves, to given up by the guard: one of them is
   // first, and what was given up while waiting begins no step.
   enum class Doing : int { kWaiting, kWorking, kGivenUp };
@@ -230,17 +160,7 @@ void Relay::State::start(std::vector<RelayItem> items, std::chrono::nanoseconds 
   std::unique_lock lock(mutex_);
   if (closed_) throw std::logic_error("the relay is closed");
   if (running_) throw std::logic_error("the relay's last iteration has not ended");
-  for (const RelayItem& item : items) {
-    std::visit(
-        [this](const auto& each) {
-          check(each, layers_.front().cache);
-          check_shape(each.flags, "[2, layers, ints of a cache line]",
-                      {2, static_cast<int64_t>(layers_.size()), kFlagInts});
-          check_dtype(each.flags, {DType::kInt32});
-          check_packed(each.flags, 3);
-        },
-        item);
-  }
+  for (const RelayItem& item : items) check(item, layers_.front().cache, layers_.size());
   items_ = std::move(items);
   rests_ = std::none_of(items_.begin(), items_.end(), attends);
   steps_.clear();
@@ -324,7 +244,7 @@ bool Relay::State::step(size_t layer, size_t index) {
   if (!goes_on(layer, index, Doing::kWaiting) || !wait_until_ready(item, layer)) return false;
   const int64_t start_ns = now_ns();
   if (!goes_on(layer, index, Doing::kWorking)) return false;
-  std::visit([&](const auto& each) { run(each, layers_[layer], layer, num_threads_, isa_); }, item);
+  run(item, layers_[layer].cache, layers_[layer].window, layer, num_threads_, isa_);
   flag(item, kDone, layer).store(1, std::memory_order_release);
   steps_.push_back({static_cast<int>(layer), static_cast<int>(index), start_ns, now_ns()});
   return true;
@@ -372,10 +292,10 @@ bool Relay::State::goes_on(size_t layer, size_t index, Doing doing) {
 }
 
 std::string Relay::State::where(Doing doing) const {
-  const bool is_waiting = doing == Doing::kWaiting;
+  const RelayItem& item = items_[item_];
+  const bool is_waiting = doing == Doing::kWaiting && is_awaited(item, layer_);
   const std::string seconds = std::to_string(patience_.count() / 1'000'000'000.0);
-  return std::visit([&](const auto& each) { return words(each, layer_, is_waiting); }, items_[item_]) +
-         " within " + seconds.substr(0, seconds.find('.') + 2) + " s";
+  return words(item, layer_, is_waiting) + " within " + seconds.substr(0, seconds.find('.') + 2) + " s";
 }
 
 bool Relay::State::wait_until_ready(const RelayItem& item, size_t layer) const {

@@ -1,0 +1,92 @@
+#include "relay_items.h"
+
+#include <algorithm>
+
+namespace neo_desktop {
+namespace {
+
+// What a transfer moves in one call: its threads are soon free for attention.
+constexpr int64_t kTransferBytes = 1 << 20;
+
+void check_arguments(const RelayBatch& batch, const PagedCache& cache) { batch.arguments.check(cache, 0); }
+
+void check_arguments(const RelayTransfer& transfer, const PagedCache& cache) {
+  for (const KVRows& rows : transfer.rows) {
+    rows.check(cache);
+    if (transfer.to_host) continue;
+    check_no_overlap(rows.k, 2);
+    check_no_overlap(rows.v, 2);
+  }
+}
+
+void move(const RelayTransfer& transfer, const PagedCache& cache, size_t layer, int num_threads, Isa isa) {
+  const KVRows& rows = transfer.rows[layer % transfer.rows.size()];
+  const int64_t row_bytes = 2 * cache.kv_heads * cache.head_dim * size_of(cache.dtype);
+  const int64_t at_once = std::max<int64_t>(kTransferBytes / row_bytes, 1);
+  const int64_t count = rows.slots.size(0);
+  for (int64_t first = 0; first < count; first += at_once) {
+    const KVRows part = rows.part(first, std::min(at_once, count - first));
+    transfer.to_host ? part.write(cache, num_threads, isa) : part.read(cache, num_threads, isa);
+  }
+}
+
+}  // namespace
+
+std::atomic_ref<int32_t> flag(const RelayItem& item, FlagKind kind, size_t layer) {
+  const TensorView& flags =
+      std::visit([](const auto& each) -> const TensorView& { return each.flags; }, item);
+  return std::atomic_ref<int32_t>(
+      static_cast<int32_t*>(flags.data)[(kind * flags.shape[1] + layer) * kFlagInts]);
+}
+
+void check(const RelayItem& item, const PagedCache& cache, size_t num_layers) {
+  std::visit(
+      [&](const auto& each) {
+        check_arguments(each, cache);
+        check_shape(each.flags, "[2, layers, ints of a cache line]",
+                    {2, static_cast<int64_t>(num_layers), kFlagInts});
+        check_dtype(each.flags, {DType::kInt32});
+        check_packed(each.flags, 3);
+      },
+      item);
+}
+
+bool attends(const RelayItem& item) { return std::holds_alternative<RelayBatch>(item); }
+
+bool is_behind(const RelayItem& item) {
+  const auto* transfer = std::get_if<RelayTransfer>(&item);
+  return transfer != nullptr && transfer->is_behind;
+}
+
+bool is_awaited(const RelayItem& item, size_t layer) {
+  const auto* transfer = std::get_if<RelayTransfer>(&item);
+  return transfer == nullptr || transfer->to_host || layer >= transfer->rows.size();
+}
+
+void run(const RelayItem& item, const PagedCache& cache, int64_t window, size_t layer, int num_threads,
+         Isa isa) {
+  if (const auto* batch = std::get_if<RelayBatch>(&item)) {
+    batch->arguments.run(cache, window, num_threads, isa);
+  } else {
+    move(std::get<RelayTransfer>(item), cache, layer, num_threads, isa);
+  }
+}
+
+std::string words(const RelayItem& item, size_t layer, bool is_waiting) {
+  const auto of = [](const std::string& what, size_t l) { return what + " of layer " + std::to_string(l); };
+  if (const auto* batch = std::get_if<RelayBatch>(&item)) {
+    const std::string place = std::to_string(layer) + " of sub-batch " + std::to_string(batch->index);
+    return (is_waiting ? "the GPU did not hand over q, k and v for layer "
+                       : "the CPU did not end its attention for layer ") +
+           place;
+  }
+  const auto& transfer = std::get<RelayTransfer>(item);
+  if (!is_waiting) {
+    return (transfer.to_host ? "the CPU did not end storing " : "the CPU did not end fetching ") +
+           of(transfer.what, layer);
+  }
+  return transfer.to_host ? "the GPU did not hand over " + of(transfer.what, layer)
+                          : "the GPU did not take over " + of(transfer.what, layer - transfer.rows.size());
+}
+
+}  // namespace neo_desktop
