@@ -20,9 +20,8 @@ from neo_desktop.app.bench.gpu_driver import GpuState, state_notes
 from neo_desktop.app.bench.hardware import HardwareOptions, HardwareReport, run_hardware, suite
 from neo_desktop.app.bench.hardware.device import BOTH, SAMPLE_SECONDS, Way, gpu_cases
 from neo_desktop.app.bench.hardware.hand_off import HandOff
-from neo_desktop.app.bench.hardware.host import Host, native_dtypes
-from neo_desktop.app.bench.hardware.options import doubling
-from neo_desktop.app.bench.hardware.rounds import LEAST_ROUNDS, Case, rounds
+from neo_desktop.app.bench.hardware.host import Case, Host, native_dtypes
+from neo_desktop.app.bench.hardware.suite import LEAST_ROUNDS, doubling, rounds
 from neo_desktop.app.bench.section import Section
 from neo_desktop.app.bench.spread import Spread, number, size
 from neo_desktop.engine.cuda.streams import WholeDevice

@@ -6,8 +6,7 @@ import psutil
 import torch
 
 from neo_desktop import native
-from neo_desktop.app.bench.hardware.cuda import CudaTimer
-from neo_desktop.app.bench.hardware.device import matrix_rate, read_rate
+from neo_desktop.app.bench.hardware.device import CudaTimer, matrix_rate, read_rate
 from neo_desktop.app.bench.hardware.host import Host
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.profiling.hardware import cpu_name
@@ -62,12 +61,12 @@ class CudaGpu:
 
     def __init__(self, streams: Streams, nbytes: int, dtype: str) -> None:
         self._timer = CudaTimer(streams, min(nbytes, _MOST_BYTES), _MATRIX_SIZE["cuda"])
-        self._matrix = matrix_rate(self._timer, _MATRIX_SIZE["cuda"], dtype)
+        self._matrix = matrix_rate(self._timer, _MATRIX_SIZE["cuda"], dtype).giga_per_s
         self.name = self._timer.name
 
     def read_gb_per_s(self, nbytes: int) -> float:
         """See `Processor`."""
-        return read_rate(self._timer, min(nbytes, self._timer.memory_bytes))()
+        return read_rate(self._timer, min(nbytes, self._timer.memory_bytes)).giga_per_s()
 
     def matrix_gflop_per_s(self) -> float:
         """See `Processor`."""

@@ -3,15 +3,27 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from neo_desktop import native
-from neo_desktop.app.bench.hardware.rounds import Case
 from neo_desktop.engine.loading import DTYPES
 
 _FMA_SECONDS = 0.01
 _BF16_ISAS = ("avx512bf16", "amx", "neon_bf16")  # instruction sets that multiply bf16
+
+
+class Case(NamedTuple):
+    """One measurement: what, and at which number of threads, bytes or rows."""
+
+    what: str
+    size: int
+    dtype: str = ""
+
+
+Cases = dict[Case, Callable[[], float]]
 
 
 class Host:
@@ -63,31 +75,18 @@ def native_dtypes() -> tuple[str, ...]:
     return ("float32", "bfloat16") if native.default_isa() in _BF16_ISAS else ("float32",)
 
 
-def host_cases(
-    host: Host, thread_counts: tuple[int, ...], matrix_size: int
-) -> dict[Case, Callable[[], float]]:
+def host_cases(host: Host, thread_counts: tuple[int, ...], matrix_size: int) -> Cases:
     """Every measurement on the host: GB/s of reads and copies, GFLOP/s of the others."""
-
-    def reads(threads: int) -> Callable[[], float]:
-        return lambda: host.read_gb_per_s(threads)
-
-    def copies(threads: int) -> Callable[[], float]:
-        return lambda: host.copy_gb_per_s(threads)
-
-    def multiply_adds(threads: int, dtype: str) -> Callable[[], float]:
-        return lambda: host.multiply_add_gflop_per_s(threads, dtype)
-
-    def matrices(dtype: str) -> Callable[[], float]:
-        return lambda: host.matrix_gflop_per_s(matrix_size, dtype)
-
-    cases: dict[Case, Callable[[], float]] = {}
+    cases: Cases = {}
     for threads in thread_counts:
-        cases[Case("host reads", threads)] = reads(threads)
-        cases[Case("host copies", threads)] = copies(threads)
+        cases[Case("host reads", threads)] = partial(host.read_gb_per_s, threads)
+        cases[Case("host copies", threads)] = partial(host.copy_gb_per_s, threads)
         for dtype in native_dtypes():
-            cases[Case("CPU multiply-adds", threads, dtype)] = multiply_adds(threads, dtype)
+            multiply_add = partial(host.multiply_add_gflop_per_s, threads, dtype)
+            cases[Case("CPU multiply-adds", threads, dtype)] = multiply_add
     for dtype in native_dtypes():
-        cases[Case("CPU matrix products", matrix_size, dtype)] = matrices(dtype)
+        multiply = partial(host.matrix_gflop_per_s, matrix_size, dtype)
+        cases[Case("CPU matrix products", matrix_size, dtype)] = multiply
     return cases
 
 

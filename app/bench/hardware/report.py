@@ -1,20 +1,79 @@
 """What the suite found, and how it is told."""
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from neo_desktop.app.bench.charts import BLUE, GREEN, ORANGE, RED, doubling, round_logs, spreads, tidy
 from neo_desktop.app.bench.gpu_driver import GpuState, no_gpu, state_notes
-from neo_desktop.app.bench.hardware.figures import (
-    GpuFigures,
-    HandOffFigures,
-    HostFigures,
-    MatrixFigures,
-    TransferFigures,
-)
-from neo_desktop.app.bench.hardware.plot import draw_reads, draw_transfers
-from neo_desktop.app.bench.section import Metric, Plot, Section, Table
-from neo_desktop.app.bench.spread import number, size
+from neo_desktop.app.bench.section import Column, Metric, Plot, Section, Table
+from neo_desktop.app.bench.spread import Spread, number, size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Way = Literal["graph", "streams", "threads"]  # of a hand-off, see `HandOffFigures`
+_WAYS = {
+    "graph": "GPU, CPU, GPU in a graph (decodes)",
+    "streams": "GPU, CPU, GPU on streams (with prompts)",
+    "threads": "imitated by threads",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HostFigures:
+    """The host with so many threads."""
+
+    threads: int
+    read_gb_per_s: Spread
+    copy_gb_per_s: Spread  # what is read and what is written both count
+    fp32_gflop_per_s: Spread  # multiply-adds in registers; either counts as an operation
+    bf16_gflop_per_s: Spread | None  # None: the instruction set of the kernels has none
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixFigures:
+    """Products of two square matrices."""
+
+    size: int  # rows and columns
+    dtype: str
+    gflop_per_s: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFigures:
+    """Copies between GPU memory and pinned host memory, several in a row."""
+
+    nbytes: int  # of one copy
+    to_device_us: Spread
+    to_host_us: Spread
+    both_ways_us: Spread  # one copy each way, at once
+    to_device_gb_per_s: float  # medians
+    to_host_gb_per_s: float
+    both_ways_gb_per_s: float  # both ways together
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFigures:
+    """The GPU by itself, and its way to the host."""
+
+    name: str
+    state: GpuState | None  # before the run; None: the driver cannot be asked
+    memory_bytes: int  # that reads and copies go over
+    read_gb_per_s: Spread
+    copy_gb_per_s: Spread  # what is read and what is written both count
+    matrices: tuple[MatrixFigures, ...]
+    transfers: tuple[TransferFigures, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HandOffFigures:
+    """From the device to the CPU and back, with work in between."""
+
+    # "graph": inside a CUDA graph, through flags, as iterations of decodes do. "streams": on the engine's
+    # lanes, as other iterations do. "threads": likewise, but without a GPU, between threads.
+    way: Way
+    nbytes: int  # each way
+    us: Spread  # of a round trip, in a chain of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,69 +97,86 @@ class HardwareReport:
 
     def section(self) -> Section:
         """What is shown everywhere."""
-        plots = [
-            Plot(
-                "hardware-host-memory",
-                "How fast the CPU reads and copies its memory, by number of threads",
-                partial(draw_reads, host=self.host),
-            )
-        ]
+        reads = "How fast the CPU reads and copies its memory, by number of threads"
+        plots = [Plot("hardware-host-memory", reads, self._draw_reads)]
         if self.gpu is not None and self.gpu.transfers:
-            plots.append(
-                Plot(
-                    "hardware-transfers",
-                    "How fast data crosses the bus between GPU and host, by size of a copy",
-                    partial(draw_transfers, transfers=self.gpu.transfers),
-                )
-            )
-        return Section(
-            title="Hardware",
-            summary=self._summary(),
-            tables=tuple(self._tables()),
-            plots=tuple(plots),
-            notes=self._notes(),
-        )
+            crosses = "How fast data crosses the bus between GPU and host, by size of a copy"
+            plots.append(Plot("hardware-transfers", crosses, self._draw_transfers))
+        return Section("Hardware", self._summary(), tuple(self._tables()), tuple(plots), self._notes())
 
     def metrics(self) -> tuple[Metric, ...]:
         """The figures to compare with another run."""
-        best = _best(self.host)
-        most = max(self.host, key=lambda row: row.fp32_gflop_per_s.median)
-        found = [
-            Metric("hardware.host_read_gb_per_s", best.read_gb_per_s.median, "GB/s"),
-            Metric("hardware.host_copy_gb_per_s", max(r.copy_gb_per_s.median for r in self.host), "GB/s"),
-            Metric("hardware.cpu_fp32_gflop_per_s", most.fp32_gflop_per_s.median, "GFLOP/s"),
-        ]
-        found += [
-            Metric(f"hardware.cpu_matrix_{row.dtype}_gflop_per_s", row.gflop_per_s.median, "GFLOP/s")
-            for row in self.matrices
-        ]
-        if self.gpu is not None:
-            found += _gpu_metrics(self.gpu)
-        found += [
-            Metric(f"hardware.hand_off_{row.way}_us.{row.nbytes}_bytes", row.us.median, "us", False)
-            for row in self.hand_off
-        ]
+        host, gpu, found = self.host, self.gpu, []
+
+        def add(name: str, value: float, unit: str = "GB/s", higher: bool = True) -> None:
+            found.append(Metric(f"hardware.{name}", value, unit, higher))
+
+        add("host_read_gb_per_s", max(row.read_gb_per_s.median for row in host))
+        add("host_copy_gb_per_s", max(row.copy_gb_per_s.median for row in host))
+        add("cpu_fp32_gflop_per_s", max(row.fp32_gflop_per_s.median for row in host), "GFLOP/s")
+        for row in self.matrices:
+            add(f"cpu_matrix_{row.dtype}_gflop_per_s", row.gflop_per_s.median, "GFLOP/s")
+        if gpu is not None:
+            add("gpu_read_gb_per_s", gpu.read_gb_per_s.median)
+            add("gpu_copy_gb_per_s", gpu.copy_gb_per_s.median)
+            for dtype in dict.fromkeys(row.dtype for row in gpu.matrices):
+                best = max(row.gflop_per_s.median for row in gpu.matrices if row.dtype == dtype)
+                add(f"gpu_matrix_{dtype}_gflop_per_s", best, "GFLOP/s")
+            for largest in gpu.transfers[-1:]:
+                add("to_gpu_gb_per_s", largest.to_device_gb_per_s)
+                add("to_host_gb_per_s", largest.to_host_gb_per_s)
+                add("both_ways_gb_per_s", largest.both_ways_gb_per_s)
+        for each in self.hand_off:
+            add(f"hand_off_{each.way}_us.{each.nbytes}_bytes", each.us.median, "us", False)
         return tuple(found)
 
+    def _draw_reads(self, figure: "Figure") -> None:
+        """GB/s against threads; bars from the 10th to the 90th percentile."""
+        axes = figure.subplots()
+        threads = [row.threads for row in self.host]
+        spreads(axes, threads, [row.read_gb_per_s for row in self.host], "o-", BLUE, "read")
+        copies = [row.copy_gb_per_s for row in self.host]
+        spreads(axes, threads, copies, "s--", ORANGE, "copy (read + written)")
+        doubling(axes, threads)
+        axes.set_ylim(bottom=0)
+        axes.set(xlabel="threads", ylabel="host memory, GB/s")
+        tidy(axes)
+        axes.legend(frameon=False)
+
+    def _draw_transfers(self, figure: "Figure") -> None:
+        """GB/s against bytes of a copy, to the GPU, to the host and both ways together."""
+        axes = figure.subplots()
+        transfers = () if self.gpu is None else self.gpu.transfers
+        sizes = [row.nbytes for row in transfers]
+        for way, style, colour, label in (
+            ("both_ways", "D:", GREEN, "both ways together"),
+            ("to_device", "o-", BLUE, "host to GPU"),
+            ("to_host", "s--", RED, "GPU to host"),
+        ):
+            rates = [getattr(row, f"{way}_gb_per_s") for row in transfers]
+            axes.plot(sizes, rates, style, color=colour, label=label)
+        axes.set_yscale("log")
+        doubling(axes, sizes, [size(nbytes) for nbytes in sizes])
+        round_logs(axes.yaxis)
+        axes.set(xlabel="size of one copy", ylabel="between GPU and host, GB/s")
+        tidy(axes)
+        axes.legend(frameon=False)
+
     def _summary(self) -> str:
-        one, best = self.host[0], _best(self.host)
-        reads = f"This computer reads its memory at {_rate(best)} GB/s with {_threads(best.threads)}"
+        one, best = self.host[0], max(self.host, key=lambda row: row.read_gb_per_s.median)
+        text = f"This computer reads its memory at {_rate(best)} GB/s with {_threads(best.threads)}"
         if one.threads != best.threads:
-            reads += f" ({_rate(one)} with {_threads(one.threads)})"
-        products = " and ".join(
-            f"{number(row.gflop_per_s.median)} GFLOP/s in {row.dtype}" for row in self.matrices
-        )
-        host = f"{reads}. Its CPU multiplies matrices at {products}."
+            text += f" ({_rate(one)} with {_threads(one.threads)})"
+        products = [f"{number(row.gflop_per_s.median)} GFLOP/s in {row.dtype}" for row in self.matrices]
+        text += f". Its CPU multiplies matrices at {' and '.join(products)}. "
         gpu = self.gpu
         if gpu is None:
-            return f"{host} {no_gpu(self.gpu_note)}."
-        text = f"{host} Its GPU, {gpu.name}, reads its own memory at {number(gpu.read_gb_per_s.median)} GB/s"
+            return f"{text}{no_gpu(self.gpu_note)}."
+        text += f"Its GPU, {gpu.name}, reads its own memory at {number(gpu.read_gb_per_s.median)} GB/s"
         if gpu.matrices:
             fastest = max(gpu.matrices, key=lambda row: row.gflop_per_s.median)
-            text += (
-                f", multiplies matrices at {number(fastest.gflop_per_s.median / 1e3)} TFLOP/s in "
-                f"{fastest.dtype}"
-            )
+            tera = number(fastest.gflop_per_s.median / 1e3)
+            text += f", multiplies matrices at {tera} TFLOP/s in {fastest.dtype}"
         if gpu.transfers:
             to_device = max(row.to_device_gb_per_s for row in gpu.transfers)
             to_host = max(row.to_host_gb_per_s for row in gpu.transfers)
@@ -111,15 +187,42 @@ class HardwareReport:
         return f"{text}."
 
     def _tables(self) -> list[Table]:
-        tables = [_host_table(self.host), _matrix_table(self.matrices, self.gpu)]
-        if self.gpu is not None:
-            if self.gpu.state is not None:
-                tables.append(_state_table(self.gpu.state))
-            tables.append(_memory_table(self.gpu))
-            if self.gpu.transfers:
-                tables.append(_transfer_table(self.gpu.transfers))
+        gpu = self.gpu
+        by_threads: dict[str, Column] = {
+            "threads": "threads",
+            "read GB/s": "read_gb_per_s",
+            "copy GB/s": "copy_gb_per_s",
+            "multiply-adds fp32 GFLOP/s": "fp32_gflop_per_s",
+        }
+        if any(row.bf16_gflop_per_s is not None for row in self.host):
+            by_threads["bf16 GFLOP/s"] = lambda row: str(row.bf16_gflop_per_s)
+        products = [("CPU", row) for row in self.matrices]
+        products += [] if gpu is None else [("GPU", row) for row in gpu.matrices]
+        tables = [
+            Table.of("Host by threads", self.host, by_threads),
+            Table.of(
+                "Matrix products",
+                products,
+                {
+                    "processor": lambda row: row[0],
+                    "dtype": lambda row: row[1].dtype,
+                    "size": lambda row: f"{row[1].size} x {row[1].size}",
+                    "GFLOP/s": lambda row: row[1].gflop_per_s,
+                },
+            ),
+        ]
+        if gpu is not None:
+            if gpu.state is not None:
+                tables.append(_state_table(gpu.state))
+            rows = (("read", str(gpu.read_gb_per_s)), ("copy", str(gpu.copy_gb_per_s)))
+            title = f"Memory of the {gpu.name}, over {size(gpu.memory_bytes)}"
+            tables.append(Table(("GPU memory", "GB/s"), rows, title))
+            if gpu.transfers:
+                tables.append(_transfer_table(gpu.transfers))
         if self.hand_off:
-            tables.append(_hand_off_table(self.hand_off))
+            way: dict[str, Column] = {"way": lambda row: _WAYS[row.way]}
+            rest: dict[str, Column] = {"bytes each way": lambda row: size(row.nbytes), "round trip us": "us"}
+            tables.append(Table.of("Hand-off", self.hand_off, way | rest))
         return tables
 
     def _notes(self) -> tuple[str, ...]:
@@ -138,11 +241,11 @@ class HardwareReport:
                 f"last-level cache ({size(self.last_level_cache_bytes)}): reads may partly come from there."
             )
         if self.gpu is None:
-            notes.append(f"No GPU that torch can use: {self.gpu_note}. GPU and bus were not measured.")
-            notes.append(
+            notes += [
+                f"No GPU that torch can use: {self.gpu_note}. GPU and bus were not measured.",
                 "Hand-off is that of the imitated lanes: threads of the CPU that pass work to each other and "
-                "copy within host memory, a chain of round trips. It says nothing about a GPU."
-            )
+                "copy within host memory, a chain of round trips. It says nothing about a GPU.",
+            ]
         else:
             notes += [
                 f"GPU reads add up {size(self.gpu.memory_bytes)} as fp32; GPU copies move one half of it to "
@@ -156,10 +259,6 @@ class HardwareReport:
         return (*notes, *self.notes)
 
 
-def _best(host: tuple[HostFigures, ...]) -> HostFigures:
-    return max(host, key=lambda row: row.read_gb_per_s.median)
-
-
 def _rate(row: HostFigures) -> str:
     return number(row.read_gb_per_s.median)
 
@@ -168,84 +267,31 @@ def _threads(count: int) -> str:
     return "1 thread" if count == 1 else f"{count} threads"
 
 
-def _host_table(host: tuple[HostFigures, ...]) -> Table:
-    has_bf16 = any(row.bf16_gflop_per_s is not None for row in host)
-    columns = ("threads", "read GB/s", "copy GB/s", "multiply-adds fp32 GFLOP/s")
-    rows = []
-    for row in host:
-        cells: tuple[object, ...] = (row.threads, row.read_gb_per_s, row.copy_gb_per_s, row.fp32_gflop_per_s)
-        rows.append(tuple(map(str, (*cells, row.bf16_gflop_per_s) if has_bf16 else cells)))
-    return Table((*columns, "bf16 GFLOP/s") if has_bf16 else columns, tuple(rows), "Host by threads")
-
-
-def _matrix_table(on_cpu: tuple[MatrixFigures, ...], gpu: GpuFigures | None) -> Table:
-    where = [("CPU", row) for row in on_cpu]
-    where += [] if gpu is None else [("GPU", row) for row in gpu.matrices]
-    rows = tuple((name, row.dtype, f"{row.size} x {row.size}", str(row.gflop_per_s)) for name, row in where)
-    return Table(("processor", "dtype", "size", "GFLOP/s"), rows, "Matrix products")
-
-
-def _memory_table(gpu: GpuFigures) -> Table:
-    rows = (("read", str(gpu.read_gb_per_s)), ("copy", str(gpu.copy_gb_per_s)))
-    return Table(("GPU memory", "GB/s"), rows, f"Memory of the {gpu.name}, over {size(gpu.memory_bytes)}")
-
-
 def _transfer_table(transfers: tuple[TransferFigures, ...]) -> Table:
     columns = ("bytes", "to GPU us", "GB/s", "to host us", "GB/s", "both ways us", "GB/s")
-    rows = tuple(
-        (
-            size(row.nbytes),
-            str(row.to_device_us),
-            number(row.to_device_gb_per_s),
-            str(row.to_host_us),
-            number(row.to_host_gb_per_s),
-            str(row.both_ways_us),
-            number(row.both_ways_gb_per_s),
-        )
-        for row in transfers
-    )
-    return Table(columns, rows, "Between GPU and host")
+    ways = ("to_device", "to_host", "both_ways")
+    rows = [
+        (size(row.nbytes), *(cell for way in ways for cell in _us_and_rate(row, way))) for row in transfers
+    ]
+    return Table(columns, tuple(rows), "Between GPU and host")
 
 
-def _hand_off_table(hand_off: tuple[HandOffFigures, ...]) -> Table:
-    names = {
-        "graph": "GPU, CPU, GPU in a graph (decodes)",
-        "streams": "GPU, CPU, GPU on streams (with prompts)",
-        "threads": "imitated by threads",
-    }
-    rows = tuple((names[row.way], size(row.nbytes), str(row.us)) for row in hand_off)
-    return Table(("way", "bytes each way", "round trip us"), rows, "Hand-off")
+def _us_and_rate(row: TransferFigures, way: str) -> tuple[str, str]:
+    return str(getattr(row, f"{way}_us")), number(getattr(row, f"{way}_gb_per_s"))
 
 
 def _state_table(state: GpuState) -> Table:
-    def cell(value: float | None, unit: str) -> str:
-        return "not measured" if value is None else f"{value:.0f} {unit}"
-
-    rows = (
-        ("utilisation", "not measured" if state.utilisation is None else f"{state.utilisation:.0%}"),
-        ("temperature", cell(state.temperature_c, "°C")),
-        ("power", cell(state.power_w, "W")),
-        ("power limit", cell(state.power_limit_w, "W")),
-        ("clock of the multiprocessors", cell(state.sm_clock_mhz, "MHz")),
-        ("their highest clock", cell(state.max_sm_clock_mhz, "MHz")),
-        ("clock of the memory", cell(state.memory_clock_mhz, "MHz")),
+    figures = {
+        "utilisation": (state.utilisation, "{:.0%}"),
+        "temperature": (state.temperature_c, "{:.0f} °C"),
+        "power": (state.power_w, "{:.0f} W"),
+        "power limit": (state.power_limit_w, "{:.0f} W"),
+        "clock of the multiprocessors": (state.sm_clock_mhz, "{:.0f} MHz"),
+        "their highest clock": (state.max_sm_clock_mhz, "{:.0f} MHz"),
+        "clock of the memory": (state.memory_clock_mhz, "{:.0f} MHz"),
+    }
+    rows = tuple(
+        (name, "not measured" if value is None else how.format(value))
+        for name, (value, how) in figures.items()
     )
     return Table((state.name, "before the run"), rows, "State of the GPU")
-
-
-def _gpu_metrics(gpu: GpuFigures) -> list[Metric]:
-    found = [
-        Metric("hardware.gpu_read_gb_per_s", gpu.read_gb_per_s.median, "GB/s"),
-        Metric("hardware.gpu_copy_gb_per_s", gpu.copy_gb_per_s.median, "GB/s"),
-    ]
-    for dtype in dict.fromkeys(row.dtype for row in gpu.matrices):
-        rates = [row.gflop_per_s.median for row in gpu.matrices if row.dtype == dtype]
-        found.append(Metric(f"hardware.gpu_matrix_{dtype}_gflop_per_s", max(rates), "GFLOP/s"))
-    if gpu.transfers:
-        largest = gpu.transfers[-1]
-        found += [
-            Metric("hardware.to_gpu_gb_per_s", largest.to_device_gb_per_s, "GB/s"),
-            Metric("hardware.to_host_gb_per_s", largest.to_host_gb_per_s, "GB/s"),
-            Metric("hardware.both_ways_gb_per_s", largest.both_ways_gb_per_s, "GB/s"),
-        ]
-    return found
