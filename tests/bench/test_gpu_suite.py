@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from pydantic import TypeAdapter
 
 from neo_desktop.app.bench import gpu_driver
-from neo_desktop.app.bench.gpu import GpuOptions, GpuReport, processor, rig, run_gpu, suite
-from neo_desktop.app.bench.gpu.figures import Measured, decode_figures, prefill_figures
+from neo_desktop.app.bench.gpu import GpuOptions, GpuReport, rig, run_gpu, setup, suite
+from neo_desktop.app.bench.gpu.report import Measured, decode_figures, prefill_figures
 from neo_desktop.app.bench.gpu.rig import Iteration, Rig
 from neo_desktop.app.bench.gpu.setup import load_model, take_kv_memory
 from neo_desktop.app.bench.gpu.work import Work, iteration_work
@@ -331,8 +331,8 @@ def test_on_a_gpu_its_state_memory_and_energy_are_told(
 
 
 def test_a_gpu_s_own_rates_come_from_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "CudaTimer", FakeTimer)
-    gpu = processor.processor(WholeDevice(torch.device("cuda")), 8 << 30, torch.float16)
+    monkeypatch.setattr(setup, "CudaTimer", FakeTimer)
+    gpu = setup.processor(WholeDevice(torch.device("cuda")), 8 << 30, torch.float16)
     assert gpu.name == "Fake RTX"
     most = 1 << 30  # more is not read at once
     assert gpu.read_gb_per_s(8 << 30) == pytest.approx(most / (LAUNCH_S + most / READ_BYTES_PER_S) / 1e9)

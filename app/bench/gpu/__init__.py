@@ -5,8 +5,8 @@ once per request. Reading bounds small batches, multiplying large ones: the long
 measured in between, is the limit. See work.py for what counts, rig.py for what is timed.
 """
 
-from neo_desktop.app.bench.gpu.options import GpuOptions
 from neo_desktop.app.bench.gpu.report import GpuReport
+from neo_desktop.app.bench.gpu.setup import GpuOptions
 from neo_desktop.app.bench.gpu.suite import run_gpu
 
 __all__ = ["GpuOptions", "GpuReport", "run_gpu"]

@@ -1,14 +1,51 @@
 """What the suite found, and how it is told."""
 
-from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
-from neo_desktop.app.bench.gpu.figures import DecodeFigures, PrefillFigures
-from neo_desktop.app.bench.gpu.plot import draw_decode
+from neo_desktop.app.bench.charts import BLACK, BLUE, doubling, round_logs, spreads, tidy
+from neo_desktop.app.bench.gpu.rig import Iteration
 from neo_desktop.app.bench.gpu_driver import GpuState, state_notes
-from neo_desktop.app.bench.section import Metric, Plot, Section, Table
+from neo_desktop.app.bench.section import Column, Metric, Plot, Section, Table
 from neo_desktop.app.bench.spread import Spread, number, size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+Bound = Literal["memory", "arithmetic"]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFigures:
+    """Steady decode iterations of one batch, from all rounds."""
+
+    batch: int
+    context_tokens: float  # of a request, on average
+    tokens_per_s: Spread  # of whole steps, one sample per iteration
+    limit_tokens_per_s: float
+    share: float  # of the limit: tokens_per_s.median / limit_tokens_per_s
+    bound: Bound  # which of the two times is the longer one
+    memory_limit_ms: float  # to read weights and KV
+    arithmetic_limit_ms: float  # to compute the linear stages
+    read_bytes: int  # weights and KV, on average
+    read_gb_per_s: Spread  # of plain reads, before and after the iterations
+    step_ms: Spread
+    outside_ms: Spread  # of a step, not in the executor: between two iterations
+    idle_share: float  # of the device within iterations
+    joules_per_token: float | None  # of the GPU; None: not measured
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFigures:
+    """A new prompt alone, one per round; its first token is part of it."""
+
+    prompt_tokens: int
+    tokens_per_s: Spread
+    limit_tokens_per_s: float
+    share: float  # of the limit
+    bound: Bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +70,23 @@ class GpuReport:
 
     def section(self) -> Section:
         """What is shown everywhere."""
-        plots: tuple[Plot, ...] = ()
-        if self.decode:
-            title = f"Tokens per second of {self.model} on the {self._where} and their limit, by batch"
-            plots = (Plot("gpu-decode", title, partial(draw_decode, decode=self.decode)),)
-        tables = [_decode_table(self.decode)] if self.decode else []
-        tables += [_prefill_table(self.prefill), self._memory_table()]
+        plot = f"Tokens per second of {self.model} on the {self._where} and their limit, by batch"
+        gpu = "not measured: no GPU" if self.peak_gpu_bytes is None else size(self.peak_gpu_bytes)
+        memory = (
+            ("weights read by an iteration", size(self.weight_bytes)),
+            ("GPU memory, at most", gpu),
+            ("host memory of the process, at most", size(self.process_bytes)),
+            (f"large matrix products in {self.dtype}", f"{self.matrix_gflop_per_s} GFLOP/s"),
+        )
         return Section(
             title=f"Model on the {self._where}",
             summary=self._summary(),
-            tables=tuple(tables),
-            plots=plots,
+            tables=(
+                *([_decode_table(self.decode)] if self.decode else []),
+                Table.of("Prefill of one prompt", [self.prefill], _PREFILL_COLUMNS),
+                Table(("memory and arithmetic", "measured"), memory),
+            ),
+            plots=(Plot("gpu-decode", plot, self._draw),) if self.decode else (),
             notes=self._notes(),
         )
 
@@ -76,15 +119,23 @@ class GpuReport:
             text += f" and {_told(last)}"
         return f"{text}."
 
-    def _memory_table(self) -> Table:
-        gpu = "not measured: no GPU" if self.peak_gpu_bytes is None else size(self.peak_gpu_bytes)
-        rows = (
-            ("weights read by an iteration", size(self.weight_bytes)),
-            ("GPU memory, at most", gpu),
-            ("host memory of the process, at most", size(self.process_bytes)),
-            (f"large matrix products in {self.dtype}", f"{self.matrix_gflop_per_s} GFLOP/s"),
-        )
-        return Table(("memory and arithmetic", "measured"), rows)
+    def _draw(self, figure: "Figure") -> None:
+        """Tokens per second and their limit against the batch; bars from the 10th to the 90th percentile."""
+        axes = figure.subplots()
+        batches = [row.batch for row in self.decode]
+        axes.plot(batches, [row.limit_tokens_per_s for row in self.decode], "s--", color=BLACK, label="limit")
+        label = "decoded, and its share of the limit"
+        spreads(axes, batches, [row.tokens_per_s for row in self.decode], "o-", BLUE, label)
+        below = {"textcoords": "offset points", "xytext": (0, -15), "ha": "center", "fontsize": 9}
+        for row in self.decode:
+            axes.annotate(f"{row.share:.0%}", (row.batch, row.tokens_per_s.p10), **below)  # type: ignore[arg-type]
+        axes.set_yscale("log")
+        axes.margins(0.08, 0.15)
+        doubling(axes, batches)
+        round_logs(axes.yaxis)
+        axes.set(xlabel="requests that decode together", ylabel="tokens per second")
+        tidy(axes)
+        axes.legend(frameon=False)
 
     def _notes(self) -> tuple[str, ...]:
         notes = [
@@ -126,49 +177,100 @@ def _told(row: DecodeFigures) -> str:
     )
 
 
+_PREFILL_COLUMNS: dict[str, Column] = {
+    "prompt tokens": "prompt_tokens",
+    "tokens/s": "tokens_per_s",
+    "limit": "limit_tokens_per_s",
+    "of limit": "share:.0%",
+    "bound by": "bound",
+}
+
+
 def _decode_table(decode: tuple[DecodeFigures, ...]) -> Table:
-    columns: tuple[str, ...] = (
-        "batch",
-        "tokens/s",
-        "p10-p90",
-        "limit",
-        "of limit",
-        "bound by",
-        "step ms",
-        "outside ms",
-        "idle",
+    columns: dict[str, Column] = {
+        "batch": "batch",
+        "tokens/s": "tokens_per_s.median",
+        "p10-p90": "tokens_per_s.range",
+        "limit": "limit_tokens_per_s",
+        "of limit": "share:.0%",
+        "bound by": "bound",
+        "step ms": "step_ms.median",
+        "outside ms": "outside_ms.median",
+        "idle": "idle_share:.0%",
+    }
+    if any(row.joules_per_token is not None for row in decode):
+        columns["J/token"] = lambda row: _measured(row.joules_per_token)
+    return Table.of(
+        f"Decoding, with contexts of about {decode[0].context_tokens:.0f} tokens", decode, columns
     )
-    title = (
-        f"Decoding, with contexts of about {decode[0].context_tokens:.0f} tokens" if decode else "Decoding"
-    )
-    has_energy = any(row.joules_per_token is not None for row in decode)
-    rows = []
-    for row in decode:
-        cells = [
-            str(row.batch),
-            number(row.tokens_per_s.median),
-            row.tokens_per_s.range,
-            number(row.limit_tokens_per_s),
-            f"{row.share:.0%}",
-            row.bound,
-            number(row.step_ms.median),
-            number(row.outside_ms.median),
-            f"{row.idle_share:.0%}",
-        ]
-        if has_energy:
-            joules = row.joules_per_token
-            cells.append("not measured" if joules is None else number(joules))
-        rows.append(tuple(cells))
-    return Table((*columns, "J/token") if has_energy else columns, tuple(rows), title)
 
 
-def _prefill_table(prefill: PrefillFigures) -> Table:
-    row = (
-        str(prefill.prompt_tokens),
-        str(prefill.tokens_per_s),
-        number(prefill.limit_tokens_per_s),
-        f"{prefill.share:.0%}",
-        prefill.bound,
+@dataclass(slots=True)
+class Measured:
+    """Of one batch, in all rounds so far."""
+
+    iterations: list[Iteration] = field(default_factory=list)
+    read_gb_per_s: list[float] = field(default_factory=list)
+    idle_shares: list[float] = field(default_factory=list)  # one per round
+    joules: list[float] = field(default_factory=list)  # one per round, or none
+
+
+def decode_figures(batch: int, measured: Measured, gflop_per_s: float) -> DecodeFigures:
+    """Set iterations beside the limit; `gflop_per_s` is the rate of matrix products."""
+    iterations = measured.iterations
+    read = Spread.of(measured.read_gb_per_s)
+    nbytes = sum(each.work.nbytes for each in iterations) / len(iterations)
+    memory_s = nbytes / read.median / 1e9
+    arithmetic_s = iterations[0].work.arithmetic_s(gflop_per_s)
+    limit = batch / max(memory_s, arithmetic_s)
+    rate = Spread.of(batch / each.step_s for each in iterations)
+    has_energy = len(measured.joules) == len(measured.idle_shares)
+    return DecodeFigures(
+        batch=batch,
+        context_tokens=sum(each.context_tokens for each in iterations) / len(iterations) / batch,
+        tokens_per_s=rate,
+        limit_tokens_per_s=limit,
+        share=rate.median / limit,
+        bound=_bound(memory_s, arithmetic_s),
+        memory_limit_ms=memory_s * 1e3,
+        arithmetic_limit_ms=arithmetic_s * 1e3,
+        read_bytes=round(nbytes),
+        read_gb_per_s=read,
+        step_ms=Spread.of(each.step_s * 1e3 for each in iterations),
+        outside_ms=Spread.of((each.step_s - each.model_s) * 1e3 for each in iterations),
+        idle_share=Spread.of(measured.idle_shares).median,
+        joules_per_token=sum(measured.joules) / (batch * len(iterations)) if has_energy else None,
     )
-    columns = ("prompt tokens", "tokens/s", "limit", "of limit", "bound by")
-    return Table(columns, (row,), "Prefill of one prompt")
+
+
+def prefill_figures(
+    prefills: Sequence[Sequence[Iteration]], read_gb_per_s: float, gflop_per_s: float
+) -> PrefillFigures:
+    """Set prompts beside the limit.
+
+    Args:
+        prefills: the iterations of each prompt; all prompts are equally long.
+        read_gb_per_s: rate of plain reads.
+        gflop_per_s: rate of matrix products.
+    """
+    work = [each.work for each in prefills[0]]
+    memory_s = [each.memory_s(read_gb_per_s) for each in work]
+    arithmetic_s = [each.arithmetic_s(gflop_per_s) for each in work]
+    tokens = sum(each.new_tokens for each in prefills[0])
+    rate = Spread.of(tokens / sum(each.step_s for each in prefill) for prefill in prefills)
+    limit = tokens / sum(map(max, memory_s, arithmetic_s))  # each chunk has a limit of its own
+    return PrefillFigures(
+        prompt_tokens=tokens,
+        tokens_per_s=rate,
+        limit_tokens_per_s=limit,
+        share=rate.median / limit,
+        bound=_bound(sum(memory_s), sum(arithmetic_s)),
+    )
+
+
+def _bound(memory_s: float, arithmetic_s: float) -> Bound:
+    return "memory" if memory_s >= arithmetic_s else "arithmetic"
+
+
+def _measured(value: float | None) -> object:
+    return "not measured" if value is None else value

@@ -1,14 +1,59 @@
-"""The model, and as much memory for KV as the batches need."""
+"""What the suite measures, the model and the memory for it, and the rates of the device that it runs on."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from neo_desktop.app.bench.gpu.options import GpuOptions
+import psutil
+import torch
+
+from neo_desktop import native
+from neo_desktop.app.bench.checks import above_zero, at_least
+from neo_desktop.app.bench.hardware.device import CudaTimer, matrix_rate, read_rate
+from neo_desktop.app.bench.hardware.host import Host
+from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.loading import LoadedModel, load
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.profiling.hardware import cpu_name
 from neo_desktop.engine.setup import Setup, take_memory
 
+TRACED_ITERATIONS = 4  # per batch and round, with a timeline: recording costs a little
 _RUN_TOKENS = BLOCKS_PER_RUN * BLOCK_SIZE  # blocks are handed out in runs where there is room
+_MOST_BYTES = 1 << 30  # beyond any cache: more would only take longer
+_SAMPLE_BYTES = 256 << 20  # on a CPU: fewer are read several times in a row
+_MATRIX_SIZE = {"cpu": 1024, "cuda": 4096}
+
+
+@dataclass(frozen=True, slots=True)
+class GpuOptions(EngineOptions):
+    """What to measure, and how much time to take; the defaults are a thorough run.
+
+    Raises ValueError for sizes and times that make no sense.
+    """
+
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)  # requests that decode together
+    context_tokens: int = 512  # of each prompt; decoding adds some
+    iterations: int = 16  # per batch and round
+    seconds: float = 60.0  # for all rounds; at least one is made
+    seed: int = 0  # of the prompts
+
+    def __post_init__(self) -> None:
+        EngineOptions.__post_init__(self)
+        if not self.batches or list(self.batches) != sorted(set(self.batches)) or self.batches[0] < 1:
+            raise ValueError(f"batches must be rising numbers from 1 on, got {self.batches}")
+        at_least(self, 1, "context_tokens", "iterations")
+        above_zero(self, "seconds")
+
+    @property
+    def longest_tokens(self) -> int:
+        """What the first request grows to: it is there in every batch of a round."""
+        return self.context_tokens + len(self.batches) * (self.iterations + TRACED_ITERATIONS + 2) + 1
+
+    @property
+    def request_tokens(self) -> int:
+        """That much memory, in whole runs of blocks."""
+        return -(-self.longest_tokens // _RUN_TOKENS) * _RUN_TOKENS
 
 
 def load_model(options: GpuOptions) -> LoadedModel:
@@ -25,14 +70,21 @@ def load_model(options: GpuOptions) -> LoadedModel:
 
 def take_kv_memory(model: LoadedModel, options: GpuOptions) -> Setup:
     """Take what the largest batch needs and a prompt beside it, or as much as fits."""
+    alone = replace(
+        options,
+        policy="gpu-only",
+        cpu_cache_tokens=None,
+        cpu_cache_dtype="auto",
+        max_batch_requests=max(options.max_batch_requests, options.batches[-1]),
+    )
     # A prompt is computed alone; those of the batches stay in the cache meanwhile.
-    wanted = (options.batches[-1] + 1) * _request_tokens(options)
+    wanted = (options.batches[-1] + 1) * options.request_tokens
     if options.gpu_cache_tokens is not None:
         wanted = min(wanted, options.gpu_cache_tokens)
     try:
-        return _take(model, options, wanted)
+        return take_memory(model, replace(alone, gpu_cache_tokens=wanted))
     except MemoryError:
-        return _take(model, options, None)
+        return take_memory(model, replace(alone, gpu_cache_tokens=None))
 
 
 def fitting_batches(setup: Setup, options: GpuOptions) -> tuple[tuple[int, ...], list[str]]:
@@ -42,7 +94,7 @@ def fitting_batches(setup: Setup, options: GpuOptions) -> tuple[tuple[int, ...],
         MemoryError: there is no room for the smallest.
     """
     capacity = setup.num_blocks[Place.DEVICE] * BLOCK_SIZE
-    most = capacity // _request_tokens(options)
+    most = capacity // options.request_tokens
     batches = tuple(batch for batch in options.batches if batch <= most)
     if not batches:
         raise MemoryError(
@@ -50,21 +102,61 @@ def fitting_batches(setup: Setup, options: GpuOptions) -> tuple[tuple[int, ...],
             f"is room for {capacity} tokens; take shorter contexts or smaller batches"
         )
     left_out = ", ".join(str(batch) for batch in options.batches if batch > most)
-    notes = [f"Left out for want of memory for KV: batch {left_out}."] if left_out else []
-    return batches, notes
+    return batches, [f"Left out for want of memory for KV: batch {left_out}."] if left_out else []
 
 
-def _take(model: LoadedModel, options: GpuOptions, tokens: int | None) -> Setup:
-    alone = replace(
-        options,
-        policy="gpu-only",
-        gpu_cache_tokens=tokens,
-        cpu_cache_tokens=None,
-        cpu_cache_dtype="auto",
-        max_batch_requests=max(options.max_batch_requests, options.batches[-1]),
-    )
-    return take_memory(model, alone)
+class Processor(Protocol):
+    """The device that the model runs on, by itself: what limits the model."""
+
+    name: str  # for people
+
+    def read_gb_per_s(self, nbytes: int) -> float:
+        """Plain reads of so many bytes, again and again; a gigabyte at most.
+
+        What fits into a cache is read from there, as an iteration's weights would be.
+        """
+
+    def matrix_gflop_per_s(self) -> float:
+        """Products of large square matrices in the model's dtype."""
 
 
-def _request_tokens(options: GpuOptions) -> int:
-    return -(-options.longest_tokens // _RUN_TOKENS) * _RUN_TOKENS
+class Cpu:
+    """All usable cores."""
+
+    def __init__(self, nbytes: int, dtype: str) -> None:
+        available = psutil.virtual_memory().available
+        self._host = Host(max(min(nbytes, _MOST_BYTES, available // 4), 1))
+        self._dtype = dtype
+        self.name = cpu_name()
+
+    def read_gb_per_s(self, nbytes: int) -> float:
+        """See `Processor`."""
+        nbytes = min(nbytes, self._host.nbytes)
+        times = max(1, _SAMPLE_BYTES // nbytes)
+        threads = native.default_num_threads()
+        self._host.read_gb_per_s(threads, nbytes)  # into the cache, if it fits
+        seconds = sum(nbytes / self._host.read_gb_per_s(threads, nbytes) for _ in range(times))
+        return times * nbytes / seconds
+
+    def matrix_gflop_per_s(self) -> float:
+        """See `Processor`."""
+        return self._host.matrix_gflop_per_s(_MATRIX_SIZE["cpu"], self._dtype)
+
+
+class CudaGpu:
+    """The GPU that torch uses."""
+
+    def __init__(self, streams: Streams, nbytes: int, dtype: str) -> None:
+        self._timer = CudaTimer(streams, min(nbytes, _MOST_BYTES), _MATRIX_SIZE["cuda"])
+        self.matrix_gflop_per_s = matrix_rate(self._timer, _MATRIX_SIZE["cuda"], dtype).giga_per_s
+        self.name = self._timer.name
+
+    def read_gb_per_s(self, nbytes: int) -> float:
+        """See `Processor`."""
+        return read_rate(self._timer, min(nbytes, self._timer.memory_bytes)).giga_per_s()
+
+
+def processor(streams: Streams, nbytes: int, dtype: torch.dtype) -> Processor:
+    """Take the memory for reads of up to `nbytes`."""
+    name = str(dtype).removeprefix("torch.")
+    return CudaGpu(streams, nbytes, name) if streams.device.type == "cuda" else Cpu(nbytes, name)

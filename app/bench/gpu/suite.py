@@ -7,12 +7,16 @@ from contextlib import ExitStack
 import psutil
 import torch
 
-from neo_desktop.app.bench.gpu.figures import Measured, decode_figures, prefill_figures
-from neo_desktop.app.bench.gpu.options import TRACED_ITERATIONS, GpuOptions
-from neo_desktop.app.bench.gpu.processor import processor
-from neo_desktop.app.bench.gpu.report import GpuReport
+from neo_desktop.app.bench.gpu.report import GpuReport, Measured, decode_figures, prefill_figures
 from neo_desktop.app.bench.gpu.rig import Iteration, Rig
-from neo_desktop.app.bench.gpu.setup import fitting_batches, load_model, take_kv_memory
+from neo_desktop.app.bench.gpu.setup import (
+    TRACED_ITERATIONS,
+    GpuOptions,
+    fitting_batches,
+    load_model,
+    processor,
+    take_kv_memory,
+)
 from neo_desktop.app.bench.gpu.work import iteration_work
 from neo_desktop.app.bench.gpu_driver import GpuDriver, gpu_driver
 from neo_desktop.app.bench.section import Progress
