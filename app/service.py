@@ -44,7 +44,7 @@ from neo_desktop.app.service_errors import (
     ServiceStoppedError,
 )
 from neo_desktop.app.template_process import TemplateProcess
-from neo_desktop.app.web.limits import DEFAULT_LIMITS, Limits
+from neo_desktop.app.web.limits import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.web.metrics import ServiceMetrics
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.intake import PreparedRequest, Prompt
@@ -72,7 +72,7 @@ class EngineService:
         limits: what requests may take.
     """
 
-    def __init__(self, engine: Engine | EngineLink, limits: Limits = DEFAULT_LIMITS) -> None:
+    def __init__(self, engine: Engine | EngineLink, limits: ServerLimits = DEFAULT_LIMITS) -> None:
         self._link: EngineLink = EngineThread(engine) if isinstance(engine, Engine) else engine
         facts = self._link.facts
         self.model_name = facts.model_name

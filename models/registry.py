@@ -8,7 +8,7 @@ import torch
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.onednn import why_plain
-from neo_desktop.models.weights import Checkpoint, Progress, named_weights
+from neo_desktop.models.weights import BytesRead, Checkpoint, named_weights
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ def load_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Progress | None = None,
+    progress: BytesRead | None = None,
 ) -> Decoder:
     """Load a Hugging Face folder; `progress(done_bytes, total_bytes)` is called after each tensor.
 

@@ -15,7 +15,7 @@ from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.json_file import JsonFile, ModelError, check_size
 from neo_desktop.models.linear.protocol import Linear
 
-Progress = Callable[[int, int], None]
+BytesRead = Callable[[int, int], None]  # (bytes read so far, bytes in total)
 """Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""
 
 _SUPPORTED_TYPES = {"F32": 4, "F16": 2, "BF16": 2}  # safetensors' names, bytes per value
@@ -143,7 +143,7 @@ class Checkpoint:
                 )
 
     def load_into(
-        self, weights: dict[str, NamedWeight], dtype: torch.dtype, progress: Progress | None
+        self, weights: dict[str, NamedWeight], dtype: torch.dtype, progress: BytesRead | None
     ) -> None:
         """Load each tensor as the weight of its name, one at a time.
 

@@ -27,8 +27,6 @@ _COLOURS = {Result.OK: "green", Result.FAILED: "red", Result.HUNG: "red", Result
 }
 _PRIVATE = ("package_folder",)  # of what `info` tells: paths may hold a user's name
 
-Progress = Callable[[str], None]  # what is being checked
-
 
 @dataclass(frozen=True, slots=True)
 class DoctorReport:
@@ -122,14 +120,14 @@ class DoctorReport:
 
 
 def run_doctor(
-    subject: Subject, *, refresh: bool, progress: Progress, child: Sequence[str] = CHILD
+    subject: Subject, *, refresh: bool, progress: Callable[[str], object], child: Sequence[str] = CHILD
 ) -> DoctorReport:
     """Check this computer, or find what was found before.
 
     Args:
         subject: what is checked.
         refresh: check in any case, and start in full again, whatever starts before have led to.
-        progress: told of each check.
+        progress: told what is being checked.
         child: the command of the child process.
 
     Raises:

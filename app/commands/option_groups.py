@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from neo_desktop.app.commands import options as opt
-from neo_desktop.app.web.limits import DEFAULT_LIMITS, Limits
+from neo_desktop.app.web.limits import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.engine.options import BUILTIN, EngineOptions
 
 
@@ -29,9 +29,9 @@ class ServerOptions:
     request_timeout: opt.RequestTimeout = None
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ServerLimits:
         """What clients may take."""
-        return Limits(
+        return ServerLimits(
             max_body_bytes=int(self.max_body_mib * 2**20),
             max_messages=self.max_messages,
             max_queued_requests=self.max_queue,

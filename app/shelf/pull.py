@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from neo_desktop.app.shelf.catalogue import own_folder
+from neo_desktop.engine.progress import Progress
 
 WANTED = ["*.json", "*.safetensors", "LICENSE*"]  # no code, no pickles
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 SPARE_BYTES = 1 << 30  # that a download leaves free
-Progress = Callable[[float, str], None]  # share done, and what is being done
 
 
 class PullError(RuntimeError):

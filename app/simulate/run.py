@@ -1,11 +1,10 @@
 """From options to a workload, a machine and a report."""
 
-from collections.abc import Callable
-
 from neo_desktop.app.commands.simulate_command import SimulationOptions, UsageError
 from neo_desktop.app.simulate.machine import machine
 from neo_desktop.app.simulate.report import SimulationReport
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.bound import Bound
@@ -15,8 +14,6 @@ from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, 
 
 # As a chat in the middle of a conversation: the Azure conversation trace has 1,155 tokens in and 211 out.
 CHATS, CHAT_INPUT_TOKENS, CHAT_OUTPUT_TOKENS = 100, 1000, 200
-
-Progress = Callable[[float, str], None]  # share done, 0 to 1; what runs
 
 
 def run_simulation(options: SimulationOptions, progress: Progress) -> SimulationReport:

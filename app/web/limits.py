@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ServerLimits:
     """Each limit is told to the client that meets it."""
 
     max_body_bytes: int = 32 * 2**20  # of a request
@@ -13,4 +13,4 @@ class Limits:
     request_timeout_s: float | None = None  # from a request's arrival to its last token; None: any time
 
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = ServerLimits()

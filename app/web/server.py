@@ -38,7 +38,7 @@ from neo_desktop.app.web import errors
 from neo_desktop.app.web.connection import ClientConnection
 from neo_desktop.app.web.events import Hub
 from neo_desktop.app.web.http_protocol import LimitedProtocol, Turnstile, allow_connections
-from neo_desktop.app.web.limits import DEFAULT_LIMITS, Limits
+from neo_desktop.app.web.limits import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.web.metrics import EngineCollector, HttpMetrics, exposition
 from neo_desktop.app.web.page_api import BODY_LIMITS, create_page_api
 from neo_desktop.app.web.security import AccessGuard
@@ -65,7 +65,7 @@ def create_app(
     api_key: str | None = None,
     allowed_hosts: Collection[str] = (),
     allowed_origins: Collection[str] = (),
-    limits: Limits = DEFAULT_LIMITS,
+    limits: ServerLimits = DEFAULT_LIMITS,
     data_folder: Path | None = None,
     loader: ModelLoader | None = None,
     trouble: str | None = None,

@@ -16,8 +16,6 @@ from neo_desktop.engine.simulation.workload import WorkloadRequest
 
 PROGRESS_EVERY = 256  # iterations
 
-Progress = Callable[[int, int], None]  # (requests ended, requests in total)
-
 
 class SimulatedRequest(RequestState):
     """A request of known length without content: no prefix of it can be reused."""
@@ -40,7 +38,7 @@ def simulate(
     max_context_tokens: int | None = None,
     mismatch: Mismatch | None = None,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> SimulationResult:
     """Run a workload to its end.
 

@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.hosting import ModelHost
-from neo_desktop.app.web.limits import Limits
+from neo_desktop.app.web.limits import ServerLimits
 from neo_desktop.app.web.server import Server, claim_port, create_app
 from neo_desktop.engine.engine import Engine
 
@@ -46,7 +46,7 @@ class RunningServer:
 
 @contextlib.contextmanager
 def running(engine: Engine, *, max_queued_requests: int = 64, **app_options: Any) -> Iterator[RunningServer]:
-    limits = Limits(max_queued_requests=max_queued_requests)
+    limits = ServerLimits(max_queued_requests=max_queued_requests)
     service = EngineService(engine, app_options.get("limits", limits))
     sock = claim_port("127.0.0.1", 0)
     is_ready = threading.Event()

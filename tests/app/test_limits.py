@@ -14,7 +14,7 @@ from neo_desktop.app import service
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.web import connection
 from neo_desktop.app.web.http_protocol import LimitedProtocol
-from neo_desktop.app.web.limits import Limits
+from neo_desktop.app.web.limits import ServerLimits
 from neo_desktop.engine.sampling_params import SamplingParams
 
 from .conftest import RunningServer, eventually, is_idle, running
@@ -155,7 +155,7 @@ def test_what_nobody_reads_is_not_kept_for_ever(
 
 @pytest.fixture
 def strict(executor: FakeExecutor) -> Iterator[RunningServer]:
-    limits = Limits(max_body_bytes=1000, max_messages=3, max_queued_requests=2, request_timeout_s=0.3)
+    limits = ServerLimits(max_body_bytes=1000, max_messages=3, max_queued_requests=2, request_timeout_s=0.3)
     with running(make_engine(executor), limits=limits) as running_server:
         yield running_server
 

@@ -18,7 +18,7 @@ from neo_desktop.app.service_errors import (
     ServiceBusyError,
     ServiceStoppedError,
 )
-from neo_desktop.app.web.limits import Limits
+from neo_desktop.app.web.limits import ServerLimits
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.intake import PreparedRequest
@@ -30,7 +30,7 @@ from .fake_engine import CONTEXT_TOKENS, FakeExecutor, make_engine
 
 @asynccontextmanager
 async def started(engine: Engine, max_queued_requests: int = 64) -> AsyncIterator[EngineService]:
-    service = EngineService(engine, Limits(max_queued_requests=max_queued_requests))
+    service = EngineService(engine, ServerLimits(max_queued_requests=max_queued_requests))
     await service.start()
     try:
         yield service
@@ -333,7 +333,7 @@ def test_a_request_that_took_too_long_to_prepare_is_not_begun(
             return [1, 2]
 
         monkeypatch.setattr(engine.tokenizer, "encode", slow_encode)
-        service = EngineService(engine, Limits(request_timeout_s=0.01))
+        service = EngineService(engine, ServerLimits(request_timeout_s=0.01))
         await service.start()
         slow = asyncio.create_task(service.submit(["x" * (SHORT_PROMPTS + 1)], SamplingParams()))
         await asyncio.sleep(0.05)

@@ -11,7 +11,7 @@ from neo_desktop import Engine
 from neo_desktop.app.bench.load.client import ClientRequest, send_all
 from neo_desktop.app.bench.load.engine_target import EngineTarget
 from neo_desktop.app.bench.load.target import Outcome
-from neo_desktop.app.web.limits import Limits
+from neo_desktop.app.web.limits import ServerLimits
 
 
 def tiny_engine(**more: Any) -> Engine:
@@ -44,7 +44,7 @@ def test_what_the_engine_cannot_take_is_refused_by_reason() -> None:
         too_long, fitting = await send_all(target, sent)
         assert (too_long.outcome, too_long.reason) == (Outcome.REFUSED, "longer than the context")
         assert fitting.is_finished
-        target._service._limits = Limits(max_queued_requests=4)
+        target._service._limits = ServerLimits(max_queued_requests=4)
         records = await send_all(target, [ClientRequest(0.0, target.make_prompt(20), 5) for _ in range(20)])
         reasons = {record.reason for record in records if record.outcome is Outcome.REFUSED}
         assert reasons == {"too many requests wait"}
