@@ -10,8 +10,9 @@ import httpx
 import openai
 import pytest
 
-from neo_desktop.app import service
+import neo_desktop.app.generation
 from neo_desktop.app.service import EngineService
+from neo_desktop.app.service_errors import UnreadError
 from neo_desktop.app.web import connection
 from neo_desktop.app.web.http_protocol import LimitedProtocol
 from neo_desktop.app.web.limits import ServerLimits
@@ -130,7 +131,7 @@ def test_who_does_not_read_stalls_alone_and_is_cut_off(server: RunningServer, ht
 def test_what_nobody_reads_is_not_kept_for_ever(
     executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "MAX_UNREAD_OUTPUTS", 50)
+    monkeypatch.setattr(neo_desktop.app.generation, "MAX_UNREAD_OUTPUTS", 50)
 
     async def scenario() -> int:
         engine_service = EngineService(make_engine(executor))
@@ -145,7 +146,7 @@ def test_what_nobody_reads_is_not_kept_for_ever(
             async for _ in generation:
                 num_read += 1
 
-        with pytest.raises(service.UnreadError, match="not read for too long"):
+        with pytest.raises(UnreadError, match="not read for too long"):
             await read()
         await engine_service.stop()
         return num_read
