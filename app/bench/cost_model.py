@@ -13,10 +13,10 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
+from neo_desktop.app.bench.charts import BLACK, BLUE, GREEN, GREY, LINE_GREY, ORANGE, RED, legend, tidy
 from neo_desktop.app.bench.section import Metric, Plot, Progress, Section, Table
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.options import EngineOptions
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 TARGET = 0.1  # median error that the tables are meant to keep
 BEYOND = 1.25  # how far beyond the grid sizes are drawn, as a factor
+_STYLES = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"), (RED, "D"), (GREY, "v"))  # colour and marker per table
 _PROFILE_SHARE = 0.4  # of the suite's progress
 
 
@@ -86,81 +87,62 @@ class CostModelReport:
 
     def metrics(self) -> tuple[Metric, ...]:
         """The median error."""
-        return (
-            Metric("cost-model.median_error", 100 * self.median_error, "% error", higher_is_better=False),
-        )
+        return (Metric("cost-model.median_error", 100 * self.median_error, "% error", False),)
 
     def section(self) -> Section:
         """Errors per table."""
         verdict = "within" if self.median_error <= self.target else "ABOVE"
+        table = Table.of(
+            "",
+            self.tables.items(),
+            {
+                "table": lambda row: row[0],
+                "points": lambda row: row[1].points,
+                "median": lambda row: f"{row[1].median_error:.1%}",
+                "p90": lambda row: f"{row[1].p90_error:.1%}",
+                "worst": lambda row: f"{row[1].worst_error:.1%}",
+                "again": lambda row: f"{row[1].repeated_error:.1%}",
+            },
+        )
+        title = "Predicted against measured times; on the line they agree"
+        again = "again: by how much points of the tables differ when they are measured again (median)."
         return Section(
             "Predictions: the cost model on sizes that it has not seen",
             f"{self.model} on {self.device} in {self.dtype}: the median error of a prediction is "
             f"{self.median_error:.1%}, {verdict} the target of {self.target:.0%}. Measuring the tables took "
             f"{self.profile_seconds:.1f} s.",
-            (
-                Table(
-                    ("table", "points", "median", "p90", "worst", "again"),
-                    tuple(
-                        (
-                            name,
-                            str(errors.points),
-                            f"{errors.median_error:.1%}",
-                            f"{errors.p90_error:.1%}",
-                            f"{errors.worst_error:.1%}",
-                            f"{errors.repeated_error:.1%}",
-                        )
-                        for name, errors in self.tables.items()
-                    ),
-                ),
-            ),
-            plots=(
-                Plot(
-                    "cost-model",
-                    "Predicted against measured times; on the line they agree",
-                    partial(_draw, cases=self.cases, target=self.target),
-                    (5.4, 4.6),
-                ),
-            ),
-            notes=(
-                "again: by how much points of the tables differ when they are measured again (median).",
-                *self.notes,
-            ),
+            (table,),
+            (Plot("cost-model", title, self._draw, (5.4, 4.6)),),
+            (again, *self.notes),
         )
 
-
-_STYLES = (("#2f6fb0", "o"), ("#d08700", "s"), ("#1c8c4c", "^"), ("#b0413e", "D"), ("#8a8a8a", "v"))
-
-
-def _draw(figure: "Figure", cases: Sequence[CostModelCase], target: float) -> None:
-    """A point per size, and a band as wide as the target."""
-    axes = figure.subplots()
-    times = [ms for case in cases for ms in (case.measured_ms, case.predicted_ms)]
-    ends = [min(times) / 1.5, max(times) * 1.5]
-    axes.plot(ends, ends, color="#222222", linewidth=0.9)
-    within = axes.fill_between(
-        ends, [ms * (1 - target) for ms in ends], [ms * (1 + target) for ms in ends], color="#cccccc"
-    )
-    within.set_label(f"within {target:.0%}")
-    for index, table in enumerate(dict.fromkeys(case.table for case in cases)):
-        points = [(case.measured_ms, case.predicted_ms) for case in cases if case.table == table]
-        colour, marker = _STYLES[index % len(_STYLES)]
-        fill = colour if index < len(_STYLES) else "none"
-        label = table.replace("_", " ")
-        axes.plot(
-            *zip(*points, strict=True),
-            marker,
-            color=colour,
-            markerfacecolor=fill,
-            markersize=4,
-            label=label,
+    def _draw(self, figure: "Figure") -> None:
+        """A point per size, and a band as wide as the target."""
+        axes = figure.subplots()
+        times = [ms for case in self.cases for ms in (case.measured_ms, case.predicted_ms)]
+        ends = [min(times) / 1.5, max(times) * 1.5]
+        axes.plot(ends, ends, color=BLACK, linewidth=0.9)
+        low, high = ([ms * (1 + sign * self.target) for ms in ends] for sign in (-1, 1))
+        axes.fill_between(ends, low, high, color=LINE_GREY).set_label(f"within {self.target:.0%}")
+        for index, table in enumerate(dict.fromkeys(case.table for case in self.cases)):
+            points = [(case.measured_ms, case.predicted_ms) for case in self.cases if case.table == table]
+            colour, marker = _STYLES[index % len(_STYLES)]
+            axes.plot(
+                *zip(*points, strict=True),
+                marker,
+                color=colour,
+                markerfacecolor=colour if index < len(_STYLES) else "none",
+                markersize=4,
+                label=table.replace("_", " "),
+            )
+        axes.set(
+            xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms", xlim=ends, ylim=ends
         )
-    axes.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms", xlim=ends, ylim=ends)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.minorticks_off()
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.minorticks_off()
+        tidy(axes, grid=None)
+        legend(figure, axes, fontsize=9)
 
 
 def run_cost_model(options: CostModelOptions, progress: Progress) -> Iterator[CostModelReport]:
@@ -198,8 +180,7 @@ def run_cost_model(options: CostModelOptions, progress: Progress) -> Iterator[Co
         cases = {point: _case(tables, point, ms) for point, ms in measured.items()}
         errors = {
             stage.value: _errors(
-                [cases[point].error for point in held_out[stage]],
-                [cases[point].error for point in measured_before[stage]],
+                *([cases[point].error for point in of[stage]] for of in (held_out, measured_before))
             )
             for stage in grids
             if held_out[stage]

@@ -8,7 +8,6 @@ import torch
 
 from neo_desktop.app.bench.computer import Probe, Prober
 from neo_desktop.app.bench.cost_model import CostModelOptions
-from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions
 from neo_desktop.app.bench.gpu import GpuOptions
 from neo_desktop.app.bench.hardware import HardwareOptions
 from neo_desktop.app.bench.load import LoadOptions
@@ -111,33 +110,35 @@ def suite_options(
         load=LoadOptions(**of_model),
         model_note=model_note,
     )
-    if quick:
-        on_gpu = choose_device(model.device).type == "cuda"
+    asked = {"cpu_attention": cpu_attention, "throughput": throughput, "load": load}
+    for changes in ([_quick(choose_device(model.device).type == "cuda")] if quick else []) + [asked]:
         suites = replace(
-            suites,
-            hardware=replace(suites.hardware, seconds=15.0),
-            cpu_attention=CpuAttentionOptions(
-                head_dims=(128,), context_tokens=(512, 8192), seconds=15.0, rival_seconds=12.0
-            ),
-            gpu=replace(
-                suites.gpu,
-                batches=(1, 8, 32) if on_gpu else (1, 4),
-                context_tokens=512 if on_gpu else 64,  # a CPU alone takes a second for a hundred tokens
-                seconds=20.0,
-            ),
-            cost_model=replace(suites.cost_model, points=12, rounds=5, seconds=20.0),
-            throughput=replace(suites.throughput, seconds=40.0),
-            load=replace(
-                suites.load,
-                input_tokens=256 if on_gpu else 96,
-                output_tokens=64 if on_gpu else 32,
-                seconds=3.0 if on_gpu else 8.0,  # fewer come in a second
-                load_shares=(0.5, 0.75, 1.0),
-            ),
+            suites, **{name: replace(getattr(suites, name), **each) for name, each in changes.items()}
         )
-    return replace(
-        suites,
-        cpu_attention=replace(suites.cpu_attention, **cpu_attention),
-        throughput=replace(suites.throughput, **throughput),
-        load=replace(suites.load, **load),
-    )
+    return suites
+
+
+def _quick(on_gpu: bool) -> dict[str, Mapping[str, Any]]:
+    """What a self-test of all suites does otherwise; a CPU alone takes a second for a hundred tokens."""
+    return {
+        "hardware": {"seconds": 15.0},
+        "cpu_attention": {
+            "head_dims": (128,),
+            "context_tokens": (512, 8192),
+            "seconds": 15.0,
+            "rival_seconds": 12.0,
+        },
+        "gpu": {
+            "batches": (1, 8, 32) if on_gpu else (1, 4),
+            "context_tokens": 512 if on_gpu else 64,
+            "seconds": 20.0,
+        },
+        "cost_model": {"points": 12, "rounds": 5, "seconds": 20.0},
+        "throughput": {"seconds": 40.0},
+        "load": {
+            "input_tokens": 256 if on_gpu else 96,
+            "output_tokens": 64 if on_gpu else 32,
+            "seconds": 3.0 if on_gpu else 8.0,  # fewer come in a second
+            "load_shares": (0.5, 0.75, 1.0),
+        },
+    }

@@ -71,7 +71,7 @@ def main() -> None:
         print("version: 1234 (fake)\nbuilt with nothing", file=sys.stderr)
         return
     if "--list-devices" in sys.argv:
-        print("Available devices:")
+        print("Available devices:\n  (none)")
         return
     with open(option("--model"), "rb") as file:
         assert file.read(4) == b"GGUF"

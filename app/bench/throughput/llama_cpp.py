@@ -157,7 +157,7 @@ class LlamaCppBaseline:
         longest = max(request.total_tokens for request in job.workload.requests)
         tokens = ceil(longest / _ROUNDING) * _ROUNDING
         count = max(min(job.kv_tokens // tokens, len(job.workload.requests)), 1)
-        on_gpu = job.wants_gpu and len(_asked("--list-devices").splitlines()) > 1  # below a heading
+        on_gpu = job.wants_gpu and any(":" in each for each in _asked("--list-devices").splitlines()[1:])
         while True:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 port = free.getsockname()[1]
