@@ -46,6 +46,8 @@ def main() -> None:
     except BrokenPipeError:  # `neo-desktop info | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python would complain at its end
         sys.exit(1)
+    except ModuleNotFoundError:
+        raise  # of an extra: `entry` says which
     except Exception as error:
         if "--debug" in arguments:
             raise
@@ -198,7 +200,3 @@ def _of_model(options: EngineOptions, name: str) -> EngineOptions:
 
 
 app.command(name="simulate", epilog=SIMULATE_EXAMPLES)(simulate)
-
-
-if __name__ == "__main__":
-    main()

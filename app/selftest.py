@@ -26,7 +26,7 @@ from neo_desktop.app.data_folder import data_folder
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = (sys.executable, "-m", "neo_desktop.app.cli")
+PROGRAM = (sys.executable, "-m", "neo_desktop.app.entry")
 MAX_REPORTS = 10  # older ones are deleted when a new one begins
 SUITES = ("hardware", "cpu-attention", "gpu", "cost-model", "throughput", "load")
 STOP_TIMEOUT_S = 20.0  # the suite that runs ends with what it has

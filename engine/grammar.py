@@ -13,7 +13,7 @@ from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.grammar_trial import GrammarTrial, limits
 from neo_desktop.models.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # otherwise imported by whoever needs a grammar: scripts/gpu_check.py runs without it
+if TYPE_CHECKING:  # an engine without grammars needs no llguidance
     from llguidance import LLMatcher
 
 MAX_GRAMMAR_CHARS = 2**17
@@ -21,6 +21,14 @@ MAX_COMPILED = 16  # grammars that are kept; the one unused for longest goes fir
 
 # Between the parts of JSON: bounded, since small models like to go on with it for ever.
 _WHITE_SPACE = r" |\r?\n[ \t]{0,40}"
+
+
+def _matchers() -> "type[LLMatcher]":
+    try:
+        from llguidance import LLMatcher
+    except ModuleNotFoundError:
+        raise SettingError("grammar", "needs the package llguidance: pip install llguidance") from None
+    return LLMatcher
 
 
 def any_json() -> str:
@@ -36,12 +44,11 @@ def from_json_schema(schema: Mapping[str, Any] | bool | str) -> str:
     Raises:
         SettingError: it is no JSON object, or too long.
     """
+    matchers = _matchers()
     try:
         # The library takes no schema that is just true.
         text = schema if isinstance(schema, str) else json.dumps({} if schema is True else schema)
-        from llguidance import LLMatcher
-
-        grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITE_SPACE})
+        grammar = matchers.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITE_SPACE})
     except (TypeError, ValueError, RecursionError) as error:
         raise SettingError("grammar", f"needs a JSON schema: {_reason(str(error))}") from None
     return _checked(grammar)
@@ -53,9 +60,7 @@ def from_regex(pattern: str) -> str:
     Raises:
         SettingError: it is too long.
     """
-    from llguidance import LLMatcher
-
-    return _checked(LLMatcher.grammar_from_regex(pattern))
+    return _checked(_matchers().grammar_from_regex(pattern))
 
 
 def from_lark(text: str) -> str:
@@ -64,9 +69,7 @@ def from_lark(text: str) -> str:
     Raises:
         SettingError: it is too long.
     """
-    from llguidance import LLMatcher
-
-    return _checked(LLMatcher.grammar_from_lark(text))
+    return _checked(_matchers().grammar_from_lark(text))
 
 
 def _checked(grammar: str) -> str:
@@ -205,11 +208,10 @@ class GrammarCompiler:
         return matcher
 
     def _new_matcher(self, grammar: str) -> "LLMatcher":
-        from llguidance import LLMatcher
-
+        matchers = _matchers()
         if not self._trial.is_harmless(grammar):
             raise SettingError("grammar", "cannot be used: it is too complex, make it smaller")
-        matcher = LLMatcher(self._ready_vocabulary().tokenizer, grammar, log_level=0, limits=limits())
+        matcher = matchers(self._ready_vocabulary().tokenizer, grammar, log_level=0, limits=limits())
         # The first tokens may take long to find; what is learnt by it remains for all outputs.
         beginning = matcher.deep_copy()
         beginning.compute_bitmask()

@@ -63,7 +63,7 @@ class Size(BaseModel):
 @contextlib.contextmanager
 def served() -> Iterator[str]:
     """A server of its own with the built-in model."""
-    command = [sys.executable, "-c", "from neo_desktop.app.cli import main; main()", "serve", "--port", "0"]
+    command = [sys.executable, "-m", "neo_desktop.app.entry", "serve", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

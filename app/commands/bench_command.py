@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -77,6 +78,7 @@ def bench(
     debug: opt.Debug = False,
 ) -> None:
     """Measure this computer: what it can run, how fast, and what offloading gains on it."""
+    import_module("matplotlib")  # draws the report: its lack is told before minutes of measuring
     set_up_logging(debug)
     if result.compare is not None:
         _compare(*result.compare)

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import torch
 
+from neo_desktop.engine.cache_files import Key, cache_folder, digest, read_json, write_json
 from neo_desktop.engine.cuda.errors import is_lost
-from neo_desktop.engine.doctor.machine import Key, digest, folder, machine_key, read_json, write_json
+from neo_desktop.engine.doctor.machine import CANNOT_KEEP, machine_key
 from neo_desktop.engine.ladder import MECHANISMS, ladder
 from neo_desktop.engine.processes import is_alive, this_process
 
@@ -58,7 +59,7 @@ class StartMark:
 
     def __init__(self, path: Path, key: Key, level: int) -> None:
         self._path, self._key, self._level = path, key, level
-        write_json(path, {"process": this_process(), "key": key, "level": level})
+        write_json(path, {"process": this_process(), "key": key, "level": level}, CANNOT_KEEP)
 
     def end(self) -> None:
         """The start has come to an orderly end, good or bad."""
@@ -93,7 +94,7 @@ def begin_start(device: torch.device) -> StartMark:
         )
         if level == len(plan) and device.type == "cuda":
             logger.warning("If this start fails, too: --device cpu does without the GPU")
-    return StartMark(folder("starts") / f"{os.getpid()}-{next(_numbers)}.mark", key, level)
+    return StartMark(cache_folder("starts") / f"{os.getpid()}-{next(_numbers)}.mark", key, level)
 
 
 @contextmanager
@@ -120,20 +121,20 @@ def careful_rungs(device_type: str, num_steps: int) -> Step:
 
 def forgive(pid: int) -> None:
     """Forget the marks of a process that was ended on purpose, in the middle of a start."""
-    for path in folder("starts").glob(f"{pid}-*.mark"):
+    for path in cache_folder("starts").glob(f"{pid}-*.mark"):
         _remove(path)
 
 
 def start_in_full() -> None:
     """Forget all that earlier starts left, but for marks of processes that live."""
-    for path in folder("starts").glob("*"):
+    for path in cache_folder("starts").glob("*"):
         if path.suffix == ".json" or (path.suffix == ".mark" and _dead_mark(path) is not None):
             _remove(path)
 
 
 def _take_steps() -> None:
     """Turn what dead processes left into steps."""
-    for path in sorted(folder("starts").glob("*.mark")):
+    for path in sorted(cache_folder("starts").glob("*.mark")):
         mark = _dead_mark(path)
         if mark is not None:
             _take_step(*mark)
@@ -163,7 +164,7 @@ class _Record:
 
 
 def _record(name: str) -> _Record:
-    match read_json(folder("starts") / f"{name}.json"):
+    match read_json(cache_folder("starts") / f"{name}.json"):
         case {"level": int(level), "num_ended": int(num_ended)} if level >= 0 and num_ended >= 0:
             return _Record(level, num_ended)
     return _Record()
@@ -177,7 +178,7 @@ def _take_step(key: Key, level: int) -> None:
 
 
 def _keep(key: Key, record: _Record) -> None:
-    write_json(folder("starts") / f"{digest(key)}.json", {"key": key} | asdict(record))
+    write_json(cache_folder("starts") / f"{digest(key)}.json", {"key": key} | asdict(record), CANNOT_KEEP)
 
 
 def _in_words(taken: Sequence[Step]) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from neo_desktop.engine.doctor.machine import Key, digest, folder, machine_key, read_json, write_json
+from neo_desktop.engine.cache_files import Key, cache_folder, digest, read_json, write_json
+from neo_desktop.engine.doctor.machine import CANNOT_KEEP, machine_key
 from neo_desktop.engine.doctor.outcome import Outcome, Result, limits_of, unserved
 from neo_desktop.engine.ladder import Ladder
 from neo_desktop.models.config import ModelConfig
@@ -88,7 +89,7 @@ def verdict_key(device: torch.device, config: ModelConfig, dtype: torch.dtype) -
 
 def verdict_path(key: Key) -> Path:
     """Return where a verdict is kept, whether there is one or not."""
-    return folder("doctor") / f"{digest(key)}.json"
+    return cache_folder("doctor") / f"{digest(key)}.json"
 
 
 def read_verdict(key: Key) -> Verdict | None:
@@ -106,4 +107,4 @@ def read_verdict(key: Key) -> Verdict | None:
 def keep(verdict: Verdict) -> None:
     """Keep a verdict for the next starts, unless they may find out more."""
     if verdict.has_begun and verdict.is_complete:
-        write_json(verdict_path(verdict.key), verdict.to_json())
+        write_json(verdict_path(verdict.key), verdict.to_json(), CANNOT_KEEP)

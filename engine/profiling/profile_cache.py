@@ -4,20 +4,16 @@ One JSON file per key, `<hash of the key>.json`, with the key itself and the tab
 when a file is read: another GPU, driver, CPU, model or version never gets these tables.
 """
 
-import hashlib
 import json
 import logging
-import os
-import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from neo_desktop import __version__, native
+from neo_desktop.engine.cache_files import Key, cache_folder, digest, write_json
 from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVStorage
@@ -33,10 +29,7 @@ from neo_desktop.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
-CACHE_VARIABLE = "NEO_DESKTOP_CACHE"  # environment variable that moves the folder
 PROFILER_VERSION = 8  # raise it when what is measured, or how, changes
-
-Key = Mapping[str, Any]  # plain JSON values
 
 
 def load_or_profile(
@@ -69,7 +62,8 @@ def load_or_profile(
         with streams.on_device():
             tables = profile(decoder, storage, limits, progress=progress, streams=streams)
         logger.debug("measured this computer in %.1f s", time.perf_counter() - started)
-        write_profile(path, key, tables)
+        trouble = "the measurements of this computer cannot be kept, so the next start repeats them"
+        write_json(path, {"key": key, "tables": tables.to_json()}, trouble)
     return tables
 
 
@@ -128,18 +122,7 @@ def profile_key(
 
 def profile_path(key: Key) -> Path:
     """Return where the tables of a key are kept, whether they exist or not."""
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / f"{digest[:32]}.json"
-
-
-def cache_folder() -> Path:
-    """Return the folder of the files: the user's cache folder, or what NEO_DESKTOP_CACHE names."""
-    named = os.environ.get(CACHE_VARIABLE)
-    if named:
-        return Path(named).expanduser() / "profiles"
-    import platformdirs  # noqa: PLC0415 - a machine that is only measured may lack it
-
-    return Path(platformdirs.user_cache_dir("neo-desktop")) / "profiles"
+    return cache_folder("profiles") / f"{digest(key)}.json"
 
 
 def read_profile(path: Path, key: Key) -> TableCostModel | None:
@@ -154,28 +137,3 @@ def read_profile(path: Path, key: Key) -> TableCostModel | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         logger.warning("%s cannot be used, so this computer is measured again: %s", path, error)
         return None
-
-
-def write_profile(path: Path, key: Key, tables: TableCostModel) -> None:
-    """Keep tables in a file, all or nothing; a folder that cannot be written to is only worth a warning."""
-    text = json.dumps({"key": key, "tables": tables.to_json()}, indent=1) + "\n"
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may write the same file: each writes its own, and the last one to rename wins.
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False
-        ) as file:
-            temporary = Path(file.name)
-            file.write(text)
-        temporary.replace(path)
-    except OSError as error:
-        logger.warning(
-            "the measurements of this computer cannot be kept, so the next start repeats them: %s; "
-            "set %s to a folder that can be written to",
-            error,
-            CACHE_VARIABLE,
-        )
-        if temporary is not None:
-            with suppress(OSError):
-                temporary.unlink()

@@ -32,7 +32,7 @@ class Program:
 
     def start(self) -> None:
         """Run it, and wait until it answers."""
-        program = [sys.executable, "-m", "neo_desktop.app.cli"]
+        program = [sys.executable, "-m", "neo_desktop.app.entry"]
         self._process = subprocess.Popen(
             [*program, "chat", "--no-browser", "--port", str(self.port)],
             text=True,

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from neo_desktop.engine.cache_files import Key
 from neo_desktop.engine.doctor import machine
 from neo_desktop.engine.doctor.first_start import check_at_first_start, subject_key
 from neo_desktop.engine.doctor.outcome import Outcome, Result
@@ -39,7 +40,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return properties
 
 
-def verdict(key: machine.Key, *, rung: str = "triton") -> Verdict:
+def verdict(key: Key, *, rung: str = "triton") -> Verdict:
     failed = Outcome("norm", "Norm", "norm", rung, Result.CRASHED, "it ended its process: SIGSEGV")
     return new_verdict(key, [failed], is_quick=False)
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from neo_desktop.engine.cache_files import cache_folder
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
@@ -243,4 +244,7 @@ def test_a_folder_that_cannot_be_written_to_is_only_a_warning(
 
 def test_the_users_cache_folder_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NEO_DESKTOP_CACHE")
-    assert profile_cache.cache_folder().parts[-2:] == ("neo-desktop", "profiles")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/of the user")
+    assert cache_folder("profiles") == Path("/of the user/neo-desktop/profiles")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder("profiles") == Path.home() / ".cache/neo-desktop/profiles"

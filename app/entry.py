@@ -1,0 +1,23 @@
+"""The program `neo-desktop`: its command line, or what to install for it."""
+
+import sys
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        from neo_desktop.app.cli import main as run
+
+        run()
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("neo_desktop"):
+            raise
+        extra = "bench" if "bench" in sys.argv[1:2] else "server"
+        sys.exit(
+            f"error: {error.name} is missing. neo-desktop is installed as a library: its commands need\n"
+            f"    pip install 'neo-desktop[{extra}]'"
+        )
+
+
+if __name__ == "__main__":
+    main()
