@@ -1,33 +1,25 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's form, which coding agents speak."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, field_validator
 
-from neo_desktop.app.api.calls import CallArguments, CallStart, Text, Thought
 from neo_desktop.app.api.conversation import Conversation, prepare, thinking_fields
 from neo_desktop.app.api.fields import MAX_TOOLS, Content, Json, Model, Only, Unsupported, given
-from neo_desktop.app.api.outputs import Answer, Outputs, Usage, begin, collect
-from neo_desktop.app.api.replies import event, new_id
+from neo_desktop.app.api.message_events import Stops, blocks_of, message_body, message_events
+from neo_desktop.app.api.outputs import begin, collect
 from neo_desktop.app.api.sampling import sampling_params
 from neo_desktop.app.api.structure import Structure
 from neo_desktop.app.api.tools import AUTO, REQUIRED, Tool, ToolChoice
 from neo_desktop.app.service import EngineService
-from neo_desktop.app.service_errors import ServiceError
 from neo_desktop.app.web.connection import EventStream
-from neo_desktop.app.web.errors import ApiError, anthropic_body, from_service
-from neo_desktop.engine.batch import SampledToken
+from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
-from neo_desktop.models.tokenizer import Tokenizer
 
 KEEP_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}  # agents send it; nothing is cleared
-_EMPTY_TEXT: Json = {"type": "text", "text": "", "citations": None}
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class CacheControl(Model):
@@ -249,13 +241,13 @@ class MessagesRequest(CountTokensRequest):
 async def answer(service: EngineService, body: MessagesRequest, params: SamplingParams) -> Response:
     """Answer a chat, in one piece or as a stream of events."""
     outputs = await begin(service, body.conversation(service.tokenizer.chat_template), params)
-    stops = _Stops(service.tokenizer, body.stop_sequences or ())
+    stops = Stops(service.tokenizer, body.stop_sequences or ())
     if body.stream:
-        return EventStream(_events(outputs, stops, service.model_name), outputs)
+        return EventStream(message_events(outputs, stops, service.model_name), outputs)
     (answer,) = await collect(outputs)
     stops.add(answer.raw_text, answer.tokens)
-    message = _message(service.model_name, outputs.usage)
-    message |= {"content": _blocks(answer), **stops.reason(answer.end)}
+    message = message_body(service.model_name, outputs.usage)
+    message |= {"content": blocks_of(answer), **stops.reason(answer.end)}
     return JSONResponse(message)
 
 
@@ -267,144 +259,3 @@ async def count_tokens(service: EngineService, body: CountTokensRequest) -> Resp
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from error
     return JSONResponse({"input_tokens": len(token_ids)})
-
-
-async def _events(outputs: Outputs, stops: "_Stops", model: str) -> AsyncIterator[bytes]:
-    """Yield the answer while it grows; an error is the last event."""
-    blocks = _BlockEvents()
-    is_begun = False
-    try:
-        async for step in outputs:
-            stops.add(step.text, step.tokens)
-            if not is_begun:
-                is_begun = True
-                yield _event("message_start", message=_message(model, outputs.usage))
-                yield _event("ping")
-            for piece in step.pieces:
-                begun: Json | None = None
-                match piece:
-                    case Text(text):
-                        begun = _EMPTY_TEXT
-                        delta = {"type": "text_delta", "text": text}
-                    case Thought(text):
-                        begun = {"type": "thinking", "thinking": "", "signature": ""}
-                        delta = {"type": "thinking_delta", "thinking": text}
-                    case CallStart(_, call_id, name):
-                        begun = _tool_use(call_id, name)
-                        delta = {"type": "input_json_delta", "partial_json": ""}
-                    case CallArguments(_, text):
-                        delta = {"type": "input_json_delta", "partial_json": text}
-                for body in blocks.add(begun, delta):
-                    yield body
-            if step.end is not None:
-                for body in blocks.end():
-                    yield body
-                usage = {"output_tokens": outputs.usage.num_output_tokens}
-                yield _event("message_delta", delta=stops.reason(step.end), usage=usage)
-                yield _event("message_stop")
-    except ServiceError as error:
-        yield event(anthropic_body(from_service(error)), "error")
-    except ApiError as error:
-        yield event(anthropic_body(error), "error")
-
-
-class _BlockEvents:
-    """Which block of the answer is open, and the events that open and close it."""
-
-    def __init__(self) -> None:
-        self._index = -1
-        self._type: str | None = None  # of the open block
-
-    def add(self, begun: Json | None, delta: Json) -> list[bytes]:
-        """More of the answer; `begun`: the block that it belongs to, None for the open one."""
-        events = []
-        if begun is not None and (begun["type"] != self._type or begun["type"] == "tool_use"):
-            events += self.end()
-            self._index += 1
-            self._type = begun["type"]
-            events.append(_event("content_block_start", index=self._index, content_block=begun))
-        return [*events, _event("content_block_delta", index=self._index, delta=delta)]
-
-    def end(self) -> list[bytes]:
-        """Close the open block, if there is one."""
-        if self._type is None:
-            return []
-        self._type = None
-        return [_event("content_block_stop", index=self._index)]
-
-
-class _Stops:
-    """Finds out which stop sequence ended the answer: the engine leaves it out of the text."""
-
-    def __init__(self, tokenizer: Tokenizer, sequences: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._sequences = sequences
-        self._num_chars = 0
-        self._token_ids: list[int] = []
-
-    def add(self, text: str, tokens: Sequence[SampledToken]) -> None:
-        """Take in more of the answer."""
-        if self._sequences:
-            self._num_chars += len(text)
-            self._token_ids += [token.token_id for token in tokens]
-
-    def reason(self, end: str | None) -> Json:
-        """Why the answer ended."""
-        rest = self._tokenizer.decode(self._token_ids)[self._num_chars :] if self._token_ids else ""
-        found = next((one for one in self._sequences if rest.startswith(one)), None)
-        if found is not None and end == "stop":
-            return {"stop_reason": "stop_sequence", "stop_sequence": found}
-        return {"stop_reason": STOP_REASONS[end or "stop"], "stop_sequence": None}
-
-
-def _message(model: str, usage: Usage) -> Json:
-    return {
-        "id": new_id("msg_"),
-        "type": "message",
-        "role": "assistant",
-        "model": model,
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "stop_details": None,
-        "container": None,
-        "usage": {
-            "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": usage.num_cached_tokens,
-            "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
-            "inference_geo": None,
-            "server_tool_use": None,
-            "service_tier": "standard",
-            "output_tokens": usage.num_output_tokens,
-            "output_tokens_details": {"thinking_tokens": usage.num_thought_tokens},
-        },
-    }
-
-
-def _blocks(answer: Answer) -> list[Json]:
-    blocks: list[Json] = []
-    if answer.thought:
-        blocks.append({"type": "thinking", "thinking": answer.thought, "signature": ""})
-    if answer.text:
-        blocks.append(_EMPTY_TEXT | {"text": answer.text})
-    for call in answer.calls:
-        blocks.append(_tool_use(call.call_id, call.name) | {"input": _input(call.arguments)})
-    return blocks
-
-
-def _tool_use(call_id: str, name: str) -> Json:
-    return {"type": "tool_use", "id": call_id, "name": name, "input": {}, "caller": {"type": "direct"}}
-
-
-def _input(arguments: str) -> Json:
-    """The arguments as an object; what is none, since it was cut or is no JSON, is passed on as it is."""
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        value = None
-    return value if isinstance(value, dict) else {"arguments": arguments}
-
-
-def _event(name: str, **fields: Any) -> bytes:
-    return event({"type": name} | fields, name)

@@ -7,8 +7,9 @@ from neo_desktop.app.bench.hardware import HardwareOptions
 from neo_desktop.app.bench.load import LoadOptions
 from neo_desktop.app.bench.report import Report, ReportError
 from neo_desktop.app.bench.run import SUITES, SuiteOptions, run_suites
-from neo_desktop.app.bench.section import Progress, SuiteReport
+from neo_desktop.app.bench.section import SuiteReport
 from neo_desktop.app.bench.throughput import ThroughputOptions
+from neo_desktop.engine.progress import Progress
 
 __all__ = [
     "SUITES",

@@ -17,12 +17,13 @@ from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from neo_desktop.app.bench.charts import BLACK, BLUE, GREEN, GREY, LINE_GREY, ORANGE, RED, legend, tidy
-from neo_desktop.app.bench.section import Metric, Plot, Progress, Section, Table
+from neo_desktop.app.bench.section import Metric, Plot, Section, Table
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.profiler import Grid, profile, stage_grids, typical_ms
 from neo_desktop.engine.profiling.stage_timer import NEAR, Point, Stage, StageTimer
+from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.setup import set_up
 

@@ -13,12 +13,12 @@ from neo_desktop.app.bench.gpu import GpuOptions, run_gpu
 from neo_desktop.app.bench.hardware import HardwareOptions, run_hardware
 from neo_desktop.app.bench.load import LoadOptions, run_load
 from neo_desktop.app.bench.report import AnySuiteReport, Failure, Report
-from neo_desktop.app.bench.section import Progress
 from neo_desktop.app.bench.throughput import ThroughputOptions, run_throughput
 from neo_desktop.app.commands.sentences import sentence
 from neo_desktop.engine.cuda.streams import open_streams
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.hardware import machine_info
+from neo_desktop.engine.progress import Progress
 
 # What a person can mend: memory, files, settings. Anything else is a defect, and its traceback is wanted.
 _EXPECTED = (ValueError, MemoryError, OSError, RuntimeError)

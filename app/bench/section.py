@@ -10,8 +10,6 @@ from neo_desktop.app.bench.spread import number
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Progress = Callable[[float, str], None]  # share done, 0 to 1; what is being measured
-
 # What a column shows of a row: an attribute ("rate.median"), perhaps with a format ("share:.0%"), or what a
 # function makes of the row.
 Column = str | Callable[[Any], object]

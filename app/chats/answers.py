@@ -13,9 +13,10 @@ from typing import Any, ParamSpec, TypeVar
 from neo_desktop.app.api import sampling
 from neo_desktop.app.chat_template import ChatTemplateError
 from neo_desktop.app.chats.database import StoreError
+from neo_desktop.app.chats.errors import NotFoundError, NotPossibleError
 from neo_desktop.app.chats.messages import Message, Settings, State, to_send
 from neo_desktop.app.chats.news import News
-from neo_desktop.app.chats.store import ChatStore, NotFoundError, NotPossibleError
+from neo_desktop.app.chats.store import ChatStore
 from neo_desktop.app.chats.worker import Worker
 from neo_desktop.app.chats.writing import GrowingAnswer
 from neo_desktop.app.service import EngineService

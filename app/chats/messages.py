@@ -8,6 +8,8 @@ What the page shows is the way from the root to one leaf.
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+SHORT_TITLE_CHARS = 60  # of one that is made
+
 Role = Literal["user", "assistant"]
 State = Literal["done", "waiting", "streaming", "stopped", "cut", "failed"]
 
@@ -150,3 +152,12 @@ def to_send(way: list[Message], settings: Settings) -> list[dict[str, str]]:
     if settings.system_prompt and settings.system_prompt.strip():
         turns.insert(0, {"role": "system", "content": settings.system_prompt})
     return turns
+
+
+def make_title(text: str) -> str:
+    """The first words of a text."""
+    words = " ".join(text[: 20 * SHORT_TITLE_CHARS].split())
+    if len(words) <= SHORT_TITLE_CHARS:
+        return words
+    cut = words[: SHORT_TITLE_CHARS - 1]
+    return (cut.rpartition(" ")[0] or cut) + "…"

@@ -8,8 +8,9 @@ from typing import Any
 
 from neo_desktop.app.chats.blocks import GrowingBlocks
 from neo_desktop.app.chats.database import StoreError
+from neo_desktop.app.chats.errors import NotFoundError
 from neo_desktop.app.chats.messages import Chat, Message
-from neo_desktop.app.chats.store import ChatStore, NotFoundError
+from neo_desktop.app.chats.store import ChatStore
 from neo_desktop.app.chats.views import Json, chat_view, list_view, node_view, whole_view
 from neo_desktop.app.chats.worker import Worker
 from neo_desktop.app.chats.writing import GrowingAnswer

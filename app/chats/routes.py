@@ -6,7 +6,7 @@ from fastapi.responses import JSONResponse
 from neo_desktop.app.chats.bodies import ChangeBody, NewChatBody, QuestionBody
 from neo_desktop.app.chats.chats import Chats
 from neo_desktop.app.chats.database import StoreError
-from neo_desktop.app.chats.store import BeingAnsweredError, NotFoundError, NotPossibleError
+from neo_desktop.app.chats.errors import BeingAnsweredError, NotFoundError, NotPossibleError
 from neo_desktop.app.web.body import parse
 from neo_desktop.app.web.errors import ApiError
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from neo_desktop.app.chats.database import open_database, transaction
+from neo_desktop.app.chats.errors import BeingAnsweredError, NotFoundError, NotPossibleError
 from neo_desktop.app.chats.messages import (
     Attachment,
     Chat,
@@ -18,13 +19,13 @@ from neo_desktop.app.chats.messages import (
     Message,
     Settings,
     branch,
+    make_title,
     newest_leaf,
 )
 from neo_desktop.app.chats.search import Search
 from neo_desktop.engine.processes import is_alive, this_process
 
 DELETED_FOR_S = 24 * 3600  # how long a deleted chat can be restored at least
-MAX_TITLE_CHARS = 60
 
 _ENTRY = """SELECT id, title, created_s, updated_s, EXISTS (SELECT 1 FROM messages WHERE chat_id = chats.id
     AND state IN ('waiting', 'streaming')) FROM chats WHERE deleted_s IS NULL"""
@@ -33,10 +34,6 @@ _COLUMNS = (
     *("text", "thought", "thought_s", "state", "error", "figures"),
 )
 _MESSAGE = f"SELECT {', '.join(_COLUMNS)} FROM messages"
-
-
-class NotFoundError(LookupError):
-    """There is no such chat, message or file; the message says which."""
 
 
 class ChatStore:
@@ -378,29 +375,9 @@ class ChatStore:
             )
 
 
-class NotPossibleError(ValueError):
-    """What is asked for makes no sense for this message; the text says why."""
-
-
-class BeingAnsweredError(NotPossibleError):
-    """An answer that is still being written cannot be followed or continued yet."""
-
-    def __init__(self) -> None:
-        super().__init__("the answer is still being written: wait for its end, or stop it")
-
-
 def new_id() -> str:
     """An id that nobody has."""
     return secrets.token_hex(8)
-
-
-def make_title(text: str) -> str:
-    """The first words of a text."""
-    words = " ".join(text[: 20 * MAX_TITLE_CHARS].split())
-    if len(words) <= MAX_TITLE_CHARS:
-        return words
-    cut = words[: MAX_TITLE_CHARS - 1]
-    return (cut.rpartition(" ")[0] or cut) + "…"
 
 
 def _message(row: Sequence[Any], files: Iterable[Attachment]) -> Message:

@@ -18,10 +18,10 @@ from neo_desktop.app.bench.cpu_attention.rivals import (
     TorchSdpa,
     measure_rival,
 )
-from neo_desktop.app.bench.section import Progress
 from neo_desktop.app.bench.spread import number
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
+from neo_desktop.engine.progress import Progress
 
 
 def run_cpu_attention(options: CpuAttentionOptions, progress: Progress) -> Iterator[CpuAttentionReport]:

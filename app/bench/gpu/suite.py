@@ -19,10 +19,10 @@ from neo_desktop.app.bench.gpu.setup import (
 )
 from neo_desktop.app.bench.gpu.work import iteration_work
 from neo_desktop.app.bench.gpu_driver import GpuDriver, gpu_driver
-from neo_desktop.app.bench.section import Progress
 from neo_desktop.app.bench.spread import Spread
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.hardware import find_gpus, last_level_cache_bytes
+from neo_desktop.engine.progress import Progress
 
 
 def run_gpu(options: GpuOptions, progress: Progress) -> Iterator[GpuReport]:

@@ -24,13 +24,13 @@ from neo_desktop.app.bench.hardware.report import (
     TransferFigures,
     Way,
 )
-from neo_desktop.app.bench.section import Progress
 from neo_desktop.app.bench.spread import Spread, size
 from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.execute.graphs.streams import CudaRunner, Lane
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.graph_hand_off import GraphHandOff
 from neo_desktop.engine.profiling.hardware import find_gpus, last_level_cache_bytes
+from neo_desktop.engine.progress import Progress
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 LEAST_ROUNDS = 3

@@ -16,10 +16,10 @@ from neo_desktop.app.bench.load.metrics import LoadMetrics, summarise
 from neo_desktop.app.bench.load.options import LoadOptions, Workload, poisson
 from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.load.target import Limits, Target, TargetError
-from neo_desktop.app.bench.section import Progress
 from neo_desktop.app.bench.spread import number
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.loading import LoadedModel, choose_device, load
+from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.setup import take_memory
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 from neo_desktop.engine.stats import EngineStats

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 import psutil
 import torch
 
-from neo_desktop.app.bench.section import Progress
 from neo_desktop.app.bench.throughput.answers import TOLERANCES, TOP_LOGPROBS, Answer, Comparison, compare
 from neo_desktop.app.bench.throughput.llama_cpp import LlamaCppBaseline
 from neo_desktop.app.bench.throughput.report import BASELINE, PolicyResult, ThroughputReport, TimelineSpan
@@ -21,6 +20,7 @@ from neo_desktop.engine.loading import choose_device, load
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.profiler import profile
+from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.setup import Setup, take_memory
 from neo_desktop.engine.simulation.bound import Bound
