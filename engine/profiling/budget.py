@@ -26,6 +26,7 @@ from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
 from neo_desktop.engine.sampler import MOST_COPIES, PIECE_ELEMENTS
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.stages import token_bytes
 
 DEVICE_RESERVE_BYTES = 512 * 1024**2  # of a GPU: CUDA context, kernels, libraries, and the margin
 DEVICE_MARGIN_BYTES = 256 * 1024**2  # of it, what only comes later: up to 128 graphs of 1 MiB; fragmentation
@@ -171,23 +172,20 @@ def check_weights_fit(
 def activation_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.dtype) -> int:
     """Return the most memory that one iteration needs beside weights and KV.
 
-    In the widest stage a token has its residual and normalised state, the gate-up product and its
-    activation. Attention is narrower, but a chunk of a long prompt, or several of short ones, need the KV
-    before them in one piece, twice while it is put together, and a mask. Each sampled request has its logits
-    in the model's dtype and in float32, and the sampler copies of some of them. Graphs of decodes keep memory
-    of their own.
+    The stages work in so much for each token. Attention mostly takes less, but a chunk of a long prompt, or
+    several of short ones, need the KV before them in one piece, twice while it is put together, and a mask.
+    Each sampled request has its logits in the model's dtype and in float32, and the sampler copies of some of
+    them. Graphs of decodes keep memory of their own.
     """
     tokens = limits.max_batch_tokens
     context = max(min(config.max_context_tokens, LONG_CONTEXT_TOKENS), PACKED_TOKENS)
-    per_token = 4 * config.hidden_size + 4 * config.intermediate_size
     layer_kv_bytes = config.kv_bytes_per_token(dtype) // config.num_layers
     attention = context * (2 * layer_kv_bytes + tokens * (1 + dtype.itemsize))
     logits = limits.max_batch_requests * config.vocab_size
     sampling = MOST_COPIES * min(logits, max(PIECE_ELEMENTS, config.vocab_size)) * torch.float32.itemsize
-    linear = tokens * per_token * dtype.itemsize
     most = Most.of(limits.max_batch_requests, config.max_context_tokens, BLOCK_SIZE)
     head = logits * (dtype.itemsize + torch.float32.itemsize) + sampling
-    return max(linear, attention) + head + most.device_bytes(config, dtype)
+    return max(tokens * token_bytes(config, dtype), attention) + head + most.device_bytes(config, dtype)
 
 
 def host_buffer_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.dtype) -> int:
