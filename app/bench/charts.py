@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from neo_desktop.app.bench.spread import Spread
+from neo_desktop.app.bench.section import Spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

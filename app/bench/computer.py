@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from neo_desktop import native
-from neo_desktop.app.bench.spread import number
+from neo_desktop.app.bench.section import number
 from neo_desktop.engine.profiling.hardware import host_memory, last_level_cache_bytes
 
 STEADY = 1.1  # the most by which the fastest and the slowest may differ

@@ -12,7 +12,7 @@ from neo_desktop.app.bench.gpu import GpuOptions
 from neo_desktop.app.bench.hardware import HardwareOptions
 from neo_desktop.app.bench.load import LoadOptions
 from neo_desktop.app.bench.run import SuiteOptions
-from neo_desktop.app.bench.spread import number
+from neo_desktop.app.bench.section import number
 from neo_desktop.app.bench.throughput import ThroughputOptions
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.options import EngineOptions

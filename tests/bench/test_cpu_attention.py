@@ -12,8 +12,7 @@ import torch
 from suites import count_colour, drawn, ignore, last, shown
 
 from neo_desktop import native
-from neo_desktop.app.bench.cpu_attention import measure, rivals, suite
-from neo_desktop.app.bench.cpu_attention.measure import Limits
+from neo_desktop.app.bench.cpu_attention import rivals, suite
 from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions, Shape
 from neo_desktop.app.bench.cpu_attention.pool import Pool, seeded
 from neo_desktop.app.bench.cpu_attention.report import CpuAttentionCase, CpuAttentionReport, RivalResult
@@ -24,7 +23,7 @@ from neo_desktop.app.bench.cpu_attention.rivals import (
     TorchSdpa,
     measure_rival,
 )
-from neo_desktop.app.bench.cpu_attention.suite import run_cpu_attention
+from neo_desktop.app.bench.cpu_attention.suite import Limits, run_cpu_attention
 
 SMALL = CpuAttentionOptions(
     groups=(1, 4),
@@ -132,7 +131,7 @@ def test_the_limit_is_the_smaller_one() -> None:
 
 
 def test_where_arithmetic_is_slow_it_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure.native, "fma_rate", lambda *_, **__: 1e6)
+    monkeypatch.setattr(suite.native, "fma_rate", lambda *_, **__: 1e6)
     report = measured(SMALL)
     for case in report.cases:
         assert case.bound == "arithmetic"

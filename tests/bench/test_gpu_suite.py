@@ -13,9 +13,8 @@ from pydantic import TypeAdapter
 from neo_desktop.app.bench import gpu_driver
 from neo_desktop.app.bench.gpu import GpuOptions, GpuReport, rig, run_gpu, setup, suite
 from neo_desktop.app.bench.gpu.report import Measured, decode_figures, prefill_figures
-from neo_desktop.app.bench.gpu.rig import Iteration, Rig
+from neo_desktop.app.bench.gpu.rig import Iteration, Rig, Work, iteration_work
 from neo_desktop.app.bench.gpu.setup import load_model, take_kv_memory
-from neo_desktop.app.bench.gpu.work import Work, iteration_work
 from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.engine import Engine

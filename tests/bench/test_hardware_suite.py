@@ -22,8 +22,7 @@ from neo_desktop.app.bench.hardware.device import BOTH, SAMPLE_SECONDS, Way, gpu
 from neo_desktop.app.bench.hardware.hand_off import HandOff
 from neo_desktop.app.bench.hardware.host import Case, Host, native_dtypes
 from neo_desktop.app.bench.hardware.suite import LEAST_ROUNDS, doubling, rounds
-from neo_desktop.app.bench.section import Section
-from neo_desktop.app.bench.spread import Spread, number, size
+from neo_desktop.app.bench.section import Section, Spread, number, size
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.execute.graphs.streams import Lane
 from neo_desktop.engine.profiling import hardware

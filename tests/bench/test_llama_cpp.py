@@ -18,7 +18,6 @@ from suites import ignore, last, shown
 from torch import Tensor
 
 from neo_desktop.app.bench.throughput import ThroughputOptions, llama_cpp, run_throughput
-from neo_desktop.app.bench.throughput.answers import TOP_LOGPROBS
 from neo_desktop.app.bench.throughput.gguf_file import (
     check_expressible,
     check_installed,
@@ -26,7 +25,7 @@ from neo_desktop.app.bench.throughput.gguf_file import (
     write_gguf,
 )
 from neo_desktop.app.bench.throughput.llama_cpp import LlamaCppBaseline
-from neo_desktop.app.bench.throughput.workload import Workload
+from neo_desktop.app.bench.throughput.workload import TOP_LOGPROBS, Workload
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder

@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 from pydantic import TypeAdapter
 
 from neo_desktop.app.bench.load import LoadOptions, LoadReport, run_load, suite
-from neo_desktop.app.bench.load.curve import LoadCurve
-from neo_desktop.app.bench.load.metrics import LoadMetrics
+from neo_desktop.app.bench.load.metrics import LoadCurve, LoadMetrics
 from neo_desktop.app.bench.load.target import TargetError
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 from fake_target import FakeTarget
 
-from neo_desktop.app.bench.load.client import ClientRequest, send_all
-from neo_desktop.app.bench.load.target import Outcome, TargetError
+from neo_desktop.app.bench.load.target import ClientRequest, Outcome, TargetError, send_all
 
 NUM_REQUESTS = 5
 

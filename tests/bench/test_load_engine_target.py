@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from neo_desktop import Engine
-from neo_desktop.app.bench.load.client import ClientRequest, send_all
 from neo_desktop.app.bench.load.engine_target import EngineTarget
-from neo_desktop.app.bench.load.target import Outcome
+from neo_desktop.app.bench.load.target import ClientRequest, Outcome, send_all
 from neo_desktop.app.web.limits import ServerLimits
 
 

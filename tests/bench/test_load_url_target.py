@@ -12,8 +12,7 @@ from fake_openai_server import TOKENS_PER_WORD, Behaviour, fake_openai_server
 
 import neo_desktop.models
 from neo_desktop import Engine
-from neo_desktop.app.bench.load.client import ClientRequest, send_all
-from neo_desktop.app.bench.load.target import Outcome, RequestRecord, TargetError
+from neo_desktop.app.bench.load.target import ClientRequest, Outcome, RequestRecord, TargetError, send_all
 from neo_desktop.app.bench.load.url_target import UrlTarget
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.hosting import ModelHost

@@ -13,14 +13,12 @@ from suites import ignore, shown
 from neo_desktop.app.bench import Report, ReportError, SuiteOptions, run, run_suites
 from neo_desktop.app.bench.computer import Probe
 from neo_desktop.app.bench.cost_model import CostModelOptions, CostModelReport, run_cost_model
-from neo_desktop.app.bench.load.curve import LoadCurve, LoadPoint, LoadRun
-from neo_desktop.app.bench.load.metrics import LoadMetrics, summarise
+from neo_desktop.app.bench.load.metrics import LoadCurve, LoadMetrics, LoadPoint, LoadRun, summarise
 from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.load.target import Limits, Outcome, RequestRecord
 from neo_desktop.app.bench.page.compare import compare
-from neo_desktop.app.bench.page.content import headline, machine_lines
+from neo_desktop.app.bench.page.content import headline, machine_lines, verdict
 from neo_desktop.app.bench.page.files import html, prepare_folder, write_files
-from neo_desktop.app.bench.page.verdict import verdict
 from neo_desktop.app.bench.report import SCHEMA_VERSION, Failure, json_schema
 from neo_desktop.app.bench.throughput import ThroughputOptions, ThroughputReport
 from neo_desktop.engine.progress import Progress

@@ -10,8 +10,16 @@ import torch
 from suites import count_colour, drawn, ignore, last, shown
 
 from neo_desktop.app.bench.throughput import ThroughputOptions, ThroughputReport, run_throughput, suite
-from neo_desktop.app.bench.throughput.answers import TOLERANCES, Answer, Comparison, compare
-from neo_desktop.app.bench.throughput.workload import Run, fitting, lengths, run
+from neo_desktop.app.bench.throughput.workload import (
+    TOLERANCES,
+    Answer,
+    Comparison,
+    Run,
+    compare,
+    fitting,
+    lengths,
+    run,
+)
 from neo_desktop.engine.batch import SampledToken, TokenLogprob
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.schedule.policies import POLICIES

@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from neo_desktop.app.bench.gpu.report import GpuReport, Measured, decode_figures, prefill_figures
-from neo_desktop.app.bench.gpu.rig import Iteration, Rig
+from neo_desktop.app.bench.gpu.rig import Iteration, Rig, iteration_work
 from neo_desktop.app.bench.gpu.setup import (
     TRACED_ITERATIONS,
     GpuOptions,
@@ -17,9 +17,8 @@ from neo_desktop.app.bench.gpu.setup import (
     processor,
     take_kv_memory,
 )
-from neo_desktop.app.bench.gpu.work import iteration_work
 from neo_desktop.app.bench.gpu_driver import GpuDriver, gpu_driver
-from neo_desktop.app.bench.spread import Spread
+from neo_desktop.app.bench.section import Spread
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.profiling.hardware import find_gpus, last_level_cache_bytes
 from neo_desktop.engine.progress import Progress

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from neo_desktop.app.bench.charts import BLUE, GREEN, ORANGE, RED, doubling, round_logs, spreads, tidy
 from neo_desktop.app.bench.gpu_driver import GpuState, no_gpu, state_notes
-from neo_desktop.app.bench.section import Column, Metric, Plot, Section, Table
-from neo_desktop.app.bench.spread import Spread, number, size
+from neo_desktop.app.bench.section import Column, Metric, Plot, Section, Spread, Table, number, size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

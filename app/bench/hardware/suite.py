@@ -24,7 +24,7 @@ from neo_desktop.app.bench.hardware.report import (
     TransferFigures,
     Way,
 )
-from neo_desktop.app.bench.spread import Spread, size
+from neo_desktop.app.bench.section import Spread, size
 from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.execute.graphs.streams import CudaRunner, Lane
 from neo_desktop.engine.loading import choose_device

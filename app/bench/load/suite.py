@@ -9,14 +9,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from neo_desktop.app.bench.computer import give_back_memory
-from neo_desktop.app.bench.load.client import ClientRequest, send_all
-from neo_desktop.app.bench.load.curve import Capacity, EngineFigures, LoadCurve, LoadPoint, LoadRun
 from neo_desktop.app.bench.load.engine_target import EngineTarget
-from neo_desktop.app.bench.load.metrics import LoadMetrics, summarise
+from neo_desktop.app.bench.load.metrics import (
+    Capacity,
+    EngineFigures,
+    LoadCurve,
+    LoadMetrics,
+    LoadPoint,
+    LoadRun,
+    summarise,
+)
 from neo_desktop.app.bench.load.options import LoadOptions, Workload, poisson
 from neo_desktop.app.bench.load.report import LoadReport
-from neo_desktop.app.bench.load.target import Limits, Target, TargetError
-from neo_desktop.app.bench.spread import number
+from neo_desktop.app.bench.load.target import ClientRequest, Limits, Target, TargetError, send_all
+from neo_desktop.app.bench.section import number
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.loading import LoadedModel, choose_device, load
 from neo_desktop.engine.progress import Progress

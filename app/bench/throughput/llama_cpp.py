@@ -28,10 +28,9 @@ from typing import Any
 import torch
 
 from neo_desktop.app.bench.computer import give_back_memory
-from neo_desktop.app.bench.throughput.answers import TOLERANCES, TOP_LOGPROBS, Answer, compare
 from neo_desktop.app.bench.throughput.gguf_file import check_expressible, program, write_gguf
 from neo_desktop.app.bench.throughput.report import Rival
-from neo_desktop.app.bench.throughput.workload import Workload
+from neo_desktop.app.bench.throughput.workload import TOLERANCES, TOP_LOGPROBS, Answer, Workload, compare
 from neo_desktop.engine.batch import SampledToken, TokenLogprob
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.placement import Place

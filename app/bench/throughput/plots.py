@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from neo_desktop.app.bench.charts import BLUE, LIGHT_GREY, ORANGE, legend, tidy
-from neo_desktop.app.bench.spread import number
+from neo_desktop.app.bench.section import number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

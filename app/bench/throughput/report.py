@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from neo_desktop.app.bench.section import Column, Metric, Plot, Section, Table
-from neo_desktop.app.bench.spread import number, size
+from neo_desktop.app.bench.section import Column, Metric, Plot, Section, Table, number, size
 from neo_desktop.app.bench.throughput import plots
 from neo_desktop.app.commands.sentences import duration
 

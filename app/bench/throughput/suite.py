@@ -9,10 +9,21 @@ from dataclasses import dataclass, field, replace
 import psutil
 import torch
 
-from neo_desktop.app.bench.throughput.answers import TOLERANCES, TOP_LOGPROBS, Answer, Comparison, compare
 from neo_desktop.app.bench.throughput.llama_cpp import LlamaCppBaseline
 from neo_desktop.app.bench.throughput.report import BASELINE, PolicyResult, ThroughputReport, TimelineSpan
-from neo_desktop.app.bench.throughput.workload import Run, ThroughputOptions, Workload, fitting, lengths, run
+from neo_desktop.app.bench.throughput.workload import (
+    TOLERANCES,
+    TOP_LOGPROBS,
+    Answer,
+    Comparison,
+    Run,
+    ThroughputOptions,
+    Workload,
+    compare,
+    fitting,
+    lengths,
+    run,
+)
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
