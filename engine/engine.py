@@ -32,6 +32,7 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.live import LiveView, Notes
 from neo_desktop.engine.loading import LoadedModel, choose_device
 from neo_desktop.engine.options import BUILTIN, EngineKeywords, EngineOptions
+from neo_desktop.engine.parts import MEASURING, EngineParts, set_up
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.profiling.profile_cache import load_or_profile
@@ -40,7 +41,6 @@ from neo_desktop.engine.request import FinishReason, Request, RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
-from neo_desktop.engine.setup import MEASURING, Setup, set_up
 from neo_desktop.engine.stats import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -136,17 +136,17 @@ class Engine:
         device = choose_device(options.device)
         check_at_first_start(Subject.of(options, is_quick=True), device, part(progress, 0.0, 0.0, MEASURING))
         with safe_start(device):
-            setup = set_up(options, part(progress, 0.0, WEIGHTS_SHARE))
+            parts = set_up(options, part(progress, 0.0, WEIGHTS_SHARE))
             timeline = None if options.trace_timeline is None else Timeline(options.trace_timeline)
             measured = part(progress, WEIGHTS_SHARE, 1.0, MEASURING)
-            return cls.from_setup(
-                setup, options.policy, cost_model=cost_model, timeline=timeline, progress=measured
+            return cls.from_parts(
+                parts, options.policy, cost_model=cost_model, timeline=timeline, progress=measured
             )
 
     @classmethod
-    def from_setup(
+    def from_parts(
         cls,
-        setup: Setup,
+        parts: EngineParts,
         policy: str,
         *,
         cost_model: CostModel | None = None,
@@ -155,15 +155,15 @@ class Engine:
     ) -> Self:
         """Make an engine of a loaded model and the memory of all places that the policy uses.
 
-        `close` drops them from the engine; the memory is free when nobody else refers to the setup.
+        `close` drops them from the engine; the memory is free when nobody else refers to the parts.
         See `from_options` for the arguments; ValueError: the policy is unknown.
         """
         chosen_policy = get_policy(policy)
-        decoder, limits, storage = setup.model.decoder, setup.limits, setup.storage
-        streams = setup.model.streams
-        kv_cache = KVCache(setup.num_blocks, BLOCK_SIZE)
+        decoder, limits, storage = parts.model.decoder, parts.limits, parts.storage
+        streams = parts.model.streams
+        kv_cache = KVCache(parts.num_blocks, BLOCK_SIZE)
         # With a single place to live there is nothing to predict.
-        if cost_model is None and chosen_policy.needs_predictions and all(setup.num_blocks.values()):
+        if cost_model is None and chosen_policy.needs_predictions and all(parts.num_blocks.values()):
             cost_model = load_or_profile(decoder, storage, limits, progress, streams=streams)
         # Without a trace, single iterations are recorded for those who look.
         timeline = timeline or Timeline(max_spans=0, is_continuous=False)
@@ -176,7 +176,7 @@ class Engine:
                 cost_model, lambda: GraphReach() if (alive := known()) is None else alive.graph_reach
             )
         scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected)
-        return cls(setup.model, scheduler, kv_cache, executor, policy, corrected, timeline)
+        return cls(parts.model, scheduler, kv_cache, executor, policy, corrected, timeline)
 
     @property
     def has_requests(self) -> bool:

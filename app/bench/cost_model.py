@@ -20,12 +20,12 @@ from neo_desktop.app.bench.charts import BLACK, BLUE, GREEN, GREY, LINE_GREY, OR
 from neo_desktop.app.bench.section import Metric, Plot, Section, Table
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.parts import set_up
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.profiler import Grid, profile, stage_grids, typical_ms
 from neo_desktop.engine.profiling.stage_timer import NEAR, Point, Stage, StageTimer
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
-from neo_desktop.engine.setup import set_up
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -149,24 +149,24 @@ class CostModelReport:
 def run_cost_model(options: CostModelOptions, progress: Progress) -> Iterator[CostModelReport]:
     """Measure tables and points, a report after each round; raises what the engine raises for a model."""
     progress(0.0, "loading the model")
-    setup = set_up(options)
-    decoder = setup.model.decoder
+    parts = set_up(options)
+    decoder = parts.model.decoder
     started = time.perf_counter()
     tables = profile(
         decoder,
-        setup.storage,
-        setup.limits,
+        parts.storage,
+        parts.limits,
         progress=lambda share, what: progress(_PROFILE_SHARE * share, f"tables: {what}"),
-        streams=setup.model.streams,
+        streams=parts.model.streams,
     )
     profile_seconds = time.perf_counter() - started
 
     wider = SchedulerLimits(
-        math.ceil(setup.limits.max_batch_tokens * BEYOND),
-        math.ceil(setup.limits.max_batch_requests * BEYOND),
+        math.ceil(parts.limits.max_batch_tokens * BEYOND),
+        math.ceil(parts.limits.max_batch_requests * BEYOND),
     )
-    timer = StageTimer(decoder, setup.storage, wider, setup.model.streams)
-    grids = stage_grids(timer, decoder.config, setup.limits)
+    timer = StageTimer(decoder, parts.storage, wider, parts.model.streams)
+    grids = stage_grids(timer, decoder.config, parts.limits)
     generator = random.Random(options.seed)
     held_out = {
         stage: _held_out(timer, grid, decoder.config.max_context_tokens, options.points, generator)
@@ -188,7 +188,7 @@ def run_cost_model(options: CostModelOptions, progress: Progress) -> Iterator[Co
         }
         seen = [cases[point] for each in held_out.values() for point in each]
         yield CostModelReport(
-            model=setup.model.name,
+            model=parts.model.name,
             device=decoder.device.type,
             dtype=str(decoder.dtype).removeprefix("torch."),
             profile_seconds=profile_seconds,

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.parts import MEASURING, set_up
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling.profile_cache import load_or_profile, profile_key, profile_path
 from neo_desktop.engine.progress import Progress, part
-from neo_desktop.engine.setup import MEASURING, set_up
 
 _CURVES = (
     ("linear", "tokens"),
@@ -80,18 +80,18 @@ def run_profile(options: EngineOptions, progress: Progress, *, refresh: bool = F
     Args:
         refresh: measure in any case.
     """
-    setup = set_up(options, progress)
-    decoder = setup.model.decoder
+    parts = set_up(options, progress)
+    decoder = parts.model.decoder
     tables = load_or_profile(
         decoder,
-        setup.storage,
-        setup.limits,
+        parts.storage,
+        parts.limits,
         part(progress, 0.0, 1.0, MEASURING),
-        streams=setup.model.streams,
+        streams=parts.model.streams,
         refresh=refresh,
     )
-    key = profile_key(decoder, setup.storage, setup.limits, setup.model.streams)
-    return ProfileReport(setup.model.name, key, profile_path(key), tables, setup.model.streams.note)
+    key = profile_key(decoder, parts.storage, parts.limits, parts.model.streams)
+    return ProfileReport(parts.model.name, key, profile_path(key), tables, parts.model.streams.note)
 
 
 def _curve(name: str, unit: str, curve: Curve) -> Table:

@@ -6,10 +6,10 @@ from neo_desktop.app.shelf.speed import Figures, Prediction, predict
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.loading import CPU_CACHE_DTYPES, choose_device, choose_dtype
 from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.parts import cache_tokens_of, limits_of
 from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.profiling.budget import FreeMemory, MemoryCaps, check_weights_fit, pool_blocks
 from neo_desktop.engine.schedule.policies import get_policy
-from neo_desktop.engine.setup import cache_tokens_of, limits_of
 from neo_desktop.models.config import ModelConfig
 
 CHAT_TOKENS = 4096

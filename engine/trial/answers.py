@@ -15,10 +15,10 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.ladder import MECHANISMS, NEEDS
 from neo_desktop.engine.loading import LoadedModel, load
 from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.parts import EngineParts, take_memory
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, FreeMemory, activation_bytes
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.setup import Setup, take_memory
 from neo_desktop.engine.trial.check import Check
 from neo_desktop.engine.trial.rig import Rig, on_rungs
 from neo_desktop.models.registry import random_model
@@ -118,10 +118,10 @@ class Answers:
             torch.randint(config.vocab_size, (min(count, longest),), generator=generator).tolist()
             for count in PROMPT_TOKENS
         ]
-        with Engine.from_setup(self._memory(policy), policy) as engine:
+        with Engine.from_parts(self._memory(policy), policy) as engine:
             return engine.generate(prompts, params)
 
-    def _memory(self, policy: str) -> Setup:
+    def _memory(self, policy: str) -> EngineParts:
         options = EngineOptions(
             policy=policy,
             gpu_cache_tokens=CACHE_TOKENS,
@@ -169,10 +169,10 @@ class Answers:
         device, config = self._rig.device, self.model.config
         torch.cuda.empty_cache()
         free = FreeMemory.now(device).gpu_bytes or 0
-        setup = self._memory("gpu-only")
-        kv_bytes = setup.num_blocks[Place.DEVICE] * BLOCK_SIZE * config.kv_bytes_per_token(self._rig.dtype)
-        promised = kv_bytes + activation_bytes(config, setup.limits, self._rig.dtype) + DEVICE_RESERVE_BYTES
-        with Engine.from_setup(setup, "gpu-only") as engine:
+        parts = self._memory("gpu-only")
+        kv_bytes = parts.num_blocks[Place.DEVICE] * BLOCK_SIZE * config.kv_bytes_per_token(self._rig.dtype)
+        promised = kv_bytes + activation_bytes(config, parts.limits, self._rig.dtype) + DEVICE_RESERVE_BYTES
+        with Engine.from_parts(parts, "gpu-only") as engine:
             engine.generate([[1] * 100], GREEDY)
             used = free - (FreeMemory.now(device).gpu_bytes or 0)
         figures: dict[str, Figure] = {"promised_bytes": promised, "used_bytes": used}

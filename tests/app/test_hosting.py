@@ -22,12 +22,12 @@ from neo_desktop.app.shelf.hosting import (
 )
 from neo_desktop.app.web.server import create_app
 from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.parts import set_up
 from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.predict.cost_model import ZeroCostModel
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.request import FinishReason
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.setup import set_up
 
 from .fake_engine import FakeExecutor, make_engine
 
@@ -229,10 +229,10 @@ async def test_weights_and_caches_are_free_after_unloading() -> None:
     watched: list[weakref.ref[object]] = []
 
     def load(name: str, progress: Progress) -> EngineService:
-        setup = set_up(EngineOptions(shape="tiny", gpu_cache_tokens=256, cpu_cache_tokens=256, device="cpu"))
-        weights, pools = setup.model.decoder, [setup.storage[place] for place in PLACES]
+        parts = set_up(EngineOptions(shape="tiny", gpu_cache_tokens=256, cpu_cache_tokens=256, device="cpu"))
+        weights, pools = parts.model.decoder, [parts.storage[place] for place in PLACES]
         watched.extend(map(weakref.ref, (weights.embedding, weights.final_norm, *pools)))
-        engine = Engine.from_setup(setup, "neo", cost_model=ZeroCostModel())
+        engine = Engine.from_parts(parts, "neo", cost_model=ZeroCostModel())
         return EngineService(engine)
 
     host = ModelHost(load=load)

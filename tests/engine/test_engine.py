@@ -14,7 +14,7 @@ from torch_layer import TorchLayer
 from transformers import AutoModelForCausalLM
 
 from neo_desktop import Engine, SamplingParams
-from neo_desktop.engine import setup
+from neo_desktop.engine import parts
 from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan, IterationResult, SubBatch
 from neo_desktop.engine.errors import ContextLengthError, EngineError
 from neo_desktop.engine.execute.executor import Wait
@@ -155,7 +155,7 @@ def test_kv_moves_between_memories_of_two_kinds_as_with_a_gpu(
     batch = prompts(8)
     kinds = iter([TorchLayer, HostLayer])
     assert POLICIES["neo"].places == (Place.DEVICE, Place.HOST)
-    monkeypatch.setattr(setup, "KVPool", lambda *args: KVPool(*args, kind=next(kinds)))
+    monkeypatch.setattr(parts, "KVPool", lambda *args: KVPool(*args, kind=next(kinds)))
     with Engine.from_pretrained(
         checkpoints["llama"],
         device="cpu",

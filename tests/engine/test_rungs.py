@@ -13,7 +13,7 @@ import torch
 from ladder_rungs import Rungs
 
 from neo_desktop import native
-from neo_desktop.engine import setup
+from neo_desktop.engine import parts
 from neo_desktop.engine.kv import host_layer
 from neo_desktop.engine.kv.host_layer import ask_for_huge_pages, empty_aligned
 from neo_desktop.engine.ladder import MECHANISMS, ladder, variable
@@ -69,7 +69,7 @@ def test_threads_that_cannot_be_bound_are_free(
 
     monkeypatch.setattr(native, "bind_threads", bind)
     for _ in range(2):
-        setup.bind_threads()
+        parts.bind_threads()
     assert asked == [True, agrees]
     assert ladder.limits() == ({} if agrees else {"affinity": "free"})
     assert len(caplog.records) == (0 if agrees else 1)

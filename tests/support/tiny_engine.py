@@ -12,7 +12,7 @@ from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.loading import LoadedModel
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.setup import take_memory
+from neo_desktop.engine.parts import take_memory
 from neo_desktop.models.tokenizer import ByteTokenizer
 
 PROMPTS = [[(7 * i + 3 * j) % 257 for j in range(size)] for i, size in enumerate((5, 19, 12))]
@@ -32,7 +32,7 @@ def make_engine(policy: str, device: str = "cuda") -> Engine:
         max_batch_tokens=64,
         max_batch_requests=4,
     )
-    return Engine.from_setup(take_memory(loaded, options), policy)
+    return Engine.from_parts(take_memory(loaded, options), policy)
 
 
 @contextmanager

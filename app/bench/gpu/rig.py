@@ -16,10 +16,10 @@ from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.timeline import Timeline, busy_ns
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.parts import EngineParts
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
-from neo_desktop.engine.setup import Setup
 from neo_desktop.models.config import ModelConfig
 
 POLICY = "gpu-only"
@@ -86,8 +86,8 @@ class Iteration:
 class Recorder(Executor):
     """An executor that keeps the last plan and its time, and can record a timeline for a while."""
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
+    def __init__(self, parts: EngineParts) -> None:
+        self._setup = parts
         self._executor = self._build(None)
         self._under_way: Wait | None = None
         self.last: tuple[IterationPlan, float] | None = None
@@ -129,10 +129,10 @@ class Recorder(Executor):
         self._executor = self._build(timeline)
 
     def _build(self, timeline: Timeline | None) -> Executor:
-        setup = self._setup
-        model = setup.model
+        parts = self._setup
+        model = parts.model
         return build_executor(
-            model.decoder, setup.storage, setup.limits.max_batch_requests, timeline, model.streams
+            model.decoder, parts.storage, parts.limits.max_batch_requests, timeline, model.streams
         )
 
 
@@ -142,17 +142,17 @@ class Rig:
     After the first round their KV is found in the cache: only the fresh prompt of `prefill` is computed anew.
     """
 
-    def __init__(self, setup: Setup, context_tokens: int, seed: int) -> None:
-        self._decoder = setup.model.decoder
+    def __init__(self, parts: EngineParts, context_tokens: int, seed: int) -> None:
+        self._decoder = parts.model.decoder
         self._context_tokens = context_tokens
         self._random = random.Random(seed)
         self._prompts: list[list[int]] = []
         self._num_requests = 0  # running
         self._last_step_s: float | None = None  # when the last step returned, if an iteration is under way
-        self._recorder = Recorder(setup)
-        kv_cache = KVCache(setup.num_blocks, BLOCK_SIZE)
-        scheduler = Scheduler(kv_cache, get_policy(POLICY), setup.limits)
-        self._engine = Engine(setup.model, scheduler, kv_cache, self._recorder, POLICY)
+        self._recorder = Recorder(parts)
+        kv_cache = KVCache(parts.num_blocks, BLOCK_SIZE)
+        scheduler = Scheduler(kv_cache, get_policy(POLICY), parts.limits)
+        self._engine = Engine(parts.model, scheduler, kv_cache, self._recorder, POLICY)
 
     def prefill(self) -> list[Iteration]:
         """Compute a prompt that was never seen, alone; return its iterations."""

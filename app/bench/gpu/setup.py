@@ -14,9 +14,9 @@ from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.loading import LoadedModel, load
 from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.parts import EngineParts, take_memory
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.hardware import cpu_name
-from neo_desktop.engine.setup import Setup, take_memory
 
 TRACED_ITERATIONS = 4  # per batch and round, with a timeline: recording costs a little
 _RUN_TOKENS = BLOCKS_PER_RUN * BLOCK_SIZE  # blocks are handed out in runs where there is room
@@ -68,7 +68,7 @@ def load_model(options: GpuOptions) -> LoadedModel:
     return model
 
 
-def take_kv_memory(model: LoadedModel, options: GpuOptions) -> Setup:
+def take_kv_memory(model: LoadedModel, options: GpuOptions) -> EngineParts:
     """Take what the largest batch needs and a prompt beside it, or as much as fits."""
     alone = replace(
         options,
@@ -87,13 +87,13 @@ def take_kv_memory(model: LoadedModel, options: GpuOptions) -> Setup:
         return take_memory(model, replace(alone, gpu_cache_tokens=None))
 
 
-def fitting_batches(setup: Setup, options: GpuOptions) -> tuple[tuple[int, ...], list[str]]:
+def fitting_batches(parts: EngineParts, options: GpuOptions) -> tuple[tuple[int, ...], list[str]]:
     """Return the batches that the memory holds, and what to say about the others.
 
     Raises:
         MemoryError: there is no room for the smallest.
     """
-    capacity = setup.num_blocks[Place.DEVICE] * BLOCK_SIZE
+    capacity = parts.num_blocks[Place.DEVICE] * BLOCK_SIZE
     most = capacity // options.request_tokens
     batches = tuple(batch for batch in options.batches if batch <= most)
     if not batches:

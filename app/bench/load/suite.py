@@ -25,8 +25,8 @@ from neo_desktop.app.bench.load.target import ClientRequest, Limits, Target, Tar
 from neo_desktop.app.bench.section import number
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.loading import LoadedModel, choose_device, load
+from neo_desktop.engine.parts import take_memory
 from neo_desktop.engine.progress import Progress
-from neo_desktop.engine.setup import take_memory
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 from neo_desktop.engine.stats import EngineStats
 
@@ -116,7 +116,7 @@ def _open(
         server = UrlTarget(options.url, options.api_key, options.url_model)
         return server, server.url
     give_back_memory()  # the engine before this one is gone, and counts as free
-    engine = Engine.from_setup(
+    engine = Engine.from_parts(
         take_memory(model, replace(options, policy=name)),
         name,
         progress=lambda _, what: progress(0.0, f"measuring this computer: {what}"),

@@ -33,9 +33,9 @@ from neo_desktop.app.bench.throughput.report import Rival
 from neo_desktop.app.bench.throughput.workload import TOLERANCES, TOP_LOGPROBS, Answer, Workload, compare
 from neo_desktop.engine.batch import SampledToken, TokenLogprob
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.parts import EngineParts
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.progress import Progress
-from neo_desktop.engine.setup import Setup
 from neo_desktop.models.config import ModelConfig
 
 _FILE_SLACK = 1.01  # metadata, padding, norms in 32 bits
@@ -87,20 +87,20 @@ class LlamaCppBaseline:
             )
 
     def take(
-        self, setup: Setup, workload: Workload, answers: tuple[Answer, ...], seed: int, turns: int
+        self, parts: EngineParts, workload: Workload, answers: tuple[Answer, ...], seed: int, turns: int
     ) -> None:
         """Write the model while it is there, and remember what to do; `answers` are ours of turn 0."""
-        decoder = setup.model.decoder
+        decoder = parts.model.decoder
         write_gguf(importlib.import_module("gguf"), decoder, self._file)
         on_gpu = decoder.device.type == "cuda"
-        num_blocks = setup.num_blocks.get(Place.DEVICE, 0) if on_gpu else 0
+        num_blocks = parts.num_blocks.get(Place.DEVICE, 0) if on_gpu else 0
         self._job = _Job(
             workload=workload,
             prompts=[workload.prompts(seed, turn, decoder.config.vocab_size) for turn in range(turns + 1)],
             answers=answers,
             dtype=decoder.dtype,
             wants_gpu=on_gpu,
-            kv_tokens=(num_blocks or sum(setup.num_blocks.values())) * BLOCK_SIZE,
+            kv_tokens=(num_blocks or sum(parts.num_blocks.values())) * BLOCK_SIZE,
             num_threads=torch.get_num_threads(),
         )
 

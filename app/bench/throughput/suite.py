@@ -28,12 +28,12 @@ from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.loading import choose_device, load
+from neo_desktop.engine.parts import EngineParts, take_memory
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.profiler import profile
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.policies import get_policy
-from neo_desktop.engine.setup import Setup, take_memory
 from neo_desktop.engine.simulation.bound import Bound
 
 _PROFILE_SHARE = 0.15  # of the suite's progress
@@ -49,7 +49,7 @@ class _Policy:
     """One policy's engine and what its runs brought so far."""
 
     name: str
-    setup: Setup
+    parts: EngineParts
     timeline: Timeline
     engine: Engine
     answers: tuple[Answer, ...] = ()
@@ -89,15 +89,15 @@ def _run_policies(
         baseline.check(model.config, model.decoder.dtype)
     names, notes = _policies(options, model.decoder.device.type == "cuda")
     places = {place for name in names for place in get_policy(name).places}
-    setup = take_memory(model, options, [place for place in PLACES if place in places])
+    parts = take_memory(model, options, [place for place in PLACES if place in places])
 
     def profiled(share: float, what: str) -> None:
         progress(_PROFILE_SHARE * share, f"tables: {what}")
 
-    tables = profile(model.decoder, setup.storage, setup.limits, progress=profiled, streams=model.streams)
+    tables = profile(model.decoder, parts.storage, parts.limits, progress=profiled, streams=model.streams)
     most_tokens = min(
         model.config.max_context_tokens,
-        *(sum(setup.num_blocks[place] for place in get_policy(name).places) * BLOCK_SIZE for name in names),
+        *(sum(parts.num_blocks[place] for place in get_policy(name).places) * BLOCK_SIZE for name in names),
     )
     workload = fitting(requests, most_tokens)
     if workload.num_left_out:
@@ -105,13 +105,13 @@ def _run_policies(
             f"{workload.num_left_out} requests of more than {most_tokens} tokens were left out: they do not "
             "fit into the context or the smallest cache."
         )
-    policies = [_policy(name, setup, tables) for name in names]
+    policies = [_policy(name, parts, tables) for name in names]
     try:
         if options.num_requests is None:
             workload = _sized(workload, policies[0], options, len(policies) + options.llama_cpp)
         yield from _measure(policies, workload, options, tables, notes, progress)
         if baseline is not None:
-            baseline.take(setup, workload, policies[0].answers, options.seed, options.repeats)
+            baseline.take(parts, workload, policies[0].answers, options.seed, options.repeats)
     finally:
         for policy in policies:
             policy.engine.close()
@@ -137,12 +137,12 @@ def _policies(options: ThroughputOptions, on_gpu: bool) -> tuple[tuple[str, ...]
     return chosen, notes
 
 
-def _policy(name: str, setup: Setup, tables: TableCostModel) -> _Policy:
+def _policy(name: str, parts: EngineParts, tables: TableCostModel) -> _Policy:
     """Make an engine for a policy; all of them use the same memory, one after the other."""
     places = get_policy(name).places
-    own = replace(setup, num_blocks={place: setup.num_blocks[place] for place in places})
+    own = replace(parts, num_blocks={place: parts.num_blocks[place] for place in places})
     timeline = Timeline()
-    return _Policy(name, own, timeline, Engine.from_setup(own, name, cost_model=tables, timeline=timeline))
+    return _Policy(name, own, timeline, Engine.from_parts(own, name, cost_model=tables, timeline=timeline))
 
 
 def _sized(workload: Workload, policy: _Policy, options: ThroughputOptions, runs_per_turn: int) -> Workload:
@@ -152,7 +152,7 @@ def _sized(workload: Workload, policy: _Policy, options: ThroughputOptions, runs
     """
     requests = workload.requests
     pilot = replace(workload, requests=requests[:_PILOT_REQUESTS])
-    prompts = pilot.prompts(options.seed, -1, policy.setup.model.config.vocab_size)
+    prompts = pilot.prompts(options.seed, -1, policy.parts.model.config.vocab_size)
     seconds = run(policy.engine, prompts, pilot.params(), lambda share: None).seconds
     num_runs = (options.repeats + 1) * runs_per_turn
     count = round(options.seconds / num_runs / (seconds / len(pilot.requests)))
@@ -168,7 +168,7 @@ def _measure(
     progress: Progress,
 ) -> Iterator[ThroughputReport]:
     """Let every policy answer once, then take turns; a report after each timed run."""
-    vocab_size = policies[0].setup.model.config.vocab_size
+    vocab_size = policies[0].parts.model.config.vocab_size
     num_runs = (options.repeats + 1) * len(policies)
     done = 0
 
@@ -178,7 +178,7 @@ def _measure(
             _PROFILE_SHARE + (1 - _PROFILE_SHARE) * min((done + share) / num_runs, 1.0), what
         )
 
-    tolerance = TOLERANCES[policies[0].setup.model.decoder.dtype]
+    tolerance = TOLERANCES[policies[0].parts.model.decoder.dtype]
     prompts = workload.prompts(options.seed, 0, vocab_size)
     for policy in policies:
         first = run(policy.engine, prompts, workload.params(TOP_LOGPROBS), step(policy.name))
@@ -201,7 +201,7 @@ def _measure(
 def _run_turn(
     policy: _Policy, prompts: list[list[int]], workload: Workload, progress: Callable[[float], None]
 ) -> None:
-    is_cuda = policy.setup.model.decoder.device.type == "cuda"
+    is_cuda = policy.parts.model.decoder.device.type == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
     policy.timeline.take()
@@ -229,15 +229,15 @@ def _report(
     tables: TableCostModel,
     notes: Sequence[str],
 ) -> ThroughputReport:
-    setup, requests = policies[0].setup, workload.requests
-    decoder = setup.model.decoder
+    parts, requests = policies[0].parts, workload.requests
+    decoder = parts.model.decoder
 
     def tokens(place: Place) -> int:
-        return max(policy.setup.num_blocks.get(place, 0) for policy in policies) * BLOCK_SIZE
+        return max(policy.parts.num_blocks.get(place, 0) for policy in policies) * BLOCK_SIZE
 
     shown, spans = _timeline(policies)
     return ThroughputReport(
-        model=setup.model.name,
+        model=parts.model.name,
         device=decoder.device.type,
         dtype=str(decoder.dtype).removeprefix("torch."),
         gpu_cache_tokens=tokens(Place.DEVICE),
@@ -302,7 +302,7 @@ def _median(values: Iterable[float]) -> float | None:
 def _bound(policy: _Policy, workload: Workload, tables: TableCostModel) -> float:
     """Return the most output tokens per second under this policy."""
     places = get_policy(policy.name).places
-    bound = Bound(tables, workload.requests, policy.setup.num_blocks.get(Place.DEVICE, 0) * BLOCK_SIZE)
+    bound = Bound(tables, workload.requests, policy.parts.num_blocks.get(Place.DEVICE, 0) * BLOCK_SIZE)
     return bound.output_tokens_per_s(float(Place.DEVICE not in places), float(Place.HOST in places))
 
 
@@ -316,7 +316,7 @@ def _timeline(policies: Sequence[_Policy]) -> tuple[str, tuple[TimelineSpan, ...
         chosen = doubles or (list(by_iteration.values()) if policy is policies[0] else [])
         if chosen:
             chosen.sort(key=lambda each: max(s.end_ns for s in each) - min(s.start_ns for s in each))
-            middle = policy.setup.model.config.num_layers // 2
+            middle = policy.parts.model.config.num_layers // 2
             layers = range(middle, middle + _TIMELINE_LAYERS)
             shown = [span for span in chosen[len(chosen) // 2] if span.stage.layer in layers]
             start_ns = min((span.start_ns for span in shown), default=0)

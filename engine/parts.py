@@ -25,7 +25,7 @@ MEASURING = "Measuring this computer: "  # what is told of the profiler's progre
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class EngineParts:
     """A loaded model and the memory for its KV."""
 
     model: LoadedModel
@@ -34,7 +34,7 @@ class Setup:
     storage: KVStorage
 
 
-def set_up(options: EngineOptions, progress: Progress | None = None) -> Setup:
+def set_up(options: EngineOptions, progress: Progress | None = None) -> EngineParts:
     """Load a model and take the memory for its KV, in the places of the policy.
 
     Raises:
@@ -63,7 +63,9 @@ def limits_of(options: EngineOptions, device: torch.device) -> SchedulerLimits:
     )
 
 
-def take_memory(loaded: LoadedModel, options: EngineOptions, places: Sequence[Place] | None = None) -> Setup:
+def take_memory(
+    loaded: LoadedModel, options: EngineOptions, places: Sequence[Place] | None = None
+) -> EngineParts:
     """Take the memory for the KV of a loaded model; several may be taken, one after the other.
 
     On a GPU the largest iterations run first: what is free then is divided.
@@ -115,7 +117,7 @@ def take_memory(loaded: LoadedModel, options: EngineOptions, places: Sequence[Pl
             )
             for place, count in num_blocks.items()
         }
-    return Setup(loaded, limits, num_blocks, KVStorage(pools))
+    return EngineParts(loaded, limits, num_blocks, KVStorage(pools))
 
 
 def bind_threads() -> None:
