@@ -36,33 +36,25 @@ class GpuDriver:
     def state(self) -> GpuState:
         """Ask for everything."""
 
-        def clock(function: Callable[..., Any], kind: int) -> float | None:
-            return self._ask(lambda handle: function(handle, kind))
-
+        nvml, handle = pynvml, self._handle
         return GpuState(
-            name=_text(pynvml.nvmlDeviceGetName(self._handle)),
-            utilisation=self._ask(lambda handle: pynvml.nvmlDeviceGetUtilizationRates(handle).gpu, 0.01),
-            temperature_c=clock(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
-            power_w=self._ask(pynvml.nvmlDeviceGetPowerUsage, 1e-3),
-            power_limit_w=self._ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, 1e-3),
-            sm_clock_mhz=clock(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
-            max_sm_clock_mhz=clock(pynvml.nvmlDeviceGetMaxClockInfo, pynvml.NVML_CLOCK_SM),
-            memory_clock_mhz=clock(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_MEM),
+            name=_text(nvml.nvmlDeviceGetName(handle)),
+            utilisation=_asked(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu, 0.01),
+            temperature_c=_asked(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
+            power_w=_asked(lambda: nvml.nvmlDeviceGetPowerUsage(handle), 1e-3),
+            power_limit_w=_asked(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle), 1e-3),
+            sm_clock_mhz=_asked(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+            max_sm_clock_mhz=_asked(lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)),
+            memory_clock_mhz=_asked(lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)),
             other_processes=self._other_processes(),
         )
 
     def energy_j(self) -> float | None:
         """Joules since the driver was loaded; None where it does not count them."""
-        return self._ask(pynvml.nvmlDeviceGetTotalEnergyConsumption, 1e-3)
-
-    def _ask(self, function: Callable[[object], Any], factor: float = 1.0) -> float | None:
-        try:
-            return float(function(self._handle)) * factor
-        except pynvml.NVMLError:
-            return None
+        return _asked(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(self._handle), 1e-3)
 
     def _other_processes(self) -> tuple[GpuProcess, ...]:
-        index = self._ask(pynvml.nvmlDeviceGetIndex)
+        index = _asked(lambda: pynvml.nvmlDeviceGetIndex(self._handle))
         gpus, _, _ = find_gpus()
         return gpus[int(index)].other_processes if index is not None and index < len(gpus) else ()
 
@@ -108,6 +100,13 @@ def state_notes(state: GpuState | None) -> tuple[str, ...]:
         )
         notes.append(f"Other programs held memory of the {state.name}: {named}.")
     return tuple(notes)
+
+
+def _asked(function: Callable[[], Any], factor: float = 1.0) -> float | None:
+    try:
+        return float(function()) * factor
+    except pynvml.NVMLError:
+        return None
 
 
 def _memory(process: GpuProcess) -> str:
