@@ -194,21 +194,6 @@ def test_leaves_two_cores_alone_where_there_are_many(
     assert CpuAttentionOptions(num_threads=3).threads == 3
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"dtype": torch.float32}, "KV cannot be torch.float32; choose from float16, bfloat16, int8"),
-        ({"block_size": 24}, "block_size is 24; keys in pairs need a multiple of 16"),
-        ({"block_size": 0}, "block_size is 0"),
-        ({"num_threads": -1}, "num_threads must be at least 0"),
-    ],
-    ids=str,
-)
-def test_wrong_options_are_refused(wrong: dict[str, object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        CpuAttentionOptions(**wrong)  # type: ignore[arg-type]
-
-
 def those_there() -> list[Rival]:
     try:
         return [TorchSdpa(), LlamaCpp()]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from fake_gpu import FLOP_PER_S, LAUNCH_S, READ_BYTES_PER_S, FakeNvml, FakeTimer
 from matplotlib.figure import Figure
-from pydantic import TypeAdapter
 
 from neo_desktop.app.bench import gpu_driver
 from neo_desktop.app.bench.gpu import GpuOptions, GpuReport, rig, run_gpu, setup, suite
@@ -273,23 +272,6 @@ def test_a_context_that_the_model_does_not_have_is_refused() -> None:
         next(run_gpu(replace(SMALL, context_tokens=4090), ignore))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"batches": ()},
-        {"batches": (2, 1)},
-        {"batches": (0,)},
-        {"context_tokens": 0},
-        {"iterations": 0},
-        {"seconds": 0},
-    ],
-    ids=str,
-)
-def test_options_that_make_no_sense_are_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=next(iter(changes))):
-        replace(SMALL, **changes)  # type: ignore[arg-type]
-
-
 def test_settings_without_effect_are_told() -> None:
     assert any(
         "CPU-cache" in note for note in next(run_gpu(replace(SMALL, cpu_cache_tokens=64), ignore)).notes
@@ -337,14 +319,6 @@ def test_a_gpu_s_own_rates_come_from_its_clock(monkeypatch: pytest.MonkeyPatch) 
     assert gpu.read_gb_per_s(8 << 30) == pytest.approx(most / (LAUNCH_S + most / READ_BYTES_PER_S) / 1e9)
     assert gpu.read_gb_per_s(1000) == pytest.approx(1000 / (LAUNCH_S + 1000 / READ_BYTES_PER_S) / 1e9)
     assert gpu.matrix_gflop_per_s() == pytest.approx(FLOP_PER_S / 1e9, rel=0.01)
-
-
-def test_reports_survive_json(reports: list[GpuReport]) -> None:
-    adapter = TypeAdapter(GpuReport)
-    again = adapter.validate_json(adapter.dump_json(reports[-1]))
-    assert again == reports[-1]
-    assert again.section().tables == reports[-1].section().tables
-    assert adapter.json_schema()["properties"]["suite"]["const"] == "gpu"
 
 
 def test_the_plot_shows_every_batch_and_its_limit(reports: list[GpuReport]) -> None:

@@ -1,7 +1,6 @@
 """What the load suite computes from its records is what its words say."""
 
 from dataclasses import replace
-from random import Random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -146,16 +145,6 @@ def test_percentiles_rise_and_latencies_hold_each_other_in(some: list[RequestRec
     if metrics.ttft is not None and metrics.end_to_end is not None:
         assert metrics.ttft.p99_ms <= metrics.end_to_end.p99_ms
         assert metrics.end_to_end.p99_ms <= 1e3 * metrics.duration_s + 1e-6
-
-
-@PATIENT
-@given(RECORDS, st.randoms())
-def test_the_order_of_the_records_does_not_matter(some: list[RequestRecord], random: Random) -> None:
-    shuffled = list(some)
-    random.shuffle(shuffled)
-    first, second = summary(*some), summary(*shuffled)
-    assert latencies(first) == latencies(second)
-    assert first.good_per_s == second.good_per_s
 
 
 @PATIENT
