@@ -15,6 +15,7 @@ class _Table:
 
     place: Place
     blocks: IntArray  # of int32, as the kernels read them
+    capacity_tokens: int  # that the blocks can hold
     num_published: int = 0  # leading blocks that are full, computed and findable by their hash
 
 
@@ -111,19 +112,20 @@ class KVCache:
             pool.share(block)
         blocks = IntArray(shared)
         _extend(blocks, num_new, pool)
-        self._tables[request_id] = _Table(place, blocks, len(shared))
+        self._tables[request_id] = _Table(place, blocks, len(blocks) * self.block_size, len(shared))
         return len(shared) * self.block_size
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
         """Make the table cover `num_tokens`; return False (and change nothing) when there is no room."""
         table = self._tables[request_id]
-        num_new = -(-num_tokens // self.block_size) - len(table.blocks)
-        if num_new <= 0:
+        if num_tokens <= table.capacity_tokens:
             return True
+        num_new = self.blocks_for(num_tokens) - len(table.blocks)
         pool = self._pools[table.place]
         if num_new > pool.num_free_blocks:
             return False
         _extend(table.blocks, num_new, pool)
+        table.capacity_tokens += num_new * self.block_size
         return True
 
     def move(
@@ -151,7 +153,7 @@ class KVCache:
         pairs = zip(table.blocks.view().tolist(), blocks.view().tolist(), strict=False)
         copies = [BlockCopy(table.place, old, place, new) for old, new in pairs]
         _release(table.blocks, source)
-        self._tables[request_id] = _Table(place, blocks)
+        self._tables[request_id] = _Table(place, blocks, len(blocks) * self.block_size)
         return copies
 
     def commit(self, request_id: str, hashes: Sequence[BlockHash], num_computed_tokens: int) -> None:

@@ -10,7 +10,7 @@ With one sub-batch its attention on the host runs beside its own attention on th
 stages wait for both.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -47,20 +47,28 @@ class Load(NamedTuple):
 
     def plus(self, more: Mapping[Place, Decodes]) -> "Load":
         """Return this load with further decodes."""
-        tokens, rows, prefill_ms, decodes = self
-        if decodes:
-            more, added = {**decodes, **more}, more
-            for place, (requests, context_tokens) in added.items():
-                tokens += requests
-                rows += requests
-                here = decodes.get(place)
-                if here is not None:
-                    more[place] = Decodes(here.requests + requests, here.context_tokens + context_tokens)
-        else:
-            for requests, _ in more.values():
-                tokens += requests
-                rows += requests
-        return Load(tokens, rows, prefill_ms, more)
+        if not more:
+            return self
+        requests = 0
+        for decodes in more.values():
+            requests += decodes.requests
+        return Load(
+            self.tokens + requests,
+            self.rows + requests,
+            self.prefill_ms,
+            joined(self.decodes, more),
+        )
+
+
+def joined(some: Mapping[Place, Decodes], more: Mapping[Place, Decodes]) -> Mapping[Place, Decodes]:
+    """Return the decodes of both."""
+    if not some:
+        return more
+    both = dict(some)
+    for place, added in more.items():
+        requests, context_tokens = both.get(place, (0, 0))
+        both[place] = Decodes(requests + added.requests, context_tokens + added.context_tokens)
+    return both
 
 
 def costs_of(cost: CostModel, *loads: Load, swapped_tokens: int = 0) -> CostModel:
@@ -86,14 +94,37 @@ def device_attention_ms(cost: CostModel, load: Load) -> float:
     return ms
 
 
-def host_ms(cost: CostModel, load: Load) -> float:
-    """T_ca of one layer, with the way there and back."""
+def host_ms(cost: CostModel, decodes: Mapping[Place, Decodes]) -> float:
+    """T_ca of one layer, with the way there and back; of those that the host attends for."""
     ms, requests = 0.0, 0
-    for place, decodes in load.decodes.items():
+    for place, (here, context_tokens) in decodes.items():
         if place.host_attends:
-            ms += cost.attention_ms(place, *decodes)
-            requests += decodes.requests
-    return ms + cost.hand_off_ms(requests)
+            ms += cost.attention_ms(place, here, context_tokens)
+            requests += here
+    return ms + cost.hand_off_ms(requests) if requests else 0.0
+
+
+class Times(NamedTuple):
+    """What a layer of one sub-batch takes, in ms."""
+
+    linear: float
+    on_device: float  # attention there
+    on_host: float
+
+
+def times_ms(
+    cost: CostModel, first: Times, second: Times | None, rows: int, swapped_tokens: int = 0
+) -> float:
+    """Return what an iteration takes whose sub-batches take these times, with the costs of its kind."""
+    both = max if cost.overlaps else _sum
+    if second is None:
+        layer = first.linear + both(first.on_device, first.on_host)
+    else:
+        stage_a = both(first.linear + second.on_device, second.on_host)
+        layer = stage_a + both(second.linear + first.on_device, first.on_host)
+    if swapped_tokens:
+        layer = both(layer, cost.transfer_ms(swapped_tokens))
+    return cost.num_layers * layer + cost.head_ms(rows) + cost.iteration_ms
 
 
 def iteration_ms(cost: CostModel, *loads: Load, swapped_tokens: int = 0) -> float:
@@ -104,36 +135,30 @@ def iteration_ms(cost: CostModel, *loads: Load, swapped_tokens: int = 0) -> floa
         swapped_tokens: tokens whose KV crosses the bus, layer by layer, beside the computation.
     """
     cost = costs_of(cost, *loads, swapped_tokens=swapped_tokens)
-    both = max if cost.overlaps else _sum
-    first, second = loads[0], loads[-1]
-    if len(loads) == 1:
-        layer = cost.linear_ms(first.tokens) + both(device_attention_ms(cost, first), host_ms(cost, first))
-        rows = first.rows
-    else:
-        device_ms = cost.linear_ms(first.tokens) + device_attention_ms(cost, second)
-        layer = both(device_ms, host_ms(cost, second))  # stage A
-        device_ms = cost.linear_ms(second.tokens) + device_attention_ms(cost, first)
-        layer += both(device_ms, host_ms(cost, first))  # stage B
-        rows = first.rows + second.rows
-    if swapped_tokens:
-        layer = both(layer, cost.transfer_ms(swapped_tokens))
-    return cost.num_layers * layer + cost.head_ms(rows) + cost.iteration_ms
+    times = [
+        Times(cost.linear_ms(load.tokens), device_attention_ms(cost, load), host_ms(cost, load.decodes))
+        for load in loads
+    ]
+    rows = sum(load.rows for load in loads)
+    return times_ms(cost, times[0], times[1] if len(times) > 1 else None, rows, swapped_tokens)
 
 
 def predict(cost: CostModel, *loads: Load, swapped_tokens: int = 0) -> IterationTiming:
     """Predict an iteration and its attention on the host; see `iteration_ms`."""
+    return timing_of(cost, iteration_ms(cost, *loads, swapped_tokens=swapped_tokens), loads, swapped_tokens)
+
+
+def timing_of(
+    cost: CostModel, total_ms: float, loads: Sequence[Load], swapped_tokens: int = 0
+) -> IterationTiming:
+    """Return the prediction of an iteration that is known to take so long in all."""
     kind = costs_of(cost, *loads, swapped_tokens=swapped_tokens)
-    attention_ms = sum(
-        kind.attention_ms(place, *decodes)
-        for load in loads
-        for place, decodes in load.decodes.items()
-        if place.host_attends
-    )
-    return IterationTiming(
-        total_ms=iteration_ms(cost, *loads, swapped_tokens=swapped_tokens),
-        cpu_attention_ms=attention_ms * cost.num_layers,
-        is_graph=kind is not cost,
-    )
+    attention_ms = 0.0
+    for load in loads:
+        for place, (requests, context_tokens) in load.decodes.items():
+            if place.host_attends:
+                attention_ms += kind.attention_ms(place, requests, context_tokens)
+    return IterationTiming(total_ms, attention_ms * cost.num_layers, is_graph=kind is not cost)
 
 
 def _sum(first: float, second: float) -> float:

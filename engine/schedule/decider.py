@@ -8,7 +8,7 @@ from neo_desktop.engine.batch import BlockCopy, IterationTiming
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel, ZeroCostModel
-from neo_desktop.engine.predict.estimate import Decodes, Load, predict
+from neo_desktop.engine.predict.estimate import Decodes, Load, timing_of
 from neo_desktop.engine.request import RequestState
 from neo_desktop.engine.schedule.draft import Draft, HostQueue, SchedulerLimits
 from neo_desktop.engine.schedule.policies import Policy
@@ -40,7 +40,8 @@ class _Chosen(Generic[R]):
 
     decodes: list[R] = field(default_factory=list)  # that the device attends for
     queue: list[R] = field(default_factory=list)  # that the host attends for, who waited longest first
-    chunks: list[tuple[R, int]] = field(default_factory=list)  # of prompts, in any place
+    unfinished: list[R] = field(default_factory=list)  # prompts that live somewhere
+    chunks: list[tuple[R, int]] = field(default_factory=list)  # of prompts, old and new
 
 
 class Decider(Generic[R]):
@@ -81,6 +82,7 @@ class Decider(Generic[R]):
         self._limits = limits
         self._cost: CostModel = ZeroCostModel() if cost_model is None else cost_model
         self._batch_tokens: float = limits.max_batch_tokens  # less while memory is short
+        self._refused: tuple[int, ...] | None = None  # whom the policy admits nowhere, and in which situation
         self._host_is_loaded = False  # whether its decodes had to wait in the last iteration
 
     @property
@@ -165,7 +167,13 @@ class Decider(Generic[R]):
         contexts: list[tuple[Place, int]] = []
         at_device: dict[Place, Decodes] = {}
         for place, running in self.residency.running.items():
-            decodes = [r for r in running if r.num_uncomputed_tokens == 1 and not r.is_complete]
+            decodes = []
+            for request in running:
+                num_left = request.num_tokens - request.num_computed_tokens
+                if num_left > 1:
+                    chosen.unfinished.append(request)
+                elif num_left == 1 and not request.is_complete:
+                    decodes.append(request)
             if not decodes:
                 continue
             if place.host_attends:
@@ -189,18 +197,12 @@ class Decider(Generic[R]):
     def _join_chunks(self, chosen: _Chosen[R], draft: Draft, may_admit: bool) -> None:
         """Step 3: chunks of running prompts, then of waiting ones."""
         residency = self.residency
-        unfinished = [
-            request
-            for running in residency.running.values()
-            for request in running
-            if request.num_uncomputed_tokens > 1
-        ]
-        unfinished.sort(key=attrgetter("arrival"))
+        chosen.unfinished.sort(key=attrgetter("arrival"))
         may_admit = may_admit and bool(residency.waiting) and residency.may_have_room(residency.waiting[0])
-        if not unfinished and not may_admit:
+        if not chosen.unfinished and not may_admit:
             return
         draft.budget = self._policy.pace(draft)
-        for request in unfinished:
+        for request in chosen.unfinished:
             self._join_chunk(chosen, draft, request)
         while may_admit and draft.budget and residency.waiting:
             request = residency.waiting[0]
@@ -221,12 +223,13 @@ class Decider(Generic[R]):
         best, *others = self.residency.places
         if self.residency.admit(best):
             return True
-        must_leave = request.num_tokens >= self._kv.capacity_tokens(best)
-        return any(
-            (must_leave or self._policy.admits(draft, place, request.num_tokens))
-            and self.residency.admit(place)
-            for place in others
-        )
+        if request.num_tokens < self._kv.capacity_tokens(best):  # it can wait
+            state = request.arrival, self.residency.num_running, len(draft.queue), len(draft.prompts)
+            if state == self._refused:
+                return False
+            others = [place for place in others if self._policy.admits(draft, place, request.num_tokens)]
+            self._refused = None if others else state
+        return any(self.residency.admit(place) for place in others)
 
     def _decision(self, chosen: _Chosen[R], draft: Draft, split: Split) -> Decision[R]:
         first, second = ([chosen.queue[i] for i in part] for part in (split.first, split.second))
@@ -234,14 +237,15 @@ class Decider(Generic[R]):
         sub_batches = [chosen.chunks + [(r, 1) for r in chosen.decodes] + [(r, 1) for r in first]]
         if second:
             sub_batches.append([(r, 1) for r in second])
+        loads = split.loads
         return Decision(
             sub_batches=sub_batches,
             host_decodes=[*second, *first],
             waiting_decodes=[request for i, request in enumerate(chosen.queue) if i not in joined],
             copies=self.residency.copies,
-            loads=split.loads,
+            loads=loads,
             swapped_tokens=draft.swapped_tokens,
-            predicted=predict(self._cost, *split.loads, swapped_tokens=draft.swapped_tokens),
+            predicted=timing_of(self._cost, split.predicted_ms, loads, draft.swapped_tokens),
         )
 
     def _grow_budget(self) -> None:

@@ -36,15 +36,15 @@ class HostQueue:
         self._sums: list[tuple[Place, Sequence[int], Sequence[int]]] = []  # (place, decodes, tokens before)
         if not contexts:
             return
-        only = contexts[0][0]
-        if all(place is only for place, _ in contexts):
-            tokens = list(accumulate((each for _, each in contexts), initial=0))
-            self._sums.append((only, range(len(tokens)), tokens))
+        places, tokens = zip(*contexts, strict=True)
+        if places.count(places[0]) == len(places):
+            sums = list(accumulate(tokens, initial=0))
+            self._sums.append((places[0], range(len(sums)), sums))
             return
-        for place in dict.fromkeys(place for place, _ in contexts):
-            is_here = [each == place for each, _ in contexts]
-            tokens = [each * here for (_, each), here in zip(contexts, is_here, strict=True)]
-            self._sums.append((place, [0, *accumulate(is_here)], [0, *accumulate(tokens)]))
+        for place in dict.fromkeys(places):
+            is_here = [each == place for each in places]
+            here = [each * is_one for each, is_one in zip(tokens, is_here, strict=True)]
+            self._sums.append((place, [0, *accumulate(is_here)], [0, *accumulate(here)]))
 
     def __len__(self) -> int:
         return len(self.contexts)

@@ -7,7 +7,7 @@ divide   which decodes of the queue join which sub-batch
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.estimate import Decodes, Load, device_attention_ms, host_ms, iteration_ms
@@ -64,7 +64,10 @@ class Hidden(Policy):
             return True
         tokens = min(num_tokens, draft.budget)
         load = draft.load._replace(tokens=draft.load.tokens + tokens)
-        return replace(outlook, load=load).hidden(draft.num_due).num_taken > num_hidden
+        return (
+            Outlook(draft.cost, load, draft.queue, draft.swapped_tokens).hidden(draft.num_due).num_taken
+            > num_hidden
+        )
 
     def divide(self, draft: Draft) -> Split:
         """Steps 4 and 6, with NEO's measure: requests over time."""
@@ -112,9 +115,8 @@ class Fastest(Policy):
         if not len(draft.queue):
             return draft.budget
         cost, tokens = draft.cost, _least_chunk_tokens(draft)
-        everybody = Load(decodes=draft.queue.decodes(0, len(draft.queue)))
         missing_ms = (
-            host_ms(cost, everybody)
+            host_ms(cost, draft.queue.decodes(0, len(draft.queue)))
             - cost.linear_ms(len(draft.queue))
             - device_attention_ms(cost, draft.load)
         )
@@ -167,15 +169,6 @@ def _rate_of_all(worth: Worth, outlook: Outlook) -> float:
     """Return the rate of the best plan in which the whole queue is taken."""
     n = len(outlook.queue)
     return worth.best(split for split in outlook.candidates() if split.num_taken == n)[1]
-
-
-def _num_hidden(draft: Draft, load: Load, place: Place, context_tokens: int) -> int:
-    """Return how many decodes of that length the host can do while the device does its part twice."""
-    cost = draft.cost
-    space_ms = 2 * cost.linear_ms(load.tokens) + device_attention_ms(cost, load)
-    one_ms = host_ms(cost, Load(decodes={place: Decodes(1, context_tokens)}))
-    most = draft.limits.max_batch_requests
-    return min(int(space_ms / one_ms), most) if one_ms else most
 
 
 def _token_ms(draft: Draft) -> float:

@@ -100,15 +100,17 @@ class Residency(Generic[R]):
             Whether nobody had to be preempted.
         """
         num_preemptions = self.counters.num_preemptions
+        has_evicted = False
         for place in self.places:
             for request in tuple(self.running[place]):
                 if request.is_complete:
                     continue
                 # One behind others may have been moved or preempted for their sake.
-                while request.request_id in self.kv and not self.kv.extend(
+                while (not has_evicted or request.request_id in self.kv) and not self.kv.extend(
                     request.request_id, request.num_tokens
                 ):
                     self._evict_youngest(self.place_of(request), may_spill)
+                    has_evicted = True
         return self.counters.num_preemptions == num_preemptions
 
     def promote_one(self) -> int:

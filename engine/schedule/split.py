@@ -1,10 +1,20 @@
 """Which of the host's decodes join an iteration, and in which sub-batch: candidates, and the best of them."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel
-from neo_desktop.engine.predict.estimate import Load, costs_of, device_attention_ms, host_ms, iteration_ms
+from neo_desktop.engine.predict.estimate import (
+    Decodes,
+    Load,
+    Times,
+    device_attention_ms,
+    host_ms,
+    joined,
+    times_ms,
+)
 from neo_desktop.engine.schedule.draft import HostQueue
 
 # A plan that is predicted to be this little better is not worth being different: predictions err by more.
@@ -19,7 +29,8 @@ class Split:
 
     second: Sequence[int]  # those in sub-batch 1
     first: Sequence[int]  # those in sub-batch 0
-    loads: tuple[Load, ...]  # of the sub-batches
+    parts: tuple[Mapping[Place, Decodes], Mapping[Place, Decodes]]  # these, and those, in numbers
+    load: Load  # of sub-batch 0 without them
     predicted_ms: float
 
     @property
@@ -27,8 +38,13 @@ class Split:
         """Decodes of the queue in both."""
         return len(self.second) + len(self.first)
 
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """What the sub-batches hold."""
+        load = self.load.plus(self.parts[1])
+        return (load, Load().plus(self.parts[0])) if self.second else (load,)
 
-@dataclass(frozen=True, slots=True)
+
 class Outlook:
     """What an iteration could hold; each of its methods is a way to divide that.
 
@@ -38,16 +54,22 @@ class Outlook:
         swapped_tokens: see `iteration_ms`.
     """
 
-    cost: CostModel
-    load: Load
-    queue: HostQueue
-    swapped_tokens: int = 0
+    def __init__(self, cost: CostModel, load: Load, queue: HostQueue, swapped_tokens: int = 0) -> None:
+        self.load = load
+        self.queue = queue
+        self._cost = cost
+        self._swapped_tokens = swapped_tokens
+        self._may_be_graph = not swapped_tokens and load.tokens == load.num_decodes
+        # A prompt's last token alone is a decode, wherever it lives.
+        self._at_host = {place: each for place, each in load.decodes.items() if place.host_attends}
+        self._kind = self._kind_of(load.tokens + len(queue), len(queue))
+        self._attention_ms = device_attention_ms(self._kind, load)
 
     def front(self, num_second: int, num_taken: int) -> Split:
         """The front of the queue: first those of sub-batch 1, then those of sub-batch 0."""
-        load_0 = self.load.plus(self.queue.decodes(num_second, num_taken))
-        load_1 = Load().plus(self.queue.decodes(0, num_second))
-        return self._split(range(num_second), range(num_second, num_taken), load_0, load_1)
+        decodes = self.queue.decodes
+        second, first = range(num_second), range(num_second, num_taken)
+        return self._split(second, first, decodes(0, num_second), decodes(num_second, num_taken))
 
     def together(self) -> Split:
         """Everything in one."""
@@ -55,9 +77,9 @@ class Outlook:
 
     def halves(self) -> Split:
         """All in two sub-batches of about equal context; prompts are in the first (FastDecode)."""
-        n = len(self.queue)
-        half = self.queue.tokens(0, n) / 2
-        num_second = next((i for i in range(1, n + 1) if self.queue.tokens(0, i) >= half), 0)
+        n, tokens = len(self.queue), self.queue.tokens
+        half = tokens(0, n) / 2
+        num_second = bisect_left(range(n + 1), half, key=lambda i: tokens(0, i))
         if num_second == n and not self.load.tokens:
             num_second -= 1
         return self.front(max(num_second, 0), n)
@@ -68,92 +90,100 @@ class Outlook:
         Args:
             num_due: how many at the front join sub-batch 1 in any case.
         """
-        cost, load_0 = self._costs(), self.load
-        attention_ms = device_attention_ms(cost, load_0)
-        num_second = max(self._fitting(cost, 0, cost.linear_ms(load_0.tokens)), num_due)
-        load_1 = Load().plus(self.queue.decodes(0, num_second))
-        first, second = list[int](), list(range(num_second))
+        linear_ms, queue = self._kind.linear_ms, self.queue
+        num_second = max(self._fitting(0, linear_ms(self.load.tokens)), num_due)
+        second, first = list(range(num_second)), list[int]()
+        in_second: Mapping[Place, Decodes] = queue.decodes(0, num_second)
+        in_first: Mapping[Place, Decodes] = {}
         misses = 0
-        for position in range(num_second, len(self.queue)):
-            one = self.queue.decodes(position, position + 1)
-            longer = load_1.plus(one)
-            if host_ms(cost, longer) <= cost.linear_ms(load_0.tokens):
+        for position in range(num_second, len(queue)):
+            one = queue.decodes(position, position + 1)
+            longer = joined(in_second, one)
+            if host_ms(self._kind, longer) <= linear_ms(self.load.tokens + len(first)):
                 second.append(position)
-                load_1 = longer
+                in_second = longer
                 continue
-            longer = load_0.plus(one)
-            if host_ms(cost, longer) <= cost.linear_ms(load_1.tokens) + attention_ms:
+            longer = joined(in_first, one)
+            limit_ms = linear_ms(len(second)) + self._attention_ms
+            if host_ms(self._kind, joined(self._at_host, longer)) <= limit_ms:
                 first.append(position)
-                load_0 = longer
+                in_first = longer
                 continue
             misses += 1
             if misses == MOST_MISSES:
                 break
-        return self._split(second, first, load_0, load_1)
+        return self._split(second, first, in_second, in_first)
 
     def candidates(self) -> Iterator[Split]:
         """Yield all that is worth a thought, the simplest first."""
-        n = len(self.queue)
-        if self.load.tokens:
+        n, tokens, linear_ms = len(self.queue), self.load.tokens, self._kind.linear_ms
+        if tokens:
             yield self.front(0, 0)
         if not n:
             return
         yield self.together()
-        cost = self._costs()
-        if self.load.tokens:
-            attention_ms = device_attention_ms(cost, self.load)
-            beside_attention = self._fitting(cost, 0, attention_ms)
+        if tokens:
+            beside_attention = self._fitting(0, self._attention_ms)
             if 0 < beside_attention < n:
                 yield self.front(0, beside_attention)
             # NEO: sub-batch 1 hides behind the linear stages of sub-batch 0, then the other way round.
-            second = self._fitting(cost, 0, cost.linear_ms(self.load.tokens))
+            second = self._fitting(0, linear_ms(tokens))
             if second:
-                limit_ms = cost.linear_ms(second) + attention_ms
-                yield self.front(second, second + self._fitting(cost, second, limit_ms))
+                limit_ms = linear_ms(second) + self._attention_ms
+                yield self.front(second, second + self._fitting(second, limit_ms))
         if n > 1:
-            # All of them, bound by the CPU: sub-batch 0 takes as many as hide the other's linear stages.
-            limit_ms = cost.linear_ms(n) + device_attention_ms(cost, self.load)
-            first = min(self._fitting(cost, 0, limit_ms) + 1, n // 2) if self.load.tokens else n // 2
+            # All of them, bound by the host: sub-batch 0 takes as many as hide the other's linear stages.
+            limit_ms = linear_ms(n) + self._attention_ms
+            first = min(self._fitting(0, limit_ms) + 1, n // 2) if tokens else n // 2
             yield self.front(n - first, n)
-            if self.load.tokens:
+            if tokens:
                 yield self.front(n, n)
 
-    def _split(self, second: Sequence[int], first: Sequence[int], load_0: Load, load_1: Load) -> Split:
+    def _kind_of(self, tokens: int, num_taken: int) -> CostModel:
+        """Return the costs of an iteration whose larger sub-batch has so many tokens."""
+        if not self._may_be_graph:
+            return self._cost
+        return self._cost.of_decodes(tokens, bool(num_taken or self._at_host))
+
+    def _split(
+        self,
+        second: Sequence[int],
+        first: Sequence[int],
+        in_second: Mapping[Place, Decodes],
+        in_first: Mapping[Place, Decodes],
+    ) -> Split:
         """Predict a split; sub-batch 0 is never empty."""
-        if load_0.tokens and load_1.tokens:
-            loads: tuple[Load, ...] = (load_0, load_1)
-        else:
-            second, first, loads = (), [*second, *first], (load_0 if load_0.tokens else load_1,)
-        return Split(
-            second, first, loads, iteration_ms(self.cost, *loads, swapped_tokens=self.swapped_tokens)
-        )
+        load = self.load
+        tokens = load.tokens + len(first)
+        if second and not tokens:
+            second, first, in_second, in_first = (), second, {}, in_second
+            tokens = len(first)
+        kind = self._kind_of(max(tokens, len(second)), len(first) + len(second))
+        attention_ms = self._attention_ms if kind is self._kind else device_attention_ms(kind, load)
+        times = Times(kind.linear_ms(tokens), attention_ms, host_ms(kind, joined(self._at_host, in_first)))
+        others = Times(kind.linear_ms(len(second)), 0.0, host_ms(kind, in_second)) if second else None
+        rows = load.rows + len(first) + len(second)
+        predicted_ms = times_ms(kind, times, others, rows, self._swapped_tokens)
+        return Split(second, first, (in_second, in_first), load, predicted_ms)
 
-    def _costs(self) -> CostModel:
-        everybody = self.load.plus(self.queue.decodes(0, len(self.queue)))
-        return costs_of(self.cost, everybody, swapped_tokens=self.swapped_tokens)
-
-    def _fitting(self, cost: CostModel, begin: int, limit_ms: float) -> int:
+    def _fitting(self, begin: int, limit_ms: float) -> int:
         """Return how many decodes from `begin` on the host can do in that time."""
-        queue = self.queue
-        num_left = len(queue) - begin
-
-        def takes_ms(count: int) -> float:
-            return host_ms(cost, Load(decodes=queue.decodes(begin, begin + count)))
-
-        if not num_left:
+        queue, kind = self.queue, self._kind
+        if begin == len(queue):
             return 0
-        low, high = 1, num_left
-        low_ms, high_ms = takes_ms(low), takes_ms(high)
-        if low_ms > limit_ms:
-            return 0
+        low, high = 1, len(queue) - begin
+        high_ms = host_ms(kind, queue.decodes(begin, begin + high))
         if high_ms <= limit_ms:
             return high
+        low_ms = host_ms(kind, queue.decodes(begin, begin + low))
+        if low_ms > limit_ms:
+            return 0
         for _ in range(MOST_GUESSES):  # about linear in the count
             if high - low < 2:
                 break
             guess = low + int((high - low) * (limit_ms - low_ms) / (high_ms - low_ms))
             guess = min(max(guess, low + 1), high - 1)
-            ms = takes_ms(guess)
+            ms = host_ms(kind, queue.decodes(begin, begin + guess))
             if ms <= limit_ms:
                 low, low_ms = guess, ms
             else:
