@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from cost_models import THIRD
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -13,12 +14,12 @@ from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv.block_pool import BlockHash, BlockPool, extend_hashes
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.placement import Place
 
 BLOCK_SIZE = 4
-NUM_BLOCKS = {Place.DEVICE: 9, Place.HOST: 6}
+NUM_BLOCKS = {Place.DEVICE: 9, Place.HOST: 6, THIRD: 5}
 
-places = st.sampled_from(PLACES)
+places = st.sampled_from(tuple(NUM_BLOCKS))
 
 
 def hashes(token_ids: Sequence[int]) -> list[BlockHash]:

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from cost_models import cost_models, machine
+from cost_models import THIRD, cost_models, machine
 from engine_fakes import FakeExecutor, free_blocks, make_request, reference_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.kv.cache import KVCache
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput, RequestState
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.decider import PATIENCE, Decider, Decision
-from neo_desktop.engine.schedule.policies import POLICIES
+from neo_desktop.engine.schedule.policies import POLICIES, Fastest, Halves, Hidden, Policy
 from neo_desktop.engine.schedule.residency import Residency
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from neo_desktop.engine.simulation.metrics import SimulationResult
@@ -26,6 +26,17 @@ from neo_desktop.engine.simulation.simulator import simulate
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 
 BLOCK_SIZE = 4
+ALL_PLACES = (*PLACES, THIRD)
+ALL_POLICIES = POLICIES | {
+    policy.name: policy
+    for policy in (
+        Policy("all in turn", ALL_PLACES),
+        Halves("two that the host attends for", (THIRD, Place.HOST)),
+        Hidden("neo in three places", ALL_PLACES),
+        Fastest("auto in three places", ALL_PLACES),
+        Fastest("the host's memory first", (THIRD, Place.DEVICE, Place.HOST)),
+    )
+}
 
 
 class Harness:
@@ -41,7 +52,7 @@ class Harness:
     ) -> None:
         self.kv = KVCache(num_blocks, BLOCK_SIZE)
         self.scheduler = Scheduler(
-            self.kv, POLICIES[policy], SchedulerLimits(max_batch_tokens, max_batch_requests), cost_model
+            self.kv, ALL_POLICIES[policy], SchedulerLimits(max_batch_tokens, max_batch_requests), cost_model
         )
         self.executor = FakeExecutor(BLOCK_SIZE, max_batch_tokens)
         self.max_batch_requests = max_batch_requests
@@ -70,7 +81,7 @@ class Harness:
         assert len(names) == len(set(names)), "a request is scheduled twice"
         for name in running:
             if name in self.kv and name not in names and not self.was_short:
-                assert self.kv.place_of(name) == Place.HOST, "a request on the device had to wait"
+                assert self.kv.place_of(name).host_attends, "a request on the device had to wait"
         return plan
 
     def finish(self, plan: IterationPlan) -> None:
@@ -122,10 +133,11 @@ jobs = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(
     jobs=jobs,
-    policy=st.sampled_from(sorted(POLICIES)),
+    policy=st.sampled_from(sorted(ALL_POLICIES)),
     device_blocks=st.integers(13, 20),
     host_blocks=st.integers(0, 30),
-    cost_model=cost_models(),
+    third_blocks=st.integers(0, 30),
+    cost_model=cost_models(ALL_PLACES),
     max_batch_requests=st.integers(1, 6),
     extra_tokens=st.integers(0, 20),
     data=st.data(),
@@ -135,6 +147,7 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
     policy: str,
     device_blocks: int,
     host_blocks: int,
+    third_blocks: int,
     max_batch_requests: int,
     extra_tokens: int,
     cost_model: CostModel,
@@ -145,10 +158,10 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
     At any time, also while an iteration is under way, requests arrive and are aborted, the next iteration is
     decided on, and the device may have too little memory for the one under way.
     """
-    places = POLICIES[policy].places
+    places = ALL_POLICIES[policy].places
     if Place.DEVICE not in places:
         host_blocks += 13
-    num_blocks = {Place.DEVICE: device_blocks, Place.HOST: host_blocks}
+    num_blocks = {Place.DEVICE: device_blocks, Place.HOST: host_blocks, THIRD: third_blocks}
     harness = Harness(
         {place: num_blocks[place] for place in places},
         policy,
@@ -292,8 +305,8 @@ LIMITS = SchedulerLimits(max_batch_tokens=512, max_batch_requests=64)
 
 
 def virtual_run(policy: str, cost: CostModel, workload: list[WorkloadRequest]) -> SimulationResult:
-    num_blocks = {Place.DEVICE: 200, Place.HOST: 5000}
-    chosen = POLICIES[policy]
+    num_blocks = {Place.DEVICE: 200, Place.HOST: 5000, THIRD: 300}
+    chosen = ALL_POLICIES[policy]
     return simulate(workload, chosen, cost, {place: num_blocks[place] for place in chosen.places}, 16, LIMITS)
 
 
@@ -340,6 +353,16 @@ def test_auto_never_falls_behind_the_device_alone(
     auto, alone = (virtual_run(policy, cost, workload) for policy in ("auto", "gpu-only"))
     assert len(auto.finished) == len(workload)
     assert auto.makespan_ms <= alone.makespan_ms / 0.85
+
+
+@pytest.mark.parametrize("policy", sorted(ALL_POLICIES.keys() - POLICIES.keys()))
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(workload=workloads, cost=cost_models(ALL_PLACES))
+def test_a_third_place_loses_no_request_on_the_virtual_clock(
+    policy: str, workload: list[WorkloadRequest], cost: CostModel
+) -> None:
+    result = virtual_run(policy, cost, workload)
+    assert len(result.finished) == len(workload)
 
 
 class LightRequest(RequestState):

@@ -1,5 +1,6 @@
 """Parts that stand in for a model, so that scheduling is tested in milliseconds."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,7 +10,7 @@ from neo_desktop.engine.detokenizer import IncrementalText
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv.cache import KVCache
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.placement import Place
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.sampling_params import SamplingParams
 
@@ -61,7 +62,7 @@ class FakeExecutor(Executor):
 
     block_size: int
     max_batch_tokens: int
-    slots: dict[Place, dict[int, int]] = field(default_factory=lambda: {place: {} for place in PLACES})
+    slots: dict[Place, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
 
     def start(self, plan: IterationPlan) -> Wait:
         return partial(self._carry_out, plan)
