@@ -85,7 +85,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: T
 def rope(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, qk_norm: Tensor | None, eps: float) -> None:
     """Normalise (if asked) and rotate queries and keys of `qkv` in place; see `rope_append`."""
     head_dim = cos.shape[-1]
-    query_key = torch.unflatten(qkv, 1, (-1, head_dim))[:, :-kv_heads]
+    query_key = qkv.view(len(qkv), -1, head_dim)[:, :-kv_heads]
     heads = query_key
     if qk_norm is not None:
         heads = torch.rms_norm(query_key, (head_dim,), eps=eps) * qk_norm
@@ -120,7 +120,7 @@ def rope_append(
     """
     kv_heads, head_dim = k_cache.shape[2:]
     rope(qkv, cos, sin, kv_heads, qk_norm, eps)
-    heads = torch.unflatten(qkv, 1, (-1, head_dim))
+    heads = qkv.view(len(qkv), -1, head_dim)
     write_rows(heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:], k_cache, v_cache, slots)
 
 
