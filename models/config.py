@@ -1,8 +1,8 @@
 """The shape of a model, read once from a checkpoint's JSON; nothing else ever sees that JSON."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -51,6 +51,15 @@ class GenerationDefaults:
             min_p=number("min_p"),
             repetition_penalty=number("repetition_penalty"),
         )
+
+
+class Matrix(NamedTuple):
+    """The sizes of matrices of one name."""
+
+    rows: int
+    columns: int
+    has_bias: bool
+    copies: int  # one in each layer; one head
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,46 +161,35 @@ class ModelConfig:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
-    def matrices(self) -> dict[str, tuple[int, int, bool]]:
-        """Rows and columns of a layer's matrices and of the head, and whether there is a bias.
-
-        Tied embeddings are the head: there is none in this table.
-        """
-        hidden, intermediate = self.hidden_size, self.intermediate_size
+    def matrices(self) -> dict[str, Matrix]:
+        """Those of all layers, and the head; tied embeddings are the head, there is none in this table."""
+        hidden, intermediate, layers = self.hidden_size, self.intermediate_size, self.num_layers
         table = {
-            "qkv": (self.qkv_rows, hidden, self.qkv_bias),
-            "output": (hidden, self.num_heads * self.head_dim, self.output_bias),
-            "gate_up": (2 * intermediate, hidden, self.mlp_bias),
-            "down": (hidden, intermediate, self.mlp_bias),
+            "qkv": Matrix(self.qkv_rows, hidden, self.qkv_bias, layers),
+            "output": Matrix(hidden, self.num_heads * self.head_dim, self.output_bias, layers),
+            "gate_up": Matrix(2 * intermediate, hidden, self.mlp_bias, layers),
+            "down": Matrix(hidden, intermediate, self.mlp_bias, layers),
         }
-        return table if self.tie_word_embeddings else table | {"head": (self.vocab_size, hidden, False)}
+        head = {} if self.tie_word_embeddings else {"head": Matrix(self.vocab_size, hidden, False, 1)}
+        return table | head
 
     @property
     def num_parameters(self) -> int:
         """Distinct weights; tied embeddings count once."""
-        total = (self.vocab_size + 1) * self.hidden_size
-        total += self.num_layers * (2 * self.hidden_size + self.qk_norm * 2 * self.head_dim)
-        for name, (rows, columns, has_bias) in self.matrices.items():
-            total += self._count(name) * rows * (columns + has_bias)
-        return total
+        norms = self.num_layers * (2 * self.hidden_size + self.qk_norm * 2 * self.head_dim) + self.hidden_size
+        matrices = sum(m.copies * m.rows * (m.columns + m.has_bias) for m in self.matrices.values())
+        return self.vocab_size * self.hidden_size + norms + matrices
 
     def weight_bytes(self, dtype: torch.dtype, form: LinearForm = DENSE) -> int:
         """Bytes that the weights take in `dtype`, with matrices of this form."""
-        sizes = {name: (rows, columns) for name, (rows, columns, _) in self.matrices.items()}
-        others = self.num_parameters - sum(self._count(name) * math.prod(sizes[name]) for name in sizes)
-        return others * dtype.itemsize + sum(
-            self._count(name) * form.nbytes(*sizes[name], dtype) for name in sizes
-        )
+        others = self.num_parameters - sum(m.copies * m.rows * m.columns for m in self.matrices.values())
+        matrices = sum(m.copies * form.nbytes(m.rows, m.columns, dtype) for m in self.matrices.values())
+        return others * dtype.itemsize + matrices
 
     def loading_bytes(self, dtype: torch.dtype, device: torch.device, form: LinearForm = DENSE) -> int:
         """Most bytes that loading takes: the weights, and what a matrix takes more until it is complete."""
-        more = (
-            form.loading_bytes(rows, columns, dtype, device) for rows, columns, _ in self.matrices.values()
-        )
+        more = (form.loading_bytes(m.rows, m.columns, dtype, device) for m in self.matrices.values())
         return self.weight_bytes(dtype, form) + max(more)
-
-    def _count(self, matrix: str) -> int:
-        return 1 if matrix == "head" else self.num_layers
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values that one token takes over all layers."""

@@ -47,7 +47,7 @@ class Decoder:
             return torch.empty(shape, dtype=dtype, device=device)
 
         def linear(name: str) -> Linear:
-            rows, columns, has_bias = config.matrices[name]
+            rows, columns, has_bias, _ = config.matrices[name]
             return form.empty(rows, columns, has_bias=has_bias, dtype=dtype, device=device)
 
         self.config = config

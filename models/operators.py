@@ -5,6 +5,7 @@ compute in float32 and round to the dtype where the models were rounded in train
 agree with the reference. Nothing is read back and no shape depends on numbers: CUDA graphs can hold them.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,29 +24,23 @@ class Store(NamedTuple):
 class Operators(Protocol):
     """What the stages call between products: this module, or the engine's kernels."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """See `add_rms_norm`."""
+    @property
+    def add_rms_norm(self) -> Callable[[Tensor, Tensor, Tensor, float, Tensor], None]:
+        """See below, likewise the others."""
 
-    def rope(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, qk_norm: Tensor | None, eps: float
-    ) -> None:
-        """See `rope`."""
+    @property
+    def rope(self) -> Callable[[Tensor, Tensor, Tensor, int, Tensor | None, float], None]:
+        """Where nothing is stored."""
 
+    @property
     def rope_append(
         self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        slots: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        qk_norm: Tensor | None,
-        eps: float,
-    ) -> None:
-        """See `rope_append`."""
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, float], None]:
+        """Where keys and values go into a cache."""
 
-    def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
-        """See `silu_mul`."""
+    @property
+    def silu_mul(self) -> Callable[[Tensor, Tensor], None]:
+        """Of the feed-forward network."""
 
 
 def rotation(

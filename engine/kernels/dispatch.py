@@ -5,9 +5,9 @@ and the call is served. What had been launched would have given the same.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -20,52 +20,36 @@ from neo_desktop.engine.ladder import ladder
 from neo_desktop.models import operators
 
 MAX_PIECES_IN_GRAPH = 16  # of decode attention by torch, in each layer
+P = ParamSpec("P")
 
 
-def paged_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    out: Tensor,
-    partial_out: Tensor,
-    partial_lse: Tensor,
-    scale: float,
-    window: int | None,
-) -> None:
-    """Attend from one new token per request to its whole context, whose KV is in the cache already.
+def _kernel(mechanism: str, in_torch: Callable[P, None]) -> Callable[P, None]:
+    """Return what calls a kernel: Triton's is called like torch's, its module like the mechanism.
 
-    Requests with a context of 0 tokens get zeros: the padding of a batch. What lies beyond a context, in
-    tables and in the cache, does not matter.
-
-    Args:
-        q: [requests, heads, head_dim], fp16, fp32 or (from 8.0 on) bf16; the heads of a token contiguous.
-        k_cache: [num_blocks, block_size, kv_heads, head_dim], of q's dtype; v_cache likewise, with the
-            same strides. Any will do with which the dimensions of a head are contiguous.
-        block_tables: [requests, max_blocks] int32, contiguous.
-        context_lens: [requests] int32, the new token included.
-        out: as q.
-        partial_out: [requests, heads, num_splits, head_dim] fp32, contiguous: workspace, with any content;
-            for one split [0, heads, 1, head_dim] will do.
-        partial_lse: [requests, heads, num_splits] fp32, contiguous: likewise.
-        scale: the factor on q·k.
-        window: how many of the last tokens are attended to; None: all.
+    It raises RuntimeError if the GPU failed, or has no memory left.
     """
-    _serve(
-        "paged_decode",
-        in_torch.paged_decode,
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        context_lens,
-        out,
-        partial_out,
-        partial_lse,
-        scale,
-        window,
-    )
+
+    @wraps(in_torch)
+    def serve(*arguments: P.args, **named: P.kwargs) -> None:
+        if ladder.rung(mechanism) == "triton":
+            try:
+                _in_triton(mechanism, in_torch.__name__)(*arguments, **named)
+                return
+            except Exception as error:  # compilers, linkers and drivers: each fails in ways of its own
+                _give_up(mechanism, error)
+        in_torch(*arguments, **named)
+
+    return serve
+
+
+# What they do is said where torch does it. For the last two, caches are contiguous, and slots int64.
+paged_decode = _kernel("paged_decode", in_torch.paged_decode)
+rope = operators.rope  # there is no kernel for it: on a GPU all rows have slots
+rope_append = _kernel("rope_append", operators.rope_append)
+add_rms_norm = _kernel("norm", operators.add_rms_norm)
+silu_mul = _kernel("activation", operators.silu_mul)
+write_rows = _kernel("row_copy", operators.write_rows)
+read_rows = _kernel("row_copy", operators.read_rows)
 
 
 def programs_per_sm(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
@@ -89,45 +73,6 @@ def programs_per_sm(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:
     return found or usual_programs(10 * major + minor)
 
 
-def rope(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, qk_norm: Tensor | None, eps: float) -> None:
-    """See `models.operators.rope`; there is no kernel for it, since on a GPU all rows have slots."""
-    operators.rope(qkv, cos, sin, kv_heads, qk_norm, eps)
-
-
-def rope_append(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slots: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    qk_norm: Tensor | None,
-    eps: float,
-) -> None:
-    """See `models.operators.rope_append`."""
-    _serve("rope_append", operators.rope_append, qkv, cos, sin, slots, k_cache, v_cache, qk_norm, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """See `models.operators.add_rms_norm`."""
-    _serve("norm", operators.add_rms_norm, x, residual, weight, eps, out)
-
-
-def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """See `models.operators.silu_mul`."""
-    _serve("activation", operators.silu_mul, gate_up, out)
-
-
-def write_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """See `models.operators.write_rows`; here the caches are contiguous, and slots int64."""
-    _serve("row_copy", operators.write_rows, k, v, k_cache, v_cache, slots)
-
-
-def read_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """See `models.operators.read_rows`."""
-    _serve("row_copy", operators.read_rows, k, v, k_cache, v_cache, slots)
-
-
 def fits_graph(requests: int, kv_heads: int, head_dim: int, max_tokens: int) -> bool:
     """Whether decode attention of a layer is few enough launches, on its present rung, to be kept in a graph.
 
@@ -140,21 +85,6 @@ def fits_graph(requests: int, kv_heads: int, head_dim: int, max_tokens: int) -> 
     if requests == 0 or ladder.rung("paged_decode") == "triton":
         return True
     return num_pieces(requests, kv_heads, head_dim, max_tokens) <= MAX_PIECES_IN_GRAPH
-
-
-def _serve(mechanism: str, in_torch: Callable[..., None], *arguments: object) -> None:
-    """Call a kernel of the mechanism: Triton's is called like torch's, in a module called like the mechanism.
-
-    Raises:
-        RuntimeError: the GPU failed, or has no memory left.
-    """
-    if ladder.rung(mechanism) == "triton":
-        try:
-            _in_triton(mechanism, in_torch.__name__)(*arguments)
-            return
-        except Exception as error:  # compilers, linkers and drivers: each fails in ways of its own
-            _give_up(mechanism, error)
-    in_torch(*arguments)
 
 
 def _give_up(mechanism: str, error: Exception) -> None:

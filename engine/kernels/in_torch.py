@@ -40,7 +40,24 @@ def paged_decode(
     scale: float,
     window: int | None,
 ) -> None:
-    """See `dispatch.paged_decode`; the workspace is left alone."""
+    """Attend from one new token per request to its whole context, whose KV is in the cache already.
+
+    Requests with a context of 0 tokens get zeros: the padding of a batch. What lies beyond a context, in
+    tables and in the cache, does not matter.
+
+    Args:
+        q: [requests, heads, head_dim], fp16, fp32 or (from 8.0 on) bf16; the heads of a token contiguous.
+        k_cache: [num_blocks, block_size, kv_heads, head_dim], of q's dtype; v_cache likewise, with the
+            same strides. Any will do with which the dimensions of a head are contiguous.
+        block_tables: [requests, max_blocks] int32, contiguous.
+        context_lens: [requests] int32, the new token included.
+        out: as q.
+        partial_out: [requests, heads, num_splits, head_dim] fp32, contiguous: workspace of Triton's
+            kernel, with any content; for one split [0, heads, 1, head_dim] will do.
+        partial_lse: [requests, heads, num_splits] fp32, contiguous: likewise.
+        scale: the factor on q·k.
+        window: how many of the last tokens are attended to; None: all.
+    """
     requests, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
     max_tokens = block_tables.shape[1] * block_size

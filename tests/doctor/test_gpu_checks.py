@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
+from typing import NoReturn
 
 import pytest
 from imitated_streams import ImitatedRunner
@@ -86,21 +87,21 @@ def test_a_kernel_that_is_a_little_wrong_fails(
     rig: SmallRig, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One number of what it computes is off by a thousandth."""
-    function = dispatch._function
+    module, name, changed = {
+        "rope_append": (kernel_checks, "rope_append", 0),
+        "norm": (kernel_checks, "add_rms_norm", 4),
+        "activation": (kernel_checks, "silu_mul", 1),
+        "paged_decode": (device_layer, "paged_decode", 5),
+        "row_copy": (device_layer, "read_rows", 0),
+    }[kernel]
+    function = getattr(module, name)
 
-    def disturbed(package: str, module: str, name: str) -> object:
-        found = function(package, module, name)
+    def disturbed(*arguments: Tensor) -> None:
+        function(*arguments)
+        target = arguments[changed]
+        target[-1].view(-1)[3] = target[-1].view(-1)[3] * 1.5 + 0.01
 
-        def launch(*arguments: Tensor) -> None:
-            found(*arguments)
-            where = {"rope_append": 0, "norm": 4, "activation": 1, "paged_decode": 5, "row_copy": 0}
-            target = arguments[where[module]]
-            if module == kernel and not (module == "row_copy" and name == "write_rows"):
-                target[-1].view(-1)[3] = target[-1].view(-1)[3] * 1.5 + 0.01
-
-        return launch
-
-    monkeypatch.setattr(dispatch, "_function", disturbed)
+    monkeypatch.setattr(module, name, disturbed)
     with pytest.raises(CheckError, match=r"relative error|other values"):
         checks(rig)[f"{kernel}-torch"].run()
 
@@ -108,14 +109,10 @@ def test_a_kernel_that_is_a_little_wrong_fails(
 def test_a_kernel_that_gave_up_fails_although_another_served(
     rig: SmallRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    function = dispatch._function
+    def without_triton(module: str, name: str) -> NoReturn:
+        raise RuntimeError("ptxas died")
 
-    def without_triton(package: str, module: str, name: str) -> object:
-        if package == "in_triton":
-            raise RuntimeError("ptxas died")
-        return function(package, module, name)
-
-    monkeypatch.setattr(dispatch, "_function", without_triton)
+    monkeypatch.setattr(dispatch, "_in_triton", without_triton)
     with pytest.raises(CheckError, match="ptxas died"):
         checks(rig)["norm-triton"].run()
     assert ladder.rung("norm") == "triton"  # the check says what follows, not the dispatcher

@@ -9,7 +9,7 @@ TILE = 1024
 
 
 def silu_mul(gate_up: Tensor, out: Tensor) -> None:
-    """See `dispatch.silu_mul`."""
+    """See `models.operators.silu_mul`."""
     tokens, intermediate = out.shape
     assert gate_up.is_contiguous()
     assert out.is_contiguous()

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """See `dispatch.add_rms_norm`."""
+    """See `models.operators.add_rms_norm`."""
     tokens, hidden = x.shape
     assert x.is_contiguous()
     assert residual.is_contiguous()

@@ -50,7 +50,7 @@ def paged_decode(
     scale: float,
     window: int | None,
 ) -> None:
-    """See `dispatch.paged_decode`; what lies beyond a context, in tables and in the cache, is not read."""
+    """See `in_torch.paged_decode`; what lies beyond a context, in tables and in the cache, is not read."""
     requests, heads, head_dim = q.shape
     window = EVERYTHING if window is None else window
     tile, _ = _launch(

@@ -17,7 +17,7 @@ def rope_append(
     qk_norm: Tensor | None,
     eps: float,
 ) -> None:
-    """See `dispatch.rope_append`."""
+    """See `models.operators.rope_append`."""
     _, block_size, kv_heads, head_dim = k_cache.shape
     assert k_cache.stride() == v_cache.stride()
     assert k_cache.stride(3) == qkv.stride(1) == 1

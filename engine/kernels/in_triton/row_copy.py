@@ -8,12 +8,12 @@ TILE = 1024
 
 
 def write_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """See `dispatch.write_rows`."""
+    """See `models.operators.write_rows`."""
     _launch(k, v, k_cache, v_cache, slots, write=True)
 
 
 def read_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """See `dispatch.read_rows`."""
+    """See `models.operators.read_rows`."""
     _launch(k, v, k_cache, v_cache, slots, write=False)
 
 
