@@ -23,42 +23,33 @@ class Completion:
     num_cached_tokens: int  # prompt tokens whose KV was reused
 
 
-class Steps(Protocol):
-    """What an engine does for this; see `Engine`."""
+class _Engine(Protocol):
+    """What is needed of one."""
 
     @property
-    def has_requests(self) -> bool:
-        """Whether any request has not ended."""
-
-    def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedRequest:
-        """Check a prompt."""
-
-    def add(self, request_id: str, prepared: PreparedRequest) -> None:
-        """Queue it."""
-
-    def abort(self, request_id: str) -> object:
-        """End it."""
-
-    def step(self) -> list[RequestOutput]:
-        """Go on by an iteration."""
+    def has_requests(self) -> bool: ...
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> PreparedRequest: ...
+    def add(self, request_id: str, prepared: PreparedRequest) -> None: ...
+    def abort(self, request_id: str) -> object: ...
+    def step(self) -> list[RequestOutput]: ...
 
 
 def generate(
-    engine: Steps, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    engine: _Engine, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[Completion]:
     """See `Engine.generate`."""
     each = _one_per_prompt(params or SamplingParams(), len(prompts))
-    return [_completion(outputs) for outputs in _run(engine, prompts, each)]
+    return [_completion(outputs) for outputs in run(engine, prompts, each)]
 
 
-def embed(engine: Steps, prompts: Sequence[Prompt], pooling: Pooling) -> list[FloatArray]:
+def embed(engine: _Engine, prompts: Sequence[Prompt], pooling: Pooling) -> list[FloatArray]:
     """See `Engine.embed`."""
     each = [SamplingParams(pooling=pooling)] * len(prompts)
-    return [_embedding(outputs) for outputs in _run(engine, prompts, each)]
+    return [_embedding(outputs) for outputs in run(engine, prompts, each)]
 
 
-def _run(
-    engine: Steps, prompts: Sequence[Prompt], each: Sequence[SamplingParams]
+def run(
+    engine: _Engine, prompts: Sequence[Prompt], each: Sequence[SamplingParams]
 ) -> list[list[RequestOutput]]:
     """Carry requests out; return what came of each of their outputs."""
     if engine.has_requests:

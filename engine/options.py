@@ -5,6 +5,7 @@ imported here: `neo-desktop --help` must not wait for torch.
 """
 
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Annotated, TypedDict, get_type_hints
 
@@ -28,12 +29,13 @@ class Option:
         """Check a value that was given.
 
         Raises:
-            ValueError: it is none of the choices, or too small.
+            ValueError: it is none of the choices, too small or infinite.
         """
         if self.choices and value not in self.choices:
             raise ValueError(f"{name} {value!r} is unknown; choose one of: {', '.join(self.choices)}")
-        if self.least is not None and isinstance(value, int | float) and not value >= self.least:
-            raise ValueError(f"{name} must be at least {self.least:g}, got {value:g}")
+        if self.least is not None and isinstance(value, int | float) and not self.least <= value < inf:
+            wanted = "finite" if value == inf else f"at least {self.least:g}"
+            raise ValueError(f"{name} must be {wanted}, got {value:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

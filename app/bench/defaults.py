@@ -16,7 +16,7 @@ from neo_desktop.app.bench.section import number
 from neo_desktop.app.bench.throughput import ThroughputOptions
 from neo_desktop.engine.loading import choose_device
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.profiling.budget import MemoryCaps
+from neo_desktop.engine.profiling.budget import GIB
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.models.shapes import shape
 
@@ -42,7 +42,7 @@ def default_model(device: str, gpu_memory_gib: float | None = None) -> DefaultMo
     """Choose by memory, on a CPU also by speed; the smallest where even that suits badly."""
     if choose_device(device).type == "cuda":
         free, _ = torch.cuda.mem_get_info()
-        free = min(free, MemoryCaps.from_gib(gpu_memory_gib, None).gpu_bytes or free)
+        free = min(free, free if gpu_memory_gib is None else int(gpu_memory_gib * GIB))
         fitting = [
             name for name in _GPU_SHAPES if shape(name).weight_bytes(torch.float16) <= _GPU_SHARE * free
         ]

@@ -45,20 +45,9 @@ class MemoryCaps:
 
     @classmethod
     def of(cls, options: EngineOptions) -> Self:
-        """Return what was asked for; raises as below."""
-        return cls.from_gib(options.gpu_memory_gib, options.cpu_memory_gib)
-
-    @classmethod
-    def from_gib(cls, gpu: float | None, cpu: float | None) -> Self:
-        """Make caps from GiB.
-
-        Raises:
-            ValueError: one is not above 0.
-        """
-        for name, gib in (("GPU", gpu), ("CPU", cpu)):
-            if gib is not None and not 0 < gib < float("inf"):
-                raise ValueError(f"the cap on {name} memory must be above 0 GiB and finite, got {gib:g}")
-        return cls(*(None if gib is None else int(gib * GIB) for gib in (gpu, cpu)))
+        """Return what was asked for."""
+        asked = (options.gpu_memory_gib, options.cpu_memory_gib)
+        return cls(*(None if gib is None else int(gib * GIB) for gib in asked))
 
 
 @dataclass(frozen=True, slots=True)

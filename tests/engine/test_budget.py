@@ -174,11 +174,3 @@ def test_without_a_gpu_there_must_be_room_for_the_matrix_that_is_being_packed(
         machine.host = needed - 1
         with pytest.raises(MemoryError, match="of host memory are free"):
             budget.check_weights_fit(CONFIG, DTYPE, CPU, MemoryCaps())
-
-
-@pytest.mark.parametrize("gib", [0, -1.5, float("nan")])
-def test_a_cap_must_be_positive(gib: float) -> None:
-    with pytest.raises(ValueError, match="above 0 GiB"):
-        MemoryCaps.from_gib(gib, None)
-    with pytest.raises(ValueError, match="above 0 GiB"):
-        MemoryCaps.from_gib(None, gib)

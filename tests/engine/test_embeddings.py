@@ -17,6 +17,7 @@ from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan
 from neo_desktop.engine.errors import ContextLengthError, EngineError
 from neo_desktop.engine.execute.executor import Wait
 from neo_desktop.engine.execute.pipeline import PipelineExecutor
+from neo_desktop.engine.generate import run
 from neo_desktop.engine.sampling_params import Pooling
 from neo_desktop.engine.schedule.policies import POLICIES
 
@@ -100,7 +101,7 @@ def test_beside_outputs_with_little_memory_nothing_changes(
         start = engine._executor.start
         monkeypatch.setattr(engine._executor, "start", lambda plan: device.submit(start(plan)).result)
         each = [params for _ in prompts() for params in (GREEDY, mean, last)]
-        outputs = engine._run([prompt for prompt in prompts() for _ in range(3)], each)
+        outputs = run(engine, [prompt for prompt in prompts() for _ in range(3)], each)
         stats = engine.stats()
         assert stats.num_preemptions + stats.num_moves > 0, "the test did not reach what it is about"
         assert_nothing_is_left(engine)
