@@ -12,11 +12,11 @@ from neo_desktop.app.api.calls import CallStart, Piece, Text, Thought
 from neo_desktop.app.api.conversation import Conversation, thinking_fields
 from neo_desktop.app.api.fields import MAX_TOOLS, Content, Json, Model, Only, Unsupported, described, given
 from neo_desktop.app.api.outputs import Answer, Call, Outputs, begin, collect
-from neo_desktop.app.api.replies import event, head, token_logprobs, until_done, usage_body
+from neo_desktop.app.api.replies import head, token_logprobs, until_done, usage_body
 from neo_desktop.app.api.sampling import GenerationRequest
 from neo_desktop.app.api.tools import AUTO, REQUIRED, Tool, ToolChoice
 from neo_desktop.app.service import EngineService
-from neo_desktop.app.web.connection import EventStream
+from neo_desktop.app.web.connection import EventStream, event
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.sampling_params import MAX_LOGPROBS, SamplingParams

@@ -7,8 +7,9 @@ from typing import Any
 from neo_desktop.app.api.calls import CallArguments, CallStart, Text, Thought
 from neo_desktop.app.api.fields import Json
 from neo_desktop.app.api.outputs import Answer, Outputs, Usage
-from neo_desktop.app.api.replies import event, new_id
+from neo_desktop.app.api.replies import new_id
 from neo_desktop.app.service_errors import ServiceError
+from neo_desktop.app.web.connection import event
 from neo_desktop.app.web.errors import ApiError, anthropic_body, from_service
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.models.tokenizer import Tokenizer

@@ -1,6 +1,5 @@
 """What the answers of OpenAI's endpoints have in common."""
 
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -8,19 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from neo_desktop.app.api.fields import Json
 from neo_desktop.app.api.outputs import Usage
 from neo_desktop.app.service_errors import ServiceError
+from neo_desktop.app.web.connection import event
 from neo_desktop.app.web.errors import ApiError, from_service
 from neo_desktop.engine.batch import SampledToken, TokenLogprob
 from neo_desktop.models.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
-
-
-def event(body: Json, name: str | None = None) -> bytes:
-    """One server-sent event."""
-    head = b"" if name is None else f"event: {name}\n".encode()
-    # Half a character may come from a client, such as in the name of a tool.
-    data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
-    return head + b"data: " + data + b"\n\n"
 
 
 async def until_done(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

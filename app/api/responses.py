@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter
 from neo_desktop.app.api.conversation import Conversation, thinking_fields
 from neo_desktop.app.api.fields import MAX_TOOLS, Json, Model, Only, Unsupported, described
 from neo_desktop.app.api.outputs import Outputs, begin
-from neo_desktop.app.api.replies import event, new_id
+from neo_desktop.app.api.replies import new_id
 from neo_desktop.app.api.response_events import ResponseEvents
 from neo_desktop.app.api.response_items import Item, MessageItem, for_template
 from neo_desktop.app.api.response_store import ResponseStore, StoredResponse
@@ -19,7 +19,7 @@ from neo_desktop.app.api.structure import Structure
 from neo_desktop.app.api.tools import AUTO, REQUIRED, Tool, ToolChoice
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.service_errors import ServiceError
-from neo_desktop.app.web.connection import EventStream
+from neo_desktop.app.web.connection import EventStream, event
 from neo_desktop.app.web.errors import ApiError, from_service
 from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.sampling_params import MAX_LOGPROBS, SamplingParams

@@ -1,9 +1,11 @@
 """One HTTP exchange: the body up to a limit, an answer in events, and a client that may leave at any time."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import MappingProxyType
+from typing import Any
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -112,11 +114,21 @@ class _HeadOnly:
             await self._send({"type": "http.response.body"})
 
 
+def event(body: Any, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    # Half a character may come from a client, such as in the name of a tool. JSON without spaces holds no
+    # line breaks: one `data` line is enough.
+    data = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return head + b"data: " + data + b"\n\n"
+
+
 class EventStream(Response):
     """Server-sent events; `resource` is left when the stream ends, for whatever reason.
 
     Its head is sent at once, and comments while there is nothing to tell: clients and proxies give up silent
-    connections.
+    connections. (FastAPI's own events are for functions that do nothing else: ours find out from the body
+    whether they stream, and refuse with a status before they do.)
     """
 
     media_type = "text/event-stream"

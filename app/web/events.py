@@ -8,15 +8,13 @@ the event loop.
 """
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Self
 
 from fastapi import APIRouter, Request
 
-from neo_desktop.app.web.connection import EventStream
+from neo_desktop.app.web.connection import EventStream, event
 
-KEEP_ALIVE_S = 15.0  # a comment this often: a dead connection shows when something is written to it
 MAX_UNREAD = 1000  # keys; beyond that the stream ends, and the page connects anew and gets the state as it is
 
 Json = Any
@@ -199,27 +197,5 @@ def routes(hub: Hub, whole_chat: Callable[[str], Awaitable[Json | None]]) -> API
 
 async def _stream(subscription: Subscription) -> AsyncIterator[bytes]:
     yield b"retry: 1000\n\n"
-    news = aiter(subscription)
-    waiting: asyncio.Future[tuple[str, Json]] | None = None
-    try:
-        while True:
-            waiting = waiting or asyncio.ensure_future(anext(news))
-            done, _ = await asyncio.wait([waiting], timeout=KEEP_ALIVE_S)
-            if not done:
-                yield b": still here\n\n"
-                continue
-            try:
-                name, data = waiting.result()
-            except StopAsyncIteration:
-                return
-            waiting = None
-            yield _event(name, data)
-    finally:
-        if waiting is not None:
-            waiting.cancel()
-
-
-def _event(name: str, data: Json) -> bytes:
-    # JSON without spaces holds no line breaks: one `data` line is enough.
-    body = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return f"event: {name}\ndata: {body}\n\n".encode()
+    async for name, data in subscription:
+        yield event(data, name)

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 
 import httpx
 import pytest
@@ -103,6 +104,23 @@ def test_a_stream_shows_that_it_lives_while_a_long_prompt_is_computed(
         executor.open.set()
         *_, done, _ = lines
     assert done == "data: [DONE]"
+
+
+def test_a_client_with_little_patience_outlasts_a_long_prompt(
+    server: RunningServer, executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt takes longer than the client waits for the next byte."""
+    monkeypatch.setattr(app_connection, "KEEP_ALIVE_S", 0.1)
+    executor.open.clear()
+    patience = httpx.Timeout(30, read=3)
+    url = f"{server.url}/v1/chat/completions"
+    begun, last = time.monotonic(), ""
+    with httpx.stream("POST", url, json=CHAT | {"stream": True}, trust_env=False, timeout=patience) as answer:
+        for line in answer.iter_lines():
+            if time.monotonic() > begun + 4:
+                executor.open.set()
+            last = line or last
+    assert last == "data: [DONE]"
 
 
 def test_who_reads_with_openais_client_does_not_notice(
