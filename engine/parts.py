@@ -33,6 +33,11 @@ class EngineParts:
     num_blocks: dict[Place, int]  # of the places asked for
     storage: KVStorage
 
+    def tokens_in(self, host_memory: bool) -> int:
+        """Return how many tokens' KV fits the places in host memory, or all others."""
+        blocks = (count for place, count in self.num_blocks.items() if place.in_host_memory is host_memory)
+        return BLOCK_SIZE * sum(blocks)
+
 
 def set_up(options: EngineOptions, progress: Progress | None = None) -> EngineParts:
     """Load a model and take the memory for its KV, in the places of the policy.

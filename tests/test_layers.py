@@ -1,6 +1,7 @@
 """Imports run downward only (the contracts are in pyproject.toml), and importing stays cheap."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,18 @@ def test_every_folder_and_part_of_the_engine_imports_only_what_is_below_it() -> 
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "Contracts: 4 kept" in result.stdout
+
+
+def test_only_policies_and_set_up_name_a_place() -> None:
+    """All others ask a place whose memory it is and who attends there, so that there can be a third one."""
+    named = {
+        str(path.relative_to(REPOSITORY))
+        for folder in ("app", "engine", "models")
+        for path in (REPOSITORY / folder).rglob("*.py")
+        if re.search(r"\bPlace\.(DEVICE|HOST)\b", path.read_text(encoding="utf-8"))
+    }
+    named = {name for name in named if not name.startswith("engine/execute/")}
+    assert named == {"engine/placement.py", "engine/parts.py", "engine/schedule/policies.py"}
 
 
 @pytest.mark.parametrize(

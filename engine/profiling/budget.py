@@ -21,7 +21,7 @@ from neo_desktop.engine.execute.prefill import PACKED_TOKENS
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
 from neo_desktop.engine.sampler import MOST_COPIES, PIECE_ELEMENTS
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -91,11 +91,11 @@ def pool_blocks(
     """
     free = free or FreeMemory.now(device)
     available = kv_bytes(config, dtype, limits, free, caps or MemoryCaps())
-    dtypes = {Place.DEVICE: dtype, Place.HOST: cpu_cache_dtype or dtype}
     most_tokens = limits.max_batch_requests * config.max_context_tokens
     blocks = {}
     for place, bytes_ in available.items():
-        bytes_per_block = config.num_layers * block_bytes(config, BLOCK_SIZE, dtypes[place])
+        kv_dtype = (cpu_cache_dtype if place.in_host_memory else None) or dtype
+        bytes_per_block = config.num_layers * block_bytes(config, BLOCK_SIZE, kv_dtype)
         bytes_per_token = bytes_per_block // BLOCK_SIZE
         fitting = bytes_ // (BLOCKS_PER_RUN * bytes_per_block) * BLOCKS_PER_RUN * BLOCK_SIZE
         asked = cache_tokens[place]
@@ -112,17 +112,17 @@ def kv_bytes(
     config: ModelConfig, dtype: torch.dtype, limits: SchedulerLimits, free: FreeMemory, caps: MemoryCaps
 ) -> dict[Place, int]:
     """Return `place -> bytes for KV`; see `pool_blocks`."""
-    host = free.host_bytes
-    if free.gpu_bytes is None:  # the GPU-cache is imitated: both places share the host's memory
-        halves = {Place.DEVICE: caps.gpu_bytes, Place.HOST: caps.cpu_bytes}
-        return {place: _host_bytes(host // 2, cap) for place, cap in halves.items()}
-    buffers = host_buffer_bytes(config, limits, dtype)
-    return {
-        Place.DEVICE: _device_bytes(
-            config, dtype, limits, free.gpu_bytes, free.iteration_bytes, caps.gpu_bytes
-        ),
-        Place.HOST: max(_host_bytes(host, caps.cpu_bytes) - buffers, 0),
-    }
+    host, buffers = free.host_bytes, host_buffer_bytes(config, limits, dtype)
+
+    def bytes_of(place: Place) -> int:
+        cap = caps.cpu_bytes if place.in_host_memory else caps.gpu_bytes
+        if free.gpu_bytes is None:  # the GPU-cache is imitated: all places share the host's memory
+            return _host_bytes(host // len(PLACES), cap)
+        if place.in_host_memory:
+            return max(_host_bytes(host, cap) - buffers, 0)
+        return _device_bytes(config, dtype, limits, free.gpu_bytes, free.iteration_bytes, cap)
+
+    return {place: bytes_of(place) for place in PLACES}
 
 
 def check_weights_fit(

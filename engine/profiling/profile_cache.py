@@ -18,7 +18,7 @@ from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling import hardware
 from neo_desktop.engine.profiling.profiler import profile
@@ -72,7 +72,7 @@ def profile_key(
 ) -> dict[str, Any]:
     """Return everything that the tables depend on, as plain JSON values; see `load_or_profile`."""
     config = decoder.config
-    gpu, host = None, storage.get(Place.HOST)
+    gpu, host = None, next((storage[place] for place in storage.places if place.in_host_memory), None)
     if decoder.device.type == "cuda":
         properties = torch.cuda.get_device_properties(decoder.device)
         gpu = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, HOST_SHARE, activation_bytes
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -38,7 +38,10 @@ class KVBudget:
 
     def num_blocks(self) -> dict[Place, int]:
         """Return `place -> blocks`."""
-        return {Place.DEVICE: self.gpu_tokens // BLOCK_SIZE, Place.HOST: self.cpu_tokens // BLOCK_SIZE}
+        return {
+            place: (self.cpu_tokens if place.in_host_memory else self.gpu_tokens) // BLOCK_SIZE
+            for place in PLACES
+        }
 
 
 def kv_budget(
@@ -111,6 +114,8 @@ def analytic_cost_model(
     contexts = (*chunks, LONGEST_CONTEXT)
     hand_off_bytes = 2 * query_bytes + kv_bytes  # q, k and v there, the output back
     most = LONGEST_CHUNK
+    device_token_ms = kv_bytes / (gpu.memory_bytes_per_s * gpu.attention_share) * 1e3
+    on_device, on_host = attention(2 * KERNEL_MS, device_token_ms), attention(CPU_CALL_MS, host_token_ms)
     return TableCostModel(
         num_layers=config.num_layers,
         overlaps=True,
@@ -123,10 +128,5 @@ def analytic_cost_model(
         later_chunk_attention=Surface(
             chunks, contexts, [[chunk_ms(tokens, context) for context in contexts] for tokens in chunks]
         ),
-        attention={
-            Place.DEVICE: attention(
-                2 * KERNEL_MS, kv_bytes / (gpu.memory_bytes_per_s * gpu.attention_share) * 1e3
-            ),
-            Place.HOST: attention(CPU_CALL_MS, host_token_ms),
-        },
+        attention={place: on_host if place.host_attends else on_device for place in PLACES},
     )

@@ -11,12 +11,10 @@ from neo_desktop.engine.cuda.streams import open_streams
 from neo_desktop.engine.doctor.outcome import CheckError, Figure, Figures
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.generate import Completion
-from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.ladder import MECHANISMS, NEEDS
 from neo_desktop.engine.loading import LoadedModel, load
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import EngineParts, take_memory
-from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, FreeMemory, activation_bytes
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.trial.check import Check
@@ -170,7 +168,7 @@ class Answers:
         torch.cuda.empty_cache()
         free = FreeMemory.now(device).gpu_bytes or 0
         parts = self._memory("gpu-only")
-        kv_bytes = parts.num_blocks[Place.DEVICE] * BLOCK_SIZE * config.kv_bytes_per_token(self._rig.dtype)
+        kv_bytes = parts.tokens_in(host_memory=False) * config.kv_bytes_per_token(self._rig.dtype)
         promised = kv_bytes + activation_bytes(config, parts.limits, self._rig.dtype) + DEVICE_RESERVE_BYTES
         with Engine.from_parts(parts, "gpu-only") as engine:
             engine.generate([[1] * 100], GREEDY)

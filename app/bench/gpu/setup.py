@@ -15,7 +15,6 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.loading import LoadedModel, load
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import EngineParts, take_memory
-from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.hardware import cpu_name
 
 TRACED_ITERATIONS = 4  # per batch and round, with a timeline: recording costs a little
@@ -93,7 +92,7 @@ def fitting_batches(parts: EngineParts, options: GpuOptions) -> tuple[tuple[int,
     Raises:
         MemoryError: there is no room for the smallest.
     """
-    capacity = parts.num_blocks[Place.DEVICE] * BLOCK_SIZE
+    capacity = parts.tokens_in(host_memory=False)
     most = capacity // options.request_tokens
     batches = tuple(batch for batch in options.batches if batch <= most)
     if not batches:

@@ -34,7 +34,6 @@ from neo_desktop.app.bench.throughput.workload import TOLERANCES, TOP_LOGPROBS, 
 from neo_desktop.engine.batch import SampledToken, TokenLogprob
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.parts import EngineParts
-from neo_desktop.engine.placement import Place
 from neo_desktop.engine.progress import Progress
 from neo_desktop.models.config import ModelConfig
 
@@ -93,14 +92,14 @@ class LlamaCppBaseline:
         decoder = parts.model.decoder
         write_gguf(importlib.import_module("gguf"), decoder, self._file)
         on_gpu = decoder.device.type == "cuda"
-        num_blocks = parts.num_blocks.get(Place.DEVICE, 0) if on_gpu else 0
+        gpu_tokens = parts.tokens_in(host_memory=False) if on_gpu else 0
         self._job = _Job(
             workload=workload,
             prompts=[workload.prompts(seed, turn, decoder.config.vocab_size) for turn in range(turns + 1)],
             answers=answers,
             dtype=decoder.dtype,
             wants_gpu=on_gpu,
-            kv_tokens=(num_blocks or sum(parts.num_blocks.values())) * BLOCK_SIZE,
+            kv_tokens=gpu_tokens or sum(parts.num_blocks.values()) * BLOCK_SIZE,
             num_threads=torch.get_num_threads(),
         )
 

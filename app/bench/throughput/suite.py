@@ -29,7 +29,7 @@ from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.loading import choose_device, load
 from neo_desktop.engine.parts import EngineParts, take_memory
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.profiler import profile
 from neo_desktop.engine.progress import Progress
@@ -232,16 +232,16 @@ def _report(
     parts, requests = policies[0].parts, workload.requests
     decoder = parts.model.decoder
 
-    def tokens(place: Place) -> int:
-        return max(policy.parts.num_blocks.get(place, 0) for policy in policies) * BLOCK_SIZE
+    def tokens(host_memory: bool) -> int:
+        return max(policy.parts.tokens_in(host_memory) for policy in policies)
 
     shown, spans = _timeline(policies)
     return ThroughputReport(
         model=parts.model.name,
         device=decoder.device.type,
         dtype=str(decoder.dtype).removeprefix("torch."),
-        gpu_cache_tokens=tokens(Place.DEVICE),
-        cpu_cache_tokens=tokens(Place.HOST),
+        gpu_cache_tokens=tokens(host_memory=False),
+        cpu_cache_tokens=tokens(host_memory=True),
         imitated=decoder.device.type != "cuda" and any(policy.name != BASELINE for policy in policies),
         num_requests=len(requests),
         prompt_tokens=statistics.fmean(request.prompt_tokens for request in requests),
@@ -302,8 +302,9 @@ def _median(values: Iterable[float]) -> float | None:
 def _bound(policy: _Policy, workload: Workload, tables: TableCostModel) -> float:
     """Return the most output tokens per second under this policy."""
     places = get_policy(policy.name).places
-    bound = Bound(tables, workload.requests, policy.parts.num_blocks.get(Place.DEVICE, 0) * BLOCK_SIZE)
-    return bound.output_tokens_per_s(float(Place.DEVICE not in places), float(Place.HOST in places))
+    bound = Bound(tables, workload.requests, policy.parts.tokens_in(host_memory=False))
+    attends = {place.host_attends for place in places}
+    return bound.output_tokens_per_s(float(False not in attends), float(True in attends))
 
 
 def _timeline(policies: Sequence[_Policy]) -> tuple[str, tuple[TimelineSpan, ...]]:
