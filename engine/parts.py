@@ -8,7 +8,7 @@ import torch
 
 from neo_desktop import native
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.loading import CPU_CACHE_DTYPES, LoadedModel, load
 from neo_desktop.engine.options import MAX_BATCH_TOKENS, EngineOptions
@@ -118,7 +118,7 @@ def take_memory(
                 count,
                 BLOCK_SIZE,
                 (cpu_cache_dtype if place.in_host_memory else None) or decoder.dtype,
-                place.torch_device(decoder.device),
+                memory_of(place, decoder.device),
             )
             for place, count in num_blocks.items()
         }

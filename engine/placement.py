@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import ClassVar
 
-import torch
-
 
 class Side(Enum):
     """The two sides of the bus: each has memory, and can compute attention over what lies there."""
@@ -49,10 +47,6 @@ class Place:
     def in_host_memory(self) -> bool:
         """Whether its KV lies in host memory, even where there is a GPU."""
         return self.memory is Side.HOST
-
-    def torch_device(self, device: torch.device) -> torch.device:
-        """Return whose memory it is, for a model that runs on `device`."""
-        return torch.device("cpu") if self.in_host_memory else device
 
 
 Place.DEVICE = Place("device", memory=Side.DEVICE, attends=Side.DEVICE, label="gpu")

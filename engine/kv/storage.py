@@ -23,6 +23,11 @@ def layer_kind(device: torch.device) -> type[KVLayer]:
     return DeviceLayer
 
 
+def memory_of(place: Place, device: torch.device) -> torch.device:
+    """Return in whose memory a place lies, for a model that runs on `device`."""
+    return torch.device("cpu") if place.in_host_memory else device
+
+
 class KVPool:
     """K and V of all blocks of one place.
 

@@ -24,7 +24,7 @@ from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
-from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
 from neo_desktop.engine.kv.transfer import Carrier, HostBuffer
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import PLACES, Place
@@ -143,7 +143,7 @@ class StageTimer:
         if self.is_cuda and ladder.rung("graphs") != "eager":
             self.graph_rows = min(MAX_ROWS, limits.max_batch_requests)
         self._regions = {
-            place: _region(decoder, storage, place, place.torch_device(decoder.device)) for place in PLACES
+            place: _region(decoder, storage, place, memory_of(place, decoder.device)) for place in PLACES
         }
         # Whether decode attention is the same in all places: the same kind of memory and dtype.
         kinds = {(region.pool.kind, region.pool.dtype) for region in self._regions.values()}

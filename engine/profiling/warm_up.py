@@ -25,7 +25,7 @@ from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.graphs.bucket import MAX_ROWS
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
-from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -108,7 +108,7 @@ def _carry_out(decoder: Decoder, places: Sequence[Place], limits: SchedulerLimit
         storage = KVStorage(
             {
                 place: KVPool(
-                    decoder.config, NUM_BLOCKS, BLOCK_SIZE, decoder.dtype, place.torch_device(decoder.device)
+                    decoder.config, NUM_BLOCKS, BLOCK_SIZE, decoder.dtype, memory_of(place, decoder.device)
                 )
                 for place in places
             }

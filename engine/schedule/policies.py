@@ -97,9 +97,10 @@ class Fastest(Policy):
         """Compare what follows once it is prefilled, beside chunks of further prompts if there are any."""
         load, queue = draft.when_prefilled()
         num_chunk_tokens = _least_chunk_tokens(draft) if draft.num_waiting > 1 else 0
-        swapped_tokens = draft.swapped_tokens + min(num_tokens, draft.budget)
-        if draft.cost.transfer_ms(swapped_tokens) > draft.cost.linear_ms(draft.load.tokens + swapped_tokens):
-            return False  # the bus would take longer than the device
+        tokens = min(num_tokens, draft.budget)
+        bus_ms = draft.cost.transfer_ms(draft.swapped_tokens + tokens)
+        if bus_ms > draft.cost.linear_ms(draft.load.tokens + tokens):  # it would hold the device up
+            return False
         return self._pays(draft, load, queue, place, num_tokens, num_chunk_tokens)
 
     def spills(self, draft: Draft, place: Place, num_tokens: int) -> bool:
@@ -129,7 +130,8 @@ class Fastest(Policy):
         splits: Iterable[Split] = _outlook(draft).candidates()
         if draft.num_due:
             splits = (split for split in splits if split.num_taken)
-        return self._worth(draft, draft.load, draft.num_chunk_tokens).best(splits)[0]
+        _, tokens = draft.queue.contexts[0] if len(draft.queue) else (None, 1)
+        return self._worth(draft, draft.load, draft.num_chunk_tokens, tokens).best(splits)[0]
 
     def _pays(
         self, draft: Draft, load: Load, queue: HostQueue, place: Place, num_tokens: int, num_chunk_tokens: int
@@ -146,7 +148,7 @@ class Fastest(Policy):
         full = Outlook(draft.cost, load, queue.followed_by(place, mean_tokens, num_more))
         return worth.best(full.candidates())[0].num_taken > len(queue)
 
-    def _worth(self, draft: Draft, load: Load, num_chunk_tokens: int, other_context_tokens: int = 1) -> Worth:
+    def _worth(self, draft: Draft, load: Load, num_chunk_tokens: int, other_context_tokens: int) -> Worth:
         """Return what the device's part and each decode of the queue are worth.
 
         Args:
@@ -163,12 +165,6 @@ class Fastest(Policy):
 
 def _outlook(draft: Draft) -> Outlook:
     return Outlook(draft.cost, draft.load, draft.queue, draft.swapped_tokens)
-
-
-def _rate_of_all(worth: Worth, outlook: Outlook) -> float:
-    """Return the rate of the best plan in which the whole queue is taken."""
-    n = len(outlook.queue)
-    return worth.best(split for split in outlook.candidates() if split.num_taken == n)[1]
 
 
 def _token_ms(draft: Draft) -> float:
