@@ -101,3 +101,17 @@ def is_idle(service: EngineService) -> bool:
     stats = service.stats
     used = [pool.num_used_blocks for pool in stats.pools.values()]
     return stats.num_running == 0 and stats.num_waiting == 0 and not any(used)
+
+
+@pytest.fixture
+def prompts(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The prompts that the service was asked for, as they come."""
+    found: list[str] = []
+    submit = server.service.submit
+
+    async def noting(prompts: Any, *args: Any, **options: Any) -> Any:
+        found.extend(prompts)
+        return await submit(prompts, *args, **options)
+
+    monkeypatch.setattr(server.service, "submit", noting)
+    return found

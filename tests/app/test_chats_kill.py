@@ -5,7 +5,6 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import httpx
 import pytest
 
 from .chat_client import ChatClient, Json
+from .conftest import eventually
 
 PROGRAM = """
     import sys, threading
@@ -70,15 +70,6 @@ def started(folder: Path) -> Iterator[Program]:
             process.kill()
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    waiting = threading.Event()
-    for _ in range(3000):
-        if holds():
-            return
-        waiting.wait(0.01)
-    raise AssertionError("it did not happen")
-
-
 def saved(folder: Path, message_id: str) -> str:
     with closing(sqlite3.connect(folder / "chats.sqlite", timeout=30)) as file:
         row = file.execute("SELECT text FROM messages WHERE id = ?", (message_id,)).fetchone()
@@ -103,7 +94,7 @@ def test_what_was_shown_survives_a_kill_and_is_gone_on_with(tmp_path: Path) -> N
             shown = [chats.until(answer, has_at_least(count // 2)) for answer in answers]
             # Saved without anybody asking for it: nothing but time passes.
             for node in shown:
-                wait_until(lambda node=node: saved(tmp_path, node["id"]).startswith(node["text"]))
+                eventually(lambda node=node: saved(tmp_path, node["id"]).startswith(node["text"]))
         program.kill()
     with started(tmp_path) as program:
         chats = program.chats
@@ -147,7 +138,7 @@ def test_two_servers_share_a_file(tmp_path: Path) -> None:
         _, answer = first.chats.ask(chat_id, "one")
         first.tell("5")
         first.chats.until(answer, has_at_least(4))
-        wait_until(lambda: len(saved(tmp_path, answer["id"])) >= 4)
+        eventually(lambda: len(saved(tmp_path, answer["id"])) >= 4)
         with started(tmp_path) as second:
             seen = second.chats.node(chat_id, answer["id"])
             assert (seen["state"], seen["text"][:4]) == ("streaming", letters("<user>one<assistant>", 4))

@@ -271,7 +271,7 @@ def test_an_answer_that_was_cut_is_kept_and_goes_on(loader: FragileLoader, tmp_p
         chat_id = chats.new_chat(max_tokens=2000)
         with chats.events(chat=chat_id) as page:
             _, answer = chats.ask(chat_id, "one")
-            page.read_until(lambda page: (page.nodes.get(answer["id"]) or {}).get("blocks"))
+            page.read_until(lambda page: bool((page.nodes.get(answer["id"]) or {}).get("blocks")))
             os.kill(loader.pids[0], signal.SIGKILL)
             page.read_until(lambda page: page.nodes[answer["id"]]["state"] == "cut")
             assert "started again" in page.nodes[answer["id"]]["error"]

@@ -31,19 +31,6 @@ def server(executor: ScriptedExecutor) -> Iterator[RunningServer]:
         yield shared
 
 
-@pytest.fixture
-def prompts(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    found: list[str] = []
-    submit = server.service.submit
-
-    async def noting(prompts: Any, *args: Any, **options: Any) -> Any:
-        found.extend(prompts)
-        return await submit(prompts, *args, **options)
-
-    monkeypatch.setattr(server.service, "submit", noting)
-    return found
-
-
 @pytest.fixture(scope="module")
 def claude(server: RunningServer) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=server.url, api_key="key", max_retries=0, timeout=30) as client:

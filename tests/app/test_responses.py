@@ -30,19 +30,6 @@ def server(executor: ScriptedExecutor) -> Iterator[RunningServer]:
 
 
 @pytest.fixture
-def prompts(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    found: list[str] = []
-    submit = server.service.submit
-
-    async def noting(prompts: Any, *args: Any, **options: Any) -> Any:
-        found.extend(prompts)
-        return await submit(prompts, *args, **options)
-
-    monkeypatch.setattr(server.service, "submit", noting)
-    return found
-
-
-@pytest.fixture
 def ask(client: openai.OpenAI, executor: ScriptedExecutor) -> Any:
     def asking(answer: str, **fields: Any) -> Any:
         """Ask twice, in one piece and streamed: both answers are the same."""

@@ -297,7 +297,7 @@ def test_llama_cpp_without_its_library_is_a_reason_not_a_crash(
 def test_what_was_measured_before_an_interruption_is_there() -> None:
     reports = run_cpu_attention(SMALL, ignore)
     assert [len(next(reports).cases) for _ in range(3)] == [1, 2, 3]
-    reports.close()
+    reports.close()  # type: ignore[attr-defined]
 
 
 def test_the_table_fits_into_a_narrow_terminal() -> None:

@@ -247,7 +247,7 @@ def test_leaving_the_generator_closes_the_target(monkeypatch: pytest.MonkeyPatch
     made = fake(monkeypatch)
     running = run_load(SMALL, ignore)
     next(running)
-    running.close()
+    running.close()  # type: ignore[attr-defined]
     assert [target.num_closed for target in made] == [1]
 
 

@@ -154,7 +154,7 @@ def test_a_process_that_was_ended_on_purpose_is_forgiven() -> None:
 @pytest.mark.parametrize(("code", "is_careful"), [(700, True), (2, False)])
 def test_a_gpu_left_unusable_counts_as_a_crash_and_full_memory_does_not(code: int, is_careful: bool) -> None:
     error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-    error.error_code = code
+    error.error_code = code  # type: ignore[attr-defined]
     with pytest.raises(torch.AcceleratorError), safe_start.safe_start(CPU):
         raise error
     with safe_start.safe_start(CPU):
@@ -185,9 +185,9 @@ def test_steps_only_lead_down_and_end_at_the_lowest(device_type: str) -> None:
         for mechanism, rung in step.items():
             descending.limit(mechanism, rung, "a step", is_told=True)
             assert descending.rung(mechanism) == rung
-    for name, mechanism in MECHANISMS.items():
-        if device_type == "cuda" or not mechanism.is_for_gpu:
-            assert descending.rung(name) == mechanism.rungs[-1].name
+    for name, each in MECHANISMS.items():
+        if device_type == "cuda" or not each.is_for_gpu:
+            assert descending.rung(name) == each.rungs[-1].name
 
 
 def test_on_a_gpu_graphs_come_first(

@@ -3,7 +3,7 @@
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -332,7 +332,9 @@ def walk(tokenizer: Tokenizer, grammar: str, seed: int, *, vocab_size: int, eos:
 
 @pytest.mark.parametrize("make", [sentence_pieces, ByteTokenizer])
 @pytest.mark.parametrize("seed", range(3))
-def test_every_kind_of_tokenizer_gives_the_text_that_was_meant(make: type[Tokenizer], seed: int) -> None:
+def test_every_kind_of_tokenizer_gives_the_text_that_was_meant(
+    make: Callable[[], Tokenizer], seed: int
+) -> None:
     tokenizer = make()
     vocab_size = tokenizer.vocab_size + 40
     for eos in (tokenizer.eos_token_ids, ()):

@@ -77,7 +77,7 @@ def test_rows_come_back_as_they_were_written(
     order = torch.randperm(NUM_BLOCKS * block_size)
     slots, others = order[: 3 * block_size], order[3 * block_size :]
     rows = some_rows(len(slots), rows_dtype)
-    pool.layer(1).write(*rows, slots)
+    pool.layer(1).write(*rows, slots)  # type: ignore[call-arg]
     again = torch.randperm(len(slots))
     for found, stored in zip(read(pool.layer(1), slots[again], rows_dtype), rows, strict=True):
         assert_close(found, stored[again], dtype)
@@ -113,7 +113,7 @@ def test_blocks_move_between_places_of_any_kind_and_dtype(
     source, target = (Place.DEVICE, Place.HOST) if to_host else (Place.HOST, Place.DEVICE)
     slots = torch.arange(NUM_BLOCKS * 16)
     rows, zeros = some_rows(len(slots), dtype), torch.zeros(len(slots), KV_HEADS, HEAD_DIM, dtype=dtype)
-    pools[source].layer(0).write(*rows, slots)
+    pools[source].layer(0).write(*rows, slots)  # type: ignore[call-arg]
     pools[target].layer(0).write(zeros, zeros, slots)
     moves = [(0, 5), (3, 2), (4, 0)]
     (group,) = KVStorage(pools).copy_groups([BlockCopy(source, old, target, new) for old, new in moves])
@@ -131,12 +131,12 @@ def test_rows_of_8_bits_lose_nothing_more_by_moving_again_and_again(dtype: torch
     host, device = make_pool(HostLayer, torch.int8, 16), make_pool(TorchLayer, dtype, 16)
     slots, carrier = torch.arange(NUM_BLOCKS * 16), Carrier(CONFIG, dtype, CPU)
     rows = some_rows(len(slots), dtype)
-    host.layer(0).write(*rows, slots)
+    host.layer(0).write(*rows, slots)  # type: ignore[call-arg]
     for _ in range(5):
         carrier.copy(host.layer(0), slots, device.layer(0), slots)
         carrier.copy(device.layer(0), slots, host.layer(0), slots)
     k, v, k_scale, v_scale = (part[0] for part in host.parts)
-    host.layer(1).write(*rows, slots)
+    host.layer(1).write(*rows, slots)  # type: ignore[call-arg]
     k_once, v_once, k_scale_once, v_scale_once = (part[1] for part in host.parts)
     assert torch.equal(k[0], k_once[0])  # of whole pages: what was never written may be anything
     assert torch.equal(v[0], v_once[0])
@@ -149,7 +149,7 @@ def test_rows_of_any_slots_are_fetched() -> None:
     host = make_pool(HostLayer, torch.float16, 16)
     slots = torch.randperm(NUM_BLOCKS * 16)[:50]
     rows, out = some_rows(50, torch.float16), some_rows(50, torch.float16)
-    host.layer(0).write(*rows, slots)
+    host.layer(0).write(*rows, slots)  # type: ignore[call-arg]
     Carrier(CONFIG, torch.float16, CPU).fetch(host.layer(0), slots, out)
     assert all(torch.equal(found, stored) for found, stored in zip(out, rows, strict=True))
 

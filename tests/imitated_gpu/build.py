@@ -41,7 +41,16 @@ def imitate(folder: Path, name: str, sources: tuple[str, ...], work: Path) -> No
     stubs.write_text("\n".join(f"int {each}(void) {{ return 0; }}" for each in others))
     versions.write_text(f"{name} {{ global: *; }};\n")
     subprocess.run(["gcc", "-w", "-fPIC", "-c", stubs, "-o", work / "stubs.o"], check=True)
-    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-I", folder.parent / "include"]
+    command: list[str | Path] = [
+        "g++",
+        "-std=c++17",
+        "-O1",
+        "-fPIC",
+        "-shared",
+        "-pthread",
+        "-I",
+        folder.parent / "include",
+    ]
     command += [f"-Wl,-soname,{name}", f"-Wl,--version-script={versions}", work / "stubs.o"]
     subprocess.run([*command, *(HERE / s for s in sources), "-o", folder / name], check=True)
 
@@ -53,7 +62,7 @@ def main() -> None:
         imitate(folder, name, sources, work)
     empty = work / "empty.cpp"
     empty.write_text("")
-    command = ["g++", "-shared", "-Wl,-soname,libcuda.so.1", "-Wl,--no-as-needed", empty]
+    command: list[str | Path] = ["g++", "-shared", "-Wl,-soname,libcuda.so.1", "-Wl,--no-as-needed", empty]
     subprocess.run([*command, folder / "libcudart.so.13", "-o", work / "libcuda.so.1"], check=True)
 
 

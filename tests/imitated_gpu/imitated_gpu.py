@@ -65,7 +65,7 @@ def _enqueue(name: str, work: Callable[[], object]) -> None:
         failed = torch.AcceleratorError(
             f"CUDA error: {_runtime.cudaGetErrorString(error).decode()} in {name}"
         )
-        failed.error_code = error
+        failed.error_code = error  # type: ignore[attr-defined]
         raise failed
 
 

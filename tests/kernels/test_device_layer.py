@@ -80,7 +80,8 @@ def test_decode_attention_equals_the_hosts_and_float64(data: st.DataObject, devi
         for context, (k, v) in zip(contexts, rows, strict=True):
             layer.write(k[:-1].to(where), v[:-1].to(where), context[:-1].to(where))
         out = torch.full_like(q, torch.nan, device=where)
-        layer.decode(*(tensor.to(where) for tensor in arguments), out, config.attention_scale, window)
+        moved = (tensor.to(where) for tensor in arguments)
+        layer.decode(*moved, out, config.attention_scale, window)  # type: ignore[call-arg]
         outs.append(out.cpu())
     expected = torch.cat(
         [dense(q[i : i + 1], k, v, config.attention_scale, window) for i, (k, v) in enumerate(rows)]
@@ -139,7 +140,7 @@ def test_blocks_cross_the_bus_as_one_copy_per_piece(
     }
     source, target = (Place.DEVICE, Place.HOST) if to_host else (Place.HOST, Place.DEVICE)
     rows, slots = some_rows(config, 96, dtype), torch.arange(96)
-    pools[source].layer(0).write(*rows.to(pools[source].device), slots.to(pools[source].device))
+    pools[source].layer(0).write(*rows.to(pools[source].device), slots.to(pools[source].device))  # type: ignore[call-arg]
     moves = [(0, 5), (3, 2), (4, 0)]
     (group,) = KVStorage(pools).copy_groups([BlockCopy(source, old, target, new) for old, new in moves])
     carrier = Carrier(config, dtype, device)

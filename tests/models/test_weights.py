@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from neo_desktop.models.weights import named_weights
 CPU = torch.device("cpu")
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32, **options) -> Decoder:
+def load(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
     return load_model(path, ModelConfig.from_pretrained(path), dtype=dtype, device=CPU, **options)
 
 
@@ -31,7 +32,7 @@ def edit(path: Path, **changes: Tensor | None) -> None:
     save_file(tensors, file)
 
 
-def assert_same_weights(decoder: Decoder, reference) -> None:
+def assert_same_weights(decoder: Decoder, reference: torch.nn.Module) -> None:
     expected = dict(reference.named_parameters())
     loaded = {weight.name: weight for weight in named_weights(decoder)}
     assert loaded.keys() == expected.keys()
