@@ -3,13 +3,18 @@
 import asyncio
 import json
 import shutil
+from pathlib import Path
 
 from server_process import answer, server
+
+from neo_desktop import native
 
 
 def main() -> None:
     assert shutil.which("c++") is None
     assert shutil.which("cc") is None
+    flags = Path("/proc/cpuinfo").read_text().split()
+    assert "avx2" in native.available_isas() or "avx2" not in flags, native.available_isas()
     question = {"messages": [{"role": "user", "content": "What is a KV cache?"}], "temperature": 0}
     with server() as (_, port):
         status, body = asyncio.run(answer(port, "POST", "/v1/chat/completions", question))
