@@ -92,11 +92,14 @@ class Outlook:
         """
         linear_ms, queue = self._kind.linear_ms, self.queue
         num_second = max(self._fitting(0, linear_ms(self.load.tokens)), num_due)
-        second, first = list(range(num_second)), list[int]()
+        num_taken = num_second
+        if not self._at_host:
+            num_taken += self._fitting(num_second, linear_ms(num_second) + self._attention_ms)
+        second, first = list(range(num_second)), list(range(num_second, num_taken))
         in_second: Mapping[Place, Decodes] = queue.decodes(0, num_second)
-        in_first: Mapping[Place, Decodes] = {}
+        in_first: Mapping[Place, Decodes] = queue.decodes(num_second, num_taken)
         misses = 0
-        for position in range(num_second, len(queue)):
+        for position in range(num_taken, len(queue)):  # what is shorter than the next one may still fit
             one = queue.decodes(position, position + 1)
             longer = joined(in_second, one)
             if host_ms(self._kind, longer) <= linear_ms(self.load.tokens + len(first)):
