@@ -167,7 +167,9 @@ class Engine:
             cost_model = load_or_profile(decoder, storage, limits, progress, streams=streams)
         # Without a trace, single iterations are recorded for those who look.
         timeline = timeline or Timeline(max_spans=0, is_continuous=False)
-        executor = build_executor(decoder, storage, limits.max_batch_requests, timeline, streams)
+        executor = build_executor(
+            decoder, storage, limits.max_batch_tokens, limits.max_batch_requests, timeline, streams
+        )
         corrected = None
         if cost_model is not None:
             # Weakly: whoever still knows a closed engine must not keep weights and caches alive by that.

@@ -13,7 +13,7 @@ An iteration over a sub-batch of n tokens, of any requests:
 Between stages, `residual + x` are the hidden states: the sum is part of the next normalisation.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -110,16 +110,6 @@ class State:
         torch.index_select(self.residual, 0, rows, out=into.residual)
         torch.index_select(self.attention, 0, rows, out=into.attention)
         return into
-
-
-def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes that a token takes in a state and its scratch, and in the rotation by torch."""
-    nowhere = torch.device("meta")
-    state = State.empty(config, 1, dtype, nowhere, Scratch.empty(config, 1, dtype, nowhere))
-    values = (getattr(part, field.name) for part in (state, state.scratch) for field in fields(part))
-    rotated = (config.num_heads + config.num_kv_heads) * config.head_dim
-    rotation = rotated * (dtype.itemsize + 2 * torch.float32.itemsize)
-    return rotation + sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 class Stages:

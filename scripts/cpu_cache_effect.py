@@ -19,7 +19,7 @@ from torch import Tensor
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.app.chat_template import ChatTemplate
 from neo_desktop.engine.batch import IterationPlan, SamplingInput, ScheduledSequence, SubBatch
-from neo_desktop.engine.execute.pipeline import PipelineExecutor
+from neo_desktop.engine.execute.plan_executor import PlanExecutor
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
@@ -57,7 +57,7 @@ def next_token_logits(decoder: Decoder, chats: Sequence[Chat], dtype: torch.dtyp
     """Return the logits after each token of the answers but the last, [tokens, vocabulary]."""
     width = max(-(-(len(chat.prompt) + len(chat.answer)) // BLOCK_SIZE) for chat in chats)
     pool = KVPool(decoder.config, width * len(chats), BLOCK_SIZE, dtype, torch.device("cpu"))
-    executor = PipelineExecutor(decoder, KVStorage({Place.HOST: pool}))
+    executor = PlanExecutor(decoder, KVStorage({Place.HOST: pool}))
     compute, seen = decoder.logits, []
 
     def recording(hidden: Tensor) -> Tensor:

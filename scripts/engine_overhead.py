@@ -16,14 +16,13 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from neo_desktop.engine.batch import IterationPlan, IterationResult
 from neo_desktop.engine.detokenizer import IncrementalText
-from neo_desktop.engine.execute.attention import place_batches
+from neo_desktop.engine.execute.layout import Bucket, Members
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.loading import model_folder
@@ -42,7 +41,7 @@ from neo_desktop.models.tokenizer import Tokenizer
 ITERATIONS = 200
 OUTPUT_TOKENS = 1000  # of a request; more than it gets here
 VOCABULARY = 256
-PARTS = ("plan", "its tensors", "book")  # between two iterations
+PARTS = ("plan", "its rows", "book")  # between two iterations
 BESIDE = ("decide ahead", "sample", "text")
 
 
@@ -93,13 +92,12 @@ class Clock:
 
 def step(scheduler: Scheduler, logits: Tensor, pause_ms: float) -> tuple[IterationPlan, dict[str, float]]:
     """Make an iteration; return its plan and how long each of PARTS and BESIDE took, in ms."""
-    pool = SimpleNamespace(block_size=BLOCK_SIZE, device=logits.device)
     clock = Clock()
     plan = scheduler.schedule()
     clock.end("plan")
-    for sub_batch in plan.sub_batches:
-        place_batches(sub_batch, dict.fromkeys(PLACES, pool))
-    clock.end("its tensors")
+    members = [Members.of(sub_batch, PLACES) for sub_batch in plan.sub_batches]
+    Bucket.of(plan, members, PLACES).rounded()
+    clock.end("its rows")
     scheduler.look_ahead()
     clock.end("decide ahead")
     time.sleep(pause_ms / 1e3)

@@ -1,29 +1,128 @@
-"""Chooses what carries out plans."""
+"""Puts an executor together for a model's device."""
 
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.cuda.errors import (
+    DeviceStalledError,
+    EngineLostError,
+    StreamMemoryError,
+    is_device_lost,
+)
 from neo_desktop.engine.cuda.streams import Streams
-from neo_desktop.engine.execute.executor import Executor
-from neo_desktop.engine.execute.graphs.cuda import graph_executor
-from neo_desktop.engine.execute.pipeline import PipelineExecutor
+from neo_desktop.engine.cuda.workspaces import clear_workspaces
+from neo_desktop.engine.execute.backend import Backend, StreamBackend, ThreadBackend
+from neo_desktop.engine.execute.layout import Capacity
+from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.round_trips import RoundTrips
 from neo_desktop.engine.execute.timeline import Timeline
+from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Watch
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.stages import Stages
+from neo_desktop.native.relay import empty_flags
+
+CHECK_PATIENCE_S = 10.0  # with a program of two flags, which takes microseconds
 
 
 def build_executor(
     model: Decoder,
     storage: KVStorage,
+    max_tokens: int,
     max_requests: int,
     timeline: Timeline | None,
     streams: Streams,
-) -> Executor:
-    """Return what is fastest on the model's device.
+) -> PlanExecutor:
+    """Return what carries out plans on the model's device; a GPU's kernels are compiled now.
 
     Args:
-        max_requests: in an iteration.
+        max_tokens: in an iteration.
+        max_requests: likewise.
         streams: what the work on the model's device runs on.
     """
-    pipeline = PipelineExecutor(model, storage, timeline, streams=streams)
-    if model.device.type != "cuda" or ladder.rung("graphs") == "eager":
-        return pipeline
-    return graph_executor(model, storage, max_requests, pipeline, timeline, streams)
+    capacity = Capacity.of(max_tokens, max_requests, model.config.max_context_tokens, storage.block_size)
+    if model.device.type != "cuda":
+        return PlanExecutor(
+            Stages(model), storage, capacity, ThreadBackend(timeline, streams=streams), timeline=timeline
+        )
+    backend = StreamBackend(streams, timeline)
+    if ladder.rung("graphs") == "host-flags" and any(place.host_attends for place in storage.places):
+        flags = host_memory(lambda pin: empty_flags(1, pinned=pin), model.device)
+        try:
+            if flags.is_pinned():
+                check_flags(backend, flags[:, 0])
+        except StreamMemoryError as error:
+            ladder.limit("graphs", "device-only", str(error))
+    assert streams.sms is not None  # it is a GPU
+    with streams.on_device():
+        q = torch.empty(
+            1, model.config.num_heads, model.config.head_dim, dtype=model.dtype, device=model.device
+        )
+        num_programs = streams.sms * _programs_per_sm(q, storage)
+    executor = PlanExecutor(
+        Stages(model, dispatch),
+        storage,
+        capacity,
+        backend,
+        num_programs=num_programs,
+        uses_gpu=True,
+        timeline=timeline,
+    )
+    if ladder.rung("graphs") != "eager" and not executor.fits_graphs:
+        ladder.limit("graphs", "eager", "what a graph copies in host memory must be pinned, and is not")
+    executor.warm_up()
+    # Whoever runs iterations is often another thread, with working memory of its own for cuBLAS: graphs of
+    # this thread would keep this one's for ever. So they are captured anew.
+    backend.forget()
+    clear_workspaces(model.device)
+    return executor
+
+
+def _programs_per_sm(q: Tensor, storage: KVStorage) -> int:
+    for place in storage.places:
+        if not place.in_host_memory:
+            k_caches, v_caches = storage[place].parts
+            return dispatch.programs_per_sm(q, k_caches[0], v_caches[0])
+    return 1
+
+
+def check_flags(backend: Backend, flags: Tensor) -> None:
+    """Try whether a program can raise a flag and wait for it, at once and as a graph.
+
+    Args:
+        backend: forgets its programs.
+        flags: [1 or 2, ints] int32 in pinned host memory: what is raised, and what is waited for.
+
+    Raises:
+        StreamMemoryError: the driver refuses, or the flag does not arrive.
+        DeviceLostError: the GPU does not come back from it.
+    """
+    # What is raised is what is waited for.
+    program = RoundTrips(flags[:1].expand(2, -1).unsqueeze(1)).program("check flags")
+    try:
+        backend.begin(Watch(CHECK_PATIENCE_S))
+        for way in ("at once", "by a graph"):
+            flags.zero_()
+            with backend.on_device():
+                backend.start(program, with_flags=True, with_graphs=True)
+            backend.wait()
+            if flags[0, 0].item() != 1:
+                raise StreamMemoryError(f"a word that was to be written to host memory {way} did not arrive")
+    except DeviceStalledError as error:
+        flags.fill_(1)  # which is all that the GPU may be waiting for
+        backend.wait()
+        raise StreamMemoryError(
+            f"a stream that waits for a word in host memory waits for ever: {error}"
+        ) from error
+    except (StreamMemoryError, EngineLostError):
+        raise
+    except RuntimeError as error:  # torch's, of the capture
+        if is_device_lost(error):
+            raise
+        raise StreamMemoryError(str(error)) from error
+    finally:
+        backend.begin(DEFAULT_PATIENCE.watch())
+        backend.forget()

@@ -1,14 +1,29 @@
-"""What a lane is, and what those wait for who depend on its work."""
+"""What an iteration is put on: lanes, which carry out work in order, each beside the others."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.waiting import Watch
 
 Work = Callable[[], object]
+
+
+class Lane(StrEnum):
+    """The lanes of an iteration. `pipeline`'s drawing in `program` shows how they overlap."""
+
+    DEVICE = "device"  # the model's: linear stages, and attention next to the device's KV
+    TO_HOST = "to-host"  # q, k and v of decodes that the CPU attends for
+    CPU = "cpu"  # their attention
+    TO_DEVICE = "to-device"  # its output
+    STORE = "store"  # prompts' KV that leaves for host memory: the device's part
+    SWAP = "swap"  # likewise of KV that comes from there, and of blocks that move
+    HOST_SWAP = "host-swap"  # the host's part: rows into its pages, and out of them
 
 
 class Signal(Protocol):
@@ -23,33 +38,73 @@ class Signal(Protocol):
         ...
 
 
-class Lane(Protocol):
-    """What carries out tasks in order. One thread submits, cancels and joins; any thread may close."""
+@dataclass(frozen=True, slots=True)
+class HostStep:
+    """Work of the CPU in one layer: done by a thread that calls it, or by a relay that is told by flags."""
+
+    work: Work
+    flags: Tensor  # [2, ints]: see `native.relay.empty_flags`, of the layer
+
+
+class Recorder(Protocol):
+    """Takes an iteration: what is given to a lane is carried out after all earlier work of that lane."""
+
+    def run(self, lane: Lane, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
+        """Carry `work` out after the signals."""
+        ...
+
+    def host(self, lane: Lane, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
+        """Let the CPU carry a step out after the signals."""
+        ...
+
+    def mark(self) -> Signal:
+        """Return the end of everything that the device's lane has got so far."""
+        ...
+
+    def wait(self, signals: Sequence[Signal]) -> None:
+        """Let what the device's lane gets from now on wait for the signals."""
+        ...
+
+
+class AnyLane(Protocol):
+    """What carries out work in order. One thread submits, cancels and joins; any thread may close."""
 
     def begin(self, watch: Watch) -> None:
         """Take what is to be waited with from now on, while nothing is under way."""
         ...
 
-    def submit(self, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
-        """Carry out `work` after all earlier tasks of this lane and after the signals."""
-        ...
-
     def cancel(self) -> None:
-        """Drop the tasks that have not begun; their signals fail."""
+        """Drop what has not begun; its signals fail."""
         ...
 
     def join(self) -> None:
-        """Block until every task has ended or was dropped; raise the first exception among them.
+        """Block until everything has ended or was dropped; raise the first exception among it.
 
         Raises:
-            EngineLostError: a task did not end.
+            EngineLostError: something did not end.
         """
         ...
 
     def stop(self) -> None:
-        """Drop the tasks that have not begun and take no more; does not block."""
+        """Drop what has not begun and take no more; does not block."""
         ...
 
     def close(self) -> None:
         """Stop, and block until the lane has ended, if it does. May be called again."""
+        ...
+
+
+class WorkLane(AnyLane, Protocol):
+    """A lane of work that is given as a call."""
+
+    def submit(self, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
+        """Carry `work` out after all earlier work of this lane and after the signals."""
+        ...
+
+
+class HostLane(AnyLane, Protocol):
+    """A lane of the CPU's steps."""
+
+    def submit_step(self, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
+        """Carry a step out after all earlier ones of this lane and after the signals."""
         ...

@@ -24,7 +24,7 @@ from neo_desktop.engine.cuda.errors import is_lost, is_out_of_memory
 from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.engine.ladder import ladder
 
-PACKED_TOKENS = 8192  # whose contexts make a group, unless one chunk's alone has more
+PACKED_TOKENS = 4096  # whose contexts make a group, unless one chunk's alone has more
 PIECE_SCORES = 32 << 20  # that are in memory at a time, where a kernel writes them there
 BOTTOM_RIGHT = 2  # of the memory-efficient kernel: the last query sees the last key
 

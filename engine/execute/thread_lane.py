@@ -4,14 +4,12 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import nullcontext
 from functools import partial
 
 import torch
 
 from neo_desktop.engine.cuda.errors import StageStalledError
-from neo_desktop.engine.cuda.waiting import wait_for_gpu
-from neo_desktop.engine.execute.lane import Signal, Work
+from neo_desktop.engine.execute.lane import HostStep, Signal, Work
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.execute.worker import Worker
 from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Watch
@@ -44,22 +42,17 @@ class ThreadLane:
     Args:
         name: of the lane and its thread.
         timeline: records when the lane was busy.
-        stream: the CUDA stream on which tasks put their work, if they use the GPU; a task has ended when
-            that work has.
     """
 
-    def __init__(
-        self, name: str, timeline: Timeline | None = None, stream: torch.cuda.Stream | None = None
-    ) -> None:
-        self.name = name
+    def __init__(self, name: str, timeline: Timeline | None = None) -> None:
+        self.name = str(name)
         self._timeline = timeline
-        self._stream = stream
         self._worker = Worker(f"neo-desktop-{name}")
         self._tasks: list[Future[None]] = []
         self._watch = DEFAULT_PATIENCE.watch()
 
     def begin(self, watch: Watch) -> None:
-        """See `Lane`."""
+        """See `WorkLane`."""
         self._watch = watch
 
     def submit(self, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
@@ -68,18 +61,19 @@ class ThreadLane:
         self._tasks.append(future)
         return _Task(future, self)
 
+    def submit_step(self, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
+        """See `HostLane`."""
+        return self.submit(stage, step.work, after)
+
     def _run(self, stage: Stage, work: Work, after: Sequence[Signal], watch: Watch) -> None:
         for signal in after:
             signal.wait()
         start_ns = time.perf_counter_ns()
-        on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         watch.began(self.name, stage.words)
-        with torch.inference_mode(), on_stream:  # both belong to the thread
+        with torch.inference_mode():  # it belongs to the thread
             try:
                 work()
             finally:
-                if self._stream is not None:
-                    wait_for_gpu(self._stream, watch, stage.words)
                 watch.ended(self.name)
         if self._timeline is not None and self._timeline.is_recording:
             self._timeline.add(self.name, stage, start_ns, time.perf_counter_ns())
@@ -90,7 +84,7 @@ class ThreadLane:
             task.cancel()
 
     def join(self) -> None:
-        """See `Lane`."""
+        """See `WorkLane`."""
         tasks, self._tasks = self._tasks, []
         errors = [self._error(task) for task in tasks]
         for error in errors:
@@ -124,7 +118,7 @@ class ThreadLane:
         self._worker.stop()
 
     def close(self) -> None:
-        """See `Lane`."""
+        """See `WorkLane`."""
         self._worker.stop()
         if not self._worker.join(1.0 if self._watch.is_given_up else self._watch.patience_s):
             logger.error("the thread %s does not end, and is left behind", self.name)

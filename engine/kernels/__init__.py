@@ -12,5 +12,5 @@
 The functions read nothing back, and what they launch follows from shapes alone: CUDA graphs can hold it. All
 but `in_triton` does without Triton. They are lower than all else in the engine but `cuda` and the ladder.
 
-`engine.kv.device_layer` uses decode attention and copies of rows, `engine.execute.graphs` the others.
+`engine.kv.device_layer` uses decode attention and copies of rows, `models.stages` the others.
 """

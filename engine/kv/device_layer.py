@@ -1,12 +1,16 @@
 """KV in a GPU's memory: rows as models make them."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from neo_desktop.engine.kernels.dispatch import paged_decode, programs_per_sm, read_rows, write_rows
 from neo_desktop.engine.kernels.splits import num_splits
-from neo_desktop.engine.kv.layer import KVLayer, Rows
+from neo_desktop.engine.kv.layer import KVLayer, Partials, Rows
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.operators import Store
 
 
 class DeviceLayer(KVLayer):
@@ -16,6 +20,8 @@ class DeviceLayer(KVLayer):
     """
 
     __slots__ = ("_k", "_num_sms", "_v")
+
+    stores_early = True  # with the rotation
 
     def __init__(self, parts: tuple[Tensor, ...], block_size: int) -> None:
         super().__init__(parts, block_size)
@@ -44,7 +50,8 @@ class DeviceLayer(KVLayer):
         self.read(nowhere, rows)
         zero = torch.zeros(1, dtype=torch.int32, device=self.device)
         for splits in (1, 2):  # without merging and with it
-            self._attend(q, zero.view(1, 1), zero, q, splits, 1.0, None)
+            parts = self._partials(q, 1, splits)
+            paged_decode(q, self._k, self._v, zero.view(1, 1), zero, q, *parts, 1.0, None)
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Put rows into slots."""
@@ -54,63 +61,44 @@ class DeviceLayer(KVLayer):
         """Copy the rows of slots to `out`."""
         read_rows(out[0], out[1], self._k, self._v, slots)
 
+    def store(self, slots: Tensor) -> Store:
+        """See `KVLayer`."""
+        return Store(slots, self._k, self._v)
+
     def decode(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slots: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        slots: Tensor | None,
         block_tables: Tensor,
         context_lens: Tensor,
         out: Tensor,
         scale: float,
         window: int | None,
+        partials: Callable[[int], Partials] | None = None,
     ) -> None:
-        """Store, then attend."""
-        self.write(k, v, slots)
-        splits = self._num_splits(q, window)
-        self._attend(q, block_tables, context_lens, out, splits, scale, window)
+        """Store, if that is still to be done, then attend."""
+        if k is not None and v is not None and slots is not None:
+            self.write(k, v, slots)
+        # How long the longest context is only the device knows. Parts that a context is too short for cost
+        # next to nothing.
+        most = min(block_tables.shape[1], self._k.shape[0]) * self.block_size
+        parts = (partials or partial(self._partials, q))(min(most, window or most))
+        paged_decode(q, self._k, self._v, block_tables, context_lens, out, *parts, scale, window)
 
-    def _num_splits(self, q: Tensor, window: int | None) -> int:
-        """Into how many parts contexts are cut: as if one request had all blocks.
-
-        How long the longest is only the device knows. Parts that a context is too short for cost next to
-        nothing.
-        """
-        most_tokens = self._k.shape[0] * self.block_size
-        kv_heads = self._k.shape[2]
-        num_programs = self._num_sms * programs_per_sm(q, self._k, self._v)
-        return num_splits(len(q), kv_heads, min(most_tokens, window or most_tokens), num_programs)
-
-    def _attend(
-        self,
-        q: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        out: Tensor,
-        splits: int,
-        scale: float,
-        window: int | None,
-    ) -> None:
-        requests, heads, head_dim = q.shape
-        # At most a few MB, which torch keeps for the next layer.
-        parts = (requests if splits > 1 else 0, heads, splits)
-        partial_out = torch.empty((*parts, head_dim), dtype=torch.float32, device=self.device)
-        partial_lse = torch.empty(parts, dtype=torch.float32, device=self.device)
-        paged_decode(
-            q,
-            self._k,
-            self._v,
-            block_tables,
-            context_lens,
-            out,
-            partial_out,
-            partial_lse,
-            scale,
-            window,
-        )
+    def _partials(self, q: Tensor, max_tokens: int, splits: int | None = None) -> Partials:
+        """Take memory: at most a few MB, which torch keeps for the next layer."""
+        if splits is None:
+            num_programs = self._num_sms * programs_per_sm(q, self._k, self._v)
+            splits = num_splits(len(q), self._k.shape[2], max_tokens, num_programs)
+        shape = (len(q) if splits > 1 else 0, q.shape[1], splits)
+        out = torch.empty((*shape, q.shape[2]), dtype=torch.float32, device=self.device)
+        return Partials(out, torch.empty(shape, dtype=torch.float32, device=self.device))
 
 
 def num_sms(device: torch.device) -> int:
-    """Return how many multiprocessors a GPU has."""
+    """Return how many multiprocessors a GPU has; 1 for Triton's interpreter."""
+    if device.type == "cpu":
+        return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

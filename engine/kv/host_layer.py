@@ -2,13 +2,14 @@
 
 import math
 import mmap
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from neo_desktop import native
-from neo_desktop.engine.kv.layer import KVLayer, Rows
+from neo_desktop.engine.kv.layer import KVLayer, Partials, Rows
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.models.config import ModelConfig
@@ -83,14 +84,15 @@ class HostLayer(KVLayer):
     def decode(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slots: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        slots: Tensor | None,
         block_tables: Tensor,
         context_lens: Tensor,
         out: Tensor,
         scale: float,
         window: int | None,
+        partials: Callable[[int], Partials] | None = None,
     ) -> None:
         """Store and attend in one call; the kernel finds the slots itself."""
         native.paged_attention_decode(

@@ -1,14 +1,24 @@
 """One layer's K and V in one place: whoever uses it knows rows and slots, not how they lie."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.operators import Store
 
 # K and V in one piece, [2, tokens, kv_heads, head_dim], as they travel: of each token what models make.
 Rows = Tensor
+
+
+class Partials(NamedTuple):
+    """What decode attention works in where it cuts contexts, see `kernels.dispatch.paged_decode`."""
+
+    out: Tensor
+    lse: Tensor
 
 
 class KVLayer(ABC):
@@ -22,6 +32,8 @@ class KVLayer(ABC):
     """
 
     __slots__ = ("block_size", "device")
+
+    stores_early = False  # whether rows are stored where they are made, and not by `decode`
 
     def __init__(self, parts: tuple[Tensor, ...], block_size: int) -> None:
         self.block_size = block_size
@@ -46,29 +58,36 @@ class KVLayer(ABC):
     def read(self, slots: Tensor, out: Rows) -> None:
         """Copy the rows of slots, [tokens] int64, to `out`; of slots never written it may be anything."""
 
+    def store(self, slots: Tensor) -> Store:
+        """Return where rows go that are stored early; slots as of `operators.Store`."""
+        raise NotImplementedError(f"{type(self).__name__} does not store rows where they are made")
+
     @abstractmethod
     def decode(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slots: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        slots: Tensor | None,
         block_tables: Tensor,
         context_lens: Tensor,
         out: Tensor,
         scale: float,
         window: int | None,
+        partials: Callable[[int], Partials] | None = None,
     ) -> None:
         """Store one new token per request, and attend from it to the request's whole context.
 
         Args:
             q: [requests, heads, head_dim]; out likewise.
-            k: [requests, kv_heads, head_dim]; v likewise.
-            slots: [requests] int64: where k and v go, the last slot of each context.
+            k: [requests, kv_heads, head_dim]; v likewise. None: they are stored already.
+            slots: [requests]: where k and v go, the last slot of each context. None: host memory's kernel
+                finds it, or they are stored already.
             block_tables: [requests, max_blocks] int32
             context_lens: [requests] int32, the new token included.
             scale: the factor on q·k.
             window: how many of the last tokens are attended to; None: all.
+            partials: gives memory for parts of contexts of up to so many tokens; None: it is taken anew.
         """
 
 

@@ -11,7 +11,6 @@ from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, slots_of
-from neo_desktop.engine.kv.transfer import Carrier
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.config import ModelConfig
 
@@ -76,10 +75,7 @@ class CopyGroup:
     source_slots: Tensor  # [n] int64 on the source's device
     target: KVPool
     target_slots: Tensor  # [n] int64 on the target's device
-
-    def copy_layer(self, layer: int, carrier: Carrier) -> None:
-        """Carry them out for one layer."""
-        carrier.copy(self.source.layer(layer), self.source_slots, self.target.layer(layer), self.target_slots)
+    is_to_host: bool  # whether the target lies in host memory; the source does otherwise
 
 
 class KVStorage:
@@ -126,4 +122,10 @@ class KVStorage:
         source, target = self._pools[copies[0].source], self._pools[copies[0].target]
         old = upload([copy.source_block for copy in copies], torch.int64, source.device)
         new = upload([copy.target_block for copy in copies], torch.int64, target.device)
-        return CopyGroup(source, slots_of(old, source.block_size), target, slots_of(new, target.block_size))
+        return CopyGroup(
+            source,
+            slots_of(old, source.block_size),
+            target,
+            slots_of(new, target.block_size),
+            is_to_host=copies[0].target.in_host_memory,
+        )

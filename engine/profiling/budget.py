@@ -16,8 +16,9 @@ from typing import Self
 
 import torch
 
-from neo_desktop.engine.execute.graphs.bucket import Most
+from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.prefill import PACKED_TOKENS
+from neo_desktop.engine.execute.workspace import device_bytes
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.options import EngineOptions
@@ -26,9 +27,9 @@ from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
 from neo_desktop.engine.sampler import MOST_COPIES, PIECE_ELEMENTS
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.stages import token_bytes
 
 DEVICE_RESERVE_BYTES = 512 * 1024**2  # of a GPU: CUDA context, kernels, libraries, and the margin
+MANY_PROGRAMS = 1024  # of decode attention, that a large GPU runs at once
 DEVICE_MARGIN_BYTES = 256 * 1024**2  # of it, what only comes later: up to 128 graphs of 1 MiB; fragmentation
 HOST_SHARE = 0.5  # of the available host memory, for KV and buffers, unless a cap says how much it may be
 MOST_HOST_SHARE = 0.9  # of the available host memory, whatever a cap says
@@ -161,10 +162,9 @@ def check_weights_fit(
 def activation_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.dtype) -> int:
     """Return the most memory that one iteration needs beside weights and KV.
 
-    The stages work in so much for each token. Attention mostly takes less, but a chunk of a long prompt, or
-    several of short ones, need the KV before them in one piece, twice while it is put together, and a mask.
-    Each sampled request has its logits in the model's dtype and in float32, and the sampler copies of some of
-    them. Graphs of decodes keep memory of their own.
+    Linear stages work in memory that is kept (`Workspace`). A chunk of a long prompt, or several of short
+    ones, need the KV before them in one piece, twice while it is put together, and a mask. Each sampled
+    request has its logits in the model's dtype and in float32, and the sampler copies of some of them.
     """
     tokens = limits.max_batch_tokens
     context = max(min(config.max_context_tokens, LONG_CONTEXT_TOKENS), PACKED_TOKENS)
@@ -172,9 +172,10 @@ def activation_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.
     attention = context * (2 * layer_kv_bytes + tokens * (1 + dtype.itemsize))
     logits = limits.max_batch_requests * config.vocab_size
     sampling = MOST_COPIES * min(logits, max(PIECE_ELEMENTS, config.vocab_size)) * torch.float32.itemsize
-    most = Most.of(limits.max_batch_requests, config.max_context_tokens, BLOCK_SIZE)
+    requests = limits.max_batch_requests
+    capacity = Capacity.of(tokens, requests, config.max_context_tokens, BLOCK_SIZE)
     head = logits * (dtype.itemsize + torch.float32.itemsize) + sampling
-    return max(tokens * token_bytes(config, dtype), attention) + head + most.device_bytes(config, dtype)
+    return attention + head + device_bytes(config, dtype, capacity, MANY_PROGRAMS)
 
 
 def host_buffer_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.dtype) -> int:

@@ -18,6 +18,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import product
 
@@ -120,7 +121,18 @@ def profile(
         seconds = min(_MIN_SECONDS + decoder.nbytes * _SECONDS_PER_WEIGHT_BYTE, MAX_SECONDS)
     report = progress or (lambda share, what: None)
     report(0.0, "memory")
-    timer = StageTimer(decoder, storage, limits, streams)
+    with closing(StageTimer(decoder, storage, limits, streams)) as timer:
+        return _tables(timer, decoder, limits, started, seconds, report)
+
+
+def _tables(
+    timer: StageTimer,
+    decoder: Decoder,
+    limits: SchedulerLimits,
+    started: float,
+    seconds: float,
+    report: Progress,
+) -> TableCostModel:
     grids = stage_grids(timer, decoder.config, limits)
     now = time.perf_counter()
     end = max(started + seconds, now + seconds / 2)

@@ -11,25 +11,31 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import cycle, islice
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.batch import BlockCopy, SamplingInput, ScheduledSequence, SubBatch
+from neo_desktop.engine.batch import BlockCopy, SamplingInput
+from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.cuda.streams import Streams, WholeDevice
-from neo_desktop.engine.execute.attention import PlaceBatch, place_batches
-from neo_desktop.engine.execute.graphs.bucket import MAX_ROWS
-from neo_desktop.engine.execute.graphs.streams import CudaRunner, Lane
+from neo_desktop.engine.execute.backend import open_backend
+from neo_desktop.engine.execute.build_program import padded_block_tables
+from neo_desktop.engine.execute.lane import Recorder
+from neo_desktop.engine.execute.layout import MAX_DECODES
+from neo_desktop.engine.execute.prefill import Prefill
+from neo_desktop.engine.execute.prompts import DevicePrompts, slots_of
+from neo_desktop.engine.execute.round_trips import SmallProgram
 from neo_desktop.engine.execute.timeline import timed_event
-from neo_desktop.engine.int_array import IntArray
+from neo_desktop.engine.execute.transfers import Moves, TransferMemory
+from neo_desktop.engine.int_array import IntArray, IntView
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
-from neo_desktop.engine.kv.transfer import Carrier, HostBuffer
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.profiling.captured import graph_ms, launch_ms
-from neo_desktop.engine.profiling.graph_hand_off import GraphHandOff
+from neo_desktop.engine.profiling.hand_off import HandOff
 from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
 from neo_desktop.engine.sampler import sample
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -94,7 +100,7 @@ class Stage(StrEnum):
 
 
 _IN_GRAPHS = (Stage.GRAPH_LINEAR, Stage.GRAPH_HEAD, Stage.GRAPH_HAND_OFF, Stage.GRAPH_GPU_ATTENTION)
-_TIMED_ON_CPU = (Stage.HEAD, Stage.HAND_OFF, Stage.CPU_ATTENTION)  # since it waits for the GPU
+_TIMED_ON_CPU = (Stage.HEAD, Stage.TRANSFER, Stage.CPU_ATTENTION)  # since it waits for the GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +147,7 @@ class StageTimer:
         self._config = decoder.config
         self.is_cuda = decoder.device.type == "cuda"
         if self.is_cuda and ladder.rung("graphs") != "eager":
-            self.graph_rows = min(MAX_ROWS, limits.max_batch_requests)
+            self.graph_rows = min(MAX_DECODES, limits.max_batch_requests)
         self._regions = {
             place: _region(decoder, storage, place, memory_of(place, decoder.device)) for place in PLACES
         }
@@ -158,7 +164,9 @@ class StageTimer:
         self._q = normal(rows, config.num_heads, config.head_dim)
         self._k = normal(rows, config.num_kv_heads, config.head_dim)
         self._v = normal(rows, config.num_kv_heads, config.head_dim)
-        self._carrier = Carrier(decoder.config, decoder.dtype, decoder.device)
+        self._backend = open_backend(self._streams)
+        row_shape = config.num_kv_heads, config.head_dim
+        self._transfers = TransferMemory(config.num_layers, row_shape, decoder.dtype, decoder.device)
         self._random = random.Random(0)
         # An engine that has run for a while uses the memory of intermediate results again. Until malloc has
         # seen a large piece freed, every such piece is new from the system, page fault by page fault.
@@ -181,8 +189,8 @@ class StageTimer:
             torch.OutOfMemoryError: the GPU has not enough memory left for it.
             StreamMemoryError, RelayStalledError: the CPU cannot attend within graphs.
         """
-        if point.stage is Stage.GRAPH_HAND_OFF:
-            return self._graph_hand_off_ms(point.x)
+        if point.stage in (Stage.HAND_OFF, Stage.GRAPH_HAND_OFF):
+            return self._hand_off_ms(point.x, in_graph=point.stage.is_in_graphs)
         call = self._prepare(point, turn)
         if point.stage.is_in_graphs:
             return graph_ms(call, LAYERS_AT_ONCE, self._streams.timing_stream())
@@ -195,6 +203,10 @@ class StageTimer:
         if self.is_cuda:
             torch.cuda.synchronize(self._decoder.device)
         return (time.perf_counter() - start) * 1e3
+
+    def close(self) -> None:
+        """End the backend's threads."""
+        self._backend.close()
 
     @torch.inference_mode()
     def iteration_ms(self) -> float:
@@ -211,14 +223,11 @@ class StageTimer:
         """Measure once what a graph costs before its first layer."""
         return launch_ms(self._decoder.device, self._streams.timing_stream())
 
-    def _graph_hand_off_ms(self, requests: int) -> float:
+    def _hand_off_ms(self, requests: int, *, in_graph: bool) -> float:
         """One round trip of a layer's q, k, v and output, without the attention."""
         config = self._config
         row_elements = (config.qkv_rows + config.num_heads * config.head_dim) // 2  # on average of both ways
-        runner = CudaRunner(
-            {lane: self._streams.timing_stream(number) for number, lane in enumerate(Lane)}, None
-        )
-        hand_off = GraphHandOff(self._decoder.device, runner)
+        hand_off = HandOff(self._decoder.device, self._backend, in_graph=in_graph)
         return hand_off.seconds(requests * row_elements * self._decoder.dtype.itemsize) * 1e3
 
     def _prepare(self, point: Point, turn: int) -> Callable[[int], object]:
@@ -226,7 +235,6 @@ class StageTimer:
         makers: dict[Stage, Callable[[], Callable[[int], object]]] = {
             Stage.LINEAR: lambda: self._linear(self._stages, point.x, turn, None),
             Stage.HEAD: lambda: self._head(point.x),
-            Stage.HAND_OFF: lambda: self._hand_off(point.x),
             Stage.TRANSFER: lambda: self._transfer(point.x, turn),
             Stage.FIRST_CHUNK_ATTENTION: lambda: self._prefill(point.x, point.y, turn),
             Stage.LATER_CHUNK_ATTENTION: lambda: self._prefill(point.x, point.y, turn),
@@ -285,22 +293,6 @@ class StageTimer:
         logits = self._logits(rows)
         return lambda _: sample(logits(), inputs)
 
-    def _hand_off(self, requests: int) -> Callable[[int], object]:
-        q, k, v = self._q[:requests], self._k[:requests], self._v[:requests]
-        out = torch.empty_like(q)
-        if not self.is_cuda:  # nothing crosses a bus: only the output goes to its rows
-            return lambda _: out.copy_(q)
-        buffers = [HostBuffer(q.device) for _ in range(3)]
-        on_host = [buffer.view(t.shape, t.dtype) for buffer, t in zip(buffers, (q, k, v), strict=True)]
-
-        def call(_: int) -> None:
-            for source, target in zip((q, k, v), on_host, strict=True):
-                target.copy_(source, non_blocking=True)
-            torch.cuda.current_stream(q.device).synchronize()
-            out.copy_(on_host[0], non_blocking=True)
-
-        return call
-
     def _transfer(self, tokens: int, turn: int) -> Callable[[int], object]:
         """The KV of `tokens` tokens in whole blocks, others each time; one way and next time the other."""
         places = PLACES if turn % 2 == 0 else PLACES[::-1]
@@ -308,53 +300,74 @@ class StageTimer:
         num_blocks = min(-(-tokens // BLOCK_SIZE), *(len(region.order) for region in regions))
         blocks = zip(*(_some(region, num_blocks, turn) for region in regions), strict=True)
         storage = KVStorage({place: self._regions[place].pool for place in places})
-        (group,) = storage.copy_groups(
-            [BlockCopy(places[0], source, places[1], target) for source, target in blocks]
-        )
+        copies = [BlockCopy(places[0], source, places[1], target) for source, target in blocks]
         layer = regions[0].layers[turn % len(regions[0].layers)]
-        return lambda _: group.copy_layer(layer, self._carrier)
+        self._transfers.begin()
+        moves = Moves(storage.copy_groups(copies), self._transfers)
+
+        def record(recorder: Recorder) -> None:
+            recorder.wait(moves.submit(recorder, layer))
+
+        def carry_out(_: int) -> None:
+            with self._backend.on_device():
+                self._backend.start(SmallProgram("transfer", record), with_flags=False, with_graphs=False)
+                self._backend.wait()
+
+        return carry_out
 
     def _prefill(self, tokens: int, context_len: int, turn: int) -> Callable[[int], object]:
         region = self._regions[NEAR]
-        batch = self._batch(NEAR, tokens, [context_len], turn)
+        (table,) = self._tables(region, [context_len], turn)
+        slots = slots_of(table, np.arange(context_len), BLOCK_SIZE)
+        chunk = Prefill(
+            slice(0, tokens), context_len - tokens, upload(slots, torch.int64, region.pool.device)
+        )
+        prompts = DevicePrompts(region.pool, [chunk])
         q, k, v = self._q[:tokens], self._k[:tokens], self._v[:tokens]
-        return self._attention(region, turn, batch.attend, q, k, v)
+        out = torch.empty_like(q)
+        return self._in_layers(region, turn, lambda layer, *how: prompts.attend(layer, q, k, v, out, *how))
 
     def _decode(self, place: Place, requests: int, mean_context: int, turn: int) -> Callable[[int], object]:
         region = self._regions[place]
-        batch = self._batch(place, 1, self._context_lens(requests, mean_context), turn)
-        device = region.pool.device
+        device, lens = region.pool.device, self._context_lens(requests, mean_context)
+        tables = self._tables(region, lens, turn)
+        last = np.array([length - 1 for length in lens])
+        slots = [
+            int(slots_of(table, end, BLOCK_SIZE)[0]) for table, end in zip(tables, last[:, None], strict=True)
+        ]
+        new_slots, block_tables, context_lens = (
+            upload(slots, torch.int64, device),
+            upload(padded_block_tables(tables), torch.int32, device),
+            upload(lens, torch.int32, device),
+        )
         q, k, v = (tensor[:requests].to(device) for tensor in (self._q, self._k, self._v))
-        return self._attention(region, turn, batch.attend_decodes, q, k, v)
+        out = torch.empty_like(q)
 
-    def _batch(self, place: Place, new_tokens: int, context_lens: Sequence[int], turn: int) -> PlaceBatch:
-        """The sequences of one place as in a plan, each on runs of its own, as `BlockPool` hands them out."""
-        region = self._regions[place]
+        def attend(layer: int, scale: float, window: int | None) -> None:
+            cache = region.pool.layer(layer)
+            new_k, new_v = (None, None) if cache.stores_early else (k, v)
+            cache.decode(q, new_k, new_v, new_slots, block_tables, context_lens, out, scale, window)
+
+        return self._in_layers(region, turn, attend)
+
+    def _tables(self, region: _Region, context_lens: Sequence[int], turn: int) -> list[IntView]:
+        """Block tables of requests, each on runs of its own, as `BlockPool` hands them out."""
         widths = [-(-context_len // BLOCK_SIZE) for context_len in context_lens]
         taken = [-(-width // BLOCKS_PER_RUN) * BLOCKS_PER_RUN for width in widths]
         if sum(taken) > len(region.order):
             taken = widths  # once no run is idle, every block is for anybody
         blocks = _some(region, sum(taken), turn)
         tables = [IntArray(islice(blocks, count)).view() for count in taken]
-        sequences = tuple(
-            ScheduledSequence(
-                str(index), (0,) * new_tokens, context_len - new_tokens, place, table[:width], None
-            )
-            for index, (context_len, table, width) in enumerate(
-                zip(context_lens, tables, widths, strict=True)
-            )
-        )
-        return place_batches(SubBatch(sequences), KVStorage({place: region.pool}))[place]
+        return [table[:width] for table, width in zip(tables, widths, strict=True)]
 
-    def _attention(
-        self, region: _Region, turn: int, attend: Callable[..., None], q: Tensor, k: Tensor, v: Tensor
+    def _in_layers(
+        self, region: _Region, turn: int, attend: Callable[[int, float, int | None], None]
     ) -> Callable[[int], object]:
-        out = torch.empty_like(q)
         config = self._config
 
         def call(step: int) -> None:
             layer = region.layers[(turn + step) % len(region.layers)]
-            attend(layer, q, k, v, out, config.attention_scale, config.layer_windows[layer])
+            attend(layer, config.attention_scale, config.layer_windows[layer])
 
         return call
 

@@ -22,7 +22,7 @@ from neo_desktop.engine.cuda.errors import is_out_of_memory
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.execute.build import build_executor
-from neo_desktop.engine.execute.graphs.bucket import MAX_ROWS
+from neo_desktop.engine.execute.layout import MAX_DECODES
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
@@ -113,7 +113,9 @@ def _carry_out(decoder: Decoder, places: Sequence[Place], limits: SchedulerLimit
                 for place in places
             }
         )
-    executor = build_executor(decoder, storage, limits.max_batch_requests, None, streams)
+    executor = build_executor(
+        decoder, storage, limits.max_batch_tokens, limits.max_batch_requests, None, streams
+    )
     try:
         for plan in _largest_plans(places, limits, decoder.config.max_context_tokens):
             executor.execute(plan)
@@ -134,7 +136,7 @@ def _largest_plans(
         yield _plan([_sequence(0, place, min(chunk, max_context_tokens - chunk), chunk)])
     # A graph at its second turn: the first one carries its work out piece by piece.
     context = min(max_context_tokens, NUM_BLOCKS * BLOCK_SIZE) - 1
-    rows = min(requests, MAX_ROWS)
+    rows = min(requests, MAX_DECODES)
     decodes = [_sequence(index, places[index % len(places)], context, 1) for index in range(rows)]
     decodes.sort(key=lambda sequence: places.index(sequence.place))
     for _ in range(2):

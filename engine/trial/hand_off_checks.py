@@ -17,14 +17,19 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.cuda.streams import open_streams
 from neo_desktop.engine.doctor.outcome import CheckError, Figures
-from neo_desktop.engine.execute.graphs.streams import CudaRunner, Lane, Mark, Recorder, Runner, check_flags
-from neo_desktop.engine.execute.lanes import Lanes
+from neo_desktop.engine.execute.backend import Backend, open_backend
+from neo_desktop.engine.execute.build import check_flags
+from neo_desktop.engine.execute.lane import Lane, Recorder
+from neo_desktop.engine.execute.round_trips import RoundTrips, SmallProgram
 from neo_desktop.engine.execute.timeline import Stage
+from neo_desktop.engine.execute.transfers import Moves, TransferMemory
+from neo_desktop.engine.kv.layer import slots_of
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.kv.storage import KVPool
-from neo_desktop.engine.kv.transfer import Carrier
+from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
+from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.trial.check import Check
 from neo_desktop.engine.trial.rig import Rig, on_rungs
 from neo_desktop.native.relay import DONE, READY, Relay, RelayBatch, RelayLayer, empty_flags
@@ -49,7 +54,7 @@ def hand_off_checks(rig: Rig) -> Iterator[Check]:
         "graphs",
         "host-flags",
         DEADLINE_S,
-        lambda: check_graph_flags(rig, _runner(rig), _pause),
+        lambda: check_trips(rig, _backend(rig), _pause, in_graphs=True),
     )
     yield Check(
         "graphs-relay",
@@ -57,7 +62,7 @@ def hand_off_checks(rig: Rig) -> Iterator[Check]:
         "graphs",
         "host-flags",
         DEADLINE_S,
-        lambda: check_relay(rig, _runner(rig), _pause),
+        lambda: check_relay(rig, _backend(rig), _pause),
     )
     yield Check(
         "graphs-device-only",
@@ -65,7 +70,7 @@ def hand_off_checks(rig: Rig) -> Iterator[Check]:
         "graphs",
         "device-only",
         DEADLINE_S,
-        lambda: check_replay(rig, _runner(rig)),
+        lambda: check_replay(rig, _backend(rig)),
     )
     yield Check(
         "graphs-eager",
@@ -73,7 +78,7 @@ def hand_off_checks(rig: Rig) -> Iterator[Check]:
         "graphs",
         "eager",
         DEADLINE_S,
-        lambda: check_lanes(rig, _pause),
+        lambda: check_trips(rig, _backend(rig), _pause, in_graphs=False),
     )
     for rung in ("pinned", "pageable"):
         yield Check(
@@ -87,74 +92,81 @@ def hand_off_checks(rig: Rig) -> Iterator[Check]:
     yield Check("swap", "KV moved to host memory and back", None, None, DEADLINE_S, lambda: check_swap(rig))
 
 
-def check_graph_flags(rig: Rig, runner: Runner, pause: Pause) -> Figures:
-    """Flags arrive on both sides, at once and from graphs, for as long as the stress takes."""
+def check_trips(rig: Rig, backend: Backend, pause: Pause, *, in_graphs: bool) -> Figures:
+    """Numbers go there and back for as long as the stress takes.
+
+    Args:
+        in_graphs: whether flags tell the CPU, also from graphs; otherwise one of the backend's threads waits.
+    """
     pinned = rig.device.type == "cuda"
     flags = empty_flags(CHAIN, pinned=pinned)
-    check_flags(runner, flags[READY, 0, :1])
+    if in_graphs:
+        check_flags(backend, flags[READY, :1])
     numbers = torch.zeros(1024, dtype=torch.int64, device=rig.device)
     sent, answer = (torch.zeros(1024, dtype=torch.int64, pin_memory=pinned) for _ in range(2))
-    rig.synchronize()  # the program's streams do not wait for this one
-    began = time.perf_counter()
-    runs, expected = 0, 0
-    while time.perf_counter() - began < SECONDS[rig.subject.is_quick] or runs < 2 * PROGRAMS:
-        seed = runs % PROGRAMS
-        flags.zero_()
-        host = threading.Thread(target=_answer, args=(flags, sent, answer, random.Random(runs)), daemon=True)
-        host.start()
-        runner.start(seed, partial(_chain, numbers, sent, answer, flags, seed, pause))
-        runner.wait()
-        host.join()
-        for layer in range(CHAIN):
-            expected = _computed(expected + 1, layer)
-        if not torch.equal(numbers.cpu(), torch.full((1024,), expected)):
-            raise CheckError("what came back through flags is not what was sent", {"runs": runs})
-        runs += 1
-    runner.forget()
-    return {"runs": runs, "hand_overs": runs * CHAIN}
+    rng, host_rng = random.Random(0), random.Random(1)
 
-
-def _chain(
-    numbers: Tensor, sent: Tensor, answer: Tensor, flags: Tensor, seed: int, pause: Pause, recorder: Recorder
-) -> None:
-    rng = random.Random(seed)
-    arrived: tuple[Mark, ...] = ()
-
-    def compute() -> None:
+    def make() -> None:
         pause(rng)
         numbers.add_(1)
 
-    for layer in range(CHAIN):
-        stage = Stage("hand-off", layer, 0, 1)
-        made = recorder.run(Lane.DEVICE, stage, compute, arrived)
-        recorder.run(Lane.TO_HOST, stage, lambda: sent.copy_(numbers, non_blocking=True), (made,))
-        asked = recorder.raise_flag(Lane.TO_HOST, flags[READY, layer, :1])
-        recorder.wait_for_flag(Lane.TO_DEVICE, flags[DONE, layer, :1], asked)
-        copy = partial(numbers.copy_, answer, non_blocking=True)
-        arrived = (recorder.run(Lane.TO_DEVICE, stage, copy),)
-    recorder.run(Lane.DEVICE, Stage("end", CHAIN, 0, 1), lambda: None, arrived)
+    def compute(layer: int) -> None:
+        if host_rng.random() < 0.3:
+            time.sleep(host_rng.random() * MOST_PAUSE_S)
+        answer.copy_(_computed(sent, layer))
+
+    trips = RoundTrips(
+        flags,
+        make,
+        send=lambda: sent.copy_(numbers, non_blocking=True),
+        answer=compute,
+        bring=lambda: numbers.copy_(answer, non_blocking=True),
+    )
+    began = time.perf_counter()
+    runs, expected = 0, 0
+    while time.perf_counter() - began < SECONDS[rig.subject.is_quick] or runs < 2 * PROGRAMS:
+        program = trips.program(runs % PROGRAMS)
+        flags.zero_()
+        host = threading.Thread(target=_answer, args=(trips,), daemon=True)
+        if in_graphs:
+            host.start()
+        _carry_out(backend, program, in_graphs=in_graphs)
+        if in_graphs:
+            host.join()
+        for layer in range(CHAIN):
+            expected = _computed(expected + 1, layer)
+        if not torch.equal(numbers.cpu(), torch.full((1024,), expected)):
+            raise CheckError("what came back from the CPU is not what was sent", {"runs": runs})
+        runs += 1
+    backend.close()
+    return {"runs": runs, "hand_overs": runs * CHAIN}
 
 
-def _answer(flags: Tensor, sent: Tensor, answer: Tensor, rng: random.Random) -> None:
+def _answer(trips: RoundTrips) -> None:
     """The CPU's side: look at a flag, take a while, raise the other."""
     for layer in range(CHAIN):
-        while flags[READY, layer, 0].item() != 1:
+        while trips.flags[READY, layer, 0].item() != 1:
             time.sleep(0)
-        if rng.random() < 0.3:
-            time.sleep(rng.random() * MOST_PAUSE_S)
-        answer.copy_(_computed(sent, layer))
-        flags[DONE, layer, 0] = 1
+        trips.answer(layer)
+        trips.flags[DONE, layer, 0] = 1
 
 
 def _computed(numbers: N, layer: int) -> N:
     return (numbers * 3 + layer) % MODULUS
 
 
-def check_relay(rig: Rig, runner: Runner, pause: Pause) -> Figures:
+def _carry_out(backend: Backend, program: SmallProgram, *, in_graphs: bool) -> None:
+    """Run a program, which comes after this thread's work on the device."""
+    with backend.on_device():
+        backend.start(program, with_flags=in_graphs, with_graphs=in_graphs)
+        backend.wait()
+
+
+def check_relay(rig: Rig, backend: Backend, pause: Pause) -> Figures:
     """The native relay attends in the middle of programs of several sizes; requests see themselves alone."""
     config, pinned = rig.config, rig.device.type == "cuda"
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-    runs = 0
+    rng, runs = random.Random(0), 0
     for requests in (1, 5, 40):
         cache = torch.zeros(requests, kv_heads, 1, head_dim)
         relay = Relay(
@@ -164,114 +176,53 @@ def check_relay(rig: Rig, runner: Runner, pause: Pause) -> Figures:
         out = torch.empty(requests, heads, head_dim, device=rig.device)
         sent = torch.empty(qkv.shape, pin_memory=pinned)
         answer = torch.empty(out.shape, pin_memory=pinned)
+        q, k, v = torch.split(sent, [heads, kv_heads, kv_heads], dim=1)
         flags = empty_flags(CHAIN, pinned=pinned)
-        batch = RelayBatch(
-            q=sent[:, :heads],
-            k=sent[:, heads : heads + kv_heads],
-            v=sent[:, heads + kv_heads :],
-            out=answer,
-            block_tables=torch.arange(requests, dtype=torch.int32).unsqueeze(1),
-            context_lens=torch.ones(requests, dtype=torch.int32),
-            flags=flags,
+        tables = torch.arange(requests, dtype=torch.int32).unsqueeze(1)
+        batch = RelayBatch(q, k, v, answer, tables, torch.ones(requests, dtype=torch.int32), flags)
+
+        def make(qkv: Tensor = qkv) -> None:
+            pause(rng)
+            qkv.add_(1)
+
+        trips = RoundTrips(
+            flags,
+            make,
+            send=partial(sent.copy_, qkv, non_blocking=True),
+            bring=partial(out.copy_, answer, non_blocking=True),
         )
-        rig.synchronize()  # as above
-        program = partial(_relay_chain, qkv, out, sent, answer, flags, requests, pause)
         for number in range(1, 6):  # at once, and then as a graph
             relay.start([batch], DEADLINE_S / 2)
             try:
-                runner.start(requests, program)
-                runner.wait()
+                _carry_out(backend, trips.program(requests), in_graphs=True)
             except BaseException:
                 relay.cancel()
                 raise
             relay.finish()
             runs += 1
-            if (
-                not float((out.cpu() - number * CHAIN).abs().max()) < 0.01
-            ):  # layers count; all else is rounding
+            # Layers count; all else is rounding.
+            if not float((out.cpu() - number * CHAIN).abs().max()) < 0.01:
                 raise CheckError("what came back from CPU attention is not what was sent", {"runs": runs})
-    runner.forget()
+        backend.forget()
     return {"runs": runs, "hand_overs": runs * CHAIN}
 
 
-def _relay_chain(
-    qkv: Tensor,
-    out: Tensor,
-    sent: Tensor,
-    answer: Tensor,
-    flags: Tensor,
-    seed: int,
-    pause: Pause,
-    recorder: Recorder,
-) -> None:
-    rng = random.Random(seed)
-    arrived: tuple[Mark, ...] = ()
-
-    def compute() -> None:
-        pause(rng)
-        qkv.add_(1)
-
-    for layer in range(CHAIN):
-        stage = Stage("hand-off", layer, 0, len(qkv))
-        made = recorder.run(Lane.DEVICE, stage, compute, arrived)
-        recorder.run(Lane.TO_HOST, stage, lambda: sent.copy_(qkv, non_blocking=True), (made,))
-        asked = recorder.raise_flag(Lane.TO_HOST, flags[READY, layer, :1])
-        recorder.wait_for_flag(Lane.TO_DEVICE, flags[DONE, layer, :1], asked)
-        copy = partial(out.copy_, answer, non_blocking=True)
-        arrived = (recorder.run(Lane.TO_DEVICE, stage, copy),)
-    recorder.run(Lane.DEVICE, Stage("end", CHAIN, 0, len(qkv)), lambda: None, arrived)
-
-
-def check_replay(rig: Rig, runner: Runner) -> Figures:
+def check_replay(rig: Rig, backend: Backend) -> Figures:
     """A graph computes with what its memory holds when it is replayed."""
     x, weight = (torch.zeros(64, 64, device=rig.device) for _ in range(2))
     out = torch.zeros(64, 64, device=rig.device)
 
-    def program(recorder: Recorder) -> None:
+    def record(recorder: Recorder) -> None:
         recorder.run(Lane.DEVICE, Stage("product", 0, 0, 64), lambda: torch.mm(x, weight, out=out))
 
     for run in range(1, 6):
         x.fill_(run)
         weight.fill_(run + 1)
-        rig.synchronize()
-        runner.start("replay", program)
-        runner.wait()
+        _carry_out(backend, SmallProgram("replay", record), in_graphs=True)
         if not torch.equal(out.cpu(), torch.full((64, 64), 64.0 * run * (run + 1))):
             raise CheckError("a graph that was replayed computed something else", {"runs": run})
-    runner.forget()
+    backend.forget()
     return {"runs": 5}
-
-
-def check_lanes(rig: Rig, pause: Pause) -> Figures:
-    """Work that is launched piece by piece, and a thread of the CPU, wait for each other."""
-    lanes = Lanes.for_device(open_streams(rig.device, rig.subject.gpu_slice), None)
-    rng = random.Random(0)
-    numbers = torch.zeros(1024, dtype=torch.int64, device=rig.device)
-    staged = torch.zeros(1024, dtype=torch.int64, pin_memory=rig.device.type == "cuda")
-    expected = 0
-
-    def compute(layer: int) -> None:
-        if rng.random() < 0.3:
-            time.sleep(rng.random() * MOST_PAUSE_S)
-        staged.copy_(_computed(staged, layer))
-
-    try:
-        for layer in range(8 * CHAIN):
-            stage = Stage("hand-off", layer, 0, 1)
-            pause(rng)
-            numbers.add_(1)
-            send = partial(staged.copy_, numbers, non_blocking=True)
-            sent = lanes.to_host.submit(stage, send, (lanes.device.mark(),))
-            computed = lanes.cpu.submit(stage, partial(compute, layer), (sent,))
-            send_back = partial(numbers.copy_, staged, non_blocking=True)
-            lanes.device.wait(lanes.to_device.submit(stage, send_back, (computed,)))
-            expected = _computed(expected + 1, layer)
-        lanes.join()
-        if not torch.equal(numbers.cpu(), torch.full((1024,), expected)):
-            raise CheckError("what came back over streams is not what was sent")
-    finally:
-        lanes.close()
-    return {"hand_overs": 8 * CHAIN}
 
 
 def check_copies(rig: Rig, rung: str) -> Figures:
@@ -297,34 +248,40 @@ def check_copies(rig: Rig, rung: str) -> Figures:
 
 
 def check_swap(rig: Rig) -> Figures:
-    """KV of the device comes back from host memory as it was."""
-    config, tokens = rig.one_layer(), 8 * BLOCK_SIZE
-    there, host = (
-        KVPool(config, 16, BLOCK_SIZE, rig.dtype, device).layer(0)
-        for device in (rig.device, torch.device("cpu"))
-    )
-    shape = (2, tokens, config.num_kv_heads, config.head_dim)
-    given = torch.randn(shape).to(rig.dtype)
-    rows = given.to(rig.device)
-    first, other = torch.randperm(16 * BLOCK_SIZE)[: 2 * tokens].view(2, -1)
-    there.write(rows[0], rows[1], first.to(rig.device))
-    carrier = Carrier(config, rig.dtype, rig.device)
-    carrier.copy(there, first.to(rig.device), host, first)
-    carrier.copy(host, first, there, other.to(rig.device))
-    found = torch.empty_like(rows)
-    there.read(other.to(rig.device), found)
-    if not torch.equal(found.cpu(), given):
+    """KV of the device comes back from host memory as it was, in other blocks."""
+    config, (near, far) = rig.one_layer(), PLACES
+    pools = {
+        place: KVPool(config, 16, BLOCK_SIZE, rig.dtype, memory_of(place, rig.device)) for place in PLACES
+    }
+    row_shape = (config.num_kv_heads, config.head_dim)
+    given = torch.randn(2, 8 * BLOCK_SIZE, *row_shape).to(rig.dtype).to(rig.device)
+    first, other = torch.randperm(16).view(2, -1)
+    layer = pools[near].layer(0)
+    layer.write(given[0], given[1], slots_of(first, BLOCK_SIZE).to(rig.device))
+    memory = TransferMemory(1, row_shape, rig.dtype, rig.device)
+    copies = [BlockCopy(near, a, far, b) for a, b in zip(first.tolist(), other.tolist(), strict=True)]
+    copies += [BlockCopy(far, block, near, block) for block in other.tolist()]
+    backend = _backend(rig)
+    moves = Moves(KVStorage(pools).copy_groups(copies), memory)
+
+    def record(recorder: Recorder) -> None:
+        recorder.wait(moves.submit(recorder, 0))
+
+    _carry_out(backend, SmallProgram("swap", record), in_graphs=False)
+    backend.close()
+    found = torch.empty_like(given)
+    layer.read(slots_of(other, BLOCK_SIZE).to(rig.device), found)
+    if not torch.equal(found, given):
         raise CheckError("KV that was moved to host memory came back with other values")
-    return {"bytes": rows.nbytes}
+    return {"bytes": given.nbytes}
 
 
 def _stream(rig: Rig) -> torch.cuda.Stream:
     return open_streams(rig.device, rig.subject.gpu_slice).stream()
 
 
-def _runner(rig: Rig) -> CudaRunner:
-    streams = open_streams(rig.device, rig.subject.gpu_slice)
-    return CudaRunner({lane: streams.stream() for lane in Lane}, None)
+def _backend(rig: Rig) -> Backend:
+    return open_backend(open_streams(rig.device, rig.subject.gpu_slice))
 
 
 def _pause(rng: random.Random) -> None:

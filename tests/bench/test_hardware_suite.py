@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import psutil
 import pytest
 import torch
 from fake_gpu import BUS_BYTES_PER_S, FLOP_PER_S, LAUNCH_S, READ_BYTES_PER_S, UUID, FakeNvml, FakeTimer
-from imitated_streams import ImitatedRunner, Operation
+from imitated_streams import ImitatedBackend, Operation
 from matplotlib.figure import Figure
 
 from neo_desktop import native
@@ -18,14 +19,14 @@ from neo_desktop.app.bench import gpu_driver
 from neo_desktop.app.bench.gpu_driver import GpuState, state_notes
 from neo_desktop.app.bench.hardware import HardwareOptions, HardwareReport, run_hardware, suite
 from neo_desktop.app.bench.hardware.device import BOTH, SAMPLE_SECONDS, Way, gpu_cases
-from neo_desktop.app.bench.hardware.hand_off import HandOff
 from neo_desktop.app.bench.hardware.host import Case, Host, native_dtypes
 from neo_desktop.app.bench.hardware.suite import LEAST_ROUNDS, doubling, rounds
 from neo_desktop.app.bench.section import Section, Spread, number, size
 from neo_desktop.engine.cuda.streams import WholeDevice
-from neo_desktop.engine.execute.graphs.streams import Lane
+from neo_desktop.engine.execute.backend import Backend, ThreadBackend
+from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.profiling import hardware
-from neo_desktop.engine.profiling.graph_hand_off import CHAIN, GraphHandOff
+from neo_desktop.engine.profiling.hand_off import CHAIN, HandOff
 from neo_desktop.engine.profiling.hardware import find_gpus
 
 MIB = 1 << 20
@@ -69,9 +70,7 @@ def with_gpu(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNv
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=UUID))
     monkeypatch.setattr(suite, "CudaTimer", FakeTimer)
     monkeypatch.setattr(suite, "fitting_sizes", lambda sizes: tuple(n for n in sizes if n <= 1024))
-    monkeypatch.setattr(suite, "HandOff", lambda _: HandOff(WholeDevice(torch.device("cpu"))))
-    cpu = torch.device("cpu")
-    monkeypatch.setattr(suite, "graph_hand_off", lambda _: GraphHandOff(cpu, ImitatedRunner()))
+    monkeypatch.setattr(suite, "hand_off_of", lambda _, *, in_graph: hand_off(in_graph=in_graph))
     yield nvml
     assert nvml.num_open == 0
 
@@ -290,36 +289,34 @@ def test_plots_show_every_measurement(with_gpu: FakeNvml) -> None:
         figure.canvas.draw()
 
 
-def test_a_hand_off_that_loses_data_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    hand_off = HandOff(WholeDevice(torch.device("cpu")))
-    monkeypatch.setattr(hand_off._lanes.cpu, "submit", lambda *_: hand_off._lanes.device.mark())
-    try:
-        with pytest.raises(RuntimeError, match="lost data"):
-            hand_off.seconds(4096)
-    finally:
-        hand_off.close()
+def hand_off(*, in_graph: bool = True, backend: Backend | None = None) -> HandOff:
+    made = backend or (ImitatedBackend() if in_graph else ThreadBackend(None))
+    return HandOff(torch.device("cpu"), made, in_graph=in_graph)
 
 
-def test_a_hand_off_in_a_graph_that_loses_data_is_an_error() -> None:
-    hand_off = GraphHandOff(torch.device("cpu"), ImitatedRunner())
-    assert hand_off.seconds(4096) > 0
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_a_hand_off_takes_time(in_graph: bool) -> None:
+    with closing(hand_off(in_graph=in_graph)) as made:
+        assert made.seconds(4096) > 0
 
-    class Lossy(ImitatedRunner):
-        def _carry_out(self, operations: Sequence[Operation]) -> None:
-            super()._carry_out(operations)
-            next(o for o in operations if o.lane is Lane.DEVICE).carry_out()  # once more than was sent
+
+def test_a_hand_off_that_loses_data_is_an_error() -> None:
+    class Lossy(ImitatedBackend):
+        def carry_out(self, operations: Sequence[Operation]) -> None:
+            super().carry_out(operations)
+            next(o for o in operations if o.lane is Lane.DEVICE).work()  # once more than was sent
 
     with pytest.raises(RuntimeError, match="lost data"):
-        GraphHandOff(torch.device("cpu"), Lossy()).seconds(4096)
+        hand_off(backend=Lossy()).seconds(4096)
 
 
 @pytest.mark.parametrize("num_queues", [None, 1, 2, 3, 8])
 def test_a_hand_off_in_a_graph_does_not_hang_on_a_gpu_with_few_queues(num_queues: int | None) -> None:
-    class Kept(ImitatedRunner):
+    class Kept(ImitatedBackend):
         def forget(self) -> None:
             assert self.check_flags(CHAIN) == CHAIN
 
-    GraphHandOff(torch.device("cpu"), Kept(num_queues=num_queues)).seconds(4096)
+    hand_off(backend=Kept(num_queues=num_queues)).seconds(4096)
 
 
 def test_a_copy_copies_and_bytes_count_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:

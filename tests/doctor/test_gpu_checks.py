@@ -1,31 +1,33 @@
 """The checks of a GPU, as far as they run without one: what is right passes, and what is not fails."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import NoReturn
 
 import pytest
-from imitated_streams import ImitatedRunner
+from imitated_streams import ImitatedBackend, Operation
 from torch import Tensor
 
 from neo_desktop.engine.doctor.outcome import CheckError
 from neo_desktop.engine.doctor.trials import Subject
+from neo_desktop.engine.execute.backend import ThreadBackend
+from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv import device_layer
 from neo_desktop.engine.kv.device_layer import DeviceLayer
+from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.ladder import MECHANISMS, ladder
 from neo_desktop.engine.trial import hand_off_checks, kernel_checks, kv_checks
 from neo_desktop.engine.trial.answers import alone
 from neo_desktop.engine.trial.check import Check
 from neo_desktop.engine.trial.hand_off_checks import (
     check_copies,
-    check_graph_flags,
-    check_lanes,
     check_relay,
     check_replay,
     check_swap,
+    check_trips,
 )
 from neo_desktop.engine.trial.rig import Rig, on_rungs
 from neo_desktop.models.config import ModelConfig
@@ -124,33 +126,39 @@ def no_pause(rng: random.Random) -> None:
 
 @pytest.mark.parametrize("queues", [None, 2])
 def test_flags_and_relay_pass(rig: SmallRig, queues: int | None) -> None:
-    assert int(check_graph_flags(rig, ImitatedRunner(1, num_queues=queues), no_pause)["runs"]) >= 8
-    assert check_relay(rig, ImitatedRunner(1, num_queues=queues), no_pause)["runs"] == 15
+    backends = (ImitatedBackend(1, num_queues=queues) for _ in range(2))
+    assert int(check_trips(rig, next(backends), no_pause, in_graphs=True)["runs"]) >= 8
+    assert check_relay(rig, next(backends), no_pause)["runs"] == 15
 
 
-def test_streams_copies_and_swaps_pass(rig: SmallRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_lanes(rig, no_pause)
-    check_replay(rig, ImitatedRunner(1))
+def test_streams_copies_and_swaps_pass(rig: SmallRig) -> None:
+    check_trips(rig, ThreadBackend(None), no_pause, in_graphs=False)
+    check_replay(rig, ImitatedBackend(1))
     for rung in ("pinned", "pageable"):
         check_copies(rig, rung)
     check_swap(rig)
 
 
-class LossyRunner(ImitatedRunner):
+class LossyBackend(ImitatedBackend):
     """Loses the last copy back of every program."""
 
-    def start(self, key: object, program: object) -> None:
-        super().start(key, program)  # type: ignore[arg-type]
-        operations = self._recorded[key]  # type: ignore[index]
-        if len(operations) > 2:  # not the trial of flags alone
-            operations[-2].carry_out = lambda: None
+    def carry_out(self, operations: Sequence[Operation]) -> None:
+        copies = [o for o in operations if o.lane is Lane.TO_DEVICE and o.stage.name == "hand-off"]
+        copies[-1].work = lambda: None
+        super().carry_out(operations)
 
 
 def test_lost_hand_overs_fail(rig: SmallRig) -> None:
-    with pytest.raises(CheckError, match="through flags"):
-        check_graph_flags(rig, LossyRunner(1), no_pause)
+    with pytest.raises(CheckError, match="from the CPU"):
+        check_trips(rig, LossyBackend(1), no_pause, in_graphs=True)
     with pytest.raises(CheckError, match="CPU attention"):
-        check_relay(rig, LossyRunner(1), no_pause)
+        check_relay(rig, LossyBackend(1), no_pause)
+
+
+def test_a_swap_that_loses_rows_fails(rig: SmallRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HostLayer, "write", lambda self, k, v, slots: None)
+    with pytest.raises(CheckError, match="other values"):
+        check_swap(rig)
 
 
 def test_memory_that_loses_rows_fails(rig: SmallRig, monkeypatch: pytest.MonkeyPatch) -> None:

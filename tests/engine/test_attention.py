@@ -1,23 +1,19 @@
-"""Paged attention equals dense attention, wherever the KV lies and however the work is cut."""
+"""Blocks that move within an iteration."""
 
 import random
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
-from dense_attention import dense
+from executors import carry_out_copies
 from kv_pools import spoiled
 from torch_layer import TorchLayer
 
-from neo_desktop.engine.batch import BlockCopy, ScheduledSequence, SubBatch
-from neo_desktop.engine.execute import prefill
-from neo_desktop.engine.execute.attention import place_batches
-from neo_desktop.engine.int_array import IntArray
-from neo_desktop.engine.kv import transfer
+from neo_desktop.engine.batch import BlockCopy
+from neo_desktop.engine.execute import transfers
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, slots_of
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
-from neo_desktop.engine.kv.transfer import Carrier
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.models.shapes import shape
 
@@ -40,67 +36,10 @@ def make_storage(
     )
 
 
-@pytest.mark.parametrize("device_kind", [TorchLayer, HostLayer])
-@pytest.mark.parametrize("block_size", [8, 16, 32])
-@pytest.mark.parametrize("window", [None, 20])
-@pytest.mark.parametrize("packed_tokens", [40, 8192])
-def test_prompts_in_chunks_and_decodes_in_two_places_equal_dense_attention(
-    packed_tokens: int,
-    window: int | None,
-    block_size: int,
-    device_kind: type[KVLayer],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each context is computed in several iterations with different cuts; every row must match."""
-    monkeypatch.setattr(prefill, "PACKED_TOKENS", packed_tokens)
-    torch.manual_seed(0)
-    cuts = {
-        "a": (Place.DEVICE, [0, 5, 40, 41, 42]),
-        "b": (Place.DEVICE, [0, 1, 2, 33, 34]),
-        "c": (Place.HOST, [0, 16, 17, 18, 60]),
-        "d": (Place.HOST, [0, 31, 47, 63, 64]),
-    }
-    width = 64 // block_size
-    storage = make_storage(5 * width, block_size, device_kind)
-    order = torch.randperm(5 * width).tolist()
-    tables = {name: IntArray(order[width * i : width * (i + 1)]).view() for i, name in enumerate(cuts)}
-    q, k, v = (
-        {name: torch.randn(64, heads, HEAD_DIM) for name in cuts} for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )
-    for step in range(4):
-        sequences = []
-        for name, (place, ends) in cuts.items():
-            begin, end = list(pairwise(ends))[step]
-            sequences.append(
-                ScheduledSequence(name, tuple(range(begin, end)), begin, place, tables[name], None)
-            )
-        sequences.sort(key=lambda s: (s.place, s.is_decode))
-        batches = place_batches(SubBatch(tuple(sequences)), storage)
-        rows = [torch.cat([x[s.request_id][s.start : s.context_len] for s in sequences]) for x in (q, k, v)]
-        out = torch.empty_like(rows[0])
-        for batch in batches.values():
-            batch.attend(1, rows[0], rows[1], rows[2], out, SCALE, window)
-        row = 0
-        for s in sequences:
-            expected = dense(
-                q[s.request_id][s.start : s.context_len],
-                k[s.request_id][: s.context_len],
-                v[s.request_id][: s.context_len],
-                SCALE,
-                window,
-            )
-            got = out[row : row + len(expected)]
-            torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=1e-4)
-            row += len(expected)
-    for place in PLACES:  # the other layers were not touched
-        for part in storage[place].parts:
-            assert part[[0, *range(2, CONFIG.num_layers)]].isnan().all()
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_block_copies_are_carried_out_in_their_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block given up by one move may be the target of the next, and so on."""
-    monkeypatch.setattr(transfer, "TOKENS_AT_ONCE", (5, BLOCK_SIZE, 40)[seed % 3])
+    monkeypatch.setattr(transfers, "TOKENS_AT_ONCE", (5, BLOCK_SIZE, 40)[seed % 3])
     rng = random.Random(seed)
     storage = make_storage(4, device_kind=(TorchLayer, HostLayer)[seed % 2])
     shape = (BLOCK_SIZE, KV_HEADS, HEAD_DIM)
@@ -116,12 +55,9 @@ def test_block_copies_are_carried_out_in_their_order(seed: int, monkeypatch: pyt
         source, target = rng.choice([(a, b) for a, b in product(expected, expected) if a[0] is not b[0]])
         copies.append(BlockCopy(*source, *target))
         expected[target] = expected[source]
-    groups = storage.copy_groups(copies)
-    carrier = Carrier(CONFIG, torch.float32, CPU)
+    carry_out_copies(CONFIG, torch.float32, storage, copies)
     found = torch.empty(2, *shape)
     for layer in (0, 2):
-        for group in groups:
-            group.copy_layer(layer, carrier)
         for (place, block), value in expected.items():
             storage[place].layer(layer).read(slots_of(torch.tensor([block]), BLOCK_SIZE), found)
             assert (found[0] == value).all()
@@ -138,12 +74,3 @@ def test_blocks_written_twice_are_not_written_at_once() -> None:
     """Which of two writes at the same time wins is undefined on a GPU."""
     copies = [BlockCopy(Place.DEVICE, 0, Place.HOST, 1), BlockCopy(Place.DEVICE, 2, Place.HOST, 1)]
     assert len(make_storage(3).copy_groups(copies)) == 2
-
-
-def test_a_place_torn_apart_is_refused() -> None:
-    def decode(name: str, place: Place) -> ScheduledSequence:
-        return ScheduledSequence(name, (1,), 0, place, IntArray([0]).view(), None)
-
-    torn = SubBatch((decode("a", Place.DEVICE), decode("b", Place.HOST), decode("c", Place.DEVICE)))
-    with pytest.raises(ValueError, match="keep the sequences of a place together"):
-        place_batches(torn, make_storage(1))

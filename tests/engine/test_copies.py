@@ -1,5 +1,6 @@
 """Host memory is pinned for a GPU where the system pins it, and serves all the same where it does not."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ from ladder_rungs import Rungs
 from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import host_memory
-from neo_desktop.engine.execute.graphs import cuda as graphs
+from neo_desktop.engine.execute import build
 from neo_desktop.engine.kv.transfer import HostBuffer
 from neo_desktop.engine.ladder import ladder
 
@@ -86,8 +87,7 @@ def test_a_buffer_grows_on_when_no_more_can_be_pinned(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_graphs_need_pinned_memory(fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it the pipeline does all the work; said once, where executors are made."""
-    warmed: list[object] = []
+    """Without it iterations are launched stage by stage; said once, where executors are made."""
 
     class Executor:
         fits_graphs = fits
@@ -96,17 +96,18 @@ def test_graphs_need_pinned_memory(fits: bool, monkeypatch: pytest.MonkeyPatch) 
             pass
 
         def warm_up(self) -> None:
-            warmed.append(self)
+            pass
 
-    runner = SimpleNamespace(forget=lambda: None)
-    monkeypatch.setattr(graphs, "CudaRunner", lambda *_: runner)
-    monkeypatch.setattr(graphs, "GraphExecutor", Executor)
-    monkeypatch.setattr(graphs, "clear_workspaces", lambda device: None)
-    model = SimpleNamespace(device=CUDA, config=SimpleNamespace(max_context_tokens=100))
-    storage = SimpleNamespace(get=lambda place: None, block_size=16)
-    streams = SimpleNamespace(sms=4, stream=object)
-    pipeline: Any = object()
-    made = graphs.graph_executor(model, storage, 4, pipeline, None, streams)  # type: ignore[arg-type]
-    assert isinstance(made, Executor) == bool(warmed) == fits
-    assert (made is pipeline) == (not fits)
+    backend = SimpleNamespace(forget=lambda: None)
+    monkeypatch.setattr(build, "StreamBackend", lambda *_: backend)
+    monkeypatch.setattr(build, "PlanExecutor", Executor)
+    monkeypatch.setattr(build, "Stages", lambda *_: None)
+    monkeypatch.setattr(build, "clear_workspaces", lambda device: None)
+    monkeypatch.setattr(build, "_programs_per_sm", lambda *_: 1)
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)
+    config = SimpleNamespace(max_context_tokens=100, num_heads=1, head_dim=8)
+    model = SimpleNamespace(device=CUDA, dtype=torch.float16, config=config)
+    storage = SimpleNamespace(places=(), block_size=16)
+    streams = SimpleNamespace(sms=4, stream=object, on_device=nullcontext)
+    build.build_executor(model, storage, 64, 4, None, streams)  # type: ignore[arg-type]
     assert ladder.limits() == ({} if fits else {"graphs": "eager"})

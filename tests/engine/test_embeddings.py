@@ -16,7 +16,7 @@ from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan
 from neo_desktop.engine.errors import ContextLengthError, EngineError
 from neo_desktop.engine.execute.executor import Wait
-from neo_desktop.engine.execute.pipeline import PipelineExecutor
+from neo_desktop.engine.execute.plan_executor import PlanExecutor
 from neo_desktop.engine.generate import run
 from neo_desktop.engine.sampling_params import Pooling
 from neo_desktop.engine.schedule.policies import POLICIES
@@ -128,15 +128,15 @@ def test_kept_kv_is_neither_used_nor_left_behind(llama: Engine) -> None:
 def test_a_device_short_of_memory_gives_the_same(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, sizes = PipelineExecutor.start, []
+    start, sizes = PlanExecutor.start, []
 
-    def short_of_memory(self: PipelineExecutor, plan: IterationPlan) -> Wait:
+    def short_of_memory(self: PlanExecutor, plan: IterationPlan) -> Wait:
         sizes.append(sum(sub_batch.num_tokens for sub_batch in plan.sub_batches))
         if sizes[-1] > 40:
             raise DeviceMemoryError("another program took it")
         return start(self, plan)
 
-    monkeypatch.setattr(PipelineExecutor, "start", short_of_memory)
+    monkeypatch.setattr(PlanExecutor, "start", short_of_memory)
     with Engine.from_pretrained(checkpoints["llama"], device="cpu") as engine:
         found = engine.embed(prompts(), "mean")
         assert_nothing_is_left(engine)

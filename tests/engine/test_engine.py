@@ -18,7 +18,7 @@ from neo_desktop.engine import parts
 from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan, IterationResult, SubBatch
 from neo_desktop.engine.errors import ContextLengthError, EngineError
 from neo_desktop.engine.execute.executor import Wait
-from neo_desktop.engine.execute.pipeline import PipelineExecutor
+from neo_desktop.engine.execute.plan_executor import PlanExecutor
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.placement import Place
@@ -182,13 +182,13 @@ def test_a_device_short_of_memory_gets_smaller_iterations_and_no_request_is_lost
     """The device refuses what is large, now and then, also in the middle of moves between the pools."""
     batch = prompts(8)
     expected = [transformers_greedy(checkpoints["llama"], prompt, 64) for prompt in batch]
-    start = PipelineExecutor.start
+    start = PlanExecutor.start
     sizes = []
 
     def fail() -> IterationResult:
         raise DeviceMemoryError("another program took it")
 
-    def short_of_memory(self: PipelineExecutor, plan: IterationPlan) -> Wait:
+    def short_of_memory(self: PlanExecutor, plan: IterationPlan) -> Wait:
         num_tokens = sum(sub_batch.num_tokens for sub_batch in plan.sub_batches)
         sizes.append(num_tokens)
         if num_tokens > 40 or (plan.copies and len(sizes) % 5 == 0):
@@ -197,7 +197,7 @@ def test_a_device_short_of_memory_gets_smaller_iterations_and_no_request_is_lost
             return fail
         return start(self, plan)
 
-    monkeypatch.setattr(PipelineExecutor, "start", short_of_memory)
+    monkeypatch.setattr(PlanExecutor, "start", short_of_memory)
     with Engine.from_pretrained(
         checkpoints["llama"],
         device="cpu",
@@ -215,16 +215,16 @@ def test_a_device_short_of_memory_gets_smaller_iterations_and_no_request_is_lost
 def test_a_device_that_stays_short_of_memory_is_told_once_and_seldom_asked_for_more(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    start = PipelineExecutor.start
+    start = PlanExecutor.start
     sizes = []
 
-    def short_of_memory(self: PipelineExecutor, plan: IterationPlan) -> Wait:
+    def short_of_memory(self: PlanExecutor, plan: IterationPlan) -> Wait:
         sizes.append(sum(sub_batch.num_tokens for sub_batch in plan.sub_batches))
         if sizes[-1] > 20:
             raise DeviceMemoryError("another program took it")
         return start(self, plan)
 
-    monkeypatch.setattr(PipelineExecutor, "start", short_of_memory)
+    monkeypatch.setattr(PlanExecutor, "start", short_of_memory)
     lasting = replace(GREEDY, max_tokens=128)
     with Engine.from_pretrained(checkpoints["llama"], device="cpu") as engine:
         outputs = engine.generate([[index] for index in range(3, 35)], lasting)
@@ -240,10 +240,10 @@ def test_a_device_that_stays_short_of_memory_is_told_once_and_seldom_asked_for_m
 def test_a_device_without_any_memory_ends_its_requests_with_a_reason(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_memory(self: PipelineExecutor, plan: IterationPlan) -> Wait:
+    def no_memory(self: PlanExecutor, plan: IterationPlan) -> Wait:
         raise DeviceMemoryError("another program took it all")
 
-    monkeypatch.setattr(PipelineExecutor, "start", no_memory)
+    monkeypatch.setattr(PlanExecutor, "start", no_memory)
     with Engine.from_pretrained(checkpoints["llama"], device="cpu") as engine:
         with pytest.raises(EngineError, match="no memory left: another program took it all"):
             engine.generate(prompts(3), GREEDY)

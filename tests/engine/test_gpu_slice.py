@@ -20,8 +20,12 @@ from neo_desktop.app.bench.run import SuiteOptions, run_suites
 from neo_desktop.engine import loading
 from neo_desktop.engine.cuda.driver import GreenContext, open_driver
 from neo_desktop.engine.cuda.streams import GpuSlice, WholeDevice, open_streams
-from neo_desktop.engine.execute.lanes import Lanes
-from neo_desktop.engine.execute.pipeline import PipelineExecutor
+from neo_desktop.engine.execute.backend import StreamBackend, ThreadBackend
+from neo_desktop.engine.execute.build import build_executor
+from neo_desktop.engine.execute.lane import Lane, Recorder
+from neo_desktop.engine.execute.lanes import TOLD_BY
+from neo_desktop.engine.execute.round_trips import SmallProgram
+from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.profiling import warm_up
@@ -192,13 +196,25 @@ def test_measurements_share_one_stream_in_the_slice_and_on_the_whole_device(
     assert len({id(stream) for stream in timing}) == len(made) == 1
 
 
-def test_every_stream_of_the_lanes_comes_from_the_slice(torch_cuda: FakeTorchCuda) -> None:
-    driver = FakeDriver()
-    lanes = Lanes.for_device(make_slice(driver=driver), None)
-    used = {lane._stream.handle for lane in (lanes.to_host, lanes.to_device, lanes.swap)}  # type: ignore[attr-defined]
-    assert len(used) == 3
-    assert used <= set(driver.streams)
-    lanes.close()
+def test_programs_run_on_streams_of_the_slice_alone(
+    torch_cuda: FakeTorchCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    driver, seen = FakeDriver(), {}
+    backend = StreamBackend(make_slice(driver=driver), None)
+
+    def record(recorder: Recorder) -> None:
+        for lane in set(Lane) - set(TOLD_BY):
+            recorder.run(
+                lane, Stage("work", 0, 0, 1), lambda lane=lane: seen.update({lane: torch_cuda.current})
+            )
+
+    with backend.on_device():
+        assert torch_cuda.current.handle in driver.streams
+        backend.start(SmallProgram("work", record), with_flags=True, with_graphs=False)
+    handles = {stream.handle for stream in seen.values()}
+    assert len(handles) == len(seen) == len(Lane) - len(TOLD_BY)
+    assert handles <= set(driver.streams)
 
 
 @pytest.fixture
@@ -219,6 +235,7 @@ def streams(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RecordedStreams:
             return method(*args, **kwargs)  # type: ignore[operator]
 
         monkeypatch.setattr(owner, name, inside)
+    monkeypatch.setattr(ThreadBackend, "on_device", lambda _: recorded.on_device())
     return recorded
 
 
@@ -374,9 +391,8 @@ def test_no_operation_of_an_engine_is_outside_its_slice(monkeypatch: pytest.Monk
 @gpu
 def test_an_executor_in_a_slice_gives_the_tokens_of_a_plain_computation() -> None:
     model = tiny_model(device="cuda")
-    executor = PipelineExecutor(
-        model, make_storage(model, dict.fromkeys(PLACES, 24)), streams=open_streams(model.device, 8)
-    )
+    storage = make_storage(model, dict.fromkeys(PLACES, 24))
+    executor = build_executor(model, storage, 256, 8, None, open_streams(model.device, 8))
     iterations = RandomIterations(0)
     for plan, contexts in iterations.plans(12):
         result = executor.execute(plan)

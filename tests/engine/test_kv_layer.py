@@ -5,17 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 from dense_attention import dense
+from executors import carry_out_copies
 from kv_pools import spoiled
 from torch import Tensor
 from torch_layer import TorchLayer
 
 from neo_desktop.engine.batch import BlockCopy
-from neo_desktop.engine.kv import transfer
+from neo_desktop.engine.execute import transfers
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, Rows, block_bytes, slots_of
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage, layer_kind
-from neo_desktop.engine.kv.transfer import Carrier
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.shapes import shape
 
@@ -103,7 +103,7 @@ def test_blocks_move_between_places_of_any_kind_and_dtype(
     to_host: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(transfer, "TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr(transfers, "TOKENS_AT_ONCE", at_once)
     torch.manual_seed(1)
     host_dtype = torch.int8 if in_8_bits else dtype
     pools = {
@@ -116,8 +116,8 @@ def test_blocks_move_between_places_of_any_kind_and_dtype(
     pools[source].layer(0).write(*rows, slots)  # type: ignore[call-arg]
     pools[target].layer(0).write(zeros, zeros, slots)
     moves = [(0, 5), (3, 2), (4, 0)]
-    (group,) = KVStorage(pools).copy_groups([BlockCopy(source, old, target, new) for old, new in moves])
-    group.copy_layer(0, Carrier(CONFIG, dtype, CPU))
+    copies = [BlockCopy(source, old, target, new) for old, new in moves]
+    carry_out_copies(CONFIG, dtype, KVStorage(pools), copies)
     old, new = (slots_of(torch.tensor(blocks), 16) for blocks in zip(*moves, strict=True))
     for found, stored in zip(read(pools[target].layer(0), new, dtype), rows, strict=True):
         assert_close(found, stored[old], host_dtype)
@@ -129,12 +129,13 @@ def test_blocks_move_between_places_of_any_kind_and_dtype(
 def test_rows_of_8_bits_lose_nothing_more_by_moving_again_and_again(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     host, device = make_pool(HostLayer, torch.int8, 16), make_pool(TorchLayer, dtype, 16)
-    slots, carrier = torch.arange(NUM_BLOCKS * 16), Carrier(CONFIG, dtype, CPU)
+    slots, storage = torch.arange(NUM_BLOCKS * 16), KVStorage({Place.HOST: host, Place.DEVICE: device})
     rows = some_rows(len(slots), dtype)
     host.layer(0).write(*rows, slots)  # type: ignore[call-arg]
     for _ in range(5):
-        carrier.copy(host.layer(0), slots, device.layer(0), slots)
-        carrier.copy(device.layer(0), slots, host.layer(0), slots)
+        for ways in ((Place.HOST, Place.DEVICE), (Place.DEVICE, Place.HOST)):
+            copies = [BlockCopy(ways[0], block, ways[1], block) for block in range(NUM_BLOCKS)]
+            carry_out_copies(replace(CONFIG, num_layers=1), dtype, storage, copies)
     k, v, k_scale, v_scale = (part[0] for part in host.parts)
     host.layer(1).write(*rows, slots)  # type: ignore[call-arg]
     k_once, v_once, k_scale_once, v_scale_once = (part[1] for part in host.parts)
@@ -142,16 +143,6 @@ def test_rows_of_8_bits_lose_nothing_more_by_moving_again_and_again(dtype: torch
     assert torch.equal(v[0], v_once[0])
     for scale, once in ((k_scale, k_scale_once), (v_scale, v_scale_once)):
         torch.testing.assert_close(scale[0], once[0], rtol=4 * torch.finfo(dtype).eps, atol=0)
-
-
-def test_rows_of_any_slots_are_fetched() -> None:
-    torch.manual_seed(3)
-    host = make_pool(HostLayer, torch.float16, 16)
-    slots = torch.randperm(NUM_BLOCKS * 16)[:50]
-    rows, out = some_rows(50, torch.float16), some_rows(50, torch.float16)
-    host.layer(0).write(*rows, slots)  # type: ignore[call-arg]
-    Carrier(CONFIG, torch.float16, CPU).fetch(host.layer(0), slots, out)
-    assert all(torch.equal(found, stored) for found, stored in zip(out, rows, strict=True))
 
 
 @each_kind

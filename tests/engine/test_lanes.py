@@ -12,14 +12,18 @@ import pytest
 import torch
 
 from neo_desktop.engine.cuda.errors import StageStalledError
-from neo_desktop.engine.cuda.streams import WholeDevice
-from neo_desktop.engine.execute.lanes import CallerLane, Lanes, ThreadLane
+from neo_desktop.engine.execute.lane import HostStep, Lane, Work
+from neo_desktop.engine.execute.lanes import CallerLane, Lanes
+from neo_desktop.engine.execute.thread_lane import ThreadLane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.waiting import Watch
 
-CPU = torch.device("cpu")
 STAGE = Stage("work", 0, 0, 1)
 PATIENCE_S = 20.0  # for what must come at once; only a defect waits for so long
+
+
+def step(work: Work) -> HostStep:
+    return HostStep(work, torch.zeros(2, 1, dtype=torch.int32))
 
 
 def threads_of_lanes() -> set[threading.Thread]:
@@ -82,7 +86,7 @@ def test_tasks_run_in_inference_mode() -> None:
 
 
 def test_after_abandoning_nothing_runs_any_more_and_the_lanes_can_be_used_again() -> None:
-    lanes = Lanes.for_device(WholeDevice(CPU), None)
+    lanes = Lanes.threads(None)
     begun, gate, ran = threading.Event(), threading.Event(), []
 
     def slow() -> None:
@@ -90,10 +94,10 @@ def test_after_abandoning_nothing_runs_any_more_and_the_lanes_can_be_used_again(
         assert gate.wait(PATIENCE_S)
         ran.append("slow")
 
-    running = lanes.to_host.submit(STAGE, slow)
-    lanes.cpu.submit(STAGE, lambda: ran.append("waiting"), (running,))
-    queued = lanes.to_host.submit(STAGE, lambda: ran.append("queued"))
-    behind = lanes.swap.submit(STAGE, lambda: ran.append("behind"), (queued,))
+    running = lanes.run(Lane.TO_HOST, STAGE, slow)
+    lanes.host(Lane.CPU, STAGE, step(lambda: ran.append("waiting")), (running,))
+    queued = lanes.run(Lane.TO_HOST, STAGE, lambda: ran.append("queued"))
+    behind = lanes.run(Lane.SWAP, STAGE, lambda: ran.append("behind"), (queued,))
     assert begun.wait(PATIENCE_S)
     threading.Timer(0.05, gate.set).start()
     lanes.abandon()
@@ -104,7 +108,7 @@ def test_after_abandoning_nothing_runs_any_more_and_the_lanes_can_be_used_again(
         with pytest.raises(CancelledError):
             signal.wait()
     waiting_ran = len(ran)
-    lanes.cpu.submit(STAGE, lambda: ran.append("new")).wait()
+    lanes.host(Lane.CPU, STAGE, step(lambda: ran.append("new"))).wait()
     assert ran[waiting_ran:] == ["new"]
     lanes.join()
     lanes.close()
@@ -112,17 +116,17 @@ def test_after_abandoning_nothing_runs_any_more_and_the_lanes_can_be_used_again(
 
 def test_closing_ends_all_threads_and_whoever_waits_for_dropped_tasks() -> None:
     others = threads_of_lanes()
-    lanes = Lanes.for_device(WholeDevice(CPU), None)
+    lanes = Lanes.threads(None)
     begun, gate = threading.Event(), threading.Event()
 
     def slow() -> None:
         begun.set()
         assert gate.wait(PATIENCE_S)
 
-    running = lanes.to_device.submit(STAGE, slow)
-    queued = lanes.to_device.submit(STAGE, lambda: None)
-    lanes.cpu.submit(STAGE, lambda: None, (queued,))
-    lanes.swap.submit(STAGE, lambda: None, (running,))
+    running = lanes.run(Lane.TO_DEVICE, STAGE, slow)
+    queued = lanes.run(Lane.TO_DEVICE, STAGE, lambda: None)
+    lanes.host(Lane.CPU, STAGE, step(lambda: None), (queued,))
+    lanes.run(Lane.SWAP, STAGE, lambda: None, (running,))
     assert begun.wait(PATIENCE_S)
     threading.Timer(0.05, gate.set).start()
     assert len(threads_of_lanes() - others) == 3
@@ -131,14 +135,14 @@ def test_closing_ends_all_threads_and_whoever_waits_for_dropped_tasks() -> None:
     with pytest.raises(CancelledError):
         queued.wait()
     with pytest.raises(RuntimeError):
-        lanes.cpu.submit(STAGE, lambda: None)
+        lanes.host(Lane.CPU, STAGE, step(lambda: None))
     lanes.close()  # again
     lanes.abandon()  # as the thread does whose iteration was closed
 
 
 def test_lanes_that_nobody_uses_have_no_threads() -> None:
     others = threads_of_lanes()
-    lanes = Lanes.for_device(WholeDevice(CPU), None)
+    lanes = Lanes.threads(None)
     assert not threads_of_lanes() - others
     lanes.close()
 
@@ -173,7 +177,7 @@ def test_a_forgotten_lane_ends_its_thread() -> None:
 
 def test_a_program_that_forgets_to_close_ends() -> None:
     program = (
-        "from neo_desktop.engine.execute.lanes import ThreadLane\n"
+        "from neo_desktop.engine.execute.thread_lane import ThreadLane\n"
         "from neo_desktop.engine.execute.timeline import Stage\n"
         "lane = ThreadLane('a')\n"
         "lane.submit(Stage('work', 0, 0, 1), lambda: print('ran')).wait()\n"
@@ -189,8 +193,7 @@ def test_spans_begin_when_the_waiting_has_ended() -> None:
     first, second = ThreadLane("a", timeline), ThreadLane("b", timeline)
     signal = first.submit(STAGE, lambda: time.sleep(0.01))
     second.submit(STAGE, lambda: None, (signal,)).wait()
-    with CallerLane("device", timeline, CPU).span(STAGE):
-        pass
+    CallerLane(timeline).submit(STAGE, lambda: None)
     timeline.end_iteration()
     waited, waiting, device = timeline.spans
     assert [span.lane for span in timeline.spans] == ["a", "b", "device"]
@@ -200,11 +203,11 @@ def test_spans_begin_when_the_waiting_has_ended() -> None:
 
 
 def test_a_stage_that_never_ends_is_named_and_holds_nobody_up() -> None:
-    lanes, gate, ran = Lanes.for_device(WholeDevice(CPU), None), threading.Event(), []
+    lanes, gate, ran = Lanes.threads(None), threading.Event(), []
     lanes.begin(Watch(0.4, predicted_ms=12))
-    stuck = lanes.cpu.submit(Stage("CPU attention", 3, 1, 7), gate.wait)
-    dependent = lanes.to_device.submit(STAGE, lambda: ran.append("dependent"), (stuck,))
-    lanes.swap.submit(STAGE, lambda: ran.append("other"))
+    stuck = lanes.host(Lane.CPU, Stage("CPU attention", 3, 1, 7), step(gate.wait))
+    dependent = lanes.run(Lane.TO_DEVICE, STAGE, lambda: ran.append("dependent"), (stuck,))
+    lanes.run(Lane.SWAP, STAGE, lambda: ran.append("other"))
     expected = (
         "the CPU did not end 'CPU attention' in layer 3 of sub-batch 1 (thread 'cpu') within 0.4 s; the "
         "whole iteration should take 12 ms; a thread cannot be stopped, and the engine must be started again"
@@ -220,12 +223,12 @@ def test_a_stage_that_never_ends_is_named_and_holds_nobody_up() -> None:
 
 
 def test_patience_begins_anew_with_every_stage_of_any_lane() -> None:
-    lanes, gate = Lanes.for_device(WholeDevice(CPU), None), threading.Event()
+    lanes, gate = Lanes.threads(None), threading.Event()
     lanes.begin(Watch(3.0))
-    lanes.cpu.submit(STAGE, gate.wait)
+    lanes.host(Lane.CPU, STAGE, step(gate.wait))
     for _ in range(4):
-        lanes.swap.submit(STAGE, lambda: time.sleep(1.0))  # together more than the patience
-    lanes.swap.submit(STAGE, gate.set)
+        lanes.run(Lane.SWAP, STAGE, lambda: time.sleep(1.0))  # together more than the patience
+    lanes.run(Lane.SWAP, STAGE, gate.set)
     lanes.join()
     lanes.close()
 
@@ -233,7 +236,7 @@ def test_patience_begins_anew_with_every_stage_of_any_lane() -> None:
 def test_a_program_with_a_stage_that_never_ends_ends() -> None:
     program = (
         "import threading\n"
-        "from neo_desktop.engine.execute.lanes import ThreadLane\n"
+        "from neo_desktop.engine.execute.thread_lane import ThreadLane\n"
         "from neo_desktop.engine.execute.timeline import Stage\n"
         "lane, begun = ThreadLane('a'), threading.Event()\n"
         "lane.submit(Stage('work', 0, 0, 1), lambda: (begun.set(), threading.Event().wait()))\n"

@@ -117,6 +117,9 @@ class FakeTimer(StageTimer):
     def capacity_tokens(self, place: Place) -> int:
         return self.capacity
 
+    def close(self) -> None:
+        pass
+
     def time_ms(self, point: Point, turn: int) -> float:
         self.calls.append(point)
         ms = self.cost_ms(point)

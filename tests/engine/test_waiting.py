@@ -9,7 +9,9 @@ import torch
 
 from neo_desktop.engine.cuda.errors import DeviceLostError, DeviceStalledError, is_lost
 from neo_desktop.engine.cuda.waiting import wait_for_gpu
-from neo_desktop.engine.execute.lanes import CallerLane, Lanes, StreamLane, ThreadLane
+from neo_desktop.engine.execute.lane import HostStep, Lane
+from neo_desktop.engine.execute.lanes import TOLD_BY, Lanes
+from neo_desktop.engine.execute.stream_lane import Tape
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.waiting import Patience, Watch
 
@@ -26,6 +28,11 @@ class FakeStream:
     def query(self) -> bool:
         self.num_queries += 1
         return not self.hangs
+
+    def record_event(self) -> "FakeEvent":
+        event = FakeEvent()
+        event.record(self)
+        return event
 
     def wait_event(self, event: "FakeEvent") -> None:
         self.hangs = self.hangs or event.hangs
@@ -125,17 +132,11 @@ def nothing() -> None:
     pass
 
 
-def gpu_lanes() -> Lanes:
-    to_host, to_device, swap = FakeStream(), FakeStream(), FakeStream()
-    lanes = Lanes(
-        CallerLane("device", None, GPU),
-        StreamLane("to-host", None, to_host),  # type: ignore[arg-type]
-        ThreadLane("cpu"),
-        StreamLane("to-device", None, to_device),  # type: ignore[arg-type]
-        ThreadLane("swap", None, swap),  # type: ignore[arg-type]
-    )
+def gpu_lanes() -> tuple[Lanes, dict[Lane, FakeStream]]:
+    streams = {lane: FakeStream() for lane in Lane if lane not in TOLD_BY}
+    lanes = Lanes.streams(streams, None, Tape(), with_flags=False)  # type: ignore[arg-type]
     lanes.begin(Watch(0.3))
-    return lanes
+    return lanes, streams
 
 
 def hang(stream: FakeStream) -> Callable[[], None]:
@@ -143,34 +144,32 @@ def hang(stream: FakeStream) -> Callable[[], None]:
 
 
 def test_the_stage_at_which_the_gpu_hangs_is_named_and_nobody_waits_for_it_again(cuda: FakeStream) -> None:
-    lanes = gpu_lanes()
+    lanes, streams = gpu_lanes()
+    device = streams[Lane.DEVICE]
     for layer in range(4):
-        with lanes.device.span(stage("linear", layer)):
-            if layer == 2:
-                cuda.hangs = True
+        lanes.run(Lane.DEVICE, stage("linear", layer), hang(device) if layer == 2 else nothing)
     with pytest.raises(DeviceStalledError, match="the GPU did not end 'linear' in layer 2 within") as caught:
         lanes.join()
-    num_queries = cuda.num_queries
+    num_queries = device.num_queries
     assert lanes.abandon(caught.value) is caught.value
-    assert cuda.num_queries == num_queries
+    assert device.num_queries == num_queries
     lanes.close()
 
 
 def test_a_thread_that_waits_for_a_gpu_that_hangs_says_so(cuda: FakeStream) -> None:
     """The CPU's attention waits for q, k and v: the GPU is to blame, not the thread."""
-    lanes = gpu_lanes()
-    stream = lanes.to_host._stream  # type: ignore[attr-defined]
-    sent = lanes.to_host.submit(stage("q, k, v", 1), hang(stream))
-    attended = lanes.cpu.submit(stage("CPU attention", 1), nothing, (sent,))
+    lanes, streams = gpu_lanes()
+    sent = lanes.run(Lane.TO_HOST, stage("q, k, v", 1), hang(streams[Lane.TO_HOST]))
+    step = HostStep(nothing, torch.zeros(2, 1, dtype=torch.int32))
+    attended = lanes.host(Lane.CPU, stage("CPU attention", 1), step, (sent,))
     with pytest.raises(DeviceStalledError, match="'q, k, v' in layer 1"):
         attended.wait()
     lanes.close()
 
 
 def test_a_swap_that_hangs_on_the_gpu_is_named(cuda: FakeStream) -> None:
-    lanes = gpu_lanes()
-    stream = lanes.swap._stream  # type: ignore[attr-defined]
-    lanes.swap.submit(stage("copy blocks", 0), hang(stream))
+    lanes, streams = gpu_lanes()
+    lanes.run(Lane.SWAP, stage("copy blocks", 0), hang(streams[Lane.SWAP]))
     with pytest.raises(DeviceStalledError, match="'copy blocks' in layer 0") as caught:
         lanes.join()
     assert is_lost(caught.value)

@@ -11,7 +11,7 @@ from neo_desktop.engine import parts
 from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.engine import Engine
-from neo_desktop.engine.execute.pipeline import PipelineExecutor
+from neo_desktop.engine.execute.plan_executor import PlanExecutor
 from neo_desktop.engine.loading import LoadedModel
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import PLACES, Place
@@ -52,13 +52,13 @@ def decoder() -> Decoder:
 def plans(monkeypatch: pytest.MonkeyPatch) -> list[IterationPlan]:
     """The iterations that are carried out."""
     seen: list[IterationPlan] = []
-    start = PipelineExecutor.start
+    start = PlanExecutor.start
 
-    def noted(self: PipelineExecutor, plan: IterationPlan) -> Any:
+    def noted(self: PlanExecutor, plan: IterationPlan) -> Any:
         seen.append(plan)
         return start(self, plan)
 
-    monkeypatch.setattr(PipelineExecutor, "start", noted)
+    monkeypatch.setattr(PlanExecutor, "start", noted)
     return seen
 
 
@@ -91,7 +91,7 @@ def test_too_little_memory_is_told_with_what_to_do(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(PipelineExecutor, "_submit", fail)
+    monkeypatch.setattr(PlanExecutor, "_submit", fail)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     gauge = FakeGauge()
     if isinstance(error, torch.OutOfMemoryError):

@@ -17,14 +17,14 @@ from neo_desktop import Engine
 from neo_desktop.engine.cuda.errors import DeviceLostError, DeviceStalledError
 from neo_desktop.engine.doctor.outcome import CheckError
 from neo_desktop.engine.doctor.trials import Subject
-from neo_desktop.engine.execute.graphs import streams
-from neo_desktop.engine.execute.pipeline import PipelineExecutor
+from neo_desktop.engine.execute import stream_lane
+from neo_desktop.engine.execute.plan_executor import PlanExecutor
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.trial.kernel_checks import kernel_checks
 from neo_desktop.engine.trial.rig import Rig
 from neo_desktop.engine.waiting import Patience
 
-EXECUTOR = "neo_desktop.engine.execute.graphs.executor"
+EXECUTOR = "neo_desktop.engine.execute.plan_executor"
 FOREVER_S = 3600.0
 
 
@@ -90,11 +90,11 @@ def test_a_hand_over_that_the_relay_never_hears_of_is_done_without(
     imitated: ImitatedDevice, expected: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device waits for an answer that the relay does not give, until the relay's guard releases it."""
-    monkeypatch.setattr(f"{EXECUTOR}.PATIENCE_S", 2.0)
+    set_patience(monkeypatch, 2.0)
     elsewhere = torch.zeros(1, dtype=torch.int32).pin_memory()
-    write = streams._write_flag
+    write = stream_lane.stream_write_value
     with engine("fastdecode") as made:
-        monkeypatch.setattr(streams, "_write_flag", lambda stream, flag: write(stream, elsewhere))
+        monkeypatch.setattr(stream_lane, "stream_write_value", lambda stream, flag: write(stream, elsewhere))
         assert tokens_of(made) == expected
     assert ladder.rung("graphs") == "device-only"
     assert imitated.num_deadlocks == 0
@@ -119,8 +119,7 @@ def test_kernels_by_torchs_operators_give_the_tokens_in_graphs_too(
 
 def set_patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Let engines that are made from now on wait so long for a stage that does not end."""
-    monkeypatch.setattr(f"{EXECUTOR}.PATIENCE_S", seconds)
-    monkeypatch.setitem(PipelineExecutor.__init__.__kwdefaults__, "patience", Patience(seconds))
+    monkeypatch.setitem(PlanExecutor.__init__.__kwdefaults__, "patience", Patience(seconds))
 
 
 def work(made: Engine) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from imitated_device import ImitatedDevice, needs_imitated_gpu
 from torch import Tensor
 
 from neo_desktop.engine.cuda.errors import DeviceLostError
-from neo_desktop.engine.execute.graphs import streams
-from neo_desktop.engine.execute.graphs.streams import CudaRunner, Lane, Program, Recorder
+from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.execute import stream_lane
+from neo_desktop.engine.execute.backend import StreamBackend
+from neo_desktop.engine.execute.lane import HostStep, Lane, Recorder, Signal
+from neo_desktop.engine.execute.round_trips import SmallProgram, nothing
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.native.relay import empty_flags
 
@@ -24,35 +28,34 @@ NUM_STEPS = 4
 READY, DONE = 0, 1
 
 
-def runner() -> CudaRunner:
-    return CudaRunner({lane: torch.cuda.Stream() for lane in Lane}, None)  # type: ignore[no-untyped-call]
+def backend() -> StreamBackend:
+    return StreamBackend(WholeDevice(torch.device("cuda")), None)
 
 
-def question_and_answer(flags: Tensor, seen: Tensor, *, is_told: bool) -> Program:
+def question_and_answer(flags: Tensor, seen: Tensor) -> SmallProgram:
     """Ask the host something in each step, and note that its answer came.
 
     Args:
         flags: [2, NUM_STEPS, ints] in pinned memory.
         seen: [NUM_STEPS] on the device.
-        is_told: whether CUDA is told that the answer comes after the question.
     """
 
-    def program(recorder: Recorder) -> None:
-        arrived: streams.Mark | None = None
+    def record(recorder: Recorder) -> None:
+        arrived: tuple[Signal, ...] = ()
         for step in range(NUM_STEPS):
             stage = Stage("step", step, 0, 1)
-            before = () if arrived is None else (arrived,)
-            asked = recorder.run(Lane.DEVICE, stage, seen[step].zero_, before)
-            recorder.run(Lane.TO_HOST, stage, lambda: None, (asked,))
-            raised = recorder.raise_flag(Lane.TO_HOST, flags[READY, step, :1])
-            # What is said of the answer without a word to CUDA: a mark of what has ended long ago.
-            nothing = recorder.run(Lane.TO_DEVICE, stage, lambda: None)
-            recorder.wait_for_flag(Lane.TO_DEVICE, flags[DONE, step, :1], raised if is_told else nothing)
-            arrived = recorder.run(Lane.TO_DEVICE, stage, lambda step=step: seen[step].fill_(1))
-        assert arrived is not None
-        recorder.run(Lane.DEVICE, Stage("end", 0, 0, 1), lambda: None, (arrived,))
+            asked = recorder.run(Lane.DEVICE, stage, seen[step].zero_, arrived)
+            answered = recorder.host(Lane.CPU, stage, HostStep(nothing, flags[:, step]), (asked,))
+            arrived = (recorder.run(Lane.TO_DEVICE, stage, partial(seen[step].fill_, 1), (answered,)),)
+        recorder.wait(arrived)
 
-    return program
+    return SmallProgram("program", record)
+
+
+def run(runs: StreamBackend, program: SmallProgram) -> None:
+    with runs.on_device():
+        runs.start(program, with_flags=True, with_graphs=True)
+    runs.wait()
 
 
 @contextmanager
@@ -85,32 +88,37 @@ def test_with_the_answer_after_its_question_no_number_of_queues_hangs(
     flags, seen = empty_flags(NUM_STEPS, pinned=True), torch.zeros(NUM_STEPS, device="cuda")
     for seed in range(5):
         imitated.set_queues(num_queues, seed)
-        runs = runner()
+        runs = backend()
         for _ in range(3):  # at once, captured, and launched again
             flags.zero_()
             with answering(flags):
-                runs.start("program", question_and_answer(flags, seen, is_told=True))
-                runs.wait()
+                run(runs, question_and_answer(flags, seen))
             assert seen.tolist() == [1] * NUM_STEPS
     assert imitated.num_deadlocks == 0
 
 
 @pytest.mark.parametrize("num_queues", [1, 2, 3])
 def test_an_answer_that_cuda_takes_for_independent_hangs_and_that_is_told(
-    imitated: ImitatedDevice, num_queues: int, capfd: pytest.CaptureFixture[str]
+    imitated: ImitatedDevice,
+    num_queues: int,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    def hold(answer: stream_lane._Flag, stream: torch.cuda.Stream) -> None:
+        stream_lane.stream_wait_value(stream, answer._done)  # without a word of what asks for it
+
+    monkeypatch.setattr(stream_lane._Flag, "hold", hold)
     flags, seen = empty_flags(NUM_STEPS, pinned=True), torch.zeros(NUM_STEPS, device="cuda")
     lost: DeviceLostError | None = None
     for seed in range(20):
         imitated.set_queues(num_queues, seed)
         imitated.set_patience(2.0)
-        runs = runner()
+        runs = backend()
         try:
             for _ in range(3):
                 flags.zero_()
                 with answering(flags):
-                    runs.start("program", question_and_answer(flags, seen, is_told=False))
-                    runs.wait()
+                    run(runs, question_and_answer(flags, seen))
         except DeviceLostError as error:
             lost = error
             break

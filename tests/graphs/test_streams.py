@@ -1,23 +1,39 @@
-"""Programs on CUDA streams, with streams and a driver that only write down what they are told."""
+"""Programs on a GPU, with streams, graphs and a driver that only write down what they are told."""
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from neo_desktop.engine.cuda import driver
 from neo_desktop.engine.cuda.errors import StreamMemoryError
+from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
-from neo_desktop.engine.execute.graphs import streams
-from neo_desktop.engine.execute.graphs.streams import CudaRunner, Lane, Recorder, check_flags
+from neo_desktop.engine.execute import backend as backends
+from neo_desktop.engine.execute.backend import StreamBackend
+from neo_desktop.engine.execute.build import check_flags
+from neo_desktop.engine.execute.lane import HostStep, Lane, Recorder
+from neo_desktop.engine.execute.lanes import TOLD_BY
+from neo_desktop.engine.execute.program import Part, Record
 from neo_desktop.engine.execute.timeline import Stage
 
+LANES = [lane for lane in Lane if lane not in TOLD_BY]
 STAGE = Stage("work", 0, 0, 1)
+
+
+class FakeEvent(NamedTuple):
+    """Which stream's event it is, and which of its events."""
+
+    stream: str
+    number: int
+
+    def query(self) -> bool:
+        return True
 
 
 @dataclass
@@ -34,18 +50,19 @@ class FakeGpu:
     written: torch.Tensor | None = None  # the flag that memory operations really write
 
     def stream(self, name: str) -> SimpleNamespace:
-        def record_event() -> tuple[str, int]:
+        def record_event() -> FakeEvent:
             """Return which of the stream's events it is."""
-            event = (name, self.log.count(("record", name)))
+            event = FakeEvent(name, self.log.count(("record", name)))
             self.log.append(("record", name))
             return event
 
         return SimpleNamespace(
-            cuda_stream=list(Lane).index(Lane(name)) + 1,
+            cuda_stream=LANES.index(Lane(name)) + 1,
             name=name,
             record_event=record_event,
             wait_event=lambda event: self.log.append(("wait", name, event)),
             query=lambda: self.log.append(("synchronize", name)) is None,
+            wait_stream=lambda other: self.log.append(("wait for stream", name, other.name)),
             device="cuda",
         )
 
@@ -54,6 +71,9 @@ class FakeGpu:
         self.current.append(stream.name)
         yield
         self.current.pop()
+
+    def names(self) -> list[str]:
+        return [entry[0] for entry in self.log]
 
     def work(self, what: str) -> None:
         self.log.append(("work", what, self.current[-1]))
@@ -82,7 +102,7 @@ class FakeGpu:
 
     def memory_operation(self, name: str) -> Any:
         def call(stream: int, address: int, value: int, flags: int) -> tuple[int]:
-            self.log.append((name, list(Lane)[stream - 1].value, address, value, flags))
+            self.log.append((name, LANES[stream - 1].value, address, value, flags))
             if self.is_capturing and self.refuses_capture:
                 return (900,)
             if self.written is not None and not self.is_capturing:
@@ -101,104 +121,150 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     )
     monkeypatch.setattr(driver, "open_driver", lambda: functions)
     monkeypatch.setattr(torch.cuda, "stream", fake.on)
-    callers = SimpleNamespace(wait_stream=lambda other: fake.log.append(("caller waits for", other.name)))
+    callers = SimpleNamespace(wait_stream=lambda other: None, name="caller")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: callers)
-    monkeypatch.setattr(torch.cuda, "Event", tuple)  # what the fake's events are
     monkeypatch.setattr(torch.cuda, "CUDAGraph", fake.graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     return fake
 
 
-def runner(gpu: FakeGpu) -> CudaRunner:
-    return CudaRunner({lane: gpu.stream(lane) for lane in Lane}, None)  # type: ignore[misc]
+def backend(gpu: FakeGpu) -> StreamBackend:
+    names = iter(LANES)
+    streams = SimpleNamespace(stream=lambda: gpu.stream(next(names)), on_device=nullcontext)
+    return StreamBackend(streams, None)  # type: ignore[arg-type]
 
 
-def carry_out(runs: CudaRunner, key: str, program: streams.Program) -> None:
-    runs.start(key, program)
+class FixedProgram:
+    def __init__(self, key: str, *records: Record) -> None:
+        self.key = key
+        self._records = records
+
+    def parts(self) -> list[Part]:
+        return [Part(is_fixed=number % 2 == 0, records=(each,)) for number, each in enumerate(self._records)]
+
+
+def carry_out(runs: StreamBackend, key: str, *records: Record, with_graphs: bool = True) -> bool:
+    is_graph = runs.start(FixedProgram(key, *records), with_flags=True, with_graphs=with_graphs)
     runs.wait()
+    return is_graph
 
 
-def hand_over(gpu: FakeGpu, flag: torch.Tensor) -> streams.Program:
+def hand_over(gpu: FakeGpu, flags: torch.Tensor) -> Record:
     def program(recorder: Recorder) -> None:
         made = recorder.run(Lane.DEVICE, STAGE, lambda: gpu.work("qkv"))
-        recorder.run(Lane.TO_HOST, STAGE, lambda: gpu.work("send"), (made,))
-        asked = recorder.raise_flag(Lane.TO_HOST, flag[:1])
-        recorder.wait_for_flag(Lane.TO_DEVICE, flag[1:], asked)
-        arrived = recorder.run(Lane.TO_DEVICE, STAGE, lambda: gpu.work("fetch"))
+        sent = recorder.run(Lane.TO_HOST, STAGE, lambda: gpu.work("send"), (made,))
+        answered = recorder.host(Lane.CPU, STAGE, HostStep(lambda: None, flags), (sent,))
+        arrived = recorder.run(Lane.TO_DEVICE, STAGE, lambda: gpu.work("fetch"), (answered,))
         recorder.run(Lane.DEVICE, STAGE, lambda: gpu.work("output"), (arrived,))
 
     return program
 
 
+def flags() -> torch.Tensor:
+    return torch.zeros(2, 1, dtype=torch.int32)
+
+
 def test_work_and_flags_go_to_their_streams_between_the_events(gpu: FakeGpu) -> None:
-    flag = torch.zeros(2, dtype=torch.int32)
-    runner(gpu).start("key", hand_over(gpu, flag))
-    first = gpu.log[: gpu.log.index(("synchronize", "device"))]
+    raised = flags()
+    backend(gpu).start(FixedProgram("key", hand_over(gpu, raised)), with_flags=True, with_graphs=True)
+    forks = [("wait", lane.value, ("device", 0)) for lane in LANES[1:]]
+    log = [entry for entry in gpu.log if entry[0] not in ("record", "wait for stream")]
+    assert log[: len(forks)] == forks
     assert (
-        [entry for entry in first if entry[0] != "record"]
+        log[len(forks) : -len(forks)]
         == [
-            (
-                "wait",
-                "to-host",
-                ("device", 0),
-            ),  # forked from the device's stream, so that a capture includes it
-            ("wait", "to-device", ("device", 0)),
             ("work", "qkv", "device"),
             ("wait", "to-host", ("device", 1)),
             ("work", "send", "to-host"),
-            ("write", "to-host", flag.data_ptr(), 1, 0),
+            ("wait", "to-host", ("to-host", 0)),
+            ("write", "to-host", raised.data_ptr(), 1, 0),
             ("wait", "to-device", ("to-host", 1)),  # the answer comes after the question, for CUDA, too
-            ("wait for", "to-device", flag[1:].data_ptr(), 1, 1),
+            ("wait for", "to-device", raised[1:].data_ptr(), 1, 1),
             ("work", "fetch", "to-device"),
             ("wait", "device", ("to-device", 0)),
             ("work", "output", "device"),
-            ("wait", "device", ("to-host", 2)),  # and joined to it
-            ("wait", "device", ("to-device", 1)),
         ]
     )
+    assert {entry[1] for entry in log[-len(forks) :]} == {"device"}  # and all are joined to it
 
 
-def test_a_program_is_captured_once_and_launched_from_then_on(gpu: FakeGpu) -> None:
-    runs = runner(gpu)
-    program = hand_over(gpu, torch.zeros(2, dtype=torch.int32))
-    carry_out(runs, "key", program)
-    names = [entry[0] for entry in gpu.log]
-    # At once first: that compiles the kernels, which a capture must not.
-    assert names.index("synchronize") < names.index("begin capture")
-    assert names.count("work") == 2 * 4
+def test_a_program_is_compiled_then_captured_and_launched_from_then_on(gpu: FakeGpu) -> None:
+    runs = backend(gpu)
+    record = hand_over(gpu, flags())
+    assert not carry_out(runs, "key", record)  # at once: that compiles the kernels, which a capture must not
+    assert gpu.names().count("work") == 4
+    assert "begin capture" not in gpu.names()
+    gpu.log.clear()
+    assert carry_out(runs, "key", record)
     assert ("begin capture", "device", "thread_local") in gpu.log
+    assert gpu.names().count("replay") == 1
     gpu.log.clear()
-    runs.start("key", program)
-    assert gpu.log == [("replay", "device"), ("caller waits for", "device")]
-    runs.wait()
-    assert gpu.log[-1] == ("synchronize", "device")
-    gpu.log.clear()
-    carry_out(runs, "another", program)
-    assert ("end capture", "device") in gpu.log
+    assert carry_out(runs, "key", record)
+    assert "work" not in gpu.names()
+    assert gpu.names().count("replay") == 1
     runs.forget()
-    gpu.log.clear()
-    carry_out(runs, "key", program)
-    assert ("replay", "device") not in gpu.log
+    assert not carry_out(runs, "key", record)
 
 
-def is_replayed(gpu: FakeGpu, runs: CudaRunner, key: str) -> bool:
+def test_between_graphs_what_is_not_fixed_is_put_on_the_streams(gpu: FakeGpu) -> None:
+    runs = backend(gpu)
+
+    def work(what: str) -> Record:
+        def record(recorder: Recorder) -> None:
+            recorder.run(Lane.DEVICE, STAGE, lambda: gpu.work(what))
+
+        return record
+
+    for number in range(3):
+        gpu.log.clear()
+        carry_out(runs, "key", work("first"), work(f"attention {number}"), work("last"))
+    order = [entry[:2] for entry in gpu.log if entry[0] in ("replay", "work")]
+    assert order == [("replay", "device"), ("work", "attention 2"), ("replay", "device")]
     gpu.log.clear()
-    carry_out(runs, key, hand_over(gpu, torch.zeros(2, dtype=torch.int32)))
-    return ("replay", "device") in gpu.log
+    assert not carry_out(runs, "key", work("first"), work("attention"), work("last"), with_graphs=False)
+    assert "replay" not in gpu.names()
+
+
+def test_a_flag_raised_in_one_graph_is_waited_for_in_the_next(gpu: FakeGpu) -> None:
+    """What is captured must not refer to an event of another capture."""
+    runs, asked, raised = backend(gpu), [], flags()
+
+    def ask(recorder: Recorder) -> None:
+        asked.append(recorder.host(Lane.CPU, STAGE, HostStep(lambda: None, raised)))
+
+    def collect(recorder: Recorder) -> None:
+        recorder.run(Lane.TO_DEVICE, STAGE, lambda: gpu.work("fetch"), (asked[-1],))
+
+    for _ in range(2):
+        gpu.log.clear()
+        carry_out(runs, "key", ask, lambda recorder: None, collect)
+    second = gpu.log[len(gpu.log) - gpu.names()[::-1].index("begin capture") :]
+    wait = second.index(("wait for", "to-device", raised[1:].data_ptr(), 1, 1))
+    waits = [entry[2].stream for entry in second[:wait] if entry[:2] == ("wait", "to-device")]
+    assert waits == ["device"]  # where the capture begins
+
+
+def captures(gpu: FakeGpu, runs: StreamBackend, key: str) -> int:
+    """Carry a program out twice, so that it is a graph in any case; return how many graphs were captured."""
+    gpu.log.clear()
+    for _ in range(2):
+        carry_out(runs, key, hand_over(gpu, flags()))
+    return gpu.names().count("begin capture")
 
 
 def test_no_graph_outlives_another_of_its_stream(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the first that goes, torch frees the memory in which cuBLAS works in all graphs of the stream."""
-    monkeypatch.setattr(streams, "MAX_GRAPHS", 2)
-    runs = runner(gpu)
-    assert [is_replayed(gpu, runs, key) for key in ("a", "b", "a", "c")] == [False, False, True, False]
-    assert [is_replayed(gpu, runs, key) for key in ("c", "a", "b")] == [True, False, False]
+    monkeypatch.setattr(backends, "MAX_GRAPHS", 2)
+    runs = backend(gpu)
+    assert [captures(gpu, runs, key) for key in ("a", "b", "a", "c")] == [1, 1, 0, 1]
+    assert [captures(gpu, runs, key) for key in ("c", "a", "b")] == [0, 1, 1]
 
     gpu.is_full = True
     with pytest.raises(torch.OutOfMemoryError):
-        is_replayed(gpu, runs, "d")
+        captures(gpu, runs, "d")
     gpu.is_full = False
-    assert not is_replayed(gpu, runs, "b")
+    assert captures(gpu, runs, "b") == 1
+    assert not runs.has_graphs or captures(gpu, runs, "b") == 0
 
 
 def test_memory_that_cublas_works_in_is_cleared_only_while_there_is_no_graph(
@@ -216,9 +282,9 @@ def test_memory_that_cublas_works_in_is_cleared_only_while_there_is_no_graph(
         torch._C, "_cuda_clearCublasWorkspaces", lambda: gpu.log.append(("clear",)), raising=False
     )
     assert clear()
-    runs, others = runner(gpu), runner(gpu)
-    is_replayed(gpu, runs, "a")
-    is_replayed(gpu, others, "a")
+    runs, others = backend(gpu), backend(gpu)
+    captures(gpu, runs, "a")
+    captures(gpu, others, "a")
     assert not clear()
     runs.forget()
     assert not clear()
@@ -232,66 +298,48 @@ def test_a_torch_that_cannot_clear_cublas_memory_goes_on_without(monkeypatch: py
     assert not clear_workspaces(torch.device("cuda"))
 
 
-def test_a_capture_that_finds_no_room_leaves_nothing_behind(gpu: FakeGpu) -> None:
-    runs = runner(gpu)
-    program = hand_over(gpu, torch.zeros(2, dtype=torch.int32))
-    gpu.is_full = True
-    with pytest.raises(torch.OutOfMemoryError):
-        carry_out(runs, "key", program)
-    gpu.is_full = False
-    gpu.log.clear()
-    carry_out(runs, "key", program)
-    assert ("replay", "device") not in gpu.log
-
-
 def test_a_capture_that_breaks_tells_why_and_ends(gpu: FakeGpu) -> None:
-    runs = runner(gpu)
-    is_captured = False
+    runs = backend(gpu)
 
     def program(recorder: Recorder) -> None:
-        if is_captured:
+        if gpu.is_capturing:
             gpu.is_full = True  # ending a broken capture is an error, too
             raise ValueError("broken")
 
-    def mark(what: object) -> None:
-        nonlocal is_captured
-        is_captured = True
-
-    recorded = runs._record
-    runs._record = lambda p: (recorded(p), mark(p))[0]  # type: ignore[method-assign]
+    carry_out(runs, "key", program)
     with pytest.raises(ValueError, match="broken"):
         carry_out(runs, "key", program)
     assert gpu.log[-1] == ("end capture", "device")
-    runs.settle()
-    assert [entry for entry in gpu.log if entry[0] == "synchronize"][-3:] == [
-        ("synchronize", lane) for lane in Lane
-    ]
+    assert not runs.has_graphs
+    assert runs.abandon(ValueError("broken")) is None
+    synchronized = {entry[1] for entry in gpu.log if entry[0] == "synchronize"}
+    assert synchronized == {lane.value for lane in LANES}
 
 
 def test_a_driver_without_memory_operations_is_found_out_at_the_start(gpu: FakeGpu) -> None:
     gpu.refuses = True
-    flag = torch.zeros(1, dtype=torch.int32)
+    flag = torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(StreamMemoryError, match="cuStreamWriteValue32 failed with CUDA driver error 801"):
-        check_flags(runner(gpu), flag)
+        check_flags(backend(gpu), flag)
     gpu.refuses = False
     with pytest.raises(StreamMemoryError, match="at once did not arrive"):
-        check_flags(runner(gpu), flag)
+        check_flags(backend(gpu), flag)
 
 
 def test_memory_operations_that_only_a_capture_refuses_are_found_out_too(gpu: FakeGpu) -> None:
-    flag = torch.zeros(1, dtype=torch.int32)
+    flag = torch.zeros(1, 1, dtype=torch.int32)
     gpu.written = flag
-    check_flags(runner(gpu), flag)
+    check_flags(backend(gpu), flag)
     gpu.refuses_capture = True
     with pytest.raises(StreamMemoryError, match="cuStreamWriteValue32 failed with CUDA driver error 900"):
-        check_flags(runner(gpu), flag)
+        check_flags(backend(gpu), flag)
     gpu.refuses_capture, gpu.loses_replay = False, True
     with pytest.raises(StreamMemoryError, match="by a graph did not arrive"):
-        check_flags(runner(gpu), flag)
+        check_flags(backend(gpu), flag)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_streams_raise_flags_and_wait_for_them() -> None:
-    runs = CudaRunner({lane: torch.cuda.Stream() for lane in Lane}, None)  # type: ignore[no-untyped-call]
-    check_flags(runs, torch.ones(1, dtype=torch.int32).pin_memory())
+    runs = StreamBackend(WholeDevice(torch.device("cuda")), None)
+    check_flags(runs, torch.ones(1, 16, dtype=torch.int32).pin_memory())

@@ -8,16 +8,12 @@ import torch
 from dense_attention import dense
 from hypothesis import given, settings
 from kv_pools import spoiled
-from torch import Tensor
 
-from neo_desktop.engine.batch import BlockCopy
-from neo_desktop.engine.kv import device_layer, transfer
+from neo_desktop.engine.kv import device_layer
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.layer import KVLayer, Rows, block_bytes, slots_of
-from neo_desktop.engine.kv.storage import KVPool, KVStorage
-from neo_desktop.engine.kv.transfer import Carrier
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.shapes import shape
 
@@ -107,76 +103,6 @@ def test_rows_come_back_as_they_were_written(dtype: torch.dtype, device: torch.d
     assert sum(part.nbytes for part in pool.parts) == 3 * 2 * block_bytes(config, 16, dtype)
 
 
-def as_with_a_gpu(pool: KVPool, carrier: Carrier, patch: pytest.MonkeyPatch) -> list[int]:
-    """Let rows cross a bus where there is none; return the list of copies' sizes that it will fill."""
-    sizes: list[int] = []
-    copy = Tensor.copy_
-
-    def counted(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        if non_blocking:
-            sizes.append(source.shape[1])
-        return copy(target, source)
-
-    patch.setattr(Tensor, "copy_", counted)
-    if pool.device.type == "cpu":
-        for index in range(2):
-            pool.layer(index).device = torch.device("cuda")
-        patch.setattr(carrier, "_crosses", True)
-        patch.setattr(carrier, "_synchronize", lambda: None)
-    return sizes
-
-
-@pytest.mark.parametrize("host_dtype", [torch.float16, torch.int8], ids=str)
-@pytest.mark.parametrize("to_host", [True, False])
-def test_blocks_cross_the_bus_as_one_copy_per_piece(
-    to_host: bool, host_dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfer, "TOKENS_AT_ONCE", 40)
-    torch.manual_seed(1)
-    config, dtype = make_config(), torch.float16
-    pools = {
-        Place.DEVICE: make_pool(config, DeviceLayer, 6, dtype, device),
-        Place.HOST: make_pool(config, HostLayer, 6, host_dtype, CPU),
-    }
-    source, target = (Place.DEVICE, Place.HOST) if to_host else (Place.HOST, Place.DEVICE)
-    rows, slots = some_rows(config, 96, dtype), torch.arange(96)
-    pools[source].layer(0).write(*rows.to(pools[source].device), slots.to(pools[source].device))  # type: ignore[call-arg]
-    moves = [(0, 5), (3, 2), (4, 0)]
-    (group,) = KVStorage(pools).copy_groups([BlockCopy(source, old, target, new) for old, new in moves])
-    carrier = Carrier(config, dtype, device)
-    sizes = as_with_a_gpu(pools[Place.DEVICE], carrier, monkeypatch)
-    group.copy_layer(0, carrier)
-    assert sizes == [40, 8]
-
-    old, new = (slots_of(torch.tensor(blocks), 16) for blocks in zip(*moves, strict=True))
-    where = pools[target].device
-    found = torch.empty(2, 96, *rows.shape[2:], dtype=dtype, device=where)
-    pools[target].layer(0).read(slots.to(where), found)
-    moved = found.cpu()[:, new]
-    if host_dtype is torch.int8:  # within half a step of a row's largest element, and rounding
-        largest = rows[:, old].abs().amax(-1, keepdim=True).float()
-        assert ((moved.float() - rows[:, old].float()).abs() <= largest * (0.505 / 127 + 2**-11)).all()
-    else:
-        assert torch.equal(moved, rows[:, old])
-    others = torch.ones(96, dtype=torch.bool)
-    others[new] = False
-    assert found.cpu()[:, others].isnan().all()
-
-
-def test_kv_of_prompts_crosses_as_one_copy(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, dtype = make_config(), torch.float16
-    host = make_pool(config, HostLayer, 6, dtype, CPU).layer(0)
-    carrier = Carrier(config, dtype, device)
-    sizes = as_with_a_gpu(make_pool(config, DeviceLayer, 1, dtype, device), carrier, monkeypatch)
-    rows, slots = some_rows(config, 50, dtype), torch.randperm(96)[:50]
-    host.write(*carrier.to_host(*rows.to(device)), slots)
-    assert sizes == [50]
-    fetched = torch.full_like(rows, torch.nan, device=device)
-    carrier.fetch(host, slots, fetched)
-    assert sizes == [50, 50]
-    assert torch.equal(fetched.cpu(), rows)
-
-
 def test_8_bits_are_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"KV in torch\.int8 is for host memory only"):
         KVPool(make_config(), 1, 16, torch.int8, device, DeviceLayer)
@@ -203,6 +129,6 @@ def test_making_a_pool_launches_every_variant_of_decode_attention(
         for window in (None, 20, 700):
             zeros = torch.zeros(requests, dtype=torch.int32, device=device)
             q = torch.zeros(requests, config.num_heads, config.head_dim, dtype=torch.float16, device=device)
-            k = q[:, : config.num_kv_heads]
-            layer.decode(q, k, k, zeros.long() - 1, zeros.view(-1, 1), zeros, q, 1.0, window)
+            k, tables = q[:, : config.num_kv_heads], zeros.new_zeros(requests, 400)
+            layer.decode(q, k, k, zeros.long() - 1, tables, zeros, q, 1.0, window)
     assert set(launched) == set(at_start) == {False, True}

@@ -126,6 +126,12 @@ class FakeStream:
     def query(self) -> bool:
         return True
 
+    def record_event(self) -> "FakeStream":
+        return self
+
+    def wait_event(self, event: "FakeStream") -> None:
+        self.waited_for.append(event)
+
 
 class FakeTorchCuda:
     """Each thread has its current stream and its cuBLAS handle, as in torch."""

@@ -2,18 +2,25 @@
 
 import random
 import time
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.execute.graphs.streams import Lane, Program
-from neo_desktop.engine.execute.timeline import Stage
+from neo_desktop.engine.cuda.errors import EngineLostError
+from neo_desktop.engine.execute.backend import AnyProgram
+from neo_desktop.engine.execute.lane import HostStep, Lane, Signal
+from neo_desktop.engine.execute.lanes import TOLD_BY
+from neo_desktop.engine.execute.program import Part
+from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.waiting import Watch
-from neo_desktop.native.relay import FLAG_INTS
+from neo_desktop.native.relay import DONE, FLAG_INTS, READY
 
 PATIENCE_S = 20.0  # for a flag that must come; only a defect waits for so long
+LANES = tuple(lane for lane in Lane if lane not in TOLD_BY)
+NOTHING = Stage("nothing", 0, NO_SUB_BATCH, 0)
 
 Hook = Callable[[Lane, Stage], None]
 
@@ -21,11 +28,18 @@ Hook = Callable[[Lane, Stage], None]
 @dataclass(eq=False)
 class Operation:
     lane: Lane
-    carry_out: Callable[[], object]
-    after: tuple["Operation", ...]  # the one before it on its lane, and the marks
+    stage: Stage
+    work: Callable[[], object]
+    after: tuple["Operation", ...]  # the one before it on its lane, and those that it waits for
     is_ready: Callable[[], bool] = lambda: True
     flag: int | None = None  # address of the flag that is raised or waited for
     is_wait: bool = False
+
+    def wait(self) -> None:
+        raise AssertionError("a stream's work is waited for by streams")
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        raise AssertionError("there are no streams")
 
     def follows(self, other: "Operation") -> bool:
         """Whether there is a way from `other` to this one along what CUDA is told of."""
@@ -39,49 +53,81 @@ class Operation:
         return False
 
 
+@dataclass(eq=False)
+class Answer:
+    """The end of a relay's step."""
+
+    raised: Operation
+    done: Tensor
+
+    def wait(self) -> None:
+        raise AssertionError("a relay's step is waited for by streams")
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        raise AssertionError("there are no streams")
+
+
 @dataclass
 class ImitatedRecorder:
+    """Takes some stages; what comes before them on a lane is `last`. Without flags the CPU's work is one."""
+
+    with_flags: bool = True
+    last: dict[Lane, Operation] = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
-    hook: Hook | None = None
 
     def run(
-        self, lane: Lane, stage: Stage, work: Callable[[], object], after: Sequence[object] = ()
+        self, lane: Lane, stage: Stage, work: Callable[[], object], after: Sequence[Signal] = ()
     ) -> Operation:
-        def carry_out() -> None:
-            if self.hook is not None:
-                self.hook(lane, stage)
-            work()
+        return self._add(Operation(lane, stage, work, self._after(lane, after)))
 
-        return self._add(Operation(lane, carry_out, self._after(lane, after)))
+    def host(self, lane: Lane, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
+        if not self.with_flags:
+            return self.run(TOLD_BY[lane], stage, step.work, after)
+        told_by, ready = TOLD_BY[lane], step.flags[READY, :1]
+        before = self._after(told_by, after)
+        raised = Operation(told_by, NOTHING, lambda: ready.fill_(1), before, flag=ready.data_ptr())
+        return Answer(self._add(raised), step.flags[DONE, :1])
 
-    def raise_flag(self, lane: Lane, flag: Tensor) -> Operation:
-        return self._add(Operation(lane, lambda: flag.fill_(1), self._after(lane, ()), flag=flag.data_ptr()))
+    def mark(self) -> Operation:
+        return self.run(Lane.DEVICE, NOTHING, lambda: None)
 
-    def wait_for_flag(self, lane: Lane, flag: Tensor, answers: object) -> None:
-        self._add(
-            Operation(
-                lane,
-                lambda: None,
-                self._after(lane, (answers,)),
-                lambda: flag.item() == 1,
-                flag=flag.data_ptr(),
-                is_wait=True,
-            )
-        )
+    def wait(self, signals: Sequence[Signal]) -> None:
+        if signals:
+            self.run(Lane.DEVICE, NOTHING, lambda: None, signals)
 
     def _add(self, operation: Operation) -> Operation:
         self.operations.append(operation)
+        self.last[operation.lane] = operation
         return operation
 
-    def _after(self, lane: Lane, marks: Sequence[object]) -> tuple[Operation, ...]:
-        of_others = [mark for mark in marks if isinstance(mark, Operation)]
-        assert len(of_others) == len(marks)
-        before = next((o for o in reversed(self.operations) if o.lane is lane), None)
-        return (*of_others, before) if before is not None else tuple(of_others)
+    def _after(self, lane: Lane, signals: Sequence[Signal]) -> tuple[Operation, ...]:
+        others = []
+        for signal in signals:
+            if isinstance(signal, Answer):
+                # Of an earlier graph everything comes before this one.
+                asked = (signal.raised,) if signal.raised in self.operations else ()
+                done = signal.done
+                before = (*asked, *filter(None, (self.last.get(lane),)))
+                self._add(
+                    Operation(
+                        lane,
+                        NOTHING,
+                        lambda: None,
+                        before,
+                        lambda done=done: done.item() == 1,  # type: ignore[misc]
+                        flag=done.data_ptr(),
+                        is_wait=True,
+                    )
+                )
+            else:
+                assert isinstance(signal, Operation)
+                assert signal in self.operations, "a signal crosses from part to part"
+                others.append(signal)
+        return (*others, *filter(None, (self.last.get(lane),)))
 
 
-class ImitatedRunner:
-    """Records each program once, like a graph, and from then on knows its operations only.
+class ImitatedBackend:
+    """Records each fixed part once, like a graph, and from then on knows its operations only.
 
     Which lane goes on is drawn at random among those that can. So a missing wait shows: sooner or later work
     is done too early, on memory that is not ready.
@@ -96,29 +142,80 @@ class ImitatedRunner:
         self._random = random.Random(seed)
         self._hook = hook
         self._num_queues = num_queues
-        self._recorded: dict[Hashable, list[Operation]] = {}
+        self._seen: set[object] = set()
+        self._graphs: dict[tuple[object, int], list[Operation]] = {}
+        self._recorder = ImitatedRecorder()
         self.num_runs = 0
-        self.num_settled = 0
+        self.num_graphs_launched = 0  # in the last program
+        self.num_launched = 0  # of operations one by one, on the device's lane, in the last program
+        self.was_graph = False
+        self.num_abandoned = 0
+        self.is_closed = False
 
-    def start(self, key: Hashable, program: Program) -> None:
-        self.num_runs += 1
-        if key not in self._recorded:
-            recorder = ImitatedRecorder(hook=self._hook)
-            program(recorder)
-            self._recorded[key] = recorder.operations
-        self._carry_out(self._recorded[key])
+    @property
+    def has_graphs(self) -> bool:
+        return bool(self._graphs)
+
+    @property
+    def num_programs(self) -> int:
+        return len({key for key, _ in self._graphs})
+
+    def on_device(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
     def begin(self, watch: Watch) -> None:
         self.watch = watch
 
+    def start(self, program: AnyProgram, *, with_flags: bool, with_graphs: bool) -> bool:
+        self.num_runs += 1
+        self.num_graphs_launched = self.num_launched = 0
+        self._recorder = recorder = ImitatedRecorder(with_flags)
+        is_new = program.key not in self._seen
+        self._seen.add(program.key)
+        self.was_graph = with_graphs and not is_new
+        for number, part in enumerate(program.parts()):
+            if not self.was_graph or not part.is_fixed:
+                part(recorder)
+                self.num_launched += sum(o.lane is Lane.DEVICE for o in recorder.operations)
+                continue
+            if (program.key, number) not in self._graphs:
+                self._graphs[program.key, number] = self._capture(part)
+            self._launch(self._graphs[program.key, number])
+            self.num_graphs_launched += 1
+        self.carry_out(recorder.operations)
+        return self.was_graph
+
+    def _capture(self, part: Part) -> list[Operation]:
+        recorder = ImitatedRecorder(self._recorder.with_flags)
+        begin = recorder.mark()
+        recorder.last = dict.fromkeys(LANES, begin)
+        part(recorder)
+        recorder.wait([operation for operation in recorder.last.values() if operation is not begin])
+        return recorder.operations
+
+    def _launch(self, graph: Sequence[Operation]) -> None:
+        known: dict[Operation, Operation] = {}
+        recorder = self._recorder
+        for operation in graph:
+            before = recorder.last.get(Lane.DEVICE) if operation is graph[0] else None
+            after = (*(known[each] for each in operation.after), *filter(None, (before,)))
+            known[operation] = replace(operation, after=after)
+            recorder.operations.append(known[operation])
+        recorder.last |= dict.fromkeys((Lane.DEVICE, Lane.TO_HOST, Lane.TO_DEVICE), known[graph[-1]])
+
     def wait(self) -> None:
         pass
 
-    def settle(self) -> None:
-        self.num_settled += 1
+    def abandon(self, error: BaseException) -> EngineLostError | None:
+        self.num_abandoned += 1
+        return error if isinstance(error, EngineLostError) else None
 
     def forget(self) -> None:
-        self._recorded.clear()
+        self._graphs.clear()
+        self._seen.clear()
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def check_flags(self, num_layers: int) -> int:
         """Check that each wait follows its raise along what CUDA is told of; return how many waits there are.
@@ -127,21 +224,17 @@ class ImitatedRunner:
             num_layers: of the flags, which lie as `empty_flags` makes them.
         """
         num_waits = 0
-        for operations in self._recorded.values():
-            raised = {o.flag: o for o in operations if o.flag is not None and not o.is_wait}
-            for wait in (o for o in operations if o.is_wait):
-                assert wait.flag is not None
-                assert wait.follows(raised[wait.flag - num_layers * FLAG_INTS * torch.int32.itemsize])
-                num_waits += 1
+        operations = self._recorder.operations
+        raised = {o.flag: o for o in operations if o.flag is not None and not o.is_wait}
+        for wait in (o for o in operations if o.is_wait):
+            assert wait.flag is not None
+            assert wait.follows(raised[wait.flag - num_layers * FLAG_INTS * torch.int32.itemsize])
+            num_waits += 1
         return num_waits
-
-    @property
-    def num_programs(self) -> int:
-        return len(self._recorded)
 
     def _queues(self, operations: Sequence[Operation]) -> list[list[Operation]]:
         if self._num_queues is None:
-            return [[o for o in operations if o.lane is lane] for lane in Lane]
+            return [[o for o in operations if o.lane is lane] for lane in LANES]
         queues: list[list[Operation]] = [[] for _ in range(self._num_queues)]
         left, placed = list(operations), set[Operation]()
         while left:
@@ -151,7 +244,12 @@ class ImitatedRunner:
             left.remove(operation)
         return queues
 
-    def _carry_out(self, operations: Sequence[Operation]) -> None:
+    def _do(self, operation: Operation) -> None:
+        if self._hook is not None and operation.stage is not NOTHING:
+            self._hook(operation.lane, operation.stage)
+        operation.work()
+
+    def carry_out(self, operations: Sequence[Operation]) -> None:
         queues = self._queues(operations)
         done: set[Operation] = set()
         deadline = time.monotonic() + PATIENCE_S
@@ -164,5 +262,5 @@ class ImitatedRunner:
                 time.sleep(0)
                 continue
             operation = self._random.choice(ready).pop(0)
-            operation.carry_out()
+            self._do(operation)
             done.add(operation)

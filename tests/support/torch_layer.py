@@ -37,16 +37,18 @@ class TorchLayer(KVLayer):
     def decode(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        slots: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        slots: Tensor | None,
         block_tables: Tensor,
         context_lens: Tensor,
         out: Tensor,
         scale: float,
         window: int | None,
+        partials: object = None,
     ) -> None:
-        self.write(k, v, slots)
+        if k is not None and v is not None and slots is not None:
+            self.write(k, v, slots)
         for row, (table, context_len) in enumerate(zip(block_tables.long(), context_lens, strict=True)):
             end = int(context_len)
             first = max(end - (window or end), 0)

@@ -130,9 +130,14 @@ class Recorder(Executor):
 
     def _build(self, timeline: Timeline | None) -> Executor:
         parts = self._setup
-        model = parts.model
+        limits = parts.limits
         return build_executor(
-            model.decoder, parts.storage, parts.limits.max_batch_requests, timeline, model.streams
+            parts.model.decoder,
+            parts.storage,
+            limits.max_batch_tokens,
+            limits.max_batch_requests,
+            timeline,
+            parts.model.streams,
         )
 
 

@@ -13,7 +13,6 @@ from neo_desktop.app.bench.checks import above_zero, at_least
 from neo_desktop.app.bench.computer import bytes_beyond_caches
 from neo_desktop.app.bench.gpu_driver import gpu_driver
 from neo_desktop.app.bench.hardware.device import CudaTimer, fitting_sizes, gpu_cases
-from neo_desktop.app.bench.hardware.hand_off import HandOff
 from neo_desktop.app.bench.hardware.host import Case, Cases, Host, host_cases
 from neo_desktop.app.bench.hardware.report import (
     GpuFigures,
@@ -26,9 +25,9 @@ from neo_desktop.app.bench.hardware.report import (
 )
 from neo_desktop.app.bench.section import Spread, size
 from neo_desktop.engine.cuda.streams import Streams, open_streams
-from neo_desktop.engine.execute.graphs.streams import CudaRunner, Lane
+from neo_desktop.engine.execute.backend import open_backend
 from neo_desktop.engine.loading import choose_device
-from neo_desktop.engine.profiling.graph_hand_off import GraphHandOff
+from neo_desktop.engine.profiling.hand_off import HandOff
 from neo_desktop.engine.profiling.hardware import find_gpus, last_level_cache_bytes
 from neo_desktop.engine.progress import Progress
 
@@ -92,7 +91,7 @@ def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[Hardw
             f"there are no {size(options.host_bytes)} of host memory to measure on: close other programs or "
             "ask for less"
         ) from error
-    with closing(HandOff(streams)) as hand_off:
+    with closing(hand_off_of(streams, in_graph=False)) as hand_off:
         cases = host_cases(host, options.thread_counts, options.cpu_matrix_size)
         cases |= {} if gpu is None else gpu.cases
         ways: dict[Case, Way] = {}
@@ -153,9 +152,9 @@ def rounds(cases: Cases, seconds: float, progress: Progress) -> Iterator[Samples
         yield samples
 
 
-def graph_hand_off(streams: Streams) -> GraphHandOff:
-    """Make what measures hand-offs in a CUDA graph."""
-    return GraphHandOff(streams.device, CudaRunner({lane: streams.stream() for lane in Lane}, None))
+def hand_off_of(streams: Streams, *, in_graph: bool) -> HandOff:
+    """Make what measures hand-offs."""
+    return HandOff(streams.device, open_backend(streams), in_graph=in_graph)
 
 
 class _Gpu:
@@ -171,7 +170,7 @@ class _Gpu:
             for size in options.gpu_matrix_sizes
             if size not in sizes
         )
-        self.graph_hand_off = graph_hand_off(streams)
+        self.graph_hand_off = hand_off_of(streams, in_graph=True)
         most_matrix, most_transfer = (max(each, default=0) for each in (sizes, options.transfer_bytes))
         self._timer = CudaTimer(streams, options.gpu_memory_bytes, most_matrix, most_transfer)
         self.cases = gpu_cases(self._timer, sizes, options.transfer_bytes)

@@ -6,11 +6,11 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from executors import Hook, HookedLanes, thread_executor
 from pipeline_case import (
     BLOCK_SIZE,
     NUM_LAYERS,
@@ -30,8 +30,8 @@ from neo_desktop.engine.batch import (
     SubBatch,
 )
 from neo_desktop.engine.cuda.errors import StageStalledError
-from neo_desktop.engine.execute.lanes import CallerLane, Lanes, Signal, ThreadLane, Work
-from neo_desktop.engine.execute.pipeline import PipelineExecutor
+from neo_desktop.engine.execute.lane import Lane
+from neo_desktop.engine.execute.plan_executor import PlanExecutor
 from neo_desktop.engine.execute.timeline import Stage, Timeline, overlap_ns
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layer import KVLayer
@@ -42,47 +42,7 @@ from neo_desktop.models.decoder import Decoder
 CPU = torch.device("cpu")
 PATIENCE_S = 20.0  # for what must come at once; only a defect waits for so long
 NUM_BLOCKS = 24
-LANES = ("device", "to-host", "cpu", "to-device", "swap")
-
-Hook = Callable[[str, Stage], None]  # called by a lane at the start of a stage
-
-
-class HookedThread(ThreadLane):
-    def __init__(self, name: str, timeline: Timeline | None, hook: Hook) -> None:
-        super().__init__(name, timeline)
-        self._hook = hook
-        self.num_active = 0
-
-    def submit(self, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
-        def hooked() -> None:
-            self.num_active += 1
-            try:
-                self._hook(self.name, stage)
-                work()
-            finally:
-                self.num_active -= 1
-
-        return super().submit(stage, hooked, after)
-
-
-class HookedCaller(CallerLane):
-    def __init__(self, timeline: Timeline | None, hook: Hook) -> None:
-        super().__init__("device", timeline, CPU)
-        self._hook = hook
-
-    def span(self, stage: Stage) -> AbstractContextManager[None]:
-        @contextmanager
-        def hooked() -> Iterator[None]:
-            with super(HookedCaller, self).span(stage):
-                self._hook(self.name, stage)
-                yield
-
-        return hooked()
-
-
-def hooked_lanes(hook: Hook, timeline: Timeline | None = None) -> Lanes:
-    to_host, cpu, to_device, swap = (HookedThread(name, timeline, hook) for name in LANES[1:])
-    return Lanes(HookedCaller(timeline, hook), to_host, cpu, to_device, swap)
+LANES = tuple(Lane)
 
 
 def make_executor(
@@ -91,11 +51,11 @@ def make_executor(
     timeline: Timeline | None = None,
     block_size: int = BLOCK_SIZE,
     device_kind: type[KVLayer] | None = TorchLayer,
-) -> PipelineExecutor:
+) -> PlanExecutor:
     num_blocks = dict.fromkeys(PLACES, NUM_BLOCKS)
     storage = make_storage(model, num_blocks, block_size, device_kind=device_kind)
-    lanes = None if hook is None else hooked_lanes(hook, timeline)
-    return PipelineExecutor(model, storage, timeline, lanes=lanes)
+    lanes = None if hook is None else HookedLanes(hook, timeline)
+    return thread_executor(model, storage, lanes=lanes, timeline=timeline)
 
 
 def sequence(
@@ -142,7 +102,7 @@ def mixed() -> IterationPlan:
     return IterationPlan(tuple(SubBatch(part) for part in parts), copies)
 
 
-def run_and_check(model: Decoder, executor: PipelineExecutor, plan: IterationPlan) -> None:
+def run_and_check(model: Decoder, executor: PlanExecutor, plan: IterationPlan) -> None:
     contexts = {s.request_id: TOKENS[s.request_id][: s.context_len] for s in plan.sequences}
     check_result(model, plan, contexts, executor.execute(plan))
 
@@ -298,12 +258,12 @@ def test_swapping_runs_beside_the_computation_of_other_layers(model: Decoder) ->
     """Prompts' KV leaves behind the next layer's computation; copies and earlier KV come a layer ahead."""
 
     def waits(lane: str, stage: Stage) -> tuple[str, str, int, int] | None:
-        if lane != "swap":
+        if lane == "swap" and stage.name in ("copy blocks", "fetch earlier KV") and stage.layer > 0:
+            return "device", "linear", stage.layer - 1, 0
+        if lane != "host-swap":
             return None
         if stage.name == "store prompts' KV" and stage.layer + 1 < NUM_LAYERS:
             return "device", "linear", stage.layer + 1, stage.sub_batch
-        if stage.name in ("copy blocks", "fetch earlier KV") and stage.layer > 0:
-            return "device", "linear", stage.layer - 1, 0
         return None
 
     meeting = Meeting(waits)
@@ -363,17 +323,15 @@ def test_whatever_fails_the_error_arrives_and_the_next_iteration_works(
         if failing and lane != "device":
             time.sleep(0.001)  # likely to be at work when another lane fails
 
-    lanes = hooked_lanes(hook)
-    executor = PipelineExecutor(model, make_storage(model, dict.fromkeys(PLACES, NUM_BLOCKS)), lanes=lanes)
+    lanes = HookedLanes(hook)
+    executor = thread_executor(model, make_storage(model, dict.fromkeys(PLACES, NUM_BLOCKS)), lanes=lanes)
     expected = DeviceMemoryError if error_type is torch.OutOfMemoryError else error_type
     for lane, stage in stages:
         executor.execute(prompts())
         failing[:] = [(lane, stage)]
         with pytest.raises(expected, match=f"{stage.name} is broken"):
             executor.execute(mixed())
-        assert [lane.num_active for lane in (lanes.to_host, lanes.cpu, lanes.to_device, lanes.swap)] == [
-            0
-        ] * 4
+        assert lanes.num_active == 0
         failing.clear()
         run_and_check(model, executor, prompts())
         run_and_check(model, executor, mixed())
@@ -429,9 +387,8 @@ def test_a_thread_that_hangs_ends_the_iteration_in_words_and_loses_the_executor(
             gate.wait()
 
     storage = make_storage(model, dict.fromkeys(PLACES, NUM_BLOCKS))
-    executor = PipelineExecutor(
-        model, storage, lanes=hooked_lanes(hook), patience=Patience(least_s=0.5, factor=0.0)
-    )
+    patience = Patience(least_s=0.5, factor=0.0)
+    executor = thread_executor(model, storage, lanes=HookedLanes(hook), patience=patience)
 
     def run() -> None:
         for plan in (prompts(), mixed()):

@@ -1,0 +1,290 @@
+"""What runs programs: threads, where the model runs on the CPU, or a GPU's streams and graphs."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from neo_desktop.engine.cuda.errors import EngineLostError
+from neo_desktop.engine.cuda.streams import Streams
+from neo_desktop.engine.cuda.workspaces import keep_workspaces, let_workspaces_go
+from neo_desktop.engine.execute.lane import Lane
+from neo_desktop.engine.execute.lanes import TOLD_BY, Lanes
+from neo_desktop.engine.execute.program import Part
+from neo_desktop.engine.execute.stream_lane import Tape
+from neo_desktop.engine.execute.timeline import TimedEvents, Timeline
+from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Watch
+
+MAX_GRAPHS = 128  # iterations that are kept; then all are captured anew. Each takes about a megabyte
+
+NEVER_FIXED = (Lane.STORE, Lane.SWAP)  # what they get depends on the plan
+
+
+class AnyProgram(Protocol):
+    """What backends know of a program."""
+
+    @property
+    def key(self) -> object:
+        """What programs have in common whose fixed parts are the same."""
+
+    def parts(self) -> Sequence[Part]:
+        """Return all stages, in order."""
+
+
+class Backend(Protocol):
+    """Runs one program at a time. What waits raises DeviceStalledError and DeviceLostError."""
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Let this thread's work on the device come after the program that was started."""
+        ...
+
+    def begin(self, watch: Watch) -> None:
+        """Take what is to be waited with from now on."""
+        ...
+
+    def start(self, program: AnyProgram, *, with_flags: bool, with_graphs: bool) -> bool:
+        """Start to carry a program out.
+
+        Args:
+            with_flags: whether relays do the CPU's part.
+            with_graphs: whether its fixed parts may become graphs.
+
+        Returns:
+            Whether they are, so that nothing was launched one by one but what is not fixed.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Block until the program has ended."""
+        ...
+
+    def abandon(self, error: BaseException) -> EngineLostError | None:
+        """Block until nothing of a program that was broken off is under way.
+
+        Returns:
+            Why nothing can be done any more, if so.
+        """
+        ...
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether any are kept."""
+        ...
+
+    def forget(self) -> None:
+        """Give all graphs up, and their memory."""
+        ...
+
+    def close(self) -> None:
+        """End all threads, also in the middle of an iteration."""
+        ...
+
+
+class ThreadBackend:
+    """Runs programs without a GPU.
+
+    Args:
+        timeline: records what lanes do.
+        lanes: for tests; None: the usual ones.
+        streams: of the model's device; None: there is nothing to be said of them.
+    """
+
+    has_graphs = False
+
+    def __init__(
+        self, timeline: Timeline | None, lanes: Lanes | None = None, streams: Streams | None = None
+    ) -> None:
+        self._lanes = lanes or Lanes.threads(timeline)
+        self._streams = streams
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """See `Backend`."""
+        return nullcontext() if self._streams is None else self._streams.on_device()
+
+    def begin(self, watch: Watch) -> None:
+        """See `Backend`."""
+        self._lanes.begin(watch)
+
+    def start(self, program: AnyProgram, *, with_flags: bool, with_graphs: bool) -> bool:
+        """See `Backend`; the device's part has ended when this returns."""
+        for part in program.parts():
+            part(self._lanes)
+        return False
+
+    def wait(self) -> None:
+        """See `Backend`."""
+        self._lanes.join()
+
+    def abandon(self, error: BaseException) -> EngineLostError | None:
+        """See `Backend`."""
+        return self._lanes.abandon(error)
+
+    def forget(self) -> None:
+        """Do nothing: there are no graphs."""
+
+    def close(self) -> None:
+        """See `Backend`."""
+        self._lanes.close()
+
+
+@dataclass(slots=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    spans: list[TimedEvents]
+
+
+class StreamBackend:
+    """Runs programs on a GPU.
+
+    The first program of a kind is put on streams stage by stage, which compiles its kernels. From the second
+    one on its fixed parts are graphs: each is captured, launched, and launched again in later programs.
+
+    Graphs are given up all together. They share the working memory that cuBLAS has on their stream, and torch
+    (2.13) gives that back with the first of them that goes: the others would go on writing to it.
+
+    Args:
+        streams: where the lanes' own come from.
+        timeline: told when lanes were busy. Graphs are captured with events if it records all iterations.
+    """
+
+    def __init__(self, streams: Streams, timeline: Timeline | None) -> None:
+        self._streams = {lane: streams.stream() for lane in Lane if lane not in TOLD_BY}
+        self._device = self._streams[Lane.DEVICE]
+        self._main = streams
+        self._timeline = timeline
+        self._tape = Tape(is_timed=timeline is not None and timeline.is_continuous)
+        self._lanes = {
+            with_flags: Lanes.streams(self._streams, timeline, self._tape, with_flags=with_flags)
+            for with_flags in (False, True)
+        }
+        self._used = self._lanes[False]
+        self._seen: set[object] = set()
+        self._graphs: dict[object, dict[int, _Graph]] = {}
+        self._pool = torch.cuda.graph_pool_handle()  # graphs run one at a time and can share memory
+        self._spans: list[TimedEvents] = []  # of the graphs that were started last
+        self._watch = DEFAULT_PATIENCE.watch()
+
+    @property
+    def has_graphs(self) -> bool:
+        """See `Backend`."""
+        return bool(self._graphs)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """See `Backend`."""
+        with self._main.on_device():
+            self._device.wait_stream(torch.cuda.current_stream(self._device.device))
+            with torch.cuda.stream(self._device):
+                yield
+            torch.cuda.current_stream(self._device.device).wait_stream(self._device)
+
+    def begin(self, watch: Watch) -> None:
+        """See `Backend`."""
+        self._watch = watch
+        for lanes in self._lanes.values():
+            lanes.begin(watch)
+
+    def start(self, program: AnyProgram, *, with_flags: bool, with_graphs: bool) -> bool:
+        """See `Backend`.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room, be it for a graph.
+        """
+        self._used = self._lanes[with_flags]
+        self._spans = []
+        self._fork()
+        key = program.key
+        is_new = key not in self._seen
+        if with_graphs:
+            self._seen.add(key)
+        if not with_graphs or is_new:
+            for part in program.parts():
+                part(self._used)
+            self._join()
+            return False
+        if key not in self._graphs and len(self._graphs) >= MAX_GRAPHS:
+            self.forget()
+        graphs = self._graphs.setdefault(key, {})
+        for number, part in enumerate(program.parts()):
+            if not part.is_fixed:
+                part(self._used)
+                continue
+            if number not in graphs:
+                graphs[number] = self._capture(part)
+            with torch.cuda.stream(self._device):
+                graphs[number].graph.replay()
+            self._spans += graphs[number].spans
+        self._join()
+        return True
+
+    def wait(self) -> None:
+        """See `Backend`."""
+        self._used.join()
+        if self._timeline is not None:
+            for span in self._spans:
+                self._timeline.add_events(span.lane, span.stage, span.start, span.end)
+
+    def abandon(self, error: BaseException) -> EngineLostError | None:
+        """See `Backend`."""
+        return self._used.abandon(error)
+
+    def forget(self) -> None:
+        """See `Backend`."""
+        self._seen.clear()
+        self._graphs.clear()
+        let_workspaces_go(self)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def close(self) -> None:
+        """See `Backend`."""
+        for lanes in self._lanes.values():
+            lanes.close()
+
+    def _capture(self, part: Part) -> _Graph:
+        graph = torch.cuda.CUDAGraph()
+        tape = self._tape
+        with torch.cuda.stream(self._device):
+            try:
+                # Other threads may use CUDA meanwhile, a server's or a benchmark's.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                tape.is_capturing, tape.spans = True, []
+                tape.number += 1
+                try:
+                    self._fork()
+                    part(self._used)
+                    self._join()
+                except BaseException:
+                    with suppress(RuntimeError):  # what broke the capture is the error to tell
+                        graph.capture_end()
+                    raise
+                finally:
+                    tape.is_capturing = False
+                    tape.number += 1
+                graph.capture_end()
+            except BaseException:
+                self.forget()  # since this one goes
+                raise
+        keep_workspaces(self)
+        return _Graph(graph, tape.spans)
+
+    def _fork(self) -> None:
+        """Let all streams wait for the device's: so a capture includes them."""
+        begin = self._device.record_event()
+        for lane, stream in self._streams.items():
+            if lane is not Lane.DEVICE and not (self._tape.is_capturing and lane in NEVER_FIXED):
+                stream.wait_event(begin)
+
+    def _join(self) -> None:
+        """Let the device's stream wait for all others."""
+        for lane, stream in self._streams.items():
+            if lane is not Lane.DEVICE and not (self._tape.is_capturing and lane in NEVER_FIXED):
+                self._device.wait_event(stream.record_event())
+
+
+def open_backend(streams: Streams, timeline: Timeline | None = None) -> Backend:
+    """Return what runs programs on a device."""
+    if streams.device.type == "cuda":
+        return StreamBackend(streams, timeline)
+    return ThreadBackend(timeline, streams=streams)

@@ -1,0 +1,205 @@
+"""From a plan to a program: rows are laid out, inputs filled in, and what the CPU does is written down."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from neo_desktop.engine.batch import IterationPlan, SamplingInput, ScheduledSequence
+from neo_desktop.engine.execute.host import HostBatch
+from neo_desktop.engine.execute.layout import Bucket, Members
+from neo_desktop.engine.execute.program import DeviceDecodes, HandOff, Program, SubBatchPass
+from neo_desktop.engine.execute.prompts import HostPrompts, Prompts, prompts_of
+from neo_desktop.engine.execute.transfers import Moves, TransferMemory
+from neo_desktop.engine.execute.workspace import Memory, Workspace
+from neo_desktop.engine.int_array import IntView
+from neo_desktop.engine.kv.storage import KVStorage
+from neo_desktop.models.operators import Store
+from neo_desktop.models.stages import Stages
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One sequence of which something is asked for, and where its last hidden states are."""
+
+    sequence: ScheduledSequence
+    first_row: int  # among the rows of all sub-batches, or of the last states that were computed
+    num_rows: int
+
+    @property
+    def sampling(self) -> SamplingInput | None:
+        """How its token is chosen, if one is."""
+        return self.sequence.sampling
+
+
+class ProgramBuilder:
+    """Makes programs.
+
+    Args:
+        stages: the model's.
+        storage: holds the KV.
+        workspace: what programs work in.
+    """
+
+    def __init__(self, stages: Stages, storage: KVStorage, workspace: Workspace) -> None:
+        self._stages = stages
+        self._model = stages.decoder
+        self._storage = storage
+        self._workspace = workspace
+        config = self._model.config
+        self._row_shape = (config.num_kv_heads, config.head_dim)
+        self._transfers = TransferMemory(
+            config.num_layers, self._row_shape, self._model.dtype, self._model.device
+        )
+
+    def build(self, plan: IterationPlan, *, for_graphs: bool) -> tuple[Program, list[Asked]]:
+        """Return a plan's program, whose inputs are filled in, and what is asked of it.
+
+        Args:
+            for_graphs: whether its parts shall be graphs, if its memory allows it: sizes are rounded up.
+
+        Raises:
+            ValueError: a chunk is in a place that the storage has not.
+        """
+        places = self._storage.places
+        members = [Members.of(each, places) for each in plan.sub_batches if each.sequences]
+        bucket = Bucket.of(plan, members, places)
+        memory = self._workspace.memory(bucket.rounded() if for_graphs else bucket)
+        if for_graphs and not memory.is_fixed:
+            memory = self._workspace.memory(bucket)
+        chooses = memory.is_fixed and for_graphs and bucket.is_whole and not _pools(plan)
+        self._transfers.begin()
+        moves = Moves(self._storage.copy_groups(plan.copies), self._transfers)
+        passes, asked, first_row = [], [], 0
+        for part, each in zip(memory.parts, members, strict=True):
+            wanted = [
+                (sequence, row + len(sequence.token_ids) - count, count)
+                for sequence, row in each.placed(part.rows)
+                if (count := num_last_rows(sequence))
+            ]
+            last_rows = [row for _, first, count in wanted for row in range(first, first + count)]
+            passes.append(self._pass(part, each, last_rows))
+            if chooses:
+                asked += [Asked(sequence, first_row + first, count) for sequence, first, count in wanted]
+                first_row += part.rows.count
+            else:
+                for sequence, _, count in wanted:
+                    asked.append(Asked(sequence, first_row, count))
+                    first_row += count
+        program = Program(self._stages, self._workspace, memory, passes, moves, chooses=chooses)
+        return program, asked
+
+    def padding(self, bucket: Bucket) -> Program:
+        """Return a program of these sizes in which nobody takes part."""
+        memory = self._workspace.memory(bucket)
+        nobody = Members(((),) * len(self._storage.places), ())
+        passes = [self._pass(part, nobody, ()) for part in memory.parts]
+        return Program(
+            self._stages, self._workspace, memory, passes, Moves((), self._transfers), chooses=True
+        )
+
+    def _pass(self, memory: Memory, members: Members, last_rows: Sequence[int]) -> SubBatchPass:
+        self._fill(memory, members)
+        rows, inputs, places = memory.rows, memory.inputs, self._storage.places
+        hand_offs, decodes, first = [], [], 0
+        for index, place in enumerate(places):
+            count = rows.decodes[index]
+            hand_over = memory.hand_overs[index]
+            if not count:
+                continue
+            if hand_over is None:
+                of_place = slice(first, first + count)
+                first += count
+                tables, lens = inputs.block_tables[of_place], inputs.context_lens[of_place]
+                decodes.append(DeviceDecodes(rows.decodes_of(index), self._storage[place], tables, lens))
+                continue
+            sequences = members.decodes[index]
+            batch = HostBatch(
+                place,
+                self._storage[place],
+                self._model.config,
+                memory.index,
+                hand_over,
+                torch.from_numpy(padded_block_tables([s.block_table for s in sequences])),
+                torch.tensor([s.context_len for s in sequences], dtype=torch.int32),
+            )
+            hand_offs.append(HandOff(rows.decodes_of(index), batch))
+        return SubBatchPass(
+            memory,
+            hand_offs,
+            decodes,
+            self._prompts(memory, members),
+            partial(self._store, memory),
+            last_rows,
+        )
+
+    def _prompts(self, memory: Memory, members: Members) -> list[Prompts]:
+        device, dtype = self._model.device, self._model.dtype
+        return prompts_of(
+            members.prompts,
+            memory.rows.starts[-1],
+            self._storage,
+            lambda pool, chunks: HostPrompts(
+                pool, chunks, memory.index, device, self._row_shape, dtype, self._transfers
+            ),
+        )
+
+    def _store(self, memory: Memory, layer: int) -> Store | None:
+        """Where k and v go with the rotation; there is one such place at most."""
+        for place in self._storage.places:
+            cache = self._storage[place].layer(layer)
+            if not place.in_host_memory and cache.stores_early:
+                return cache.store(memory.inputs.slots)
+        return None
+
+    def _fill(self, memory: Memory, members: Members) -> None:
+        """Say what the iteration is about, and that the other rows are padding."""
+        staged, rows = memory.staged, memory.rows
+        token_ids, positions, slots = (x.numpy() for x in (staged.token_ids, staged.positions, staged.slots))
+        context_lens, block_tables = staged.context_lens.numpy(), staged.block_tables.numpy()
+        token_ids[:], positions[:], slots[:], context_lens[:], block_tables[:] = 0, 0, -1, 0, 0
+        block_size, first_table = self._storage.block_size, 0
+        for index, (place, sequences) in enumerate(zip(self._storage.places, members.decodes, strict=True)):
+            start, count = rows.starts[index], len(sequences)
+            token_ids[start : start + count] = [s.token_ids[0] for s in sequences]
+            positions[start : start + count] = [s.start for s in sequences]
+            if place.host_attends:
+                continue
+            context_lens[first_table : first_table + count] = [s.context_len for s in sequences]
+            slots[start : start + count] = [
+                s.block_table[s.start // block_size] * block_size + s.start % block_size for s in sequences
+            ]
+            for row, sequence in zip(block_tables[first_table:], sequences, strict=False):
+                row[: len(sequence.block_table)] = sequence.block_table
+            first_table += rows.decodes[index]
+        row = rows.starts[-1]
+        for sequence in members.prompts:
+            end = row + len(sequence.token_ids)
+            token_ids[row:end] = sequence.token_ids
+            positions[row:end] = where = np.arange(sequence.start, sequence.context_len)
+            if not sequence.place.in_host_memory:
+                slots[row:end] = (
+                    sequence.block_table[where // block_size].astype(np.int64) * block_size
+                    + where % block_size
+                )
+            row = end
+
+
+def num_last_rows(sequence: ScheduledSequence) -> int:
+    """Return for how many of a sequence's tokens the hidden states after all layers are needed."""
+    return sequence.num_pooled or int(sequence.sampling is not None)
+
+
+def padded_block_tables(tables: Sequence[IntView]) -> NDArray[np.int32]:
+    """Return block tables as one, [sequences, blocks of the longest]."""
+    padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
+
+
+def _pools(plan: IterationPlan) -> bool:
+    return any(sequence.num_pooled for sequence in plan.sequences)

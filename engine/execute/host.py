@@ -1,0 +1,191 @@
+"""The CPU's part in an iteration: attention over KV in host memory, and rows in and out of its pages.
+
+Where there is a GPU, relays carry it out: native threads that are told by flags, so that neither Python nor a
+thread that launches work stands between the GPU and the CPU.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from neo_desktop.engine.execute.lane import HostStep
+from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.execute.transfers import HostTransfer
+from neo_desktop.engine.execute.workspace import HandOver
+from neo_desktop.engine.kv.host_layer import HostLayer
+from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.waiting import Watch
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.native.relay import Relay, RelayBatch, RelayStalledError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class HostBatch:
+    """Decodes of one place in one sub-batch, that the CPU attends for."""
+
+    place: Place
+    pool: KVPool
+    config: ModelConfig
+    index: int  # of the sub-batch
+    hand_over: HandOver  # with room for padding
+    block_tables: Tensor  # [decodes, max_blocks] int32
+    context_lens: Tensor  # [decodes] int32
+    attention_ns: int = 0  # how long a thread attended, in all layers
+
+    @property
+    def arguments(self) -> RelayBatch:
+        """What relays are told."""
+        config, count = self.config, len(self.context_lens)
+        first_k, first_v = config.num_heads, config.num_heads + config.num_kv_heads
+        qkv = self.hand_over.qkv[:count]
+        return RelayBatch(
+            q=qkv[:, :first_k],
+            k=qkv[:, first_k:first_v],
+            v=qkv[:, first_v:],
+            out=self.hand_over.out[:count],
+            block_tables=self.block_tables,
+            context_lens=self.context_lens,
+            flags=self.hand_over.flags,
+            index=self.index,
+        )
+
+    def step(self, layer: int) -> HostStep:
+        """Return what is to be done in a layer."""
+        return HostStep(partial(self._attend, layer), self.hand_over.flags[:, layer])
+
+    def _attend(self, layer: int) -> None:
+        started_ns = time.perf_counter_ns()
+        batch, config = self.arguments, self.config
+        self.pool.layer(layer).decode(
+            batch.q,
+            batch.k,
+            batch.v,
+            None,
+            batch.block_tables,
+            batch.context_lens,
+            batch.out,
+            config.attention_scale,
+            config.layer_windows[layer],
+        )
+        self.attention_ns += time.perf_counter_ns() - started_ns
+
+
+class Relays:
+    """Native threads for the CPU's part of iterations.
+
+    Args:
+        config: the model's.
+        storage: holds the KV.
+    """
+
+    def __init__(self, config: ModelConfig, storage: KVStorage) -> None:
+        self._attention: dict[Place, Relay] = {}
+        self._transfers: dict[KVPool, Relay] = {}
+        for place in storage.places:
+            pool = storage[place]
+            if not place.in_host_memory:
+                continue
+            layers = []
+            for index, window in enumerate(config.layer_windows):
+                layer = pool.layer(index)
+                assert isinstance(layer, HostLayer)
+                layers.append(layer.for_relay(window))
+            make = partial(Relay, layers, block_size=pool.block_size, scale=config.attention_scale)
+            self._transfers[pool] = make()
+            if place.host_attends:
+                self._attention[place] = make()
+        self._batches: dict[Place, list[HostBatch]] = {}
+        self._swaps: dict[KVPool, list[HostTransfer]] = {}
+
+    def start(
+        self,
+        batches: Sequence[HostBatch],
+        transfers: Sequence[HostTransfer],
+        watch: Watch,
+    ) -> None:
+        """Begin an iteration; to be called before the device begins.
+
+        Args:
+            batches: decodes, those of a place in the order of their sub-batches.
+            transfers: in the order in which the device has them in each layer.
+            watch: takes in what goes on.
+        """
+        flags = [batch.hand_over.flags for batch in batches]
+        flags += [each.transfer.flags for each in transfers]
+        self._batches, self._swaps = {}, {}
+        for place, relay in self._attention.items():
+            mine = [batch for batch in batches if batch.place == place]
+            if mine:
+                relay.start([batch.arguments for batch in mine], watch.patience_s)
+                self._batches[place] = mine
+        for pool, swap in self._transfers.items():
+            of_pool = [each for each in transfers if each.pool is pool]
+            if of_pool:
+                swap.start([each.transfer for each in of_pool], watch.patience_s)
+                self._swaps[pool] = of_pool
+        if flags:
+            watch.follow(partial(_num_raised, flags))
+
+    def finish(self, timeline: Timeline | None) -> int:
+        """Wait until all that was handed over is done; return for how many nanoseconds the CPU attended.
+
+        Raises:
+            RelayStalledError: a relay was given up.
+            RuntimeError: a relay was cancelled, or a step failed.
+        """
+        attention_ns = 0
+        recorder = timeline if timeline is not None and timeline.is_recording else None
+        for place, batches in self._batches.items():
+            for step in self._attention[place].finish():
+                attention_ns += step.end_ns - step.start_ns
+                if recorder is not None:
+                    batch = batches[step.item]
+                    stage = Stage("CPU attention", step.layer, batch.index, len(batch.context_lens))
+                    recorder.add("cpu", stage, step.start_ns, step.end_ns)
+        for pool, transfers in self._swaps.items():
+            for step in self._transfers[pool].finish():
+                if recorder is not None:
+                    each = transfers[step.item]
+                    stage = Stage(each.name, step.layer, each.index, len(each.transfer.slots))
+                    recorder.add("host-swap", stage, step.start_ns, step.end_ns)
+        self._batches, self._swaps = {}, {}
+        return attention_ns
+
+    def break_off(self) -> RelayStalledError | None:
+        """End an iteration early; return why a step may still be under way, and store KV, if so."""
+        stalled: RelayStalledError | None = None
+        self.cancel()  # they may wait for what no longer comes, and the device for them
+        for relay in (
+            *(self._attention[place] for place in self._batches),
+            *(self._transfers[pool] for pool in self._swaps),
+        ):
+            try:
+                relay.finish()
+            except RelayStalledError as error:
+                stalled = stalled or error
+            except Exception:
+                logger.debug("a relay's step failed, too", exc_info=True)
+        self._batches, self._swaps = {}, {}
+        return stalled
+
+    def cancel(self) -> None:
+        """Let nobody wait for the CPU any more."""
+        for relay in (*self._attention.values(), *self._transfers.values()):
+            relay.cancel()
+
+    def close(self) -> bool:
+        """End the threads; return whether they have ended."""
+        has_ended = [relay.close() for relay in (*self._attention.values(), *self._transfers.values())]
+        return all(has_ended)
+
+
+def _num_raised(flags: Sequence[Tensor]) -> int:
+    """Return how many flags have been raised, by the GPU and by the CPU."""
+    return sum(int(each.sum()) for each in flags)

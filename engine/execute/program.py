@@ -1,0 +1,351 @@
+"""An iteration, written once: two sub-batches whose GPU and CPU work overlap (NEO, sections 3.1 and 3.3).
+
+Time runs to the right; `i,l` is sub-batch i in layer l. Between the linear stages of two layers a sub-batch
+needs its attention: that of decodes whose KV is in host memory is computed there, by the CPU, while the
+device works for the other sub-batch.
+
+    device    |linear 0,l|attention 0,l|linear 1,l|attention 1,l|linear 0,l+1|attention 0,l+1|linear 1,l+1|..
+    to-host              |qkv 0,l|                |qkv 1,l|                  |qkv 0,l+1|
+    cpu                          |CPU attention 0,l |    |CPU attention 1,l          |CPU attention 0,l+1 |..
+    to-device                                       |o 0,l|                          |o 1,l|
+    swap      |copies of layer l+1, earlier KV of l+1|prompts' KV of l out|copies of layer l+2, ..
+
+`linear i,l+1` waits for `o i,l`: the second half of layer l and the first of layer l+1, as one stage. With
+one sub-batch its CPU attention runs beside its own attention on the device, and the linear stages wait for
+both. Without KV in host memory and without copies only `device` is used.
+
+Prompts are always attended to on the device. Those whose KV lives in host memory have it stored there layer
+by layer, behind the computation of later layers; what precedes such a chunk is fetched one layer ahead.
+
+Who waits for whom, besides the chain linear → to-host → cpu → to-device → linear of a sub-batch:
+
+- whatever attends or stores in layer l: the copies of layer l. They run one layer ahead, in the plan's
+  order, so a block that a move gives up can be given to somebody else in the same iteration;
+- attention of a chunk in layer l: the earlier KV of layer l;
+- fetching the earlier KV of layer l: the attention of layer l - 2, which reads the same one of two buffers;
+- the next layer's linear stages: that k and v of prompts have left, whose memory they take.
+
+Each sub-batch has one set of buffers for q, k, v and o, used by all layers: the chain orders all its uses.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.cuda.copies import upload
+from neo_desktop.engine.execute.host import HostBatch
+from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
+from neo_desktop.engine.execute.layout import Bucket
+from neo_desktop.engine.execute.prompts import Prompts
+from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
+from neo_desktop.engine.execute.transfers import HostTransfer, Moves
+from neo_desktop.engine.execute.workspace import BatchMemory, Memory, Workspace
+from neo_desktop.engine.kv.storage import KVPool
+from neo_desktop.engine.sampler import NO_TOKEN
+from neo_desktop.models.operators import Store
+from neo_desktop.models.stages import Scratch, Stages, State
+
+Record = Callable[[Recorder], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some stages in a row.
+
+    Fixed ones depend on nothing but the sizes of the iteration: as a graph they serve the next one, too. They
+    wait for no signal of a part that is not fixed, and no part that is not fixed waits for theirs: between
+    two parts everything has passed the device's lane.
+    """
+
+    is_fixed: bool
+    records: tuple[Record, ...]
+
+    def __call__(self, recorder: Recorder) -> None:
+        """Give the stages to their lanes."""
+        for record in self.records:
+            record(recorder)
+
+
+@dataclass
+class PartBuilder:
+    """Puts stages that follow each other into as few parts as possible."""
+
+    parts: list[Part] = field(default_factory=list)
+
+    def add(self, record: Record, *, is_fixed: bool) -> None:
+        """Add stages to the end."""
+        if self.parts and self.parts[-1].is_fixed == is_fixed:
+            before = self.parts.pop()
+            self.parts.append(Part(is_fixed, (*before.records, record)))
+        else:
+            self.parts.append(Part(is_fixed, (record,)))
+
+
+@dataclass
+class HandOff:
+    """Decodes of a sub-batch that the CPU attends for, by way of a workspace."""
+
+    rows: slice
+    batch: HostBatch
+    attended: Signal | None = None  # the CPU's part, in the layer reached
+
+
+@dataclass
+class DeviceDecodes:
+    """Decodes of a sub-batch that the device attends for."""
+
+    rows: slice
+    pool: KVPool
+    block_tables: Tensor
+    context_lens: Tensor
+
+
+@dataclass
+class SubBatchPass:
+    """One sub-batch on its way through the layers."""
+
+    memory: Memory
+    hand_offs: Sequence[HandOff]
+    decodes: Sequence[DeviceDecodes]
+    prompts: Sequence[Prompts]
+    store: Callable[[int], Store | None]  # where k and v of a layer go with the rotation
+    last_rows: Sequence[int]  # whose hidden states are needed after all layers
+
+
+class Program:
+    """The stages of one iteration, made from a plan.
+
+    Args:
+        stages: the model's.
+        workspace: what it works in.
+        memory: the part of that.
+        passes: its sub-batches.
+        moves: the blocks that change their place.
+        chooses: whether the most probable tokens are chosen within the last part, for all rows.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        workspace: Workspace,
+        memory: BatchMemory,
+        passes: Sequence[SubBatchPass],
+        moves: Moves,
+        *,
+        chooses: bool,
+    ) -> None:
+        self._stages = stages
+        self._config = stages.decoder.config
+        self._workspace = workspace
+        self._memory = memory
+        self._passes = tuple(passes)
+        self._moves = moves
+        self.chooses = chooses
+        self._moved: dict[int, tuple[Signal, ...]] = {}  # by layer
+        self.last_states: Tensor | None = None  # [rows, hidden], of each sequence what it needs; see `finish`
+
+    @property
+    def key(self) -> object:
+        """What programs have in common whose fixed parts are the same."""
+        return self.bucket, self._has_cuts, self.chooses
+
+    @property
+    def bucket(self) -> Bucket:
+        """Its sizes."""
+        return self._memory.bucket
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether its fixed parts can be graphs."""
+        return self._memory.is_fixed and self._stages.writes_in_place
+
+    @property
+    def _has_cuts(self) -> bool:
+        """Whether something has to happen before each layer that is not fixed."""
+        return bool(self._moves.transfers) or any(
+            prompts.transfers_ahead for each in self._passes for prompts in each.prompts
+        )
+
+    @property
+    def transfers(self) -> list[HostTransfer]:
+        """What the CPU brings to host memory and from there, in the order of each layer."""
+        prompts = [prompts for each in self._passes for prompts in each.prompts]
+        ahead = [transfer for each in prompts for transfer in each.transfers_ahead]
+        return [*self._moves.transfers, *ahead, *(t for each in prompts for t in each.transfers_behind)]
+
+    @property
+    def batches(self) -> list[HostBatch]:
+        """The decodes that the CPU attends for, by sub-batch."""
+        return [hand_off.batch for each in self._passes for hand_off in each.hand_offs]
+
+    def parts(self) -> list[Part]:
+        """Return all stages, in order."""
+        build = PartBuilder()
+        build.add(self._bring_inputs, is_fixed=True)
+        if self._has_cuts:
+            build.add(partial(self._bring_kv, 0), is_fixed=False)
+        for layer in range(self._config.num_layers):
+            if self._has_cuts:
+                build.add(partial(self._begin_layer, layer), is_fixed=False)
+            for each in self._passes:
+                build.add(partial(self._step, each, layer), is_fixed=True)
+                if each.prompts:
+                    build.add(partial(self._attend_to_prompts, each, layer), is_fixed=False)
+        build.add(self._collect_last, is_fixed=True)
+        if self.chooses:
+            build.add(self._choose, is_fixed=True)
+        else:
+            build.add(self._finish, is_fixed=False)
+        return build.parts
+
+    def _bring_inputs(self, recorder: Recorder) -> None:
+        memory = self._memory
+        if memory.inputs is not memory.staged:
+            bring = partial(memory.inputs.copy_, memory.staged, non_blocking=True)
+            recorder.run(Lane.DEVICE, Stage("inputs", 0, NO_SUB_BATCH, len(memory.inputs)), bring)
+
+    def _bring_kv(self, layer: int, recorder: Recorder) -> None:
+        """Start to bring what layer `layer` needs to where it is needed."""
+        self._moved[layer] = self._moves.submit(recorder, layer)
+        for each in self._passes:
+            for prompts in each.prompts:
+                prompts.fetch(recorder, layer)
+
+    def _begin_layer(self, layer: int, recorder: Recorder) -> None:
+        if layer + 1 < self._config.num_layers:
+            self._bring_kv(layer + 1, recorder)
+        recorder.wait(self._moved[layer])
+
+    def _step(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:
+        """Go from the attention of the layer before to that of this one; prompts' follows."""
+        memory = each.memory
+        linear = recorder.run(
+            Lane.DEVICE,
+            Stage("linear", layer, memory.index, memory.rows.count),
+            partial(self._linear, each, layer),
+            self._collect(each, layer - 1, recorder),
+        )
+        for hand_off in each.hand_offs:
+            count = len(hand_off.batch.hand_over.qkv)
+            stage = Stage("q, k, v", layer, memory.index, count)
+            sent = recorder.run(Lane.TO_HOST, stage, partial(self._send, each, hand_off), (linear,))
+            stage = Stage("CPU attention", layer, memory.index, count)
+            hand_off.attended = recorder.host(Lane.CPU, stage, hand_off.batch.step(layer), (sent,))
+        if each.decodes:
+            count = sum(len(decodes.context_lens) for decodes in each.decodes)
+            stage = Stage("attention", layer, memory.index, count)
+            recorder.run(Lane.DEVICE, stage, partial(self._attend, each, layer))
+
+    def _collect(self, each: SubBatchPass, layer: int, recorder: Recorder) -> list[Signal]:
+        """Bring what the CPU attended to in a layer back; return what ends then."""
+        arrived = []
+        for hand_off in each.hand_offs:
+            if hand_off.attended is not None:
+                out, rows = hand_off.batch.hand_over.out, each.memory.state.attention[hand_off.rows]
+                stage = Stage("o", layer, each.memory.index, len(out))
+                bring = partial(rows.copy_, out, non_blocking=True)
+                arrived.append(recorder.run(Lane.TO_DEVICE, stage, bring, (hand_off.attended,)))
+                hand_off.attended = None
+        return arrived
+
+    def _attend_to_prompts(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:
+        q, k, v = self._stages.heads(each.memory.state)
+        for prompts in each.prompts:
+            recorder.wait(prompts.store(recorder, layer, k, v))
+        config, memory = self._config, each.memory
+        out, window = memory.state.attention, config.layer_windows[layer]
+
+        def attend() -> None:
+            for prompts in each.prompts:
+                prompts.attend(layer, q, k, v, out, config.attention_scale, window)
+
+        recorder.run(Lane.DEVICE, Stage("attention", layer, memory.index, memory.rows.prompts), attend)
+        for prompts in each.prompts:
+            prompts.attended(recorder)
+
+    def _collect_last(self, recorder: Recorder) -> None:
+        for each in self._passes:
+            recorder.wait(self._collect(each, self._config.num_layers - 1, recorder))
+
+    def _choose(self, recorder: Recorder) -> None:
+        """Finish all rows, and choose tokens greedily; whoever samples in another way reads the logits."""
+        num_layers, first_row = self._config.num_layers, 0
+        for each in self._passes:
+            rows = each.memory.rows.count
+            stage = Stage("linear", num_layers, each.memory.index, rows)
+            out = self._workspace.last_hidden[first_row : first_row + rows]
+            recorder.run(Lane.DEVICE, stage, partial(self._finish_all, each.memory.state, out))
+            first_row += rows
+        stage = Stage("sample", num_layers, NO_SUB_BATCH, first_row)
+        recorder.run(Lane.DEVICE, stage, partial(self._most_probable, first_row))
+
+    def _finish(self, recorder: Recorder) -> None:
+        """Compute the last hidden states that are needed, of all sub-batches in order."""
+        count = sum(len(each.last_rows) for each in self._passes)
+        if not count:
+            return
+        self.last_states = self._passes[0].memory.state.residual.new_empty(count, self._config.hidden_size)
+        first_row = 0
+        for each in self._passes:
+            out = self.last_states[first_row : first_row + len(each.last_rows)]
+            first_row += len(out)
+            if len(out):
+                stage = Stage("linear", self._config.num_layers, each.memory.index, len(out))
+                recorder.run(Lane.DEVICE, stage, partial(self._finish_rows, each, out))
+
+    # What the lanes run.
+
+    def _linear(self, each: SubBatchPass, layer: int) -> None:
+        stages, state, inputs = self._stages, each.memory.state, each.memory.inputs
+        if layer == 0:
+            stages.embed(inputs.token_ids, inputs.positions, state)
+        else:
+            stages.post_attention(layer - 1, state)
+        stages.pre_attention(layer, state, each.store(layer))
+
+    def _send(self, each: SubBatchPass, hand_off: HandOff) -> None:
+        target = hand_off.batch.hand_over.qkv
+        rows = each.memory.state.qkv[hand_off.rows]
+        target.copy_(rows.view(target.shape), non_blocking=True)
+
+    def _attend(self, each: SubBatchPass, layer: int) -> None:
+        config, memory = self._config, each.memory
+        q, k, v = self._stages.heads(memory.state)
+        window, out = config.layer_windows[layer], memory.state.attention
+        for decodes in each.decodes:
+            rows, cache = decodes.rows, decodes.pool.layer(layer)
+            cache.decode(
+                q[rows],
+                None if cache.stores_early else k[rows],
+                None if cache.stores_early else v[rows],
+                memory.inputs.slots[rows],
+                decodes.block_tables,
+                decodes.context_lens,
+                out[rows],
+                config.attention_scale,
+                window,
+                partial(self._workspace.partials, len(decodes.context_lens)),
+            )
+
+    def _finish_all(self, state: State, out: Tensor) -> None:
+        self._stages.post_attention(self._config.num_layers - 1, state)
+        self._stages.final_norm(state, out)
+
+    def _finish_rows(self, each: SubBatchPass, out: Tensor) -> None:
+        state, config = each.memory.state, self._config
+        count, device, dtype = len(out), out.device, out.dtype
+        if count < state.rows or list(each.last_rows) != list(range(count)):
+            scratch = Scratch.empty(config, count, dtype, device)
+            room = State.empty(config, count, dtype, device, scratch)
+            state = state.select(upload(list(each.last_rows), torch.int64, device), room)
+        self._finish_all(state, out)
+
+    def _most_probable(self, rows: int) -> None:
+        workspace = self._workspace
+        logits = self._stages.logits(workspace.last_hidden[:rows], workspace.logits[:rows])
+        largest, tokens = logits.max(dim=-1)
+        tokens = torch.where(largest.isfinite(), tokens, NO_TOKEN)
+        workspace.tokens[:rows].copy_(tokens, non_blocking=True)

@@ -1,0 +1,222 @@
+"""The prompt chunks of a sub-batch, place by place: attention on the device, wherever their KV lives."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, groupby, pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from neo_desktop.engine.batch import ScheduledSequence
+from neo_desktop.engine.cuda.copies import upload
+from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
+from neo_desktop.engine.execute.prefill import Prefill, groups_of
+from neo_desktop.engine.execute.transfers import NUM_BUFFERS, FromHost, HostTransfer, ToHost, TransferMemory
+from neo_desktop.engine.int_array import IntView
+from neo_desktop.engine.kv.layer import Rows
+from neo_desktop.engine.kv.storage import KVPool, KVStorage
+
+
+class Prompts(Protocol):
+    """Chunks of prompts that live in one place.
+
+    q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] and out (as q) are the sub-batch's;
+    `scale` is the factor on q·k, and with a `window` each token sees only the last `window` tokens, itself
+    included.
+    """
+
+    @property
+    def transfers_ahead(self) -> Sequence[HostTransfer]:
+        """What the CPU brings from host memory, one layer ahead."""
+
+    @property
+    def transfers_behind(self) -> Sequence[HostTransfer]:
+        """What the CPU stores in host memory."""
+
+    def fetch(self, recorder: Recorder, layer: int) -> None:
+        """Start to bring what precedes the chunks in host memory to the device."""
+
+    def store(self, recorder: Recorder, layer: int, k: Tensor, v: Tensor) -> Sequence[Signal]:
+        """Start to store K and V where they live; return what the attention has to wait for."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, window: int | None
+    ) -> None:
+        """Attend from the chunks to their contexts: work for the device."""
+
+    def attended(self, recorder: Recorder) -> None:
+        """Take in that the layer's attention has been given to the device."""
+
+
+class DevicePrompts:
+    """Chunks whose KV lies in the device's memory.
+
+    Args:
+        pool: the place's.
+        chunks: theirs.
+    """
+
+    transfers_ahead: Sequence[HostTransfer] = ()
+    transfers_behind: Sequence[HostTransfer] = ()
+
+    def __init__(self, pool: KVPool, chunks: Sequence[Prefill]) -> None:
+        self._pool = pool
+        self._groups = tuple(groups_of(chunks))
+        self._rows = slice(chunks[0].rows.start, chunks[-1].rows.stop)
+        self._slots = torch.cat([chunk.slots[chunk.start :] for chunk in chunks])
+
+    def fetch(self, recorder: Recorder, layer: int) -> None:
+        """Do nothing: it is there."""
+
+    def store(self, recorder: Recorder, layer: int, k: Tensor, v: Tensor) -> Sequence[Signal]:
+        """Do nothing: `attend` does it, or it was done with the rotation."""
+        return ()
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, window: int | None
+    ) -> None:
+        """See `Prompts`."""
+        cache = self._pool.layer(layer)
+        if not cache.stores_early:
+            cache.write(k[self._rows], v[self._rows], self._slots)
+        for group in self._groups:
+            keys, values = k[group.rows], v[group.rows]
+            if group.has_earlier:
+                contexts = k.new_empty(2, len(group.slots), *k.shape[1:])
+                cache.read(group.slots, contexts)
+                keys, values = contexts[0], contexts[1]
+            group.attend(q, keys, values, out, scale, window)
+
+    def attended(self, recorder: Recorder) -> None:
+        """Do nothing."""
+
+
+class HostPrompts:
+    """Chunks whose KV lies in host memory.
+
+    Args:
+        pool: the place's.
+        chunks: theirs.
+        index: of the sub-batch.
+        device: the model's.
+        row_shape: (kv_heads, head_dim)
+        dtype: of k and v.
+        make: makes transfers.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        chunks: Sequence[Prefill],
+        index: int,
+        device: torch.device,
+        row_shape: tuple[int, int],
+        dtype: torch.dtype,
+        make: TransferMemory,
+    ) -> None:
+        self._groups = [group.attending_on(device) for group in groups_of(chunks)]
+        self._rows = slice(chunks[0].rows.start, chunks[-1].rows.stop)
+        new = torch.cat([chunk.slots[chunk.start :] for chunk in chunks])
+        self._to_host = ToHost(
+            make.transfer("store prompts' KV", pool, new, to_host=True, is_behind=True, index=index),
+            Lane.STORE,
+        )
+        earlier = [chunk.earlier_slots for group in self._groups for chunk in group.chunks]
+        num_earlier = sum(map(len, earlier))
+        self._from_host: FromHost | None = None
+        self._fetched: list[Signal | None] = [None] * NUM_BUFFERS
+        self._read: tuple[Signal, ...] = ()  # what has read the buffers
+        self._sent: Signal | None = None  # the layer's k and v
+        self._earlier: list[Tensor] = []
+        if num_earlier:
+            slots = torch.cat(earlier)
+            self._from_host = FromHost(
+                make.transfer("fetch earlier KV", pool, slots, to_host=False, index=index)
+            )
+            # One buffer is read by the attention of a layer while the other is filled for the next.
+            shape = (2, num_earlier, *row_shape)
+            self._earlier = [torch.empty(shape, dtype=dtype, device=device) for _ in range(NUM_BUFFERS)]
+        self._ends = list(accumulate(map(len, earlier), initial=0))
+
+    @property
+    def transfers_ahead(self) -> Sequence[HostTransfer]:
+        """See `Prompts`."""
+        return () if self._from_host is None else (self._from_host.host,)
+
+    @property
+    def transfers_behind(self) -> Sequence[HostTransfer]:
+        """See `Prompts`."""
+        return (self._to_host.host,)
+
+    def fetch(self, recorder: Recorder, layer: int) -> None:
+        """See `Prompts`."""
+        if self._from_host is None:
+            return
+        self._read = self._read or (recorder.mark(),)  # the buffers were somebody else's memory
+        target = self._earlier[layer % NUM_BUFFERS]
+        bring = partial(target.copy_, non_blocking=True)
+        self._fetched[layer % NUM_BUFFERS] = self._from_host.submit(recorder, layer, bring, self._read)
+
+    def store(self, recorder: Recorder, layer: int, k: Tensor, v: Tensor) -> Sequence[Signal]:
+        """See `Prompts`."""
+        new_k, new_v = k[self._rows], v[self._rows]
+
+        def read(buffer: Rows) -> None:
+            buffer[0].copy_(new_k, non_blocking=True)
+            buffer[1].copy_(new_v, non_blocking=True)
+
+        self._sent, _ = self._to_host.submit(recorder, layer, read, (recorder.mark(),))
+        fetched = self._fetched[layer % NUM_BUFFERS]
+        return () if fetched is None else (fetched,)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, window: int | None
+    ) -> None:
+        """See `Prompts`."""
+        ends = pairwise(self._ends)
+        for group in self._groups:
+            earlier: list[Rows | None] = []
+            for _, (begin, end) in zip(group.chunks, ends, strict=False):
+                earlier.append(self._earlier[layer % NUM_BUFFERS][:, begin:end] if end > begin else None)
+            group.attend(q, *group.pack(k, v, earlier), out, scale, window)
+
+    def attended(self, recorder: Recorder) -> None:
+        """See `Prompts`."""
+        assert self._sent is not None
+        recorder.wait((self._sent,))  # the next layer's k and v take the place of this one's
+        if self._from_host is not None:
+            self._read = (recorder.mark(),)
+
+
+def prompts_of(
+    sequences: Sequence[ScheduledSequence],
+    first_row: int,
+    storage: KVStorage,
+    make_host: Callable[[KVPool, Sequence[Prefill]], Prompts],
+) -> list[Prompts]:
+    """Return the prompts of a sub-batch by place.
+
+    Args:
+        sequences: the chunks, those of a place adjacent.
+        first_row: of them in the sub-batch.
+        storage: holds the KV.
+        make_host: for those in host memory.
+    """
+    prompts: list[Prompts] = []
+    row = first_row
+    for place, group in groupby(sequences, key=lambda sequence: sequence.place):
+        pool, chunks = storage[place], []
+        for sequence in group:
+            begin, row = row, row + len(sequence.token_ids)
+            slots = slots_of(sequence.block_table, np.arange(sequence.context_len), pool.block_size)
+            chunks.append(Prefill(slice(begin, row), sequence.start, upload(slots, torch.int64, pool.device)))
+        prompts.append(make_host(pool, chunks) if place.in_host_memory else DevicePrompts(pool, chunks))
+    return prompts
+
+
+def slots_of(blocks: IntView, positions: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
+    """Return where the tokens at some positions of these blocks lie."""
+    return blocks[positions // block_size].astype(np.int64) * block_size + positions % block_size

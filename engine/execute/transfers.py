@@ -1,0 +1,218 @@
+"""KV that crosses the bus within an iteration, layer by layer, beside the computation.
+
+What lies in host memory lies in pages, which only the CPU can read and write. So rows go through buffers in
+host memory: the device copies them there or from there, and the CPU moves them between buffer and pages.
+There are two buffers for each transfer, for even layers and odd ones: one is on its way while the other is
+filled or emptied.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.execute.lane import HostStep, Lane, Recorder, Signal
+from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
+from neo_desktop.engine.kv.layer import Rows
+from neo_desktop.engine.kv.storage import CopyGroup, KVPool
+from neo_desktop.engine.kv.transfer import HostBuffer
+from neo_desktop.native.relay import RelayTransfer, empty_flags
+
+NUM_BUFFERS = 2
+TOKENS_AT_ONCE = 4096  # of blocks that move: the rest goes behind them
+
+NAME = "copy blocks"
+
+
+@dataclass
+class HostTransfer:
+    """The CPU's part in a transfer: rows of a pool in host memory, through buffers."""
+
+    name: str  # of its stages
+    index: int  # of the sub-batch, or NO_SUB_BATCH
+    pool: KVPool
+    transfer: RelayTransfer
+    done: list[Signal | None] = field(default_factory=lambda: [None] * NUM_BUFFERS)  # by buffer
+
+    def buffer(self, layer: int) -> Rows:
+        """Return the buffer of a layer."""
+        return self.transfer.buffers[layer % NUM_BUFFERS]
+
+    def stage(self, layer: int) -> Stage:
+        """Return what it is called in a layer."""
+        return Stage(self.name, layer, self.index, len(self.transfer.slots))
+
+    def step(self, layer: int) -> HostStep:
+        """Return what is to be done in a layer."""
+        return HostStep(partial(self._carry_out, layer), self.transfer.flags[:, layer])
+
+    def _carry_out(self, layer: int) -> None:
+        rows, slots = self.buffer(layer), self.transfer.slots
+        if self.transfer.to_host:
+            self.pool.layer(layer).write(rows[0], rows[1], slots)
+        else:
+            self.pool.layer(layer).read(slots, rows)
+
+
+class ToHost:
+    """Rows of the device that are written to pages in host memory."""
+
+    def __init__(self, host: HostTransfer, lane: Lane) -> None:
+        self.host = host
+        self._lane = lane
+
+    def submit(
+        self, recorder: Recorder, layer: int, read: Callable[[Rows], object], after: Sequence[Signal]
+    ) -> tuple[Signal, Signal]:
+        """Give a layer's to the lanes; return when the rows have been copied, and when they are written.
+
+        Args:
+            read: starts to copy the rows to a buffer in host memory.
+            after: what must have ended before.
+        """
+        buffer, emptied = self.host.buffer(layer), self.host.done[layer % NUM_BUFFERS]
+        free = () if emptied is None else (emptied,)
+        stage = self.host.stage(layer)
+        arrived = recorder.run(self._lane, stage, partial(read, buffer), (*after, *free))
+        written = recorder.host(Lane.HOST_SWAP, stage, self.host.step(layer), (arrived,))
+        self.host.done[layer % NUM_BUFFERS] = written
+        return arrived, written
+
+
+class FromHost:
+    """Rows of pages in host memory that are brought to the device."""
+
+    def __init__(self, host: HostTransfer) -> None:
+        self.host = host
+
+    def submit(
+        self, recorder: Recorder, layer: int, write: Callable[[Rows], object], after: Sequence[Signal]
+    ) -> Signal:
+        """Give a layer's to the lanes; return its end.
+
+        Args:
+            write: starts to copy the rows from a buffer in host memory.
+            after: what must have ended before the device is written to.
+        """
+        buffer, brought = self.host.buffer(layer), self.host.done[layer % NUM_BUFFERS]
+        free = () if brought is None else (brought,)
+        stage = self.host.stage(layer)
+        gathered = recorder.host(Lane.HOST_SWAP, stage, self.host.step(layer), free)
+        arrived = recorder.run(Lane.SWAP, stage, partial(write, buffer), (gathered, *after))
+        self.host.done[layer % NUM_BUFFERS] = arrived
+        return arrived
+
+
+class Moves:
+    """The blocks that change their place in an iteration, in the order of the plan.
+
+    Args:
+        groups: see `KVStorage.copy_groups`.
+        make: makes transfers.
+    """
+
+    def __init__(self, groups: Sequence[CopyGroup], make: "TransferMemory") -> None:
+        self._pieces: list[tuple[CopyGroup, Tensor, Tensor, ToHost | FromHost]] = []
+        for group in groups:
+            pieces = (torch.split(s, TOKENS_AT_ONCE) for s in (group.source_slots, group.target_slots))
+            for old, new in zip(*pieces, strict=True):
+                way: ToHost | FromHost
+                if group.is_to_host:
+                    way = ToHost(make.transfer(NAME, group.target, new, to_host=True), Lane.SWAP)
+                else:
+                    way = FromHost(make.transfer(NAME, group.source, old, to_host=False))
+                self._pieces.append((group, old, new, way))
+        self._set_up: Signal | None = None
+
+    @property
+    def transfers(self) -> list[HostTransfer]:
+        """The CPU's part, in order."""
+        return [way.host for *_, way in self._pieces]
+
+    def submit(self, recorder: Recorder, layer: int) -> tuple[Signal, ...]:
+        """Give a layer's moves to the lanes; return what ends with all of them."""
+        if not self._pieces:
+            return ()
+        if self._set_up is None:
+            self._set_up = recorder.mark()  # the slots must have arrived
+        ends = []
+        for group, old, new, way in self._pieces:
+            if isinstance(way, ToHost):
+                read = partial(_read, group.source, layer, old)
+                _, end = way.submit(recorder, layer, read, (self._set_up,))
+            else:
+                end = way.submit(recorder, layer, partial(_write, group.target, layer, new), (self._set_up,))
+            ends.append(end)
+        return tuple(ends)
+
+
+def _read(pool: KVPool, layer: int, slots: Tensor, buffer: Rows) -> None:
+    rows = (
+        buffer
+        if pool.device.type == "cpu"
+        else torch.empty(buffer.shape, dtype=buffer.dtype, device=pool.device)
+    )
+    pool.layer(layer).read(slots, rows)
+    if rows is not buffer:
+        buffer.copy_(rows, non_blocking=True)
+
+
+def _write(pool: KVPool, layer: int, slots: Tensor, buffer: Rows) -> None:
+    rows = buffer.to(pool.device, non_blocking=True)
+    pool.layer(layer).write(rows[0], rows[1], slots)
+
+
+class TransferMemory:
+    """Gives every transfer of an iteration host memory of its own, which grows, and is not given back.
+
+    Args:
+        num_layers: of the model.
+        row_shape: (kv_heads, head_dim)
+        dtype: the model's.
+        device: likewise.
+    """
+
+    def __init__(
+        self, num_layers: int, row_shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._num_layers, self._row_shape = num_layers, row_shape
+        self._dtype, self._device = dtype, device
+        self._memory: list[tuple[HostBuffer, Tensor]] = []
+        self._num_taken = 0
+
+    def begin(self) -> None:
+        """Begin an iteration: what was given may be used again."""
+        self._num_taken = 0
+
+    def transfer(
+        self,
+        name: str,
+        pool: KVPool,
+        slots: Tensor,
+        *,
+        to_host: bool,
+        is_behind: bool = False,
+        index: int = NO_SUB_BATCH,
+    ) -> HostTransfer:
+        """Make a transfer.
+
+        Args:
+            name: of its stages.
+            pool: in host memory.
+            slots: of the pool, [n] int64.
+            to_host: whether rows are written to the pool, and not read.
+            is_behind: whether it runs behind the computation of its layer, and not a layer ahead.
+            index: of the sub-batch, or NO_SUB_BATCH.
+        """
+        if self._num_taken == len(self._memory):
+            flags = host_memory(lambda pin: empty_flags(self._num_layers, pinned=pin), self._device)
+            self._memory.append((HostBuffer(self._device), flags))
+        memory, flags = self._memory[self._num_taken]
+        self._num_taken += 1
+        both = memory.view((NUM_BUFFERS, 2, len(slots), *self._row_shape), self._dtype)
+        of = "" if index == NO_SUB_BATCH else f" of sub-batch {index}"
+        relay = RelayTransfer(f"{name!r}{of}", to_host, is_behind, slots, (both[0], both[1]), flags)
+        return HostTransfer(name, index, pool, relay)

@@ -1,0 +1,243 @@
+"""The memory that iterations work in: taken once, so that graphs can refer to it by its address."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.execute.layout import Bucket, Capacity, Rows
+from neo_desktop.engine.kernels.splits import num_splits
+from neo_desktop.engine.kv.layer import Partials
+from neo_desktop.engine.placement import Place
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.stages import Scratch, State
+from neo_desktop.native.relay import empty_flags
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What an iteration is told of a sub-batch, all int32.
+
+    Padding is token 0 at position 0, stored nowhere, with a context of 0 tokens.
+    """
+
+    token_ids: Tensor  # [rows]
+    positions: Tensor  # [rows]
+    slots: Tensor  # [rows]; -1: the KV is stored nowhere, or in memory that the CPU attends to
+    context_lens: Tensor  # [decodes that the device attends for]
+    block_tables: Tensor  # [decodes that the device attends for, max_blocks]
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Host memory through which a sub-batch and the CPU give each other a layer's q, k, v and output."""
+
+    qkv: Tensor  # [decodes, heads + 2 * kv_heads, head_dim]
+    out: Tensor  # [decodes, heads, head_dim]
+    flags: Tensor  # see `native.relay.empty_flags`
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What one sub-batch works in."""
+
+    index: int  # of the sub-batch
+    rows: Rows
+    inputs: Inputs  # on the device
+    staged: Inputs  # in host memory, to be filled in; without a GPU the same
+    state: State
+    hand_overs: tuple[HandOver | None, ...]  # of each place; None: the device attends
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMemory:
+    """What the sub-batches of an iteration work in."""
+
+    bucket: Bucket
+    parts: tuple[Memory, ...]
+    inputs: Tensor  # all inputs in one piece, on the device
+    staged: Tensor
+    is_fixed: bool  # whether it is the same for the next iteration of these sizes
+
+
+class Workspace:
+    """The memory of all iterations of a model, which run one at a time.
+
+    Args:
+        config: the model's.
+        dtype: likewise.
+        device: likewise.
+        places: whose KV decodes attend to.
+        capacity: the largest iteration's sizes.
+        num_programs: of decode attention, that the GPU runs at once.
+        has_graphs: whether there are graphs, which choose tokens themselves.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        places: Sequence[Place],
+        capacity: Capacity,
+        num_programs: int,
+        *,
+        has_graphs: bool,
+    ) -> None:
+        self._config, self._dtype, self._device = config, dtype, device
+        self._places, self._capacity = tuple(places), capacity
+        self._num_programs = num_programs
+        self._on_host: list[Tensor] = []
+        self._scratch = Scratch.empty(config, capacity.tokens, dtype, device)
+        self._states = [
+            State.empty(config, rows, dtype, device, self._scratch)
+            for rows in (capacity.tokens, capacity.decodes if has_graphs else capacity.tokens)
+        ]
+        decodes, heads, head_dim = capacity.decodes, config.num_heads, config.head_dim
+        num_ints = 3 * sum(len(state.residual) for state in self._states) + 2 * decodes * (
+            1 + max(capacity.blocks, 1)
+        )
+        self._staged = self._shared(lambda pin: torch.zeros(num_ints, dtype=torch.int32, pin_memory=pin))
+        self._ints = self._staged if device.type == "cpu" else torch.zeros_like(self._staged, device=device)
+        self._hand_overs = [
+            [self._hand_over(decodes) if place.host_attends else None for place in places] for _ in range(2)
+        ]
+        # Where contexts are cut at all, parts are at most as many as keep the GPU busy (see `num_splits`).
+        parts = heads * max(num_programs // config.num_kv_heads, 1)
+        self._partial_out = torch.empty(parts * head_dim, dtype=torch.float32, device=device)
+        self._partial_lse = torch.empty(parts, dtype=torch.float32, device=device)
+        # Of all rows of a whole graph, those of sub-batch 0 first.
+        self._graph_rows = rows = 2 * decodes if has_graphs else 0
+        self.last_hidden = torch.empty(rows, config.hidden_size, dtype=dtype, device=device)  # normalised
+        self.logits = torch.empty(rows, config.vocab_size, dtype=dtype, device=device)
+        # The most probable token of each row, or `sampler.NO_TOKEN`; in host memory.
+        self.tokens = self._shared(lambda pin: torch.zeros(rows, dtype=torch.int64, pin_memory=pin))
+        self._known: dict[Bucket, BatchMemory] = {}
+
+    @property
+    def fits_graphs(self) -> bool:
+        """Whether graphs can use it: what they copy from and to in host memory must be pinned."""
+        return self._device.type == "cpu" or all(tensor.is_pinned() for tensor in self._on_host)
+
+    def memory(self, bucket: Bucket) -> BatchMemory:
+        """Return what an iteration of these sizes works in; that of all of them overlaps."""
+        known = self._known.get(bucket)
+        if known is None:
+            known = self._views(bucket)
+            if self._graph_rows and known.is_fixed and bucket.is_whole:  # there are few such sizes
+                self._known[bucket] = known  # making views takes a while
+        return known
+
+    def partials(self, rows: int, max_tokens: int) -> Partials:
+        """Return what `paged_decode` works in.
+
+        Args:
+            rows: decodes of a sub-batch.
+            max_tokens: that one of them may attend to.
+        """
+        config = self._config
+        splits = num_splits(rows, config.num_kv_heads, max_tokens, self._num_programs)
+        shape = (rows if splits > 1 else 0, config.num_heads, splits)
+        parts = math.prod(shape)
+        return Partials(
+            self._partial_out[: parts * config.head_dim].view(*shape, config.head_dim),
+            self._partial_lse[:parts].view(shape),
+        )
+
+    def _views(self, bucket: Bucket) -> BatchMemory:
+        device_decodes = [
+            sum(n for n, place in zip(rows.decodes, self._places, strict=True) if not place.host_attends)
+            for rows in bucket.sub_batches
+        ]
+        shapes = [
+            ((rows.count,),) * 3 + ((decodes,), (decodes, bucket.max_blocks))
+            for rows, decodes in zip(bucket.sub_batches, device_decodes, strict=True)
+        ]
+        num_ints = sum(math.prod(shape) for each in shapes for shape in each)
+        is_fixed = (
+            len(bucket.sub_batches) <= len(self._states)
+            and num_ints <= len(self._ints)
+            and (
+                not (self._graph_rows and bucket.is_whole)
+                or sum(rows.count for rows in bucket.sub_batches) <= self._graph_rows
+            )
+            and all(
+                rows.count <= len(state.residual) and max(rows.decodes) <= self._capacity.decodes
+                for rows, state in zip(bucket.sub_batches, self._states, strict=False)
+            )
+        )
+        ints, staged = self._ints[:num_ints], self._staged[:num_ints]
+        if not is_fixed:
+            staged = torch.zeros(num_ints, dtype=torch.int32)
+            ints = staged if self._device.type == "cpu" else torch.zeros_like(staged, device=self._device)
+        begin, parts = 0, []
+        for index, (rows, each) in enumerate(zip(bucket.sub_batches, shapes, strict=True)):
+            parts.append(
+                Memory(
+                    index=index,
+                    rows=rows,
+                    inputs=_cut(ints, begin, each),
+                    staged=_cut(staged, begin, each),
+                    state=self._state(index, rows.count),
+                    hand_overs=self._hand_over_views(index, rows),
+                )
+            )
+            begin += sum(map(math.prod, each))
+        return BatchMemory(bucket, tuple(parts), ints, staged, is_fixed)
+
+    def _state(self, index: int, rows: int) -> State:
+        if rows <= len(self._states[index].residual):
+            return self._states[index].first(rows)
+        scratch = Scratch.empty(self._config, rows, self._dtype, self._device)
+        return State.empty(self._config, rows, self._dtype, self._device, scratch)
+
+    def _hand_over(self, rows: int) -> HandOver:
+        config, dtype = self._config, self._dtype
+        heads, head_dim = config.num_heads, config.head_dim
+        qkv, out = (rows, heads + 2 * config.num_kv_heads, head_dim), (rows, heads, head_dim)
+        return HandOver(
+            self._shared(lambda pin: torch.zeros(qkv, dtype=dtype, pin_memory=pin)),
+            self._shared(lambda pin: torch.zeros(out, dtype=dtype, pin_memory=pin)),
+            self._shared(lambda pin: empty_flags(config.num_layers, pinned=pin)),
+        )
+
+    def _hand_over_views(self, index: int, rows: Rows) -> tuple[HandOver | None, ...]:
+        views: list[HandOver | None] = []
+        for count, kept in zip(rows.decodes, self._hand_overs[index], strict=True):
+            if kept is None:
+                views.append(None)
+                continue
+            whole = kept if count <= len(kept.qkv) else self._hand_over(count)
+            views.append(HandOver(whole.qkv[:count], whole.out[:count], whole.flags))
+        return tuple(views)
+
+    def _shared(self, make: Callable[[bool], Tensor]) -> Tensor:
+        self._on_host.append(host_memory(make, self._device))
+        return self._on_host[-1]
+
+
+def device_bytes(config: ModelConfig, dtype: torch.dtype, capacity: Capacity, num_programs: int) -> int:
+    """Return about what a `Workspace` takes of a GPU's memory, graphs included."""
+    rows = capacity.tokens + capacity.decodes
+    head = 2 * capacity.decodes * (config.hidden_size + config.vocab_size) * dtype.itemsize
+    parts = max(num_programs // config.num_kv_heads, 1) * config.num_heads * (config.head_dim + 1)
+    ints = 3 * rows + 2 * capacity.decodes * (1 + capacity.blocks)
+    nowhere = torch.device("meta")
+    scratch = Scratch.empty(config, capacity.tokens, dtype, nowhere)
+    states = [State.empty(config, n, dtype, nowhere, scratch) for n in (capacity.tokens, capacity.decodes)]
+    parts_of: tuple[Scratch | State, ...] = (scratch, *states)
+    values = [getattr(part, field.name) for part in parts_of for field in fields(part)]
+    taken = sum(value.nbytes for value in values if isinstance(value, Tensor))
+    return taken + head + 4 * (parts + ints)
+
+
+def _cut(ints: Tensor, begin: int, shapes: Sequence[tuple[int, ...]]) -> Inputs:
+    views = []
+    for shape in shapes:
+        end = begin + math.prod(shape)
+        views.append(ints[begin:end].view(shape))
+        begin = end
+    return Inputs(*views)

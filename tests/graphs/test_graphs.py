@@ -1,0 +1,459 @@
+"""Iterations as graphs give the tokens of a plain computation, whatever order the streams take."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from graph_case import CAPACITY, GREEDY, HOMES, TOKENS, contexts, decodes, make_executor, prompts, sequence
+from hypothesis import given
+from hypothesis import strategies as st
+from imitated_streams import ImitatedBackend, Operation
+from ladder_rungs import Rungs, kernels_on
+from pipeline_case import (
+    RandomIterations,
+    check_result,
+    make_storage,
+    reference_logprobs,
+    tiny_config,
+    tiny_model,
+)
+
+from neo_desktop.engine.batch import (
+    BlockCopy,
+    GraphReach,
+    IterationPlan,
+    SamplingInput,
+    ScheduledSequence,
+    SubBatch,
+)
+from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.execute.build import build_executor
+from neo_desktop.engine.execute.layout import Bucket, Capacity, Members
+from neo_desktop.engine.execute.timeline import Timeline
+from neo_desktop.engine.execute.workspace import Workspace, device_bytes
+from neo_desktop.engine.grammar import GrammarCompiler, from_regex
+from neo_desktop.engine.int_array import IntArray
+from neo_desktop.engine.kernels import dispatch, in_torch
+from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.linear.dense import Dense
+from neo_desktop.models.tokenizer import ByteTokenizer
+
+BLOCK_SIZE = 16
+PLAIN = Dense(uses_onednn=False)  # as weights lie on a GPU
+
+
+@pytest.fixture(autouse=True)
+def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Torch's, unless a test asks for others: Triton's interpreter takes its time."""
+    with kernels_on(getattr(request, "param", "torch")):
+        yield
+
+
+both_kernels = pytest.mark.parametrize("_kernels", ["triton", "torch"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    """Two layers, one with a window."""
+    return tiny_model((None, 5), form=PLAIN)
+
+
+@both_kernels
+@pytest.mark.parametrize("seed", range(2))
+def test_decodes_in_both_places_and_sub_batches(model: Decoder, seed: int) -> None:
+    executor, backend = make_executor(model, seed)
+    executor.execute(prompts("abcdef"))
+    for step in range(3):
+        plan = decodes("abcd", "fe", step=step)
+        result = executor.execute(plan)
+        check_result(model, plan, contexts(plan), result)
+        assert result.timing is not None
+        assert 0 < result.timing.cpu_attention_ms < result.timing.total_ms
+        assert result.timing.is_graph == (step > 0)  # at first it is put on the streams, which compiles it
+        assert backend.num_graphs_launched == (step > 0)
+    executor.close()
+
+
+def mixed(step: int = 0, start: int = 10) -> IterationPlan:
+    """Decodes of both places, a new prompt on the device, one of the host's that goes on from `start`."""
+    first = decodes("abc", step=step).sub_batches[0].sequences
+    new, more = sequence("f", 0, 17), sequence("d", start, 25)
+    second = decodes("e", step=step).sub_batches[0].sequences
+    ordered = [new, *(s for s in first if s.place == Place.DEVICE), more]
+    ordered += [s for s in first if s.place == Place.HOST]
+    return IterationPlan((SubBatch(tuple(ordered)), SubBatch(second)))
+
+
+@pytest.mark.parametrize(("start", "graphs_per_layer"), [(0, 1), (10, 2)])  # with nothing to fetch, and with
+@pytest.mark.parametrize("num_queues", [None, 1, 2, 3, 8])
+def test_iterations_with_prompts_are_graphs_between_their_attention(
+    model: Decoder, num_queues: int | None, start: int, graphs_per_layer: int
+) -> None:
+    """Beside the graphs nothing is launched on the device but attention and what lets it wait."""
+    backend = ImitatedBackend(num_queues or 0, num_queues=num_queues)
+    executor, _ = make_executor(model, backend=backend)
+    executor.execute(prompts("abcde"))
+    for step in range(4):
+        plan = mixed(step, start)
+        check_result(model, plan, contexts(plan), executor.execute(plan))
+        backend.check_flags(model.config.num_layers)
+        assert backend.was_graph == (step > 0)
+    assert backend.num_programs == 1
+    assert backend.num_graphs_launched == graphs_per_layer * model.config.num_layers + 1
+    executor.close()
+
+
+def test_graphs_serve_prompts_of_other_lengths(model: Decoder) -> None:
+    executor, backend = make_executor(model)
+    executor.execute(prompts("bc"))
+    for start, end in ((0, 9), (9, 10), (10, 22), (22, 30)):
+        chunk = sequence("a", start, end)
+        rest = decodes("bc").sub_batches[0].sequences
+        plan = IterationPlan((SubBatch((chunk, *rest)),))
+        check_result(model, plan, contexts(plan), executor.execute(plan))
+    assert backend.num_programs == 1
+    executor.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_plans_on_streams_of_any_order(model: Decoder, seed: int) -> None:
+    backend = ImitatedBackend(seed, num_queues=seed or None)
+    executor, _ = make_executor(model, backend=backend)
+    iterations = RandomIterations(seed, block_size=BLOCK_SIZE)
+    for plan, context in iterations.plans(8):
+        result = executor.execute(plan)
+        check_result(model, plan, context, result)
+        backend.check_flags(model.config.num_layers)
+        iterations.take_in(result)
+    executor.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_decodes_whose_blocks_move_wait_for_them_in_every_layer(model: Decoder, seed: int) -> None:
+    executor, _ = make_executor(model, seed)
+    executor.execute(prompts("abcd"))
+    homes = dict(HOMES)
+    for step in range(3):
+        plan = decodes("ab", "cd", step=step)
+        there, back = homes["a"][1], (20, 21) if step % 2 == 0 else (0, 5)
+        ways = (Place.DEVICE, Place.HOST) if step % 2 == 0 else (Place.HOST, Place.DEVICE)
+        copies = tuple(BlockCopy(ways[0], a, ways[1], b) for a, b in zip(there, back, strict=True))
+        homes["a"] = (ways[1], back, 20)
+        moved = [
+            s._replace(place=ways[1], block_table=IntArray(back).view()) if s.request_id == "a" else s
+            for s in plan.sub_batches[0].sequences
+        ]
+        moved.sort(key=lambda s: PLACES.index(s.place))
+        plan = IterationPlan((SubBatch(tuple(moved)), plan.sub_batches[1]), copies)
+        check_result(model, plan, contexts(plan), executor.execute(plan))
+    executor.close()
+
+
+def test_the_executor_tells_which_iterations_are_graphs(model: Decoder, rungs: Rungs) -> None:
+    executor, _ = make_executor(model)
+    assert executor.graph_reach == GraphReach(CAPACITY.decodes, with_host=True)
+    assert make_executor(model, places=(Place.DEVICE,))[0].graph_reach == GraphReach(CAPACITY.decodes)
+    for rung, with_host in (("host-flags", True), ("device-only", False), ("eager", False)):
+        rungs(graphs=rung)
+        assert executor.graph_reach.holds(4, with_host=True) == with_host
+        assert executor.graph_reach.holds(4, with_host=False) == (rung != "eager")
+    executor.close()
+
+
+def test_every_wait_for_a_flag_comes_after_its_question_for_cuda_too(model: Decoder) -> None:
+    executor, backend = make_executor(model)
+    executor.execute(prompts("abcdef"))
+    for parts, waits in ((("abcd", "fe"), 2), (("ce",), 1), (("ac", "d"), 2)):
+        for _ in range(2):
+            executor.execute(decodes(*parts))
+            assert backend.check_flags(model.config.num_layers) == 2 * waits
+    executor.close()
+
+
+@pytest.mark.parametrize("parts", [("abf",), ("cde",), ("cd", "e"), ("ac",), ("", "a")])
+def test_one_place_or_one_sub_batch(model: Decoder, parts: tuple[str, ...]) -> None:
+    """`gpu-only`, `fastdecode`, and one sub-batch whose CPU attention runs beside its own."""
+    names = "".join(parts)
+    executor, _ = make_executor(model, places={HOMES[name][0]: None for name in names})
+    executor.execute(prompts(names))
+    for step in range(2):
+        plan = decodes(*parts, step=step)
+        check_result(model, plan, contexts(plan), executor.execute(plan))
+    executor.close()
+
+
+def test_a_graph_serves_smaller_iterations_and_what_was_there_before_does_not_matter(model: Decoder) -> None:
+    executor, backend = make_executor(model)
+    executor.execute(prompts("abcdef"))
+    for step, names in ((0, "abfcde"), (1, "abfcde"), (0, "afcde"), (1, "afcde"), (0, "bfcde")):
+        plan = decodes(names, step=step)
+        check_result(model, plan, contexts(plan), executor.execute(plan))
+    assert backend.num_programs == 2
+    executor.close()
+
+
+def test_an_iteration_that_is_too_large_takes_memory_of_its_own(model: Decoder) -> None:
+    executor, backend = make_executor(model, capacity=Capacity(tokens=16, decodes=4, blocks=1))
+    executor.execute(prompts("abcde"))
+    for _ in range(2):
+        (one,) = decodes("a").sub_batches[0].sequences
+        plan = IterationPlan((SubBatch(tuple(one._replace(request_id=f"a{i}") for i in range(20))),))
+        result = executor.execute(plan)
+        best = int(reference_logprobs(model, TOKENS["a"][: one.context_len]).argmax())
+        assert {token.token_id for token in result.sampled.values()} == {best}
+        assert not backend.was_graph
+    executor.close()
+
+
+@both_kernels
+def test_every_kind_of_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Biases everywhere, norms of heads, an embedding of its own."""
+    config = replace(
+        tiny_config((None,)),
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        qk_norm=True,
+        tie_word_embeddings=False,
+    )
+    monkeypatch.setattr("pipeline_case.tiny_config", lambda windows: config)
+    model = tiny_model((None,), form=PLAIN)
+    executor, _ = make_executor(model)
+    executor.execute(prompts("abcd"))
+    for step in range(2):
+        plan = decodes("ac", "bd", step=step)
+        check_result(model, plan, contexts(plan), executor.execute(plan))
+    executor.close()
+
+
+@both_kernels
+def test_warming_up_changes_nothing_that_is_stored(model: Decoder) -> None:
+    executor, backend = make_executor(model)
+    executor.warm_up()
+    assert backend.num_runs == 2
+    storage = executor._storage
+    assert all(part.isnan().all() for place in PLACES for part in storage[place].parts)
+    executor.close()
+
+
+def test_sampling_is_the_same_in_graphs(model: Decoder) -> None:
+    params = SamplingParams(temperature=0.9, top_p=0.8, repetition_penalty=1.3, logprobs=2)
+    inputs = SamplingInput(params, 5, 0, 21, IntArray((1, 2, 3)).view(), IntArray((4, 4)).view())
+    executor, backend = make_executor(model)
+    executor.execute(prompts("acd"))
+    plan = decodes("ac", "d", sampling=inputs)
+    expected = executor.execute(plan).sampled
+    sampled = executor.execute(plan).sampled
+    assert backend.was_graph
+    assert sampled.keys() == expected.keys()
+    for name, token in sampled.items():
+        assert token.token_id == expected[name].token_id
+        assert token.logprob is not None
+        assert token.logprob.logprob == pytest.approx(expected[name].logprob.logprob, abs=1e-4)
+    executor.close()
+
+
+def test_grammars_and_biases_are_obeyed_beside_greedy_requests(model: Decoder) -> None:
+    compiler = GrammarCompiler(ByteTokenizer(), model.config.vocab_size, ())
+    bound = GREEDY._replace(grammar=compiler.start(from_regex("z")))
+    compiler.close()
+    biased = GREEDY._replace(params=SamplingParams(temperature=0.0, logit_bias={77: 100.0}))
+    executor, _ = make_executor(model)
+    executor.execute(prompts("acd"))
+    sequences = [
+        decodes(name, sampling=sampling).sub_batches[0].sequences[0]
+        for name, sampling in (("a", GREEDY), ("c", bound), ("d", biased))
+    ]
+    plan = IterationPlan((SubBatch(tuple(sequences)),))
+    best = int(reference_logprobs(model, contexts(plan)["a"]).argmax())
+    for _ in range(2):
+        sampled = executor.execute(plan).sampled
+        assert {name: token.token_id for name, token in sampled.items()} == {
+            "a": best,
+            "c": ord("z"),
+            "d": 77,
+        }
+    executor.close()
+
+
+def test_greedy_tokens_come_without_reading_logits(model: Decoder) -> None:
+    executor, _ = make_executor(model)
+    executor.execute(prompts("ac"))
+    plan = decodes("a", "c", sampling=GREEDY)
+    for _ in range(2):
+        result = executor.execute(plan)
+        for name, context in contexts(plan).items():
+            assert result.sampled[name].token_id == int(reference_logprobs(model, context).argmax())
+    executor.close()
+
+
+def test_logits_that_are_not_finite_end_their_request_alone(model: Decoder) -> None:
+    executor, _ = make_executor(model)
+    executor.execute(prompts("abc"))
+    plan = decodes("ab", "c", sampling=GREEDY)
+    embedding = model.embedding
+    model.embedding = embedding.clone()
+    model.embedding[TOKENS["b"][HOMES["b"][2]]] = torch.nan
+    try:
+        result = executor.execute(plan)
+    finally:
+        model.embedding = embedding
+    assert result.sampled.keys() == {"a", "c"}
+    assert "not finite" in result.failed["b"]
+    executor.close()
+
+
+def test_a_wait_that_is_missing_shows(model: Decoder) -> None:
+    """The imitated streams would find it: without the events, some order gives other tokens."""
+
+    class Forgetful(ImitatedBackend):
+        def carry_out(self, operations: Sequence[Operation]) -> None:
+            super().carry_out([replace(operation, after=()) for operation in operations])
+
+    plan = decodes("abcd", "fe")
+    for seed in range(20):
+        executor, _ = make_executor(model, backend=Forgetful(seed))
+        try:
+            for each in (prompts("abcdef"), plan):
+                check_result(model, each, contexts(each), executor.execute(each))
+        except AssertionError:
+            return
+        finally:
+            executor.close()
+    pytest.fail("no order showed that nothing waits")
+
+
+def test_graphs_are_captured_again_when_their_kernels_change(model: Decoder, rungs: Rungs) -> None:
+    executor, backend = make_executor(model)
+    executor.execute(prompts("ab"))
+    for names in ("ab", "a", "ab", "a"):
+        executor.execute(decodes(names))
+    assert backend.num_programs == 2
+    rungs(norm="torch")
+    executor.execute(decodes("ab", step=1))
+    assert backend.num_programs == 0
+    executor.close()
+
+
+def test_attention_in_too_many_pieces_is_not_kept_in_graphs(
+    model: Decoder, rungs: Rungs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rungs(paged_decode="torch")
+    executor, backend = make_executor(model)
+    executor.execute(prompts("ab"))
+    monkeypatch.setattr(in_torch, "PIECE_BYTES", 1)  # a token at a time: 1024 of them have room in a table
+    for most, is_graph in ((1023, False), (1024, True)):
+        monkeypatch.setattr(dispatch, "MAX_PIECES_IN_GRAPH", most)
+        for step in range(2):
+            plan = decodes("ab", step=step)
+            check_result(model, plan, contexts(plan), executor.execute(plan))
+        assert backend.was_graph == is_graph
+    executor.close()
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.sampled_from(PLACES), st.integers(1, 3000), st.sampled_from((1, 1, 1, 5))),
+            max_size=70,
+        ),
+        min_size=1,
+        max_size=2,
+    )
+)
+def test_a_bucket_holds_its_plan_and_not_much_more(parts: list[list[tuple[Place, int, int]]]) -> None:
+    sub_batches = tuple(
+        SubBatch(
+            tuple(
+                ScheduledSequence(
+                    f"{i}.{j}", (1,) * count, 16 * blocks - count, place, IntArray(range(blocks)).view(), None
+                )
+                for j, (place, blocks, count) in enumerate(part)
+            )
+        )
+        for i, part in enumerate(parts)
+    )
+    plan = IterationPlan(sub_batches)
+    members = [Members.of(each, PLACES) for each in sub_batches if each.sequences]
+    exact = Bucket.of(plan, members, PLACES)
+    bucket = exact.rounded()
+    assert bucket.rounded() == bucket
+    has_prompts = not exact.is_whole
+    for rows, padded in zip(exact.sub_batches, bucket.sub_batches, strict=True):
+        for count, room in zip(rows.decodes, padded.decodes, strict=True):
+            assert (
+                count <= room <= (max(2 * count, 8) if has_prompts else max(count * 1.5, count)) * bool(count)
+            )
+        assert rows.prompts <= padded.prompts <= rows.prompts + max(64, padded.count / 16)
+    longest = exact.max_blocks
+    assert longest <= bucket.max_blocks <= max(2 * longest, 64)
+
+
+def test_the_memory_of_a_workspace_is_known_beforehand() -> None:
+    config = tiny_config((None,))
+    for capacity in (Capacity(64, 8, 64), Capacity(2112, 256, 1024)):
+        workspace = Workspace(
+            config, torch.float16, torch.device("cpu"), PLACES, capacity, 32, has_graphs=True
+        )
+        states = workspace._states
+        tensors = [getattr(state, name) for state in states for name in type(state).__slots__]
+        tensors += [getattr(states[0].scratch, name) for name in type(states[0].scratch).__slots__]
+        tensors += [workspace._ints, workspace.last_hidden, workspace.logits]
+        tensors += [workspace._partial_out, workspace._partial_lse]
+        taken = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+        assert taken == pytest.approx(device_bytes(config, torch.float16, capacity, 32), rel=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("parts", [("abf",), ("cde",), ("abcd", "fe"), ("ac", "d")])
+def test_on_a_gpu_graphs_give_the_tokens_of_a_plain_computation(parts: tuple[str, ...]) -> None:
+    model = tiny_model((None, 5), device="cuda")
+    storage = make_storage(model, dict.fromkeys(PLACES, 24), BLOCK_SIZE)
+    timeline = Timeline()
+    executor = build_executor(model, storage, 256, 8, timeline, WholeDevice(model.device))
+    executor.execute(prompts("abcdef"))
+    for step in range(4):  # at once, captured, and launched again
+        plan = decodes(*parts, step=step)
+        timeline.take()
+        check_result(model, plan, contexts(plan), executor.execute(plan), tolerance=2e-3)
+        spans = timeline.take()
+        lanes = {"device", "cpu", "to-host", "to-device"} if set("cde") & set("".join(parts)) else {"device"}
+        assert {span.lane for span in spans} == lanes
+        assert all(span.end_ns >= span.start_ns for span in spans)
+    executor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_iterations_with_prompts_are_graphs_between_their_attention() -> None:
+    model = tiny_model((None, 5), device="cuda")
+    storage = make_storage(model, dict.fromkeys(PLACES, 24), BLOCK_SIZE)
+    executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
+    executor.execute(prompts("abcde"))
+    for step in range(4):
+        plan = mixed(step)
+        check_result(model, plan, contexts(plan), executor.execute(plan), tolerance=2e-3)
+    executor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rung", ["host-flags", "device-only", "eager"])
+def test_on_a_gpu_random_plans_give_the_tokens_of_a_plain_computation(
+    rungs: Rungs, seed: int, rung: str
+) -> None:
+    rungs(graphs=rung)
+    model = tiny_model(device="cuda")
+    storage = make_storage(model, dict.fromkeys(PLACES, 24), BLOCK_SIZE)
+    executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
+    iterations = RandomIterations(seed, block_size=BLOCK_SIZE)
+    for plan, context in iterations.plans(12):
+        result = executor.execute(plan)
+        check_result(model, plan, context, result, tolerance=2e-3)
+        iterations.take_in(result)
+    executor.close()

@@ -1,0 +1,88 @@
+"""Plans over a tiny model, and an executor whose GPU is imitated."""
+
+from collections.abc import Collection
+
+from imitated_streams import Hook, ImitatedBackend
+from pipeline_case import make_storage, sampling_input
+
+from neo_desktop.engine.batch import IterationPlan, SamplingInput, ScheduledSequence, SubBatch
+from neo_desktop.engine.execute.layout import Capacity
+from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.timeline import Timeline
+from neo_desktop.engine.int_array import IntArray
+from neo_desktop.engine.kernels import dispatch
+from neo_desktop.engine.kv.device_layer import DeviceLayer
+from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Patience
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.stages import Stages
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 24
+CAPACITY = Capacity(tokens=256, decodes=8, blocks=64)
+GREEDY = SamplingInput(SamplingParams(temperature=0.0), 0, 0, 21, IntArray().view(), IntArray().view())
+
+
+def make_executor(
+    model: Decoder,
+    seed: int = 0,
+    hook: Hook | None = None,
+    places: Collection[Place] = PLACES,
+    backend: ImitatedBackend | None = None,
+    timeline: Timeline | None = None,
+    capacity: Capacity = CAPACITY,
+    patience: Patience = DEFAULT_PATIENCE,
+) -> tuple[PlanExecutor, ImitatedBackend]:
+    storage = make_storage(model, dict.fromkeys(places, NUM_BLOCKS), BLOCK_SIZE, device_kind=DeviceLayer)
+    backend = backend or ImitatedBackend(seed, hook)
+    executor = PlanExecutor(
+        Stages(model, dispatch),
+        storage,
+        capacity,
+        backend,
+        num_programs=8,
+        uses_gpu=True,
+        timeline=timeline,
+        patience=patience,
+    )
+    return executor, backend
+
+
+TOKENS = {name: [(7 * ord(name) + 3 * i) % 257 for i in range(40)] for name in "abcdefg"}
+# Where each lives, its blocks, and how many tokens it has before the first decode.
+HOMES = {
+    "a": (Place.DEVICE, (0, 5), 20),
+    "b": (Place.DEVICE, (2,), 3),
+    "c": (Place.HOST, (8, 1), 16),
+    "d": (Place.HOST, (0, 7), 25),
+    "e": (Place.HOST, (3,), 1),
+    "f": (Place.DEVICE, (9, 11), 17),
+}
+
+
+def sequence(name: str, start: int, end: int, sampling: SamplingInput | None = None) -> ScheduledSequence:
+    place, blocks, _ = HOMES[name]
+    tokens = tuple(TOKENS[name][start:end])
+    return ScheduledSequence(
+        name, tokens, start, place, IntArray(blocks).view(), sampling or sampling_input(end)
+    )
+
+
+def prompts(names: str) -> IterationPlan:
+    ordered = sorted(names, key=lambda name: PLACES.index(HOMES[name][0]))
+    return IterationPlan((SubBatch(tuple(sequence(name, 0, HOMES[name][2]) for name in ordered)),))
+
+
+def decodes(*names: str, step: int = 0, sampling: SamplingInput | None = None) -> IterationPlan:
+    """The tokens after the prompts: sub-batches of these names."""
+
+    def one(name: str) -> ScheduledSequence:
+        start = HOMES[name][2] + step
+        return sequence(name, start, start + 1, sampling)
+
+    return IterationPlan(tuple(SubBatch(tuple(one(name) for name in part)) for part in names))
+
+
+def contexts(plan: IterationPlan) -> dict[str, list[int]]:
+    return {s.request_id: TOKENS[s.request_id][: s.context_len] for s in plan.sequences}
