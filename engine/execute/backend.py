@@ -70,7 +70,7 @@ class Backend(Protocol):
 
     @property
     def has_graphs(self) -> bool:
-        """Whether any are kept."""
+        """Whether any are kept, or the last program tried to make one."""
         ...
 
     def forget(self) -> None:
@@ -161,6 +161,7 @@ class StreamBackend:
         }
         self._used = self._lanes[False]
         self._seen: set[object] = set()
+        self._has_failed = False  # to capture the last program
         self._graphs: dict[object, dict[int, _Graph]] = {}
         self._pool = torch.cuda.graph_pool_handle()  # graphs run one at a time and can share memory
         self._spans: list[TimedEvents] = []  # of the graphs that were started last
@@ -169,7 +170,7 @@ class StreamBackend:
     @property
     def has_graphs(self) -> bool:
         """See `Backend`."""
-        return bool(self._graphs)
+        return bool(self._graphs) or self._has_failed
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -194,6 +195,7 @@ class StreamBackend:
         """
         self._used = self._lanes[with_flags]
         self._spans = []
+        self._has_failed = False
         self._fork()
         key = program.key
         is_new = key not in self._seen
@@ -265,6 +267,7 @@ class StreamBackend:
                 graph.capture_end()
             except BaseException:
                 self.forget()  # since this one goes
+                self._has_failed = True
                 raise
         keep_workspaces(self)
         return _Graph(graph, tape.spans)

@@ -1,4 +1,4 @@
-"""The pipeline gives the tokens of a plain computation, overlaps, and ends cleanly whatever fails."""
+"""A program on threads gives the tokens of a plain computation, overlaps, and ends cleanly whatever fails."""
 
 import gc
 import json

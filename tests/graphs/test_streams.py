@@ -263,8 +263,8 @@ def test_no_graph_outlives_another_of_its_stream(gpu: FakeGpu, monkeypatch: pyte
     with pytest.raises(torch.OutOfMemoryError):
         captures(gpu, runs, "d")
     gpu.is_full = False
+    assert runs.has_graphs  # whoever is told of the lack of memory must know that there are any
     assert captures(gpu, runs, "b") == 1
-    assert not runs.has_graphs or captures(gpu, runs, "b") == 0
 
 
 def test_memory_that_cublas_works_in_is_cleared_only_while_there_is_no_graph(
@@ -310,7 +310,6 @@ def test_a_capture_that_breaks_tells_why_and_ends(gpu: FakeGpu) -> None:
     with pytest.raises(ValueError, match="broken"):
         carry_out(runs, "key", program)
     assert gpu.log[-1] == ("end capture", "device")
-    assert not runs.has_graphs
     assert runs.abandon(ValueError("broken")) is None
     synchronized = {entry[1] for entry in gpu.log if entry[0] == "synchronize"}
     assert synchronized == {lane.value for lane in LANES}
