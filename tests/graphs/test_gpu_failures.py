@@ -56,13 +56,12 @@ def test_without_memory_for_graphs_the_tokens_are_the_same(
     assert ladder.rung("graphs") == "host-flags"  # memory may come back: nothing is given up for good
 
 
-@pytest.mark.parametrize("first", [1, 2, 3])
 def test_memory_that_is_refused_in_the_middle_makes_iterations_smaller(
-    imitated: ImitatedDevice, expected: Tokens, first: int
+    imitated: ImitatedDevice, expected: Tokens
 ) -> None:
     with engine("fastdecode") as made:
         torch.cuda.empty_cache()  # so that there is something to ask for
-        imitated.fail("cudaMalloc", OUT_OF_MEMORY, first=first, times=2)  # torch asks twice
+        imitated.fail("cudaMalloc", OUT_OF_MEMORY, first=1, times=2)  # torch asks twice
         assert tokens_of(made) == expected
         assert imitated.num_failed == 2
 
