@@ -43,7 +43,9 @@ def build_executor(
         max_requests: likewise.
         streams: what the work on the model's device runs on.
     """
-    capacity = Capacity.of(max_tokens, max_requests, model.config.max_context_tokens, storage.block_size)
+    most_blocks = max((storage[place].num_blocks for place in storage.places), default=1)
+    max_context = min(model.config.max_context_tokens, most_blocks * storage.block_size)
+    capacity = Capacity.of(max_tokens, max_requests, max_context, storage.block_size)
     if model.device.type != "cuda":
         return PlanExecutor(
             Stages(model), storage, capacity, ThreadBackend(timeline, streams=streams), timeline=timeline
