@@ -417,23 +417,3 @@ def test_the_trace_shows_all_lanes_of_all_iterations(model: Decoder, tmp_path: P
     assert sorted((a["layer"], a["sub_batch"], a["tokens"]) for a in attention) == [
         (layer, sub_batch, tokens) for layer in range(NUM_LAYERS) for sub_batch, tokens in ((0, 1), (1, 2))
     ]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("block_size", [8, 16])
-@pytest.mark.parametrize("seed", range(10))
-def test_on_a_gpu_random_plans_give_the_tokens_of_a_plain_computation(
-    tmp_path: Path, seed: int, block_size: int
-) -> None:
-    model, path = tiny_model(device="cuda"), tmp_path / "trace.json"
-    iterations = RandomIterations(seed, NUM_BLOCKS * BLOCK_SIZE // block_size, block_size=block_size)
-    executor = make_executor(model, timeline=Timeline(path), block_size=block_size)
-    for plan, contexts in iterations.plans(12):
-        result = executor.execute(plan)
-        check_result(model, plan, contexts, result, tolerance=2e-3)
-        iterations.take_in(result)
-    executor.close()
-    spans = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
-    assert {span["cat"] for span in spans} == set(LANES)
-    assert all(span["dur"] >= 0 for span in spans)
