@@ -15,7 +15,7 @@ from neo_desktop.engine.execute.lanes import TOLD_BY, Lanes
 from neo_desktop.engine.execute.program import Part
 from neo_desktop.engine.execute.stream_lane import Tape
 from neo_desktop.engine.execute.timeline import TimedEvents, Timeline
-from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Watch
+from neo_desktop.engine.waiting import Watch
 
 MAX_GRAPHS = 128  # iterations that are kept; then all are captured anew. Each takes about a megabyte
 
@@ -165,7 +165,6 @@ class StreamBackend:
         self._graphs: dict[object, dict[int, _Graph]] = {}
         self._pool = torch.cuda.graph_pool_handle()  # graphs run one at a time and can share memory
         self._spans: list[TimedEvents] = []  # of the graphs that were started last
-        self._watch = DEFAULT_PATIENCE.watch()
 
     @property
     def has_graphs(self) -> bool:
@@ -183,7 +182,6 @@ class StreamBackend:
 
     def begin(self, watch: Watch) -> None:
         """See `Backend`."""
-        self._watch = watch
         for lanes in self._lanes.values():
             lanes.begin(watch)
 

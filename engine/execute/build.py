@@ -12,7 +12,7 @@ from neo_desktop.engine.cuda.errors import (
 )
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
-from neo_desktop.engine.execute.backend import Backend, StreamBackend, ThreadBackend
+from neo_desktop.engine.execute.backend import Backend, open_backend
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.plan_executor import PlanExecutor
 from neo_desktop.engine.execute.round_trips import RoundTrips
@@ -46,11 +46,9 @@ def build_executor(
     most_blocks = max((storage[place].num_blocks for place in storage.places), default=1)
     max_context = min(model.config.max_context_tokens, most_blocks * storage.block_size)
     capacity = Capacity.of(max_tokens, max_requests, max_context, storage.block_size)
+    backend = open_backend(streams, timeline)
     if model.device.type != "cuda":
-        return PlanExecutor(
-            Stages(model), storage, capacity, ThreadBackend(timeline, streams=streams), timeline=timeline
-        )
-    backend = StreamBackend(streams, timeline)
+        return PlanExecutor(Stages(model), storage, capacity, backend, timeline=timeline)
     if ladder.rung("graphs") == "host-flags" and any(place.host_attends for place in storage.places):
         flags = host_memory(lambda pin: empty_flags(1, pinned=pin), model.device)
         try:

@@ -12,7 +12,7 @@ from neo_desktop.engine.batch import IterationPlan, SamplingInput, ScheduledSequ
 from neo_desktop.engine.execute.host import HostBatch
 from neo_desktop.engine.execute.layout import Bucket, Members
 from neo_desktop.engine.execute.program import DeviceDecodes, HandOff, Program, SubBatchPass
-from neo_desktop.engine.execute.prompts import HostPrompts, Prompts, prompts_of
+from neo_desktop.engine.execute.prompts import HostPrompts, Prompts, prompts_of, slots_of
 from neo_desktop.engine.execute.transfers import Moves, TransferMemory
 from neo_desktop.engine.execute.workspace import Memory, Workspace
 from neo_desktop.engine.int_array import IntView
@@ -150,9 +150,9 @@ class ProgramBuilder:
     def _store(self, memory: Memory, layer: int) -> Store | None:
         """Where k and v go with the rotation; there is one such place at most."""
         for place in self._storage.places:
-            cache = self._storage[place].layer(layer)
-            if not place.in_host_memory and cache.stores_early:
-                return cache.store(memory.inputs.slots)
+            store = self._storage[place].layer(layer).store(memory.inputs.slots)
+            if store is not None:
+                return store
         return None
 
     def _fill(self, memory: Memory, members: Members) -> None:
@@ -181,10 +181,7 @@ class ProgramBuilder:
             token_ids[row:end] = sequence.token_ids
             positions[row:end] = where = np.arange(sequence.start, sequence.context_len)
             if not sequence.place.in_host_memory:
-                slots[row:end] = (
-                    sequence.block_table[where // block_size].astype(np.int64) * block_size
-                    + where % block_size
-                )
+                slots[row:end] = slots_of(sequence.block_table, where, block_size)
             row = end
 
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
-from neo_desktop.engine.execute.lane import HostStep
+from neo_desktop.engine.execute.lane import HostStep, Lane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.execute.transfers import HostTransfer
 from neo_desktop.engine.execute.workspace import HandOver
@@ -148,13 +148,12 @@ class Relays:
                 if recorder is not None:
                     batch = batches[step.item]
                     stage = Stage("CPU attention", step.layer, batch.index, len(batch.context_lens))
-                    recorder.add("cpu", stage, step.start_ns, step.end_ns)
+                    recorder.add(Lane.CPU, stage, step.start_ns, step.end_ns)
         for pool, transfers in self._swaps.items():
             for step in self._transfers[pool].finish():
                 if recorder is not None:
-                    each = transfers[step.item]
-                    stage = Stage(each.name, step.layer, each.index, len(each.transfer.slots))
-                    recorder.add("host-swap", stage, step.start_ns, step.end_ns)
+                    stage = transfers[step.item].stage(step.layer)
+                    recorder.add(Lane.HOST_SWAP, stage, step.start_ns, step.end_ns)
         self._batches, self._swaps = {}, {}
         return attention_ns
 

@@ -15,7 +15,7 @@ Work = Callable[[], object]
 
 
 class Lane(StrEnum):
-    """The lanes of an iteration. `pipeline`'s drawing in `program` shows how they overlap."""
+    """The lanes of an iteration. The drawing in `program` shows how they overlap."""
 
     DEVICE = "device"  # the model's: linear stages, and attention next to the device's KV
     TO_HOST = "to-host"  # q, k and v of decodes that the CPU attends for

@@ -148,11 +148,6 @@ class PlanExecutor(Executor):
                 return
 
     @property
-    def lost(self) -> EngineLostError | None:
-        """Why nothing can be computed any more; None: it can."""
-        return self._lost
-
-    @property
     def _may_use_flags(self) -> bool:
         return self._uses_gpu and ladder.rung("graphs") == "host-flags" and self._workspace.fits_graphs
 
@@ -303,11 +298,12 @@ class PlanExecutor(Executor):
         with_graphs = self._tries_graphs
         self._pause = max(self._pause - 1, 0)
         program, asked = self._builder.build(plan, for_graphs=with_graphs)
+        batches, transfers = program.batches, program.transfers
         with_flags = self._relays is not None and self._may_use_flags
-        if (program.batches or program.transfers) and not with_flags:
+        if (batches or transfers) and not with_flags:
             with_graphs = False  # threads do the CPU's part, and Python is needed between layers
         if self._relays is not None and with_flags:
-            self._relays.start(program.batches, program.transfers, watch)
+            self._relays.start(batches, transfers, watch)
         is_graph = self._backend.start(
             program,
             with_flags=with_flags,
@@ -317,7 +313,7 @@ class PlanExecutor(Executor):
 
         def wait() -> IterationResult:
             self._backend.wait()
-            attention_ns = sum(batch.attention_ns for batch in program.batches)
+            attention_ns = sum(batch.attention_ns for batch in batches)
             if self._relays is not None and with_flags:
                 attention_ns += self._relays.finish(self._timeline)
             if self._is_closed:
@@ -347,15 +343,19 @@ class PlanExecutor(Executor):
         if states is None:
             return tuple, dict
         device, pooled = states.device, [each for each in asked if each.sequence.num_pooled]
-        sums: Callable[[], Mapping[str, FloatArray]] = dict
         if pooled:
             totals = [
                 states[each.first_row : each.first_row + each.num_rows].float().sum(dim=0) for each in pooled
             ]
             arrived = download(torch.stack(totals))
             names = [each.sequence.request_id for each in pooled]
-            sums = lambda: dict(zip(names, arrived().numpy(), strict=True))  # noqa: E731
+
+            def sums() -> Mapping[str, FloatArray]:
+                return dict(zip(names, arrived().numpy(), strict=True))
+
             states = states[upload(rows, torch.int64, device)]
+        else:
+            sums = dict
         if not rows:
             return tuple, sums
         started_ns = time.perf_counter_ns()

@@ -145,7 +145,7 @@ class Program:
         self._moves = moves
         self.chooses = chooses
         self._moved: dict[int, tuple[Signal, ...]] = {}  # by layer
-        self.last_states: Tensor | None = None  # [rows, hidden], of each sequence what it needs; see `finish`
+        self.last_states: Tensor | None = None  # [rows, hidden], of each sequence what it needs
 
     @property
     def key(self) -> object:

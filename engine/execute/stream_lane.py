@@ -139,10 +139,9 @@ class StreamLane:
 class _Flag:
     """The signal of a relay's step."""
 
-    def __init__(self, raised: _Event, done: Tensor, watch: Watch, what: str) -> None:
+    def __init__(self, raised: _Event, done: Tensor, what: str) -> None:
         self._raised = raised
         self._done = done
-        self._watch = watch
         self._what = what
 
     def wait(self) -> None:
@@ -164,17 +163,15 @@ class RelayLane:
 
     def __init__(self, told_by: StreamLane) -> None:
         self._told_by = told_by
-        self._watch = DEFAULT_PATIENCE.watch()
 
     def begin(self, watch: Watch) -> None:
-        """See `HostLane`."""
-        self._watch = watch
+        """Do nothing: relays are told their patience by whoever has them."""
 
     def submit_step(self, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
         """Raise the step's flag after the signals."""
         self._told_by.wait(after)
         stream_write_value(self._told_by.stream, step.flags[READY, :1])
-        return _Flag(self._told_by.mark(), step.flags[DONE, :1], self._watch, stage.words)
+        return _Flag(self._told_by.mark(), step.flags[DONE, :1], stage.words)
 
     def cancel(self) -> None:
         """Do nothing: whoever has the relay cancels it."""

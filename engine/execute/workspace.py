@@ -1,7 +1,7 @@
 """The memory that iterations work in: taken once, so that graphs can refer to it by its address."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -90,7 +90,6 @@ class Workspace:
         self._config, self._dtype, self._device = config, dtype, device
         self._places, self._capacity = tuple(places), capacity
         self._num_programs = num_programs
-        self._on_host: list[Tensor] = []
         self._scratch = Scratch.empty(config, capacity.tokens, dtype, device)
         self._states = [
             State.empty(config, rows, dtype, device, self._scratch)
@@ -100,7 +99,9 @@ class Workspace:
         num_ints = 3 * sum(len(state.residual) for state in self._states) + 2 * decodes * (
             1 + max(capacity.blocks, 1)
         )
-        self._staged = self._shared(lambda pin: torch.zeros(num_ints, dtype=torch.int32, pin_memory=pin))
+        self._staged = host_memory(
+            lambda pin: torch.zeros(num_ints, dtype=torch.int32, pin_memory=pin), device
+        )
         self._ints = self._staged if device.type == "cpu" else torch.zeros_like(self._staged, device=device)
         self._hand_overs = [
             [self._hand_over(decodes) if place.host_attends else None for place in places] for _ in range(2)
@@ -114,13 +115,13 @@ class Workspace:
         self.last_hidden = torch.empty(rows, config.hidden_size, dtype=dtype, device=device)  # normalised
         self.logits = torch.empty(rows, config.vocab_size, dtype=dtype, device=device)
         # The most probable token of each row, or `sampler.NO_TOKEN`; in host memory.
-        self.tokens = self._shared(lambda pin: torch.zeros(rows, dtype=torch.int64, pin_memory=pin))
+        self.tokens = host_memory(lambda pin: torch.zeros(rows, dtype=torch.int64, pin_memory=pin), device)
+        # Whether graphs can use it: what they copy from and to in host memory must be pinned.
+        handed_over = [each for both in self._hand_overs for each in both if each is not None]
+        on_host = [tensor for each in handed_over for tensor in (each.qkv, each.out, each.flags)]
+        on_host += [self._staged, self.tokens]
+        self.fits_graphs = device.type == "cpu" or all(tensor.is_pinned() for tensor in on_host)
         self._known: dict[Bucket, BatchMemory] = {}
-
-    @property
-    def fits_graphs(self) -> bool:
-        """Whether graphs can use it: what they copy from and to in host memory must be pinned."""
-        return self._device.type == "cpu" or all(tensor.is_pinned() for tensor in self._on_host)
 
     def memory(self, bucket: Bucket) -> BatchMemory:
         """Return what an iteration of these sizes works in; that of all of them overlaps."""
@@ -169,10 +170,10 @@ class Workspace:
                 for rows, state in zip(bucket.sub_batches, self._states, strict=False)
             )
         )
-        ints, staged = self._ints[:num_ints], self._staged[:num_ints]
-        if not is_fixed:
-            staged = torch.zeros(num_ints, dtype=torch.int32)
-            ints = staged if self._device.type == "cpu" else torch.zeros_like(staged, device=self._device)
+        staged = self._staged[:num_ints] if is_fixed else torch.zeros(num_ints, dtype=torch.int32)
+        ints = staged  # without a GPU
+        if self._device.type != "cpu":
+            ints = self._ints[:num_ints] if is_fixed else torch.zeros_like(staged, device=self._device)
         begin, parts = 0, []
         for index, (rows, each) in enumerate(zip(bucket.sub_batches, shapes, strict=True)):
             parts.append(
@@ -199,9 +200,9 @@ class Workspace:
         heads, head_dim = config.num_heads, config.head_dim
         qkv, out = (rows, heads + 2 * config.num_kv_heads, head_dim), (rows, heads, head_dim)
         return HandOver(
-            self._shared(lambda pin: torch.zeros(qkv, dtype=dtype, pin_memory=pin)),
-            self._shared(lambda pin: torch.zeros(out, dtype=dtype, pin_memory=pin)),
-            self._shared(lambda pin: empty_flags(config.num_layers, pinned=pin)),
+            host_memory(lambda pin: torch.zeros(qkv, dtype=dtype, pin_memory=pin), self._device),
+            host_memory(lambda pin: torch.zeros(out, dtype=dtype, pin_memory=pin), self._device),
+            host_memory(lambda pin: empty_flags(config.num_layers, pinned=pin), self._device),
         )
 
     def _hand_over_views(self, index: int, rows: Rows) -> tuple[HandOver | None, ...]:
@@ -213,10 +214,6 @@ class Workspace:
             whole = kept if count <= len(kept.qkv) else self._hand_over(count)
             views.append(HandOver(whole.qkv[:count], whole.out[:count], whole.flags))
         return tuple(views)
-
-    def _shared(self, make: Callable[[bool], Tensor]) -> Tensor:
-        self._on_host.append(host_memory(make, self._device))
-        return self._on_host[-1]
 
 
 def device_bytes(config: ModelConfig, dtype: torch.dtype, capacity: Capacity, num_programs: int) -> int:

@@ -58,9 +58,9 @@ class KVLayer(ABC):
     def read(self, slots: Tensor, out: Rows) -> None:
         """Copy the rows of slots, [tokens] int64, to `out`; of slots never written it may be anything."""
 
-    def store(self, slots: Tensor) -> Store:
-        """Return where rows go that are stored early; slots as of `operators.Store`."""
-        raise NotImplementedError(f"{type(self).__name__} does not store rows where they are made")
+    def store(self, slots: Tensor) -> Store | None:
+        """Return where rows go that are stored early, if they are; slots as of `operators.Store`."""
+        return None
 
     @abstractmethod
     def decode(

@@ -99,7 +99,7 @@ def test_graphs_need_pinned_memory(fits: bool, monkeypatch: pytest.MonkeyPatch) 
             pass
 
     backend = SimpleNamespace(forget=lambda: None)
-    monkeypatch.setattr(build, "StreamBackend", lambda *_: backend)
+    monkeypatch.setattr(build, "open_backend", lambda *_: backend)
     monkeypatch.setattr(build, "PlanExecutor", Executor)
     monkeypatch.setattr(build, "Stages", lambda *_: None)
     monkeypatch.setattr(build, "clear_workspaces", lambda device: None)
