@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from neo_desktop import native
-from neo_desktop.app.bench.section import number
+from neo_desktop.app.bench.words import say
 from neo_desktop.engine.profiling.hardware import host_memory, last_level_cache_bytes
 
 STEADY = 1.1  # the most by which the fastest and the slowest may differ
@@ -54,16 +54,9 @@ def describe(probes: Sequence[Probe]) -> str | None:
     """Say how much the computer itself changed; None where that was not looked at."""
     if len(probes) < 2:
         return None
-    flops, reads = (f"{number(low)} to {number(high)}" for low, high in _ranges(probes))
-    what = (
-        f"the CPU did {flops} GFLOP/s and read memory at {reads} GB/s, at {len(probes)} times during the run"
-    )
-    if is_steady(probes):
-        return f"The computer was steady: {what}."
-    return (
-        f"The computer was not steady: {what}. Other programs were at work, or it got hot: figures may be "
-        "off by as much. Measure again when nothing else runs."
-    )
+    flops, reads = _ranges(probes)
+    steady = is_steady(probes)
+    return say("steadiness", steady=steady, flops=flops, reads=reads, count=len(probes))[0]
 
 
 def bytes_beyond_caches() -> int:

@@ -14,10 +14,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from neo_desktop.app.bench.charts import BLACK, BLUE, GREEN, GREY, LINE_GREY, ORANGE, RED, legend, tidy
 from neo_desktop.app.bench.section import Metric, Plot, Section, Table
+from neo_desktop.app.bench.words import say
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import set_up
@@ -70,6 +71,11 @@ class TableErrors:
     repeated_error: float  # median of points of the grid that were measured again
 
 
+class _Row(NamedTuple):
+    table: str
+    errors: TableErrors
+
+
 @dataclass(frozen=True, slots=True)
 class CostModelReport:
     """What the suite found."""
@@ -92,30 +98,23 @@ class CostModelReport:
 
     def section(self) -> Section:
         """Errors per table."""
-        verdict = "within" if self.median_error <= self.target else "ABOVE"
         table = Table.of(
             "",
-            self.tables.items(),
+            [_Row(*each) for each in self.tables.items()],
             {
-                "table": lambda row: row[0],
-                "points": lambda row: row[1].points,
-                "median": lambda row: f"{row[1].median_error:.1%}",
-                "p90": lambda row: f"{row[1].p90_error:.1%}",
-                "worst": lambda row: f"{row[1].worst_error:.1%}",
-                "again": lambda row: f"{row[1].repeated_error:.1%}",
+                "table": "table",
+                "points": "errors.points",
+                "median": "errors.median_error:.1%",
+                "p90": "errors.p90_error:.1%",
+                "worst": "errors.worst_error:.1%",
+                "again": "errors.repeated_error:.1%",
             },
         )
-        title = "Predicted against measured times; on the line they agree"
-        again = "again: by how much points of the tables differ when they are measured again (median)."
-        return Section(
-            "Predictions: the cost model on sizes that it has not seen",
-            f"{self.model} on {self.device} in {self.dtype}: the median error of a prediction is "
-            f"{self.median_error:.1%}, {verdict} the target of {self.target:.0%}. Measuring the tables took "
-            f"{self.profile_seconds:.1f} s.",
-            (table,),
-            (Plot("cost-model", title, self._draw, (5.4, 4.6)),),
-            (again, *self.notes),
+        plot = Plot(
+            "cost-model", "Predicted against measured times; on the line they agree", self._draw, (5.4, 4.6)
         )
+        title, summary, *notes = say("cost-model", report=self)
+        return Section(title, summary, (table,), (plot,), (*notes, *self.notes))
 
     def _draw(self, figure: "Figure") -> None:
         """A point per size, and a band as wide as the target."""

@@ -9,8 +9,6 @@ import pynvml
 
 from neo_desktop.engine.profiling.hardware import GpuProcess, find_gpus
 
-BUSY = 0.1  # utilisation from which on measurements are disturbed
-
 
 @dataclass(frozen=True, slots=True)
 class GpuState:
@@ -77,40 +75,11 @@ def gpu_driver(uuid: str) -> Iterator[GpuDriver | None]:
         pynvml.nvmlShutdown()
 
 
-def no_gpu(note: str) -> str:
-    """Say in a sentence why there is no GPU; the libraries' words in `note` are for details."""
-    if note.startswith("no NVIDIA driver") or note.endswith("lists no GPU"):
-        return "No NVIDIA GPU was found"
-    return note[:1].upper() + note[1:] if note else "The CPU was asked for"
-
-
-def state_notes(state: GpuState | None) -> tuple[str, ...]:
-    """Say who disturbed the GPU before the run, or that nobody could be asked."""
-    if state is None:
-        return ("NVIDIA's driver could not be asked: clocks, power and other programs were not measured.",)
-    notes = []
-    if state.utilisation is not None and state.utilisation > BUSY:
-        notes.append(
-            f"The {state.name} was busy before the run (utilisation {state.utilisation:.0%}): "
-            "its figures may be too low."
-        )
-    if state.other_processes:
-        named = ", ".join(
-            f"{process.name} (process {process.pid}{_memory(process)})" for process in state.other_processes
-        )
-        notes.append(f"Other programs held memory of the {state.name}: {named}.")
-    return tuple(notes)
-
-
 def _asked(function: Callable[[], Any], factor: float = 1.0) -> float | None:
     try:
         return float(function()) * factor
     except pynvml.NVMLError:
         return None
-
-
-def _memory(process: GpuProcess) -> str:
-    return "" if process.memory_bytes is None else f", {process.memory_bytes / 1e9:.1f} GB"
 
 
 def _text(value: str | bytes) -> str:

@@ -10,8 +10,8 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# What a column shows of a row: an attribute ("rate.median"), perhaps with a format ("share:.0%"), or what a
-# function makes of the row.
+# What a column shows of a row: an attribute ("rate.median"), perhaps with a format ("share:.0%", "n:size")
+# and a unit ("power:.0f W"), or what a function makes of the row.
 Column = str | Callable[[Any], object]
 
 
@@ -24,10 +24,24 @@ class Table:
     title: str = ""
 
     @classmethod
-    def of(cls, title: str, rows: Iterable[object], columns: Mapping[str, Column]) -> "Table":
-        """Make a row of each item; numbers get about three digits, None an empty cell."""
-        cells = tuple(tuple(_cell(row, column) for column in columns.values()) for row in rows)
+    def of(
+        cls,
+        title: str,
+        rows: Iterable[object],
+        columns: Mapping[str, Column] | Mapping[str, str],
+        missing: str = "",
+    ) -> "Table":
+        """Make a row of each item; numbers get about three digits, `missing` stands for None."""
+        cells = tuple(tuple(_cell(row, column, missing) for column in columns.values()) for row in rows)
         return cls(tuple(columns), cells, title)
+
+    @classmethod
+    def listing(
+        cls, title: str, columns: tuple[str, str], item: object, figures: Mapping[str, Column]
+    ) -> "Table":
+        """Make a row of each figure of one item."""
+        rows = tuple((name, _cell(item, figure, "not measured")) for name, figure in figures.items())
+        return cls(columns, rows, title)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +93,21 @@ class SuiteReport(Protocol):
         """What can be set beside another run."""
 
 
-def _cell(row: object, column: Column) -> str:
+def _cell(row: object, column: Column, missing: str) -> str:
+    how = unit = ""
     if isinstance(column, str):
-        name, _, how = column.partition(":")
-        value = attrgetter(name)(row)
+        name, _, shown = column.partition(":")
+        how, space, unit = shown.partition(" ")
+        value, unit = attrgetter(name)(row), space + unit
     else:
-        how, value = "", column(row)
+        value = column(row)
     if value is None:
-        return ""
+        return missing
+    if how == "size":
+        return size(value) + unit
     if how:
-        return format(value, how)
-    return number(value) if isinstance(value, float) else str(value)
+        return format(value, how) + unit
+    return (number(value) if isinstance(value, float) else str(value)) + unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,13 @@ from matplotlib.figure import Figure
 
 from neo_desktop import native
 from neo_desktop.app.bench import gpu_driver
-from neo_desktop.app.bench.gpu_driver import GpuState, state_notes
+from neo_desktop.app.bench.gpu_driver import GpuState
 from neo_desktop.app.bench.hardware import HardwareOptions, HardwareReport, run_hardware, suite
 from neo_desktop.app.bench.hardware.device import BOTH, SAMPLE_SECONDS, Way, gpu_cases
 from neo_desktop.app.bench.hardware.host import Case, Host, native_dtypes
 from neo_desktop.app.bench.hardware.suite import LEAST_ROUNDS, doubling, rounds
 from neo_desktop.app.bench.section import Section, Spread, number, size
+from neo_desktop.app.bench.words import say
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.execute.backend import Backend, ThreadBackend
 from neo_desktop.engine.execute.lane import Lane
@@ -188,8 +189,8 @@ def test_a_busy_gpu_and_who_uses_it_are_told_by_name(with_gpu: FakeNvml) -> None
 
 def test_an_idle_gpu_needs_no_note() -> None:
     state = GpuState("Fake RTX", 0.1, None, None, None, None, None, None, ())
-    assert state_notes(state) == ()
-    assert "not measured" in state_notes(None)[0]
+    assert say("gpu-state", state=state) == ()
+    assert "not measured" in say("gpu-state", state=None)[0]
 
 
 @pytest.mark.parametrize("refused", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])

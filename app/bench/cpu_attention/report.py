@@ -20,6 +20,7 @@ from neo_desktop.app.bench.charts import (
 )
 from neo_desktop.app.bench.cpu_attention.options import RIVALS, TARGET
 from neo_desktop.app.bench.section import Column, Metric, Plot, Section, Table
+from neo_desktop.app.bench.words import say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,6 +61,13 @@ class CpuAttentionCase:
     limit_fraction: float  # of the smaller of the two, likewise: the headline
     relative_error: float  # of the worst head that was looked at, against float64
     rivals: dict[str, RivalResult] = field(default_factory=dict)  # key of RIVALS -> on gathered KV
+
+    def beside(self, rival: str) -> dict[str, float]:
+        """What is said of a rival's result."""
+        result = self.rivals[rival]
+        ratio = self.fraction / result.fraction
+        fewer = result.batch < self.batch
+        return {"relative_error": result.relative_error, "ratio": ratio, "is_smaller": fewer}
 
     @property
     def bound(self) -> str:
@@ -114,13 +122,10 @@ class CpuAttentionReport:
         columns |= {RIVALS[key]: partial(_short, key) for key in rivals}
         near = "How near the kernel comes to its limit"
         speeds = "GB of KV per second, beside the limit and others"
-        scattered = "scattered" if self.fragmented else f"in pages of {self.page_tokens}"
+        title, summary = say("cpu-attention", report=self, shares=shares, middle=statistics.median(shares))
         return Section(
-            "CPU attention: decode attention next to the KV in host memory",
-            f"{self.dtype} KV, {self.block_size}-token blocks {scattered}, {self.num_threads} threads, "
-            f"{self.isa}: the kernel reaches {min(shares):.0%} to {max(shares):.0%} of what memory and cores "
-            f"allow, {statistics.median(shares):.0%} in the middle. Its results differ from those in 64 bits "
-            f"by at most {max(case.relative_error for case in self.cases):.0e}.",
+            title,
+            summary,
             (Table.of("", self.cases, columns),),
             (
                 Plot("cpu-attention", near, self._draw_shares, self._size(1)),

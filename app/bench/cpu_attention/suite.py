@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -21,7 +21,7 @@ from neo_desktop.app.bench.cpu_attention.rivals import (
     measure_rival,
     relative_error,
 )
-from neo_desktop.app.bench.section import number
+from neo_desktop.app.bench.words import say
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
 from neo_desktop.engine.progress import Progress
@@ -49,14 +49,20 @@ def run_cpu_attention(options: CpuAttentionOptions, progress: Progress) -> Itera
     if not fitting:
         raise MemoryError(f"{pool.nbytes / 1e6:.0f} MB for the KV cache hold no case; free some memory")
     last_level_bytes = last_level_cache_bytes()
-    notes = [_cache_note(pool.nbytes, last_level_bytes), _scatter_note(options)]
-    if len(fitting) < len(wanted):
-        notes.append(
-            f"{len(wanted) - len(fitting)} cases were left out: their contexts do not fit into "
-            f"{pool.nbytes / 1e6:.0f} MB."
+    rivals, missing = _find_rivals(options)
+
+    def notes() -> tuple[str, ...]:
+        beside = [(rival.name, [case.beside(key) for case in cases]) for key, rival in rivals.items()]
+        return say(
+            "cpu-attention-notes",
+            pool=pool,
+            options=options,
+            run=BLOCKS_PER_RUN,
+            last_level_bytes=last_level_bytes,
+            left_out=len(wanted) - len(fitting),
+            missing=missing,
+            rivals=beside,
         )
-    rivals, rival_notes = _find_rivals(options)
-    notes += rival_notes
 
     cases: list[CpuAttentionCase] = []
     for shape in fitting:
@@ -77,7 +83,7 @@ def run_cpu_attention(options: CpuAttentionOptions, progress: Progress) -> Itera
             cache_bytes=pool.nbytes,
             last_level_cache_bytes=last_level_bytes,
             huge_pages=pool.huge_pages,
-            notes=(*notes, *_rival_notes(rivals, cases)),
+            notes=notes(),
             cases=tuple(cases),
         )
     progress(1.0, "done")
@@ -95,46 +101,6 @@ def _find_rivals(options: CpuAttentionOptions) -> tuple[dict[str, Rival], list[s
     except NoLlamaCppError as error:
         return rivals, [f"{error}: not compared."]
     return rivals, []
-
-
-def _rival_notes(rivals: dict[str, Rival], cases: Sequence[CpuAttentionCase]) -> list[str]:
-    notes = []
-    for key, rival in rivals.items():
-        error = max(case.rivals[key].relative_error for case in cases)
-        note = f"{rival.name}: GB/s on KV gathered beforehand; error up to {error:.0e}"
-        fewer = sum(case.rivals[key].batch < case.batch for case in cases)
-        if fewer:
-            note += f"; fewer requests per call in {fewer} cases, to end in time"
-        # The memory's speed changes while the suite runs: shares of it are what can be compared.
-        ratios = [case.fraction / case.rivals[key].fraction for case in cases]
-        times = f"{number(min(ratios))} to {number(max(ratios))} times as fast"
-        slower = sum(ratio < 1 for ratio in ratios)
-        beaten = f"slower in {slower} of {len(cases)} cases" if slower else "faster in every case"
-        notes.append(f"{note}. Relative to the reads around each call neo-desktop is {times}, {beaten}.")
-    return notes
-
-
-def _cache_note(cache_bytes: int, last_level_bytes: int) -> str:
-    if last_level_bytes == 0:
-        return f"KV cache of {cache_bytes / 1e6:.0f} MB; the size of the last-level cache is unknown."
-    times = cache_bytes / last_level_bytes
-    size = f"KV cache of {cache_bytes / 1e6:.0f} MB, {times:.1f} times the last-level cache"
-    if times >= 4:
-        return f"{size}."
-    return f"{size}: too small to rule out that part of it was read from there instead of from memory."
-
-
-def _scatter_note(options: CpuAttentionOptions) -> str:
-    blocks, pages = f"Blocks of {options.block_size} tokens lie", f"pages of {options.page_tokens}"
-    if options.fragmented:
-        return (
-            f"{blocks} scattered one by one over {pages}: the worst case, which the engine avoids while "
-            "there is memory to choose from."
-        )
-    return (
-        f"{blocks} in runs of {BLOCKS_PER_RUN}, as the engine hands them out: {pages} tokens, scattered over "
-        "the memory."
-    )
 
 
 @dataclass(frozen=True, slots=True)

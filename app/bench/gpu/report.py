@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Literal
 
 from neo_desktop.app.bench.charts import BLACK, BLUE, doubling, round_logs, spreads, tidy
 from neo_desktop.app.bench.gpu.rig import Iteration
-from neo_desktop.app.bench.gpu_driver import GpuState, state_notes
-from neo_desktop.app.bench.section import Column, Metric, Plot, Section, Spread, Table, number, size
+from neo_desktop.app.bench.gpu_driver import GpuState
+from neo_desktop.app.bench.section import Column, Metric, Plot, Section, Spread, Table, size
+from neo_desktop.app.bench.words import say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,24 +70,27 @@ class GpuReport:
 
     def section(self) -> Section:
         """What is shown everywhere."""
-        plot = f"Tokens per second of {self.model} on the {self._where} and their limit, by batch"
-        gpu = "not measured: no GPU" if self.peak_gpu_bytes is None else size(self.peak_gpu_bytes)
-        memory = (
-            ("weights read by an iteration", size(self.weight_bytes)),
-            ("GPU memory, at most", gpu),
-            ("host memory of the process, at most", size(self.process_bytes)),
-            (f"large matrix products in {self.dtype}", f"{self.matrix_gflop_per_s} GFLOP/s"),
-        )
+        title, summary, *notes = say("gpu", report=self)
+        where = "GPU" if self.device == "cuda" else "CPU"
+        plot = f"Tokens per second of {self.model} on the {where} and their limit, by batch"
+        memory: dict[str, Column] = {
+            "weights read by an iteration": "weight_bytes:size",
+            "GPU memory, at most": lambda report: (
+                "not measured: no GPU" if report.peak_gpu_bytes is None else size(report.peak_gpu_bytes)
+            ),
+            "host memory of the process, at most": "process_bytes:size",
+            f"large matrix products in {self.dtype}": "matrix_gflop_per_s: GFLOP/s",
+        }
         return Section(
-            title=f"Model on the {self._where}",
-            summary=self._summary(),
+            title,
+            summary,
             tables=(
                 *([_decode_table(self.decode)] if self.decode else []),
                 Table.of("Prefill of one prompt", [self.prefill], _PREFILL_COLUMNS),
-                Table(("memory and arithmetic", "measured"), memory),
+                Table.listing("", ("memory and arithmetic", "measured"), self, memory),
             ),
             plots=(Plot("gpu-decode", plot, self._draw),) if self.decode else (),
-            notes=self._notes(),
+            notes=(*notes, *self.notes),
         )
 
     def metrics(self) -> tuple[Metric, ...]:
@@ -101,22 +105,6 @@ class GpuReport:
             ]
         rate = self.prefill.tokens_per_s.median
         return (*found, Metric(f"gpu.{self.device}.prefill_tokens_per_s", rate, "tokens/s"))
-
-    @property
-    def _where(self) -> str:
-        return "GPU" if self.device == "cuda" else "CPU"
-
-    def _summary(self) -> str:
-        where = f"{self.model} in {self.dtype} on the {self._where} ({self.device_name})"
-        if self.device == "cpu":
-            where = f"The CPU was measured as the model's device, not a GPU. {where}"
-        if not self.decode:
-            return f"{where}: nothing was decoded yet."
-        first, last = self.decode[0], self.decode[-1]
-        text = f"{where} decodes {_told(first)}"
-        if last.batch != first.batch:
-            text += f" and {_told(last)}"
-        return f"{text}."
 
     def _draw(self, figure: "Figure") -> None:
         """Tokens per second and their limit against the batch; bars from the 10th to the 90th percentile."""
@@ -135,45 +123,6 @@ class GpuReport:
         axes.set(xlabel="requests that decode together", ylabel="tokens per second")
         tidy(axes)
         axes.legend(frameon=False)
-
-    def _notes(self) -> tuple[str, ...]:
-        notes = [
-            "Limit: the longer of two times. Memory: weights once and KV of all requests, at the rate of "
-            "plain reads of as many bytes (1 GiB at most), measured before and after the iterations. "
-            "Arithmetic: two operations per weight and token, at the rate of large matrix products; those "
-            "of attention are not counted.",
-            "Tokens per second are those of whole steps: medians over iterations, and their 10th and 90th "
-            "percentiles. Outside the model: scheduling, text and bookkeeping; the sampler counts as "
-            "model. Idle: share of the iteration without work on the device, in iterations of their own with "
-            "a timeline; gaps between the kernels of a stage count as work.",
-        ]
-        if 0 < self.weight_bytes < self.last_level_cache_bytes:
-            notes.append(
-                f"The weights ({size(self.weight_bytes)}) fit into the last-level cache "
-                f"({size(self.last_level_cache_bytes)}): the limit is that of the cache. A larger model "
-                "shows the memory's."
-            )
-        beyond = [str(row.batch) for row in self.decode if row.share > 1]
-        if beyond:
-            notes.append(
-                f"More than the limit at batch {', '.join(beyond)}: part of what is read stayed in a cache "
-                "nearer to the cores, or the device was faster than while the limit was measured."
-            )
-        if self.device == "cuda":
-            notes += state_notes(self.state)
-            if any(row.joules_per_token is not None for row in self.decode):
-                notes.append("Energy: the GPU's own counter over all decode iterations of a batch.")
-            else:
-                notes.append("Energy was not measured: the driver has no counter of it.")
-        return (*notes, *self.notes)
-
-
-def _told(row: DecodeFigures) -> str:
-    requests = "1 request" if row.batch == 1 else f"{row.batch} requests"
-    return (
-        f"{number(row.tokens_per_s.median)} tokens/s with {requests}, {row.share:.0%} of what its "
-        f"{row.bound} allows"
-    )
 
 
 _PREFILL_COLUMNS: dict[str, Column] = {
@@ -198,7 +147,9 @@ def _decode_table(decode: tuple[DecodeFigures, ...]) -> Table:
         "idle": "idle_share:.0%",
     }
     if any(row.joules_per_token is not None for row in decode):
-        columns["J/token"] = lambda row: _measured(row.joules_per_token)
+        columns["J/token"] = lambda row: (
+            "not measured" if row.joules_per_token is None else row.joules_per_token
+        )
     return Table.of(
         f"Decoding, with contexts of about {decode[0].context_tokens:.0f} tokens", decode, columns
     )
@@ -269,7 +220,3 @@ def prefill_figures(
 
 def _bound(memory_s: float, arithmetic_s: float) -> Bound:
     return "memory" if memory_s >= arithmetic_s else "arithmetic"
-
-
-def _measured(value: float | None) -> object:
-    return "not measured" if value is None else value

@@ -1,11 +1,13 @@
 """What the suite found, and how it is told."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from neo_desktop.app.bench.charts import BLUE, GREEN, ORANGE, RED, doubling, round_logs, spreads, tidy
-from neo_desktop.app.bench.gpu_driver import GpuState, no_gpu, state_notes
-from neo_desktop.app.bench.section import Column, Metric, Plot, Section, Spread, Table, number, size
+from neo_desktop.app.bench.gpu_driver import GpuState
+from neo_desktop.app.bench.section import Column, Metric, Plot, Section, Spread, Table, size
+from neo_desktop.app.bench.words import say
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,6 +17,15 @@ _WAYS = {
     "graph": "GPU, CPU, GPU in a graph (decodes)",
     "streams": "GPU, CPU, GPU on streams (with prompts)",
     "threads": "imitated by threads",
+}
+_STATE: dict[str, Column] = {
+    "utilisation": "utilisation:.0%",
+    "temperature": "temperature_c:.0f °C",
+    "power": "power_w:.0f W",
+    "power limit": "power_limit_w:.0f W",
+    "clock of the multiprocessors": "sm_clock_mhz:.0f MHz",
+    "their highest clock": "max_sm_clock_mhz:.0f MHz",
+    "clock of the memory": "memory_clock_mhz:.0f MHz",
 }
 
 
@@ -101,7 +112,8 @@ class HardwareReport:
         if self.gpu is not None and self.gpu.transfers:
             crosses = "How fast data crosses the bus between GPU and host, by size of a copy"
             plots.append(Plot("hardware-transfers", crosses, self._draw_transfers))
-        return Section("Hardware", self._summary(), tuple(self._tables()), tuple(plots), self._notes())
+        title, summary, *notes = say("hardware", report=self)
+        return Section(title, summary, tuple(self._tables()), tuple(plots), (*notes, *self.notes))
 
     def metrics(self) -> tuple[Metric, ...]:
         """The figures to compare with another run."""
@@ -161,31 +173,7 @@ class HardwareReport:
         tidy(axes)
         axes.legend(frameon=False)
 
-    def _summary(self) -> str:
-        one, best = self.host[0], max(self.host, key=lambda row: row.read_gb_per_s.median)
-        text = f"This computer reads its memory at {_rate(best)} GB/s with {_threads(best.threads)}"
-        if one.threads != best.threads:
-            text += f" ({_rate(one)} with {_threads(one.threads)})"
-        products = [f"{number(row.gflop_per_s.median)} GFLOP/s in {row.dtype}" for row in self.matrices]
-        text += f". Its CPU multiplies matrices at {' and '.join(products)}. "
-        gpu = self.gpu
-        if gpu is None:
-            return f"{text}{no_gpu(self.gpu_note)}."
-        text += f"Its GPU, {gpu.name}, reads its own memory at {number(gpu.read_gb_per_s.median)} GB/s"
-        if gpu.matrices:
-            fastest = max(gpu.matrices, key=lambda row: row.gflop_per_s.median)
-            tera = number(fastest.gflop_per_s.median / 1e3)
-            text += f", multiplies matrices at {tera} TFLOP/s in {fastest.dtype}"
-        if gpu.transfers:
-            to_device = max(row.to_device_gb_per_s for row in gpu.transfers)
-            to_host = max(row.to_host_gb_per_s for row in gpu.transfers)
-            text += f" and receives {number(to_device)} GB/s from the host, sends {number(to_host)}"
-        if self.hand_off:
-            fastest_us = min(row.us.median for row in self.hand_off)
-            text += f". Handing work to the CPU and back takes {number(fastest_us)} us"
-        return f"{text}."
-
-    def _tables(self) -> list[Table]:
+    def _tables(self) -> Iterator[Table]:
         gpu = self.gpu
         by_threads: dict[str, Column] = {
             "threads": "threads",
@@ -197,100 +185,36 @@ class HardwareReport:
             by_threads["bf16 GFLOP/s"] = lambda row: str(row.bf16_gflop_per_s)
         products = [("CPU", row) for row in self.matrices]
         products += [] if gpu is None else [("GPU", row) for row in gpu.matrices]
-        tables = [
-            Table.of("Host by threads", self.host, by_threads),
-            Table.of(
-                "Matrix products",
-                products,
-                {
-                    "processor": lambda row: row[0],
-                    "dtype": lambda row: row[1].dtype,
-                    "size": lambda row: f"{row[1].size} x {row[1].size}",
-                    "GFLOP/s": lambda row: row[1].gflop_per_s,
-                },
-            ),
-        ]
+        yield Table.of("Host by threads", self.host, by_threads)
+        yield Table.of(
+            "Matrix products",
+            products,
+            {
+                "processor": lambda row: row[0],
+                "dtype": lambda row: row[1].dtype,
+                "size": lambda row: f"{row[1].size} x {row[1].size}",
+                "GFLOP/s": lambda row: row[1].gflop_per_s,
+            },
+        )
         if gpu is not None:
             if gpu.state is not None:
-                tables.append(_state_table(gpu.state))
-            rows = (("read", str(gpu.read_gb_per_s)), ("copy", str(gpu.copy_gb_per_s)))
+                columns = (gpu.state.name, "before the run")
+                yield Table.listing("State of the GPU", columns, gpu.state, _STATE)
             title = f"Memory of the {gpu.name}, over {size(gpu.memory_bytes)}"
-            tables.append(Table(("GPU memory", "GB/s"), rows, title))
+            rates: dict[str, Column] = {"read": "read_gb_per_s", "copy": "copy_gb_per_s"}
+            yield Table.listing(title, ("GPU memory", "GB/s"), gpu, rates)
             if gpu.transfers:
-                tables.append(_transfer_table(gpu.transfers))
+                yield _transfer_table(gpu.transfers)
         if self.hand_off:
             way: dict[str, Column] = {"way": lambda row: _WAYS[row.way]}
-            rest: dict[str, Column] = {"bytes each way": lambda row: size(row.nbytes), "round trip us": "us"}
-            tables.append(Table.of("Hand-off", self.hand_off, way | rest))
-        return tables
-
-    def _notes(self) -> tuple[str, ...]:
-        times = "1 repetition" if self.rounds == 1 else f"{self.rounds} repetitions"
-        notes = [
-            f"Medians of {times}, in brackets the 10th and 90th percentile; all measurements took turns.",
-            f"Host reads: the kernels' own thread pool ({self.isa}), front to back over "
-            f"{size(self.memory_bytes)}{'' if self.huge_pages else ', without huge pages'}. Copies: torch, "
-            "one half of it to the other; bytes read and bytes written both count.",
-            "Multiply-adds stay in registers and count as two operations; matrix products are torch's, on "
-            f"{_threads(self.torch_threads)}.",
-        ]
-        if 0 < self.memory_bytes < 4 * self.last_level_cache_bytes:
-            notes.append(
-                f"Only {size(self.memory_bytes)} of memory were free for this, less than four times the "
-                f"last-level cache ({size(self.last_level_cache_bytes)}): reads may partly come from there."
-            )
-        if self.gpu is None:
-            notes += [
-                f"No GPU that torch can use: {self.gpu_note}. GPU and bus were not measured.",
-                "Hand-off is that of the imitated lanes: threads of the CPU that pass work to each other and "
-                "copy within host memory, a chain of round trips. It says nothing about a GPU.",
-            ]
-        else:
-            notes += [
-                f"GPU reads add up {size(self.gpu.memory_bytes)} as fp32; GPU copies move one half of it to "
-                "the other, and bytes read and bytes written both count.",
-                "Transfers go through pinned memory, several in a row between two GPU events: for small ones "
-                "the time is that of starting a copy. Both ways: one copy each way at once, bytes added up.",
-                "Hand-off: on the engine's own lanes, a chain of round trips: a kernel, a copy to pinned "
-                "memory, a thread that waits for it and adds one number, a copy back.",
-                *state_notes(self.gpu.state),
-            ]
-        return (*notes, *self.notes)
-
-
-def _rate(row: HostFigures) -> str:
-    return number(row.read_gb_per_s.median)
-
-
-def _threads(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"
+            rest: dict[str, Column] = {"bytes each way": "nbytes:size", "round trip us": "us"}
+            yield Table.of("Hand-off", self.hand_off, way | rest)
 
 
 def _transfer_table(transfers: tuple[TransferFigures, ...]) -> Table:
     columns = ("bytes", "to GPU us", "GB/s", "to host us", "GB/s", "both ways us", "GB/s")
     ways = ("to_device", "to_host", "both_ways")
-    rows = [
-        (size(row.nbytes), *(cell for way in ways for cell in _us_and_rate(row, way))) for row in transfers
-    ]
-    return Table(columns, tuple(rows), "Between GPU and host")
-
-
-def _us_and_rate(row: TransferFigures, way: str) -> tuple[str, str]:
-    return str(getattr(row, f"{way}_us")), number(getattr(row, f"{way}_gb_per_s"))
-
-
-def _state_table(state: GpuState) -> Table:
-    figures = {
-        "utilisation": (state.utilisation, "{:.0%}"),
-        "temperature": (state.temperature_c, "{:.0f} °C"),
-        "power": (state.power_w, "{:.0f} W"),
-        "power limit": (state.power_limit_w, "{:.0f} W"),
-        "clock of the multiprocessors": (state.sm_clock_mhz, "{:.0f} MHz"),
-        "their highest clock": (state.max_sm_clock_mhz, "{:.0f} MHz"),
-        "clock of the memory": (state.memory_clock_mhz, "{:.0f} MHz"),
-    }
-    rows = tuple(
-        (name, "not measured" if value is None else how.format(value))
-        for name, (value, how) in figures.items()
-    )
-    return Table((state.name, "before the run"), rows, "State of the GPU")
+    figures = [f"{way}_{figure}" for way in ways for figure in ("us", "gb_per_s")]
+    of_each: dict[str, Column] = {"bytes": "nbytes:size"}
+    table = Table.of("Between GPU and host", transfers, of_each | {name: name for name in figures})
+    return replace(table, columns=columns)

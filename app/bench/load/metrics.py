@@ -1,13 +1,16 @@
 """From the records of requests to figures: of one run, and of one subject from rate to rate."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, fields, replace
 from statistics import median
+from typing import Any, NamedTuple, TypeVar
 
 from neo_desktop.app.bench.load.target import Limits, Outcome, RequestRecord
 from neo_desktop.app.bench.section import number
 from neo_desktop.engine.simulation.metrics import percentile
+
+T = TypeVar("T")
 
 ENOUGH_REQUESTS = 8  # of one rate: fewer say little about it
 GOOD_SHARE = 0.9  # of the requests that have to keep the limits for a rate to count as sustained
@@ -30,6 +33,10 @@ class Latency:
             return None
         p50, p90, p99 = (percentile(ordered, percent) for percent in (50, 90, 99))
         return cls(p50, p90, p99, sum(ordered) / len(ordered))
+
+    def __str__(self) -> str:
+        """Its percentiles."""
+        return " / ".join(map(number, (self.p50_ms, self.p90_ms, self.p99_ms)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,16 @@ class LoadMetrics:
     end_to_end: Latency | None  # per request
     per_token: Latency | None  # per request
     client_lag: Latency | None  # per request, whatever became of it
+
+    @property
+    def end_to_end_s(self) -> Latency | None:
+        """In seconds."""
+        return self.end_to_end and Latency(*(ms / 1e3 for ms in astuple(self.end_to_end)))
+
+    @property
+    def lost(self) -> int:
+        """Requests without an answer."""
+        return self.requests - self.finished
 
 
 def summarise(records: Sequence[RequestRecord], limits: Limits) -> LoadMetrics:
@@ -147,6 +164,19 @@ class EngineFigures:
     moves: int  # requests whose KV was brought to another place
 
 
+def medians(found: Sequence[T]) -> T:
+    """Return the median of each figure, and in dataclasses of each field; None counts as nothing."""
+    values: list[Any] = [value for value in found if value is not None]
+    kind: Any = type(values[0]) if values else None
+    middle: Any = None
+    if hasattr(kind, "__dataclass_fields__"):
+        names = [field.name for field in fields(kind)]
+        middle = kind(*(medians([getattr(value, name) for value in values]) for name in names))
+    elif values:
+        middle = median(values) if kind in (int, float) else values[0]
+    return middle  # type: ignore[no-any-return]
+
+
 @dataclass(frozen=True, slots=True)
 class LoadRun:
     """One repeat of a point."""
@@ -163,22 +193,41 @@ class LoadPoint:
     load_share: float | None  # of the capacity; None: the rate was given
     runs: tuple[LoadRun, ...]
 
-    def median(self, figure: str | Callable[[LoadMetrics], float]) -> float:
-        """Of a figure of the metrics, over the runs."""
-        return median(
-            getattr(run.metrics, figure) if isinstance(figure, str) else figure(run.metrics)
-            for run in self.runs
-        )
-
-    def median_latency(self, name: str) -> Latency | None:
-        """Each percentile's median over those runs in which a request finished; None: in none."""
-        found = [one for run in self.runs if (one := getattr(run.metrics, name)) is not None]
-        return Latency(*map(median, zip(*map(astuple, found), strict=True))) if found else None
+    @property
+    def typical(self) -> LoadMetrics:
+        """The median of each figure over the runs; of latencies, over those in which a request finished."""
+        return medians([run.metrics for run in self.runs])
 
     @property
-    def engine_figures(self) -> list[EngineFigures]:
-        """Of each run; none of a server."""
-        return [run.engine for run in self.runs if run.engine is not None]
+    def engine(self) -> EngineFigures | None:
+        """Likewise; None: a server."""
+        return medians([run.engine for run in self.runs])
+
+    @property
+    def losses(self) -> list[Failure]:
+        """Those of all runs; the most frequent come first."""
+        found: dict[tuple[str, str], Failure] = {}
+        for failure in (failure for run in self.runs for failure in run.metrics.failures):
+            key = failure.outcome, failure.reason
+            before = found.get(key, replace(failure, count=0))
+            found[key] = replace(before, count=before.count + failure.count)
+        return sorted(found.values(), key=lambda failure: -failure.count)
+
+    @property
+    def lag_ms(self) -> float:
+        """How late the client was: p99 of the worst run. What is late is part of what it measures."""
+        return max((lag.p99_ms for run in self.runs if (lag := run.metrics.client_lag)), default=0.0)
+
+    @property
+    def cached_share(self) -> float:
+        """Of the prompts' tokens, reused: many of them make prompts look cheap."""
+        prompt_tokens = sum(run.metrics.prompt_tokens for run in self.runs)
+        return sum(run.metrics.cached_tokens for run in self.runs) / max(prompt_tokens, 1)
+
+    @property
+    def says_enough(self) -> bool:
+        """Whether there were enough requests in every run."""
+        return min(run.metrics.requests for run in self.runs) >= ENOUGH_REQUESTS
 
     @property
     def title(self) -> str:
@@ -192,6 +241,13 @@ class LoadPoint:
         if self.load_share is None:
             return f"at_{self.rate_per_s:g}_per_s"
         return f"at_{100 * self.load_share:g}_percent"
+
+
+class Row(NamedTuple):
+    """A line of a table."""
+
+    name: str
+    point: LoadPoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,24 +275,29 @@ class LoadCurve:
         """The highest measured rate at which, as at all lower ones, enough requests kept the limits."""
         sustained = None
         for point in self.points:
-            if point.median("good_share") < GOOD_SHARE:
+            if point.typical.good_share < GOOD_SHARE:
                 break
             sustained = point.rate_per_s
         return sustained
 
     @property
+    def pace_ms(self) -> float | None:
+        """At what pace each chat gets its tokens at that rate."""
+        points = [point for point in self.points if point.rate_per_s == self.sustained_per_s]
+        return points[0].typical.tpot.p50_ms if points and points[0].typical.tpot is not None else None
+
+    @property
     def says_enough(self) -> bool:
         """Whether the highest rate that was kept was kept by enough requests to call it so."""
-        highest = [point for point in self.points if point.rate_per_s == self.sustained_per_s]
-        return any(min(run.metrics.requests for run in p.runs) >= ENOUGH_REQUESTS for p in highest)
+        return any(point.says_enough for point in self.points if point.rate_per_s == self.sustained_per_s)
 
-    def rows(self) -> list[tuple[str, LoadPoint]]:
+    def rows(self) -> list[Row]:
         """Return all that was measured with its name, what is no point of the curve included."""
-        rows = [(point.title, point) for point in self.points]
+        rows = [Row(point.title, point) for point in self.points]
         if self.alone is not None:
-            rows.insert(0, ("one alone", _as_point(self.alone)))
+            rows.insert(0, Row("one alone", _as_point(self.alone)))
         if self.capacity is not None:
-            rows.append((f"{self.capacity.burst} at once", _as_point(self.capacity.metrics)))
+            rows.append(Row(f"{self.capacity.burst} at once", _as_point(self.capacity.metrics)))
         return rows
 
 

@@ -31,6 +31,7 @@ from neo_desktop.app.bench.computer import give_back_memory
 from neo_desktop.app.bench.throughput.gguf_file import check_expressible, program, write_gguf
 from neo_desktop.app.bench.throughput.report import Rival
 from neo_desktop.app.bench.throughput.workload import TOLERANCES, TOP_LOGPROBS, Answer, Workload, compare
+from neo_desktop.app.bench.words import say
 from neo_desktop.engine.batch import SampledToken, TokenLogprob
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.parts import EngineParts
@@ -164,7 +165,9 @@ class LlamaCppBaseline:
             try:
                 if self._is_ready(process, url):
                     version = _asked("--version").partition("\n")[0].removeprefix("version: ")
-                    yield url, count, _settings(job, version, on_gpu, count, tokens)
+                    dtype = str(job.dtype).removeprefix("torch.")
+                    figures = {"version": version, "on_gpu": on_gpu, "count": count, "tokens": tokens}
+                    yield url, count, say("llama-server", job=job, dtype=dtype, **figures)[0]
                     return
                 if count == 1:
                     raise RuntimeError(self._death(process))
@@ -262,15 +265,3 @@ def _parsed(reply: dict[str, Any]) -> Answer:
         return TokenLogprob(entry["id"], entry["logprob"])
 
     return tuple(SampledToken(e["id"], of(e), tuple(map(of, e["top_logprobs"]))) for e in ranked)
-
-
-def _settings(job: _Job, version: str, on_gpu: bool, count: int, tokens: int) -> str:
-    where = "on the GPU" if on_gpu else f"on the CPU with {job.num_threads} threads"
-    if job.wants_gpu and not on_gpu:
-        where += " (it was built without GPU support)"
-    dtype = str(job.dtype).removeprefix("torch.")
-    return (
-        f"llama.cpp's own llama-server {version} ran {where}: weights and KV in {dtype}, {count} sequences "
-        f"of up to {tokens} tokens at the same time, all requests sent at once as token ids over HTTP, all "
-        "else as it is by default. It ran after all policies."
-    )

@@ -1,12 +1,11 @@
 """What the suite found."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from neo_desktop.app.bench.charts import BLUE, LIGHT_GREY, ORANGE, legend, tidy
 from neo_desktop.app.bench.section import Column, Metric, Plot, Section, Table, number, size
+from neo_desktop.app.bench.words import say
 from neo_desktop.app.commands.sentences import duration
 
 if TYPE_CHECKING:
@@ -14,6 +13,13 @@ if TYPE_CHECKING:
 
 
 BASELINE = "gpu-only"  # what offloading is compared with
+
+
+_LANES = ("device", "to-host", "cpu", "to-device", "swap")
+_LANE_NAMES = {"device": "GPU", "to-host": "q, k, v to CPU", "cpu": "CPU attention", "to-device": "o to GPU"}
+_COLOURS = {-1: LIGHT_GREY, 0: BLUE, 1: ORANGE}
+_UNDER_LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+_HATCHES = {-1: "", 0: "", 1: "///"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +74,32 @@ class PolicyResult:
         bound = self.bound_output_tokens_per_s
         return None if bound is None else self.output_tokens_per_s / bound
 
+    @property
+    def gpu_memory(self) -> str:
+        """What it took at most."""
+        return "no GPU" if self.gpu_peak_bytes is None else size(self.gpu_peak_bytes)
+
+    @property
+    def answers(self) -> str:
+        """How they compare."""
+        if self.changed_answers:
+            return f"{self.changed_answers} CHANGED"
+        if self.errors:
+            return f"{sum(self.errors.values())} FAILED"
+        return f"same ({self.near_tie_answers} near ties)" if self.near_tie_answers else "same"
+
 
 @dataclass(frozen=True, slots=True)
 class Rival:
     """Another program with the same weights and requests; medians over the turns."""
+
+    # Not known of another program.
+    ttft_p50_ms: ClassVar[float | None] = None
+    tpot_p50_ms: ClassVar[float | None] = None
+    bound_output_tokens_per_s: ClassVar[float | None] = None
+    bound_share: ClassVar[float | None] = None
+    gpu_memory: ClassVar[str | None] = None
+    host_bytes: ClassVar[int | None] = None
 
     name: str
     output_tokens_per_s: float
@@ -84,6 +112,12 @@ class Rival:
     near_tie_answers: int  # part from them where two tokens were nearly equally probable
     other_answers: int
     settings: str  # how it was run
+
+    @property
+    def answers(self) -> str:
+        """How they compare."""
+        compared = self.identical_answers + self.near_tie_answers + self.other_answers
+        return f"{self.identical_answers / compared:.0%} same"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,27 +184,19 @@ class ThroughputReport:
 
     def metrics(self) -> tuple[Metric, ...]:
         """Output tokens per second of each policy and rival."""
-        results: list[PolicyResult | Rival] = [*self.policies, *self.rivals]
         return tuple(
             Metric(f"throughput.{each.name}.output_tokens_per_s", each.output_tokens_per_s, "output tokens/s")
-            for each in results
+            for each in self._results
         )
 
     def section(self) -> Section:
         """A row per policy, bars, one iteration's timeline."""
-        best = self.fastest
-        summary = (
-            f"{self.model} in {self.dtype}: {self.num_requests} requests at once, {self.prompt_tokens:.0f} "
-            f"tokens in and {self.output_tokens:.0f} out on average. Fastest is {best.policy} with "
-            f"{number(best.output_tokens_per_s)} output tokens per second."
-        )
-        if self.gain is not None and self.price:
-            summary += f" auto has {self.gain:.2f}x the tokens per second of {BASELINE}; {self.price}."
+        title, summary, *notes = say("throughput", report=self, baseline=BASELINE)
         shown = [
             Plot(
                 "throughput",
                 "Output tokens per second by policy, and what a chat notices of it",
-                partial(_bars, self),
+                self._draw_bars,
                 (5.4, 1.4 + 0.5 * (len(self.policies) + len(self.rivals))),
             )
         ]
@@ -180,42 +206,33 @@ class ThroughputReport:
                 Plot(
                     "timeline",
                     f"Who is busy when: layers in the middle of one iteration of {self.timeline_policy}",
-                    partial(_timeline, self),
+                    self._draw_timeline,
                     (5.4, 1.1 + 0.4 * lanes),
                 )
             )
-        return Section(
-            "Throughput: all requests at once",
-            summary,
-            self._tables(),
-            tuple(shown),
-            self.notes + tuple(f"{rival.settings} {_judgement(rival)}" for rival in self.rivals),
-        )
+        return Section(title, summary, self._tables(), tuple(shown), tuple(notes))
+
+    @property
+    def _results(self) -> "tuple[PolicyResult | Rival, ...]":
+        return (*self.policies, *self.rivals)
 
     def _tables(self) -> tuple[Table, Table, Table]:
         """Of rivals less is known than of policies: there is no limit, and nothing of their insides."""
-        results: list[PolicyResult | Rival] = [*self.policies, *self.rivals]
         baseline = self.baseline
-        name: dict[str, Column] = {"policy": "name"}
-
-        def ours(shown: Callable[[PolicyResult], object]) -> Column:
-            return lambda each: shown(each) if isinstance(each, PolicyResult) else None
-
-        def memory(each: PolicyResult) -> str:
-            return "no GPU" if each.gpu_peak_bytes is None else size(each.gpu_peak_bytes)
-
         speeds: dict[str, Column] = {
+            "policy": "name",
             "output tokens/s": "output_tokens_per_s",
             f"against {BASELINE}": lambda each: (
                 baseline and f"{each.output_tokens_per_s / baseline.output_tokens_per_s:.2f}x"
             ),
-            "ms per token": ours(lambda each: each.tpot_p50_ms),
-            "ms to first": ours(lambda each: each.ttft_p50_ms),
-            "limit": ours(lambda each: each.bound_output_tokens_per_s),
-            "of limit": ours(lambda each: each.bound_share and f"{each.bound_share:.0%}"),
-            "answers": _answers,
+            "ms per token": "tpot_p50_ms",
+            "ms to first": "ttft_p50_ms",
+            "limit": "bound_output_tokens_per_s",
+            "of limit": "bound_share:.0%",
+            "answers": "answers",
         }
-        insides: dict[str, Column] = {
+        insides = {
+            "policy": "name",
             "batch": "tokens_per_iteration:.1f",
             "on CPU": "cpu_decode_share:.0%",
             "two sub-batches": "double_iteration_share:.0%",
@@ -227,106 +244,72 @@ class ThroughputReport:
             "moves": "num_moves:.0f",
         }
         runs: dict[str, Column] = {
+            "policy": "name",
             "of all turns": lambda each: "-".join(
                 map(number, (each.lowest_output_tokens_per_s, each.highest_output_tokens_per_s))
             ),
             "tokens/s": "total_tokens_per_s",
             "seconds": "seconds",
-            "GPU memory": ours(memory),
-            "host memory": ours(lambda each: size(each.host_bytes)),
+            "GPU memory": "gpu_memory",
+            "host memory": "host_bytes:size",
         }
         return (
-            Table.of("Speed", results, name | speeds),
-            Table.of("What the engine did", self.policies, name | insides),
-            Table.of("Runs and memory", results, name | runs),
+            Table.of("Speed", self._results, speeds),
+            Table.of("What the engine did", self.policies, insides),
+            Table.of("Runs and memory", self._results, runs),
         )
 
+    def _draw_bars(self, figure: "Figure") -> None:
+        """Speeds, with the spread of the turns and the limits."""
+        axes = figure.subplots()
+        results = self._results
+        names, speeds = zip(*((each.name, each.output_tokens_per_s) for each in results), strict=True)
+        paces = ("" if each.tpot_p50_ms is None else f", {number(each.tpot_p50_ms)} ms" for each in results)
+        labels = [number(speed) + pace for speed, pace in zip(speeds, paces, strict=True)]
+        below = [each.output_tokens_per_s - each.lowest_output_tokens_per_s for each in results]
+        above = [each.highest_output_tokens_per_s - each.output_tokens_per_s for each in results]
+        drawn = axes.barh(names, speeds, color=BLUE, height=0.6, xerr=(below, above), capsize=3)
+        axes.bar_label(drawn, labels, padding=6, fontsize=9, bbox=_UNDER_LABEL)
+        bounds = [(at, each.bound_output_tokens_per_s) for at, each in enumerate(self.policies)]
+        known = {at: bound for at, bound in bounds if bound is not None}
+        if known:
+            low, high = [at - 0.38 for at in known], [at + 0.38 for at in known]
+            label = "limit: no schedule can be faster"
+            axes.vlines(list(known.values()), low, high, color="black", linewidth=2, label=label)
+            legend(figure, axes)
+        axes.invert_yaxis()
+        axes.set_xlabel("output tokens per second, and ms per token of each chat")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        axes.locator_params(axis="x", nbins=5)
+        axes.margins(x=0.3)
+        tidy(axes, grid=None)
 
-def _answers(result: PolicyResult | Rival) -> str:
-    if isinstance(result, Rival):
-        compared = result.identical_answers + result.near_tie_answers + result.other_answers
-        return f"{result.identical_answers / compared:.0%} same"
-    if result.changed_answers:
-        return f"{result.changed_answers} CHANGED"
-    if result.errors:
-        return f"{sum(result.errors.values())} FAILED"
-    return f"same ({result.near_tie_answers} near ties)" if result.near_tie_answers else "same"
-
-
-def _judgement(rival: Rival) -> str:
-    """How its answers compare with ours."""
-    compared = rival.identical_answers + rival.near_tie_answers + rival.other_answers
-    text = f"{rival.identical_answers} of {compared} answers are the same as ours"
-    if rival.near_tie_answers:
-        text += f", {rival.near_tie_answers} part where two tokens were nearly equally probable"
-    if rival.other_answers:
-        text += f", {rival.other_answers} elsewhere"
-    return text + "."
-
-
-_LANES = ("device", "to-host", "cpu", "to-device", "swap")
-_LANE_NAMES = {"device": "GPU", "to-host": "q, k, v to CPU", "cpu": "CPU attention", "to-device": "o to GPU"}
-_COLOURS = {-1: LIGHT_GREY, 0: BLUE, 1: ORANGE}
-_UNDER_LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-_HATCHES = {-1: "", 0: "", 1: "///"}
-
-
-def _bars(report: ThroughputReport, figure: "Figure") -> None:
-    """Speeds, with the spread of the turns and the limits."""
-    axes = figure.subplots()
-    results: list[PolicyResult | Rival] = [*report.policies, *report.rivals]
-    names, speeds = zip(*((each.name, each.output_tokens_per_s) for each in results), strict=True)
-    below = [each.output_tokens_per_s - each.lowest_output_tokens_per_s for each in results]
-    above = [each.highest_output_tokens_per_s - each.output_tokens_per_s for each in results]
-    drawn = axes.barh(names, speeds, color=BLUE, height=0.6, xerr=(below, above), capsize=3)
-    axes.bar_label(drawn, [_label(each) for each in results], padding=6, fontsize=9, bbox=_UNDER_LABEL)
-    bounds = {at: each.bound_output_tokens_per_s for at, each in enumerate(report.policies)}
-    known = {at: bound for at, bound in bounds.items() if bound is not None}
-    if known:
-        low, high = [at - 0.38 for at in known], [at + 0.38 for at in known]
-        label = "limit: no schedule can be faster"
-        axes.vlines(list(known.values()), low, high, color="black", linewidth=2, label=label)
-        legend(figure, axes)
-    axes.invert_yaxis()
-    axes.set_xlabel("output tokens per second, and ms per token of each chat")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    axes.locator_params(axis="x", nbins=5)
-    axes.margins(x=0.3)
-    tidy(axes, grid=None)
-
-
-def _label(result: PolicyResult | Rival) -> str:
-    """The speed, and what a chat notices of it; of a rival only the former is known."""
-    pace_ms = getattr(result, "tpot_p50_ms", None)
-    return number(result.output_tokens_per_s) + ("" if pace_ms is None else f", {number(pace_ms)} ms")
-
-
-def _timeline(report: ThroughputReport, figure: "Figure") -> None:
-    """A row per lane, coloured by sub-batch."""
-    axes = figure.subplots()
-    lanes = [lane for lane in _LANES if any(span.lane == lane for span in report.timeline)]
-    for sub_batch, label in ((0, "sub-batch 0"), (1, "sub-batch 1"), (-1, "sampling, copies")):
-        spans = [span for span in report.timeline if span.sub_batch == sub_batch]
-        if spans:
-            axes.barh(
-                [lanes.index(span.lane) for span in spans],
-                [span.end_ms - span.start_ms for span in spans],
-                left=[span.start_ms for span in spans],
-                height=0.7,
-                color=_COLOURS[sub_batch],
-                hatch=_HATCHES[sub_batch],
-                edgecolor="white",
-                linewidth=0.5,
-                label=label,
-            )
-    axes.set_yticks(
-        range(len(lanes)),
-        [
-            "device" if lane == "device" and report.device != "cuda" else _LANE_NAMES.get(lane, lane)
-            for lane in lanes
-        ],
-    )
-    axes.invert_yaxis()
-    axes.set_xlabel("ms")
-    tidy(axes, grid=None)
-    legend(figure, axes, columns=3)
+    def _draw_timeline(self, figure: "Figure") -> None:
+        """A row per lane, coloured by sub-batch."""
+        axes = figure.subplots()
+        lanes = [lane for lane in _LANES if any(span.lane == lane for span in self.timeline)]
+        for sub_batch, label in ((0, "sub-batch 0"), (1, "sub-batch 1"), (-1, "sampling, copies")):
+            spans = [span for span in self.timeline if span.sub_batch == sub_batch]
+            if spans:
+                axes.barh(
+                    [lanes.index(span.lane) for span in spans],
+                    [span.end_ms - span.start_ms for span in spans],
+                    left=[span.start_ms for span in spans],
+                    height=0.7,
+                    color=_COLOURS[sub_batch],
+                    hatch=_HATCHES[sub_batch],
+                    edgecolor="white",
+                    linewidth=0.5,
+                    label=label,
+                )
+        axes.set_yticks(
+            range(len(lanes)),
+            [
+                "device" if lane == "device" and self.device != "cuda" else _LANE_NAMES.get(lane, lane)
+                for lane in lanes
+            ],
+        )
+        axes.invert_yaxis()
+        axes.set_xlabel("ms")
+        tidy(axes, grid=None)
+        legend(figure, axes, columns=3)

@@ -24,6 +24,7 @@ from neo_desktop.app.bench.throughput.workload import (
     lengths,
     run,
 )
+from neo_desktop.app.bench.words import say
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
@@ -87,7 +88,8 @@ def _run_policies(
     model = load(options)
     if baseline is not None:
         baseline.check(model.config, model.decoder.dtype)
-    names, notes = _policies(options, model.decoder.device.type == "cuda")
+    on_gpu = model.decoder.device.type == "cuda"
+    names = options.policies or (BASELINE, "auto")[: 1 + (on_gpu or options.gpu_cache_tokens is not None)]
     places = {place for name in names for place in get_policy(name).places}
     parts = take_memory(model, options, [place for place in PLACES if place in places])
 
@@ -100,11 +102,14 @@ def _run_policies(
         *(sum(parts.num_blocks[place] for place in get_policy(name).places) * BLOCK_SIZE for name in names),
     )
     workload = fitting(requests, most_tokens)
-    if workload.num_left_out:
-        notes.append(
-            f"{workload.num_left_out} requests of more than {most_tokens} tokens were left out: they do not "
-            "fit into the context or the smallest cache."
-        )
+    notes = say(
+        "throughput-notes",
+        on_gpu=on_gpu,
+        only_baseline=names == (BASELINE,),
+        cpu_cache_dtype=options.cpu_cache_dtype,
+        num_left_out=workload.num_left_out,
+        most_tokens=most_tokens,
+    )
     policies = [_policy(name, parts, tables) for name in names]
     try:
         if options.num_requests is None:
@@ -115,26 +120,6 @@ def _run_policies(
     finally:
         for policy in policies:
             policy.engine.close()
-
-
-def _policies(options: ThroughputOptions, on_gpu: bool) -> tuple[tuple[str, ...], list[str]]:
-    """Return which policies to run, and what is to be said about the choice."""
-    differ = on_gpu or options.gpu_cache_tokens is not None
-    chosen = options.policies or ((BASELINE, "auto") if differ else (BASELINE,))
-    notes = []
-    if chosen == (BASELINE,) and not on_gpu:
-        notes.append("Without a GPU there is nothing to offload: the model runs on the CPU, all KV is there.")
-    elif not on_gpu:
-        notes.append(
-            "The GPU-cache is imitated in host memory, and the CPU computes for both: this shows that the "
-            "policies work, not what offloading gains on a GPU."
-        )
-    if options.cpu_cache_dtype != "auto":
-        notes.append(
-            f"With KV in {options.cpu_cache_dtype} in the CPU-cache answers may differ: that was asked for, "
-            "and they are counted among the near ties."
-        )
-    return chosen, notes
 
 
 def _policy(name: str, parts: EngineParts, tables: TableCostModel) -> _Policy:
@@ -164,7 +149,7 @@ def _measure(
     workload: Workload,
     options: ThroughputOptions,
     tables: TableCostModel,
-    notes: Sequence[str],
+    notes: tuple[str, ...],
     progress: Progress,
 ) -> Iterator[ThroughputReport]:
     """Let every policy answer once, then take turns; a report after each timed run."""
@@ -227,7 +212,7 @@ def _report(
     workload: Workload,
     options: ThroughputOptions,
     tables: TableCostModel,
-    notes: Sequence[str],
+    notes: tuple[str, ...],
 ) -> ThroughputReport:
     parts, requests = policies[0].parts, workload.requests
     decoder = parts.model.decoder
@@ -250,7 +235,7 @@ def _report(
         rivals=(),
         timeline=spans,
         timeline_policy=shown,
-        notes=tuple(notes),
+        notes=notes,
     )
 
 
