@@ -81,7 +81,7 @@ class IterationTiming:
 
     total_ms: float
     cpu_attention_ms: float  # while the CPU computed decode attention, all layers; 0 where there was none
-    is_graph: bool = False  # whether the device ran it from one launch
+    is_first: bool = False  # of its sizes: it took longer, since kernels were compiled or graphs captured
 
 
 UNKNOWN = IterationTiming(0.0, 0.0)  # nobody predicts anything
@@ -98,7 +98,7 @@ class IterationPlan:
 
     sub_batches: tuple[SubBatch, ...]  # one or two
     copies: tuple[BlockCopy, ...] = ()
-    predicted: IterationTiming = UNKNOWN  # whether it becomes a graph is the executor's choice
+    predicted: IterationTiming = UNKNOWN
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sub_batches) <= 2:
@@ -133,23 +133,6 @@ class IterationResult:
     failed: Mapping[str, str]
     pooled: Mapping[str, FloatArray] = field(default_factory=dict)  # sums of hidden states, [hidden] each
     timing: IterationTiming | None = None  # None: not measured
-
-
-@dataclass(frozen=True, slots=True)
-class GraphReach:
-    """Which iterations of decodes alone, without copies, an executor launches as one graph."""
-
-    rows: int = 0  # of a sub-batch at most; 0: none
-    with_host: bool = False  # also those in which the host attends
-
-    def holds(self, rows: int, with_host: bool) -> bool:
-        """Whether an iteration is one of them.
-
-        Args:
-            rows: of its larger sub-batch.
-            with_host: whether the host attends in it.
-        """
-        return 0 < rows <= self.rows and (self.with_host or not with_host)
 
 
 class DeviceMemoryError(MemoryError):

@@ -3,7 +3,6 @@
 import logging
 import secrets
 import time
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +11,6 @@ from typing import Self, Unpack
 from neo_desktop.engine.batch import (
     DeviceMemoryError,
     FloatArray,
-    GraphReach,
     IterationPlan,
     IterationTiming,
 )
@@ -170,13 +168,7 @@ class Engine:
         executor = build_executor(
             decoder, storage, limits.max_batch_tokens, limits.max_batch_requests, timeline, streams
         )
-        corrected = None
-        if cost_model is not None:
-            # Weakly: whoever still knows a closed engine must not keep weights and caches alive by that.
-            known = weakref.ref(executor)
-            corrected = CorrectedCostModel(
-                cost_model, lambda: GraphReach() if (alive := known()) is None else alive.graph_reach
-            )
+        corrected = None if cost_model is None else CorrectedCostModel(cost_model)
         scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected)
         return cls(parts.model, scheduler, kv_cache, executor, policy, corrected, timeline)
 

@@ -23,8 +23,10 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import set_up
 from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.profiling.profiler import Grid, profile, stage_grids, typical_ms
-from neo_desktop.engine.profiling.stage_timer import NEAR, Point, Stage, StageTimer
+from neo_desktop.engine.profiling.grids import Grid, stage_grids
+from neo_desktop.engine.profiling.points import NEAR, Point, Stage
+from neo_desktop.engine.profiling.profiler import profile, typical_ms
+from neo_desktop.engine.profiling.stage_timer import StageTimer
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 
@@ -53,7 +55,7 @@ class CostModelCase:
     """One size that the tables had not seen."""
 
     table: str
-    x: int  # tokens, rows or requests; see engine/profiling/stage_timer.py
+    x: int  # tokens, rows or requests; see engine/profiling/points.py
     y: int  # attention: context, on average; 1 elsewhere
     measured_ms: float
     predicted_ms: float
@@ -271,8 +273,7 @@ def _predicted_ms(tables: TableCostModel, point: Point) -> float:
     if point.stage.is_prefill:
         return tables.prefill_attention_ms(point.x, point.y - point.x)
     if point.stage.place is not None:
-        kind = tables.in_graphs if point.stage.is_in_graphs else tables
-        return kind.attention_ms(point.stage.place, point.x, point.x * point.y)
+        return tables.attention_ms(point.stage.place, point.x, point.x * point.y)
     table = getattr(tables, point.stage.value)
     return float(table(point.x))
 

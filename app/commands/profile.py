@@ -22,9 +22,6 @@ _CURVES = (
     ("hand_off", "requests"),
     ("transfer", "tokens"),
     ("first_chunk_attention", "tokens of a prompt's first chunk"),
-    ("graph_linear", "tokens"),
-    ("graph_head", "rows"),
-    ("graph_hand_off", "requests"),
 )
 
 
@@ -48,8 +45,6 @@ class ProfileReport:
         if self.note is not None:
             console.print(self.note, highlight=False)
         for name, unit in _CURVES:
-            if getattr(self.tables, name) is None:  # there are no graphs
-                continue
             console.print(_curve(name, unit, getattr(self.tables, name)), highlight=False)
         later = self.tables.later_chunk_attention
         surface = _surface("later_chunk_attention", "tokens of a chunk", "context at its end", later)
@@ -62,9 +57,6 @@ class ProfileReport:
                 same_as = f"the same as {same[0].label}_attention"
                 console.print(f"{name}: without a GPU {same_as}", highlight=False)
                 continue
-            console.print(_surface(name, "requests", "mean context", table), highlight=False)
-        for place, table in self.tables.graph_attention.items():
-            name = f"graph_{place.label}_attention"
             console.print(_surface(name, "requests", "mean context", table), highlight=False)
         console.print(f"Kept in {self.path}", highlight=False, soft_wrap=True)
 

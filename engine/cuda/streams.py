@@ -51,13 +51,6 @@ class Streams(Protocol):
     def stream(self) -> torch.cuda.Stream:
         """Return a CUDA stream beside the main one."""
 
-    def timing_stream(self, number: int = 0) -> torch.cuda.Stream:
-        """Return the stream on which measurements are captured, the same one for the same number.
-
-        torch keeps memory for every stream that ever saw a matrix product (see `workspaces`), so that all
-        measurements share their streams.
-        """
-
     def on_device(self) -> AbstractContextManager[None]:
         """Let this thread's work on the device go to the main stream, in order with what was before."""
 
@@ -80,10 +73,6 @@ class WholeDevice:
     def stream(self) -> torch.cuda.Stream:
         """See `Streams`."""
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-
-    def timing_stream(self, number: int = 0) -> torch.cuda.Stream:
-        """See `Streams`; the same one for all that stand for this device."""
-        return _timing_stream(self.device, number)
 
     def on_device(self) -> AbstractContextManager[None]:
         """See `Streams`: the thread's current stream stays what it is."""
@@ -113,7 +102,6 @@ class GpuSlice:
         self._lock = threading.Lock()
         self._streams: list[torch.cuda.Stream] = []
         self._num_asked = 0
-        self._timing: dict[int, torch.cuda.Stream] = {}
         try:
             self._main = self._new()
         except BaseException:
@@ -138,13 +126,6 @@ class GpuSlice:
             if number == len(self._streams):
                 self._streams.append(self._new())
             return self._streams[number]
-
-    def timing_stream(self, number: int = 0) -> torch.cuda.Stream:
-        """See `Streams`."""
-        with self._lock:
-            if number not in self._timing:
-                self._timing[number] = self._new()
-            return self._timing[number]
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
@@ -189,11 +170,6 @@ def open_streams(device: torch.device, gpu_slice: int | None = None) -> Streams:
         )
     index = torch.cuda.current_device() if device.index is None else device.index
     return _open_slice(index, gpu_slice)
-
-
-@cache
-def _timing_stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @cache

@@ -52,7 +52,7 @@ class Backend(Protocol):
             with_graphs: whether its fixed parts may become graphs.
 
         Returns:
-            Whether they are, so that nothing was launched one by one but what is not fixed.
+            Whether it took longer than others of its key will: kernels were compiled, or graphs captured.
         """
         ...
 
@@ -203,10 +203,11 @@ class StreamBackend:
             for part in program.parts():
                 part(self._used)
             self._join()
-            return False
+            return with_graphs
         if key not in self._graphs and len(self._graphs) >= MAX_GRAPHS:
             self.forget()
         graphs = self._graphs.setdefault(key, {})
+        is_new = not graphs
         for number, part in enumerate(program.parts()):
             if not part.is_fixed:
                 part(self._used)
@@ -217,7 +218,7 @@ class StreamBackend:
                 graphs[number].graph.replay()
             self._spans += graphs[number].spans
         self._join()
-        return True
+        return is_new
 
     def wait(self) -> None:
         """See `Backend`."""

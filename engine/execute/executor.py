@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from neo_desktop.engine.batch import GraphReach, IterationPlan, IterationResult
+from neo_desktop.engine.batch import IterationPlan, IterationResult
 
 Wait = Callable[[], IterationResult]
 
@@ -24,11 +24,6 @@ class Executor(ABC):
             DeviceMemoryError: the device has too little memory for this plan now; so does waiting.
             RuntimeError: the executor is closed, before or meanwhile; so does waiting.
         """
-
-    @property
-    def graph_reach(self) -> GraphReach:
-        """Which iterations would be graphs now; it may change with every iteration."""
-        return GraphReach()
 
     @abstractmethod
     def close(self) -> None:

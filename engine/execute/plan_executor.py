@@ -13,7 +13,6 @@ import torch
 from neo_desktop.engine.batch import (
     DeviceMemoryError,
     FloatArray,
-    GraphReach,
     IterationPlan,
     IterationResult,
     IterationTiming,
@@ -118,13 +117,6 @@ class PlanExecutor(Executor):
     def fits_graphs(self) -> bool:
         """Whether the memory is such that a GPU's graphs can use it: pinned, where it is the host's."""
         return self._workspace.fits_graphs
-
-    @property
-    def graph_reach(self) -> GraphReach:
-        """See `Executor`."""
-        if not self._tries_graphs:
-            return GraphReach()
-        return GraphReach(self._capacity.decodes, self._relays is not None and self._may_use_flags)
 
     def warm_up(self) -> None:
         """Compile the kernels of decodes, which takes seconds, by iterations in which nobody decodes."""
@@ -304,7 +296,7 @@ class PlanExecutor(Executor):
             with_graphs = False  # threads do the CPU's part, and Python is needed between layers
         if self._relays is not None and with_flags:
             self._relays.start(batches, transfers, watch)
-        is_graph = self._backend.start(
+        is_first = self._backend.start(
             program,
             with_flags=with_flags,
             with_graphs=with_graphs and program.is_fixed and self._fits(program.bucket),
@@ -320,9 +312,7 @@ class PlanExecutor(Executor):
                 raise RuntimeError("the executor was closed in the middle of an iteration")
             chosen = tokens()
             total_ns = time.perf_counter_ns() - started_ns
-            timing = IterationTiming(
-                total_ns / 1e6, attention_ns / 1e6, is_graph=is_graph and program.bucket.is_whole
-            )
+            timing = IterationTiming(total_ns / 1e6, attention_ns / 1e6, is_first)
             sums = pooled()
             if self._timeline is not None:
                 self._timeline.end_iteration()

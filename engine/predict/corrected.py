@@ -1,19 +1,21 @@
 """A cost model that learns from iterations.
 
 The tables know how times depend on sizes; what changes while a program runs (clocks, heat, other programs)
-moves all of them together. What launching costs moves only those of iterations that are launched piece by
-piece: from graphs and from others it learns apart.
+moves all of them together. So does what can no longer be a graph: when graphs have to be given up, the tables
+are those of graphs still, and all that the device does takes so many times longer.
 """
 
-from collections.abc import Callable
-
-from neo_desktop.engine.batch import GraphReach, IterationTiming
+from neo_desktop.engine.batch import IterationTiming
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel
 
 
-class CorrectedStages:
-    """One kind of iterations: a factor for the device's stages, and one for the host's."""
+class CorrectedCostModel:
+    """A factor for the device's stages, and one for the host's.
+
+    Args:
+        base: what it starts from.
+    """
 
     SMOOTHING = 0.05  # weight of the newest iteration
     LOWEST, HIGHEST = 0.25, 4.0
@@ -27,15 +29,6 @@ class CorrectedStages:
     def base(self) -> CostModel:
         """What it started from."""
         return self._base
-
-    @property
-    def in_graphs(self) -> "CorrectedStages":
-        """See `CostModel`."""
-        return self
-
-    def of_decodes(self, rows: int, with_host: bool) -> "CorrectedStages":
-        """See `CostModel`."""
-        return self
 
     @property
     def num_layers(self) -> int:
@@ -77,8 +70,10 @@ class CorrectedStages:
         """See `CostModel`."""
         return self._base.head_ms(rows) * self.device_factor
 
-    def compare(self, predicted: IterationTiming, measured: IterationTiming) -> None:
-        """Compare an iteration of this kind with its prediction."""
+    def learn(self, predicted: IterationTiming, measured: IterationTiming) -> None:
+        """Compare an iteration with its prediction; the first of its sizes says nothing of others."""
+        if measured.is_first:
+            return
         host_ms = predicted.cpu_attention_ms
         if host_ms > 0:
             self.host_factor = self._corrected(self.host_factor, host_ms, measured.cpu_attention_ms)
@@ -92,39 +87,3 @@ class CorrectedStages:
         # another program) move it no further than a doubling would.
         ratio = min(max(measured_ms / predicted_ms, 0.5), 2.0)
         return float(min(max(factor * ratio**self.SMOOTHING, self.LOWEST), self.HIGHEST))
-
-
-class CorrectedCostModel(CorrectedStages):
-    """Iterations that are launched piece by piece, and beside them those of graphs.
-
-    Args:
-        base: what it starts from.
-        reach: which iterations are graphs, as it is now; None: those that the base has times for.
-    """
-
-    def __init__(self, base: CostModel, reach: Callable[[], GraphReach] | None = None) -> None:
-        super().__init__(base)
-        self._in_graphs = CorrectedStages(base.in_graphs)
-        self._reach = reach
-
-    @property
-    def in_graphs(self) -> CorrectedStages:
-        """See `CostModel`."""
-        return self._in_graphs
-
-    def of_decodes(self, rows: int, with_host: bool) -> CorrectedStages:
-        """See `CostModel`."""
-        if self._reach is None:
-            is_graph = self._base.of_decodes(rows, with_host) is not self._base
-        else:
-            is_graph = self._reach().holds(rows, with_host)
-        return self._in_graphs if is_graph else self
-
-    def learn(self, predicted: IterationTiming, measured: IterationTiming) -> None:
-        """Compare an iteration with its prediction.
-
-        One that became another kind than was predicted (a graph found no memory) says nothing of either.
-        """
-        if predicted.is_graph == measured.is_graph:
-            kind = self._in_graphs if predicted.is_graph else self
-            kind.compare(predicted, measured)

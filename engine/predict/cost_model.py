@@ -3,37 +3,21 @@
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from neo_desktop.engine.placement import PLACES, Place
 
-FILE_VERSION = 4  # of the JSON form of the tables
+FILE_VERSION = 5  # of the JSON form of the tables
 
 
 class CostModel(Protocol):
     """Predicted times in milliseconds; those of a stage are for one layer.
 
     The names of NEO's section 3.2 stand beside them. Nothing takes no time: 0 tokens or requests give 0.
-
-    They are those of iterations that are launched piece by piece. A graph, which is launched at once, has
-    times of its own.
     """
-
-    @property
-    def in_graphs(self) -> "CostModel":
-        """The times of iterations that are graphs; itself where nothing else is known."""
-
-    def of_decodes(self, rows: int, with_host: bool) -> "CostModel":
-        """Return the times of an iteration of decodes alone: `in_graphs` if it will be a graph, else itself.
-
-        Args:
-            rows: decodes of the larger sub-batch.
-            with_host: whether the host attends for some of them.
-        """
 
     @property
     def num_layers(self) -> int:
@@ -75,15 +59,6 @@ class ZeroCostModel:
     num_layers = 1
     overlaps = True
     iteration_ms = 0.0
-
-    @property
-    def in_graphs(self) -> "ZeroCostModel":
-        """Return itself."""
-        return self
-
-    def of_decodes(self, rows: int, with_host: bool) -> "ZeroCostModel":
-        """Return itself."""
-        return self
 
     def linear_ms(self, tokens: int) -> float:
         """Return 0."""
@@ -208,9 +183,6 @@ class TableCostModel:
     can occur. A prompt's first chunk attends to itself alone: a causal kernel leaves out half of the work,
     and nothing is brought together from the cache. Later chunks pay for both, tabulated over (tokens of the
     chunk, context at its end); between the two is a step that one table for both would smooth over.
-
-    What is measured in graphs as well stands in the tables of graphs, up to their size. None: there are none,
-    or their times are the same; for the hand-off also: the host cannot attend within a graph.
     """
 
     num_layers: int
@@ -223,32 +195,6 @@ class TableCostModel:
     first_chunk_attention: Curve
     later_chunk_attention: Surface
     attention: Mapping[Place, Surface]
-    graph_rows: int = 0  # decodes of a sub-batch that a graph takes at most
-    graph_iteration_ms: float | None = None
-    graph_linear: Curve | None = None
-    graph_head: Curve | None = None
-    graph_hand_off: Curve | None = None
-    graph_attention: Mapping[Place, Surface] = field(default_factory=dict)  # of places measured there
-
-    @cached_property
-    def in_graphs(self) -> "TableCostModel":
-        """See `CostModel`."""
-        if not self.graph_rows:
-            return self
-        return replace(
-            self,
-            graph_rows=0,
-            iteration_ms=self.iteration_ms if self.graph_iteration_ms is None else self.graph_iteration_ms,
-            linear=self.graph_linear or self.linear,
-            head=self.graph_head or self.head,
-            hand_off=self.graph_hand_off or self.hand_off,
-            attention={**self.attention, **self.graph_attention},
-        )
-
-    def of_decodes(self, rows: int, with_host: bool) -> "TableCostModel":
-        """See `CostModel`."""
-        is_graph = 0 < rows <= self.graph_rows and (self.graph_hand_off is not None or not with_host)
-        return self.in_graphs if is_graph else self
 
     def linear_ms(self, tokens: int) -> float:
         """See `CostModel`."""
@@ -311,14 +257,10 @@ class TableCostModel:
         def by_place(value: Any) -> dict[Place, Surface]:
             return {places[name]: surface(each) for name, each in value.items()}
 
-        def or_none(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-            return lambda value: None if value is None else make(value)
-
         places = {place.name: place for place in PLACES}
         makers: dict[Any, Callable[[Any], Any]] = {
             Curve: curve,
             Surface: surface,
-            Curve | None: or_none(curve),
             Mapping[Place, Surface]: by_place,
         }
         try:

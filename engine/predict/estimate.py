@@ -71,20 +71,6 @@ def joined(some: Mapping[Place, Decodes], more: Mapping[Place, Decodes]) -> Mapp
     return both
 
 
-def costs_of(cost: CostModel, *loads: Load, swapped_tokens: int = 0) -> CostModel:
-    """Return the times that hold for an iteration: decodes alone may be a graph. See `iteration_ms`."""
-    most = 0
-    for load in loads:
-        if swapped_tokens or load.tokens != load.num_decodes:
-            return cost
-        most = max(most, load.tokens)
-    with_host = False
-    for load in loads:
-        for place in load.decodes:
-            with_host = with_host or place.host_attends
-    return cost.of_decodes(most, with_host)
-
-
 def device_attention_ms(cost: CostModel, load: Load) -> float:
     """T_pf + T_ga of one layer."""
     ms = load.prefill_ms
@@ -115,7 +101,7 @@ class Times(NamedTuple):
 def times_ms(
     cost: CostModel, first: Times, second: Times | None, rows: int, swapped_tokens: int = 0
 ) -> float:
-    """Return what an iteration takes whose sub-batches take these times, with the costs of its kind."""
+    """Return what an iteration takes whose sub-batches take these times."""
     both = max if cost.overlaps else _sum
     if second is None:
         layer = first.linear + both(first.on_device, first.on_host)
@@ -134,7 +120,6 @@ def iteration_ms(cost: CostModel, *loads: Load, swapped_tokens: int = 0) -> floa
         loads: of sub-batch 0, and of sub-batch 1 if there is one.
         swapped_tokens: tokens whose KV crosses the bus, layer by layer, beside the computation.
     """
-    cost = costs_of(cost, *loads, swapped_tokens=swapped_tokens)
     times = [
         Times(cost.linear_ms(load.tokens), device_attention_ms(cost, load), host_ms(cost, load.decodes))
         for load in loads
@@ -145,20 +130,17 @@ def iteration_ms(cost: CostModel, *loads: Load, swapped_tokens: int = 0) -> floa
 
 def predict(cost: CostModel, *loads: Load, swapped_tokens: int = 0) -> IterationTiming:
     """Predict an iteration and its attention on the host; see `iteration_ms`."""
-    return timing_of(cost, iteration_ms(cost, *loads, swapped_tokens=swapped_tokens), loads, swapped_tokens)
+    return timing_of(cost, iteration_ms(cost, *loads, swapped_tokens=swapped_tokens), loads)
 
 
-def timing_of(
-    cost: CostModel, total_ms: float, loads: Sequence[Load], swapped_tokens: int = 0
-) -> IterationTiming:
+def timing_of(cost: CostModel, total_ms: float, loads: Sequence[Load]) -> IterationTiming:
     """Return the prediction of an iteration that is known to take so long in all."""
-    kind = costs_of(cost, *loads, swapped_tokens=swapped_tokens)
     attention_ms = 0.0
     for load in loads:
         for place, (requests, context_tokens) in load.decodes.items():
             if place.host_attends:
-                attention_ms += kind.attention_ms(place, requests, context_tokens)
-    return IterationTiming(total_ms, attention_ms * cost.num_layers, is_graph=kind is not cost)
+                attention_ms += cost.attention_ms(place, requests, context_tokens)
+    return IterationTiming(total_ms, attention_ms * cost.num_layers)
 
 
 def _sum(first: float, second: float) -> float:

@@ -22,14 +22,14 @@ from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling import hardware
 from neo_desktop.engine.profiling.profiler import profile
-from neo_desktop.engine.profiling.stage_timer import measured_blocks
+from neo_desktop.engine.profiling.regions import measured_blocks
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
-PROFILER_VERSION = 8  # raise it when what is measured, or how, changes
+PROFILER_VERSION = 9  # raise it when what is measured, or how, changes
 
 
 def load_or_profile(

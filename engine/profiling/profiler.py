@@ -2,6 +2,7 @@
 
 What is measured, and how it stays cheap:
 
+- Stages run as in iterations: captured, where those are made of graphs (see `StageTimer`).
 - One layer stands for all, in turn another one, on a grid of sizes that grows by factors: times bend at small
   sizes and are straight lines at large ones.
 - Every table has a share of the time, and of what those before it did not need. Its points are first run
@@ -19,8 +20,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from itertools import product
 
 import torch
 
@@ -29,9 +28,11 @@ from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
-from neo_desktop.engine.profiling.stage_timer import NEAR, Point, Stage, StageTimer
+from neo_desktop.engine.profiling.grids import Grid, stage_grids
+from neo_desktop.engine.profiling.points import Point, Stage
+from neo_desktop.engine.profiling.stage_timer import StageTimer
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
@@ -58,10 +59,6 @@ _SHARES = {  # of the time; the device's attention is only measured where it dif
     Stage.GPU_ATTENTION: 0.1,
     Stage.TRANSFER: 0.05,
     Stage.HAND_OFF: 0.03,
-    Stage.GRAPH_LINEAR: 0.2,
-    Stage.GRAPH_GPU_ATTENTION: 0.1,
-    Stage.GRAPH_HEAD: 0.05,
-    Stage.GRAPH_HAND_OFF: 0.05,
 }
 _WHAT = {
     Stage.LINEAR: "linear layers",
@@ -72,29 +69,7 @@ _WHAT = {
     Stage.GPU_ATTENTION: "attention on the GPU",
     Stage.TRANSFER: "transfers",
     Stage.HAND_OFF: "hand-off",
-    Stage.GRAPH_LINEAR: "linear layers in graphs",
-    Stage.GRAPH_GPU_ATTENTION: "attention on the GPU in graphs",
-    Stage.GRAPH_HEAD: "sampling in graphs",
-    Stage.GRAPH_HAND_OFF: "hand-off in graphs",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """The points of one stage: a few that span the range, and those between them."""
-
-    spanning: Sequence[Point]
-    between: Sequence[Point]
-
-    @property
-    def stage(self) -> Stage:
-        """Whose points they are."""
-        return self.spanning[0].stage
-
-    @property
-    def points(self) -> tuple[Point, ...]:
-        """All of them."""
-        return (*self.spanning, *self.between)
 
 
 def profile(
@@ -142,10 +117,12 @@ def _tables(
         report(1 - left / total, _WHAT[stage])
         # What the stages before did not need is shared by the rest.
         seconds_left = max(end - time.perf_counter(), 0.0)
+        seconds_left *= _SHARES[stage] / left
         try:
-            times |= measure(timer, grid, seconds_left * _SHARES[stage] / left, decoder.config)
-        except (StreamMemoryError, RelayStalledError) as error:
+            times |= measure(timer, grid, seconds_left, decoder.config)
+        except (StreamMemoryError, RelayStalledError) as error:  # flags tell nobody anything: threads will
             ladder.limit("graphs", "device-only", str(error))
+            times |= measure(timer, grid, seconds_left, decoder.config)
         left -= _SHARES[stage]
     if timer.is_cuda:
         clear_workspaces(decoder.device)
@@ -157,15 +134,8 @@ def _tables(
         found = sorted((point.x, ms) for point, ms in times.items() if point.stage is stage)
         return Curve([x for x, _ in found], rising([ms for _, ms in found]))
 
-    def graph_curve(stage: Stage) -> Curve | None:
-        return curve(stage) if any(point.stage is stage for point in times) else None
-
-    on_cpu = _surface(Stage.CPU_ATTENTION, times)
-    in_graphs = Stage.GRAPH_LINEAR in grids
-    surfaces: dict[bool, dict[Place, Surface]] = {False: dict.fromkeys(PLACES, on_cpu), True: {}}
-    for stage in grids:
-        if stage.place is not None:
-            surfaces[stage.is_in_graphs][stage.place] = _surface(stage, times)
+    attention = dict.fromkeys(PLACES, _surface(Stage.CPU_ATTENTION, times))
+    attention |= {stage.place: _surface(stage, times) for stage in grids if stage.place is not None}
     return TableCostModel(
         num_layers=decoder.config.num_layers,
         overlaps=timer.is_cuda,
@@ -176,121 +146,8 @@ def _tables(
         transfer=curve(Stage.TRANSFER),
         first_chunk_attention=curve(Stage.FIRST_CHUNK_ATTENTION),
         later_chunk_attention=_surface(Stage.LATER_CHUNK_ATTENTION, times),
-        attention=surfaces[False],
-        graph_rows=timer.graph_rows,
-        graph_iteration_ms=timer.graph_iteration_ms() if in_graphs else None,
-        graph_linear=graph_curve(Stage.GRAPH_LINEAR),
-        graph_head=graph_curve(Stage.GRAPH_HEAD),
-        graph_hand_off=graph_curve(Stage.GRAPH_HAND_OFF),
-        graph_attention=surfaces[True],
+        attention=attention,
     )
-
-
-def stage_grids(timer: StageTimer, config: ModelConfig, limits: SchedulerLimits) -> dict[Stage, Grid]:
-    """Return `stage -> its points`: what needs its time first or, with the time that others left, late."""
-    tokens, requests = limits.max_batch_tokens, limits.max_batch_requests
-    grids = {
-        Stage.LINEAR: _line(Stage.LINEAR, tokens),
-        Stage.CPU_ATTENTION: _decode_grid(Stage.CPU_ATTENTION, timer, config, requests),
-        Stage.FIRST_CHUNK_ATTENTION: _first_chunk_grid(timer, config, tokens),
-        Stage.LATER_CHUNK_ATTENTION: _later_chunk_grid(timer, config, tokens),
-    }
-    if not timer.attends_alike:
-        grids[Stage.GPU_ATTENTION] = _decode_grid(Stage.GPU_ATTENTION, timer, config, requests)
-    grids[Stage.HEAD] = _line(Stage.HEAD, requests)
-    grids[Stage.TRANSFER] = _line(Stage.TRANSFER, tokens)
-    grids[Stage.HAND_OFF] = _line(Stage.HAND_OFF, requests)
-    if timer.graph_rows:
-        rows = timer.graph_rows
-        grids[Stage.GRAPH_LINEAR] = _line(Stage.GRAPH_LINEAR, rows)
-        grids[Stage.GRAPH_GPU_ATTENTION] = _decode_grid(Stage.GRAPH_GPU_ATTENTION, timer, config, rows)
-        grids[Stage.GRAPH_HEAD] = _line(Stage.GRAPH_HEAD, rows)
-        if ladder.rung("graphs") == "host-flags":
-            grids[Stage.GRAPH_HAND_OFF] = _line(Stage.GRAPH_HAND_OFF, rows)
-    return grids
-
-
-def _line(stage: Stage, most: int) -> Grid:
-    xs = _sizes(1, most)
-    return _grid([Point(stage, x) for x in xs], xs, [1])
-
-
-def _sizes(least: int, most: int) -> list[int]:
-    """Return sizes that grow by a third or a half."""
-    sizes = {1, 2, 3, 4, 6, 8, most}
-    size = 8
-    while size < most:
-        sizes |= {size, size * 3 // 2}
-        size *= 2
-    return sorted(size for size in sizes if least <= size <= most)
-
-
-def _decode_grid(stage: Stage, timer: StageTimer, config: ModelConfig, most_requests: int) -> Grid:
-    """Requests times mean context; only what the pool can hold, and at least two of each."""
-    assert stage.place is not None
-    capacity = timer.capacity_tokens(stage.place)
-    contexts = _axis(16, 4, min(config.max_context_tokens, capacity))
-    requests = _axis(1, 4, min(most_requests, capacity // contexts[0]))
-    points = [
-        Point(stage, x, y)
-        for x, y in product(requests, contexts)
-        if x * y <= capacity or (x in requests[:2] and y in contexts[:2])
-    ]
-    return _grid(points, requests, contexts)
-
-
-def _first_chunk_grid(timer: StageTimer, config: ModelConfig, most_tokens: int) -> Grid:
-    """Tokens of a chunk; a single one would be a decode."""
-    sizes = _ordinary(_sizes(2, max(min(most_tokens, _most_context(timer, config)), 2)))
-    return _grid([Point(Stage.FIRST_CHUNK_ATTENTION, x, x) for x in sizes], sizes, sizes)
-
-
-def _later_chunk_grid(timer: StageTimer, config: ModelConfig, most_tokens: int) -> Grid:
-    """Tokens of a chunk times context at its end, their product being the work: masking spares none."""
-    most_context = _most_context(timer, config)
-    chunks = _axis(8, 4, max(min(most_tokens, most_context), 2))
-    contexts = _axis(16, 4, max(most_context, 2 * chunks[1]))
-    points = [
-        Point(Stage.LATER_CHUNK_ATTENTION, x, y)
-        for x, y in product(chunks, contexts)
-        if x < y and (y <= most_context or (x in chunks[:2] and y in contexts[:2]))
-    ]
-    return _grid(points, chunks, contexts)
-
-
-def _ordinary(sizes: Sequence[int]) -> list[int]:
-    """Return odd sizes a little below these: round ones, which prompts seldom have, suit a kernel best.
-
-    The first and the last stay: the one bounds what is measured, the other is what a full batch has.
-    """
-    return sorted({sizes[0], sizes[-1], *(size * 15 // 16 | 1 for size in sizes[1:-1])})
-
-
-def _most_context(timer: StageTimer, config: ModelConfig) -> int:
-    return min(config.max_context_tokens, timer.capacity_tokens(NEAR))
-
-
-def _axis(first: int, factor: int, last: int) -> list[int]:
-    """Return sizes that grow by a factor and end with `last`; at least two, one made up if need be."""
-    sizes = []
-    size = first
-    while size * 1.5 < last:
-        sizes.append(size)
-        size *= factor
-    sizes.append(max(last, 1))
-    return sizes if len(sizes) > 1 else [sizes[0], 2 * sizes[0]]
-
-
-def _grid(points: list[Point], xs: Sequence[int], ys: Sequence[int]) -> Grid:
-    """Divide the points of a grid with these axes; each part by its work."""
-
-    def spans(axis: Sequence[int], value: int) -> bool:
-        i = axis.index(value)
-        return i % 4 == 0 or i == len(axis) - 1 or (i == 1 and len(ys) > 1)  # a surface needs two of each
-
-    points = sorted(points, key=lambda point: (point.work, point.x))
-    spanning = [point for point in points if spans(xs, point.x) and spans(ys, point.y)]
-    return Grid(spanning, [point for point in points if point not in spanning])
 
 
 def measure(timer: StageTimer, grid: Grid, seconds: float, config: ModelConfig) -> dict[Point, float]:

@@ -245,7 +245,7 @@ class Decider(Generic[R]):
             copies=self.residency.copies,
             loads=loads,
             swapped_tokens=draft.swapped_tokens,
-            predicted=timing_of(self._cost, split.predicted_ms, loads, draft.swapped_tokens),
+            predicted=timing_of(self._cost, split.predicted_ms, loads),
         )
 
     def _grow_budget(self) -> None:

@@ -59,11 +59,9 @@ class Outlook:
         self.queue = queue
         self._cost = cost
         self._swapped_tokens = swapped_tokens
-        self._may_be_graph = not swapped_tokens and load.tokens == load.num_decodes
         # A prompt's last token alone is a decode, wherever it lives.
         self._at_host = {place: each for place, each in load.decodes.items() if place.host_attends}
-        self._kind = self._kind_of(load.tokens + len(queue), len(queue))
-        self._attention_ms = device_attention_ms(self._kind, load)
+        self._attention_ms = device_attention_ms(cost, load)
 
     def front(self, num_second: int, num_taken: int) -> Split:
         """The front of the queue: first those of sub-batch 1, then those of sub-batch 0."""
@@ -90,7 +88,7 @@ class Outlook:
         Args:
             num_due: how many at the front join sub-batch 1 in any case.
         """
-        linear_ms, queue = self._kind.linear_ms, self.queue
+        linear_ms, queue = self._cost.linear_ms, self.queue
         num_second = max(self._fitting(0, linear_ms(self.load.tokens)), num_due)
         num_taken = num_second
         if not self._at_host:
@@ -102,13 +100,13 @@ class Outlook:
         for position in range(num_taken, len(queue)):  # what is shorter than the next one may still fit
             one = queue.decodes(position, position + 1)
             longer = joined(in_second, one)
-            if host_ms(self._kind, longer) <= linear_ms(self.load.tokens + len(first)):
+            if host_ms(self._cost, longer) <= linear_ms(self.load.tokens + len(first)):
                 second.append(position)
                 in_second = longer
                 continue
             longer = joined(in_first, one)
             limit_ms = linear_ms(len(second)) + self._attention_ms
-            if host_ms(self._kind, joined(self._at_host, longer)) <= limit_ms:
+            if host_ms(self._cost, joined(self._at_host, longer)) <= limit_ms:
                 first.append(position)
                 in_first = longer
                 continue
@@ -119,7 +117,7 @@ class Outlook:
 
     def candidates(self) -> Iterator[Split]:
         """Yield all that is worth a thought, the simplest first."""
-        n, tokens, linear_ms = len(self.queue), self.load.tokens, self._kind.linear_ms
+        n, tokens, linear_ms = len(self.queue), self.load.tokens, self._cost.linear_ms
         if tokens:
             yield self.front(0, 0)
         if not n:
@@ -142,12 +140,6 @@ class Outlook:
             if tokens:
                 yield self.front(n, n)
 
-    def _kind_of(self, tokens: int, num_taken: int) -> CostModel:
-        """Return the costs of an iteration whose larger sub-batch has so many tokens."""
-        if not self._may_be_graph:
-            return self._cost
-        return self._cost.of_decodes(tokens, bool(num_taken or self._at_host))
-
     def _split(
         self,
         second: Sequence[int],
@@ -161,24 +153,23 @@ class Outlook:
         if second and not tokens:
             second, first, in_second, in_first = (), second, {}, in_second
             tokens = len(first)
-        kind = self._kind_of(max(tokens, len(second)), len(first) + len(second))
-        attention_ms = self._attention_ms if kind is self._kind else device_attention_ms(kind, load)
-        times = Times(kind.linear_ms(tokens), attention_ms, host_ms(kind, joined(self._at_host, in_first)))
-        others = Times(kind.linear_ms(len(second)), 0.0, host_ms(kind, in_second)) if second else None
+        cost, attended_first = self._cost, joined(self._at_host, in_first)
+        times = Times(cost.linear_ms(tokens), self._attention_ms, host_ms(cost, attended_first))
+        others = Times(cost.linear_ms(len(second)), 0.0, host_ms(cost, in_second)) if second else None
         rows = load.rows + len(first) + len(second)
-        predicted_ms = times_ms(kind, times, others, rows, self._swapped_tokens)
+        predicted_ms = times_ms(cost, times, others, rows, self._swapped_tokens)
         return Split(second, first, (in_second, in_first), load, predicted_ms)
 
     def _fitting(self, begin: int, limit_ms: float) -> int:
         """Return how many decodes from `begin` on the host can do in that time."""
-        queue, kind = self.queue, self._kind
+        queue, cost = self.queue, self._cost
         if begin == len(queue):
             return 0
         low, high = 1, len(queue) - begin
-        high_ms = host_ms(kind, queue.decodes(begin, begin + high))
+        high_ms = host_ms(cost, queue.decodes(begin, begin + high))
         if high_ms <= limit_ms:
             return high
-        low_ms = host_ms(kind, queue.decodes(begin, begin + low))
+        low_ms = host_ms(cost, queue.decodes(begin, begin + low))
         if low_ms > limit_ms:
             return 0
         for _ in range(MOST_GUESSES):  # about linear in the count
@@ -186,7 +177,7 @@ class Outlook:
                 break
             guess = low + int((high - low) * (limit_ms - low_ms) / (high_ms - low_ms))
             guess = min(max(guess, low + 1), high - 1)
-            ms = host_ms(kind, queue.decodes(begin, begin + guess))
+            ms = host_ms(cost, queue.decodes(begin, begin + guess))
             if ms <= limit_ms:
                 low, low_ms = guess, ms
             else:

@@ -62,26 +62,22 @@ def least_ms(
         smallest_cpu_share: of decode attention: x above.
         largest_cpu_share: likewise; (0, 0) for gpu-only, (1, 1) for fastdecode.
     """
-    kinds = (cost, cost.in_graphs)
-    linear = cost.num_layers * min(_least_per_unit(kind.linear) for kind in kinds)
+    linear = cost.num_layers * _least_per_unit(cost.linear)
     prefill = cost.num_layers * min(
         _least_per_first(cost.first_chunk_attention, work.longest_prompt),
         _least_per_later(cost.later_chunk_attention),
     )
-    fixed_ms = (
-        work.outputs * min(_least_per_unit(kind.head) for kind in kinds) + prefill * work.prompt_context
-    )
+    fixed_ms = work.outputs * _least_per_unit(cost.head) + prefill * work.prompt_context
     gpu, cpu = (
         cost.num_layers
         * min(
             _least_per_product(surface)
-            for kind in kinds
-            for place, surface in kind.attention.items()
+            for place, surface in cost.attention.items()
             if place.host_attends is host_attends
         )
         for host_attends in (False, True)
     )
-    weights = min(cost.num_layers * kind.linear(1) + kind.iteration_ms for kind in kinds)
+    weights = cost.num_layers * cost.linear(1) + cost.iteration_ms
 
     def at_least(on_gpu: float, on_cpu: float) -> float:
         iterations = on_gpu * work.decode_context / gpu_tokens if gpu_tokens else 0.0

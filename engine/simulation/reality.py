@@ -33,9 +33,8 @@ class Reality:
     def __init__(self, tables: CostModel, mismatch: Mismatch, seed: int) -> None:
         self.believed = CorrectedCostModel(tables)  # for the scheduler
         self._true = CorrectedCostModel(tables)
-        for kind in (self._true, self._true.in_graphs):
-            kind.device_factor = mismatch.gpu_slowdown
-            kind.host_factor = mismatch.cpu_slowdown
+        self._true.device_factor = mismatch.gpu_slowdown
+        self._true.host_factor = mismatch.cpu_slowdown
         self._noise = mismatch.noise
         self._random = random.Random(seed)
 
@@ -53,6 +52,6 @@ class Reality:
         timing = predict(self._true, *truly, swapped_tokens=swapped_tokens)
         noise = self._random.lognormvariate(0.0, self._noise) if self._noise else 1.0
         total_ms = timing.total_ms * noise
-        measured = IterationTiming(total_ms, timing.cpu_attention_ms * noise, timing.is_graph)
+        measured = IterationTiming(total_ms, timing.cpu_attention_ms * noise)
         self.believed.learn(predicted, measured)  # as the engine does
         return total_ms

@@ -119,7 +119,6 @@ def simulate(
 
 def _count(totals: Totals, decision: Decision[SimulatedRequest], cost: CostModel) -> None:
     predicted, loads = decision.predicted, decision.loads
-    cost = cost.in_graphs if predicted.is_graph else cost
     totals.num_iterations += 1
     totals.num_sequences += sum(map(len, decision.sub_batches))
     totals.num_pipelined += len(loads) == 2

@@ -9,16 +9,16 @@ from cost_models import cost_models, machine
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neo_desktop.engine.batch import GraphReach, IterationTiming
+from neo_desktop.engine.batch import IterationTiming
 from neo_desktop.engine.placement import PLACES, Place
-from neo_desktop.engine.predict.corrected import CorrectedCostModel, CorrectedStages
+from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import (
     CostModel,
     Curve,
     Surface,
     TableCostModel,
 )
-from neo_desktop.engine.predict.estimate import Decodes, Load, costs_of, iteration_ms
+from neo_desktop.engine.predict.estimate import Decodes, Load, iteration_ms
 
 times = st.floats(0, 1e3, allow_nan=False)
 
@@ -218,92 +218,8 @@ def test_one_odd_iteration_hardly_changes_a_prediction() -> None:
     assert corrected.linear_ms(100) < before * 1.05
 
 
-GRAPHS = GraphReach(rows=256, with_host=True)
-PROMPT, DECODES = Load(600, 1, prefill_ms=0.2), Load().plus({Place.DEVICE: Decodes(20, 9000)})
-WITH_HOST = DECODES.plus({Place.HOST: Decodes(3, 300)})
-
-
-def with_graphs(**changes: object) -> TableCostModel:
-    """A machine that launches piece by piece four times slower than it computes."""
-    tables = machine()
-
-    def slower(curve: Curve) -> Curve:
-        return Curve(curve.x, [4 * ms for ms in curve.ms])
-
-    return replace(
-        tables,
-        linear=slower(tables.linear),
-        hand_off=slower(tables.hand_off),
-        **{
-            "graph_rows": 256,
-            "graph_iteration_ms": 0.05,
-            "graph_linear": tables.linear,
-            "graph_head": tables.head,
-            "graph_hand_off": tables.hand_off,
-            "graph_attention": {Place.DEVICE: tables.attention[Place.DEVICE]},
-        }
-        | changes,
-    )
-
-
-def test_decodes_alone_are_predicted_as_graphs_and_all_else_is_not() -> None:
-    tables, plain = with_graphs(), replace(machine(), iteration_ms=0.05)
-    assert iteration_ms(tables, DECODES) == iteration_ms(plain, DECODES)
-    assert iteration_ms(tables, WITH_HOST, WITH_HOST) == iteration_ms(plain, WITH_HOST, WITH_HOST)
-    pieces = replace(tables, graph_rows=0)
-    mixed = Load(620, 21, 0.2, {Place.DEVICE: Decodes(20, 9000)})
-    many = Load().plus({Place.DEVICE: Decodes(257, 9000)})
-    for load, swapped in ((PROMPT, 0), (mixed, 0), (DECODES, 16), (many, 0)):
-        assert iteration_ms(tables, load, swapped_tokens=swapped) == iteration_ms(
-            pieces, load, swapped_tokens=swapped
-        )
-    assert iteration_ms(tables, DECODES, PROMPT) == iteration_ms(pieces, DECODES, PROMPT)
-    device_only = with_graphs(graph_hand_off=None)
-    assert iteration_ms(device_only, DECODES) == iteration_ms(plain, DECODES)
-    assert iteration_ms(device_only, WITH_HOST) == iteration_ms(pieces, WITH_HOST)
-
-
-def test_tables_of_graphs_survive_a_file(tmp_path: Path) -> None:
-    for tables in (with_graphs(), with_graphs(graph_hand_off=None)):
-        tables.save(tmp_path / "tables.json")
-        again = TableCostModel.load(tmp_path / "tables.json")
-        assert again.to_json() == tables.to_json()
-        assert iteration_ms(again, WITH_HOST) == iteration_ms(tables, WITH_HOST)
-
-
-def test_predictions_of_both_kinds_come_to_what_each_takes() -> None:
-    """Graphs take what the tables say; launched piece by piece, all takes three times as long."""
-    tables = machine()
-    corrected = CorrectedCostModel(tables, lambda: GRAPHS)
-    true = {True: tables, False: CorrectedStages(tables)}
-    true[False].device_factor = 3.0  # type: ignore[attr-defined]
-    for number in range(600):
-        load = PROMPT if number % 2 else DECODES
-        is_graph = costs_of(corrected, load) is not corrected
-        assert is_graph == (load is DECODES)
-        took = IterationTiming(iteration_ms(true[is_graph], load), 0.0, is_graph)
-        corrected.learn(IterationTiming(iteration_ms(corrected, load), 0.0, is_graph), took)
-    for load, is_graph in ((DECODES, True), (PROMPT, False)):
-        assert iteration_ms(corrected, load) == pytest.approx(iteration_ms(true[is_graph], load), rel=0.05)
-    assert corrected.hand_off_ms(3) == pytest.approx(3 * tables.hand_off_ms(3), rel=0.15)
-
-
-def test_when_graphs_fall_predictions_are_those_of_the_other_kind_at_once() -> None:
-    reach = [GRAPHS]
-    corrected = CorrectedCostModel(with_graphs(), lambda: reach[0])
-    pieces = replace(with_graphs(), graph_rows=0)
-    assert iteration_ms(corrected, WITH_HOST) < iteration_ms(pieces, WITH_HOST)
-    reach[0] = GraphReach(rows=256, with_host=False)
-    assert iteration_ms(corrected, WITH_HOST) == iteration_ms(pieces, WITH_HOST)
-    assert iteration_ms(corrected, DECODES) < iteration_ms(pieces, DECODES)
-    reach[0] = GraphReach()
-    assert iteration_ms(corrected, DECODES) == iteration_ms(pieces, DECODES)
-
-
-def test_nothing_is_learned_where_another_kind_was_predicted() -> None:
-    corrected = CorrectedCostModel(with_graphs(), lambda: GRAPHS)
-    for predicted in (True, False):
-        corrected.learn(IterationTiming(10.0, 6.0, predicted), IterationTiming(20.0, 12.0, not predicted))
-        corrected.learn(IterationTiming(10.0, 1.0, predicted), IterationTiming(20.0, 2.0, not predicted))
-    for kind in (corrected, corrected.in_graphs):
-        assert (kind.device_factor, kind.host_factor) == (1.0, 1.0)
+def test_nothing_is_learned_from_the_first_iteration_of_its_sizes() -> None:
+    corrected = CorrectedCostModel(machine())
+    corrected.learn(IterationTiming(10.0, 6.0), IterationTiming(20.0, 12.0, is_first=True))
+    corrected.learn(IterationTiming(10.0, 1.0), IterationTiming(20.0, 2.0, is_first=True))
+    assert (corrected.device_factor, corrected.host_factor) == (1.0, 1.0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCublas, FakeDriver, FakeStream, FakeTorchCuda, RecordedStreams
+from fake_cuda import FakeCublas, FakeDriver, FakeTorchCuda, RecordedStreams
 from pipeline_case import RandomIterations, check_result, make_storage, tiny_model
 from suites import ignore, last
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -176,24 +176,6 @@ def test_streams_are_the_slices_and_shared_only_when_there_are_many(torch_cuda: 
     streams = [slice_.stream() for _ in range(33)]
     assert len(driver.streams) == len(set(driver.streams)) == 33  # the main one, too
     assert [stream.handle for stream in streams] == [*driver.streams[1:], driver.streams[1]]  # type: ignore[attr-defined]
-
-
-def test_measurements_share_one_stream_in_the_slice_and_on_the_whole_device(
-    torch_cuda: FakeTorchCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver = FakeDriver()
-    slice_ = make_slice(driver=driver)
-    beside = slice_.stream()
-    timing = [slice_.timing_stream() for _ in range(40)]
-    assert len({id(stream) for stream in timing}) == 1
-    assert len({id(stream) for stream in (timing[0], slice_.timing_stream(1), beside, slice_.stream())}) == 4
-    assert len(driver.streams) == 5  # the main one, too
-
-    made: list[FakeStream] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(FakeStream(0, device)) or made[-1])
-    device = torch.device("cuda", 7)
-    timing = [WholeDevice(device).timing_stream() for _ in range(40)]  # each model that is loaded makes one
-    assert len({id(stream) for stream in timing}) == len(made) == 1
 
 
 def test_programs_run_on_streams_of_the_slice_alone(

@@ -1,7 +1,10 @@
 """The profiler's tables are finite, never fall, and span what the scheduler may ask for."""
 
+import gc
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 
@@ -9,18 +12,26 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from imitated_streams import ImitatedBackend
+from ladder_rungs import KERNELS, Rungs
+from pipeline_case import tiny_model
 
 from neo_desktop.engine.cuda.errors import StreamMemoryError
+from neo_desktop.engine.execute.backend import AnyProgram
+from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.profiling import profiler
-from neo_desktop.engine.profiling.profiler import fill, measure, profile, rising, stage_grids
-from neo_desktop.engine.profiling.stage_timer import MIN_ROWS, Point, Stage, StageTimer
+from neo_desktop.engine.profiling import profiler, stage_timer
+from neo_desktop.engine.profiling.grids import stage_grids
+from neo_desktop.engine.profiling.points import Point, Stage
+from neo_desktop.engine.profiling.profiler import fill, measure, profile, rising
+from neo_desktop.engine.profiling.stage_timer import MIN_ROWS, StageTimer
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.shapes import shape
 from neo_desktop.native.relay import RelayStalledError
@@ -268,67 +279,123 @@ def test_missing_corners_follow_the_law_of_the_known_points(
             assert ms == pytest.approx(truth(x, y), rel=1e-3)
 
 
-class GraphTimer(FakeTimer):
-    """Everything takes 5 ms when it is launched by itself, and 1 ms in a graph."""
-
-    refuses: RuntimeError | None = None
-
-    def __init__(self, *_: object) -> None:
-        super().__init__(self.takes_ms, [0.0])
-        self.graph_rows = 16
-        self.attends_alike = False
-
-    def takes_ms(self, point: Point) -> float:
-        if point.stage is Stage.GRAPH_HAND_OFF and self.refuses is not None:
-            raise self.refuses
-        return 1.0 if point.stage.is_in_graphs else 5.0
-
-    def iteration_ms(self) -> float:
-        return 5.0
-
-    def graph_iteration_ms(self) -> float:
-        return 1.0
-
-
-def test_graphs_and_what_is_launched_by_itself_have_tables_of_their_own(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(profiler, "StageTimer", GraphTimer)
-    tables = profile(decoder, storage_of(device=64, host=64), LIMITS, seconds=1.0)
-    check(tables)
-    graphs = tables.of_decodes(16, with_host=True)
-    for cost, ms in ((tables, 5.0), (tables.of_decodes(17, with_host=False), 5.0), (graphs, 1.0)):
-        assert cost.iteration_ms == cost.linear_ms(3) == cost.head_ms(2) == cost.hand_off_ms(4) == ms
-        assert cost.attention_ms(Place.DEVICE, 2, 40) == ms
-    assert graphs.attention_ms(Place.HOST, 2, 40) == tables.attention_ms(Place.HOST, 2, 40)
-
-
 @pytest.mark.parametrize("error", [StreamMemoryError("refused"), RelayStalledError("nothing came")])
-def test_where_graphs_cannot_hand_over_decodes_with_the_cpu_are_no_graphs(
+def test_where_flags_fail_threads_hand_over(
     error: RuntimeError, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GraphTimer, "refuses", error)
-    monkeypatch.setattr(profiler, "StageTimer", GraphTimer)
+    def takes_ms(point: Point) -> float:
+        if point.stage is Stage.HAND_OFF and ladder.rung("graphs") == "host-flags":
+            raise error
+        return 5.0 if point.stage is Stage.HAND_OFF else 1.0
+
+    timer = FakeTimer(takes_ms, [0.0])
+    monkeypatch.setattr(timer, "iteration_ms", lambda: 1.0, raising=False)
+    monkeypatch.setattr(profiler, "StageTimer", lambda *_: timer)
     tables = profile(decoder, storage_of(device=64, host=64), LIMITS, seconds=1.0)
     assert ladder.rung("graphs") == "device-only"
-    assert tables.of_decodes(4, with_host=False).linear_ms(4) == 1.0
-    assert tables.of_decodes(4, with_host=True).linear_ms(4) == 5.0
-    again = profile(decoder, storage_of(device=64, host=64), LIMITS, seconds=1.0)  # it is not tried again
-    assert again.graph_hand_off is None
+    assert (tables.hand_off_ms(4), tables.linear_ms(4)) == (5.0, 1.0)
+
+
+class WallClock:
+    """Stands for an event: there is no GPU whose clock it could read."""
+
+    def __init__(self, *, in_graph: bool) -> None:
+        self.at_s = 0.0
+
+    def record(self) -> None:
+        self.at_s = time.perf_counter()
+
+    def elapsed_time(self, end: "WallClock") -> float:
+        return (end.at_s - self.at_s) * 1e3
+
+
+class Gpu(ImitatedBackend):
+    """Notes how the last program ran."""
+
+    way: tuple[bool, bool]  # whether it was a graph, and whether flags told the CPU
+
+    def start(self, program: AnyProgram, *, with_flags: bool, with_graphs: bool) -> bool:
+        is_first = super().start(program, with_flags=with_flags, with_graphs=with_graphs)
+        self.way = self.num_graphs_launched > 0, with_flags
+        return is_first
+
+
+@pytest.fixture
+def device_pool() -> KVPool:
+    return KVPool(CONFIG, 64, BLOCK_SIZE, torch.float32, CPU, DeviceLayer)
+
+
+@pytest.fixture
+def gpu() -> Gpu:
+    return Gpu()
+
+
+@pytest.fixture
+def gpu_timer(
+    rungs: Rungs, device_pool: KVPool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StageTimer]:
+    """On an imitated GPU, whose kernels are torch's operators."""
+    monkeypatch.setattr(stage_timer, "timed_event", WallClock)
+    rungs(**dict.fromkeys(KERNELS, "torch"))
+    model = tiny_model((None,) * CONFIG.num_layers, form=Dense(uses_onednn=False))
+    storage = KVStorage({Place.DEVICE: device_pool, Place.HOST: storage_of(host=64)[Place.HOST]})
+    with closing(StageTimer(model, storage, LIMITS, gpu=gpu)) as timer:
+        yield timer
+
+
+@pytest.mark.parametrize(
+    ("stage", "is_graph", "with_flags"),
+    [
+        (Stage.LINEAR, True, False),
+        (Stage.GPU_ATTENTION, True, False),
+        (Stage.HAND_OFF, True, True),
+        (Stage.FIRST_CHUNK_ATTENTION, False, False),
+        (Stage.LATER_CHUNK_ATTENTION, False, False),
+    ],
+)
+def test_on_a_gpu_stages_run_as_iterations_run_them(
+    gpu_timer: StageTimer, gpu: Gpu, rungs: Rungs, stage: Stage, is_graph: bool, with_flags: bool
+) -> None:
+    point = Point(stage, 8, 24)
+    for turn in range(2):
+        assert gpu_timer.time_ms(point, turn) > 0
+        assert gpu.way == (is_graph, with_flags)
+        assert not gpu.has_graphs  # none is kept
+    rungs(graphs="device-only")
+    assert gpu_timer.time_ms(point, 2) > 0
+    assert gpu.way == (is_graph and not with_flags, False)
+    rungs(graphs="eager")
+    assert gpu_timer.time_ms(point, 3) > 0
+    assert gpu.way == (False, False)
+
+
+def test_on_a_gpu_linear_stages_store_keys_and_values_as_iterations_do(
+    gpu_timer: StageTimer, device_pool: KVPool
+) -> None:
+    gpu_timer.time_ms(Point(Stage.LINEAR, 24), 0)
+    for part in device_pool.parts:
+        is_stored = part.flatten(3).any(dim=3)  # [layers, blocks, block_size]
+        assert (
+            is_stored.any(dim=2).sum(dim=1).tolist() == [2] * CONFIG.num_layers
+        )  # whole blocks but the last
+        assert is_stored.sum() == 24 * CONFIG.num_layers
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_every_stage_of_graphs_is_measured() -> None:
-    gpu = torch.device("cuda")
-    model = random_model(CONFIG, dtype=torch.float16, device=gpu)
+def test_on_a_gpu_every_stage_is_measured_and_keeps_no_memory() -> None:
+    device = torch.device("cuda")
+    model = random_model(CONFIG, dtype=torch.float16, device=device)
     pools = {
-        place: KVPool(CONFIG, 64, BLOCK_SIZE, torch.float16, device)
-        for place, device in ((Place.DEVICE, gpu), (Place.HOST, CPU))
+        place: KVPool(CONFIG, 64, BLOCK_SIZE, torch.float16, memory)
+        for place, memory in ((Place.DEVICE, device), (Place.HOST, CPU))
     }
-    tables = profile(model, KVStorage(pools), LIMITS, seconds=2.0)
-    check(tables)
-    assert tables.graph_rows == LIMITS.max_batch_requests
-    assert tables.of_decodes(4, with_host=True) is tables.in_graphs
-    assert tables.in_graphs.linear_ms(1) > 0
-    assert tables.in_graphs.iteration_ms > 0
+    taken = []
+    for _ in range(3):
+        tables = profile(model, KVStorage(pools), LIMITS, seconds=2.0)
+        check(tables)
+        assert tables.linear_ms(1) > 0
+        assert tables.iteration_ms > 0
+        gc.collect()
+        taken.append(torch.cuda.memory_allocated())
+    assert taken[2] <= taken[1]

@@ -3,7 +3,6 @@
 import random
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from cost_models import THIRD, cost_models, machine
@@ -427,18 +426,3 @@ def test_prompts_are_as_long_as_the_cpu_needs_and_no_shorter_than_pays() -> None
     assert len(chunks) > 5
     weights_ms = cost.linear_ms(1)
     assert all(weights_ms <= cost.linear_ms(tokens) <= 12 * weights_ms for tokens in chunks)
-
-
-def test_a_plan_says_whether_its_prediction_is_that_of_a_graph() -> None:
-    tables = replace(machine(), graph_rows=2, graph_hand_off=machine().hand_off)
-    harness = Harness({Place.DEVICE: 12, Place.HOST: 40}, policy="neo", cost_model=tables)
-    for number in range(5):
-        harness.add([number + 1] * (3 * number + 2), 9)
-    seen = set()
-    while (plan := harness.start()) is not None:
-        rows = max(len(batch.sequences) for batch in plan.sub_batches)
-        is_graph = not plan.copies and rows <= 2 and all(s.is_decode for s in plan.sequences)
-        assert plan.predicted.is_graph == is_graph
-        seen.add(is_graph)
-        harness.finish(plan)
-    assert seen == {True, False}

@@ -180,9 +180,6 @@ class RecordedStreams:
     def stream(self) -> torch.cuda.Stream:
         raise AssertionError("a CPU has no streams")
 
-    def timing_stream(self, number: int = 0) -> torch.cuda.Stream:
-        raise AssertionError("a CPU has no streams")
-
     @contextmanager
     def on_device(self) -> Iterator[None]:
         self._of_thread.depth = getattr(self._of_thread, "depth", 0) + 1

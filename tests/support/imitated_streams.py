@@ -173,6 +173,7 @@ class ImitatedBackend:
         is_new = program.key not in self._seen
         self._seen.add(program.key)
         self.was_graph = with_graphs and not is_new
+        num_graphs = len(self._graphs)
         for number, part in enumerate(program.parts()):
             if not self.was_graph or not part.is_fixed:
                 part(recorder)
@@ -183,7 +184,7 @@ class ImitatedBackend:
             self._launch(self._graphs[program.key, number])
             self.num_graphs_launched += 1
         self.carry_out(recorder.operations)
-        return self.was_graph
+        return with_graphs and (is_new or len(self._graphs) > num_graphs)
 
     def _capture(self, part: Part) -> list[Operation]:
         recorder = ImitatedRecorder(self._recorder.with_flags)

@@ -1,0 +1,51 @@
+"""What is measured: the stages of an iteration, and a stage at one size."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from neo_desktop.engine.placement import PLACES, Place
+
+NEAR = next(place for place in PLACES if not place.host_attends)  # whose KV prompts attend to fastest
+
+
+class Stage(StrEnum):
+    """A part of an iteration, under the name of its table in `TableCostModel`."""
+
+    LINEAR = "linear"  # x: tokens
+    HEAD = "head"  # x: rows
+    HAND_OFF = "hand_off"  # x: requests
+    TRANSFER = "transfer"  # x: tokens
+    FIRST_CHUNK_ATTENTION = "first_chunk_attention"  # of a prompt; x: tokens, y: the same
+    LATER_CHUNK_ATTENTION = "later_chunk_attention"  # x: tokens, y: context at its end, more than x
+    GPU_ATTENTION = "gpu_attention"  # x: requests, y: mean context
+    CPU_ATTENTION = "cpu_attention"  # likewise
+
+    @property
+    def place(self) -> Place | None:
+        """Where the KV of decode attention lies; None: it is another stage."""
+        label = self.value.removesuffix("_attention")
+        return next((place for place in PLACES if place.label == label), None)
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether its time depends on the layer's window."""
+        return self.is_prefill or self.place is not None
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it is a prompt chunk's attention."""
+        return self in (Stage.FIRST_CHUNK_ATTENTION, Stage.LATER_CHUNK_ATTENTION)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A stage at one size; see `Stage` for what x and y count."""
+
+    stage: Stage
+    x: int
+    y: int = 1
+
+    @property
+    def work(self) -> int:
+        """What its time is nearly proportional to where it is large."""
+        return self.x * self.y

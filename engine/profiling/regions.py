@@ -1,0 +1,113 @@
+"""The KV that measurements work on: so much of a pool, in shuffled runs, that no cache holds it."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.int_array import IntArray, IntView
+from neo_desktop.engine.kv.layer import block_bytes, slots_of
+from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
+from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.profiling.hardware import last_level_cache_bytes
+from neo_desktop.models.decoder import Decoder
+
+GPU_REGION_BYTES = 256 * 1024**2  # several times the L2 cache of any GPU
+TOY_REGION_BYTES = 8 * 1024**2
+MIN_HOST_REGION_BYTES, MAX_HOST_REGION_BYTES = 64 * 1024**2, 1024**3
+ROWS_AT_ONCE = 4096  # are written before the first measurement
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The blocks of a pool that measurements use, the same in a few of its layers.
+
+    Blocks of one turn follow those of another; where more are wanted than there are, they come again.
+    """
+
+    pool: KVPool
+    layers: tuple[int, ...]
+    order: Sequence[int]  # the blocks, their runs shuffled
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens' KV it holds in a layer."""
+        return len(self.order) * BLOCK_SIZE
+
+    def layer(self, number: int) -> int:
+        """Return one of its layers, as a number of the model's."""
+        return self.layers[number % len(self.layers)]
+
+    def blocks(self, count: int, turn: int) -> Iterator[int]:
+        """Return blocks."""
+        first = turn * count % len(self.order)
+        return islice(cycle(self.order), first, first + count)
+
+    def slots(self, tokens: int, turn: int) -> Tensor:
+        """Return slots of whole blocks but the last, [tokens] int64."""
+        blocks = torch.tensor(list(self.blocks(-(-tokens // BLOCK_SIZE), turn)))
+        return slots_of(blocks, BLOCK_SIZE)[:tokens]
+
+    def tables(self, context_lens: Sequence[int], turn: int) -> list[IntView]:
+        """Return block tables of requests, each on runs of its own, as `BlockPool` hands them out."""
+        widths = [-(-context_len // BLOCK_SIZE) for context_len in context_lens]
+        taken = [-(-width // BLOCKS_PER_RUN) * BLOCKS_PER_RUN for width in widths]
+        if sum(taken) > len(self.order):
+            taken = widths  # once no run is idle, every block is for anybody
+        blocks = self.blocks(sum(taken), turn)
+        tables = [IntArray(islice(blocks, count)).view() for count in taken]
+        return [table[:width] for table, width in zip(tables, widths, strict=True)]
+
+
+def measured_blocks(decoder: Decoder, storage: KVStorage, place: Place) -> int:
+    """Return how many blocks of a place measurements use in each layer; 0 without such a pool."""
+    pool = storage.get(place)
+    if pool is None:
+        return 0
+    bytes_per_block = block_bytes(decoder.config, BLOCK_SIZE, pool.dtype)
+    num_runs = max(_region_bytes(decoder, pool.device) // (BLOCKS_PER_RUN * bytes_per_block), 1)
+    return min(pool.num_blocks, num_runs * BLOCKS_PER_RUN)
+
+
+def choose_region(decoder: Decoder, storage: KVStorage, place: Place) -> Region:
+    """Choose layers and blocks of a place's pool, or of one made for the purpose, and write to them.
+
+    Memory that was never written is read from one shared page of zeros: that would be a cache's speed.
+    """
+    config, device = decoder.config, memory_of(place, decoder.device)
+    region_bytes, num_blocks = _region_bytes(decoder, device), measured_blocks(decoder, storage, place)
+    if num_blocks:
+        pool = storage[place]
+    else:
+        bytes_per_block = config.num_layers * block_bytes(config, BLOCK_SIZE, decoder.dtype)
+        num_runs = min(max(region_bytes // 4 // (BLOCKS_PER_RUN * bytes_per_block), 1), 1024)
+        num_blocks = num_runs * BLOCKS_PER_RUN
+        pool = KVPool(config, num_blocks, BLOCK_SIZE, decoder.dtype, device)
+    num_layers = max(region_bytes // (num_blocks * block_bytes(config, BLOCK_SIZE, pool.dtype)), 1)
+    if len(set(config.layer_windows)) > 1:
+        num_layers = max(num_layers, 8)  # layers of both kinds, in about their proportion
+    num_layers = min(num_layers, config.num_layers)
+    layers = tuple(i * config.num_layers // num_layers for i in range(num_layers))
+    rows = torch.zeros(ROWS_AT_ONCE, config.num_kv_heads, config.head_dim, dtype=decoder.dtype, device=device)
+    for layer in layers:
+        for slots in torch.split(torch.arange(num_blocks * BLOCK_SIZE, device=device), ROWS_AT_ONCE):
+            pool.layer(layer).write(rows[: len(slots)], rows[: len(slots)], slots)
+    firsts = range(0, num_blocks, BLOCKS_PER_RUN)
+    order = [
+        block
+        for first in random.Random(0).sample(firsts, len(firsts))
+        for block in range(first, min(first + BLOCKS_PER_RUN, num_blocks))
+    ]
+    return Region(pool, layers, order)
+
+
+def _region_bytes(decoder: Decoder, device: torch.device) -> int:
+    """Several times what caches hold; less for a toy, for whose sake nobody should wait."""
+    if device.type == "cuda":
+        return GPU_REGION_BYTES
+    wanted = min(max(3 * last_level_cache_bytes(), MIN_HOST_REGION_BYTES), MAX_HOST_REGION_BYTES)
+    return min(wanted, max(decoder.nbytes, TOY_REGION_BYTES))
