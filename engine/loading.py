@@ -13,6 +13,7 @@ from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.profiling.budget import MemoryCaps, check_weights_fit
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.engine.progress import Progress
+from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.registry import check_model, load_model, random_model
@@ -37,7 +38,7 @@ class LoadedModel:
 
 
 def load(options: EngineOptions, progress: Progress | None = None) -> LoadedModel:
-    """Load a checkpoint folder, the built-in model, or random weights of a published shape.
+    """Load a checkpoint, the built-in model, or random weights of a published shape.
 
     Raises:
         ModelError: the checkpoint cannot be used.
@@ -58,10 +59,10 @@ def load(options: EngineOptions, progress: Progress | None = None) -> LoadedMode
             decoder = random_model(config, dtype=dtype, device=device)
         return LoadedModel(f"{options.shape} (random weights)", config, decoder, ByteTokenizer(), streams)
 
-    path = model_folder(options.model)
-    config = ModelConfig.from_pretrained(path)
-    check_model(path, config)  # before anything is decided by numbers that may be wrong
-    tokenizer = Tokenizer.from_pretrained(path)
+    checkpoint = open_checkpoint(model_path(options.model))
+    config = checkpoint.config()
+    check_model(checkpoint, config)  # before anything is decided by numbers that may be wrong
+    tokenizer = checkpoint.tokenizer()
     dtype = choose_dtype(options.dtype, config, device)
     check_weights_fit(config, dtype, device, caps)
 
@@ -69,13 +70,13 @@ def load(options: EngineOptions, progress: Progress | None = None) -> LoadedMode
         progress(done_bytes / max(total_bytes, 1), LOADING)
 
     with streams.on_device():
-        decoder = load_model(path, config, dtype=dtype, device=device, progress=loaded)
-    name = BUILTIN_NAME if options.model == BUILTIN else path.resolve().name
+        decoder = load_model(checkpoint, config, dtype=dtype, device=device, progress=loaded)
+    name = BUILTIN_NAME if options.model == BUILTIN else checkpoint.name
     return LoadedModel(name, config, decoder, tokenizer, streams)
 
 
-def model_folder(model: str | Path) -> Path:
-    """Return the folder of a checkpoint, or of the built-in model; whether it is there is not checked."""
+def model_path(model: str | Path) -> Path:
+    """Return the path of a checkpoint, or of the built-in model; whether it is there is not checked."""
     if model == BUILTIN:
         return Path(neo_desktop.models.__file__).parent / BUILTIN
     return Path(model).expanduser()

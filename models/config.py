@@ -106,14 +106,11 @@ class ModelConfig:
         derived_head_dim = family.head_dim or max(hidden_size // num_heads, 1)
         head_dim = file.integer("head_dim", derived_head_dim, maximum=MAX_HEAD_DIM)
         num_kv_heads = file.integer("num_key_value_heads", num_heads, maximum=MAX_HEADS)
-        if num_heads % num_kv_heads:
-            raise ModelError(f"{file.path}: {num_heads} heads cannot share {num_kv_heads} key-value heads.")
-        if head_dim % 2:
-            raise ModelError(f"{file.path}: a head_dim of {head_dim} is odd and cannot be rotated in pairs.")
+        check_heads(file.path, num_heads, num_kv_heads, head_dim)
 
         trained_tokens = file.integer("max_position_embeddings", family.max_position_embeddings)
         rope = RopeConfig.from_config(file, trained_tokens)
-        max_context_tokens = _max_context_tokens(trained_tokens, rope)
+        max_context_tokens = stretched_tokens(trained_tokens, rope)
         attention_bias = family.reads_attention_bias and file.boolean("attention_bias", False)
         generation = _generation_file(path)
         eos_token_ids = file.token_ids("eos_token_id", family.eos_token_ids)
@@ -196,6 +193,25 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
+def check_heads(path: Path, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Raise ModelError for heads that the decoder cannot compute."""
+    if num_heads % num_kv_heads:
+        raise ModelError(f"{path}: {num_heads} heads cannot share {num_kv_heads} key-value heads.")
+    if head_dim % 2:
+        raise ModelError(f"{path}: a head_dim of {head_dim} is odd and cannot be rotated in pairs.")
+
+
+def stretched_tokens(trained_tokens: int, rope: RopeConfig) -> int:
+    """Return the longest context: with YaRN, what it was stretched to.
+
+    Qwen's cards switch it on and leave max_position_embeddings as it was: the stretched length is meant.
+    """
+    if not isinstance(rope.scaling, YarnScaling):
+        return trained_tokens
+    stretched = int(rope.scaling.factor * rope.scaling.original_max_tokens)
+    return min(max(trained_tokens, stretched), MAX_CONTEXT_TOKENS)
+
+
 @dataclass(frozen=True, slots=True)
 class _Family:
     """What an architecture fixes, and what its config.json means where it is silent."""
@@ -273,14 +289,6 @@ def _dtype(file: JsonFile) -> torch.dtype:
             f"{file.path} names the dtype {name!r}, which is not supported: {', '.join(_DTYPES)} are."
         )
     return _DTYPES[name]
-
-
-def _max_context_tokens(trained_tokens: int, rope: RopeConfig) -> int:
-    # Qwen's cards switch YaRN on and leave max_position_embeddings as it was: the stretched length is meant.
-    if isinstance(rope.scaling, YarnScaling):
-        stretched_tokens = int(rope.scaling.factor * rope.scaling.original_max_tokens)
-        return min(max(trained_tokens, stretched_tokens), MAX_CONTEXT_TOKENS)
-    return trained_tokens
 
 
 def _layer_windows(file: JsonFile, family: _Family, num_layers: int) -> tuple[int | None, ...]:

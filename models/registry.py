@@ -1,48 +1,50 @@
 """Ready decoders: loaded from a checkpoint, or with random weights for measurements and tests."""
 
 import logging
-from pathlib import Path
 
 import torch
 
+from neo_desktop.models.checkpoint import Checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.onednn import why_plain
-from neo_desktop.models.weights import BytesRead, Checkpoint, named_weights
+from neo_desktop.models.weights import BytesRead, Weights, named_weights
 
 logger = logging.getLogger(__name__)
 
 
 def load_model(
-    path: Path,
+    checkpoint: Checkpoint,
     config: ModelConfig,
     *,
     dtype: torch.dtype,
     device: torch.device,
     progress: BytesRead | None = None,
 ) -> Decoder:
-    """Load a Hugging Face folder; `progress(done_bytes, total_bytes)` is called after each tensor.
+    """Load a checkpoint; `progress(done_bytes, total_bytes)` is called after each tensor.
 
     Everything is checked against `config` before memory is taken, and at most one tensor is held twice.
     Raises ModelError for weights that are missing, left over, damaged or of another shape.
     """
-    checkpoint = check_model(path, config)
+    weights = check_model(checkpoint, config)
     decoder = Decoder(config, dtype=dtype, device=device)
-    checkpoint.load_into({weight.name: weight for weight in named_weights(decoder)}, dtype, progress)
+    weights.load_into({weight.name: weight for weight in named_weights(decoder)}, dtype, progress)
+    if weights.is_quantised:
+        logger.info("%s: weights in %s, dequantised to %s", checkpoint.name, weights.stored_as, dtype)
     _log_forms(decoder)
     return decoder
 
 
-def check_model(path: Path, config: ModelConfig) -> Checkpoint:
-    """Compare a folder's weights with its configuration, from headers alone.
+def check_model(checkpoint: Checkpoint, config: ModelConfig) -> Weights:
+    """Compare a checkpoint's weights with its configuration, from headers alone.
 
     Raises ModelError for weights that are missing, left over, damaged or of another shape.
     """
-    checkpoint = Checkpoint(path)
+    weights = checkpoint.weights()
     outline = Decoder(config, dtype=config.dtype, device=torch.device("meta"))
     expected = {weight.name: weight for weight in named_weights(outline)}
-    checkpoint.check(expected, tied_embeddings=config.tie_word_embeddings)
-    return checkpoint
+    weights.check(expected, tied_embeddings=config.tie_word_embeddings)
+    return weights
 
 
 def random_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Decoder:
@@ -53,7 +55,7 @@ def random_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
         values = torch.ones(weight.shape, dtype=dtype, device=device)
         if not weight.name.endswith("norm.weight"):
             values.normal_(0.0, 0.02, generator=generator)
-        weight.load(values)
+        weight.load(0, values)
     _log_forms(decoder)
     return decoder
 

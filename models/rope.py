@@ -38,7 +38,14 @@ class YarnScaling:
     attention_factor: float
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True, slots=True)
+class FactorScaling:
+    """Each frequency divided by a factor of its own: how GGUF files express Llama 3.1's scaling."""
+
+    factors: tuple[float, ...]  # [head_dim / 2]
+
+
+Scaling = LinearScaling | FactorScaling | Llama3Scaling | YarnScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,8 @@ class RopeConfig:
                 return frequencies
             case LinearScaling(factor):
                 return frequencies / factor
+            case FactorScaling(factors):
+                return frequencies / torch.tensor(factors)
             case Llama3Scaling(factor, low, high, original):
                 turns = original * frequencies / (2 * math.pi)  # over the original context
                 keep = ((turns - low) / (high - low)).clamp(0, 1)
@@ -127,16 +136,20 @@ def _scaling(rope: JsonFile, max_position_embeddings: int) -> Scaling | None:
     )
 
 
+def yarn_temperature(factor: float, mscale: float = 1.0) -> float:
+    """Return by how much attention is sharpened in a context that is stretched by `factor`."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 def _yarn_attention_factor(rope: JsonFile, factor: float) -> float:
     """The temperature of section 3.4, or the ratio of two where both `mscale`s are given."""
 
-    def temperature(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     mscale, mscale_all_dim = rope.raw("mscale"), rope.raw("mscale_all_dim")
     if mscale and mscale_all_dim:
-        return temperature(rope.number("mscale")) / temperature(rope.number("mscale_all_dim"))
-    return temperature(1.0)
+        return yarn_temperature(factor, rope.number("mscale")) / yarn_temperature(
+            factor, rope.number("mscale_all_dim")
+        )
+    return yarn_temperature(factor)
 
 
 def _yarn_ramp(yarn: YarnScaling, theta: float, head_dim: int) -> Tensor:

@@ -25,7 +25,7 @@ from neo_desktop.engine.detokenizer import IncrementalText
 from neo_desktop.engine.execute.layout import Bucket, Members
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.loading import model_folder
+from neo_desktop.engine.loading import model_path
 from neo_desktop.engine.options import BUILTIN
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.request import Request
@@ -59,7 +59,7 @@ def make_scheduler(policy: str, num_requests: int, context: int, stop: Sequence[
         SchedulerLimits(8192, num_requests),
         analytic_cost_model(GPUS["rtx-4090"], HOSTS["ddr5-desktop"], shape("llama-3.2-3b"), torch.float16),
     )
-    tokenizer = Tokenizer.from_pretrained(model_folder(BUILTIN))
+    tokenizer = Tokenizer.from_pretrained(model_path(BUILTIN))
     for number, length in enumerate(lengths):
         scheduler.add(
             Request(

@@ -14,6 +14,7 @@ from neo_desktop.app.commands.terminal import progress_bar, set_up_logging, stdo
 
 if TYPE_CHECKING:
     from neo_desktop.app.shelf.catalogue import LocalModel
+    from neo_desktop.app.shelf.checkpoint_summary import Summary
     from neo_desktop.app.shelf.fits import Fit
     from neo_desktop.app.shelf.model_loader import ModelLoader
 
@@ -87,7 +88,7 @@ def info(
     if reason is not None:
         table.add_row("Cannot be run", escape(reason))
     elif fit is not None:
-        for row in _fit_rows(fit):
+        for row in _fit_rows(fit, summary):
             table.add_row(*row)
     stdout.print(table, highlight=False)
     if json_file is not None:
@@ -150,11 +151,11 @@ def _fit(loader: "ModelLoader", model: "LocalModel") -> "tuple[Fit | None, str |
     return fit, fit.reason
 
 
-def _fit_rows(fit: "Fit") -> list[tuple[str, str]]:
+def _fit_rows(fit: "Fit", summary: "Summary") -> list[tuple[str, str]]:
     where = "imitated in host memory: there is no GPU" if fit.is_imitated else "GPU memory"
     length = f"{fit.chat_tokens:,} tokens"
     rows = [
-        ("Runs as", fit.dtype),
+        ("Runs as", f"{fit.dtype}, dequantised when loaded" if summary.is_quantised else fit.dtype),
         ("Weights", _gb(fit.weights_bytes)),
         ("KV", f"{fit.kv_bytes_per_1000_tokens / 1e6:,.3g} MB per 1,000 tokens"),
         ("GPU-cache", f"{fit.gpu_tokens:,} tokens ({where}): {_chats(fit.gpu_chats, fit)} chats of {length}"),
@@ -185,6 +186,7 @@ def _plain(model: "LocalModel", fit: "Fit | None", reason: str | None) -> dict[s
         "path": str(summary.path),
         "size_bytes": summary.size_bytes,
         "dtype": summary.dtype,
+        "is_quantised": summary.is_quantised,
         "architecture": summary.architecture,
         "parameters": summary.parameters,
         "context_tokens": summary.context_tokens,

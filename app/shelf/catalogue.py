@@ -1,6 +1,7 @@
 """The models on this computer: the built-in one, and what lies in a few folders.
 
     <folder>/NAME/config.json                                   a model called NAME
+    <folder>/NAME.gguf, <folder>/NAME/*.gguf                    likewise
     <folder>/ORGANISATION/NAME/config.json                      ORGANISATION/NAME
     <hub's cache>/models--ORGANISATION--NAME/snapshots/*/       ORGANISATION/NAME
 
@@ -14,8 +15,9 @@ from pathlib import Path
 
 from neo_desktop.app.data_folder import data_folder
 from neo_desktop.app.shelf.checkpoint_summary import Summary, summarize
-from neo_desktop.engine.loading import BUILTIN_NAME, model_folder
+from neo_desktop.engine.loading import BUILTIN_NAME, model_path
 from neo_desktop.engine.options import BUILTIN
+from neo_desktop.models.gguf.checkpoint import gguf_files, model_name
 from neo_desktop.models.shapes import shape as published_shape
 
 MAX_FOLDERS = 2000  # looked at in one folder of models, however many there are
@@ -77,10 +79,10 @@ class Catalogue:
             published_shape(shape)  # ValueError where there is none
             self.first = f"{shape} (random weights)"
         elif model not in (BUILTIN, BUILTIN_NAME):
-            path = model_folder(model)
-            if path.is_dir():
+            path = model_path(model)
+            if path.exists():
                 self._path = path.absolute()
-                self.first = path.resolve().name or str(path)
+                self.first = model_name(path.resolve()) or str(path)
             else:
                 self.first = self.get(model).name
 
@@ -119,13 +121,14 @@ class Catalogue:
     def _candidates(self) -> Iterator[tuple[str, Path]]:
         if self._path is not None:
             yield self.first, self._path
-        yield BUILTIN_NAME, model_folder(BUILTIN)
+        yield BUILTIN_NAME, model_path(BUILTIN)
         for folder in self.folders:
             yield from _models_in(folder.expanduser().absolute())
 
 
 def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
     """Yield names and folders of models, those of the first level first."""
+    yield from ((model_name(file), file) for file in gguf_files(folder))
     left = MAX_FOLDERS
     level = [folder]
     for _ in range(MAX_DEPTH):
@@ -138,12 +141,21 @@ def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
                 if parent == folder and path.name.startswith("models--"):
                     snapshot = _snapshot(path)
                     if snapshot is not None:
-                        yield "/".join(path.name.split("--")[1:]), snapshot
+                        yield from _of_one_name("/".join(path.name.split("--")[1:]), snapshot)
                 elif _is_model(path):
-                    yield path.relative_to(folder).as_posix(), path
+                    yield from _of_one_name(path.relative_to(folder).as_posix(), path)
                 else:
                     below.append(path)
         level = below
+
+
+def _of_one_name(name: str, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the model of a folder, or those of several GGUF files in it."""
+    files = gguf_files(folder)
+    if len(files) < 2 or any(folder.glob("*.safetensors")):
+        yield name, folder
+    else:
+        yield from ((f"{name}/{model_name(file)}", file) for file in files)
 
 
 def _subfolders(path: Path) -> list[Path]:

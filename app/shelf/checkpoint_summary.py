@@ -6,11 +6,14 @@ import os
 import struct
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint, gguf_files, split_files
 from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.registry import check_model
 
 MAX_JSON_BYTES = 4 << 20  # of config.json; real ones have a few kilobytes
 MAX_HEADER_BYTES = 32 << 20  # of one safetensors file
@@ -33,6 +36,7 @@ class Summary:
     context_tokens: int | None
     config: ModelConfig | None  # None: this program cannot run it
     reason: str | None  # why it cannot be run; None: it can
+    is_quantised: bool = False  # its weights are dequantised when they are loaded
 
 
 class _UnusableError(Exception):
@@ -40,12 +44,20 @@ class _UnusableError(Exception):
 
 
 def summarize(path: Path) -> Summary:
-    """Look at one folder; never raises for what is in it."""
+    """Look at one folder, or at a GGUF file; never raises for what is in it."""
     size_bytes, names = _files(path)
     empty = Summary(path, size_bytes, None, None, None, None, None, None)
+    if path.is_file():
+        return _gguf_summary(empty, path)
+    has_safetensors = any(name.endswith((".safetensors", *_PICKLES)) for name in names)
+    models = [] if has_safetensors else gguf_files(path)
+    if len(models) == 1:
+        return _gguf_summary(empty, models[0])
     try:
+        if models:
+            raise _UnusableError(f"it has {len(models)} GGUF models: name the file that is meant")
         if "config.json" not in names:
-            return replace(empty, dtype=_gguf_dtype(names), reason=_why_no_config(names))
+            raise _UnusableError("it has no config.json: complete the download")
         raw = _read_json(path / "config.json")
     except _UnusableError as error:
         return replace(empty, reason=str(error))
@@ -74,7 +86,10 @@ def summarize(path: Path) -> Summary:
 
 
 def _files(path: Path) -> tuple[int, frozenset[str]]:
-    """Sizes of all files of a folder together, and their names."""
+    """Sizes of all files of a folder together, and their names; of a file, its own and that of its parts."""
+    if path.is_file():
+        parts = split_files(path)
+        return sum(part.stat().st_size for part in parts if part.exists()), frozenset()
     size_bytes, names = 0, set()
     try:
         with os.scandir(path) as entries:
@@ -90,19 +105,37 @@ def _files(path: Path) -> tuple[int, frozenset[str]]:
     return size_bytes, frozenset(names)
 
 
-def _why_no_config(names: frozenset[str]) -> str:
-    if any(name.endswith(".gguf") for name in names):
-        return "GGUF files cannot be run yet: choose the model's safetensors version"
-    return "it has no config.json: complete the download"
+def _gguf_summary(empty: Summary, path: Path) -> Summary:
+    """Of a GGUF file, whose metadata are read once until it changes."""
+    try:
+        status = path.stat()
+        found = _gguf_facts(path, status.st_size, status.st_mtime_ns)
+    except ModelError as error:
+        return replace(empty, dtype="GGUF", reason=str(error).replace(f"{path.parent}/", "").rstrip("."))
+    except Exception as error:  # of whatever kind: what somebody wrote there is not to stop a list
+        return replace(
+            empty, dtype="GGUF", reason=f"{path.name} cannot be used ({type(error).__name__}: {error})"
+        )
+    return replace(found, path=empty.path, size_bytes=empty.size_bytes)
 
 
-def _gguf_dtype(names: frozenset[str]) -> str | None:
-    for name in sorted(names):
-        if name.endswith(".gguf"):
-            parts = name.removesuffix(".gguf").replace(".", "-").split("-")
-            kinds = [part for part in parts if part[:1] in "QFIBqfib" and any(map(str.isdigit, part))]
-            return f"GGUF {kinds[-1]}" if kinds else "GGUF"
-    return None
+@lru_cache(maxsize=512)
+def _gguf_facts(path: Path, _size_bytes: int, _modified_ns: int) -> Summary:
+    checkpoint = GGUFCheckpoint(path)
+    config = checkpoint.config()
+    weights = check_model(checkpoint, config)
+    checkpoint.check_tokenizer()
+    return Summary(
+        path=path,
+        size_bytes=0,
+        dtype=weights.stored_as,
+        architecture=config.architecture,
+        parameters=config.num_parameters,
+        context_tokens=config.max_context_tokens,
+        config=config,
+        reason=None,
+        is_quantised=weights.is_quantised,
+    )
 
 
 def _read_json(file: Path) -> dict[str, Any]:

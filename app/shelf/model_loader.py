@@ -22,8 +22,8 @@ from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.budget import FreeMemory
 from neo_desktop.engine.profiling.hardware import driver_free_bytes, host_memory
 from neo_desktop.engine.progress import Progress
+from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.tokenizer import Tokenizer
 
 
 class ModelLoader:
@@ -87,10 +87,10 @@ class ModelLoader:
             open_streams(device, options.gpu_slice)
         config = model.summary.config
         if config is None:  # the loader's own words
-            config = ModelConfig.from_pretrained(model.summary.path)
+            config = open_checkpoint(model.summary.path).config()
         choose_dtype(options.dtype, config, device)
         if model.shape is None:
-            Tokenizer.from_pretrained(model.summary.path)
+            open_checkpoint(model.summary.path).tokenizer()
 
     def why_not(self, model: LocalModel) -> str | None:
         """Return why loading a model would fail, as far as it can be known; None: it would not."""

@@ -6,12 +6,13 @@ import torch
 
 from neo_desktop.app.commands.simulate_command import SimulationOptions, UsageError
 from neo_desktop.app.simulate.own import blank_gpu, check_own, own_gpu, own_host, read_gpu, read_object
-from neo_desktop.engine.loading import DTYPES, model_folder
+from neo_desktop.engine.loading import DTYPES, model_path
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
 from neo_desktop.engine.simulation.machine import GpuPreset, HostPreset
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
+from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.shapes import SHAPES, shape
 
@@ -116,9 +117,9 @@ def _usual_model(gpu: GpuPreset, host: HostPreset, limits: SchedulerLimits) -> s
 def _config(name: str) -> ModelConfig:
     if name in SHAPES:
         return shape(name)
-    folder = model_folder(name)
-    if folder.is_dir():
-        return ModelConfig.from_pretrained(folder)
+    path = model_path(name)
+    if path.exists():
+        return open_checkpoint(path).config()
     raise UsageError(f"{name!r} is neither a shape nor a model folder: choose one of {', '.join(SHAPES)}")
 
 

@@ -180,7 +180,7 @@ def test_measured_tables_replace_the_datasheet(tmp_path: Path) -> None:
         run_simulation(measured, ignore)
 
 
-def test_a_model_folder_gives_its_shape(tmp_path: Path) -> None:
+def test_a_model_path_gives_its_shape(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "tiny", "llama")
     figures = simulated(replace(SMALL, model=str(folder), input_tokens=8, output_tokens=4, policy="auto"))
     assert figures["auto"]["num_finished"] == 30

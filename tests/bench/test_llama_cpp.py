@@ -71,7 +71,7 @@ def made(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decoder:
     generator = torch.Generator().manual_seed(1)
     for weight in named_weights(decoder):
         values = torch.randn(weight.shape, generator=generator) * 0.2
-        weight.load(values + 1 if "norm" in weight.name else values)
+        weight.load(0, values + 1 if "norm" in weight.name else values)
     return decoder
 
 

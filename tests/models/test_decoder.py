@@ -7,6 +7,7 @@ import torch
 from dense_model import logits_of_all
 from torch import Tensor
 
+from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.registry import load_model, random_model
 from neo_desktop.models.shapes import shape
@@ -92,7 +93,7 @@ def test_logits_agree_with_transformers(variant, make_checkpoint):
     architecture, settings = VARIANTS[variant]
     path, reference = make_checkpoint(architecture, **settings)
     config = ModelConfig.from_pretrained(path)
-    decoder = load_model(path, config, dtype=torch.float32, device=CPU)
+    decoder = load_model(open_checkpoint(path), config, dtype=torch.float32, device=CPU)
     token_ids = torch.randint(0, config.vocab_size, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1))
 
     with torch.no_grad():
@@ -117,7 +118,7 @@ def test_16_bit_logits_are_as_exact_as_those_of_transformers(variant, dtype, mak
     with torch.no_grad():
         theirs = reference(token_ids[None]).logits[0].float()
         exact = reference.double()(token_ids[None]).logits[0]
-    ours = logits_of_all(load_model(path, config, dtype=dtype, device=CPU), token_ids)
+    ours = logits_of_all(load_model(open_checkpoint(path), config, dtype=dtype, device=CPU), token_ids)
 
     assert (ours - exact).square().mean() <= 1.5 * (theirs - exact).square().mean()
 

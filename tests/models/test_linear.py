@@ -175,7 +175,7 @@ def test_a_matrix_has_the_form_of_its_size_and_dtype(monkeypatch: pytest.MonkeyP
 def copied(model: Decoder, **options: Any) -> Decoder:
     copy = Decoder(model.config, dtype=model.dtype, device=CPU, **options)
     for target, source in zip(named_weights(copy), named_weights(model), strict=True):
-        target.load(source.dense())
+        target.load(0, source.dense())
     return copy
 
 

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig, ModelError
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.registry import load_model
@@ -18,7 +19,9 @@ CPU = torch.device("cpu")
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
-    return load_model(path, ModelConfig.from_pretrained(path), dtype=dtype, device=CPU, **options)
+    return load_model(
+        open_checkpoint(path), ModelConfig.from_pretrained(path), dtype=dtype, device=CPU, **options
+    )
 
 
 def edit(path: Path, **changes: Tensor | None) -> None:

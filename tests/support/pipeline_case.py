@@ -51,7 +51,7 @@ def tiny_model(
     wide = Decoder(model.config, dtype=torch.float32, device=torch.device(device), form=form)
     for target, source in zip(named_weights(wide), named_weights(model), strict=True):
         # Wide enough that attention decides which token comes next.
-        target.load(source.dense() * (8.0 if "_proj" in source.name else 1.0))
+        target.load(0, source.dense() * (8.0 if "_proj" in source.name else 1.0))
     return wide
 
 

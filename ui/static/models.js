@@ -106,7 +106,7 @@ function card(model, view) {
     h("p", { class: "muted model-facts" }, ...facts(model).flatMap((fact, index) => [index ? " · " : "", h("span", {}, fact)])),
     reason ? h("p", { class: "model-reason" }, `${model.runnable ? "Does not fit" : "Cannot be run"}: ${ended(reason)}`) : null,
     canLoad && fit ? chats(fit) : null,
-    canLoad && fit ? details(fit) : null,
+    canLoad && fit ? details(model) : null,
     canLoad ? h("div", { class: "model-actions" }, button(model, view, isLoaded)) : null,
   );
 }
@@ -152,9 +152,9 @@ function chats(fit) {
   return h("div", { class: "model-chats" }, h("p", {}, ...sentence), bar);
 }
 
-function details(fit) {
+function details({ fit, is_quantised: isQuantised }) {
   const rows = [
-    ["Weights", `${bytes(fit.weights_bytes)} as ${fit.dtype}`],
+    ["Weights", `${bytes(fit.weights_bytes)} as ${fit.dtype}${isQuantised ? ", dequantised" : ""}`],
     ["KV cache", `${bytes(fit.kv_bytes_per_1000_tokens)} per 1,000 tokens`],
   ];
   if (fit.speed) {

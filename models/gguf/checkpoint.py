@@ -1,0 +1,99 @@
+"""A model in a GGUF file, or in the parts of a split one."""
+
+import re
+from functools import cached_property
+from pathlib import Path
+
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.gguf.config import read_config
+from neo_desktop.models.gguf.container import GGUFFile
+from neo_desktop.models.gguf.tensors import read_tensors
+from neo_desktop.models.gguf.tokenizer import check_kind, make_tokenizer
+from neo_desktop.models.gguf.vocabulary import Vocabulary
+from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.tokenizer import Tokenizer
+from neo_desktop.models.weights import Weights
+
+MAX_PARTS = 512
+_PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """Return the models in a folder, of split ones the first part; what only sees for another is none."""
+    files = sorted(path for path in folder.glob("*.gguf") if "mmproj" not in path.name.lower())
+    return [
+        path for path in files if (part := _PART.fullmatch(path.name)) is None or part["number"] == "00001"
+    ]
+
+
+def model_name(path: Path) -> str:
+    """Return what a file's model is called: the file's name without its end."""
+    part = _PART.fullmatch(path.name)
+    return part["name"] if part else path.name.removesuffix(".gguf")
+
+
+def split_files(path: Path) -> list[Path]:
+    """Return the files of a split model, of which one is given, as their names tell; else the file alone."""
+    part = _PART.fullmatch(path.name)
+    if part is None or not 0 < int(part["count"]) <= MAX_PARTS:
+        return [path]
+    names = (
+        f"{part['name']}-{number + 1:05}-of-{part['count']}.gguf" for number in range(int(part["count"]))
+    )
+    return [path.with_name(name) for name in names]
+
+
+class GGUFCheckpoint:
+    """See `checkpoint.Checkpoint`. Making it reads the first file, and raises ModelError if it is none.
+
+    Args:
+        path: of the file; of a split model, any part.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = GGUFFile(split_files(path)[0])
+
+    @property
+    def name(self) -> str:  # noqa: D102
+        return model_name(self.path)
+
+    def config(self) -> ModelConfig:  # noqa: D102
+        return read_config(self.files, self.vocabulary)
+
+    def tokenizer(self) -> Tokenizer:  # noqa: D102
+        return make_tokenizer(self.vocabulary)
+
+    def check_tokenizer(self) -> None:
+        """Raise ModelError for a kind of tokenizer that is not supported; it is not made."""
+        check_kind(self.vocabulary)
+
+    def weights(self) -> Weights:  # noqa: D102
+        tensors = read_tensors(self.files, self.config().head_dim)
+        return Weights(self.path, "metadata", dict(tensors))
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens, and what the file says of them."""
+        return Vocabulary.read(self.file)
+
+    @cached_property
+    def files(self) -> list[GGUFFile]:
+        """All parts, the first one first. Raises ModelError where one is missing or another model's."""
+        count = self.file.metadata.get("split.count", 0) or 1
+        path, parts = self.file.path, split_files(self.file.path)
+        if count == 1:
+            return [self.file]
+        if count != len(parts):
+            raise ModelError(
+                f"{path} says that it is one of {str(count)[:20]} parts, which its name does not: parts are "
+                "called NAME-00001-of-00002.gguf. Download all of them under their own names."
+            )
+        files = [self.file]
+        for number, other in enumerate(parts[1:], start=1):
+            if not other.exists():
+                raise ModelError(f"{path.parent} has no {other.name}: complete the download.")
+            files.append(GGUFFile(other))
+            if [files[-1].metadata.get(key) for key in ("split.no", "split.count")] != [number, count]:
+                raise ModelError(f"{other} is no part {number + 1} of {count}: download it again.")
+        return files

@@ -1,0 +1,200 @@
+"""The shape of a model from the metadata of a GGUF file."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from neo_desktop.models.config import (
+    MAX_CONTEXT_TOKENS,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_HIDDEN_SIZE,
+    MAX_INTERMEDIATE_SIZE,
+    MAX_LAYERS,
+    MAX_VOCAB_SIZE,
+    GenerationDefaults,
+    ModelConfig,
+    check_heads,
+    stretched_tokens,
+)
+from neo_desktop.models.gguf.container import GGUFFile
+from neo_desktop.models.gguf.tensors import ROPE_FACTORS, GGUFTensor
+from neo_desktop.models.gguf.vocabulary import Vocabulary
+from neo_desktop.models.json_file import JsonFile, ModelError
+from neo_desktop.models.rope import (
+    FactorScaling,
+    LinearScaling,
+    RopeConfig,
+    Scaling,
+    YarnScaling,
+    yarn_temperature,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What an architecture of llama.cpp is called elsewhere, and what it always has."""
+
+    architecture: str
+    qk_norm: bool = False
+
+
+_FAMILIES = {  # Mistral's and SmolLM's models are "llama", too
+    "llama": _Family("LlamaForCausalLM"),
+    "qwen2": _Family("Qwen2ForCausalLM"),
+    "qwen3": _Family("Qwen3ForCausalLM", qk_norm=True),
+}
+# What other architectures have; of these models, it leaves the numbers as they are.
+_NEUTRAL = (
+    *(
+        "logit_scale",
+        "residual_scale",
+        "embedding_scale",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+    ),
+    *("attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "attention.temperature_scale"),
+)
+
+
+def read_config(files: list[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
+    """Read it from the first part, and from the types and names of all tensors.
+
+    Raises ModelError for an architecture that is not supported, and for numbers that are absurd.
+    """
+    path = files[0].path
+    metadata = JsonFile(path, dict(files[0].metadata))
+    name, family = _family(metadata)
+    prefix = f"{name}."
+    values = {key[len(prefix) :]: value for key, value in metadata.values.items() if key.startswith(prefix)}
+    own = JsonFile(path, values)
+    places = {place.name: place for file in files for place in file.tensors.values()}
+    _refuse_unsupported(own)
+    hidden_size = own.integer("embedding_length", maximum=MAX_HIDDEN_SIZE)
+    num_heads = own.integer("attention.head_count", maximum=MAX_HEADS)
+    num_kv_heads = own.integer("attention.head_count_kv", num_heads, maximum=MAX_HEADS)
+    head_dim = own.integer("attention.key_length", max(hidden_size // num_heads, 1), maximum=MAX_HEAD_DIM)
+    check_heads(path, num_heads, num_kv_heads, head_dim)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if own.integer(key, head_dim) != head_dim:
+            raise ModelError(f"{path} has {key} other than the size of a head, which is not supported.")
+    num_layers = own.integer("block_count", maximum=MAX_LAYERS)
+    trained_tokens = own.integer("context_length", maximum=MAX_CONTEXT_TOKENS)
+    rope = RopeConfig(own.number("rope.freq_base", 10_000.0), _scaling(own, files, trained_tokens, head_dim))
+    if rope.theta <= 1:
+        raise ModelError(f"{path} has a rope.freq_base of {rope.theta:g}, which is not above 1: correct it.")
+    max_context_tokens = stretched_tokens(trained_tokens, rope)
+    window = own.integer("attention.sliding_window", 0, minimum=0)
+    is_windowed = 0 < window < max_context_tokens
+    embedding = places.get("token_embd.weight")
+    vocab_size = embedding.shape[0] if embedding is not None else len(vocabulary.tokens)
+    if len(vocabulary.tokens) > vocab_size:
+        raise ModelError(f"{path} has {len(vocabulary.tokens)} tokens, but embeddings of {vocab_size}.")
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise ModelError(f"{path} has embeddings of {vocab_size} tokens, more than any model.")
+    return ModelConfig(
+        architecture=family.architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=own.integer("feed_forward_length", maximum=MAX_INTERMEDIATE_SIZE),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_context_tokens=max_context_tokens,
+        rms_norm_eps=own.number("attention.layer_norm_rms_epsilon"),
+        rope=rope,
+        tie_word_embeddings="output.weight" not in places,
+        layer_windows=(window if is_windowed else None,) * num_layers,
+        dtype=_dtype(files),
+        qkv_bias="blk.0.attn_q.bias" in places,
+        output_bias="blk.0.attn_output.bias" in places,
+        mlp_bias="blk.0.ffn_down.bias" in places,
+        qk_norm=family.qk_norm,
+        eos_token_ids=vocabulary.end_ids,
+        bos_token_id=vocabulary.token_id("bos"),
+        generation=_generation(metadata),
+    )
+
+
+def _family(metadata: JsonFile) -> tuple[str, _Family]:
+    name = metadata.text("general.architecture")
+    if metadata.text("general.type", "model") != "model":
+        raise ModelError(f"{metadata.path} is no model, but {metadata.raw('general.type')!r} for one.")
+    if name not in _FAMILIES:
+        raise ModelError(
+            f"{metadata.path} describes a model of the architecture {name[:40]!r}, which is not supported: "
+            f"choose one of {', '.join(_FAMILIES)} (Llama, Mistral, SmolLM, Qwen2, Qwen2.5, Qwen3)."
+        )
+    return name, _FAMILIES[name]
+
+
+def _refuse_unsupported(own: JsonFile) -> None:
+    if own.integer("expert_count", 0, minimum=0) > 0:
+        raise ModelError(
+            f"{own.path} has a mixture of experts, which is not supported: choose a dense model."
+        )
+    for key in _NEUTRAL:
+        if own.raw(key) not in (None, 0, 1):
+            raise ModelError(f"{own.path} sets {key}, which is not supported: choose another model.")
+
+
+def _scaling(own: JsonFile, files: list[GGUFFile], trained_tokens: int, head_dim: int) -> Scaling | None:
+    for file in files:
+        place = file.tensors.get(ROPE_FACTORS)
+        if place is not None:
+            tensor = GGUFTensor(file, place)
+            if place.shape != (head_dim // 2,) or place.type.dtype is None:
+                raise ModelError(
+                    f"{file.path} has {ROPE_FACTORS} with the shape {list(place.shape)}: download it again."
+                )
+            factors = tensor.dequantised(0, head_dim // 2)
+            if not ((factors > 1e-6) & (factors < 1e9)).all():
+                raise ModelError(f"{file.path} has {ROPE_FACTORS} that are no factors: download it again.")
+            return FactorScaling(tuple(factors.tolist()))
+    kind = own.text("rope.scaling.type", "none" if "rope.scale_linear" not in own else "linear")
+    match kind:
+        case "none":
+            return None
+        case "linear":
+            factor = own.number("rope.scaling.factor", own.number("rope.scale_linear", 1.0))
+            return None if factor == 1 else LinearScaling(factor)
+        case "yarn":
+            original = own.integer("rope.scaling.original_context_length", trained_tokens)
+            factor = own.number("rope.scaling.factor", trained_tokens / original)
+            return YarnScaling(
+                factor=factor,
+                original_max_tokens=original,
+                beta_fast=own.number("rope.scaling.yarn_beta_fast", 32.0),
+                beta_slow=own.number("rope.scaling.yarn_beta_slow", 1.0),
+                truncate=True,
+                attention_factor=own.number("rope.scaling.attn_factor", 1.0) * yarn_temperature(factor),
+            )
+    raise ModelError(f"{own.path} asks for the rope type {kind[:40]!r}, which is not supported.")
+
+
+def _dtype(files: list[GGUFFile]) -> torch.dtype:
+    """What most of the weights are stored in; quantised ones are meant for 16 bits."""
+    nbytes: Counter[torch.dtype] = Counter()
+    for file in files:
+        for place in file.tensors.values():
+            nbytes[place.type.dtype or torch.bfloat16] += place.nbytes
+    return max(nbytes, key=lambda dtype: nbytes[dtype], default=torch.bfloat16)
+
+
+def _generation(metadata: JsonFile) -> GenerationDefaults:
+    """Sampling that the model's makers recommend."""
+
+    def number(key: str) -> float | None:
+        key = f"general.sampling.{key}"
+        return None if key not in metadata else metadata.number(key, allow_zero=True)
+
+    top_k = "general.sampling.top_k"
+    return GenerationDefaults(
+        temperature=number("temp"),
+        top_k=None if top_k not in metadata else metadata.integer(top_k, minimum=0),
+        top_p=number("top_p"),
+        min_p=number("min_p"),
+        repetition_penalty=number("penalty_repeat"),
+    )

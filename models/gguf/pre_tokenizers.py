@@ -1,0 +1,81 @@
+"""How texts are cut into words before a byte-level vocabulary joins bytes, by `tokenizer.ggml.pre`.
+
+Words are found by one pattern after the other, each in what those before it left as one piece.
+"""
+
+from tokenizers import Regex, pre_tokenizers
+
+_CONTRACTIONS = "'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (  # a word begins with its capitals: "fooBar" is two
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+)
+
+
+def _llama3(digits: str) -> str:
+    words = rf"[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*"
+    return f"{_CONTRACTIONS}|{words}|{_SPACES}"
+
+
+def _cased(contractions: str, digits: str) -> str:
+    words = "|".join(case + contractions for case in _CASED)
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+
+
+_DEEPSEEK_3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}"
+)
+_PATTERNS = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    "gpt-2": (_GPT2,),
+    "smollm": (r"\p{N}", _GPT2),
+    "llama-bpe": (_llama3(r"\p{N}{1,3}"),),
+    "qwen2": (_llama3(r"\p{N}"),),
+    "tekken": (_cased("", r"\p{N}"),),
+    "gpt-4o": (_cased(f"(?:{_CONTRACTIONS})?", r"\p{N}{1,3}"),),
+    "deepseek-coder": ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"),
+    "deepseek-v3": (r"\p{N}{1,3}", "[一-龥\u3040-\u30ff]+", _DEEPSEEK_3),
+}
+_SAME = {
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "falcon3": "llama-bpe",
+    "pixtral": "llama-bpe",
+    "smaug-bpe": "llama-bpe",
+    "dbrx": "llama-bpe",
+    "glm4": "llama-bpe",
+    "megrez": "qwen2",
+    "deepseek-r1-qwen": "qwen2",
+    "stablelm2": "qwen2",
+    "starcoder": "smollm",
+    "refact": "smollm",
+    "command-r": "smollm",
+    "codeshell": "smollm",
+    "minerva-7b": "smollm",
+    "phi-2": "gpt-2",
+    "gigachat": "gpt-2",
+    "mellum": "gpt-2",
+    "olmo": "gpt-2",
+    "mpt": "gpt-2",
+    "exaone4": "gpt-2",
+    "llama4": "gpt-4o",
+}
+PRE_TOKENIZERS = (*_PATTERNS, *_SAME)
+"""The names of those that are known."""
+
+# Words that are tokens are never taken apart and joined again.
+WHOLE_WORDS = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken", "glm4"))
+# Texts begin with the token for it, if the file says nothing else.
+BEGIN_WITH_BOS = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"))
+
+
+def pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
+    """Return the one of that name; KeyError where there is none."""
+    patterns = _PATTERNS[_SAME.get(name, name)]
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence(
+        [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )

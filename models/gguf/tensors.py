@@ -1,0 +1,149 @@
+"""The tensors of a model in GGUF files, as a decoder knows them: their names, and the order of their rows."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from neo_desktop.models.gguf.container import GGUFFile, TensorPlace
+from neo_desktop.models.gguf.types import StoredType
+from neo_desktop.models.json_file import ModelError
+
+PIECE_ELEMENTS = (
+    2**20
+)  # dequantised at once: what is computed in between should stay in the processor's caches
+ROPE_FACTORS = "rope_freqs.weight"  # part of the configuration
+
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """See `weights.StoredTensor`; it can be had as it is stored, too.
+
+    Args:
+        source: its file.
+        place: where it lies there.
+        rotated_heads: None, or the size of heads whose rows are in llama.cpp's order: it turns channel 2i
+            with 2i + 1, a decoder here i with i + head_dim / 2.
+    """
+
+    source: GGUFFile
+    place: TensorPlace
+    rotated_heads: int | None = None
+
+    @property
+    def file(self) -> Path:
+        """See `StoredTensor`, likewise the others."""
+        return self.source.path
+
+    @property
+    def type(self) -> StoredType:
+        """How its numbers are stored."""
+        return self.place.type
+
+    @property
+    def type_name(self) -> str:  # noqa: D102
+        return self.type.name
+
+    @property
+    def is_quantised(self) -> bool:  # noqa: D102
+        return self.type.dtype is None
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102
+        return self.place.shape
+
+    @property
+    def nbytes(self) -> int:  # noqa: D102
+        return self.place.nbytes
+
+    def raw(self, first: int, end: int) -> Tensor:
+        """Return rows as they are stored, but in the decoder's order: `[rows, bytes of a row]` uint8.
+
+        A view of the file, which cannot be written to, where the order is the same; where it is not, of whole
+        heads only.
+        """
+        with warnings.catch_warnings():  # that it cannot be written to
+            warnings.simplefilter("ignore")
+            stored = torch.from_numpy(self.source.raw(self.place))
+        rows = stored.view(self.shape[0], -1)[first:end]
+        if self.rotated_heads is None:
+            return rows
+        pairs = rows.view(-1, self.rotated_heads // 2, 2, rows.shape[1])
+        return pairs.transpose(1, 2).reshape(rows.shape)
+
+    def dequantised(self, first: int, end: int) -> Tensor:
+        """Return rows as floats, `[rows, columns]`, of a vector `[rows]`."""
+        return self.type.dequantised(self.raw(first, end)).view(-1, *self.shape[1:])
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:  # noqa: D102
+        columns = self.shape[1] if len(self.shape) == 2 else 1
+        step = max(PIECE_ELEMENTS // columns, 1)
+        if self.rotated_heads is not None:
+            step = -(-step // self.rotated_heads) * self.rotated_heads
+        if len(self.shape) == 1:
+            step = self.shape[0]
+        for first in range(0, self.shape[0], step):
+            yield first, self.dequantised(first, min(first + step, self.shape[0]))
+
+
+def read_tensors(files: list[GGUFFile], head_dim: int) -> dict[str, GGUFTensor]:
+    """Return the tensors of all parts.
+
+    Raises ModelError for one that is there twice, and for what is no matrix or vector.
+    """
+    rotated_heads = head_dim if files[0].metadata.get("general.architecture") == "llama" else None
+    tensors: dict[str, GGUFTensor] = {}
+    for file in files:
+        for place in file.tensors.values():
+            if place.name == ROPE_FACTORS:
+                continue
+            kind = place.name.split(".")[-2:-1]
+            is_rotated = rotated_heads is not None and kind in (["attn_q"], ["attn_k"])
+            name = _name(place.name)
+            if name in tensors:
+                raise ModelError(
+                    f"{place.name} is in {tensors[name].file} and in {file.path}: download them again."
+                )
+            if len(place.shape) > 2 or (is_rotated and place.shape[0] % head_dim):
+                raise ModelError(
+                    f"{place.name} in {file.path} has the shape {list(place.shape)}, which no matrix of this "
+                    "model has: download it again."
+                )
+            if len(place.shape) == 1 and place.type.dtype is None:
+                raise ModelError(
+                    f"{place.name} in {file.path} is a quantised vector, which is not supported."
+                )
+            tensors[name] = GGUFTensor(file, place, rotated_heads if is_rotated else None)
+    return tensors
+
+
+def _name(name: str) -> str:
+    """The name in Hugging Face's checkpoints; that of a tensor that is not known stays."""
+    match name.split("."):
+        case [kind, end] if kind in _NAMES:
+            return f"{_NAMES[kind]}.{end}"
+        case ["blk", layer, kind, end] if kind in _LAYER_NAMES:
+            return f"model.layers.{layer}.{_LAYER_NAMES[kind]}.{end}"
+    return name

@@ -1,0 +1,132 @@
+"""A tokenizer from the vocabulary of a GGUF file, which gives the ids that llama.cpp gives."""
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, processors
+
+from neo_desktop.models.gguf.pre_tokenizers import BEGIN_WITH_BOS, PRE_TOKENIZERS, WHOLE_WORDS, pre_tokenizer
+from neo_desktop.models.gguf.vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
+from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.tokenizer import Tokenizer
+
+MAX_PIECE = 512  # characters of a token that is joined by scores; those of SentencePiece have 16
+_ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+
+
+def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
+    """Return it. Raises ModelError for a kind of vocabulary that is not known, and for a damaged one."""
+    check_kind(vocabulary)
+    backend = _sentence_piece(vocabulary) if vocabulary.model == "llama" else _byte_level(vocabulary)
+    _add_special_tokens(backend, vocabulary)
+    roles = {role: vocabulary.token_id(key) for key, role in _ROLES.items()}
+    special_tokens = {role: vocabulary.tokens[token] for role, token in roles.items() if token is not None}
+    return Tokenizer(backend, special_tokens, vocabulary.chat_template)
+
+
+def check_kind(vocabulary: Vocabulary) -> None:
+    """Raise ModelError for a kind of vocabulary that is not known."""
+    if vocabulary.model not in ("gpt2", "llama"):
+        raise ModelError(
+            f"{vocabulary.path} has a tokenizer of the kind {vocabulary.model[:40]!r}, which is not "
+            "supported: 'gpt2' and 'llama' are."
+        )
+    if vocabulary.model == "gpt2" and vocabulary.pre not in PRE_TOKENIZERS:
+        raise ModelError(
+            f"{vocabulary.path} cuts texts into words by {vocabulary.pre[:40]!r}, which is not supported: "
+            f"{', '.join(PRE_TOKENIZERS)} are."
+        )
+
+
+def _byte_level(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+    """GPT-2's way: a text is cut into words, and bytes of a word are joined in the order of the merges."""
+    pre = vocabulary.pre
+    merges = [
+        (merge[:cut], merge[cut + 1 :]) for merge in vocabulary.merges if (cut := merge.find(" ", 1)) > 0
+    ]
+    backend = _backend(vocabulary, merges, ignore_merges=pre in WHOLE_WORDS)
+    backend.pre_tokenizer = pre_tokenizer(pre)
+    backend.decoder = decoders.ByteLevel()
+    _add_ends(backend, vocabulary, begins=pre in BEGIN_WITH_BOS)
+    return backend
+
+
+def _sentence_piece(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
+    """Llama's way: characters are joined as long as that gives a token, that with the best score first.
+
+    What is no token is written in bytes. Spaces are characters like any other, "▁".
+    """
+    unknown = vocabulary.token_id("unknown")
+    backend = _backend(
+        vocabulary,
+        _merges_by_score(vocabulary),
+        byte_fallback=True,
+        unk_token=None if unknown is None else vocabulary.tokens[unknown],
+    )
+    spaces = normalizers.Replace(" ", "▁")
+    decoding = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocabulary.entries.boolean("add_space_prefix", True):
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+        decoding.append(decoders.Strip(" ", 1, 0))
+    else:
+        backend.normalizer = spaces
+    backend.decoder = decoders.Sequence(decoding)
+    _add_ends(backend, vocabulary, begins=True)
+    return backend
+
+
+def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """All pairs of tokens that make a token, those that make the one with the best score first."""
+    scores = vocabulary.scores
+    if scores is None:
+        raise ModelError(f"{vocabulary.path} has no scores of its tokens: choose another file of this model.")
+    known = {
+        token
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+        if kind not in (BYTE, CONTROL, UNKNOWN)
+    }
+    longest = max(map(len, known), default=0)
+    if longest > MAX_PIECE:
+        raise ModelError(f"{vocabulary.path} has a token of {longest} characters: download it again.")
+    by_score = sorted(zip(scores, vocabulary.tokens, strict=True), key=lambda pair: -pair[0])
+    return [
+        (token[:cut], token[cut:])
+        for _, token in by_score
+        if token in known
+        for cut in range(1, len(token))
+        if token[:cut] in known and token[cut:] in known
+    ]
+
+
+def _backend(
+    vocabulary: Vocabulary, merges: list[tuple[str, str]], **options: object
+) -> tokenizers.Tokenizer:
+    ids = {token: index for index, token in enumerate(vocabulary.tokens)}
+    try:
+        return tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges, fuse_unk=False, **options))
+    except Exception as error:  # the library raises nothing narrower
+        raise ModelError(f"{vocabulary.path} has no valid vocabulary ({error}): download it again.") from None
+
+
+def _add_special_tokens(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:
+    """Texts that are one token wherever they stand: those without meaning for people, and others."""
+    found = zip(vocabulary.tokens, vocabulary.types, strict=True)
+    special = {
+        token: kind != USER_DEFINED for token, kind in found if kind in (CONTROL, UNKNOWN, USER_DEFINED)
+    }
+    backend.add_special_tokens([_added(token, True) for token, is_special in special.items() if is_special])
+    backend.add_tokens([_added(token, False) for token, is_special in special.items() if not is_special])
+
+
+def _added(token: str, special: bool) -> AddedToken:
+    return AddedToken(token, special=special, normalized=False)
+
+
+def _add_ends(backend: tokenizers.Tokenizer, vocabulary: Vocabulary, *, begins: bool) -> None:
+    """Tokens before and after a text, where the file or its kind of vocabulary wants them."""
+    template, ends = ["$A"], []
+    for role, default in (("bos", begins), ("eos", False)):
+        token = vocabulary.token_id(role)
+        if token is not None and vocabulary.entries.boolean(f"add_{role}_token", default):
+            template.insert(0 if role == "bos" else len(template), role)
+            ends.append({"id": role, "ids": [token], "tokens": [vocabulary.tokens[token]]})
+    if ends:
+        backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=ends)

@@ -1,0 +1,164 @@
+"""The ways in which numbers are stored in GGUF files, and the floats that they stand for.
+
+A row of a matrix is cut into blocks of 32 or 256 numbers. A block has a scale in float16, perhaps a minimum,
+and few bits per number; a block of 256 ("K") has scales of its parts in 4 to 8 bits beside them. Numbers of
+less than a byte are interleaved: the low bits of a run of bytes are its first numbers, the high bits others.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values, whose scales are halved
+
+
+@dataclass(frozen=True, slots=True)
+class StoredType:
+    """One way to store numbers."""
+
+    name: str
+    elements: int  # of a block
+    nbytes: int  # of a block
+    floats: Callable[[Tensor], Tensor]  # [blocks, nbytes] uint8 -> [blocks, elements] float32
+    dtype: torch.dtype | None = None  # in which every such number is exact; None: it is quantised
+
+    def dequantised(self, raw: Tensor) -> Tensor:
+        """Return `[rows, columns]` float32 of rows of bytes `[rows, row_bytes]`; contiguous."""
+        return self.floats(raw.reshape(-1, self.nbytes)).view(len(raw), -1)
+
+
+def _half(blocks: Tensor, start: int) -> Tensor:
+    """The float16 at one place of every block, `[blocks, 1]` float32."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _bits(data: Tensor, bits: int, run: int) -> Tensor:
+    """Unpack runs of bytes: `[blocks, bytes]` -> `[blocks, bytes * 8 / bits]`, low bits of a run first."""
+    runs = data.reshape(len(data), -1, 1, run)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
+    unpacked: Tensor = (runs >> shifts) & (2**bits - 1)
+    return unpacked.flatten(1)
+
+
+def _scaled(numbers: Tensor, scales: Tensor, minima: Tensor | None = None) -> Tensor:
+    """`numbers * scales + minima`, with a scale for each of equal parts of a block."""
+    parts = numbers.float().view(*scales.shape, -1)
+    parts *= scales[:, :, None]
+    if minima is not None:
+        parts += minima[:, :, None]
+    return parts.flatten(1)
+
+
+def _looked_up(numbers: Tensor, values: tuple[int, ...]) -> Tensor:
+    table = torch.tensor(values, dtype=torch.float32)
+    return table.index_select(0, numbers.flatten().int()).view(numbers.shape)
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    return _scaled(blocks[:, 2:].view(torch.int8), _half(blocks, 0))
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    return _scaled(_bits(blocks[:, 2:], 4, 16).view(torch.int8) - 8, _half(blocks, 0))
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    return _scaled(_bits(blocks[:, 4:], 4, 16), _half(blocks, 0), _half(blocks, 2))
+
+
+def _five_bits(blocks: Tensor, start: int) -> Tensor:
+    """The fifth bits are 32 in a row, then come four bits each."""
+    fifth = (blocks[:, start : start + 4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return _bits(blocks[:, start + 4 :], 4, 16) | (fifth.flatten(1) << 4)
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    return _scaled(_five_bits(blocks, 2).view(torch.int8) - 16, _half(blocks, 0))
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    return _scaled(_five_bits(blocks, 4), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    scales = _half(blocks, 80) * (blocks[:, :16] & 15)
+    minima = _half(blocks, 82) * (blocks[:, :16] >> 4)
+    return _scaled(_bits(blocks[:, 16:80], 2, 32), scales, -minima)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    low = _bits(blocks[:, 96:104], 4, 8)
+    high = _bits(blocks[:, 104:108], 2, 4)
+    scales = _half(blocks, 108) * ((low | (high << 4)).view(torch.int8) - 32)
+    numbers = _bits(blocks[:, 32:96], 2, 32) | (_bits(blocks[:, :32], 1, 32) << 2)
+    return _scaled(numbers.view(torch.int8) - 4, scales)
+
+
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Of Q4_K and Q5_K: eight of each in 6 bits; the last four borrow the high bits of the first four."""
+    scales, minima, rest = blocks[:, 4:16].reshape(-1, 3, 4).unbind(1)
+    scales = torch.cat((scales & 63, (rest & 15) | ((scales >> 2) & 48)), 1)
+    minima = torch.cat((minima & 63, (rest >> 4) | ((minima >> 2) & 48)), 1)
+    return _half(blocks, 0) * scales, _half(blocks, 2) * minima
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    scales, minima = _scales_and_minima(blocks)
+    return _scaled(_bits(blocks[:, 16:], 4, 32), scales, -minima)
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    scales, minima = _scales_and_minima(blocks)
+    numbers = _bits(blocks[:, 48:], 4, 32) | (_bits(blocks[:, 16:48], 1, 32) << 4)
+    return _scaled(numbers, scales, -minima)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)
+    numbers = _bits(blocks[:, :128], 4, 64) | (_bits(blocks[:, 128:192], 2, 32) << 4)
+    return _scaled(numbers.view(torch.int8) - 32, scales)
+
+
+def _iq4_nl(blocks: Tensor) -> Tensor:
+    return _scaled(_looked_up(_bits(blocks[:, 2:], 4, 16), _IQ4), _half(blocks, 0))
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    high = (blocks[:, 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8)) & 3
+    low = (blocks[:, 4:8, None] >> torch.tensor([0, 4], dtype=torch.uint8)) & 15
+    scales = _half(blocks, 0) * ((low.flatten(1) | (high.flatten(1) << 4)).view(torch.int8) - 32)
+    return _scaled(_looked_up(_bits(blocks[:, 8:], 4, 16), _IQ4), scales)
+
+
+def _mxfp4(blocks: Tensor) -> Tensor:
+    """The scale is a power of two alone, its exponent in a byte."""
+    scales = torch.exp2(blocks[:, :1].float() - 128)
+    return _scaled(_looked_up(_bits(blocks[:, 1:], 4, 16), _FP4), scales)
+
+
+def _plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda blocks: blocks.contiguous().view(dtype).float()
+
+
+TYPES = {
+    0: StoredType("F32", 1, 4, _plain(torch.float32), torch.float32),
+    1: StoredType("F16", 1, 2, _plain(torch.float16), torch.float16),
+    30: StoredType("BF16", 1, 2, _plain(torch.bfloat16), torch.bfloat16),
+    8: StoredType("Q8_0", 32, 34, _q8_0),
+    2: StoredType("Q4_0", 32, 18, _q4_0),
+    3: StoredType("Q4_1", 32, 20, _q4_1),
+    6: StoredType("Q5_0", 32, 22, _q5_0),
+    7: StoredType("Q5_1", 32, 24, _q5_1),
+    10: StoredType("Q2_K", 256, 84, _q2_k),
+    11: StoredType("Q3_K", 256, 110, _q3_k),
+    12: StoredType("Q4_K", 256, 144, _q4_k),
+    13: StoredType("Q5_K", 256, 176, _q5_k),
+    14: StoredType("Q6_K", 256, 210, _q6_k),
+    20: StoredType("IQ4_NL", 32, 18, _iq4_nl),
+    23: StoredType("IQ4_XS", 256, 136, _iq4_xs),
+    39: StoredType("MXFP4", 32, 17, _mxfp4),
+}
+"""By the numbers that they have in files."""

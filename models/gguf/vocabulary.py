@@ -1,0 +1,117 @@
+"""The tokens of a GGUF file, and what it says of them."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from neo_desktop.models.config import MAX_VOCAB_SIZE
+from neo_desktop.models.gguf.container import GGUFFile, NumberArray, StringArray
+from neo_desktop.models.json_file import JsonFile, ModelError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
+_PREFIX = "tokenizer.ggml."
+
+# Files name one or two tokens that end an answer; that others do, llama.cpp sees from their texts, too.
+_ENDS = frozenset(
+    (
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
+        *("<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+        *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>"),  # noqa: RUF001
+    )
+)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a tokenizer is made of. Raises ModelError where it is asked for something that is damaged.
+
+    Args:
+        entries: of the metadata, without `tokenizer.ggml.`
+        chat_template: Jinja source.
+    """
+
+    path: Path
+    entries: JsonFile
+    chat_template: str | None
+
+    @classmethod
+    def read(cls, file: GGUFFile) -> "Vocabulary":
+        """Take what is there; nothing is looked at before it is asked for."""
+        entries = {
+            key.removeprefix(_PREFIX): value
+            for key, value in file.metadata.items()
+            if key.startswith(_PREFIX)
+        }
+        template = file.metadata.get("tokenizer.chat_template")
+        if template is not None and not isinstance(template, str):
+            raise ModelError(f"{file.path} has a chat_template that is not text: download it again.")
+        return cls(file.path, JsonFile(file.path, entries), template)
+
+    @property
+    def model(self) -> str:
+        """How texts are tokenised: "gpt2" or "llama"."""
+        return self.entries.text("model")
+
+    @property
+    def pre(self) -> str:
+        """How texts are cut into words, if the model is "gpt2"."""
+        return self.entries.text("pre", "default")
+
+    @cached_property
+    def tokens(self) -> list[str]:
+        """Texts of all tokens, in the alphabet of the model; each is there once."""
+        tokens = [text or f"[EMPTY_{index}]" for index, text in enumerate(self._texts("tokens"))]
+        if len(tokens) > MAX_VOCAB_SIZE:
+            raise ModelError(f"{self.path} has {len(tokens)} tokens, more than any model: download it again.")
+        if len(set(tokens)) != len(tokens):
+            raise ModelError(f"{self.path} has the same token twice: download it again.")
+        return tokens
+
+    @cached_property
+    def merges(self) -> list[str]:
+        """Pairs of tokens that become one, "a b", the most urgent first."""
+        return self._texts("merges")
+
+    @cached_property
+    def types(self) -> list[int]:
+        """Of each token."""
+        numbers = self._numbers("token_type")
+        types = [NORMAL] * len(self.tokens) if numbers is None else [int(number) for number in numbers]
+        for token in self.end_ids:
+            types[token] = CONTROL
+        return types
+
+    @cached_property
+    def scores(self) -> list[float] | None:
+        """Of each token."""
+        return self._numbers("scores")
+
+    def token_id(self, role: str) -> int | None:
+        """Return the token with a role ("bos"), None where there is none."""
+        key = f"{role}_token_id"
+        if key not in self.entries:
+            return None
+        token = self.entries.integer(key, minimum=0)
+        return token if token < len(self.tokens) else None
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer, the one that the file names first."""
+        named = [self.token_id(role) for role in ("eos", "eot", "eom")]
+        known = [index for index, text in enumerate(self.tokens) if text in _ENDS]
+        return tuple(dict.fromkeys(token for token in (*named, *known) if token is not None))
+
+    def _texts(self, key: str) -> list[str]:
+        texts = self.entries.raw(key)
+        if not isinstance(texts, StringArray):
+            raise ModelError(f"{self.path} has no {_PREFIX}{key}: choose another file of this model.")
+        return texts.texts()
+
+    def _numbers(self, key: str) -> list[float] | None:
+        numbers = self.entries.raw(key)
+        if numbers is None:
+            return None
+        if not isinstance(numbers, NumberArray) or len(numbers) != len(self.tokens):
+            raise ModelError(f"{self.path} has no {_PREFIX}{key} for each token: download it again.")
+        found: list[float] = numbers.data.tolist()
+        return found

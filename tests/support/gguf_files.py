@@ -1,0 +1,127 @@
+"""Small GGUF files of models of transformers, written as llama.cpp's converter writes them."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+TYPES = {
+    name: gguf.GGMLQuantizationType[name]
+    for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+}
+# Of GPT-2's vocabularies: a character for each byte.
+ALPHABET = [
+    chr(code) for code in (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100), *range(256, 324))
+]
+
+
+def write_gguf(
+    path: Path,
+    model: Any,
+    *,
+    architecture: str = "llama",
+    type_name: str = "F32",
+    metadata: dict[str, Any] | None = None,
+    tensors: dict[str, Tensor] | None = None,
+) -> Path:
+    """Write a model of transformers.
+
+    Args:
+        metadata: changes of entries, under their full names; None removes one.
+        tensors: more of them.
+    """
+    config = model.config
+    writer = gguf.GGUFWriter(None, architecture)
+    entries = _entries(config, architecture) | vocabulary(config.vocab_size) | (metadata or {})
+    for key, value in entries.items():
+        if value is not None:
+            _add(writer, key, value)
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_hidden_layers)
+    state = dict(model.named_parameters())  # tied ones once
+    for name, value in state.items():
+        is_permuted = architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj")
+        stored = permuted(value, config.head_dim) if is_permuted else value
+        own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        _add_tensor(writer, own_name, stored.detach(), type_name if value.ndim == 2 else "F32")
+    for name, value in (tensors or {}).items():
+        _add_tensor(writer, name, value, "F32")
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def permuted(rows: Tensor, head_dim: int) -> Tensor:
+    """Order rows of queries or keys as llama.cpp's converter does for its architecture "llama"."""
+    heads = rows.shape[0] // head_dim
+    return rows.view(heads, 2, head_dim // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def dequantised(weight: Tensor, type_name: str) -> Tensor:
+    """What a weight is once it was stored."""
+    kind = TYPES[type_name]
+    return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind))
+
+
+def vocabulary(size: int) -> dict[str, Any]:
+    """A byte-level vocabulary without merges, with a token that ends answers."""
+    tokens = [*ALPHABET, "th", "the", "<|end|>"]
+    padding = [f"[PAD{index}]" for index in range(len(tokens), size)]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens + padding,
+        "tokenizer.ggml.token_type": [1] * (len(tokens) - 1) + [3] + [5] * len(padding),
+        "tokenizer.ggml.merges": ["t h", "th e"],
+    }
+
+
+def _entries(config: Any, architecture: str) -> dict[str, Any]:
+    rope = config.rope_parameters
+    entries = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "rope.dimension_count": config.head_dim,
+        "rope.freq_base": float(rope["rope_theta"]),
+    }
+    return {f"{architecture}.{key}": value for key, value in entries.items()}
+
+
+def _add(writer: Any, key: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case list():
+            writer.add_array(key, value)
+
+
+def _add_tensor(writer: Any, name: str, value: Tensor, type_name: str) -> None:
+    kind = TYPES[type_name]
+    numbers = np.ascontiguousarray(value.float().numpy())
+    if type_name == "F32":
+        writer.add_tensor(name, numbers)
+    else:
+        writer.add_tensor(name, gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+
+
+def joined(pieces: Iterable[tuple[int, Tensor]]) -> Tensor:
+    """A whole tensor of the pieces in which it is read."""
+    return torch.cat([piece for _, piece in pieces])
