@@ -160,6 +160,12 @@ class Stages:
         end = config.num_heads + config.num_kv_heads
         return heads[:, : config.num_heads], heads[:, config.num_heads : end], heads[:, end:]
 
+    def keys_values(self, state: State) -> Tensor:
+        """Return keys and values [2, rows, kv_heads, head_dim], as a view."""
+        config = self.config
+        heads = state.qkv.view(len(state.qkv), -1, config.head_dim)
+        return torch.unflatten(heads[:, config.num_heads :], 1, (2, config.num_kv_heads)).transpose(0, 1)
+
     def post_attention(self, layer: int, state: State) -> None:
         """Compute what follows the attention, whose output is in `state.attention`."""
         self.attention_out(layer, state)

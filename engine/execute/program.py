@@ -253,8 +253,9 @@ class Program:
 
     def _attend_to_prompts(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:
         q, k, v = self._stages.heads(each.memory.state)
+        kv = self._stages.keys_values(each.memory.state)
         for prompts in each.prompts:
-            recorder.wait(prompts.store(recorder, layer, k, v))
+            recorder.wait(prompts.store(recorder, layer, kv))
         config, memory = self._config, each.memory
         out, window = memory.state.attention, config.layer_windows[layer]
 

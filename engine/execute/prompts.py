@@ -23,9 +23,9 @@ from neo_desktop.engine.kv.storage import KVPool, KVStorage
 class Prompts(Protocol):
     """Chunks of prompts that live in one place.
 
-    q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] and out (as q) are the sub-batch's;
-    `scale` is the factor on q·k, and with a `window` each token sees only the last `window` tokens, itself
-    included.
+    q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], kv (both, one after the other) and out
+    (as q) are the sub-batch's; `scale` is the factor on q·k, and with a `window` each token sees only the
+    last `window` tokens, itself included.
     """
 
     @property
@@ -39,7 +39,7 @@ class Prompts(Protocol):
     def fetch(self, recorder: Recorder, layer: int) -> None:
         """Start to bring what precedes the chunks in host memory to the device."""
 
-    def store(self, recorder: Recorder, layer: int, k: Tensor, v: Tensor) -> Sequence[Signal]:
+    def store(self, recorder: Recorder, layer: int, kv: Rows) -> Sequence[Signal]:
         """Start to store K and V where they live; return what the attention has to wait for."""
 
     def attend(
@@ -71,7 +71,7 @@ class DevicePrompts:
     def fetch(self, recorder: Recorder, layer: int) -> None:
         """Do nothing: it is there."""
 
-    def store(self, recorder: Recorder, layer: int, k: Tensor, v: Tensor) -> Sequence[Signal]:
+    def store(self, recorder: Recorder, layer: int, kv: Rows) -> Sequence[Signal]:
         """Do nothing: `attend` does it, or it was done with the rotation."""
         return ()
 
@@ -160,13 +160,12 @@ class HostPrompts:
         bring = partial(target.copy_, non_blocking=True)
         self._fetched[layer % NUM_BUFFERS] = self._from_host.submit(recorder, layer, bring, self._read)
 
-    def store(self, recorder: Recorder, layer: int, k: Tensor, v: Tensor) -> Sequence[Signal]:
+    def store(self, recorder: Recorder, layer: int, kv: Rows) -> Sequence[Signal]:
         """See `Prompts`."""
-        new_k, new_v = k[self._rows], v[self._rows]
+        new = kv[:, self._rows]
 
         def read(buffer: Rows) -> None:
-            buffer[0].copy_(new_k, non_blocking=True)
-            buffer[1].copy_(new_v, non_blocking=True)
+            buffer.copy_(new, non_blocking=True)  # one copy for both: a GPU first gathers them
 
         self._sent, _ = self._to_host.submit(recorder, layer, read, (recorder.mark(),))
         fetched = self._fetched[layer % NUM_BUFFERS]

@@ -71,6 +71,8 @@ OperationPtr submit(unsigned queue, const char* name, std::function<void()> run,
 cudaError_t enqueue(CUstream stream, const char* name, std::function<void()> run = nullptr,
                     std::function<bool()> ready = nullptr);
 
+void note_call(const char* name);  // that puts something on a stream, and is not captured
+
 // Both return early, with the error, when the device dies.
 cudaError_t wait_until_idle(Guard& guard);
 cudaError_t wait_for(Guard& guard, const OperationPtr& operation);

@@ -130,6 +130,7 @@ EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t handle) {
   if (auto error = refused("cudaGraphLaunch")) return error;
   CUstream stream = stream_of(handle);
   if (stream->capture) return fail(cudaErrorStreamCaptureUnsupported, "a graph is launched in a capture");
+  note_call("graph");
   // CUDA may give the nodes to its queues in any order that they allow themselves.
   const auto& nodes = (*reinterpret_cast<std::shared_ptr<Graph>*>(exec))->nodes;
   std::vector<OperationPtr> all(nodes.size());

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <deque>
+#include <map>
 #include <random>
 
 #include "device.h"
@@ -23,6 +24,9 @@ std::condition_variable& something_ended = *new std::condition_variable;
 auto& queues = *new std::vector<std::deque<OperationPtr>>(kMostQueues);
 unsigned num_pending = 0, num_running = 0, num_deadlocks = 0;
 double patience_s = 20.0;
+
+bool is_counting = false;
+auto& calls = *new std::map<std::string, long>;
 
 std::mt19937& generator() {
   static auto& made = *new std::mt19937(static_cast<unsigned>(setting("IMITATED_GPU_SEED", 0)));
@@ -111,6 +115,10 @@ void work() {
 
 }  // namespace
 
+void note_call(const char* name) {
+  if (is_counting) calls[name]++;
+}
+
 double setting(const char* name, double otherwise) {
   const char* given = std::getenv(name);
   return given ? std::atof(given) : otherwise;
@@ -185,4 +193,21 @@ EXPORT void imitated_gpu_set_patience(double seconds) {
 EXPORT unsigned imitated_gpu_num_deadlocks() {
   Guard guard(lock);
   return num_deadlocks;
+}
+
+// Counts from now on the calls that put something on a stream, by what they put there; a graph is one.
+EXPORT void imitated_gpu_count_calls() {
+  Guard guard(lock);
+  calls.clear();
+  is_counting = true;
+}
+
+// Ends that, and returns lines "COUNT NAME", which stay until it is called again.
+EXPORT const char* imitated_gpu_counted_calls() {
+  static auto& text = *new std::string;
+  Guard guard(lock);
+  is_counting = false;
+  text.clear();
+  for (const auto& [name, count] : calls) text += std::to_string(count) + " " + name + "\n";
+  return text.c_str();
 }

@@ -28,6 +28,7 @@ cudaError_t record(CUevent event, CUstream handle, unsigned flags) {
   event->captured_nodes = stream->captured_last;
   if (stream->capture) return cudaSuccess;
   event->time_ms = std::make_shared<double>(-1.0);
+  note_call("record");
   stream->last = submit(stream->number, "record", [time = event->time_ms] { *time = now_ms(); }, nullptr,
                         {stream->last});
   event->operation = stream->last;
@@ -58,6 +59,7 @@ cudaError_t enqueue(CUstream handle, const char* name, std::function<void()> run
         capture->is_broken = true;
         return fail(cudaErrorStreamCaptureImplicit, "the default stream is used during a capture");
       }
+  note_call(name);
   stream->last = submit(stream->number, name, std::move(run), std::move(ready), {stream->last});
   return cudaSuccess;
 }
@@ -203,6 +205,7 @@ EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event, u
     stream->capture->is_broken = true;
     return fail(cudaErrorStreamCaptureIsolation, "a captured stream waits for an event from outside");
   }
+  note_call("wait event");
   stream->last = submit(stream->number, "wait event", nullptr, nullptr, {stream->last, event->operation});
   return cudaSuccess;
 }

@@ -2,6 +2,9 @@
 
 import ctypes
 import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -53,6 +56,19 @@ class ImitatedDevice:
         """Let each operation take so much longer."""
         self._library.imitated_gpu_delay(ctypes.c_int(us))
 
+    @contextmanager
+    def counted_calls(self) -> Iterator[Counter[str]]:
+        """Count the calls that put something on a stream, by what that is: a kernel, "copy", "graph".."""
+        calls = Counter[str]()
+        self._library.imitated_gpu_count_calls()
+        try:
+            yield calls
+        finally:
+            counted = ctypes.string_at(self._library.imitated_gpu_counted_calls()).decode()
+            for line in counted.splitlines():
+                count, _, name = line.partition(" ")
+                calls[name] = int(count)
+
     @property
     def num_failed(self) -> int:
         """How many calls and operations failed or hung as they were asked to."""
@@ -77,6 +93,7 @@ def imitated_device() -> ImitatedDevice | None:
         library = ctypes.CDLL(RUNTIME, mode=os.RTLD_NOLOAD)
     except OSError:
         return None
+    library.imitated_gpu_counted_calls.restype = ctypes.c_void_p
     return ImitatedDevice(library) if hasattr(library, "imitated_gpu_recover") else None
 
 

@@ -1,0 +1,59 @@
+"""Triton kernels on the CPU: the first launch of each variant in Triton's interpreter, the others by torch.
+
+The interpreter takes a millisecond for each program of a launch. So it computes as much as shows that a
+kernel is launched with the right arguments; `tests/kernels` shows that it computes what the operator does.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+from triton.runtime.interpreter import GridExecutor
+
+interpret = GridExecutor.__call__
+
+_interpreted: set[object] = set()  # variants
+_merged: set[int] = set()  # addresses of partial results that were not written, since `out` has the whole
+
+
+@cache
+def _by_torch() -> Mapping[str, Callable[..., None]]:
+    # Imported late: neo_desktop itself may be what imports torch, and with it this.
+    in_torch = import_module("neo_desktop.engine.kernels.in_torch")
+    in_triton = import_module("neo_desktop.engine.kernels.in_triton.paged_decode")
+    operators = import_module("neo_desktop.models.operators")
+
+    def attend(*args: Any) -> None:
+        scale, window = args[8] / in_triton.LOG2_E, args[9]
+        _merged.add(_partial_lse(args))
+        in_torch.paged_decode(*args[:8], scale, None if window == in_triton.EVERYTHING else window)
+
+    return {
+        "_add_rms_norm": lambda *args: operators.add_rms_norm(*args[:5]),
+        "_silu_mul": lambda *args: operators.silu_mul(*args[:2]),
+        "_rope_append": lambda *args: operators.rope_append(*args[:8]),
+        "_attend": attend,
+    }
+
+
+def compute_kernel(executor: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Compute a launch of a kernel, whose tensors are views of memory that the CPU sees."""
+    name = executor.fn.__name__
+    variant = name, *((key, named[key]) for key in sorted(named) if key in executor.constexprs)
+    if name in _by_torch() and variant in _interpreted:
+        _by_torch()[name](*positional)
+        return
+    if name == "_merge" and positional[1].data_ptr() in _merged:
+        return
+    if name == "_attend":
+        _merged.discard(_partial_lse(positional))
+    _interpreted.add(variant)
+    interpret(executor, *positional, **named)
+
+
+def _partial_lse(args: tuple[Any, ...]) -> int:
+    lse = args[7]
+    assert isinstance(lse, Tensor)
+    return lse.data_ptr()
