@@ -139,10 +139,10 @@ class BlockPool:
         else:
             self._free.add(block)
         run = block // BLOCKS_PER_RUN
-        blocks = self._blocks(run)
-        if not any(self._num_references[other] for other in blocks):
+        begin = run * BLOCKS_PER_RUN
+        if not any(self._num_references[begin : begin + BLOCKS_PER_RUN]):
             self._idle_runs[run] = None
-            self._idle_runs.move_to_end(run, last=not self._free.issuperset(blocks))
+            self._idle_runs.move_to_end(run, last=not self._free.issuperset(self._blocks(run)))
 
     def check(self, num_owners: Sequence[int]) -> None:
         """Check that no block is lost and none is owned twice.

@@ -1,5 +1,6 @@
 """What an iteration does: which tokens of whom it computes, where their KV lies, in which sub-batch."""
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, TypeVar
@@ -164,34 +165,25 @@ class Decider(Generic[R]):
     def _collect_decodes(self) -> tuple[_Chosen[R], Draft]:
         """Step 2: sub-batch 0 gets what the device attends for; the rest of what can be decoded queues up."""
         chosen: _Chosen[R] = _Chosen()
-        contexts: list[tuple[Place, int]] = []
+        queue: list[tuple[Place, R]] = []
         at_device: dict[Place, Decodes] = {}
         for place, running in self.residency.running.items():
-            decodes = []
-            for request in running:
-                num_left = request.num_tokens - request.num_computed_tokens
-                if num_left > 1:
-                    chosen.unfinished.append(request)
-                elif num_left == 1 and not request.is_complete:
-                    decodes.append(request)
-            if not decodes:
-                continue
+            decodes = [r for r in running if r.num_tokens - r.num_computed_tokens == 1 and not r.is_complete]
+            if len(decodes) < len(running):
+                chosen.unfinished += [r for r in running if r.num_uncomputed_tokens > 1]
             if place.host_attends:
-                chosen.queue += decodes
-                contexts += [(place, request.num_tokens) for request in decodes]
-            else:
+                queue += [(place, request) for request in decodes]
+            elif decodes:
                 decodes = decodes[: int(self._batch_tokens) - len(chosen.decodes)]
                 chosen.decodes += decodes
-                at_device[place] = Decodes(len(decodes), sum(request.num_tokens for request in decodes))
-        if any(request.num_skipped for request in chosen.queue):
-            order = sorted(range(len(contexts)), key=lambda i: -chosen.queue[i].num_skipped)  # stable
-            chosen.queue = [chosen.queue[i] for i in order]
-            contexts = [contexts[i] for i in order]
+                at_device[place] = Decodes(len(decodes), sum([request.num_tokens for request in decodes]))
         draft = self._draft(at_device)
-        del chosen.queue[draft.budget :]
-        draft.queue = HostQueue(contexts[: draft.budget])
-        draft.num_due = sum(request.num_skipped >= PATIENCE for request in chosen.queue)
-        draft.budget -= len(chosen.queue)
+        queue.sort(key=_num_skipped, reverse=True)  # stable
+        del queue[draft.budget :]
+        chosen.queue = [request for _, request in queue]
+        draft.queue = HostQueue([(place, request.num_tokens) for place, request in queue])
+        draft.num_due = bisect_right(queue, -PATIENCE, key=lambda item: -_num_skipped(item))
+        draft.budget -= len(queue)
         return chosen, draft
 
     def _join_chunks(self, chosen: _Chosen[R], draft: Draft, may_admit: bool) -> None:
@@ -254,3 +246,7 @@ class Decider(Generic[R]):
         If the memory does not come back, so many iterations pass between two that fail.
         """
         self._batch_tokens = min(self._batch_tokens * BUDGET_GROWTH, self._limits.max_batch_tokens)
+
+
+def _num_skipped(item: tuple[Place, RequestState]) -> int:
+    return item[1].num_skipped

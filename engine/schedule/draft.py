@@ -49,14 +49,33 @@ class HostQueue:
     def __len__(self) -> int:
         return len(self.contexts)
 
-    def decodes(self, begin: int, end: int) -> dict[Place, Decodes]:
-        """Return `place -> those of the decodes begin .. end - 1 whose KV lies there`."""
-        found = {}
+    def decodes(self, positions: Sequence[int]) -> dict[Place, Decodes]:
+        """Return `place -> those of these decodes whose KV lies there`."""
+        found: dict[Place, Decodes] = {}
+        if isinstance(positions, range):
+            for place, counts, tokens in self._sums:
+                requests = counts[positions.stop] - counts[positions.start]
+                if requests:
+                    found[place] = Decodes(requests, tokens[positions.stop] - tokens[positions.start])
+            return found
+        for position in positions:
+            place, context_tokens = self.contexts[position]
+            requests, before = found.get(place, (0, 0))
+            found[place] = Decodes(requests + 1, before + context_tokens)
+        return found
+
+    def host_ms(self, cost: CostModel, begin: int, end: int) -> float:
+        """Return what the decodes `begin .. end - 1` take the host; see `estimate.host_ms`.
+
+        Most of what is decided is found out by this number, for one part of the queue after the other.
+        """
+        ms, num_all = 0.0, 0
         for place, counts, tokens in self._sums:
             requests = counts[end] - counts[begin]
             if requests:
-                found[place] = Decodes(requests, tokens[end] - tokens[begin])
-        return found
+                ms += cost.attention_ms(place, requests, tokens[end] - tokens[begin])
+                num_all += requests
+        return ms + cost.hand_off_ms(num_all) if num_all else 0.0
 
     def tokens(self, begin: int, end: int) -> int:
         """Return the context tokens of the decodes `begin .. end - 1`."""

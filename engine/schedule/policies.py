@@ -6,11 +6,12 @@ pace     how many tokens of prompts join an iteration beside the host's decodes
 divide   which decodes of the queue join which sub-batch
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from neo_desktop.engine.placement import PLACES, Place
-from neo_desktop.engine.predict.estimate import Decodes, Load, device_attention_ms, host_ms, iteration_ms
+from neo_desktop.engine.predict.estimate import Decodes, Load, device_attention_ms, iteration_ms
 from neo_desktop.engine.schedule.draft import Draft, HostQueue
 from neo_desktop.engine.schedule.split import Outlook, Split, Worth
 
@@ -59,15 +60,13 @@ class Hidden(Policy):
     def admits(self, draft: Draft, place: Place, num_tokens: int) -> bool:
         """Step 5: nobody joins while the host has more to do than hides, unless more hides beside it."""
         outlook = _outlook(draft)
-        num_hidden = outlook.hidden(draft.num_due).num_taken
+        num_hidden = sum(map(len, outlook.fill(draft.num_due)))
         if num_hidden == len(draft.queue):
             return True
         tokens = min(num_tokens, draft.budget)
         load = draft.load._replace(tokens=draft.load.tokens + tokens)
-        return (
-            Outlook(draft.cost, load, draft.queue, draft.swapped_tokens).hidden(draft.num_due).num_taken
-            > num_hidden
-        )
+        beside = Outlook(draft.cost, load, draft.queue, draft.swapped_tokens)
+        return sum(map(len, beside.fill(draft.num_due))) > num_hidden
 
     def divide(self, draft: Draft) -> Split:
         """Steps 4 and 6, with NEO's measure: requests over time."""
@@ -115,15 +114,15 @@ class Fastest(Policy):
         """
         if not len(draft.queue):
             return draft.budget
-        cost, tokens = draft.cost, _least_chunk_tokens(draft)
+        cost = draft.cost
         missing_ms = (
-            host_ms(cost, draft.queue.decodes(0, len(draft.queue)))
+            draft.queue.host_ms(cost, 0, len(draft.queue))
             - cost.linear_ms(len(draft.queue))
             - device_attention_ms(cost, draft.load)
         )
-        while tokens < draft.budget and cost.linear_ms(draft.load.tokens + tokens) < missing_ms:
-            tokens += SMALLEST_CHUNK_TOKENS
-        return min(tokens, draft.budget)
+        paces = range(_least_chunk_tokens(draft), draft.budget, SMALLEST_CHUNK_TOKENS)
+        enough = bisect_left(paces, missing_ms, key=lambda tokens: cost.linear_ms(draft.load.tokens + tokens))
+        return paces[enough] if enough < len(paces) else draft.budget
 
     def divide(self, draft: Draft) -> Split:
         """Take the best of all candidates."""

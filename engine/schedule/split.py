@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.predict.estimate import (
+    NO_DECODES,
     Decodes,
     Load,
     Times,
@@ -29,7 +30,7 @@ class Split:
 
     second: Sequence[int]  # those in sub-batch 1
     first: Sequence[int]  # those in sub-batch 0
-    parts: tuple[Mapping[Place, Decodes], Mapping[Place, Decodes]]  # these, and those, in numbers
+    queue: HostQueue
     load: Load  # of sub-batch 0 without them
     predicted_ms: float
 
@@ -41,8 +42,8 @@ class Split:
     @property
     def loads(self) -> tuple[Load, ...]:
         """What the sub-batches hold."""
-        load = self.load.plus(self.parts[1])
-        return (load, Load().plus(self.parts[0])) if self.second else (load,)
+        load = self.load.plus(self.queue.decodes(self.first))
+        return (load, Load().plus(self.queue.decodes(self.second))) if self.second else (load,)
 
 
 class Outlook:
@@ -65,9 +66,7 @@ class Outlook:
 
     def front(self, num_second: int, num_taken: int) -> Split:
         """The front of the queue: first those of sub-batch 1, then those of sub-batch 0."""
-        decodes = self.queue.decodes
-        second, first = range(num_second), range(num_second, num_taken)
-        return self._split(second, first, decodes(0, num_second), decodes(num_second, num_taken))
+        return self._split(range(num_second), range(num_second, num_taken))
 
     def together(self) -> Split:
         """Everything in one."""
@@ -83,37 +82,46 @@ class Outlook:
         return self.front(max(num_second, 0), n)
 
     def hidden(self, num_due: int = 0) -> Split:
-        """Each joins a sub-batch while `T_ca1 <= T_l0` and `T_ca0 <= T_l1 + T_ga0` hold (NEO's step 4).
+        """What hides behind the device: NEO's step 4, see `fill`."""
+        return self._split(*self.fill(num_due))
+
+    def fill(self, num_due: int = 0) -> tuple[Sequence[int], Sequence[int]]:
+        """Let each join a sub-batch while `T_ca1 <= T_l0` and `T_ca0 <= T_l1 + T_ga0` hold.
 
         Args:
             num_due: how many at the front join sub-batch 1 in any case.
+
+        Returns:
+            The positions of those in sub-batch 1, and of those in sub-batch 0.
         """
         linear_ms, queue = self._cost.linear_ms, self.queue
         num_second = max(self._fitting(0, linear_ms(self.load.tokens)), num_due)
         num_taken = num_second
         if not self._at_host:
             num_taken += self._fitting(num_second, linear_ms(num_second) + self._attention_ms)
+        if num_taken == len(queue):
+            return range(num_second), range(num_second, num_taken)
         second, first = list(range(num_second)), list(range(num_second, num_taken))
-        in_second: Mapping[Place, Decodes] = queue.decodes(0, num_second)
-        in_first: Mapping[Place, Decodes] = queue.decodes(num_second, num_taken)
+        in_second: Mapping[Place, Decodes] = queue.decodes(range(num_second))
+        in_first: Mapping[Place, Decodes] = joined(self._at_host, queue.decodes(range(num_second, num_taken)))
         misses = 0
         for position in range(num_taken, len(queue)):  # what is shorter than the next one may still fit
-            one = queue.decodes(position, position + 1)
+            place, context_tokens = queue.contexts[position]
+            one = {place: Decodes(1, context_tokens)}
             longer = joined(in_second, one)
             if host_ms(self._cost, longer) <= linear_ms(self.load.tokens + len(first)):
                 second.append(position)
                 in_second = longer
                 continue
             longer = joined(in_first, one)
-            limit_ms = linear_ms(len(second)) + self._attention_ms
-            if host_ms(self._cost, joined(self._at_host, longer)) <= limit_ms:
+            if host_ms(self._cost, longer) <= linear_ms(len(second)) + self._attention_ms:
                 first.append(position)
                 in_first = longer
                 continue
             misses += 1
             if misses == MOST_MISSES:
                 break
-        return self._split(second, first, in_second, in_first)
+        return second, first
 
     def candidates(self) -> Iterator[Split]:
         """Yield all that is worth a thought, the simplest first."""
@@ -140,25 +148,24 @@ class Outlook:
             if tokens:
                 yield self.front(n, n)
 
-    def _split(
-        self,
-        second: Sequence[int],
-        first: Sequence[int],
-        in_second: Mapping[Place, Decodes],
-        in_first: Mapping[Place, Decodes],
-    ) -> Split:
+    def _split(self, second: Sequence[int], first: Sequence[int]) -> Split:
         """Predict a split; sub-batch 0 is never empty."""
         load = self.load
         tokens = load.tokens + len(first)
         if second and not tokens:
-            second, first, in_second, in_first = (), second, {}, in_second
+            second, first = (), second
             tokens = len(first)
-        cost, attended_first = self._cost, joined(self._at_host, in_first)
-        times = Times(cost.linear_ms(tokens), self._attention_ms, host_ms(cost, attended_first))
-        others = Times(cost.linear_ms(len(second)), 0.0, host_ms(cost, in_second)) if second else None
+        linear_ms = self._cost.linear_ms
+        times = Times(linear_ms(tokens), self._attention_ms, self._host_ms(first, self._at_host))
+        others = Times(linear_ms(len(second)), 0.0, self._host_ms(second)) if second else None
         rows = load.rows + len(first) + len(second)
-        predicted_ms = times_ms(cost, times, others, rows, self._swapped_tokens)
-        return Split(second, first, (in_second, in_first), load, predicted_ms)
+        predicted_ms = times_ms(self._cost, times, others, rows, self._swapped_tokens)
+        return Split(second, first, self.queue, load, predicted_ms)
+
+    def _host_ms(self, positions: Sequence[int], others: Mapping[Place, Decodes] = NO_DECODES) -> float:
+        if isinstance(positions, range) and not others:
+            return self.queue.host_ms(self._cost, positions.start, positions.stop)
+        return host_ms(self._cost, joined(others, self.queue.decodes(positions)))
 
     def _fitting(self, begin: int, limit_ms: float) -> int:
         """Return how many decodes from `begin` on the host can do in that time."""
@@ -166,10 +173,10 @@ class Outlook:
         if begin == len(queue):
             return 0
         low, high = 1, len(queue) - begin
-        high_ms = host_ms(cost, queue.decodes(begin, begin + high))
+        high_ms = queue.host_ms(cost, begin, begin + high)
         if high_ms <= limit_ms:
             return high
-        low_ms = host_ms(cost, queue.decodes(begin, begin + low))
+        low_ms = queue.host_ms(cost, begin, begin + low)
         if low_ms > limit_ms:
             return 0
         for _ in range(MOST_GUESSES):  # about linear in the count
@@ -177,7 +184,7 @@ class Outlook:
                 break
             guess = low + int((high - low) * (limit_ms - low_ms) / (high_ms - low_ms))
             guess = min(max(guess, low + 1), high - 1)
-            ms = host_ms(cost, queue.decodes(begin, begin + guess))
+            ms = queue.host_ms(cost, begin, begin + guess)
             if ms <= limit_ms:
                 low, low_ms = guess, ms
             else:

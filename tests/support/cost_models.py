@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from neo_desktop.engine.placement import PLACES, Place, Side
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import CostModel, Curve, Surface, TableCostModel, ZeroCostModel
 
 # A second memory that the host attends for, as a slower one behind a CPU would be.
-THIRD = Place("third", memory=Side.HOST, attends=Side.HOST, label="third")
+THIRD = Place("third", label="third", in_host_memory=True, host_attends=True)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 CONTEXTS = (1, 16, 256, 4096)
 
