@@ -18,9 +18,9 @@ from neo_desktop import native
 from neo_desktop.app.bench import gpu_driver
 from neo_desktop.app.bench.gpu_driver import GpuState
 from neo_desktop.app.bench.hardware import HardwareOptions, HardwareReport, run_hardware, suite
-from neo_desktop.app.bench.hardware.device import BOTH, SAMPLE_SECONDS, Way, gpu_cases
-from neo_desktop.app.bench.hardware.host import Case, Host, native_dtypes
-from neo_desktop.app.bench.hardware.suite import LEAST_ROUNDS, doubling, rounds
+from neo_desktop.app.bench.hardware.device import BOTH, SAMPLE_SECONDS, Way
+from neo_desktop.app.bench.hardware.host import Host, native_dtypes
+from neo_desktop.app.bench.hardware.suite import LEAST_ROUNDS, Measurements, doubling, gpu_figures
 from neo_desktop.app.bench.section import Section, Spread, number, size
 from neo_desktop.app.bench.words import say
 from neo_desktop.engine.cuda.streams import WholeDevice
@@ -222,10 +222,11 @@ def test_matrices_too_large_for_the_gpu_are_left_out_with_a_note(with_gpu: FakeN
 
 def test_short_work_is_repeated_until_the_clock_can_see_it() -> None:
     timer = FakeTimer(WholeDevice(torch.device("cuda")), 64 * MIB, 1024, 16 * MIB)
-    cases = gpu_cases(timer, (256, 1024), (4096, 16 * MIB))
+    measurements = Measurements()
+    gpu_figures(timer, None, (256, 1024), (4096, 16 * MIB), measurements)  # type: ignore[arg-type]
     for _ in range(2):
-        for measure in cases.values():
-            measure()
+        for each in measurements:
+            each.measure()
     matrix = [call[-1] for call in timer.calls if call[:2] == ("matrix", 256)]
     assert max(matrix) > 100
     large = [call for call in timer.calls if call[:3] == ("transfer", 16 * MIB, BOTH)]
@@ -241,12 +242,12 @@ def test_measurements_take_turns() -> None:
         order.append(name)
         return float(len(order))
 
-    cases = {Case(name, 1): (lambda name=name: measure(name)) for name in "ab"}
-    last = {}
-    for samples in rounds(cases, 1e-9, ignore):
-        last = {case.what: list(values) for case, values in samples.items()}
+    each = Measurements()
+    spreads = {name: each(name, lambda name=name: measure(name)) for name in "ab"}
+    assert list(each.rounds(1e-9, ignore)) == [1, 2, 3]
     assert order == ["a", "b"] * (1 + LEAST_ROUNDS)
-    assert last == {"a": [3.0, 5.0, 7.0], "b": [4.0, 6.0, 8.0]}  # the first round warms up
+    assert [one.samples for one in each] == [[3.0, 5.0, 7.0], [4.0, 6.0, 8.0]]  # the first round warms up
+    assert {name: spread().median for name, spread in spreads.items()} == {"a": 5.0, "b": 6.0}
 
 
 def test_ctrl_c_keeps_what_was_measured_and_ends_the_threads() -> None:

@@ -6,7 +6,6 @@ from enum import StrEnum
 
 import torch
 
-from neo_desktop.app.bench.hardware.host import Case, Cases
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.execute.timeline import timed_event
 from neo_desktop.engine.loading import DTYPES
@@ -124,7 +123,7 @@ class Rate:
     """
 
     def __init__(self, seconds_of: Callable[[int], float], work: float) -> None:
-        self._seconds_of, self._work = seconds_of, work
+        self._seconds_of, self.work = seconds_of, work
         self._times = 0  # unknown
 
     def seconds(self) -> float:
@@ -135,9 +134,13 @@ class Rate:
             self._times = max(1, math.ceil(SAMPLE_SECONDS / once))
         return self._seconds_of(self._times) / self._times
 
+    def microseconds(self) -> float:
+        """Likewise."""
+        return self.seconds() * 1e6
+
     def giga_per_s(self) -> float:
         """In units of 1e9."""
-        return self._work / self.seconds() / 1e9
+        return self.work / self.seconds() / 1e9
 
 
 def matrix_rate(timer: CudaTimer, size: int, dtype: str) -> Rate:
@@ -148,25 +151,3 @@ def matrix_rate(timer: CudaTimer, size: int, dtype: str) -> Rate:
 def read_rate(timer: CudaTimer, nbytes: int) -> Rate:
     """GB/s."""
     return Rate(lambda times: timer.read_seconds(nbytes, times), nbytes)
-
-
-def gpu_cases(timer: CudaTimer, matrix_sizes: tuple[int, ...], transfer_bytes: tuple[int, ...]) -> Cases:
-    """Every measurement on the GPU: GFLOP/s of matrix products, GB/s in its memory, us of transfers."""
-    cases: Cases = {
-        Case("GPU matrix products", size, dtype): matrix_rate(timer, size, dtype).giga_per_s
-        for dtype in timer.dtypes
-        for size in matrix_sizes
-    }
-    memory = timer.memory_bytes
-    cases[Case("GPU reads", memory)] = read_rate(timer, memory).giga_per_s
-    copies = Rate(lambda times: timer.copy_seconds(memory, times), memory)  # half is read, half is written
-    cases[Case("GPU copies", memory)] = copies.giga_per_s
-    for nbytes in transfer_bytes:
-        for name, ways in (*((str(way), (way,)) for way in Way), ("both ways", BOTH)):
-            cases[Case(f"transfers {name}", nbytes)] = _transfer_us(timer, nbytes, ways)
-    return cases
-
-
-def _transfer_us(timer: CudaTimer, nbytes: int, ways: tuple[Way, ...]) -> Callable[[], float]:
-    rate = Rate(lambda times: timer.transfer_seconds(nbytes, ways, times), nbytes)
-    return lambda: rate.seconds() * 1e6

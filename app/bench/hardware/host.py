@@ -1,10 +1,8 @@
 """The CPU and its memory: what plain reads, copies, multiply-adds and matrix products reach."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -13,17 +11,6 @@ from neo_desktop.engine.loading import DTYPES
 
 _FMA_SECONDS = 0.01
 _BF16_ISAS = ("avx512bf16", "amx", "neon_bf16")  # instruction sets that multiply bf16
-
-
-class Case(NamedTuple):
-    """One measurement: what, and at which number of threads, bytes or rows."""
-
-    what: str
-    size: int
-    dtype: str = ""
-
-
-Cases = dict[Case, Callable[[], float]]
 
 
 class Host:
@@ -73,21 +60,6 @@ class Host:
 def native_dtypes() -> tuple[str, ...]:
     """The number formats that the kernels' instruction set multiplies."""
     return ("float32", "bfloat16") if native.default_isa() in _BF16_ISAS else ("float32",)
-
-
-def host_cases(host: Host, thread_counts: tuple[int, ...], matrix_size: int) -> Cases:
-    """Every measurement on the host: GB/s of reads and copies, GFLOP/s of the others."""
-    cases: Cases = {}
-    for threads in thread_counts:
-        cases[Case("host reads", threads)] = partial(host.read_gb_per_s, threads)
-        cases[Case("host copies", threads)] = partial(host.copy_gb_per_s, threads)
-        for dtype in native_dtypes():
-            multiply_add = partial(host.multiply_add_gflop_per_s, threads, dtype)
-            cases[Case("CPU multiply-adds", threads, dtype)] = multiply_add
-    for dtype in native_dtypes():
-        multiply = partial(host.matrix_gflop_per_s, matrix_size, dtype)
-        cases[Case("CPU matrix products", matrix_size, dtype)] = multiply
-    return cases
 
 
 @contextmanager

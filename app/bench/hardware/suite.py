@@ -1,19 +1,28 @@
 """All measurements of the host, of the GPU and of the ways between them, in turn."""
 
 import time
-from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from neo_desktop import native
 from neo_desktop.app.bench.checks import above_zero, at_least
 from neo_desktop.app.bench.computer import bytes_beyond_caches
-from neo_desktop.app.bench.gpu_driver import gpu_driver
-from neo_desktop.app.bench.hardware.device import CudaTimer, fitting_sizes, gpu_cases
-from neo_desktop.app.bench.hardware.host import Case, Cases, Host, host_cases
+from neo_desktop.app.bench.gpu_driver import GpuState, gpu_driver
+from neo_desktop.app.bench.hardware.device import (
+    BOTH,
+    CudaTimer,
+    Rate,
+    Way,
+    fitting_sizes,
+    matrix_rate,
+    read_rate,
+)
+from neo_desktop.app.bench.hardware.host import Host, native_dtypes
 from neo_desktop.app.bench.hardware.report import (
     GpuFigures,
     HandOffFigures,
@@ -21,8 +30,8 @@ from neo_desktop.app.bench.hardware.report import (
     HostFigures,
     MatrixFigures,
     TransferFigures,
-    Way,
 )
+from neo_desktop.app.bench.hardware.report import Way as HandOffWay
 from neo_desktop.app.bench.section import Spread, size
 from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.execute.backend import open_backend
@@ -33,8 +42,6 @@ from neo_desktop.engine.progress import Progress
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 LEAST_ROUNDS = 3
-
-Samples = dict[Case, list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,57 @@ def doubling(cores: int) -> tuple[int, ...]:
     return (*(1 << i for i in range(cores.bit_length()) if 1 << i < cores), cores)
 
 
+@dataclass(slots=True)
+class Measurement:
+    """Made again and again."""
+
+    what: str
+    measure: Callable[[], float]
+    samples: list[float] = field(default_factory=list)
+
+
+class Measurements(list[Measurement]):
+    """All of a run: a report is written with measurements in its places, and filled in after each round."""
+
+    def __call__(self, what: str, measure: Callable[[], float]) -> Any:
+        """Add one; returns what stands for its spread until `filled_in`."""
+        self.append(Measurement(what, measure))
+        return partial(Spread.of, self[-1].samples)
+
+    def rounds(self, seconds: float, progress: Progress) -> Iterator[int]:
+        """Make all once without counting them, then in turn, again and again, for about so long.
+
+        So a disturbance hits a few repetitions of each and not all of one. Yields after each round.
+        """
+        for each in self:
+            progress(0.0, f"warming up: {each.what}")
+            each.measure()
+        start = time.perf_counter()
+        round_seconds, done = 0.0, 0
+        while done < LEAST_ROUNDS or round_seconds * (done + 1) < seconds:
+            share = done * round_seconds / max(seconds, LEAST_ROUNDS * round_seconds)
+            new = []
+            for each in self:
+                progress(share, each.what)
+                new.append(each.measure())
+            for each, value in zip(self, new, strict=True):
+                each.samples.append(value)
+            done += 1
+            round_seconds = (time.perf_counter() - start) / done
+            yield done
+
+
+def filled_in(figures: Any) -> Any:
+    """Return a report with what its functions say now."""
+    if callable(figures):
+        return figures()
+    if isinstance(figures, tuple):
+        return tuple(map(filled_in, figures))
+    if is_dataclass(figures) and not isinstance(figures, type):
+        return replace(figures, **{f.name: filled_in(getattr(figures, f.name)) for f in fields(figures)})
+    return figures
+
+
 def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[HardwareReport]:
     """Measure; yields the report again after each round of repetitions.
 
@@ -83,7 +141,22 @@ def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[Hardw
     """
     progress(0.0, "taking memory")
     streams = open_streams(choose_device("auto"), options.gpu_slice)
-    gpu = _Gpu(options, streams) if streams.device.type == "cuda" else None
+    timer: CudaTimer | None = None
+    state: GpuState | None = None
+    sizes: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+    if streams.device.type == "cuda":
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        with gpu_driver(uuid) as driver:  # asked before anything runs on it
+            state = None if driver is None else driver.state()
+        sizes = fitting_sizes(options.gpu_matrix_sizes)
+        notes = tuple(
+            f"Matrix products of {size} x {size} were left out: too little GPU memory is free."
+            for size in options.gpu_matrix_sizes
+            if size not in sizes
+        )
+        most_matrix, most_transfer = (max(each, default=0) for each in (sizes, options.transfer_bytes))
+        timer = CudaTimer(streams, options.gpu_memory_bytes, most_matrix, most_transfer)
     try:
         host = Host(options.host_bytes)
     except RuntimeError as error:  # torch's own for memory that the system refuses
@@ -91,65 +164,42 @@ def run_hardware(options: HardwareOptions, progress: Progress) -> Iterator[Hardw
             f"there are no {size(options.host_bytes)} of host memory to measure on: close other programs or "
             "ask for less"
         ) from error
-    with closing(hand_off_of(streams, in_graph=False)) as hand_off:
-        cases = host_cases(host, options.thread_counts, options.cpu_matrix_size)
-        cases |= {} if gpu is None else gpu.cases
-        ways: dict[Case, Way] = {}
-        for nbytes in options.hand_off_bytes:
-            ways[Case("hand-off", nbytes)] = "threads" if gpu is None else "streams"
-            cases[Case("hand-off", nbytes)] = partial(hand_off.seconds, nbytes)
-            if gpu is not None:
-                ways[Case("hand-off in a graph", nbytes)] = "graph"
-                cases[Case("hand-off in a graph", nbytes)] = partial(gpu.graph_hand_off.seconds, nbytes)
-
-        gpu_note = "" if gpu is not None else find_gpus()[1]
-        last_level_bytes = last_level_cache_bytes()
+    with ExitStack() as stack:
+        each = Measurements()
+        ways: tuple[HandOffWay, ...] = ("threads",) if timer is None else ("streams", "graph")
+        between = {
+            way: stack.enter_context(closing(hand_off_of(streams, in_graph=way == "graph"))) for way in ways
+        }
+        host_rows = host_figures(host, options.thread_counts, each)
+        products = tuple(
+            MatrixFigures(n, dtype, each("CPU matrix products", partial(host.matrix_gflop_per_s, n, dtype)))
+            for dtype in native_dtypes()
+            for n in [options.cpu_matrix_size]
+        )
+        gpu = None if timer is None else gpu_figures(timer, state, sizes, options.transfer_bytes, each)
+        report = HardwareReport(
+            seconds=0.0,
+            rounds=0,
+            memory_bytes=host.nbytes,
+            last_level_cache_bytes=last_level_cache_bytes(),
+            huge_pages=host.huge_pages,
+            isa=native.default_isa(),
+            torch_threads=torch.get_num_threads(),
+            host=host_rows,
+            matrices=products,
+            gpu=gpu,
+            gpu_note="" if timer is not None else find_gpus()[1],
+            hand_off=tuple(
+                HandOffFigures(way, nbytes, each("hand-off", partial(_hand_off_us, between[way], nbytes)))
+                for nbytes in options.hand_off_bytes
+                for way in ways
+            ),
+            notes=notes,
+        )
         started = time.perf_counter()
-        for samples in rounds(cases, options.seconds, progress):
-            spreads = {case: Spread.of(values) for case, values in samples.items()}
-            yield HardwareReport(
-                seconds=time.perf_counter() - started,
-                rounds=max(spread.samples for spread in spreads.values()),
-                memory_bytes=host.nbytes,
-                last_level_cache_bytes=last_level_bytes,
-                huge_pages=host.huge_pages,
-                isa=native.default_isa(),
-                torch_threads=torch.get_num_threads(),
-                host=_host_figures(spreads, options.thread_counts),
-                matrices=_matrix_figures(spreads, "CPU matrix products"),
-                gpu=None if gpu is None else gpu.figures(spreads),
-                gpu_note=gpu_note,
-                hand_off=tuple(
-                    HandOffFigures(way, case.size, spreads[case].scaled(1e6)) for case, way in ways.items()
-                ),
-                notes=() if gpu is None else gpu.notes,
-            )
+        for done in each.rounds(options.seconds, progress):
+            yield replace(filled_in(report), seconds=time.perf_counter() - started, rounds=done)
     progress(1.0, "done")
-
-
-def rounds(cases: Cases, seconds: float, progress: Progress) -> Iterator[Samples]:
-    """Make all measurements once without counting them, then in turn, again and again, for about so long.
-
-    So a disturbance hits a few repetitions of each and not all of one. Yields what there is after each round:
-    `case -> its samples so far`.
-    """
-    for case, measure in cases.items():
-        progress(0.0, f"warming up: {case.what}")
-        measure()
-    samples: Samples = {case: [] for case in cases}
-    start = time.perf_counter()
-    round_seconds, done = 0.0, 0
-    while done < LEAST_ROUNDS or round_seconds * (done + 1) < seconds:
-        share = done * round_seconds / max(seconds, LEAST_ROUNDS * round_seconds)
-        new = []
-        for case, measure in cases.items():
-            progress(share, case.what)
-            new.append(measure())
-        for values, value in zip(samples.values(), new, strict=True):
-            values.append(value)
-        done += 1
-        round_seconds = (time.perf_counter() - start) / done
-        yield samples
 
 
 def hand_off_of(streams: Streams, *, in_graph: bool) -> HandOff:
@@ -157,68 +207,61 @@ def hand_off_of(streams: Streams, *, in_graph: bool) -> HandOff:
     return HandOff(streams.device, open_backend(streams), in_graph=in_graph)
 
 
-class _Gpu:
-    """The GPU that torch uses, asked for its state before anything runs on it."""
-
-    def __init__(self, options: HardwareOptions, streams: Streams) -> None:
-        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-        with gpu_driver(uuid) as driver:
-            self._state = None if driver is None else driver.state()
-        sizes = fitting_sizes(options.gpu_matrix_sizes)
-        self.notes = tuple(
-            f"Matrix products of {size} x {size} were left out: too little GPU memory is free."
-            for size in options.gpu_matrix_sizes
-            if size not in sizes
-        )
-        self.graph_hand_off = hand_off_of(streams, in_graph=True)
-        most_matrix, most_transfer = (max(each, default=0) for each in (sizes, options.transfer_bytes))
-        self._timer = CudaTimer(streams, options.gpu_memory_bytes, most_matrix, most_transfer)
-        self.cases = gpu_cases(self._timer, sizes, options.transfer_bytes)
-
-    def figures(self, spreads: dict[Case, Spread]) -> GpuFigures:
-        nbytes = self._timer.memory_bytes
-        return GpuFigures(
-            name=self._timer.name,
-            state=self._state,
-            memory_bytes=nbytes,
-            read_gb_per_s=spreads[Case("GPU reads", nbytes)],
-            copy_gb_per_s=spreads[Case("GPU copies", nbytes)],
-            matrices=_matrix_figures(spreads, "GPU matrix products"),
-            transfers=_transfer_figures(spreads),
-        )
+def _hand_off_us(between: HandOff, nbytes: int) -> float:
+    return between.seconds(nbytes) * 1e6
 
 
-def _host_figures(spreads: dict[Case, Spread], thread_counts: tuple[int, ...]) -> tuple[HostFigures, ...]:
+def host_figures(host: Host, thread_counts: Sequence[int], each: Measurements) -> tuple[HostFigures, ...]:
+    """GB/s of reads and copies, GFLOP/s of multiply-adds."""
+    adds = "CPU multiply-adds"
     return tuple(
         HostFigures(
-            threads=threads,
-            read_gb_per_s=spreads[Case("host reads", threads)],
-            copy_gb_per_s=spreads[Case("host copies", threads)],
-            fp32_gflop_per_s=spreads[Case("CPU multiply-adds", threads, "float32")],
-            bf16_gflop_per_s=spreads.get(Case("CPU multiply-adds", threads, "bfloat16")),
+            threads,
+            each("host reads", partial(host.read_gb_per_s, threads)),
+            each("host copies", partial(host.copy_gb_per_s, threads)),
+            each(adds, partial(host.multiply_add_gflop_per_s, threads, "float32")),
+            each(adds, partial(host.multiply_add_gflop_per_s, threads, "bfloat16"))
+            if "bfloat16" in native_dtypes()
+            else None,
         )
         for threads in thread_counts
     )
 
 
-def _matrix_figures(spreads: dict[Case, Spread], what: str) -> tuple[MatrixFigures, ...]:
-    return tuple(
-        MatrixFigures(case.size, case.dtype, spread) for case, spread in spreads.items() if case.what == what
+def gpu_figures(
+    timer: CudaTimer,
+    state: GpuState | None,
+    matrix_sizes: Sequence[int],
+    transfer_bytes: Sequence[int],
+    each: Measurements,
+) -> GpuFigures:
+    """GFLOP/s of matrix products, GB/s in its memory, us of transfers."""
+    memory = timer.memory_bytes
+    copies = Rate(lambda times: timer.copy_seconds(memory, times), memory)  # half is read, half is written
+    return GpuFigures(
+        name=timer.name,
+        state=state,
+        memory_bytes=memory,
+        matrices=tuple(
+            MatrixFigures(n, dtype, each("GPU matrix products", matrix_rate(timer, n, dtype).giga_per_s))
+            for dtype in timer.dtypes
+            for n in matrix_sizes
+        ),
+        read_gb_per_s=each("GPU reads", read_rate(timer, memory).giga_per_s),
+        copy_gb_per_s=each("GPU copies", copies.giga_per_s),
+        transfers=tuple(_transfer(timer, nbytes, each) for nbytes in transfer_bytes),
     )
 
 
-def _transfer_figures(spreads: dict[Case, Spread]) -> tuple[TransferFigures, ...]:
-    found = []
-    for nbytes in (case.size for case in spreads if case.what == "transfers to device"):
-        to_device, to_host, both = (
-            spreads[Case(f"transfers {name}", nbytes)] for name in ("to device", "to host", "both ways")
-        )
-        found.append(
-            TransferFigures(
-                *(nbytes, to_device, to_host, both),
-                to_device_gb_per_s=nbytes / to_device.median / 1e3,
-                to_host_gb_per_s=nbytes / to_host.median / 1e3,
-                both_ways_gb_per_s=2 * nbytes / both.median / 1e3,
-            )
-        )
-    return tuple(found)
+def _transfer(timer: CudaTimer, nbytes: int, each: Measurements) -> TransferFigures:
+    """Either way alone, and both at once: then the bytes of both count."""
+    rates = [
+        Rate(partial(timer.transfer_seconds, nbytes, ways), len(ways) * nbytes)
+        for ways in ((Way.TO_DEVICE,), (Way.TO_HOST,), BOTH)
+    ]
+    spreads = [each("transfers", rate.microseconds) for rate in rates]
+    medians: list[Any] = [
+        lambda rate=rate, spread=spread: rate.work / spread().median / 1e3
+        for rate, spread in zip(rates, spreads, strict=True)
+    ]
+    return TransferFigures(nbytes, *spreads, *medians)
