@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 
-from neo_desktop.app.bench.load.target import Chunk, Prompt, Usage
+from neo_desktop.app.bench.load.target import Prompt, Usage
 from neo_desktop.engine.stats import EngineStats
 
 
@@ -35,7 +35,7 @@ class FakeTarget:
         self.num_prompts += 1
         return str(self.num_prompts)
 
-    async def stream(self, prompt: Prompt, max_tokens: int) -> AsyncGenerator[Chunk]:
+    async def stream(self, prompt: Prompt, max_tokens: int) -> AsyncGenerator[Usage | None]:
         self.began.append(prompt)
         self.open.add(prompt)
         try:
@@ -45,8 +45,8 @@ class FakeTarget:
                 await self.gate.wait()
             for _ in range(max_tokens):
                 await asyncio.sleep(self.gap_s)
-                yield Chunk()
-            yield Chunk(Usage(7, max_tokens, 3))
+                yield None
+            yield Usage(7, 3, max_tokens)
         finally:
             self.open.discard(prompt)
 

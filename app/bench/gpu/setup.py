@@ -1,7 +1,9 @@
 """What the suite measures, the model and the memory for it, and the rates of the device that it runs on."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from statistics import harmonic_mean
 
 import psutil
 import torch
@@ -104,58 +106,35 @@ def fitting_batches(parts: EngineParts, options: GpuOptions) -> tuple[tuple[int,
     return batches, [f"Left out for want of memory for KV: batch {left_out}."] if left_out else []
 
 
-class Processor(Protocol):
+@dataclass(frozen=True, slots=True)
+class Processor:
     """The device that the model runs on, by itself: what limits the model."""
 
     name: str  # for people
-
-    def read_gb_per_s(self, nbytes: int) -> float:
-        """Plain reads of so many bytes, again and again; a gigabyte at most.
-
-        What fits into a cache is read from there, as an iteration's weights would be.
-        """
-
-    def matrix_gflop_per_s(self) -> float:
-        """Products of large square matrices in the model's dtype."""
-
-
-class Cpu:
-    """All usable cores."""
-
-    def __init__(self, nbytes: int, dtype: str) -> None:
-        available = psutil.virtual_memory().available
-        self._host = Host(max(min(nbytes, _MOST_BYTES, available // 4), 1))
-        self._dtype = dtype
-        self.name = cpu_name()
-
-    def read_gb_per_s(self, nbytes: int) -> float:
-        """See `Processor`."""
-        nbytes = min(nbytes, self._host.nbytes)
-        times = max(1, _SAMPLE_BYTES // nbytes)
-        threads = native.default_num_threads()
-        self._host.read_gb_per_s(threads, nbytes)  # into the cache, if it fits
-        seconds = sum(nbytes / self._host.read_gb_per_s(threads, nbytes) for _ in range(times))
-        return times * nbytes / seconds
-
-    def matrix_gflop_per_s(self) -> float:
-        """See `Processor`."""
-        return self._host.matrix_gflop_per_s(_MATRIX_SIZE["cpu"], self._dtype)
-
-
-class CudaGpu:
-    """The GPU that torch uses."""
-
-    def __init__(self, streams: Streams, nbytes: int, dtype: str) -> None:
-        self._timer = CudaTimer(streams, min(nbytes, _MOST_BYTES), _MATRIX_SIZE["cuda"])
-        self.matrix_gflop_per_s = matrix_rate(self._timer, _MATRIX_SIZE["cuda"], dtype).giga_per_s
-        self.name = self._timer.name
-
-    def read_gb_per_s(self, nbytes: int) -> float:
-        """See `Processor`."""
-        return read_rate(self._timer, min(nbytes, self._timer.memory_bytes)).giga_per_s()
+    # Of plain reads of so many bytes, again and again; a gigabyte at most. What fits into a cache is read from
+    # there, as an iteration's weights would be.
+    read_gb_per_s: Callable[[int], float]
+    matrix_gflop_per_s: Callable[[], float]  # of large square matrices in the model's dtype
 
 
 def processor(streams: Streams, nbytes: int, dtype: torch.dtype) -> Processor:
-    """Take the memory for reads of up to `nbytes`."""
-    name = str(dtype).removeprefix("torch.")
-    return CudaGpu(streams, nbytes, name) if streams.device.type == "cuda" else Cpu(nbytes, name)
+    """Take the memory for reads of up to `nbytes`: all usable cores of the CPU, or the GPU that torch uses."""
+    name, nbytes = str(dtype).removeprefix("torch."), min(nbytes, _MOST_BYTES)
+    if streams.device.type == "cuda":
+        timer = CudaTimer(streams, nbytes, _MATRIX_SIZE["cuda"])
+        return Processor(
+            timer.name,
+            lambda wanted: read_rate(timer, min(wanted, timer.memory_bytes)).giga_per_s(),
+            matrix_rate(timer, _MATRIX_SIZE["cuda"], name).giga_per_s,
+        )
+    host = Host(max(min(nbytes, psutil.virtual_memory().available // 4), 1))
+
+    def read_gb_per_s(wanted: int) -> float:
+        part = min(wanted, host.nbytes)
+        threads = native.default_num_threads()
+        host.read_gb_per_s(threads, part)  # into the cache, if it fits
+        return harmonic_mean(
+            [host.read_gb_per_s(threads, part) for _ in range(max(1, _SAMPLE_BYTES // part))]
+        )
+
+    return Processor(cpu_name(), read_gb_per_s, partial(host.matrix_gflop_per_s, _MATRIX_SIZE["cpu"], name))

@@ -3,7 +3,7 @@
 import random
 from collections.abc import AsyncGenerator
 
-from neo_desktop.app.bench.load.target import Chunk, Prompt, TargetError, Usage
+from neo_desktop.app.bench.load.target import Prompt, TargetError, Usage
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.service_errors import ServiceBusyError, ServiceError
 from neo_desktop.engine.engine import Engine
@@ -46,21 +46,21 @@ class EngineTarget:
         """Return random token ids."""
         return self._random.choices(range(self._engine.config.vocab_size), k=tokens)
 
-    async def stream(self, prompt: Prompt, max_tokens: int) -> AsyncGenerator[Chunk]:
+    async def stream(self, prompt: Prompt, max_tokens: int) -> AsyncGenerator[Usage | None]:
         """Yield once per iteration that brought a token; see `Target.stream`."""
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         try:
             async with await self._service.submit([prompt], params) as generation:
                 async for _, output in generation:
                     if output.tokens:
-                        yield Chunk()
+                        yield None
         except ContextLengthError as error:
             raise TargetError(str(error), "longer than the context", is_refusal=True) from None
         except ServiceBusyError as error:
             raise TargetError(str(error), "too many requests wait", is_refusal=True) from None
         except ServiceError as error:
             raise TargetError(str(error)) from None
-        yield Chunk(Usage(output.num_prompt_tokens, output.num_output_tokens, output.num_cached_tokens))
+        yield Usage(output.num_prompt_tokens, output.num_cached_tokens, output.num_output_tokens)
 
     def stats(self) -> EngineStats:
         """Return the counters as of the last iteration."""

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
@@ -37,15 +37,8 @@ class Usage:
     """How many tokens a request had in the end, as counted by the target."""
 
     prompt_tokens: int
+    cached_tokens: int  # of the prompt, reused from earlier requests
     output_tokens: int
-    cached_tokens: int = 0  # of the prompt, reused from earlier requests
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A part of an answer that has just come; the last one holds the usage and no part of the answer."""
-
-    usage: Usage | None = None
 
 
 class Target(Protocol):
@@ -65,8 +58,8 @@ class Target(Protocol):
     def make_prompt(self, tokens: int) -> Prompt:
         """Return a prompt of about this many tokens that shares no beginning with any other."""
 
-    def stream(self, prompt: Prompt, max_tokens: int) -> AsyncGenerator[Chunk]:
-        """Yield the answer's parts as they come, then its usage; leaving it early ends the request.
+    def stream(self, prompt: Prompt, max_tokens: int) -> AsyncGenerator[Usage | None]:
+        """Yield None whenever a part of the answer has come, then its usage; leaving early ends the request.
 
         Raises TargetError if the answer, or its rest, will not come.
         """
@@ -181,8 +174,7 @@ async def send_all(
         on_end: called with the number of requests that have ended, each time one does.
     """
     start = time.perf_counter()
-    watched = [_Watched(target, request, start) for request in requests]
-    tasks: list[asyncio.Task[None]] = []
+    tasks: list[asyncio.Task[RequestRecord]] = []
     num_ended = 0
 
     def ended(_: object) -> None:
@@ -191,9 +183,9 @@ async def send_all(
         on_end(num_ended)
 
     try:
-        for one in watched:
-            await asyncio.sleep(max(one.request.arrival_ms / 1e3 - (time.perf_counter() - start), 0.0))
-            task = asyncio.create_task(one.run())
+        for request in requests:
+            await asyncio.sleep(max(request.arrival_ms / 1e3 - (time.perf_counter() - start), 0.0))
+            task = asyncio.create_task(_sent(target, request, start))
             task.add_done_callback(ended)
             tasks.append(task)
         if tasks:
@@ -201,62 +193,41 @@ async def send_all(
     finally:
         for task in tasks:
             task.cancel()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-    for result in results:
-        if isinstance(result, Exception):  # TargetErrors have become records: this is a defect
-            raise result
-    return [one.record() for one in watched]
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return [task.result() for task in tasks]
 
 
-@dataclass(slots=True)
-class _Watched:
-    """One request on its way."""
+async def _sent(target: Target, request: ClientRequest, start: float) -> RequestRecord:
+    """Send a request now; `start` is that of the client's clock, by perf_counter."""
 
-    target: Target
-    request: ClientRequest
-    start: float  # of the client's clock, by perf_counter
-    sent_ms: float = 0.0
-    end_ms: float = 0.0
-    chunks_ms: list[float] = field(default_factory=list)
+    def now_ms() -> float:
+        return (time.perf_counter() - start) * 1e3
+
+    sent_ms, chunks_ms = now_ms(), []
     usage: Usage | None = None
-    error: TargetError | None = None
-
-    async def run(self) -> None:
-        self.sent_ms = self._now_ms()
-        try:
-            async with aclosing(self.target.stream(self.request.prompt, self.request.max_tokens)) as chunks:
-                async for chunk in chunks:
-                    self.usage = chunk.usage
-                    if chunk.usage is None:
-                        self.chunks_ms.append(self._now_ms())
-        except TargetError as error:
-            self.error = error
-        finally:
-            self.end_ms = self._now_ms()
-
-    def record(self) -> RequestRecord:
-        usage = self.usage or Usage(0, 0)
-        outcome, reason, message = Outcome.FINISHED, "", ""
-        if self.error is not None:
-            outcome = Outcome.REFUSED if self.error.is_refusal else Outcome.FAILED
-            reason, message = self.error.reason, str(self.error)
-        elif self.usage is None:
-            outcome, reason = Outcome.UNFINISHED, "out of time"
-            message = "not answered when the time for it was over"
-        elif not usage.output_tokens:
-            outcome, reason, message = Outcome.FAILED, "empty answer", "the answer has no token"
-        return RequestRecord(
-            arrival_ms=self.request.arrival_ms,
-            sent_ms=self.sent_ms,
-            end_ms=self.end_ms,
-            chunks_ms=tuple(self.chunks_ms) or (self.end_ms,),  # an answer without any text comes at its end
-            prompt_tokens=usage.prompt_tokens,
-            cached_tokens=usage.cached_tokens,
-            output_tokens=usage.output_tokens,
-            outcome=outcome,
-            reason=reason,
-            message=message,
-        )
-
-    def _now_ms(self) -> float:
-        return (time.perf_counter() - self.start) * 1e3
+    end = Outcome.UNFINISHED, "out of time", "not answered when the time for it was over"
+    try:
+        async with aclosing(target.stream(request.prompt, request.max_tokens)) as answer:
+            async for usage in answer:
+                if usage is None:
+                    chunks_ms.append(now_ms())
+    except asyncio.CancelledError:
+        pass  # ended by the client: see `end`
+    except TargetError as error:
+        end = Outcome.REFUSED if error.is_refusal else Outcome.FAILED, error.reason, str(error)
+        usage = None
+    if usage is not None:
+        end = Outcome.FINISHED, "", ""
+        if not usage.output_tokens:
+            end = Outcome.FAILED, "empty answer", "the answer has no token"
+    end_ms, counted = now_ms(), usage or Usage(0, 0, 0)
+    return RequestRecord(
+        request.arrival_ms,
+        sent_ms,
+        end_ms,
+        tuple(chunks_ms) or (end_ms,),  # an answer without any text comes at its end
+        counted.prompt_tokens,
+        counted.cached_tokens,
+        counted.output_tokens,
+        *end,
+    )

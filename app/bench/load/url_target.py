@@ -11,7 +11,8 @@ import httpx2
 import openai
 from openai.types import Completion
 
-from neo_desktop.app.bench.load.target import Chunk, Prompt, TargetError, Usage
+from neo_desktop.app.bench.load.target import Prompt, TargetError, Usage
+from neo_desktop.app.bench.words import say
 from neo_desktop.app.web.open_files import allow_open_files
 
 CONNECT_TIMEOUT_S = 10.0
@@ -73,7 +74,7 @@ class UrlTarget:
         self._extras = dict(EXTRAS)
         self._counts_tokens = False
         self._tokens_per_word = 1.0
-        self._notes: list[str] = []
+        self.notes: tuple[str, ...] = ()  # what was found out about the server
         # Not seeded: a server may still have the prompts of an earlier run in its cache.
         self._random = random.Random()
 
@@ -81,11 +82,6 @@ class UrlTarget:
     def model(self) -> str:
         """The model's name; known once started."""
         return self._model or ""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What was found out about the server."""
-        return tuple(self._notes)
 
     async def start(self) -> None:
         """Find the model, what the server can do, and how many tokens a word makes; see `Target.start`."""
@@ -98,36 +94,26 @@ class UrlTarget:
         usage = await self._probe()
         if self._counts_tokens:
             self._tokens_per_word = max(usage.prompt_tokens, 1) / PROBE_WORDS
-            self._notes.append(
-                f"Prompts are random words of {self._tokens_per_word:.2f} tokens on average. Token counts "
-                "are the server's; a chunk may hold several tokens, so ITL is the time between chunks. "
-                "Tokens without text are seen with the next text only, and connecting is part of TTFT."
-            )
-        else:
-            self._notes.append(
-                "The server does not say how many tokens it counted: prompts have as many words as tokens "
-                "were asked for, and every chunk counts as one output token."
-            )
         takes_it = "extra_body" in self._extras
-        if not takes_it or (self._counts_tokens and usage.output_tokens < PROBE_OUTPUT_TOKENS):
-            does = "ignores" if takes_it else "does not take"
-            self._notes.append(f"The server {does} ignore_eos: answers may be shorter than was asked for.")
+        self.notes = say(
+            "server",
+            counts_tokens=self._counts_tokens,
+            tokens_per_word=self._tokens_per_word,
+            takes_it=takes_it,
+            ignores_it=not takes_it or (self._counts_tokens and usage.output_tokens < PROBE_OUTPUT_TOKENS),
+        )
 
     def make_prompt(self, tokens: int) -> str:
         """Return random words."""
         return self._words(max(round(tokens / self._tokens_per_word), 1))
 
-    async def stream(self, prompt: Prompt, max_tokens: int) -> AsyncGenerator[Chunk]:
+    async def stream(self, prompt: Prompt, max_tokens: int) -> AsyncGenerator[Usage | None]:
         """Yield once per event with text; see `Target.stream`."""
         assert isinstance(prompt, str)
         usage: Usage | None = None
         num_texts = 0
         is_complete = False
-        asked: dict[str, Any] = {
-            "model": self.model,
-            "prompt": prompt,
-            "max_tokens": max_tokens,
-        }
+        asked: dict[str, Any] = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens}
         with self._errors():
             events: openai.AsyncStream[Completion] = await self._client.completions.create(
                 **asked, **self._extras, temperature=0.0, stream=True
@@ -137,16 +123,16 @@ class UrlTarget:
                     if event.usage is not None:
                         details = event.usage.prompt_tokens_details
                         cached = 0 if details is None else details.cached_tokens or 0
-                        usage = Usage(event.usage.prompt_tokens, event.usage.completion_tokens, cached)
+                        usage = Usage(event.usage.prompt_tokens, cached, event.usage.completion_tokens)
                     for choice in event.choices:
                         is_complete |= choice.finish_reason is not None
                         if choice.text:
                             num_texts += 1
-                            yield Chunk()
+                            yield None
         if not is_complete:
             raise TargetError(f"{self.url} ended the stream in the middle of an answer", "stream cut off")
         self._counts_tokens = usage is not None
-        yield Chunk(usage or Usage(len(prompt.split()), max(num_texts, 1)))
+        yield usage or Usage(len(prompt.split()), 0, max(num_texts, 1))
 
     def stats(self) -> None:
         """Nothing is known of a server's engine."""
@@ -160,8 +146,8 @@ class UrlTarget:
         for left_out in ((), ("extra_body",), ("stream_options",), tuple(EXTRAS)):
             self._extras = {name: value for name, value in EXTRAS.items() if name not in left_out}
             try:
-                async for chunk in self.stream(self._words(PROBE_WORDS), PROBE_OUTPUT_TOKENS):
-                    usage = chunk.usage
+                asked = self.stream(self._words(PROBE_WORDS), PROBE_OUTPUT_TOKENS)
+                *_, usage = [part async for part in asked]
             except TargetError as error:
                 if left_out == tuple(EXTRAS) or not isinstance(error.__cause__, _BAD_REQUEST):
                     raise
