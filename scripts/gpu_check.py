@@ -18,7 +18,7 @@ from gpu_page import Page, Target
 
 from neo_desktop import Engine, SamplingParams, __version__
 from neo_desktop.app.bench import run_suites
-from neo_desktop.app.bench.defaults import suite_options
+from neo_desktop.app.bench.run import suite_options
 from neo_desktop.app.commands.doctor_command import run_doctor
 from neo_desktop.app.commands.terminal import stdout
 from neo_desktop.engine.doctor.trials import Subject

@@ -2,13 +2,13 @@
 
 from neo_desktop.app.bench.cost_model import CostModelOptions
 from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions
-from neo_desktop.app.bench.gpu import GpuOptions
-from neo_desktop.app.bench.hardware import HardwareOptions
-from neo_desktop.app.bench.load import LoadOptions
+from neo_desktop.app.bench.gpu.suite import GpuOptions
+from neo_desktop.app.bench.hardware.suite import HardwareOptions
+from neo_desktop.app.bench.load.suite import LoadOptions
 from neo_desktop.app.bench.report import Report, ReportError
 from neo_desktop.app.bench.run import SUITES, SuiteOptions, run_suites
 from neo_desktop.app.bench.section import SuiteReport
-from neo_desktop.app.bench.throughput import ThroughputOptions
+from neo_desktop.app.bench.throughput.workload import ThroughputOptions
 from neo_desktop.engine.progress import Progress
 
 __all__ = [

@@ -1,24 +1,32 @@
-"""Suites one after the other; what was measured is kept, whatever happens."""
+"""Suites one after the other, by default on a model that suits; what was measured is kept, whatever happens."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from typing import Any
 
-from neo_desktop.app.bench.computer import Prober, give_back_memory
+import torch
+
+from neo_desktop.app.bench.computer import Probe, Prober, give_back_memory
 from neo_desktop.app.bench.cost_model import CostModelOptions, run_cost_model
 from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions
 from neo_desktop.app.bench.cpu_attention.suite import run_cpu_attention
-from neo_desktop.app.bench.gpu import GpuOptions, run_gpu
-from neo_desktop.app.bench.hardware import HardwareOptions, run_hardware
-from neo_desktop.app.bench.load import LoadOptions, run_load
+from neo_desktop.app.bench.gpu.suite import GpuOptions, run_gpu
+from neo_desktop.app.bench.hardware.suite import HardwareOptions, run_hardware
+from neo_desktop.app.bench.load.suite import LoadOptions, run_load
 from neo_desktop.app.bench.report import AnySuiteReport, Failure, Report
-from neo_desktop.app.bench.throughput import ThroughputOptions, run_throughput
+from neo_desktop.app.bench.throughput.suite import run_throughput
+from neo_desktop.app.bench.throughput.workload import ThroughputOptions
+from neo_desktop.app.bench.words import say
 from neo_desktop.app.commands.sentences import sentence
 from neo_desktop.engine.cuda.streams import open_streams
 from neo_desktop.engine.loading import choose_device
-from neo_desktop.engine.profiling.hardware import machine_info
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.profiling.budget import GIB
+from neo_desktop.engine.profiling.hardware import host_memory, machine_info
 from neo_desktop.engine.progress import Progress
+from neo_desktop.models.shapes import shape
 
 # What a person can mend: memory, files, settings. Anything else is a defect, and its traceback is wanted.
 _EXPECTED = (ValueError, MemoryError, OSError, RuntimeError)
@@ -104,3 +112,112 @@ def run_suites(names: Sequence[str], progress: Progress, options: SuiteOptions |
         model_note=options.model_note,
         probes=tuple(probes),
     )
+
+
+# The largest whose weights leave room is measured: offloading is for models that nearly fill a GPU.
+_GPU_SHAPES = ("llama-3.1-8b", "llama-3.2-3b", "llama-3.2-1b", "qwen2.5-0.5b", "smollm2-135m")
+_GPU_SHARE = 0.75  # of the free memory, for weights
+# On a CPU alone, the largest that answers this request alone, at best in so many seconds:
+# then the whole self-test takes a few minutes.
+_CPU_SHAPES = ("llama-3.2-3b", "llama-3.2-1b", "qwen2.5-0.5b", "smollm2-360m", "smollm2-135m")
+_PROMPT_TOKENS, _OUTPUT_TOKENS, _MOST_SECONDS = 128, 32, 4.0
+_HOST_SHARE = 0.25  # of the available memory, for weights
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultModel:
+    """The model that suits this computer."""
+
+    shape: str
+    note: str  # why that one, in a sentence
+
+
+def default_model(device: str, gpu_memory_gib: float | None = None) -> DefaultModel:
+    """Choose by memory, on a CPU also by speed; the smallest where even that suits badly."""
+    if choose_device(device).type == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        free = min(free, free if gpu_memory_gib is None else int(gpu_memory_gib * GIB))
+        shapes, why = _GPU_SHAPES, {"free_bytes": free, "read_gb_per_s": 0.0}
+        fitting = [name for name in shapes if shape(name).weight_bytes(torch.float16) <= _GPU_SHARE * free]
+    else:
+        probe, room = Prober().probe(), _HOST_SHARE * host_memory().available_bytes
+        shapes, why = _CPU_SHAPES, {"free_bytes": 0, "read_gb_per_s": probe.read_gb_per_s}
+        fitting = [
+            name
+            for name in shapes
+            if shape(name).weight_bytes(torch.float32) <= room and _seconds(name, probe) <= _MOST_SECONDS
+        ]
+    largest = [*fitting, shapes[-1]][0]
+    return DefaultModel(largest, say("default-model", name=largest, shapes=shapes, **why)[0])
+
+
+def _seconds(name: str, probe: Probe) -> float:
+    """Read the weights once per output token, and multiply by them once per token of the prompt."""
+    config = shape(name)
+    reading_s = config.weight_bytes(torch.float32) / (probe.read_gb_per_s * 1e9)
+    multiplying_s = 2 * config.num_parameters / (probe.gflop_per_s * 1e9)
+    return _OUTPUT_TOKENS * reading_s + _PROMPT_TOKENS * multiplying_s
+
+
+def suite_options(
+    model: EngineOptions,
+    *,
+    quick: bool,
+    cpu_attention: Mapping[str, Any],
+    throughput: Mapping[str, Any],
+    load: Mapping[str, Any],
+    model_note: str = "",
+) -> SuiteOptions:
+    """Return what each suite is asked to do.
+
+    Args:
+        model: for all suites that need one.
+        quick: for a self-test of all suites, in about three minutes.
+        model_note: which model was chosen and why.
+        cpu_attention: settings that differ from the defaults; the others likewise.
+
+    Raises:
+        ValueError: a setting makes no sense.
+    """
+    of_model = asdict(model)
+    suites = SuiteOptions(
+        gpu_slice=model.gpu_slice,
+        hardware=HardwareOptions(gpu_slice=model.gpu_slice),
+        gpu=GpuOptions(**of_model),
+        cost_model=CostModelOptions(**of_model),
+        throughput=ThroughputOptions(**of_model),
+        load=LoadOptions(**of_model),
+        model_note=model_note,
+    )
+    asked = {"cpu_attention": cpu_attention, "throughput": throughput, "load": load}
+    for changes in ([_quick(choose_device(model.device).type == "cuda")] if quick else []) + [asked]:
+        suites = replace(
+            suites, **{name: replace(getattr(suites, name), **each) for name, each in changes.items()}
+        )
+    return suites
+
+
+def _quick(on_gpu: bool) -> dict[str, Mapping[str, Any]]:
+    """What a self-test of all suites does otherwise; a CPU alone takes a second for a hundred tokens."""
+    return {
+        "hardware": {"seconds": 15.0},
+        "cpu_attention": {
+            "head_dims": (128,),
+            "context_tokens": (512, 8192),
+            "seconds": 15.0,
+            "rival_seconds": 12.0,
+        },
+        "gpu": {
+            "batches": (1, 8, 32) if on_gpu else (1, 4),
+            "context_tokens": 512 if on_gpu else 64,
+            "seconds": 20.0,
+        },
+        "cost_model": {"points": 12, "rounds": 5, "seconds": 20.0},
+        "throughput": {"seconds": 40.0},
+        "load": {
+            "input_tokens": 256 if on_gpu else 96,
+            "output_tokens": 64 if on_gpu else 32,
+            "seconds": 3.0 if on_gpu else 8.0,  # fewer come in a second
+            "load_shares": (0.5, 0.75, 1.0),
+        },
+    }

@@ -106,7 +106,7 @@ def _suite_options(
     """Return what each suite is asked to do; what was not given is left to its defaults."""
     import torch
 
-    from neo_desktop.app.bench.defaults import default_model, suite_options
+    from neo_desktop.app.bench.run import default_model, suite_options
     from neo_desktop.engine.cuda.streams import open_streams
     from neo_desktop.engine.loading import choose_device
 

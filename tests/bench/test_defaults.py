@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from neo_desktop.app.bench import defaults
+from neo_desktop.app.bench import run
 from neo_desktop.app.bench.computer import Probe
-from neo_desktop.app.bench.defaults import default_model, suite_options
+from neo_desktop.app.bench.run import default_model, suite_options
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.hardware import HostMemory
 
@@ -25,7 +25,7 @@ GIB = 1 << 30
 def test_the_largest_model_that_leaves_room_under_the_cap(
     free_gib: int, cap_gib: float | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(defaults, "choose_device", torch.device)
+    monkeypatch.setattr(run, "choose_device", torch.device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free_gib * GIB, 140 * GIB))
     chosen = default_model("cuda", cap_gib)
     assert chosen.shape == expected
@@ -52,8 +52,8 @@ def test_on_a_cpu_the_largest_model_that_is_quick_enough(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     available = HostMemory(int(64 * GIB), int(free_gib * GIB), None)
-    monkeypatch.setattr(defaults, "host_memory", lambda: available)
-    monkeypatch.setattr(defaults.Prober, "probe", lambda self: Probe(gflop_per_s, read_gb_per_s))
+    monkeypatch.setattr(run, "host_memory", lambda: available)
+    monkeypatch.setattr(run.Prober, "probe", lambda self: Probe(gflop_per_s, read_gb_per_s))
     chosen = default_model("cpu")
     assert chosen.shape == expected
     assert f"a CPU that reads {read_gb_per_s:.3g} GB/s" in chosen.note.replace(".0 GB", " GB")

@@ -9,11 +9,11 @@ import torch
 from fake_gpu import FLOP_PER_S, LAUNCH_S, READ_BYTES_PER_S, FakeNvml, FakeTimer
 from matplotlib.figure import Figure
 
-from neo_desktop.app.bench import gpu_driver
-from neo_desktop.app.bench.gpu import GpuOptions, GpuReport, rig, run_gpu, setup, suite
-from neo_desktop.app.bench.gpu.report import Measured, decode_figures, prefill_figures
+from neo_desktop.app.bench import computer
+from neo_desktop.app.bench.gpu import rig, suite
+from neo_desktop.app.bench.gpu.report import GpuReport, Measured, decode_figures, prefill_figures
 from neo_desktop.app.bench.gpu.rig import Iteration, Rig, Work, iteration_work
-from neo_desktop.app.bench.gpu.setup import load_model, take_kv_memory
+from neo_desktop.app.bench.gpu.suite import GpuOptions, load_model, run_gpu, take_kv_memory
 from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.engine import Engine
@@ -289,15 +289,15 @@ def test_what_fits_into_a_cache_or_beats_the_limit_is_told(reports: list[GpuRepo
 def test_on_a_gpu_its_state_memory_and_energy_are_told(
     reports: list[GpuReport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_driver, "pynvml", FakeNvml())
-    monkeypatch.setattr(hardware, "pynvml", gpu_driver.pynvml)
-    with gpu_driver.gpu_driver("12345678-aaaa-bbbb-cccc-1234567890ab") as driver:
+    monkeypatch.setattr(computer, "pynvml", FakeNvml())
+    monkeypatch.setattr(hardware, "pynvml", computer.pynvml)
+    with computer.gpu_driver("12345678-aaaa-bbbb-cccc-1234567890ab") as driver:
         assert driver is not None
         state = driver.state()
         assert driver.energy_j() == 5000.0
-        gpu_driver.pynvml.refuse = ("nvmlDeviceGetTotalEnergyConsumption",)
+        computer.pynvml.refuse = ("nvmlDeviceGetTotalEnergyConsumption",)
         assert driver.energy_j() is None
-    assert gpu_driver.pynvml.num_open == 0
+    assert computer.pynvml.num_open == 0
     row = replace(reports[-1].decode[0], joules_per_token=1.75)
     report = replace(reports[-1], device="cuda", peak_gpu_bytes=3 << 30, state=state, decode=(row,))
     section = report.section()
@@ -312,8 +312,8 @@ def test_on_a_gpu_its_state_memory_and_energy_are_told(
 
 
 def test_a_gpu_s_own_rates_come_from_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "CudaTimer", FakeTimer)
-    gpu = setup.processor(WholeDevice(torch.device("cuda")), 8 << 30, torch.float16)
+    monkeypatch.setattr(suite, "CudaTimer", FakeTimer)
+    gpu = suite.processor(WholeDevice(torch.device("cuda")), 8 << 30, torch.float16)
     assert gpu.name == "Fake RTX"
     most = 1 << 30  # more is not read at once
     assert gpu.read_gb_per_s(8 << 30) == pytest.approx(most / (LAUNCH_S + most / READ_BYTES_PER_S) / 1e9)

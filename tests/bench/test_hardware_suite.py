@@ -15,12 +15,20 @@ from imitated_streams import ImitatedBackend, Operation
 from matplotlib.figure import Figure
 
 from neo_desktop import native
-from neo_desktop.app.bench import gpu_driver
-from neo_desktop.app.bench.gpu_driver import GpuState
-from neo_desktop.app.bench.hardware import HardwareOptions, HardwareReport, run_hardware, suite
+from neo_desktop.app.bench import computer
+from neo_desktop.app.bench.computer import GpuState
+from neo_desktop.app.bench.hardware import suite
 from neo_desktop.app.bench.hardware.device import BOTH, SAMPLE_SECONDS, Way
 from neo_desktop.app.bench.hardware.host import Host, native_dtypes
-from neo_desktop.app.bench.hardware.suite import LEAST_ROUNDS, Measurements, doubling, gpu_figures
+from neo_desktop.app.bench.hardware.report import HardwareReport
+from neo_desktop.app.bench.hardware.suite import (
+    LEAST_ROUNDS,
+    HardwareOptions,
+    Measurements,
+    doubling,
+    gpu_figures,
+    run_hardware,
+)
 from neo_desktop.app.bench.section import Section, Spread, number, size
 from neo_desktop.app.bench.words import say
 from neo_desktop.engine.cuda.streams import WholeDevice
@@ -59,7 +67,7 @@ def reports() -> list[HardwareReport]:
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     fake = FakeNvml()
-    monkeypatch.setattr(gpu_driver, "pynvml", fake)
+    monkeypatch.setattr(computer, "pynvml", fake)
     monkeypatch.setattr(hardware, "pynvml", fake)
     return fake
 

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from suites import ignore, last, shown
 from torch import Tensor
 
-from neo_desktop.app.bench.throughput import ThroughputOptions, llama_cpp, run_throughput
+from neo_desktop.app.bench.throughput import llama_cpp
 from neo_desktop.app.bench.throughput.gguf_file import (
     check_expressible,
     check_installed,
@@ -25,7 +25,8 @@ from neo_desktop.app.bench.throughput.gguf_file import (
     write_gguf,
 )
 from neo_desktop.app.bench.throughput.llama_cpp import LlamaCppBaseline
-from neo_desktop.app.bench.throughput.workload import TOP_LOGPROBS, Workload
+from neo_desktop.app.bench.throughput.suite import run_throughput
+from neo_desktop.app.bench.throughput.workload import TOP_LOGPROBS, ThroughputOptions, Workload
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder

@@ -11,8 +11,10 @@ from fake_target import FakeTarget
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from neo_desktop.app.bench.load import LoadOptions, LoadReport, run_load, suite
+from neo_desktop.app.bench.load import suite
 from neo_desktop.app.bench.load.metrics import LoadCurve, LoadMetrics
+from neo_desktop.app.bench.load.report import LoadReport
+from neo_desktop.app.bench.load.suite import LoadOptions, run_load
 from neo_desktop.app.bench.load.target import TargetError
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 

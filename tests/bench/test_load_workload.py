@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from neo_desktop.app.bench.load import LoadOptions, run_load
-from neo_desktop.app.bench.load.options import Workload, poisson
+from neo_desktop.app.bench.load.suite import LoadOptions, Workload, poisson, run_load
 from neo_desktop.engine.simulation.workload import WorkloadError, synthetic
 
 

@@ -9,12 +9,15 @@ import pytest
 import torch
 from suites import count_colour, drawn, ignore, last, shown
 
-from neo_desktop.app.bench.throughput import ThroughputOptions, ThroughputReport, run_throughput, suite
+from neo_desktop.app.bench.throughput import suite
+from neo_desktop.app.bench.throughput.report import ThroughputReport
+from neo_desktop.app.bench.throughput.suite import run_throughput
 from neo_desktop.app.bench.throughput.workload import (
     TOLERANCES,
     Answer,
     Comparison,
     Run,
+    ThroughputOptions,
     compare,
     fitting,
     lengths,

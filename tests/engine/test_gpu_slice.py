@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.app.bench import run as bench_run
-from neo_desktop.app.bench.gpu import GpuOptions, run_gpu
+from neo_desktop.app.bench.gpu.suite import GpuOptions, run_gpu
 from neo_desktop.app.bench.run import SuiteOptions, run_suites
 from neo_desktop.engine import loading
 from neo_desktop.engine.cuda.driver import GreenContext, open_driver

@@ -13,9 +13,3 @@ per second of the calls) / (the limit around them): other programs on the machin
 
 What others reach on the same work is measured beside it: see rivals.py.
 """
-
-from neo_desktop.app.bench.cpu_attention.options import CpuAttentionOptions
-from neo_desktop.app.bench.cpu_attention.report import CpuAttentionCase, CpuAttentionReport
-from neo_desktop.app.bench.cpu_attention.suite import run_cpu_attention
-
-__all__ = ["CpuAttentionCase", "CpuAttentionOptions", "CpuAttentionReport", "run_cpu_attention"]

@@ -4,9 +4,3 @@ An iteration of decoding reads all weights once and the KV of all its requests, 
 once per request. Reading bounds small batches, multiplying large ones: the longer of the two times, at rates
 measured in between, is the limit. See work.py for what counts, rig.py for what is timed.
 """
-
-from neo_desktop.app.bench.gpu.report import GpuReport
-from neo_desktop.app.bench.gpu.setup import GpuOptions
-from neo_desktop.app.bench.gpu.suite import run_gpu
-
-__all__ = ["GpuOptions", "GpuReport", "run_gpu"]

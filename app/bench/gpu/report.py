@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from neo_desktop.app.bench.charts import BLACK, BLUE, doubling, round_logs, spreads, tidy
+from neo_desktop.app.bench.computer import GpuState
 from neo_desktop.app.bench.gpu.rig import Iteration
-from neo_desktop.app.bench.gpu_driver import GpuState
 from neo_desktop.app.bench.section import Column, Metric, Plot, Section, Spread, Table, size
 from neo_desktop.app.bench.words import say
 

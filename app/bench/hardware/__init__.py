@@ -4,8 +4,3 @@ Everything else that the self-test measures is bounded by these figures: decodin
 the memories' read rates; prefill by the matrix rates; offloading by the bus and by how long the GPU waits for
 the CPU. See host.py and device.py, and for hand-offs engine/profiling/hand_off.py, for what exactly is timed.
 """
-
-from neo_desktop.app.bench.hardware.report import HardwareReport
-from neo_desktop.app.bench.hardware.suite import HardwareOptions, run_hardware
-
-__all__ = ["HardwareOptions", "HardwareReport", "run_hardware"]

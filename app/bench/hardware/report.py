@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from neo_desktop.app.bench.charts import BLUE, GREEN, ORANGE, RED, doubling, round_logs, spreads, tidy
-from neo_desktop.app.bench.gpu_driver import GpuState
+from neo_desktop.app.bench.computer import GpuState
 from neo_desktop.app.bench.section import Column, Metric, Plot, Section, Spread, Table, size
 from neo_desktop.app.bench.words import say
 

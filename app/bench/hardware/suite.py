@@ -11,8 +11,7 @@ import torch
 
 from neo_desktop import native
 from neo_desktop.app.bench.checks import above_zero, at_least
-from neo_desktop.app.bench.computer import bytes_beyond_caches
-from neo_desktop.app.bench.gpu_driver import GpuState, gpu_driver
+from neo_desktop.app.bench.computer import GpuState, bytes_beyond_caches, gpu_driver
 from neo_desktop.app.bench.hardware.device import (
     BOTH,
     CudaTimer,

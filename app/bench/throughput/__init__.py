@@ -7,9 +7,3 @@ with other prompts of the same lengths in every turn, so that nothing is reused 
 The limit beside the figures is the closed bound of engine/simulation/bound.py, from tables measured in the
 same run: perfect overlap, no waiting, no hand-off.
 """
-
-from neo_desktop.app.bench.throughput.report import ThroughputReport
-from neo_desktop.app.bench.throughput.suite import run_throughput
-from neo_desktop.app.bench.throughput.workload import ThroughputOptions
-
-__all__ = ["ThroughputOptions", "ThroughputReport", "run_throughput"]
