@@ -7,7 +7,6 @@ from neo_desktop.app.bench.hardware.suite import HardwareOptions
 from neo_desktop.app.bench.load.suite import LoadOptions
 from neo_desktop.app.bench.report import Report, ReportError
 from neo_desktop.app.bench.run import SUITES, SuiteOptions, run_suites
-from neo_desktop.app.bench.section import SuiteReport
 from neo_desktop.app.bench.throughput.workload import ThroughputOptions
 from neo_desktop.engine.progress import Progress
 
@@ -22,7 +21,6 @@ __all__ = [
     "Report",
     "ReportError",
     "SuiteOptions",
-    "SuiteReport",
     "ThroughputOptions",
     "run_suites",
 ]

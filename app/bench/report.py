@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 4  # of the JSON file: raised when a field changes its meaning, goes away, or is required
 
-# `suite` tells which.
+# What a suite found: plain data, which is its JSON (`suite` tells which), a `section` of the page and its
+# headline `metrics`. A suite yields it again and again, each time with more in it.
 AnySuiteReport = (
     HardwareReport | CpuAttentionReport | GpuReport | CostModelReport | ThroughputReport | LoadReport
 )

@@ -1,4 +1,4 @@
-"""Suites one after the other, by default on a model that suits; what was measured is kept, whatever happens."""
+"""Suites one after the other, by default on a model that suits; what was measured is kept in any case."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -76,23 +76,6 @@ class Metric:
     higher_is_better: bool = True
 
 
-class SuiteReport(Protocol):
-    """What a suite found: a frozen dataclass of plain data, which is its JSON, and ways to show it.
-
-    A suite yields it again and again, each time with more in it: what was measured before Ctrl-C is kept.
-    """
-
-    @property
-    def suite(self) -> str:
-        """The suite's name."""
-
-    def section(self) -> Section:
-        """Its part of the page."""
-
-    def metrics(self) -> tuple[Metric, ...]:
-        """What can be set beside another run."""
-
-
 def _cell(row: object, column: Column, missing: str) -> str:
     how = unit = ""
     if isinstance(column, str):
@@ -127,10 +110,6 @@ class Spread:
             raise ValueError("there are no samples to summarise")
         median, p10, p90 = np.quantile(values, (0.5, 0.1, 0.9)).tolist()
         return cls(median, p10, p90, len(values))
-
-    def scaled(self, factor: float) -> Self:
-        """The same in another unit; `factor` is above 0."""
-        return type(self)(self.median * factor, self.p10 * factor, self.p90 * factor, self.samples)
 
     @property
     def range(self) -> str:

@@ -18,6 +18,7 @@ from neo_desktop.app.bench.gpu.rig import Iteration, Rig, iteration_work
 from neo_desktop.app.bench.hardware.device import CudaTimer, matrix_rate, read_rate
 from neo_desktop.app.bench.hardware.host import Host
 from neo_desktop.app.bench.section import Spread
+from neo_desktop.app.bench.words import say
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.loading import LoadedModel, choose_device, load
@@ -95,22 +96,16 @@ def take_kv_memory(model: LoadedModel, options: GpuOptions) -> EngineParts:
         return take_memory(model, replace(alone, gpu_cache_tokens=None))
 
 
-def fitting_batches(parts: EngineParts, options: GpuOptions) -> tuple[tuple[int, ...], list[str]]:
-    """Return the batches that the memory holds, and what to say about the others.
-
-    Raises:
-        MemoryError: there is no room for the smallest.
-    """
+def fitting_batches(parts: EngineParts, options: GpuOptions) -> tuple[int, ...]:
+    """Return the batches that the memory holds; MemoryError where there is no room for the smallest."""
     capacity = parts.tokens_in(host_memory=False)
-    most = capacity // options.request_tokens
-    batches = tuple(batch for batch in options.batches if batch <= most)
+    batches = tuple(batch for batch in options.batches if batch <= capacity // options.request_tokens)
     if not batches:
         raise MemoryError(
             f"the KV of {options.batches[0]} requests of {options.longest_tokens} tokens does not fit: there "
             f"is room for {capacity} tokens; take shorter contexts or smaller batches"
         )
-    left_out = ", ".join(str(batch) for batch in options.batches if batch > most)
-    return batches, [f"Left out for want of memory for KV: batch {left_out}."] if left_out else []
+    return batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +170,14 @@ class _Measurement:
         self._model = load_model(options)
         decoder = self._model.decoder
         setup = take_kv_memory(self._model, options)
-        self._batches, notes = fitting_batches(setup, options)
-        self._notes = [*_device_notes(options, self._is_cuda), *notes]
+        self._batches = fitting_batches(setup, options)
+        self._notes = say(
+            "gpu-notes",
+            options=options,
+            is_cuda=self._is_cuda,
+            gpu_note=find_gpus()[1],
+            without_room=[batch for batch in options.batches if batch not in self._batches],
+        )
         self._rig = Rig(setup, options.context_tokens, options.seed)
         stack.callback(self._rig.close)
 
@@ -256,9 +257,9 @@ class _Measurement:
             return False
         left_out = ", ".join(str(each) for each in self._batches if each >= batch)
         self._batches = tuple(each for each in self._batches if each < batch)
-        self._notes.append(
+        self._notes += (
             f"Left out for want of time: batch {left_out}. The prompts of batch {batch} alone would take "
-            f"about {seconds:.0f} s; allow more time or take shorter contexts."
+            f"about {seconds:.0f} s; allow more time or take shorter contexts.",
         )
         return True
 
@@ -288,19 +289,5 @@ class _Measurement:
             peak_gpu_bytes=torch.cuda.max_memory_allocated() - self._own_bytes if self._is_cuda else None,
             process_bytes=self._process_bytes,
             state=self._state,
-            notes=tuple(self._notes),
+            notes=self._notes,
         )
-
-
-def _device_notes(options: GpuOptions, is_cuda: bool) -> list[str]:
-    notes = []
-    if not is_cuda and options.device == "cpu":
-        notes.append("Device 'cpu' was asked for: the CPU computed the model, its limits are those shown.")
-    elif not is_cuda:
-        notes.append(
-            f"No GPU that torch can use: {find_gpus()[1]}. The CPU computed the model, its limits are those "
-            "shown."
-        )
-    if options.cpu_cache_tokens is not None or options.cpu_cache_dtype != "auto":
-        notes.append("There is no CPU-cache in this suite: its settings had no effect.")
-    return notes

@@ -5,6 +5,7 @@ import statistics
 from neo_desktop.app.bench.computer import describe
 from neo_desktop.app.bench.report import Report
 from neo_desktop.app.bench.section import Metric, Section, Table
+from neo_desktop.app.bench.words import say
 
 NOISE = 0.05  # by which two runs on one idle machine may differ
 
@@ -32,34 +33,27 @@ def compare(first: Report, second: Report, names: tuple[str, str]) -> Section:
         for name in a
         if name in b and a[name].value > 0 and b[name].value > 0
     ]
-    summary = "The two reports have no figure in common: they are of different suites."
-    if ratios:
-        better, worse = sum(ratio > 1 + NOISE for ratio in ratios), sum(ratio < 1 - NOISE for ratio in ratios)
-        summary = (
-            f"B is better in {better} and worse in {worse} of {len(ratios)} figures; the others differ "
-            f"by at most {NOISE:.0%}, as two runs on one machine do. In the middle the difference is "
-            f"{statistics.median(abs(ratio - 1) for ratio in ratios):.1%}."
-        )
-    notes = []
-    if first.machine.cpu != second.machine.cpu:
-        notes.append("The two were measured on different processors.")
-    models = [", ".join(_models(each)) for each in (first, second)]
-    if all(models) and models[0] != models[1]:
-        notes.append(
-            f"The two were measured with different models ({' and '.join(models)}): their speeds do not "
-            "compare. --shape takes the same one for both."
-        )
-    told = {name: describe(report.probes) for name, report in (("A", first), ("B", second))}
-    notes += [f"{name}: {steadiness}" for name, steadiness in told.items() if steadiness is not None]
-    summary = f"A is {names[0]}, B is {names[1]}. {summary}"
+    summary, *notes = say(
+        "compare",
+        names=names,
+        first=first,
+        second=second,
+        ratios=ratios,
+        better=sum(ratio > 1 + NOISE for ratio in ratios),
+        worse=sum(ratio < 1 - NOISE for ratio in ratios),
+        middle=statistics.median(abs(ratio - 1) for ratio in ratios) if ratios else None,
+        noise=NOISE,
+        models=[_models(each) for each in (first, second)],
+        steadiness=[(name, describe(report.probes)) for name, report in (("A", first), ("B", second))],
+    )
     return Section("Comparison", summary, (table,), notes=tuple(notes))
 
 
-def _models(report: Report) -> tuple[str, ...]:
+def _models(report: Report) -> str:
     """Those of suites that have one, each once."""
     curves = [curve.model for suite in report.suites for curve in getattr(suite, "curves", ())]
     names = [getattr(suite, "model", None) for suite in report.suites]
-    return tuple(dict.fromkeys(name for name in (*names, *curves) if name))
+    return ", ".join(dict.fromkeys(name for name in (*names, *curves) if name))
 
 
 def _ratio(a: Metric | None, b: Metric | None) -> str:

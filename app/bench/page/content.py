@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 S = TypeVar("S")
 
-_LONGEST_REASON = 300
 _WORTH_IT = 1.05  # a gain that two runs on one machine cannot make up
 _DTYPE = torch.float16
 _TEST_SHAPE = "tiny"
@@ -30,20 +29,13 @@ _TEST_SHAPE = "tiny"
 
 def headline(report: Report) -> tuple[str, ...]:
     """The verdict, and what is missing in the report."""
-    lines = list(verdict(report))
-    if report.interrupted is not None:
-        lines.append(f"The run was ended during {report.interrupted}: its figures may lack cases.")
-    begun = {suite.suite for suite in report.suites}
-    for failure in report.failures:
-        what = "could not be measured to its end" if failure.suite in begun else "could not be measured"
-        # A library's error may be a page long: the rest is in report.json.
-        line = failure.reason.partition("\n")[0]
-        line = line if len(line) <= _LONGEST_REASON else f"{line[:_LONGEST_REASON]}…"
-        lines.append(f"{failure.suite} {what}: {line}")
-    steadiness = describe(report.probes)
-    if steadiness is not None and not is_steady(report.probes):
-        lines.append(steadiness)
-    return tuple(lines)
+    unsteady = None if is_steady(report.probes) else describe(report.probes)
+    return say("headline", unsteady=unsteady or "", **_verdict(report))
+
+
+def verdict(report: Report) -> tuple[str, ...]:
+    """Plain sentences, the most important one first; none if nothing was measured that allows one."""
+    return say("verdict", **_verdict(report))
 
 
 def sections(report: Report) -> tuple[Section, ...]:
@@ -58,22 +50,20 @@ def machine_lines(report: Report) -> tuple[str, ...]:
     return say("machine", report=report, steadiness=steadiness or "")
 
 
-def verdict(report: Report) -> tuple[str, ...]:
-    """Plain sentences, the most important one first; none if nothing was measured that allows one."""
+def _verdict(report: Report) -> dict[str, object]:
     throughput, load = _suite(report, ThroughputReport), _suite(report, LoadReport)
     curves = {curve.name: curve for curve in load.curves if curve.says_enough} if load is not None else {}
     # At what pace a chat gets its tokens at the highest rate that was kept, with and without offloading.
     paces = [curves[name].pace_ms for name in ("auto", BASELINE) if name in curves]
-    return say(
-        "verdict",
-        report=report,
-        throughput=throughput,
-        load=load,
-        sustained={name: curve.sustained_per_s for name, curve in curves.items()},
-        paces=[pace for pace in paces if pace is not None],
-        baseline=BASELINE,
-        worth_it=_WORTH_IT,
-    )
+    return {
+        "report": report,
+        "throughput": throughput,
+        "load": load,
+        "sustained": {name: curve.sustained_per_s for name, curve in curves.items()},
+        "paces": [pace for pace in paces if pace is not None],
+        "baseline": BASELINE,
+        "worth_it": _WORTH_IT,
+    }
 
 
 def _suite(report: Report, kind: type[S]) -> S | None:
@@ -120,17 +110,13 @@ def models_section(report: Report) -> Section | None:
         partial(_draw, limits=dict(sorted(fitting.items(), key=lambda item: -item[1]))),
         (5.4, 0.8 + 0.26 * len(fitting)),
     )
+    title, summary, *notes = say("models", room=room, where=where)
     return Section(
-        "What fits",
-        f"With weights in 16 bits, in the {room / 1e9:.1f} GB of {where} memory that were free. Room for KV "
-        "is what is left of them, in tokens. One chat can be no faster than the weights are read, once per "
-        "token.",
+        title,
+        summary,
         (table,),
         (plot,) if fitting else (),
-        notes=(
-            "These are bounds from sizes and measured bandwidth, not measurements of the models: the other "
-            "sections have those.",
-        ),
+        tuple(notes),
         tables_are_details=True,
     )
 

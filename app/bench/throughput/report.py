@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from neo_desktop.app.bench.charts import BLUE, LIGHT_GREY, ORANGE, legend, tidy
 from neo_desktop.app.bench.section import Column, Metric, Plot, Section, Table, number, size
 from neo_desktop.app.bench.words import say
-from neo_desktop.app.commands.sentences import duration
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -171,16 +170,7 @@ class ThroughputReport:
     def price(self) -> str:
         """What a gain costs, or saves, in latency: "each chat gets its tokens at 532 ms instead of 82 ms"."""
         new, old = self.offloading, self.baseline
-        if new is None or old is None:
-            return ""
-        parts = []
-        if new.tpot_p50_ms is not None and old.tpot_p50_ms is not None:
-            parts.append(f"its tokens at {duration(new.tpot_p50_ms)} instead of {duration(old.tpot_p50_ms)}")
-        if new.ttft_p50_ms is not None and old.ttft_p50_ms is not None:
-            parts.append(
-                f"its first one after {duration(new.ttft_p50_ms)} instead of {duration(old.ttft_p50_ms)}"
-            )
-        return f"each chat gets {', '.join(parts)}" if parts else ""
+        return "".join(say("price", new=new, old=old)) if new is not None and old is not None else ""
 
     def metrics(self) -> tuple[Metric, ...]:
         """Output tokens per second of each policy and rival."""
