@@ -1,6 +1,7 @@
 """The memory behind the KV cache: a pool of blocks per place. Knows blocks, not whose they are."""
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,12 @@ class KVPool:
         """Return one layer."""
         return self._layers[index]
 
+    def with_layers(self, indices: Iterable[int]) -> "KVPool":
+        """Return a pool that has these layers in their order, in the same memory; `parts` stay all of it."""
+        pool = copy.copy(self)
+        pool._layers = [self._layers[index] for index in indices]
+        return pool
+
 
 @dataclass(frozen=True, slots=True)
 class CopyGroup:
@@ -109,19 +116,19 @@ class KVStorage:
         groups: list[list[BlockCopy]] = []
         written: set[int] = set()
         way: tuple[Place, Place] | None = None
-        for copy in copies:
-            if way != (copy.source, copy.target) or copy.target_block in written:
-                way = copy.source, copy.target
+        for each in copies:
+            if way != (each.source, each.target) or each.target_block in written:
+                way = each.source, each.target
                 groups.append([])
                 written.clear()
-            groups[-1].append(copy)
-            written.add(copy.target_block)
+            groups[-1].append(each)
+            written.add(each.target_block)
         return [self._group(group) for group in groups]
 
     def _group(self, copies: Sequence[BlockCopy]) -> CopyGroup:
         source, target = self._pools[copies[0].source], self._pools[copies[0].target]
-        old = upload([copy.source_block for copy in copies], torch.int64, source.device)
-        new = upload([copy.target_block for copy in copies], torch.int64, target.device)
+        old = upload([each.source_block for each in copies], torch.int64, source.device)
+        new = upload([each.target_block for each in copies], torch.int64, target.device)
         return CopyGroup(
             source,
             slots_of(old, source.block_size),

@@ -40,8 +40,8 @@ def stage_grids(timer: StageTimer, config: ModelConfig, limits: SchedulerLimits)
     if not timer.attends_alike:
         grids[Stage.GPU_ATTENTION] = _decode_grid(Stage.GPU_ATTENTION, timer, config, requests)
     grids[Stage.HEAD] = _line(Stage.HEAD, requests)
+    grids[Stage.HAND_OFF] = _line(Stage.HAND_OFF, requests)  # soon finds out whether flags serve
     grids[Stage.TRANSFER] = _line(Stage.TRANSFER, tokens)
-    grids[Stage.HAND_OFF] = _line(Stage.HAND_OFF, requests)
     return grids
 
 

@@ -42,6 +42,11 @@ class Region:
         """Return one of its layers, as a number of the model's."""
         return self.layers[number % len(self.layers)]
 
+    def pool_from(self, number: int) -> KVPool:
+        """Return the pool with its layers in turn in the places of all, one of them first."""
+        num_layers = self.pool.parts[0].shape[0]
+        return self.pool.with_layers(self.layer(number + index) for index in range(num_layers))
+
     def blocks(self, count: int, turn: int) -> Iterator[int]:
         """Return blocks."""
         first = turn * count % len(self.order)

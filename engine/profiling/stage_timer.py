@@ -19,13 +19,15 @@ from neo_desktop.engine.cuda.copies import host_memory, upload
 from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.execute.backend import Backend, open_backend
 from neo_desktop.engine.execute.build_program import padded_block_tables
+from neo_desktop.engine.execute.host import Relays
 from neo_desktop.engine.execute.lane import Lane, Recorder, Work
 from neo_desktop.engine.execute.prefill import Prefill
+from neo_desktop.engine.execute.program import Record
 from neo_desktop.engine.execute.prompts import DevicePrompts, slots_of
 from neo_desktop.engine.execute.round_trips import SmallProgram
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, timed_event
 from neo_desktop.engine.execute.timeline import Stage as LaneStage
-from neo_desktop.engine.execute.transfers import Moves, TransferMemory
+from neo_desktop.engine.execute.transfers import HostTransfer, Moves, TransferMemory
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kernels.dispatch import fits_graph
@@ -39,7 +41,7 @@ from neo_desktop.engine.profiling.regions import Region, choose_region
 from neo_desktop.engine.sampler import sample
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
-from neo_desktop.engine.waiting import DEFAULT_PATIENCE
+from neo_desktop.engine.waiting import Watch
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.stages import Scratch, Stages, State
 
@@ -47,8 +49,9 @@ LAYERS_AT_ONCE = 4  # on a GPU: what runs ahead of the GPU hides the launch of t
 MIN_ROWS = 32  # a grid has at least two points along each axis, whatever the limits
 FREED_BYTES = 31 * 1024**2  # nearly the largest piece that glibc's malloc ever learns to keep
 FEW_ROWS = 8
+PATIENCE_S = 60.0  # with a few layers, of which nothing is seen within a graph
 
-_TIMED_ON_CPU = (Stage.HEAD, Stage.TRANSFER, Stage.CPU_ATTENTION)  # since it waits for the GPU
+_TIMED_ON_CPU = (Stage.HEAD, Stage.CPU_ATTENTION)  # since it waits for the GPU
 _MEASURED = LaneStage("measured", 0, NO_SUB_BATCH, 0)
 
 
@@ -56,9 +59,9 @@ class StageTimer:
     """Prepares and times stages of one iteration; one layer of those that every layer has.
 
     On a GPU, what iterations have as graphs is timed in one, where launching costs nothing: linear stages,
-    decode attention, and the way to the CPU and back, if flags tell it. Prompts' attention is launched there,
-    too. The head is what whoever samples waits for, from the last hidden states to the tokens; a graph of
-    greedy requests alone saves its launches.
+    decode attention, and the way to the CPU and back, if flags tell it. Prompts' attention and transfers are
+    launched. The head is what whoever samples waits for, from the last hidden states to the tokens; a graph
+    of greedy requests alone saves its launches.
 
     The KV pools of `storage` are used where they lie (whatever they held is lost), so this must happen before
     the first request. A pool that the policy does not have is imitated by a small one.
@@ -125,6 +128,8 @@ class StageTimer:
         """
         if point.stage is Stage.HAND_OFF:
             return self._hand_off_ms(point.x)
+        if point.stage is Stage.TRANSFER:
+            return self._transfer_ms(point.x, turn)
         call = self._prepare(point, turn)
         if self._uses_gpu and point.stage not in _TIMED_ON_CPU:
             return self._on_gpu_ms(call, self._is_graph(point))
@@ -145,12 +150,16 @@ class StageTimer:
             inputs.copy_(staged, non_blocking=True)
             self._stages.embed(inputs, inputs, state)
 
-        with self._run([begin], self._has_graphs) as seconds:
+        with self._run(_in_a_row([begin]), in_graph=self._has_graphs) as seconds:
             return seconds * 1e3
 
     @property
     def _has_graphs(self) -> bool:
         return self._uses_gpu and self._stages.writes_in_place and ladder.rung("graphs") != "eager"
+
+    @property
+    def _has_flags(self) -> bool:
+        return self._uses_gpu and ladder.rung("graphs") == "host-flags"
 
     def _is_graph(self, point: Point) -> bool:
         """Whether iterations have it in a graph."""
@@ -168,40 +177,83 @@ class StageTimer:
         """Return the time of one call among those that follow each other without waiting."""
         start, end = timed_event(in_graph=in_graph), timed_event(in_graph=in_graph)
         calls = [partial(call, step) for step in range(LAYERS_AT_ONCE)]
-        with self._run([start.record, *calls, end.record], in_graph):
+        with self._run(_in_a_row([start.record, *calls, end.record]), in_graph=in_graph):
             return float(start.elapsed_time(end)) / LAYERS_AT_ONCE
 
     @contextmanager
-    def _run(self, work: Sequence[Work], in_graph: bool) -> Iterator[float]:
-        """Run a program; give the seconds until its end was seen."""
+    def _run(
+        self,
+        record: Record,
+        *,
+        in_graph: bool = False,
+        relays: Relays | None = None,
+        transfers: Sequence[HostTransfer] = (),
+    ) -> Iterator[float]:
+        """Run a program; give the seconds until its end was seen.
 
-        def record(recorder: Recorder) -> None:
-            for each in work:
-                recorder.run(Lane.DEVICE, _MEASURED, each)
-
+        Args:
+            relays: do the CPU's part; None: threads do.
+            transfers: the CPU's part.
+        """
         program, backend = SmallProgram("measured", record), self._backend
         try:
             for _ in range(3 if in_graph else 1):  # at once, captured, and launched again
-                backend.begin(DEFAULT_PATIENCE.watch())
+                watch = Watch(PATIENCE_S)
+                backend.begin(watch)
+                self._synchronize()
                 start = time.perf_counter()
+                if relays is not None:
+                    relays.start((), transfers, watch)
                 with backend.on_device():
-                    backend.start(program, with_flags=False, with_graphs=in_graph)
+                    backend.start(program, with_flags=relays is not None, with_graphs=in_graph)
                 backend.wait()
+                if relays is not None:
+                    relays.finish(None)
                 seconds = time.perf_counter() - start
             yield seconds
         except BaseException as error:
+            if relays is not None:
+                relays.break_off()  # the GPU may wait for them
             backend.abandon(error)
             raise
         finally:
             backend.forget()
+            if relays is not None:
+                relays.close()
 
     def _hand_off_ms(self, requests: int) -> float:
         """One round trip of a layer's q, k, v and output, without the attention."""
         config = self._config
         row_elements = (config.qkv_rows + config.num_heads * config.head_dim) // 2  # on average of both ways
-        in_graph = self._uses_gpu and ladder.rung("graphs") == "host-flags"
-        hand_off = HandOff(self._decoder.device, self._backend, in_graph=in_graph)
+        hand_off = HandOff(self._decoder.device, self._backend, in_graph=self._has_flags)
         return hand_off.seconds(requests * row_elements * self._decoder.dtype.itemsize) * 1e3
+
+    def _transfer_ms(self, tokens: int, turn: int) -> float:
+        """The KV of a layer of `tokens` tokens in whole blocks; one way and next time the other.
+
+        On a GPU those of all layers follow each other, as in an iteration; otherwise one tells of all.
+        """
+        places = PLACES if turn % 2 == 0 else PLACES[::-1]
+        regions = [self._regions[place] for place in places]
+        num_blocks = min(-(-tokens // BLOCK_SIZE), *(len(region.order) for region in regions))
+        blocks = zip(*(region.blocks(num_blocks, turn) for region in regions), strict=True)
+        storage = KVStorage({place: self._regions[place].pool_from(turn) for place in places})
+        copies = [BlockCopy(places[0], source, places[1], target) for source, target in blocks]
+        num_layers = self._config.num_layers if self._uses_gpu else 1
+        self._transfers.begin()
+        moves = Moves(storage.copy_groups(copies), self._transfers)
+
+        def record(recorder: Recorder) -> None:
+            moved = moves.submit(recorder, 0)
+            for layer in range(1, num_layers):
+                ahead = moves.submit(recorder, layer)
+                recorder.wait(moved)
+                moved = ahead
+            recorder.wait(moved)
+
+        relays = Relays(self._config, storage) if self._has_flags else None
+        with self._run(record, relays=relays, transfers=moves.transfers) as seconds:
+            return seconds * 1e3 / num_layers
 
     def _prepare(self, point: Point, turn: int) -> Callable[[int], object]:
         """Return what is to be timed; it takes the number of the layer, counted from that of this turn."""
@@ -211,7 +263,7 @@ class StageTimer:
             return self._prefill(point.x, point.y, turn)
         if point.stage is Stage.LINEAR:
             return self._linear(point.x, turn)
-        return self._head(point.x) if point.stage is Stage.HEAD else self._transfer(point.x, turn)
+        return self._head(point.x)
 
     def _linear(self, tokens: int, turn: int) -> Callable[[int], object]:
         device, state, region = self._decoder.device, self._state(tokens), self._regions[NEAR]
@@ -246,28 +298,6 @@ class StageTimer:
             sample(self._stages.logits(normed, room).float(), inputs)
 
         return call
-
-    def _transfer(self, tokens: int, turn: int) -> Callable[[int], object]:
-        """The KV of `tokens` tokens in whole blocks, others each time; one way and next time the other."""
-        places = PLACES if turn % 2 == 0 else PLACES[::-1]
-        regions = [self._regions[place] for place in places]
-        num_blocks = min(-(-tokens // BLOCK_SIZE), *(len(region.order) for region in regions))
-        blocks = zip(*(region.blocks(num_blocks, turn) for region in regions), strict=True)
-        storage = KVStorage({place: self._regions[place].pool for place in places})
-        copies = [BlockCopy(places[0], source, places[1], target) for source, target in blocks]
-        layer = regions[0].layer(turn)
-        self._transfers.begin()
-        moves = Moves(storage.copy_groups(copies), self._transfers)
-
-        def record(recorder: Recorder) -> None:
-            recorder.wait(moves.submit(recorder, layer))
-
-        def carry_out(_: int) -> None:
-            with self._backend.on_device():
-                self._backend.start(SmallProgram("transfer", record), with_flags=False, with_graphs=False)
-                self._backend.wait()
-
-        return carry_out
 
     def _prefill(self, tokens: int, context_len: int, turn: int) -> Callable[[int], object]:
         region = self._regions[NEAR]
@@ -322,3 +352,13 @@ class StageTimer:
         shares = [0.5 + self._random.random() for _ in range(requests)]
         factor = mean_context * requests / sum(shares)
         return [max(round(share * factor), 1) for share in shares]
+
+
+def _in_a_row(work: Sequence[Work]) -> Record:
+    """Return what gives work to the device's lane."""
+
+    def record(recorder: Recorder) -> None:
+        for each in work:
+            recorder.run(Lane.DEVICE, _MEASURED, each)
+
+    return record

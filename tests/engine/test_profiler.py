@@ -326,19 +326,24 @@ def device_pool() -> KVPool:
 
 
 @pytest.fixture
+def host_pool() -> KVPool:
+    return storage_of(host=64)[Place.HOST]
+
+
+@pytest.fixture
 def gpu() -> Gpu:
     return Gpu()
 
 
 @pytest.fixture
 def gpu_timer(
-    rungs: Rungs, device_pool: KVPool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+    rungs: Rungs, device_pool: KVPool, host_pool: KVPool, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[StageTimer]:
     """On an imitated GPU, whose kernels are torch's operators."""
     monkeypatch.setattr(stage_timer, "timed_event", WallClock)
     rungs(**dict.fromkeys(KERNELS, "torch"))
     model = tiny_model((None,) * CONFIG.num_layers, form=Dense(uses_onednn=False))
-    storage = KVStorage({Place.DEVICE: device_pool, Place.HOST: storage_of(host=64)[Place.HOST]})
+    storage = KVStorage({Place.DEVICE: device_pool, Place.HOST: host_pool})
     with closing(StageTimer(model, storage, LIMITS, gpu=gpu)) as timer:
         yield timer
 
@@ -349,6 +354,7 @@ def gpu_timer(
         (Stage.LINEAR, True, False),
         (Stage.GPU_ATTENTION, True, False),
         (Stage.HAND_OFF, True, True),
+        (Stage.TRANSFER, False, True),
         (Stage.FIRST_CHUNK_ATTENTION, False, False),
         (Stage.LATER_CHUNK_ATTENTION, False, False),
     ],
@@ -381,6 +387,32 @@ def test_on_a_gpu_linear_stages_store_keys_and_values_as_iterations_do(
         assert is_stored.sum() == 24 * CONFIG.num_layers
 
 
+@pytest.mark.parametrize("rung", ["host-flags", "device-only"])
+def test_transfers_that_are_measured_bring_blocks_to_the_host_and_back(
+    gpu_timer: StageTimer, device_pool: KVPool, host_pool: KVPool, rungs: Rungs, rung: str
+) -> None:
+    rungs(graphs=rung)
+
+    def num_rows(pool: KVPool) -> list[int]:
+        """Of each layer, how many are not zero."""
+        slots = torch.arange(pool.num_blocks * BLOCK_SIZE)
+        rows = torch.empty(2, len(slots), CONFIG.num_kv_heads, CONFIG.head_dim)
+        counts = []
+        for index in range(CONFIG.num_layers):
+            pool.layer(index).read(slots, rows)
+            counts.append(int(rows.flatten(2).any(dim=2).sum()))
+        return counts
+
+    for part in device_pool.parts:
+        part.fill_(1)
+    gpu_timer.time_ms(Point(Stage.TRANSFER, 32), 0)
+    assert num_rows(host_pool) == [2 * 32] * CONFIG.num_layers
+    for part in device_pool.parts:
+        part.zero_()
+    gpu_timer.time_ms(Point(Stage.TRANSFER, 64 * BLOCK_SIZE), 1)
+    assert num_rows(device_pool) == [2 * 32] * CONFIG.num_layers
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_every_stage_is_measured_and_keeps_no_memory() -> None:
@@ -392,7 +424,7 @@ def test_on_a_gpu_every_stage_is_measured_and_keeps_no_memory() -> None:
     }
     taken = []
     for _ in range(3):
-        tables = profile(model, KVStorage(pools), LIMITS, seconds=2.0)
+        tables = profile(model, KVStorage(pools), SchedulerLimits(16, 4), seconds=0.1)
         check(tables)
         assert tables.linear_ms(1) > 0
         assert tables.iteration_ms > 0
