@@ -23,6 +23,16 @@ find_python() {
     fail "Python 3.11 or newer is needed (Debian, Ubuntu: apt install python3 python3-venv python3-dev)"
 }
 
+# What an install depends on, as a number.
+installed_from() {
+    {
+        echo "$*"
+        cat pyproject.toml
+        find app engine models ui -name '*.py' | sort
+        find native -type f -not -name '*.pyc' -print0 | sort -z | xargs -0 cat
+    } | sha256sum
+}
+
 prepare_environment() {
     local extras="$1" python wanted
     shift
@@ -33,7 +43,7 @@ prepare_environment() {
         "$python" -m venv .venv ||
             fail "the virtual environment could not be made (Debian, Ubuntu: apt install python3-venv)"
     fi
-    wanted=$({ echo "$*"; cat pyproject.toml; find app engine models ui -name '*.py' | sort; find native -type f -not -name '*.pyc' -print0 | sort -z | xargs -0 cat; } | sha256sum)
+    wanted=$(installed_from "$@")
     if [ "$(cat ".venv/installed$extras" 2>/dev/null)" != "$wanted" ]; then
         echo "Installing neo-desktop$extras; the first time, this takes some minutes …"
         .venv/bin/pip install --quiet --disable-pip-version-check "$@" -e ".$extras" ||

@@ -2,8 +2,7 @@
 # Runs the tests that need a GPU without one, on an imitated one (tests/imitated_gpu): torch's own CUDA build, whose
 # runtime library is replaced. Arguments go to pytest, which then runs once, with the queues that the environment says.
 #
-# Without arguments: all tests with queues as the seed draws them, then graphs again with 1, 2, 3 and 8 queues. Each
-# of these runs is ended after half an hour.
+# Without arguments: all tests with queues as the seed draws them, then graphs again with 1, 2, 3 and 8 queues.
 #
 # Makes a virtual environment with that torch in build/imitated-gpu, some 4 GB. The environment chooses the GPU:
 #
@@ -19,26 +18,30 @@
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 home="$PWD/build/imitated-gpu"
-if [ ! -x "$home/bin/pytest" ]; then
+if [ ! -x "$home/bin/pip" ]; then
     "$(find_python)" -m venv "$home"
-    "$home/bin/pip" install --quiet 'torch==2.11.0' 'triton==3.6.0' 'numpy<2.4' 'nvidia-cuda-crt==13.0.*' \
-        transformers hypothesis jsonschema pytest pytest-timeout
 fi
-"$home/bin/pip" install --quiet . 'numpy<2.4'
-mkdir -p "$home/work"
+packages=('torch==2.11.0' 'triton==3.6.0' 'numpy<2.4' 'nvidia-cuda-crt==13.0.*' transformers hypothesis jsonschema
+    pytest pytest-timeout pytest-xdist)
+wanted=$(installed_from "${packages[@]}")
+if [ "$(cat "$home/installed" 2>/dev/null)" != "$wanted" ]; then
+    "$home/bin/pip" install --quiet --disable-pip-version-check "${packages[@]}" -e '.[server]'
+    mkdir -p "$home/work"
+    echo "$wanted" > "$home/installed"
+fi
 "$home/bin/python" tests/imitated_gpu/build.py "$home/work"
 export LD_LIBRARY_PATH="$home/work" PYTHONPATH="$PWD/tests/imitated_gpu:$PWD/tests/support"
+mapfile -t files < <(grep -rlE 'mark\.gpu|needs_imitated_gpu' tests --include='test_*.py')
 run() {
-    timeout 1800 "$home/bin/python" -m pytest -p imitated_gpu -p no:cacheprovider -m gpu "$@"
+    "$home/bin/python" -m pytest -p imitated_gpu -p no:cacheprovider -m gpu --timeout 600 "${files[@]}" "$@"
 }
 possible="not see_no_other and not stays_there and not test_products"
 if [ $# -gt 0 ]; then
-    run tests/engine tests/graphs tests/doctor -k "$possible" "$@"
+    run -k "$possible" "$@"
     exit
 fi
-for folder in engine graphs doctor; do
-    run "tests/$folder" -k "$possible"
-done
+run -k "$possible" -n auto
+files=(tests/graphs/test_graphs.py tests/graphs/test_streams.py)
 for queues in 1 2 3 8; do
-    IMITATED_GPU_QUEUES=$queues IMITATED_GPU_SEED=$queues run tests/graphs -k "graphs_give_the_tokens or raise_flags"
+    IMITATED_GPU_QUEUES=$queues IMITATED_GPU_SEED=$queues run -k "graphs_give_the_tokens or raise_flags" -n auto
 done

@@ -100,31 +100,28 @@ class PrefillGroup:
         """Whether anything precedes any chunk."""
         return any(chunk.start for chunk in self.chunks)
 
-    def pack(self, k: Tensor, v: Tensor, earlier: Sequence[Rows | None]) -> tuple[Tensor, Tensor]:
+    def pack(self, kv: Rows, earlier: Sequence[Rows | None]) -> Rows:
         """Return K and V of the contexts.
 
         Args:
-            k: [tokens, kv_heads, head_dim] of the sub-batch; v likewise.
+            kv: [2, tokens, kv_heads, head_dim] of the sub-batch.
             earlier: for each chunk the rows of the tokens before it; None if there are none.
         """
         if not self.has_earlier:
-            return k[self.rows], v[self.rows]
-        parts: list[tuple[Tensor, Tensor]] = []
+            return kv[:, self.rows]
+        parts: list[Rows] = []
         for chunk, before in zip(self.chunks, earlier, strict=True):
             if before is not None:
-                parts.append((before[0], before[1]))
-            parts.append((k[chunk.rows], v[chunk.rows]))
-        keys, values = zip(*parts, strict=True)
-        return torch.cat(keys), torch.cat(values)
+                parts.append(before)
+            parts.append(kv[:, chunk.rows])
+        return torch.cat(parts, dim=1)
 
-    def attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, scale: float, window: int | None
-    ) -> None:
+    def attend(self, q: Tensor, contexts: Rows, out: Tensor, scale: float, window: int | None) -> None:
         """Attend from the chunks to their contexts, all of it on q's device.
 
         Args:
             q: [tokens, heads, head_dim] of the sub-batch; out likewise.
-            keys: [contexts, kv_heads, head_dim]; values likewise.
+            contexts: K and V [2, contexts, kv_heads, head_dim].
             scale: the factor on q·k.
             window: how many of the last tokens each query sees, itself included; None: all.
 
@@ -136,7 +133,7 @@ class PrefillGroup:
             rung = ladder.rung("prompt_attention")
             kernel = kernel_on(q.device, q.dtype, q.shape[2], windowed, rung)
             try:
-                self._attend_with(kernel, q, keys, values, out, scale, window)
+                self._attend_with(kernel, q, contexts, out, scale, window)
                 return
             except RuntimeError as error:
                 below = BELOW.get(kernel)
@@ -148,8 +145,7 @@ class PrefillGroup:
         self,
         kernel: PrefillKernel,
         q: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        contexts: Rows,
         out: Tensor,
         scale: float,
         window: int | None,
@@ -160,11 +156,10 @@ class PrefillGroup:
         if kernel is PrefillKernel.FLASH:
             queries = max(chunk.num_queries for chunk in self.chunks)
             out[self.rows] = _flash(
-                q[self.rows], keys, values, self.ends, queries, max(context_lens), scale, window
+                q[self.rows], contexts[0], contexts[1], self.ends, queries, max(context_lens), scale, window
             )
             return
-        contexts = zip(torch.split(keys, context_lens), torch.split(values, context_lens), strict=True)
-        for chunk, (k, v) in zip(self.chunks, contexts, strict=True):
+        for chunk, (k, v) in zip(self.chunks, torch.split(contexts, context_lens, dim=1), strict=True):
             if kernel is PrefillKernel.EFFICIENT:
                 out[chunk.rows] = _efficient(q[chunk.rows], k, v, scale)
             elif kernel is PrefillKernel.MATH:

@@ -252,7 +252,7 @@ class Program:
         return arrived
 
     def _attend_to_prompts(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:
-        q, k, v = self._stages.heads(each.memory.state)
+        q, _, _ = self._stages.heads(each.memory.state)
         kv = self._stages.keys_values(each.memory.state)
         for prompts in each.prompts:
             recorder.wait(prompts.store(recorder, layer, kv))
@@ -261,7 +261,7 @@ class Program:
 
         def attend() -> None:
             for prompts in each.prompts:
-                prompts.attend(layer, q, k, v, out, config.attention_scale, window)
+                prompts.attend(layer, q, kv, out, config.attention_scale, window)
 
         recorder.run(Lane.DEVICE, Stage("attention", layer, memory.index, memory.rows.prompts), attend)
         for prompts in each.prompts:

@@ -23,9 +23,9 @@ from neo_desktop.engine.kv.storage import KVPool, KVStorage
 class Prompts(Protocol):
     """Chunks of prompts that live in one place.
 
-    q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], kv (both, one after the other) and out
-    (as q) are the sub-batch's; `scale` is the factor on q·k, and with a `window` each token sees only the
-    last `window` tokens, itself included.
+    q [tokens, heads, head_dim], kv [2, tokens, kv_heads, head_dim] and out (as q) are those of the sub-batch;
+    `scale` is the factor on q·k, and with a `window` each token sees only the last `window` tokens, itself
+    included.
     """
 
     @property
@@ -42,9 +42,7 @@ class Prompts(Protocol):
     def store(self, recorder: Recorder, layer: int, kv: Rows) -> Sequence[Signal]:
         """Start to store K and V where they live; return what the attention has to wait for."""
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, window: int | None
-    ) -> None:
+    def attend(self, layer: int, q: Tensor, kv: Rows, out: Tensor, scale: float, window: int | None) -> None:
         """Attend from the chunks to their contexts: work for the device."""
 
     def attended(self, recorder: Recorder) -> None:
@@ -75,20 +73,17 @@ class DevicePrompts:
         """Do nothing: `attend` does it, or it was done with the rotation."""
         return ()
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, window: int | None
-    ) -> None:
+    def attend(self, layer: int, q: Tensor, kv: Rows, out: Tensor, scale: float, window: int | None) -> None:
         """See `Prompts`."""
         cache = self._pool.layer(layer)
         if not cache.stores_early:
-            cache.write(k[self._rows], v[self._rows], self._slots)
+            cache.write(kv[0, self._rows], kv[1, self._rows], self._slots)
         for group in self._groups:
-            keys, values = k[group.rows], v[group.rows]
+            contexts = kv[:, group.rows]
             if group.has_earlier:
-                contexts = k.new_empty(2, len(group.slots), *k.shape[1:])
+                contexts = kv.new_empty(2, len(group.slots), *kv.shape[2:])
                 cache.read(group.slots, contexts)
-                keys, values = contexts[0], contexts[1]
-            group.attend(q, keys, values, out, scale, window)
+            group.attend(q, contexts, out, scale, window)
 
     def attended(self, recorder: Recorder) -> None:
         """Do nothing."""
@@ -171,16 +166,14 @@ class HostPrompts:
         fetched = self._fetched[layer % NUM_BUFFERS]
         return () if fetched is None else (fetched,)
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float, window: int | None
-    ) -> None:
+    def attend(self, layer: int, q: Tensor, kv: Rows, out: Tensor, scale: float, window: int | None) -> None:
         """See `Prompts`."""
         ends = pairwise(self._ends)
         for group in self._groups:
             earlier: list[Rows | None] = []
             for _, (begin, end) in zip(group.chunks, ends, strict=False):
                 earlier.append(self._earlier[layer % NUM_BUFFERS][:, begin:end] if end > begin else None)
-            group.attend(q, *group.pack(k, v, earlier), out, scale, window)
+            group.attend(q, group.pack(kv, earlier), out, scale, window)
 
     def attended(self, recorder: Recorder) -> None:
         """See `Prompts`."""

@@ -97,8 +97,7 @@ class StageTimer:
         config, rows = self._config, max(limits.max_batch_tokens, MIN_ROWS)
         self._hidden = normal(rows, config.hidden_size)
         self._q = normal(rows, config.num_heads, config.head_dim)
-        self._k = normal(rows, config.num_kv_heads, config.head_dim)
-        self._v = normal(rows, config.num_kv_heads, config.head_dim)
+        self._kv = normal(2, rows, config.num_kv_heads, config.head_dim)
         row_shape = config.num_kv_heads, config.head_dim
         self._transfers = TransferMemory(config.num_layers, row_shape, decoder.dtype, decoder.device)
         self._random = random.Random(0)
@@ -307,9 +306,9 @@ class StageTimer:
             slice(0, tokens), context_len - tokens, upload(slots, torch.int64, region.pool.device)
         )
         prompts = DevicePrompts(region.pool, [chunk])
-        q, k, v = self._q[:tokens], self._k[:tokens], self._v[:tokens]
+        q, kv = self._q[:tokens], self._kv[:, :tokens]
         out = torch.empty_like(q)
-        return self._in_layers(region, turn, lambda layer, *how: prompts.attend(layer, q, k, v, out, *how))
+        return self._in_layers(region, turn, lambda layer, *how: prompts.attend(layer, q, kv, out, *how))
 
     def _decode(self, place: Place, requests: int, mean_context: int, turn: int) -> Callable[[int], object]:
         region = self._regions[place]
@@ -324,7 +323,7 @@ class StageTimer:
             upload(padded_block_tables(tables), torch.int32, device),
             upload(lens, torch.int32, device),
         )
-        q, k, v = (tensor[:requests].to(device) for tensor in (self._q, self._k, self._v))
+        q, k, v = (tensor[:requests].to(device) for tensor in (self._q, *self._kv))
         out = torch.empty_like(q)
 
         def attend(layer: int, scale: float, window: int | None) -> None:

@@ -168,22 +168,22 @@ def check_prompts(rig: Rig) -> Figures:
     given_q = _random(rig, first, config.num_heads, config.head_dim)
     lengths = [start + count for start, count in CHUNKS]
     rows_given = _random(rig, 2, sum(lengths), config.num_kv_heads, config.head_dim)
-    q, (keys, values) = given_q.to(rig.device), rows_given.to(rig.device).unbind()
+    q, contexts = given_q.to(rig.device), rows_given.to(rig.device)
     (group,) = groups_of(chunks)
     errors = [0.0]
     out = torch.empty_like(q)
     for window in rig.windows:
         out.fill_(torch.nan)
-        group.attend(q, keys, values, out, config.attention_scale, window)
+        group.attend(q, contexts, out, config.attention_scale, window)
         found = out.cpu()
-        contexts = zip(*(torch.split(part, lengths) for part in rows_given), strict=True)
-        for chunk, (k, v) in zip(chunks, contexts, strict=True):
+        by_chunk = torch.split(rows_given, lengths, dim=1)
+        for chunk, (k, v) in zip(chunks, by_chunk, strict=True):
             errors.append(
                 error_of(found[chunk.rows], _dense(given_q[chunk.rows], k, v, config.attention_scale, window))
             )
     require(_worst(errors), BOUNDS[rig.dtype], figures)
-    work = partial(group.attend, q, keys, values, out, config.attention_scale, None)
-    return {**figures, "ms": rig.milliseconds(work), "bytes": 2 * q.nbytes + keys.nbytes + values.nbytes}
+    work = partial(group.attend, q, contexts, out, config.attention_scale, None)
+    return {**figures, "ms": rig.milliseconds(work), "bytes": 2 * q.nbytes + contexts.nbytes}
 
 
 def _dense(q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:

@@ -88,7 +88,7 @@ def test_every_kernel_is_asked_for_the_same(kernel: PrefillKernel, data: st.Data
     first_row = data.draw(st.integers(0, 3))
     chunks = make_chunks(lengths, first_row)
     q, out = torch.randn(2, chunks[-1].rows.stop + 1, HEADS, HEAD_DIM)
-    k, v = torch.randn(2, len(q), KV_HEADS, HEAD_DIM)
+    kv = torch.randn(2, len(q), KV_HEADS, HEAD_DIM)
     earlier = [torch.randn(2, start, KV_HEADS, HEAD_DIM) if start else None for start, _ in lengths]
     untouched = out.clone()
 
@@ -102,13 +102,11 @@ def test_every_kernel_is_asked_for_the_same(kernel: PrefillKernel, data: st.Data
         patch.setattr(prefill, "PACKED_TOKENS", data.draw(st.sampled_from([1, 20, 1000])))
         before = iter(earlier)
         for group in groups_of(chunks):
-            keys, values = group.pack(k, v, [next(before) for _ in group.chunks])
-            group.attend(q, keys, values, out, SCALE, window)
+            group.attend(q, group.pack(kv, [next(before) for _ in group.chunks]), out, SCALE, window)
 
     for chunk, rows in zip(chunks, earlier, strict=True):
         keys, values = (
-            x[chunk.rows] if rows is None else torch.cat((rows[i], x[chunk.rows]))
-            for i, x in enumerate((k, v))
+            x[chunk.rows] if rows is None else torch.cat((rows[i], x[chunk.rows])) for i, x in enumerate(kv)
         )
         expected = dense(q[chunk.rows], keys, values, SCALE, window)
         torch.testing.assert_close(out[chunk.rows].double(), expected, atol=1e-5, rtol=1e-4)
@@ -170,12 +168,12 @@ def test_no_better_kernel_is_chosen_than_the_ladder_allows() -> None:
 def attend_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], window: int | None) -> None:
     """Attend with the kernels that a GPU gets, on tensors of the CPU, and compare."""
     q = torch.randn(8, HEADS, HEAD_DIM).half()
-    keys, values = torch.randn(2, 12, KV_HEADS, HEAD_DIM).half()
+    contexts = torch.randn(2, 12, KV_HEADS, HEAD_DIM).half()
     out = torch.full_like(q, torch.nan)
     chunk = Prefill(slice(0, 8), 4, torch.zeros(12, dtype=torch.int64))
     monkeypatch.setattr(prefill, "kernel_on", lambda device, *others: choose_kernel(capability, *others))
-    PrefillGroup.of((chunk,)).attend(q, keys, values, out, SCALE, window)
-    expected = dense(q, keys, values, SCALE, window)
+    PrefillGroup.of((chunk,)).attend(q, contexts, out, SCALE, window)
+    expected = dense(q, contexts[0], contexts[1], SCALE, window)
     torch.testing.assert_close(out.double(), expected, atol=4e-3, rtol=4e-3)
 
 
@@ -296,8 +294,8 @@ def test_operators_take_what_they_are_called_with(
         Prefill(slice(3, 8), 0, torch.zeros(5, dtype=torch.int64, device="meta")),
     ]
     q = torch.empty(8, HEADS, HEAD_DIM, dtype=FP16, device="meta")
-    keys, values = torch.empty(2, 12, KV_HEADS, HEAD_DIM, dtype=FP16, device="meta")
-    PrefillGroup.of(tuple(chunks)).attend(q, keys, values, torch.empty_like(q), SCALE, window)
+    contexts = torch.empty(2, 12, KV_HEADS, HEAD_DIM, dtype=FP16, device="meta")
+    PrefillGroup.of(tuple(chunks)).attend(q, contexts, torch.empty_like(q), SCALE, window)
 
 
 @given(lengths=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30)), max_size=8))
