@@ -7,7 +7,7 @@ from neo_desktop.app.bench.hardware.suite import HardwareOptions
 from neo_desktop.app.bench.load.suite import LoadOptions
 from neo_desktop.app.bench.report import Report, ReportError
 from neo_desktop.app.bench.run import SUITES, SuiteOptions, run_suites
-from neo_desktop.app.bench.throughput.workload import ThroughputOptions
+from neo_desktop.app.bench.throughput.suite import ThroughputOptions
 from neo_desktop.engine.progress import Progress
 
 __all__ = [

@@ -16,8 +16,7 @@ from neo_desktop.app.bench.gpu.suite import GpuOptions, run_gpu
 from neo_desktop.app.bench.hardware.suite import HardwareOptions, run_hardware
 from neo_desktop.app.bench.load.suite import LoadOptions, run_load
 from neo_desktop.app.bench.report import AnySuiteReport, Failure, Report
-from neo_desktop.app.bench.throughput.suite import run_throughput
-from neo_desktop.app.bench.throughput.workload import ThroughputOptions
+from neo_desktop.app.bench.throughput.suite import ThroughputOptions, run_throughput
 from neo_desktop.app.bench.words import say
 from neo_desktop.app.commands.sentences import sentence
 from neo_desktop.engine.cuda.streams import open_streams

@@ -6,4 +6,5 @@ tensors     the tensors of a model, under the names and in the order that a deco
 config      metadata → `ModelConfig`
 tokenizer   metadata → `Tokenizer`; `pre_tokenizers` has the patterns of the vocabularies
 checkpoint  all of this, for whoever loads a model
+writer      the way back, for comparisons with llama.cpp
 """

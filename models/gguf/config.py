@@ -40,7 +40,7 @@ class _Family:
     qk_norm: bool = False
 
 
-_FAMILIES = {  # Mistral's and SmolLM's models are "llama", too
+FAMILIES = {  # Mistral's and SmolLM's models are "llama", too
     "llama": _Family("LlamaForCausalLM"),
     "qwen2": _Family("Qwen2ForCausalLM"),
     "qwen3": _Family("Qwen3ForCausalLM", qk_norm=True),
@@ -122,12 +122,12 @@ def _family(metadata: JsonFile) -> tuple[str, _Family]:
     name = metadata.text("general.architecture")
     if metadata.text("general.type", "model") != "model":
         raise ModelError(f"{metadata.path} is no model, but {metadata.raw('general.type')!r} for one.")
-    if name not in _FAMILIES:
+    if name not in FAMILIES:
         raise ModelError(
             f"{metadata.path} describes a model of the architecture {name[:40]!r}, which is not supported: "
-            f"choose one of {', '.join(_FAMILIES)} (Llama, Mistral, SmolLM, Qwen2, Qwen2.5, Qwen3)."
+            f"choose one of {', '.join(FAMILIES)} (Llama, Mistral, SmolLM, Qwen2, Qwen2.5, Qwen3)."
         )
-    return name, _FAMILIES[name]
+    return name, FAMILIES[name]
 
 
 def _refuse_unsupported(own: JsonFile) -> None:

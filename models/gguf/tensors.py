@@ -147,3 +147,13 @@ def _name(name: str) -> str:
         case ["blk", layer, kind, end] if kind in _LAYER_NAMES:
             return f"model.layers.{layer}.{_LAYER_NAMES[kind]}.{end}"
     return name
+
+
+def stored_name(name: str) -> str:
+    """The name in GGUF files of a tensor that is known: the inverse of what is read."""
+    names = {ours: stored for stored, ours in (_NAMES | _LAYER_NAMES).items()}
+    module, _, end = name.rpartition(".")
+    if module in names:
+        return f"{names[module]}.{end}"
+    _, _, layer, part = module.split(".", 3)
+    return f"blk.{layer}.{names[part]}.{end}"

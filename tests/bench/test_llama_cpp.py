@@ -13,47 +13,20 @@ import fake_llama_server
 import pytest
 import torch
 from dense_model import logits_of_all
+from gguf_models import CONFIGS, made
 from matplotlib.figure import Figure
 from suites import ignore, last, shown
-from torch import Tensor
 
 from neo_desktop.app.bench.throughput import llama_cpp
-from neo_desktop.app.bench.throughput.gguf_file import (
-    check_expressible,
-    check_installed,
-    program,
-    write_gguf,
-)
-from neo_desktop.app.bench.throughput.llama_cpp import LlamaCppBaseline
-from neo_desktop.app.bench.throughput.suite import run_throughput
-from neo_desktop.app.bench.throughput.workload import TOP_LOGPROBS, ThroughputOptions, Workload
+from neo_desktop.app.bench.throughput.llama_cpp import LlamaCppBaseline, check_installed, program
+from neo_desktop.app.bench.throughput.suite import ThroughputOptions, run_throughput
+from neo_desktop.app.bench.throughput.workload import TOP_LOGPROBS, Workload
 from neo_desktop.engine.simulation.workload import WorkloadRequest
-from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
-from neo_desktop.models.shapes import shape
-from neo_desktop.models.weights import named_weights
+from neo_desktop.models.gguf.writer import write_gguf
 
 gguf = pytest.importorskip("gguf")
 needs_llama_server = pytest.mark.skipif(program() is None, reason="llama-server is not installed")
-CPU = torch.device("cpu")
-TINY = shape("tiny")
-LLAMA3 = RopeConfig(500.0, Llama3Scaling(8.0, 1.0, 4.0, original_max_tokens=32))
-QWEN2, QWEN3, MISTRAL = (f"{name}ForCausalLM" for name in ("Qwen2", "Qwen3", "Mistral"))
-CONFIGS = {
-    "llama": TINY,
-    "llama-tied": replace(TINY, tie_word_embeddings=True),
-    "llama-biases": replace(TINY, qkv_bias=True, output_bias=True, mlp_bias=True),
-    "llama-wide-heads": replace(TINY, head_dim=32),
-    "llama3-rope": replace(TINY, rope=LLAMA3),
-    "linear-rope": replace(TINY, rope=RopeConfig(1e3, LinearScaling(3.0))),
-    "mistral": replace(TINY, architecture=MISTRAL),
-    "qwen2": replace(TINY, architecture=QWEN2, qkv_bias=True, rms_norm_eps=1e-6),
-    "qwen2-linear-rope": replace(
-        TINY, architecture=QWEN2, qkv_bias=True, rope=RopeConfig(1e3, LinearScaling(3.0))
-    ),
-    "qwen3": replace(TINY, architecture=QWEN3, qk_norm=True, head_dim=32),
-}
 SMALL = ThroughputOptions(
     shape="tiny",
     device="cpu",
@@ -64,126 +37,6 @@ SMALL = ThroughputOptions(
     num_requests=10,
     repeats=2,
 )
-
-
-def made(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Decoder:
-    """A model in which every weight matters."""
-    decoder = Decoder(config, dtype=dtype, device=CPU)
-    generator = torch.Generator().manual_seed(1)
-    for weight in named_weights(decoder):
-        values = torch.randn(weight.shape, generator=generator) * 0.2
-        weight.load(0, values + 1 if "norm" in weight.name else values)
-    return decoder
-
-
-def read(config: ModelConfig, folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Decoder]:
-    """Write a model and read the file back."""
-    decoder = made(config, dtype)
-    write_gguf(gguf, decoder, folder / "model.gguf")
-    return gguf.GGUFReader(folder / "model.gguf"), decoder
-
-
-def tensors_of(reader: Any) -> dict[str, Any]:
-    return {tensor.name: tensor for tensor in reader.tensors}
-
-
-def values_of(tensor: Any) -> Tensor:
-    """A tensor's values in 32 bits; the file's bytes are read without the library."""
-    shape_of = tuple(int(size) for size in reversed(tensor.shape))
-    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[tensor.tensor_type.name]
-    return torch.frombuffer(bytearray(tensor.data.tobytes()), dtype=dtype).reshape(shape_of).float()
-
-
-def test_the_file_describes_the_model(tmp_path: Path) -> None:
-    config = replace(CONFIGS["qwen3"], rope=RopeConfig(1e3, LinearScaling(3.0)))
-    reader, _ = read(config, tmp_path)
-    values = {name: field.contents() for name, field in reader.fields.items()}
-    assert values["general.architecture"] == "qwen3"
-    assert len(values["tokenizer.ggml.tokens"]) == 257
-    expected = {
-        "vocab_size": 257,
-        "context_length": 4096,
-        "embedding_length": 64,
-        "feed_forward_length": 160,
-        "block_count": 2,
-        "attention.head_count": 4,
-        "attention.head_count_kv": 2,
-        "attention.key_length": 32,
-        "attention.value_length": 32,
-        "rope.dimension_count": 32,
-        "rope.freq_base": 1e3,
-        "rope.scaling.type": "linear",
-        "rope.scaling.factor": 3.0,
-    }
-    assert {name: values[f"qwen3.{name}"] for name in expected} == expected
-    assert values["qwen3.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_matrices_keep_their_dtype_and_everything_its_values(dtype: torch.dtype, tmp_path: Path) -> None:
-    reader, decoder = read(CONFIGS["qwen2"], tmp_path, dtype)
-    tensors = tensors_of(reader)
-    layer = decoder.layers[1]
-    qkv, gate_up, bias = layer.qkv.dense(), layer.gate_up.dense(), layer.qkv.bias
-    assert bias is not None
-    expected = {
-        "token_embd.weight": decoder.embedding,
-        "output.weight": decoder.lm_head.dense(),
-        "output_norm.weight": decoder.final_norm,
-        "blk.1.attn_norm.weight": layer.input_norm,
-        "blk.1.ffn_norm.weight": layer.post_attention_norm,
-        "blk.1.attn_q.weight": qkv[:64],
-        "blk.1.attn_k.weight": qkv[64:96],
-        "blk.1.attn_v.weight": qkv[96:],
-        "blk.1.attn_q.bias": bias[:64],
-        "blk.1.attn_k.bias": bias[64:96],
-        "blk.1.attn_v.bias": bias[96:],
-        "blk.1.attn_output.weight": layer.output.dense(),
-        "blk.1.ffn_gate.weight": gate_up[:160],
-        "blk.1.ffn_up.weight": gate_up[160:],
-        "blk.1.ffn_down.weight": layer.down.dense(),
-    }
-    assert set(expected) == {name for name in tensors if not name.startswith("blk.0.")}
-    names = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-    for name, weight in expected.items():
-        assert tensors[name].tensor_type.name == (names[dtype] if weight.ndim == 2 else "F32")
-        torch.testing.assert_close(values_of(tensors[name]), weight.float(), rtol=0, atol=0)
-
-
-def test_rows_of_q_and_k_are_ordered_for_the_rotation_of_neighbours(tmp_path: Path) -> None:
-    reader, decoder = read(CONFIGS["llama-biases"], tmp_path)
-    tensors = tensors_of(reader)
-    layer = decoder.layers[0]
-    qkv, bias = layer.qkv.dense(), layer.qkv.bias
-    assert bias is not None
-    for begin, num_heads, name in ((0, 4, "attn_q"), (64, 2, "attn_k")):
-        for kind, ours in (("weight", qkv), ("bias", bias)):
-            theirs = values_of(tensors[f"blk.0.{name}.{kind}"])
-            for head in range(num_heads):
-                for channel in range(8):  # turns with the one half a head further on
-                    row = begin + 16 * head + channel
-                    assert torch.equal(theirs[16 * head + 2 * channel], ours[row])
-                    assert torch.equal(theirs[16 * head + 2 * channel + 1], ours[row + 8])
-    assert torch.equal(values_of(tensors["blk.0.attn_v.weight"]), qkv[96:])
-
-
-def test_tied_embeddings_are_written_once(tmp_path: Path) -> None:
-    reader, _ = read(CONFIGS["llama-tied"], tmp_path)
-    assert "output.weight" not in tensors_of(reader)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        replace(TINY, architecture="GptForCausalLM"),
-        replace(TINY, layer_windows=(None, 16)),
-        replace(CONFIGS["qwen2"], rope=LLAMA3),
-        replace(TINY, rope=RopeConfig(1e4, YarnScaling(4.0, 32, 32.0, 1.0, True, 1.1))),
-    ],
-)
-def test_what_llama_cpp_would_compute_otherwise_is_refused(config: ModelConfig) -> None:
-    with pytest.raises(ValueError, match=r"llama\.cpp cannot be given this model"):
-        check_expressible(config)
 
 
 @pytest.fixture

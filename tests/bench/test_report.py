@@ -21,7 +21,7 @@ from neo_desktop.app.bench.page.content import headline, machine_lines, verdict
 from neo_desktop.app.bench.page.files import html, prepare_folder, write_files
 from neo_desktop.app.bench.report import SCHEMA_VERSION, Failure, json_schema
 from neo_desktop.app.bench.throughput.report import ThroughputReport
-from neo_desktop.app.bench.throughput.workload import ThroughputOptions
+from neo_desktop.app.bench.throughput.suite import ThroughputOptions
 from neo_desktop.engine.progress import Progress
 
 CACHES = {"shape": "tiny", "device": "cpu", "gpu_cache_tokens": 256, "cpu_cache_tokens": 4096}

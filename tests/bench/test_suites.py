@@ -14,8 +14,7 @@ from neo_desktop.app.bench.cpu_attention.suite import run_cpu_attention
 from neo_desktop.app.bench.gpu.suite import GpuOptions, run_gpu
 from neo_desktop.app.bench.hardware.suite import HardwareOptions, run_hardware
 from neo_desktop.app.bench.load.suite import LoadOptions, run_load
-from neo_desktop.app.bench.throughput.suite import run_throughput
-from neo_desktop.app.bench.throughput.workload import ThroughputOptions
+from neo_desktop.app.bench.throughput.suite import ThroughputOptions, run_throughput
 
 MIB = 1 << 20
 TINY = {"shape": "tiny", "device": "cpu", "dtype": "float32"}

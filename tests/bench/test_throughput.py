@@ -11,16 +11,14 @@ from suites import count_colour, drawn, ignore, last, shown
 
 from neo_desktop.app.bench.throughput import suite
 from neo_desktop.app.bench.throughput.report import ThroughputReport
-from neo_desktop.app.bench.throughput.suite import run_throughput
+from neo_desktop.app.bench.throughput.suite import ThroughputOptions, lengths, run_throughput
 from neo_desktop.app.bench.throughput.workload import (
     TOLERANCES,
     Answer,
     Comparison,
     Run,
-    ThroughputOptions,
     compare,
     fitting,
-    lengths,
     run,
 )
 from neo_desktop.engine.batch import SampledToken, TokenLogprob

@@ -6,7 +6,7 @@ KV, the threads, room for as many tokens of KV, all requests at once. Prompts go
 token ids, through its HTTP interface. Our model and caches are gone by then: a GPU has room for its own.
 """
 
-import importlib
+import importlib.util
 import json
 import os
 import shutil
@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from neo_desktop.app.bench.computer import give_back_memory
-from neo_desktop.app.bench.throughput.gguf_file import check_expressible, program, write_gguf
 from neo_desktop.app.bench.throughput.report import Rival
 from neo_desktop.app.bench.throughput.workload import TOLERANCES, TOP_LOGPROBS, Answer, Workload, compare
 from neo_desktop.app.bench.words import say
@@ -37,13 +36,31 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.parts import EngineParts
 from neo_desktop.engine.progress import Progress
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.gguf.writer import check_expressible, write_gguf
 
+PROGRAM = "LLAMA_SERVER"  # environment variable: where llama.cpp's server is, if not on the PATH
 _FILE_SLACK = 1.01  # metadata, padding, norms in 32 bits
 _TOLERANCE = TOLERANCES[torch.float16]  # on the CPU, its flash attention rounds to 16 bits, whatever KV has
 _ROUNDING = 256  # tokens of KV of a sequence are a multiple of it
 _KV_TYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _LINES_TOLD = 3  # of what it printed last, if it ends
 _POLL_S = 0.05  # between two looks at whether the model is loaded
+
+
+def program() -> str | None:
+    """Where llama.cpp's server is; None: nowhere."""
+    return shutil.which(os.environ.get(PROGRAM, "llama-server"))
+
+
+def check_installed() -> None:
+    """Raise ValueError, which tells what to install, unless all that is needed is there."""
+    if program() is None:
+        raise ValueError(
+            "--baseline llama.cpp needs llama.cpp's llama-server on the PATH, or its path in the environment "
+            f"variable {PROGRAM}: https://github.com/ggml-org/llama.cpp has it for every system"
+        )
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError("--baseline llama.cpp needs gguf: pip install 'neo-desktop[llamacpp]'")
 
 
 @dataclass(frozen=True, slots=True)

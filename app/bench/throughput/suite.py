@@ -5,11 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import psutil
 import torch
 
-from neo_desktop.app.bench.throughput.llama_cpp import LlamaCppBaseline
+from neo_desktop.app.bench.checks import above_zero, at_least
+from neo_desktop.app.bench.throughput.llama_cpp import LlamaCppBaseline, check_installed
 from neo_desktop.app.bench.throughput.report import BASELINE, PolicyResult, ThroughputReport, TimelineSpan
 from neo_desktop.app.bench.throughput.workload import (
     TOLERANCES,
@@ -17,11 +19,9 @@ from neo_desktop.app.bench.throughput.workload import (
     Answer,
     Comparison,
     Run,
-    ThroughputOptions,
     Workload,
     compare,
     fitting,
-    lengths,
     run,
 )
 from neo_desktop.app.bench.words import say
@@ -29,6 +29,7 @@ from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.loading import choose_device, load
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import EngineParts, take_memory
 from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.predict.cost_model import TableCostModel
@@ -36,13 +37,60 @@ from neo_desktop.engine.profiling.profiler import profile
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.simulation.bound import Bound
+from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic
 
+# Tokens in and out of a synthetic request, unless they are given. On a GPU as in summaries, the case that NEO
+# was made for (its section 5.1); a CPU alone takes a second for a hundred tokens of a prompt.
+LENGTHS = {"cuda": (400, 50), "cpu": (100, 30)}
+MOST_REQUESTS = 256  # as many as run at the same time at most
 _PROFILE_SHARE = 0.15  # of the suite's progress
 _POLICIES_SHARE = 0.7  # of the progress, where llama.cpp follows
 _PILOT_REQUESTS = 2
 _LEAST_REQUESTS = 4
 _TIMELINE_LAYERS = 3
 _SHOWN_FIRST = {"auto": 0, "neo": 1}  # whose timeline is shown, if it has two sub-batches
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputOptions(EngineOptions):
+    """Model, requests and policies.
+
+    Raises ValueError for a policy that does not exist, for numbers that make no sense and for a missing
+    llama.cpp.
+    """
+
+    trace: Path | None = None  # an Azure CSV or a JSON list of lengths; None: synthetic lengths
+    input_tokens: int | None = None  # of synthetic requests, within 0.9 to 1.1 of it; None: see LENGTHS
+    output_tokens: int | None = None  # likewise
+    num_requests: int | None = None  # None: so many that all runs together take about `seconds`
+    seed: int = 0
+    repeats: int = 3
+    policies: tuple[str, ...] | None = None  # None: those that differ on this machine
+    seconds: float = 60.0  # for all runs together, if the number of requests is free
+    llama_cpp: bool = False  # also measure llama.cpp with the same weights
+
+    def __post_init__(self) -> None:
+        EngineOptions.__post_init__(self)
+        at_least(self, 1, "input_tokens", "output_tokens", "num_requests", "repeats")
+        above_zero(self, "seconds")
+        for policy in self.policies or ():
+            get_policy(policy)
+        if self.llama_cpp:
+            check_installed()
+
+
+def lengths(options: ThroughputOptions, device: str) -> list[WorkloadRequest]:
+    """Return as many requests as could be asked for; raises what `load_trace` raises.
+
+    Args:
+        device: "cpu" or "cuda", for the lengths of requests that are made up.
+    """
+    count = options.num_requests or MOST_REQUESTS
+    if options.trace is not None:
+        return load_trace(options.trace)[:count]
+    asked = (options.input_tokens, options.output_tokens)
+    prompt, output = (given or usual for given, usual in zip(asked, LENGTHS[device], strict=True))
+    return synthetic(count, prompt, output, options.seed)
 
 
 @dataclass(slots=True)

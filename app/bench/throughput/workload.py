@@ -4,24 +4,15 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from neo_desktop.app.bench.checks import above_zero, at_least
-from neo_desktop.app.bench.throughput.gguf_file import check_installed
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.engine import Engine
-from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.schedule.policies import get_policy
-from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic
+from neo_desktop.engine.simulation.workload import WorkloadRequest
 from neo_desktop.engine.stats import EngineStats
 
-# Tokens in and out of a synthetic request, unless they are given. On a GPU as in summaries, the case that NEO
-# was made for (its section 5.1); a CPU alone takes a second for a hundred tokens of a prompt.
-LENGTHS = {"cuda": (400, 50), "cpu": (100, 30)}
-MOST_REQUESTS = 256  # as many as run at the same time at most
 TOP_LOGPROBS = 5
 
 # By how much two tokens' log-probabilities may differ for one to be taken for the other: a few units in the
@@ -29,34 +20,6 @@ TOP_LOGPROBS = 5
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.8}
 
 Answer = tuple[SampledToken, ...]  # with TOP_LOGPROBS log-probabilities each
-
-
-@dataclass(frozen=True, slots=True)
-class ThroughputOptions(EngineOptions):
-    """Model, requests and policies.
-
-    Raises ValueError for a policy that does not exist, for numbers that make no sense and for a missing
-    llama.cpp.
-    """
-
-    trace: Path | None = None  # an Azure CSV or a JSON list of lengths; None: synthetic lengths
-    input_tokens: int | None = None  # of synthetic requests, within 0.9 to 1.1 of it; None: see LENGTHS
-    output_tokens: int | None = None  # likewise
-    num_requests: int | None = None  # None: so many that all runs together take about `seconds`
-    seed: int = 0
-    repeats: int = 3
-    policies: tuple[str, ...] | None = None  # None: those that differ on this machine
-    seconds: float = 60.0  # for all runs together, if the number of requests is free
-    llama_cpp: bool = False  # also measure llama.cpp with the same weights
-
-    def __post_init__(self) -> None:
-        EngineOptions.__post_init__(self)
-        at_least(self, 1, "input_tokens", "output_tokens", "num_requests", "repeats")
-        above_zero(self, "seconds")
-        for policy in self.policies or ():
-            get_policy(policy)
-        if self.llama_cpp:
-            check_installed()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +40,6 @@ class Workload:
         return [
             SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, logprobs=logprobs) for n in counts
         ]
-
-
-def lengths(options: ThroughputOptions, device: str) -> list[WorkloadRequest]:
-    """Return as many requests as could be asked for; raises what `load_trace` raises.
-
-    Args:
-        device: "cpu" or "cuda", for the lengths of requests that are made up.
-    """
-    count = options.num_requests or MOST_REQUESTS
-    if options.trace is not None:
-        return load_trace(options.trace)[:count]
-    asked = (options.input_tokens, options.output_tokens)
-    prompt, output = (given or usual for given, usual in zip(asked, LENGTHS[device], strict=True))
-    return synthetic(count, prompt, output, options.seed)
 
 
 def fitting(requests: Sequence[WorkloadRequest], most_tokens: int) -> Workload:

@@ -1,50 +1,29 @@
-"""A loaded model as a GGUF file, so that llama.cpp computes with the same weights.
+"""A loaded model as a GGUF file, for llama.cpp to compute with the same weights.
 
 Matrices keep the model's dtype; norms and biases are float32, as llama.cpp wants them. The vocabulary is made
 up, without special tokens, so that no token ends an answer: llama.cpp is given token ids, and tells them.
 """
 
-import importlib.util
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.gguf.config import FAMILIES
+from neo_desktop.models.gguf.tensors import ROPE_FACTORS, stored_name
 from neo_desktop.models.rope import LinearScaling, Llama3Scaling
 from neo_desktop.models.weights import named_weights
 
-PROGRAM = "LLAMA_SERVER"  # environment variable: where llama.cpp's server is, if not on the PATH
-_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
+_ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()}
+_ARCHITECTURES["MistralForCausalLM"] = "llama"
 _FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # enum llama_ftype
-
-
-def program() -> str | None:
-    """Where llama.cpp's server is; None: nowhere."""
-    return shutil.which(os.environ.get(PROGRAM, "llama-server"))
-
-
-def check_installed() -> None:
-    """Raise ValueError, which tells what to install, unless all that is needed is there."""
-    if program() is None:
-        raise ValueError(
-            "--baseline llama.cpp needs llama.cpp's llama-server on the PATH, or its path in the environment "
-            f"variable {PROGRAM}: https://github.com/ggml-org/llama.cpp has it for every system"
-        )
-    if importlib.util.find_spec("gguf") is None:
-        raise ValueError("--baseline llama.cpp needs gguf: pip install 'neo-desktop[llamacpp]'")
+_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of tensors
 
 
 def check_expressible(config: ModelConfig) -> None:
@@ -74,21 +53,18 @@ def write_gguf(gguf: Any, decoder: Decoder, path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    config = decoder.config
-    architecture = _ARCHITECTURES[config.architecture]
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, _ARCHITECTURES[decoder.config.architecture])
     try:
         _add_metadata(writer, gguf, decoder)
-        outline = Decoder(config, dtype=decoder.dtype, device=torch.device("meta"))
-        for name, tensor in _tensors(gguf, outline, architecture):
-            size = tensor.numel() * (4 if tensor.ndim == 1 else tensor.itemsize)
-            kind = _kind(gguf, tensor)
-            writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), size, raw_dtype=kind)
+        outline = Decoder(decoder.config, dtype=decoder.dtype, device=torch.device("meta"))
+        for name, tensor in _tensors(outline):
+            kind = gguf.GGMLQuantizationType[_TYPES[tensor.dtype]]
+            writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), tensor.nbytes, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name, tensor in _tensors(gguf, decoder, architecture):
-            writer.write_tensor_data(_stored(_permuted(name, tensor, config, architecture)))
+        for _, tensor in _tensors(decoder):
+            writer.write_tensor_data(tensor.cpu().contiguous().view(torch.uint8).numpy())
         writer.flush()
         for file in writer.fout:
             os.fsync(file.fileno())  # so that the disk is idle when llama.cpp is measured
@@ -117,37 +93,16 @@ def _add_metadata(writer: Any, gguf: Any, decoder: Decoder) -> None:
     writer.add_token_list(["\\n", *(f"<{token}>" for token in range(1, config.vocab_size))])
 
 
-def _tensors(gguf: Any, decoder: Decoder, architecture: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights with their names in GGUF files, as they lie in the model."""
+def _tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights as they are stored, with their names in GGUF files."""
     config = decoder.config
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_layers)
+    rotates_neighbours = _ARCHITECTURES[config.architecture] == "llama"
     for weight in named_weights(decoder):
-        yield names.get_name(weight.name, try_suffixes=(".weight", ".bias")), weight.dense()
+        name, tensor = stored_name(weight.name), weight.dense()
+        if rotates_neighbours and name.split(".")[-2] in ("attn_q", "attn_k"):  # see `GGUFTensor`
+            halves = tensor.reshape(-1, 2, config.head_dim // 2, *tensor.shape[1:])
+            tensor = halves.transpose(1, 2).flatten(0, 2)
+        yield name, tensor.float() if tensor.ndim == 1 else tensor
     if isinstance(config.rope.scaling, Llama3Scaling):
         plain = 1.0 / config.rope.theta ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
-        yield "rope_freqs.weight", plain / config.rope.inverse_frequencies(config.head_dim)
-
-
-def _permuted(name: str, tensor: Tensor, config: ModelConfig, architecture: str) -> Tensor:
-    """Order the rows of queries and keys for llama.cpp's rotation.
-
-    For its architecture `llama`, it rotates channel 2i with 2i + 1; the checkpoints, i with i + head_dim / 2.
-    """
-    if architecture != "llama" or name.split(".")[-2] not in ("attn_q", "attn_k"):
-        return tensor
-    halves = tensor.reshape(-1, 2, config.head_dim // 2, *tensor.shape[1:])
-    return halves.transpose(1, 2).flatten(0, 2)
-
-
-def _kind(gguf: Any, tensor: Tensor) -> Any:
-    """The type in which a tensor is stored."""
-    kinds = gguf.GGMLQuantizationType
-    if tensor.ndim == 1:
-        return kinds.F32
-    return {torch.float32: kinds.F32, torch.float16: kinds.F16, torch.bfloat16: kinds.BF16}[tensor.dtype]
-
-
-def _stored(tensor: Tensor) -> NDArray[Any]:
-    """The tensor's bytes in that type."""
-    tensor = (tensor.float() if tensor.ndim == 1 else tensor).cpu().contiguous()
-    return tensor.view(torch.uint8).numpy()
+        yield ROPE_FACTORS, plain / config.rope.inverse_frequencies(config.head_dim)
