@@ -2,5 +2,5 @@
 
 An iteration of decoding reads all weights once and the KV of all its requests, and multiplies every weight
 once per request. Reading bounds small batches, multiplying large ones: the longer of the two times, at rates
-measured in between, is the limit. See work.py for what counts, rig.py for what is timed.
+measured in between, is the limit. See rig.py for what counts, and what is timed.
 """
