@@ -54,7 +54,7 @@ class CostModel(Protocol):
 
 
 class ZeroCostModel:
-    """Everything is free: every inequality holds, no plan is better than another. For tests."""
+    """Nothing was measured, and everything is free: no plan is better than another."""
 
     num_layers = 1
     overlaps = True

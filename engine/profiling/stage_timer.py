@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from neo_desktop.engine.execute.host import Relays
 from neo_desktop.engine.execute.lane import Lane, Recorder, Work
 from neo_desktop.engine.execute.prefill import Prefill
 from neo_desktop.engine.execute.program import Record
-from neo_desktop.engine.execute.prompts import DevicePrompts, slots_of
+from neo_desktop.engine.execute.prompts import DevicePrompts
 from neo_desktop.engine.execute.round_trips import SmallProgram
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, timed_event
 from neo_desktop.engine.execute.timeline import Stage as LaneStage
@@ -300,11 +299,8 @@ class StageTimer:
 
     def _prefill(self, tokens: int, context_len: int, turn: int) -> Callable[[int], object]:
         region = self._regions[NEAR]
-        (table,) = region.tables([context_len], turn)
-        slots = slots_of(table, np.arange(context_len), BLOCK_SIZE)
-        chunk = Prefill(
-            slice(0, tokens), context_len - tokens, upload(slots, torch.int64, region.pool.device)
-        )
+        slots = region.slots(context_len, turn).to(region.pool.device)
+        chunk = Prefill(slice(0, tokens), context_len - tokens, slots)
         prompts = DevicePrompts(region.pool, [chunk])
         q, kv = self._q[:tokens], self._kv[:, :tokens]
         out = torch.empty_like(q)
@@ -314,22 +310,15 @@ class StageTimer:
         region = self._regions[place]
         device, lens = region.pool.device, self._context_lens(requests, mean_context)
         tables = region.tables(lens, turn)
-        last = np.array([length - 1 for length in lens])
-        slots = [
-            int(slots_of(table, end, BLOCK_SIZE)[0]) for table, end in zip(tables, last[:, None], strict=True)
-        ]
-        new_slots, block_tables, context_lens = (
-            upload(slots, torch.int64, device),
-            upload(padded_block_tables(tables), torch.int32, device),
-            upload(lens, torch.int32, device),
-        )
+        block_tables = upload(padded_block_tables(tables), torch.int32, device)
+        context_lens = upload(lens, torch.int32, device)
         q, k, v = (tensor[:requests].to(device) for tensor in (self._q, *self._kv))
         out = torch.empty_like(q)
 
         def attend(layer: int, scale: float, window: int | None) -> None:
             cache = region.pool.layer(layer)
             new_k, new_v = (None, None) if cache.stores_early else (k, v)
-            cache.decode(q, new_k, new_v, new_slots, block_tables, context_lens, out, scale, window)
+            cache.decode(q, new_k, new_v, None, block_tables, context_lens, out, scale, window)
 
         return self._in_layers(region, turn, attend)
 
