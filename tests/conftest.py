@@ -16,11 +16,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from hypothesis import HealthCheck, settings
 from ladder_rungs import Rungs, restored_ladder
 
 # Likewise, before Triton is: without a GPU its kernels run in its interpreter, on tensors of the CPU.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+settings.register_profile("any pace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any pace")  # the computer may be slow, or busy
 
 
 @pytest.fixture(scope="session", autouse=True)

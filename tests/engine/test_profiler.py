@@ -419,7 +419,7 @@ def test_on_a_gpu_every_stage_is_measured_and_keeps_no_memory() -> None:
     device = torch.device("cuda")
     model = random_model(CONFIG, dtype=torch.float16, device=device)
     pools = {
-        place: KVPool(CONFIG, 64, BLOCK_SIZE, torch.float16, memory)
+        place: KVPool(CONFIG, 8, BLOCK_SIZE, torch.float16, memory)
         for place, memory in ((Place.DEVICE, device), (Place.HOST, CPU))
     }
     taken = []
