@@ -99,17 +99,17 @@ class State:
             self.scratch.first(rows),
         )
 
-    def select(self, rows: Tensor, into: "State") -> "State":
-        """Copy some rows, as far as the stages after the attention read them; return views of the copies.
+    def select(self, rows: Tensor, into: "State", first_row: int) -> None:
+        """Copy some rows, as far as the stages after the attention read them.
 
         Args:
             rows: [m] int64
             into: room for them, not of this state.
+            first_row: where they go.
         """
-        into = into.first(len(rows))
-        torch.index_select(self.residual, 0, rows, out=into.residual)
-        torch.index_select(self.attention, 0, rows, out=into.attention)
-        return into
+        of_them = slice(first_row, first_row + len(rows))
+        torch.index_select(self.residual, 0, rows, out=into.residual[of_them])
+        torch.index_select(self.attention, 0, rows, out=into.attention[of_them])
 
 
 class Stages:

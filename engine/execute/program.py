@@ -289,13 +289,10 @@ class Program:
         if not count:
             return
         self.last_states = self._passes[0].memory.state.residual.new_empty(count, self._config.hidden_size)
-        first_row = 0
-        for each in self._passes:
-            out = self.last_states[first_row : first_row + len(each.last_rows)]
-            first_row += len(out)
-            if len(out):
-                stage = Stage("linear", self._config.num_layers, each.memory.index, len(out))
-                recorder.run(Lane.DEVICE, stage, partial(self._finish_rows, each, out))
+        wanted = [each for each in self._passes if each.last_rows]
+        index = wanted[0].memory.index if len(wanted) == 1 else NO_SUB_BATCH
+        stage = Stage("linear", self._config.num_layers, index, count)
+        recorder.run(Lane.DEVICE, stage, partial(self._finish_rows, wanted, self.last_states))
 
     # What the lanes run.
 
@@ -335,13 +332,19 @@ class Program:
         self._stages.post_attention(self._config.num_layers - 1, state)
         self._stages.final_norm(state, out)
 
-    def _finish_rows(self, each: SubBatchPass, out: Tensor) -> None:
-        state, config = each.memory.state, self._config
-        count, device, dtype = len(out), out.device, out.dtype
-        if count < state.rows or list(each.last_rows) != list(range(count)):
-            scratch = Scratch.empty(config, count, dtype, device)
-            room = State.empty(config, count, dtype, device, scratch)
-            state = state.select(upload(list(each.last_rows), torch.int64, device), room)
+    def _finish_rows(self, passes: Sequence[SubBatchPass], out: Tensor) -> None:
+        """Finish the last rows of all these sub-batches at once: weights are read once."""
+        state, count = passes[0].memory.state, len(out)
+        if len(passes) > 1 or list(passes[0].last_rows) != list(range(state.rows)):
+            scratch = Scratch.empty(self._config, count, out.dtype, out.device)
+            room = State.empty(self._config, count, out.dtype, out.device, scratch)
+            last_rows = upload([row for each in passes for row in each.last_rows], torch.int64, out.device)
+            parts = torch.split(last_rows, [len(each.last_rows) for each in passes])
+            first = 0
+            for each, rows in zip(passes, parts, strict=True):
+                each.memory.state.select(rows, room, first)
+                first += len(rows)
+            state = room
         self._finish_all(state, out)
 
     def _most_probable(self, rows: int) -> None:

@@ -154,7 +154,10 @@ def test_states_of_more_rows_and_selections_of_rows_give_the_same():
         stages.pre_attention(0, state)
         state.attention.copy_(attention)
     rows = torch.tensor([6, 2])
-    selected = found.select(rows, state_of(stages, token_ids, positions))
+    room = state_of(stages, token_ids, positions)
+    for first, row in enumerate(rows):  # as from two sub-batches
+        found.select(row.view(1), room, first)
+    selected = room.first(len(rows))
     normed = [torch.empty_like(state.residual) for state in (expected, found, selected)]
     for state, out in zip((expected, found, selected), normed, strict=True):
         stages.post_attention(0, state)
