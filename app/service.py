@@ -21,7 +21,7 @@ from neo_desktop.app.chat_template import ChatTemplateError
 from neo_desktop.app.engines.messages import (
     Abort,
     Add,
-    Answer,
+    Answered,
     Command,
     Compile,
     Ended,
@@ -282,7 +282,7 @@ class EngineService:
         self._asked[command.ticket] = answer
         return await answer
 
-    def _answer(self, answer: Answer) -> None:
+    def _answer(self, answer: Answered) -> None:
         self._num_heard += 1
         asked = self._asked.pop(answer.ticket, None)
         if asked is None or asked.done():  # whoever asked has gone
@@ -358,7 +358,7 @@ class EngineService:
                     yield partial(self._deliver, output)
             case Status():
                 yield partial(self._book, event)
-            case Answer():
+            case Answered():
                 yield partial(self._answer, event)
             case Refused():
                 yield partial(self._give_up, event)

@@ -80,7 +80,7 @@ class IterationTiming:
     """How long an iteration took, or is predicted to take."""
 
     total_ms: float
-    cpu_attention_ms: float  # while the CPU computed decode attention, all layers; 0 where there was none
+    host_attention_ms: float  # while the CPU computed decode attention, all layers; 0 where there was none
     is_first: bool = False  # of its sizes: it took longer, since kernels were compiled or graphs captured
 
 

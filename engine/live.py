@@ -55,7 +55,7 @@ class LiveIteration:
 
     total_ms: float
     predicted_ms: float  # 0: nothing was predicted
-    cpu_attention_ms: float
+    host_attention_ms: float
     num_sub_batches: int
     num_gpu_decodes: int
     num_cpu_decodes: int
@@ -89,7 +89,7 @@ class LiveIteration:
         return cls(
             total_ms=timing.total_ms,
             predicted_ms=plan.predicted.total_ms,
-            cpu_attention_ms=timing.cpu_attention_ms,
+            host_attention_ms=timing.host_attention_ms,
             num_sub_batches=len(plan.sub_batches),
             num_gpu_decodes=len(decoded) - num_cpu,
             num_cpu_decodes=num_cpu,
@@ -114,7 +114,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class LeastTime:
     """How fast the work of the noted iterations could have been done at best."""
 
     real_ms: float  # what it took
@@ -199,7 +199,7 @@ class LiveView:
         return fmean(errors) if errors else None
 
     @property
-    def limit(self) -> Limit | None:
+    def limit(self) -> LeastTime | None:
         """The bound for the work of the noted iterations; None without measured tables."""
         if self.tables is None or not self.iterations:
             return None
@@ -213,7 +213,7 @@ class LiveView:
             longest_chain=max(chains.values(), default=0),
         )
         gpu_tokens, cpu_tokens = (self.capacity_tokens(in_host) for in_host in (False, True))
-        return Limit(
+        return LeastTime(
             real_ms=sum(one.total_ms for one in self.iterations),
             least_ms=least_ms(
                 self.tables, work, gpu_tokens, 0.0 if gpu_tokens else 1.0, 1.0 if cpu_tokens else 0.0

@@ -144,6 +144,10 @@ class DecodeStream:
     A piece is held back while it ends inside a character. Special tokens give no text. The pieces and
     `flush` together are `decode` of all the tokens. (Where a byte-fallback vocabulary breaks off a character,
     `decode` alone would blot out the whole characters before it too; the stream keeps them.)
+
+    The library's own `decoders.DecodeStream` gives the same pieces, 1 µs per token faster. But it never gives
+    what an unfinished character left behind, waits for one without end, and fails where bytes of a
+    byte-fallback vocabulary are no character.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -85,7 +85,7 @@ def simulate_run(policy_name: str) -> list[tuple[float, float, float, float, int
             (
                 clock_ms,
                 decision.predicted.total_ms,
-                decision.predicted.cpu_attention_ms,
+                decision.predicted.host_attention_ms,
                 float(num_chunk_tokens),
                 len(residency.waiting),
                 len(decision.waiting_decodes),

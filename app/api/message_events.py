@@ -6,7 +6,7 @@ from typing import Any
 
 from neo_desktop.app.api.calls import CallArguments, CallStart, Text, Thought
 from neo_desktop.app.api.fields import Json
-from neo_desktop.app.api.outputs import Answer, Outputs, Usage
+from neo_desktop.app.api.outputs import Answer, Outputs, TokensUsed
 from neo_desktop.app.api.replies import new_id
 from neo_desktop.app.service_errors import ServiceError
 from neo_desktop.app.web.connection import event
@@ -106,7 +106,7 @@ class _BlockEvents:
         return [_event("content_block_stop", index=self._index)]
 
 
-def message_body(model: str, usage: Usage) -> Json:
+def message_body(model: str, usage: TokensUsed) -> Json:
     """Return a message without its content."""
     return {
         "id": new_id("msg_"),

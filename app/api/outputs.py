@@ -34,7 +34,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class Usage:
+class TokensUsed:
     """Tokens over all outputs of a request; a prompt counts once, however many outputs it has."""
 
     prompts: dict[str, tuple[int, int]] = field(default_factory=dict)  # request -> tokens, cached ones
@@ -70,7 +70,7 @@ class Outputs:
     """
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer, prepared: Prepared | None) -> None:
-        self.usage = Usage()
+        self.usage = TokensUsed()
         self._generation = generation
         self._prepared = prepared
         self._mark = "" if prepared is None else prepared.tool_format.opening

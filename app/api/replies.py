@@ -5,7 +5,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 
 from neo_desktop.app.api.fields import Json
-from neo_desktop.app.api.outputs import Usage
+from neo_desktop.app.api.outputs import TokensUsed
 from neo_desktop.app.service_errors import ServiceError
 from neo_desktop.app.web.connection import event
 from neo_desktop.app.web.errors import ApiError, from_service
@@ -37,7 +37,7 @@ def head(prefix: str, kind: str, model: str) -> Json:
     return {"id": new_id(prefix), "object": kind, "created": int(time.time()), "model": model}
 
 
-def usage_body(usage: Usage) -> Json:
+def usage_body(usage: TokensUsed) -> Json:
     """The usage object of chats and completions."""
     return {
         "prompt_tokens": usage.num_prompt_tokens,

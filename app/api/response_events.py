@@ -5,7 +5,7 @@ from typing import Any
 
 from neo_desktop.app.api.calls import CallArguments, CallStart, Piece, Text
 from neo_desktop.app.api.fields import Json
-from neo_desktop.app.api.outputs import Step, Usage
+from neo_desktop.app.api.outputs import Step, TokensUsed
 from neo_desktop.app.api.replies import new_id, token_logprobs
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.models.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ class ResponseEvents:
         self._end = step.end
         return events
 
-    def end(self, usage: Usage) -> list[Json]:
+    def end(self, usage: TokensUsed) -> list[Json]:
         """The last events."""
         is_cut = self._end == "length"
         events = [] if self._item or self.response["output"] else self._begin_item("message")

@@ -17,7 +17,7 @@ from neo_desktop.app.chats.errors import NotFoundError, NotPossibleError
 from neo_desktop.app.chats.messages import Message, Settings, State, to_send
 from neo_desktop.app.chats.news import News
 from neo_desktop.app.chats.store import ChatStore
-from neo_desktop.app.chats.worker import Worker
+from neo_desktop.app.chats.worker import FunctionThread
 from neo_desktop.app.chats.writing import GrowingAnswer
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.service_errors import EngineRestartingError, ServiceError, ServiceStoppedError
@@ -48,7 +48,7 @@ class Answers:
         self,
         host: ModelHost,
         store: ChatStore,
-        worker: Worker,
+        worker: FunctionThread,
         growing: dict[str, GrowingAnswer],
         news: News,
     ) -> None:

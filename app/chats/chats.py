@@ -5,7 +5,7 @@ from pathlib import Path
 from neo_desktop.app.chats.answers import Answers
 from neo_desktop.app.chats.news import News
 from neo_desktop.app.chats.store import ChatStore
-from neo_desktop.app.chats.worker import Worker
+from neo_desktop.app.chats.worker import FunctionThread
 from neo_desktop.app.chats.writing import GrowingAnswer
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.web.events import Hub
@@ -26,7 +26,7 @@ class Chats:
     def __init__(self, host: ModelHost, hub: Hub, folder: Path) -> None:
         growing: dict[str, GrowingAnswer] = {}
         self.store = ChatStore(folder)
-        self.worker = Worker("chats")
+        self.worker = FunctionThread("chats")
         self.news = News(host, self.store, self.worker, growing, hub)
         self.answers = Answers(host, self.store, self.worker, growing, self.news)
 

@@ -12,7 +12,7 @@ from neo_desktop.app.chats.errors import NotFoundError
 from neo_desktop.app.chats.messages import Chat, Message
 from neo_desktop.app.chats.store import ChatStore
 from neo_desktop.app.chats.views import Json, chat_view, list_view, node_view, whole_view
-from neo_desktop.app.chats.worker import Worker
+from neo_desktop.app.chats.worker import FunctionThread
 from neo_desktop.app.chats.writing import GrowingAnswer
 from neo_desktop.app.shelf.hosting import ModelHost, NoModelError
 from neo_desktop.app.web.events import Hub
@@ -37,7 +37,7 @@ class News:
         self,
         host: ModelHost,
         store: ChatStore,
-        worker: Worker,
+        worker: FunctionThread,
         growing: dict[str, GrowingAnswer],
         hub: Hub,
     ) -> None:
@@ -47,7 +47,7 @@ class News:
         self._worker = worker
         self._growing = growing
         self._hub = hub
-        self._rendering = Worker("render")
+        self._rendering = FunctionThread("render")
         self._tasks: set[asyncio.Task[None]] = set()
         self._list_is_old = False
         self._list_is_made = False

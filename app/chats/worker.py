@@ -10,7 +10,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Worker:
+class FunctionThread:
     """A thread that calls functions one after the other."""
 
     def __init__(self, name: str) -> None:

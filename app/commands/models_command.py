@@ -1,9 +1,8 @@
 """The command `neo-desktop models`: what is on this computer, what fits, and bringing and removing models."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -60,7 +59,7 @@ def list_models(
         source = speeds[0].assumption.rpartition(";")[0]
         stdout.print(f"tokens/s: of one chat, {source}.", style="dim", highlight=False)
     if json_file is not None:
-        data = [_plain(*each) for each in found]
+        data = [model.to_json(fit, reason) for model, fit, reason in found]
         json_file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
@@ -92,7 +91,7 @@ def info(
             table.add_row(*row)
     stdout.print(table, highlight=False)
     if json_file is not None:
-        json_file.write_text(json.dumps(_plain(model, fit, reason), indent=2) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps(model.to_json(fit, reason), indent=2) + "\n", encoding="utf-8")
 
 
 @models.command(epilog="Example: neo-desktop models pull Qwen/Qwen3-0.6B")
@@ -177,23 +176,6 @@ def _fit_rows(fit: "Fit", summary: "Summary") -> list[tuple[str, str]]:
 
 def _chats(count: int, fit: "Fit") -> str:
     return f"{count}+" if count == fit.most_chats else str(count)
-
-
-def _plain(model: "LocalModel", fit: "Fit | None", reason: str | None) -> dict[str, Any]:
-    summary = model.summary
-    return {
-        "name": model.name,
-        "path": str(summary.path),
-        "size_bytes": summary.size_bytes,
-        "dtype": summary.dtype,
-        "is_quantised": summary.is_quantised,
-        "architecture": summary.architecture,
-        "parameters": summary.parameters,
-        "context_tokens": summary.context_tokens,
-        "runnable": reason is None,
-        "reason": reason,
-        "fit": None if fit is None else asdict(fit),
-    }
 
 
 def _gb(num_bytes: int) -> str:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from neo_desktop.app.engines.messages import (
     Abort,
     Add,
-    Answer,
+    Answered,
     Command,
     Compile,
     Ended,
@@ -100,7 +100,7 @@ class EngineLoop:
             case Abort():
                 self._engine.abort(command.request_id)
             case Look():
-                return [Answer(command.ticket, self._engine.live_view())]
+                return [Answered(command.ticket, self._engine.live_view())]
             case Stop():
                 self._is_stopping = True
         return []
@@ -131,7 +131,7 @@ class EngineLoop:
             self._engine.grammars.compile(command.grammar)
         except Exception as refused:
             error = _told(refused)
-        self._emit([Answer(command.ticket, error=error)])
+        self._emit([Answered(command.ticket, error=error)])
 
 
 def _told(error: Exception) -> Exception:

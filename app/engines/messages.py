@@ -1,7 +1,7 @@
 """What goes to an engine and what comes back: plain values, since the border of a process may lie between.
 
-Commands that want an answer carry a ticket, and exactly one `Answer` with that ticket comes back, unless the
-engine ends.
+Commands that want an answer carry a ticket, and exactly one `Answered` with that ticket comes back, unless
+the engine ends.
 """
 
 import pickle
@@ -61,7 +61,7 @@ Command = Add | Compile | Look | Abort | Stop
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Answered:
     """What became of a command."""
 
     ticket: int
@@ -100,7 +100,7 @@ class Ended:
     reason: str | None = None  # a sentence without its full stop; None: the engine was told to stop
 
 
-Event = Answer | Refused | Stepped | Status | Ended
+Event = Answered | Refused | Stepped | Status | Ended
 Receiver = Callable[[Sequence[Event]], object]  # called by a thread of the engine's
 
 

@@ -6,7 +6,7 @@ import time
 
 from fastapi import APIRouter
 
-from neo_desktop.app.live.schema import EngineView, State
+from neo_desktop.app.live.schema import EngineState, EngineView
 from neo_desktop.app.live.view import engine_view
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.service_errors import ServiceError
@@ -43,18 +43,18 @@ class EngineFeed:
         try:
             service = self._host.service
         except NoModelError as reason:
-            return EngineView.without_engine(State.NO_MODEL, _sentence(reason))
+            return EngineView.without_engine(EngineState.NO_MODEL, _sentence(reason))
         if self._host.is_resting:
-            return EngineView.without_engine(State.RESTING, RESTING)
+            return EngineView.without_engine(EngineState.RESTING, RESTING)
         if service is not self._service:  # another model
             self._service, self._asked, self._seen, self._seen_s = service, None, None, float("-inf")
         try:
             await self._look(service)
         except ServiceError as reason:
-            return EngineView.without_engine(State.STOPPED, _sentence(reason))
+            return EngineView.without_engine(EngineState.STOPPED, _sentence(reason))
         if self._seen is None:
             reason_text = "The engine is busy with a long piece of work and has not answered yet."
-            return EngineView.without_engine(State.WORKING, reason_text)
+            return EngineView.without_engine(EngineState.WORKING, reason_text)
         return engine_view(self._seen, max(time.monotonic() - self._seen_s, 0.0))
 
     async def _look(self, service: EngineService) -> None:

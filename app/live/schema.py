@@ -6,7 +6,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class State(StrEnum):
+class EngineState(StrEnum):
     """What can be told."""
 
     NO_MODEL = "no-model"  # none is loaded, or one is being loaded
@@ -53,7 +53,7 @@ class Batch(_Json):
     copied_blocks: int = Field(description="KV blocks that moved between the caches")
 
 
-class Rates(_Json):
+class RatesView(_Json):
     """Tokens per second over the last seconds."""
 
     prompt_tokens_per_s: float
@@ -61,7 +61,7 @@ class Rates(_Json):
     over_s: float
 
 
-class LaneSpan(_Json):
+class LaneSpanView(_Json):
     """A piece of work; times count from the iteration's beginning."""
 
     stage: str
@@ -71,15 +71,15 @@ class LaneSpan(_Json):
     end_ms: float
 
 
-class Lane(_Json):
+class LaneView(_Json):
     """What carries out work in order: device, to-host, cpu, to-device, swap."""
 
     name: str
     busy: float = Field(description="share of the iteration, 0 to 1")
-    spans: list[LaneSpan]
+    spans: list[LaneSpanView]
 
 
-class Timeline(_Json):
+class TimelineView(_Json):
     """Who was busy when in one iteration."""
 
     total_ms: float
@@ -90,10 +90,10 @@ class Timeline(_Json):
     is_device_recorded: bool = Field(
         description="false: the GPU ran the iteration as one CUDA graph, whose parts are not recorded"
     )
-    lanes: list[Lane]
+    lanes: list[LaneView]
 
 
-class Prediction(_Json):
+class PredictionView(_Json):
     """Predicted against real time of the last iterations, the newest last."""
 
     mean_error: float = Field(description="of the predicted times, relative to the real ones")
@@ -101,7 +101,7 @@ class Prediction(_Json):
     real_ms: list[float]
 
 
-class Bound(_Json):
+class BoundView(_Json):
     """The last iterations' work against the least time that it could have taken on this computer."""
 
     real_ms: float
@@ -110,7 +110,7 @@ class Bound(_Json):
     gpu_alone_ms: float | None = Field(description="the least with the GPU-cache alone; null: there is none")
 
 
-class Weights(_Json):
+class WeightsView(_Json):
     """Where the model's weights are."""
 
     place: str = Field(description="gpu or host")
@@ -148,26 +148,26 @@ class Running(_Json):
         description="how many of `requests` the GPU-cache alone would hold at most, now; null: there is none"
     )
     batch: Batch | None = Field(description="null: none since somebody looks")
-    rates: Rates | None = Field(description="null: not counted for long enough")
-    timeline: Timeline | None = Field(description="null: no iteration was recorded yet")
-    prediction: Prediction | None = Field(description="null: the policy predicts nothing, or none yet")
-    bound: Bound | None = Field(
+    rates: RatesView | None = Field(description="null: not counted for long enough")
+    timeline: TimelineView | None = Field(description="null: no iteration was recorded yet")
+    prediction: PredictionView | None = Field(description="null: the policy predicts nothing, or none yet")
+    bound: BoundView | None = Field(
         description="null: nothing was measured on this computer, or no iteration yet"
     )
-    weights: list[Weights]
+    weights: list[WeightsView]
     counters: Counters
 
 
 class EngineView(_Json):
     """What the engine does right now."""
 
-    state: State
+    state: EngineState
     sentence: str = Field(description="the same in plain words")
     notes: list[str] = Field(description="what a reader must know beside it")
     age_s: float = Field(description="how old this is: an engine answers between two iterations")
     running: Running | None = Field(description="null: there is no engine to ask")
 
     @classmethod
-    def without_engine(cls, state: State, sentence: str) -> Self:
+    def without_engine(cls, state: EngineState, sentence: str) -> Self:
         """Say why there is nothing to say."""
         return cls(state=state, sentence=sentence, notes=[], age_s=0.0, running=None)

@@ -5,19 +5,19 @@ from collections.abc import Iterable
 from neo_desktop.app.live import words
 from neo_desktop.app.live.schema import (
     Batch,
-    Bound,
+    BoundView,
     Cache,
     Counters,
+    EngineState,
     EngineView,
-    Lane,
-    LaneSpan,
-    Prediction,
-    Rates,
+    LaneSpanView,
+    LaneView,
+    PredictionView,
+    RatesView,
     RequestLine,
     Running,
-    State,
-    Timeline,
-    Weights,
+    TimelineView,
+    WeightsView,
 )
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Span, busy_shares
 from neo_desktop.engine.kv.cache import PoolUsage
@@ -30,7 +30,7 @@ def engine_view(view: LiveView, age_s: float = 0.0) -> EngineView:
     """Return what is sent of a view that is so old."""
     is_idle = not view.requests and view.stats.num_waiting == 0
     return EngineView(
-        state=State.IDLE if is_idle else State.WORKING,
+        state=EngineState.IDLE if is_idle else EngineState.WORKING,
         sentence=words.sentence(view),
         notes=words.notes(view),
         age_s=round(age_s, 1),
@@ -69,7 +69,7 @@ def _running(view: LiveView) -> Running:
         prediction=_prediction(view),
         bound=_bound(view),
         weights=[
-            Weights(
+            WeightsView(
                 place="host" if view.is_gpu_imitated else "gpu", bytes=view.weights_bytes, dtype=stats.dtype
             )
         ],
@@ -109,23 +109,23 @@ def _batch(view: LiveView) -> Batch | None:
     )
 
 
-def _rates(view: LiveView) -> Rates | None:
+def _rates(view: LiveView) -> RatesView | None:
     rates = view.rates
     if rates is None:
         return None
-    return Rates(
+    return RatesView(
         prompt_tokens_per_s=round(rates.prompt_tokens_per_s, 1),
         output_tokens_per_s=round(rates.output_tokens_per_s, 1),
         over_s=round(rates.over_s, 2),
     )
 
 
-def _bound(view: LiveView) -> Bound | None:
+def _bound(view: LiveView) -> BoundView | None:
     limit = view.limit
     if limit is None:
         return None
     alone_ms = limit.gpu_alone_ms
-    return Bound(
+    return BoundView(
         real_ms=round(limit.real_ms, 2),
         least_ms=round(limit.least_ms, 2),
         share=round(limit.share, 4),
@@ -133,27 +133,28 @@ def _bound(view: LiveView) -> Bound | None:
     )
 
 
-def _timeline(view: LiveView) -> Timeline | None:
+def _timeline(view: LiveView) -> TimelineView | None:
     spans = view.spans
     if not spans:
         return None
     start_ns = min(span.start_ns for span in spans)
     busy, overlap = busy_shares(spans), view.overlap
     names = sorted(busy, key=lambda name: LANES.index(name) if name in LANES else len(LANES))
-    return Timeline(
+    return TimelineView(
         total_ms=_ms(max(span.end_ns for span in spans) - start_ns),
         age_s=round(view.spans_age_s, 1),
         overlap=None if overlap is None else round(overlap, 4),
         is_device_recorded="device" in busy,
         lanes=[
-            Lane(name=name, busy=round(busy[name], 4), spans=_lane(spans, name, start_ns)) for name in names
+            LaneView(name=name, busy=round(busy[name], 4), spans=_lane(spans, name, start_ns))
+            for name in names
         ],
     )
 
 
-def _lane(spans: Iterable[Span], name: str, start_ns: int) -> list[LaneSpan]:
+def _lane(spans: Iterable[Span], name: str, start_ns: int) -> list[LaneSpanView]:
     return [
-        LaneSpan(
+        LaneSpanView(
             stage=span.stage.name,
             layer=span.stage.layer,
             sub_batch=None if span.stage.sub_batch == NO_SUB_BATCH else span.stage.sub_batch,
@@ -165,11 +166,11 @@ def _lane(spans: Iterable[Span], name: str, start_ns: int) -> list[LaneSpan]:
     ]
 
 
-def _prediction(view: LiveView) -> Prediction | None:
+def _prediction(view: LiveView) -> PredictionView | None:
     if view.mean_error is None:
         return None
     predicted = [one for one in view.iterations if one.predicted_ms > 0]
-    return Prediction(
+    return PredictionView(
         mean_error=round(view.mean_error, 4),
         predicted_ms=[round(one.predicted_ms, 3) for one in predicted],
         real_ms=[round(one.total_ms, 3) for one in predicted],

@@ -10,11 +10,13 @@ Names are looked up here and never made into paths.
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from neo_desktop.app.data_folder import data_folder
 from neo_desktop.app.shelf.checkpoint_summary import Summary, summarize
+from neo_desktop.app.shelf.fits import Fit
 from neo_desktop.engine.loading import BUILTIN_NAME, model_path
 from neo_desktop.engine.options import BUILTIN
 from neo_desktop.models.gguf.checkpoint import gguf_files, model_name
@@ -41,6 +43,28 @@ class LocalModel:
     def source(self) -> str:
         """What the engine calls it."""
         return BUILTIN if self.name == BUILTIN_NAME else str(self.summary.path)
+
+    def to_json(self, fit: Fit | None, reason: str | None) -> dict[str, Any]:
+        """Return what is told of it.
+
+        Args:
+            fit: how it fits into memory, if that is known.
+            reason: why it cannot be loaded; None: it can.
+        """
+        summary = self.summary
+        return {
+            "name": self.name,
+            "path": None if self.shape is not None else str(summary.path),
+            "size_bytes": summary.size_bytes,
+            "dtype": summary.dtype,
+            "is_quantised": summary.is_quantised,
+            "architecture": summary.architecture,
+            "parameters": summary.parameters,
+            "context_tokens": summary.context_tokens,
+            "runnable": reason is None,
+            "reason": reason,
+            "fit": None if fit is None else asdict(fit),
+        }
 
 
 def own_folder() -> Path:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from neo_desktop.app.shelf.speed import Figures, Prediction, predict
+from neo_desktop.app.shelf.speed import MachineFigures, Speed, predict
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.loading import CPU_CACHE_DTYPES, choose_device, choose_dtype
 from neo_desktop.engine.options import EngineOptions
@@ -30,11 +30,11 @@ class Fit:
     chats: int  # with those in the CPU-cache
     most_chats: int  # at once, however much memory there is
     is_imitated: bool  # there is no GPU: both caches lie in host memory
-    speed: Prediction | None
+    speed: Speed | None
     speed_reason: str | None  # why there is none
 
 
-def fit(config: ModelConfig, options: EngineOptions, free: FreeMemory, figures: Figures | str) -> Fit:
+def fit(config: ModelConfig, options: EngineOptions, free: FreeMemory, figures: MachineFigures | str) -> Fit:
     """Reckon what the engine would take.
 
     Args:
@@ -67,8 +67,8 @@ def fit(config: ModelConfig, options: EngineOptions, free: FreeMemory, figures: 
     chats = {place: min(count // chat_tokens, most_chats) for place, count in tokens.items()}
     if reason is None and not any(tokens.values()):
         reason = "the weights fit, but no memory is left for chats: close other programs"
-    speed: Prediction | str = figures if isinstance(figures, str) else "it does not fit"
-    if reason is None and isinstance(figures, Figures):
+    speed: Speed | str = figures if isinstance(figures, str) else "it does not fit"
+    if reason is None and isinstance(figures, MachineFigures):
         if any(chats.values()):
             speed = predict(figures, config, dtype, tuple(chats.items()), chat_tokens)
         else:

@@ -15,7 +15,7 @@ from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.catalogue import Catalogue, LocalModel
 from neo_desktop.app.shelf.fits import Fit, fit
 from neo_desktop.app.shelf.recipe import EngineRecipe
-from neo_desktop.app.shelf.speed import Figures, find_figures
+from neo_desktop.app.shelf.speed import MachineFigures, find_figures
 from neo_desktop.engine.cuda.streams import open_streams
 from neo_desktop.engine.loading import choose_device, choose_dtype
 from neo_desktop.engine.options import EngineOptions
@@ -105,7 +105,7 @@ class ModelLoader:
         free = self._free(is_loaded)
         return fit(config, self.options, free, self.figures())
 
-    def figures(self) -> Figures | str:
+    def figures(self) -> MachineFigures | str:
         """Return what is known of this computer's speed, or why nothing is."""
         return find_figures(choose_device(self.options.device), self._reports)
 

@@ -1,9 +1,9 @@
 """What the page's Models tab shows and does."""
 
 import asyncio
-import dataclasses
 import logging
 import threading
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -56,7 +56,7 @@ class ModelShelf:
         host = self._host
         return {
             "loaded": self._loaded(),
-            "loading": None if host.loading is None else dataclasses.asdict(host.loading),
+            "loading": None if host.loading is None else asdict(host.loading),
             "error": host.error,
             "models": self._models,
             "folders": [str(folder) for folder in self._loader.catalogue.folders] if self._loader else [],
@@ -210,17 +210,5 @@ def _entry(loader: ModelLoader, model: LocalModel, is_loaded: bool) -> dict[str,
             fit = loader.fit(summary.config, is_loaded=is_loaded)
         except (ValueError, RuntimeError) as error:  # a GPU without bfloat16, say
             reason = str(error)
-    return {
-        "name": model.name,
-        "path": None if model.shape is not None else str(summary.path),
-        "size_bytes": summary.size_bytes,
-        "dtype": summary.dtype,
-        "is_quantised": summary.is_quantised,
-        "architecture": summary.architecture,
-        "parameters": summary.parameters,
-        "context_tokens": summary.context_tokens,
-        "runnable": reason is None,
-        "reason": reason,
-        "fit": None if fit is None else dataclasses.asdict(fit),
-        "is_own": summary.path.is_relative_to(own_folder()) and model.shape is None,
-    }
+    is_own = summary.path.is_relative_to(own_folder()) and model.shape is None
+    return model.to_json(fit, reason) | {"is_own": is_own}

@@ -32,7 +32,7 @@ _CPU_STREAMING_SHARE = 0.8  # of plain reads, by a product that is bound by read
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class MachineFigures:
     """What predictions are made from."""
 
     gpu: GpuPreset  # without a GPU: the CPU, as what computes the linear layers
@@ -42,7 +42,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class Speed:
     """Decoding, with contexts half full."""
 
     one_chat_tokens_per_s: float
@@ -52,7 +52,7 @@ class Prediction:
     assumption: str
 
 
-def find_figures(device: torch.device, reports: Path | None = None) -> Figures | str:
+def find_figures(device: torch.device, reports: Path | None = None) -> MachineFigures | str:
     """Return what is known of this computer, or why nothing is.
 
     Args:
@@ -67,23 +67,23 @@ def find_figures(device: torch.device, reports: Path | None = None) -> Figures |
     name = torch.cuda.get_device_name(device)
     if measured is not None and measured.gpu is not None and measured.gpu.name == name:
         host = _host(measured.read, measured.flops / native.num_usable_cpus())
-        return Figures(measured.gpu, host, True, measured.source)
+        return MachineFigures(measured.gpu, host, True, measured.source)
     try:
         gpu = _preset(name)
     except ValueError:
         return f"no datasheet of the {name} is at hand: run the self-test's suite hardware, which measures it"
     host = get_host(gpu.host)
-    return Figures(gpu, host, True, f"the datasheet of the {gpu.name} in a computer like {host.name}")
+    return MachineFigures(gpu, host, True, f"the datasheet of the {gpu.name} in a computer like {host.name}")
 
 
 @lru_cache(256)
 def predict(
-    figures: Figures,
+    figures: MachineFigures,
     config: ModelConfig,
     dtype: torch.dtype,
     chats: tuple[tuple[Place, int], ...],
     chat_tokens: int,
-) -> Prediction:
+) -> Speed:
     """Predict decoding.
 
     Args:
@@ -110,7 +110,7 @@ def predict(
     best = max(speeds, key=lambda batch: (speeds[batch], -sum(batch)))
     # The smallest batch that is as good as the best: more would only make each of them slower.
     best = min((batch for batch in batches if speeds[batch] >= 0.97 * speeds[best]), key=sum)
-    return Prediction(
+    return Speed(
         one_chat_tokens_per_s=1e3 / one,
         best_chats=sum(best),
         best_tokens_per_s=speeds[best],
@@ -199,7 +199,7 @@ def _preset(name: str) -> GpuPreset:
 
 
 @cache
-def _quick_figures() -> Figures | str:
+def _quick_figures() -> MachineFigures | str:
     """Look for a fraction of a second; kept, since later the computer may be busy."""
     if host_memory().available_bytes < 4 * _READ_BYTES:
         return "too little memory is free to measure this computer's"
@@ -210,7 +210,7 @@ def _quick_figures() -> Figures | str:
     return _cpu_figures(read * GB, flops * 1e9, "a quick look at this computer's memory and processor")
 
 
-def _cpu_figures(read: float, flops: float, source: str) -> Figures:
+def _cpu_figures(read: float, flops: float, source: str) -> MachineFigures:
     gpu = GpuPreset(
         name="cpu",
         host="cpu",
@@ -223,7 +223,7 @@ def _cpu_figures(read: float, flops: float, source: str) -> Figures:
         streaming_share=_CPU_STREAMING_SHARE,
         attention_share=0.9,
     )
-    return Figures(gpu, _host(read, flops / native.num_usable_cpus()), False, source)
+    return MachineFigures(gpu, _host(read, flops / native.num_usable_cpus()), False, source)
 
 
 def _host(read: float, core_flops: float) -> HostPreset:

@@ -74,9 +74,9 @@ class CorrectedCostModel:
         """Compare an iteration with its prediction; the first of its sizes says nothing of others."""
         if measured.is_first:
             return
-        host_ms = predicted.cpu_attention_ms
+        host_ms = predicted.host_attention_ms
         if host_ms > 0:
-            self.host_factor = self._corrected(self.host_factor, host_ms, measured.cpu_attention_ms)
+            self.host_factor = self._corrected(self.host_factor, host_ms, measured.host_attention_ms)
         if host_ms < predicted.total_ms / 2:  # the device bounded it
             self.device_factor = self._corrected(self.device_factor, predicted.total_ms, measured.total_ms)
 

@@ -52,6 +52,6 @@ class Reality:
         timing = predict(self._true, *truly, swapped_tokens=swapped_tokens)
         noise = self._random.lognormvariate(0.0, self._noise) if self._noise else 1.0
         total_ms = timing.total_ms * noise
-        measured = IterationTiming(total_ms, timing.cpu_attention_ms * noise)
+        measured = IterationTiming(total_ms, timing.host_attention_ms * noise)
         self.believed.learn(predicted, measured)  # as the engine does
         return total_ms

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 
 from neo_desktop.engine.doctor.trials import Subject
-from neo_desktop.engine.trial.answers import Answers
+from neo_desktop.engine.trial.answers import AnswerChecks
 from neo_desktop.engine.trial.check import Check, serve
 from neo_desktop.engine.trial.cpu_checks import cpu_checks
 from neo_desktop.engine.trial.hand_off_checks import hand_off_checks
@@ -21,7 +21,7 @@ def checks_of(subject: Subject) -> Iterator[Check]:
         yield from kernel_checks(rig)
         yield from hand_off_checks(rig)
     yield from cpu_checks(rig)
-    answers = Answers(rig)
+    answers = AnswerChecks(rig)
     yield from answers.checks()
     if is_gpu and answers.is_loaded:
         yield answers.memory_check()

@@ -36,7 +36,7 @@ TIES = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 GREEDY = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
 
 
-class Answers:
+class AnswerChecks:
     """The model, loaded once, and its answers on the lowest rungs."""
 
     def __init__(self, rig: Rig) -> None:

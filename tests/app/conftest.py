@@ -1,5 +1,6 @@
 """A real server on a free port, in front of the fake engine."""
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
@@ -94,6 +95,13 @@ def eventually(holds: Callable[[], bool], timeout_s: float = 30) -> None:
             return
         waiting.wait(0.01)
     raise AssertionError("it did not happen")
+
+
+async def until(holds: Callable[[], bool], timeout_s: float = 60) -> None:
+    """Likewise, of another task."""
+    async with asyncio.timeout(timeout_s):
+        while not holds():
+            await asyncio.sleep(0.005)
 
 
 def is_idle(service: EngineService) -> bool:

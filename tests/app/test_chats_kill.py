@@ -2,15 +2,13 @@
 
 import signal
 import sqlite3
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+from held_process import HeldProcess, held_process
 
 from .chat_client import ChatClient, Json
 from .conftest import eventually
@@ -43,31 +41,16 @@ PROGRAM = """
 class Program:
     """A server process with a held engine."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        self.process = process
-        self.chats = ChatClient(f"http://127.0.0.1:{process.stdout.readline().strip()}")
-
-    def tell(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(30)
+    def __init__(self, process: HeldProcess) -> None:
+        self.process = process.process
+        self.chats = ChatClient(f"http://127.0.0.1:{process.read_line()}")
+        self.tell, self.kill = process.tell, process.kill
 
 
 @contextmanager
 def started(folder: Path) -> Iterator[Program]:
-    tests = str(Path(__file__).parent.parent)
-    source = textwrap.dedent(PROGRAM).format(tests=tests, folder=str(folder))
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", source], stdin=pipe, stdout=pipe, text=True) as process:
-        try:
-            yield Program(process)
-        finally:
-            process.kill()
+    with held_process(PROGRAM, folder=str(folder)) as process:
+        yield Program(process)
 
 
 def saved(folder: Path, message_id: str) -> str:

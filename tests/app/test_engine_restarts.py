@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -23,6 +22,7 @@ from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.sampling_params import SamplingParams
 
 from .child_engines import HUNG, KILLED, LOST, SEGFAULT, FragileLoader
+from .conftest import until
 from .test_chats_answers import serving
 
 pytestmark = pytest.mark.anyio
@@ -43,12 +43,6 @@ def quick_and_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def loader(tmp_path: Path) -> FragileLoader:
     return FragileLoader(tmp_path)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not holds():
-            await asyncio.sleep(0.005)
 
 
 async def loaded(host: ModelHost) -> None:

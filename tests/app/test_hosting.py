@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import httpx
@@ -29,6 +28,7 @@ from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.request import FinishReason
 from neo_desktop.engine.sampling_params import SamplingParams
 
+from .conftest import until
 from .fake_engine import FakeExecutor, make_engine
 
 pytestmark = pytest.mark.anyio
@@ -63,12 +63,6 @@ class FakeLoader:
         engine = make_engine(self.executors[-1])
         engine.model_name = name
         return EngineService(engine)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not holds():
-            await asyncio.sleep(0.005)
 
 
 async def ask(service: EngineService, max_tokens: int = 3) -> str:

@@ -167,7 +167,7 @@ def test_an_imitated_gpu_is_named_so() -> None:
 STEP = LiveIteration(
     total_ms=8.0,
     predicted_ms=6.0,
-    cpu_attention_ms=2.0,
+    host_attention_ms=2.0,
     num_sub_batches=2,
     num_gpu_decodes=3,
     num_cpu_decodes=4,

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -11,7 +11,10 @@ import pytest
 
 from neo_desktop.app.selftest import MAX_REPORTS, SUITES, SelfTest, SelfTestError, reports_folder
 
+from .conftest import until
+
 pytestmark = pytest.mark.anyio
+
 TIMEOUT_S = 60
 
 CHILD = """
@@ -38,8 +41,8 @@ if how == "crash":
 if how in ("wait", "deaf"):
     if how == "deaf":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    (folder.parent / "pid").write_text(str(os.getpid()))
     try:
+        (folder.parent / "pid").write_text(str(os.getpid()))
         while True:
             time.sleep(0.05)
     except KeyboardInterrupt:
@@ -70,12 +73,6 @@ async def ended(selftest: SelfTest) -> AsyncIterator[None]:
         yield
     finally:
         await selftest.close()
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def test_progress_is_told_and_the_report_is_there_and_after_a_restart_too() -> None:

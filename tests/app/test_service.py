@@ -24,7 +24,7 @@ from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.intake import PreparedRequest
 from neo_desktop.engine.sampling_params import SamplingParams
 
-from .conftest import eventually, is_idle
+from .conftest import is_idle, until
 from .fake_engine import CONTEXT_TOKENS, FakeExecutor, make_engine
 
 
@@ -47,10 +47,6 @@ async def collect(generation: Generation) -> dict[int, str]:
             parts.setdefault(index, []).append(output.text)
             texts[index] += len(output.tokens)
     return {index: "".join(pieces) for index, pieces in sorted(parts.items())}
-
-
-async def until(holds: object) -> None:
-    await asyncio.to_thread(eventually, holds)
 
 
 def letters(prompt_tokens: int, count: int, shift: int = 0) -> str:

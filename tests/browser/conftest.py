@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from playwright.sync_api import Browser, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from neo_desktop.ui.page import mount
 
@@ -103,3 +103,25 @@ def new_page(browser: Browser) -> Iterator[Callable[..., ChatPage]]:
 def chat(url: str, new_page: Callable[..., ChatPage]) -> ChatPage:
     """The page in front of the fake server."""
     return new_page(url)
+
+
+@pytest.fixture
+def open_tab(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Open a tab at an address; the page must run without any error, refused styles included."""
+    problems: list[str] = []
+    pages: list[Page] = []
+
+    def open_tab(url: str, width: int = 1280, height: int = 900, **options: Any) -> Page:
+        page = browser.new_context(viewport={"width": width, "height": height}, **options).new_page()
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "console", lambda said: problems.append(said.text) if "Security Policy" in said.text else None
+        )
+        page.goto(url)
+        pages.append(page)
+        return page
+
+    yield open_tab
+    for page in pages:
+        page.context.close()
+    assert problems == []

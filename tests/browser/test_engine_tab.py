@@ -11,7 +11,7 @@ import httpx
 import pytest
 from cost_models import machine
 from fastapi import FastAPI
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
 from neo_desktop import Engine
 from neo_desktop.app.service import EngineService
@@ -46,29 +46,6 @@ def url(app: FastAPI) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture
-def open_tab(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Open the Engine tab at an address; the page must run without any error, refused styles included."""
-    problems: list[str] = []
-    pages: list[Page] = []
-
-    def open_tab(url: str, width: int = 1280, height: int = 900, **options: str) -> Page:
-        context = browser.new_context(viewport={"width": width, "height": height}, **options)  # type: ignore[arg-type]
-        page = context.new_page()
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on(
-            "console", lambda said: problems.append(said.text) if "Security Policy" in said.text else None
-        )
-        page.goto(f"{url}/#/engine")
-        pages.append(page)
-        return page
-
-    yield open_tab
-    for page in pages:
-        page.context.close()
-    assert problems == []
-
-
 @contextmanager
 def streaming(url: str) -> Iterator[None]:
     """Eight requests at once, and new ones as they end."""
@@ -98,7 +75,7 @@ def streaming(url: str) -> Iterator[None]:
 
 
 def test_an_idle_engine_says_what_there_is_room_for(url: str, open_tab: Callable[..., Page]) -> None:
-    page = open_tab(url)
+    page = open_tab(f"{url}/#/engine")
     expect(page.get_by_text("No chat is waiting for an answer.")).to_contain_text(
         "320 tokens on the imitated GPU"
     )
@@ -112,7 +89,7 @@ def test_an_idle_engine_says_what_there_is_room_for(url: str, open_tab: Callable
 def test_chats_in_both_places_are_seen_and_the_timeline_can_be_read(
     app: FastAPI, url: str, open_tab: Callable[..., Page]
 ) -> None:
-    page = open_tab(url)
+    page = open_tab(f"{url}/#/engine")
     with streaming(url):
         expect(page.locator(".engine-sentence")).to_contain_text(
             re.compile(r"[78] chats at once: \d+ ha\w+ \w+ memory on the imitated GPU, \d+ in main memory"),
@@ -142,7 +119,7 @@ def test_chats_in_both_places_are_seen_and_the_timeline_can_be_read(
 
 
 def test_it_fits_a_phone_in_the_dark(url: str, open_tab: Callable[..., Page]) -> None:
-    page = open_tab(url, width=390, height=844, color_scheme="dark")
+    page = open_tab(f"{url}/#/engine", width=390, height=844, color_scheme="dark")
     expect(page.get_by_text("GPU-cache, imitated")).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
@@ -150,7 +127,7 @@ def test_it_fits_a_phone_in_the_dark(url: str, open_tab: Callable[..., Page]) ->
 def test_without_a_model_there_is_a_sentence(tmp_path: Path, open_tab: Callable[..., Page]) -> None:
     app = mount(create_app(ModelHost(), data_folder=tmp_path))
     with serving(app, free_port()) as url:
-        page = open_tab(url)
+        page = open_tab(f"{url}/#/engine")
         expect(page.locator(".engine-sentence")).to_contain_text("No model is loaded")
         expect(page.locator(".engine-grid")).to_be_hidden()
         page.goto("about:blank")

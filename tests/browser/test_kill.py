@@ -1,14 +1,12 @@
 """The page in front of the real server: a reload in mid-answer, a server that is killed and started again."""
 
 import re
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from held_process import HeldProcess, held_process
 from playwright.sync_api import expect
 
 from .chat_page import ChatPage
@@ -44,28 +42,19 @@ PROGRAM = """
 class Server:
     """A server process whose engine is led by hand."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: HeldProcess) -> None:
         self._process = process
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+        assert process.read_line() == "ready"
 
     def write(self, num_letters: int) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{num_letters}\n")
-        self._process.stdin.flush()
+        self._process.tell(str(num_letters))
 
 
 @contextmanager
 def started(folder: Path, port: int) -> Iterator[Server]:
     """Run a server; in the end it is killed in the middle of whatever it does."""
-    tests = str(Path(__file__).parent.parent)
-    source = textwrap.dedent(PROGRAM).format(tests=tests, folder=str(folder), port=port)
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", source], stdin=pipe, stdout=pipe, text=True) as process:
-        try:
-            yield Server(process)
-        finally:
-            process.kill()
+    with held_process(PROGRAM, folder=str(folder), port=port) as process:
+        yield Server(process)
 
 
 def test_an_answer_outlives_a_reload_and_a_killed_server(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import save_checkpoint
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue
@@ -74,28 +74,6 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
             yield Server(url, loader, tmp_path / "data")
         finally:
             loader.open.set()
-
-
-@pytest.fixture
-def open_tab(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Open a tab; the page must run without any error, refused styles included."""
-    problems: list[str] = []
-    pages: list[Page] = []
-
-    def open_tab(address: str, width: int = 1280) -> Page:
-        page = browser.new_context(viewport={"width": width, "height": 800}).new_page()
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on(
-            "console", lambda said: problems.append(said.text) if "Security Policy" in said.text else None
-        )
-        page.goto(address)
-        pages.append(page)
-        return page
-
-    yield open_tab
-    for page in pages:
-        page.context.close()
-    assert problems == []
 
 
 def test_the_page_is_there_while_the_model_is_loaded_and_another_one_is_chosen(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fake_cuda import accelerator_error
 
 from neo_desktop.engine.cuda.errors import (
     DeviceStalledError,
@@ -11,13 +12,6 @@ from neo_desktop.engine.cuda.errors import (
     is_lost,
     is_out_of_memory,
 )
-
-
-def accelerator_error(text: str, code: int) -> Exception:
-    """What torch raises when a call of CUDA's runtime fails."""
-    error = torch.AcceleratorError(text)
-    error.error_code = code  # type: ignore[attr-defined]
-    return error
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Prompts as vectors: the model's last hidden states, pooled, on every way through the engine."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import FAMILIES, VOCAB_SIZE, save_checkpoint
+from checkpoints import FAMILIES, VOCAB_SIZE
 from cost_models import machine
+from idle import assert_is_idle
 from transformers import AutoModelForCausalLM
 
 from neo_desktop import Engine, SamplingParams
@@ -43,23 +43,6 @@ def expected(folder: Path, pooling: Pooling) -> np.ndarray:
     return torch.stack(rows).numpy()
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: save_checkpoint(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
-
-
-@pytest.fixture(scope="module")
-def llama(checkpoints: dict[str, Path]) -> Iterator[Engine]:
-    with Engine.from_pretrained(checkpoints["llama"], device="cpu") as engine:
-        yield engine
-
-
-def assert_nothing_is_left(engine: Engine) -> None:
-    stats = engine.stats()
-    assert stats.num_running == stats.num_waiting == 0
-    assert all(pool.num_used_blocks == 0 for pool in stats.pools.values())
-
-
 @pytest.mark.parametrize("pooling", POOLINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_embeddings_are_those_of_transformers(
@@ -69,7 +52,7 @@ def test_embeddings_are_those_of_transformers(
     folder = checkpoints[family]
     with Engine.from_pretrained(folder, device="cpu", max_batch_tokens=64, max_batch_requests=4) as engine:
         found = engine.embed(prompts(), pooling)
-        assert_nothing_is_left(engine)
+        assert_is_idle(engine)
     for one, wanted in zip(found, expected(folder, pooling), strict=True):
         assert one.dtype == np.float32
         assert np.linalg.norm(one) == pytest.approx(1.0, abs=1e-6)
@@ -104,7 +87,7 @@ def test_beside_outputs_with_little_memory_nothing_changes(
         outputs = run(engine, [prompt for prompt in prompts() for _ in range(3)], each)
         stats = engine.stats()
         assert stats.num_preemptions + stats.num_moves > 0, "the test did not reach what it is about"
-        assert_nothing_is_left(engine)
+        assert_is_idle(engine)
     assert [tuple(t.token_id for o in one for t in o.tokens) for one in outputs[::3]] == tokens
     for part, pooling in ((outputs[1::3], POOLINGS[0]), (outputs[2::3], POOLINGS[1])):
         for one, wanted in zip(part, expected(folder, pooling), strict=True):
@@ -139,7 +122,7 @@ def test_a_device_short_of_memory_gives_the_same(
     monkeypatch.setattr(PlanExecutor, "start", short_of_memory)
     with Engine.from_pretrained(checkpoints["llama"], device="cpu") as engine:
         found = engine.embed(prompts(), "mean")
-        assert_nothing_is_left(engine)
+        assert_is_idle(engine)
     assert max(sizes) > 40, "the test did not reach what it is about"
     np.testing.assert_allclose(found, expected(checkpoints["llama"], "mean"), atol=2e-5)
 
@@ -154,7 +137,7 @@ def test_what_is_not_finite_or_too_long_is_told(llama: Engine) -> None:
             llama.embed([[1, 2, 3]])
     finally:
         llama._decoder.final_norm.copy_(norm)
-    assert_nothing_is_left(llama)
+    assert_is_idle(llama)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,15 @@
 """The whole engine against transformers, on small random checkpoints of every family."""
 
 import logging
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import FAMILIES, VOCAB_SIZE, save_checkpoint
+from checkpoints import FAMILIES, VOCAB_SIZE
 from cost_models import machine
+from idle import assert_is_idle
 from torch_layer import TorchLayer
 from transformers import AutoModelForCausalLM
 
@@ -49,23 +49,6 @@ def transformers_greedy(folder: Path, prompt: list[int], num_tokens: int) -> lis
         pad_token_id=0,
     )
     return output[0, len(prompt) :].tolist()
-
-
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: save_checkpoint(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
-
-
-@pytest.fixture(scope="module")
-def llama(checkpoints: dict[str, Path]) -> Iterator[Engine]:
-    with Engine.from_pretrained(checkpoints["llama"], device="cpu") as engine:
-        yield engine
-
-
-def assert_no_block_is_used(engine: Engine) -> None:
-    stats = engine.stats()
-    assert stats.num_running == stats.num_waiting == 0
-    assert all(pool.num_used_blocks == 0 for pool in stats.pools.values())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -130,7 +113,7 @@ def test_every_policy_and_memory_gives_the_same_tokens(
         monkeypatch.setattr(engine._executor, "start", lambda plan: device.submit(start(plan)).result)
         outputs = engine.generate(batch, GREEDY)
         assert [list(output.token_ids) for output in outputs] == expected
-        assert_no_block_is_used(engine)
+        assert_is_idle(engine)
         assert getattr(engine.stats(), happens) > 0, "the test did not reach what it is about"
 
 
@@ -145,7 +128,7 @@ def test_predictions_measured_here_change_nothing_but_the_speed(
     ) as engine:
         outputs = engine.generate(batch, GREEDY)
         assert [list(output.token_ids) for output in outputs] == expected
-        assert_no_block_is_used(engine)
+        assert_is_idle(engine)
 
 
 @pytest.mark.parametrize("cpu_cache_dtype", ["auto", "int8"])
@@ -170,7 +153,7 @@ def test_kv_moves_between_memories_of_two_kinds_as_with_a_gpu(
         if cpu_cache_dtype == "auto":
             expected = [transformers_greedy(checkpoints["llama"], prompt, 64) for prompt in batch]
             assert [list(output.token_ids) for output in outputs] == expected
-        assert_no_block_is_used(engine)
+        assert_is_idle(engine)
         stats = engine.stats()
         assert min(stats.num_moves, stats.num_cpu_decodes, stats.num_double_iterations) > 0
     assert next(kinds, None) is None, "the engine did not make its pools here"
@@ -208,7 +191,7 @@ def test_a_device_short_of_memory_gets_smaller_iterations_and_no_request_is_lost
     ) as engine:
         outputs = engine.generate(batch, GREEDY)
         assert [list(output.token_ids) for output in outputs] == expected
-        assert_no_block_is_used(engine)
+        assert_is_idle(engine)
     assert max(sizes) > 40, "the test did not reach what it is about"
 
 
@@ -229,7 +212,7 @@ def test_a_device_that_stays_short_of_memory_is_told_once_and_seldom_asked_for_m
     with Engine.from_pretrained(checkpoints["llama"], device="cpu") as engine:
         outputs = engine.generate([[index] for index in range(3, 35)], lasting)
         assert {len(output.token_ids) for output in outputs} == {128}
-        assert_no_block_is_used(engine)
+        assert_is_idle(engine)
     refused = sum(size > 20 for size in sizes)
     assert 2 <= refused < 0.1 * len(sizes)
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
@@ -247,7 +230,7 @@ def test_a_device_without_any_memory_ends_its_requests_with_a_reason(
     with Engine.from_pretrained(checkpoints["llama"], device="cpu") as engine:
         with pytest.raises(EngineError, match="no memory left: another program took it all"):
             engine.generate(prompts(3), GREEDY)
-        assert_no_block_is_used(engine)
+        assert_is_idle(engine)
 
 
 def test_a_repeated_beginning_is_not_computed_again_and_changes_nothing(llama: Engine) -> None:
@@ -256,7 +239,7 @@ def test_a_repeated_beginning_is_not_computed_again_and_changes_nothing(llama: E
     again = llama.generate([prompt, [*prompt[:100], 5, 6]], GREEDY)
     assert again[0].token_ids == first.token_ids
     assert [output.num_cached_tokens for output in again] == [144, 96]
-    assert_no_block_is_used(llama)
+    assert_is_idle(llama)
 
 
 def test_the_same_seed_gives_the_same_text_whatever_else_is_in_the_batch(llama: Engine) -> None:
@@ -293,7 +276,7 @@ def test_requests_join_and_leave_between_any_two_steps(llama: Engine) -> None:
     for name, completion in expected.items():
         assert seen[name] == list(completion.token_ids)
     assert seen["c"] == seen["b"][: len(seen["c"])]
-    assert_no_block_is_used(llama)
+    assert_is_idle(llama)
 
 
 def test_the_next_iteration_is_under_way_when_outputs_are_made(llama: Engine) -> None:
@@ -322,7 +305,7 @@ def test_the_next_iteration_is_under_way_when_outputs_are_made(llama: Engine) ->
     assert plans[2] == ["a#0"]
     assert sorted(plans[3]) == ["a#0", "b#0"]
     assert [tuple(tokens) for tokens in seen.values()] == expected
-    assert_no_block_is_used(llama)
+    assert_is_idle(llama)
 
 
 def test_text_prompts_stop_strings_and_text_agree_with_the_tokenizer(llama: Engine) -> None:
@@ -350,7 +333,7 @@ def test_a_prompt_that_cannot_be_run_is_refused_and_leaves_nothing_behind(
 ) -> None:
     with pytest.raises(error, match=message):
         llama.generate([[1, 2, 3], prompt], params)
-    assert_no_block_is_used(llama)
+    assert_is_idle(llama)
 
 
 def test_a_context_longer_than_the_caches_is_refused_not_waited_for(checkpoints: dict[str, Path]) -> None:

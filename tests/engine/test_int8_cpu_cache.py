@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import VOCAB_SIZE, save_checkpoint
+from checkpoints import VOCAB_SIZE
 from cost_models import machine
+from idle import assert_is_idle
 from torch import Tensor
 
 from neo_desktop import Engine, SamplingParams
@@ -23,11 +24,6 @@ def prompts(lengths: list[int]) -> list[list[int]]:
     return [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {family: save_checkpoint(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
-
-
 @pytest.fixture
 def engine(checkpoints: dict[str, Path]) -> Iterator[Engine]:
     """Little room on the device: requests move to the host and back; predictions of an imaginary machine."""
@@ -41,9 +37,7 @@ def engine(checkpoints: dict[str, Path]) -> Iterator[Engine]:
         cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
     ) as made:
         yield made
-        stats = made.stats()
-        assert stats.num_running == stats.num_waiting == 0
-        assert all(pool.num_used_blocks == 0 for pool in stats.pools.values())
+        assert_is_idle(made)
 
 
 def decode_logits(folder: Path, cpu_cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> Tensor:

@@ -127,8 +127,8 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
         iterations.take_in(result)
         assert result.timing is not None
         has_cpu_decodes = any(s.place == Place.HOST and s.is_decode for s in plan.sequences)
-        assert (result.timing.cpu_attention_ms > 0) == has_cpu_decodes
-        assert result.timing.cpu_attention_ms < result.timing.total_ms
+        assert (result.timing.host_attention_ms > 0) == has_cpu_decodes
+        assert result.timing.host_attention_ms < result.timing.total_ms
     executor.close()
 
 

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from fake_cuda import accelerator_error
 
 from neo_desktop.engine.cuda.errors import DeviceLostError, DeviceStalledError, is_lost
 from neo_desktop.engine.cuda.waiting import wait_for_gpu
@@ -59,12 +60,6 @@ class Queries:
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-
-def accelerator_error(text: str, code: int) -> Exception:
-    error = torch.AcceleratorError(text)
-    error.error_code = code  # type: ignore[attr-defined]
-    return error
 
 
 def test_work_that_ends_is_waited_for() -> None:

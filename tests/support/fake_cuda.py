@@ -13,6 +13,13 @@ GREEN_CONTEXT, DESCRIPTOR, FIRST_STREAM = 0xABC, 0xDE5C, 0x1000
 SM_RESOURCE = object()
 
 
+def accelerator_error(text: str, code: int) -> Exception:
+    """What torch raises when a call of CUDA's runtime fails."""
+    error = torch.AcceleratorError(text)
+    error.error_code = code  # type: ignore[attr-defined]
+    return error
+
+
 def value(argument: Any) -> int:
     """A number, whether or not it is wrapped for C."""
     return int(getattr(argument, "value", argument) or 0)

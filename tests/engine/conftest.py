@@ -1,0 +1,20 @@
+"""Small random checkpoints of every family."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import FAMILIES, save_checkpoint
+
+from neo_desktop import Engine
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {family: save_checkpoint(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def llama(checkpoints: dict[str, Path]) -> Iterator[Engine]:
+    with Engine.from_pretrained(checkpoints["llama"], device="cpu") as engine:
+        yield engine
