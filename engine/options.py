@@ -46,7 +46,7 @@ class EngineOptions:
     """
 
     model: Annotated[
-        str | Path, Option(help="Folder of a Hugging Face checkpoint, or 'builtin'.", panel="Model")
+        str | Path, Option(help="Hugging Face checkpoint, GGUF file, or 'builtin'.", panel="Model")
     ] = BUILTIN
     shape: Annotated[
         str | None,

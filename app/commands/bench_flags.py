@@ -38,9 +38,9 @@ Model = Annotated[
     typer.Option(
         "--model",
         "-m",
-        metavar="FOLDER",
-        help="A Hugging Face checkpoint, or 'builtin'. Default: random weights in a published shape that "
-        "suits this computer's memory and speed.",
+        metavar="PATH",
+        help="A Hugging Face checkpoint, a GGUF file, or 'builtin'. Default: random weights in a published "
+        "shape that suits this computer's memory and speed.",
         rich_help_panel=_MODEL,
     ),
 ]

@@ -26,8 +26,8 @@ Model = Annotated[
         "--model",
         "-m",
         metavar="NAME",
-        help="A model on this computer: a name from 'neo-desktop models list', or the folder of a Hugging "
-        "Face checkpoint.",
+        help="A model on this computer: a name from 'neo-desktop models list', the folder of a Hugging Face "
+        "checkpoint, or a GGUF file.",
         rich_help_panel=_MODEL,
     ),
 ]

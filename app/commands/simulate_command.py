@@ -122,8 +122,8 @@ class SimulationOptions:
             "--model",
             "-m",
             metavar="SHAPE",
-            help="A published shape (--list), or a model folder. Default: the largest of some well-known "
-            "ones that leaves room in the GPU's memory; llama-2-7b with --tables.",
+            help="A published shape (--list), a model folder or a GGUF file. Default: the largest of some "
+            "well-known ones that leaves room in the GPU's memory; llama-2-7b with --tables.",
             rich_help_panel=_MACHINE,
         ),
     ] = None

@@ -106,7 +106,7 @@ class Catalogue:
             path = model_path(model)
             if path.exists():
                 self._path = path.absolute()
-                self.first = model_name(path.resolve()) or str(path)
+                self.first = model_name(path) if path.is_file() else path.resolve().name or str(path)
             else:
                 self.first = self.get(model).name
 

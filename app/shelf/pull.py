@@ -10,6 +10,7 @@ from typing import Any
 
 from neo_desktop.app.shelf.catalogue import own_folder
 from neo_desktop.engine.progress import Progress
+from neo_desktop.models.gguf.checkpoint import split_files
 
 WANTED = ["*.json", "*.safetensors", "LICENSE*"]  # no code, no pickles
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -80,10 +81,14 @@ def check_removable(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete the folder of a model that was pulled. Raises PullError where it was not."""
+    """Delete a model that was pulled, a folder or a file. Raises PullError where it was not."""
     check_removable(path)
     real = path.resolve()
-    shutil.rmtree(real)
+    if real.is_file():
+        for part in split_files(real):
+            part.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(real)
     if real.parent != own_folder().resolve() and not any(real.parent.iterdir()):
         real.parent.rmdir()
 

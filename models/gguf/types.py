@@ -37,10 +37,8 @@ def _half(blocks: Tensor, start: int) -> Tensor:
 
 def _bits(data: Tensor, bits: int, run: int) -> Tensor:
     """Unpack runs of bytes: `[blocks, bytes]` -> `[blocks, bytes * 8 / bits]`, low bits of a run first."""
-    runs = data.reshape(len(data), -1, 1, run)
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
-    unpacked: Tensor = (runs >> shifts) & (2**bits - 1)
-    return unpacked.flatten(1)
+    runs = data.reshape(len(data), -1, run)
+    return torch.stack([(runs >> shift) & (2**bits - 1) for shift in range(0, 8, bits)], 2).flatten(1)
 
 
 def _scaled(numbers: Tensor, scales: Tensor, minima: Tensor | None = None) -> Tensor:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from neo_desktop.models.config import MAX_VOCAB_SIZE
 from neo_desktop.models.gguf.container import GGUFFile, NumberArray, StringArray
@@ -75,16 +76,16 @@ class Vocabulary:
     @cached_property
     def types(self) -> list[int]:
         """Of each token."""
-        numbers = self._numbers("token_type")
-        types = [NORMAL] * len(self.tokens) if numbers is None else [int(number) for number in numbers]
+        numbers = self._numbers("token_type", "iu")
+        types = [NORMAL] * len(self.tokens) if numbers is None else numbers
         for token in self.end_ids:
             types[token] = CONTROL
         return types
 
     @cached_property
-    def scores(self) -> list[float] | None:
+    def scores(self) -> list[Any] | None:
         """Of each token."""
-        return self._numbers("scores")
+        return self._numbers("scores", "fiu")
 
     def token_id(self, role: str) -> int | None:
         """Return the token with a role ("bos"), None where there is none."""
@@ -107,11 +108,13 @@ class Vocabulary:
             raise ModelError(f"{self.path} has no {_PREFIX}{key}: choose another file of this model.")
         return texts.texts()
 
-    def _numbers(self, key: str) -> list[float] | None:
+    def _numbers(self, key: str, kinds: str) -> list[Any] | None:
+        """One for each token, of these kinds of NumPy's; None where the file has none."""
         numbers = self.entries.raw(key)
         if numbers is None:
             return None
-        if not isinstance(numbers, NumberArray) or len(numbers) != len(self.tokens):
+        is_whole = isinstance(numbers, NumberArray) and len(numbers) == len(self.tokens)
+        if not is_whole or numbers.data.dtype.kind not in kinds:
             raise ModelError(f"{self.path} has no {_PREFIX}{key} for each token: download it again.")
-        found: list[float] = numbers.data.tolist()
+        found: list[Any] = numbers.data.tolist()
         return found

@@ -11,7 +11,9 @@ import httpx
 import huggingface_hub
 import pytest
 from checkpoints import save_checkpoint
+from gguf_files import write_gguf
 from huggingface_hub import errors
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from neo_desktop.app.cli import app
@@ -100,6 +102,32 @@ def test_list_and_info_tell_what_fits(tmp_path: Path) -> None:
     assert (code, "Runs as" in shown) == (0, True)
     code, shown = run("info", "no-such")
     assert (code, "no-such is neither" in shown) == (1, True)
+
+
+def test_a_gguf_file_is_listed_described_and_removed(tmp_path: Path, data: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    model = LlamaForCausalLM(config)
+    (tmp_path / "mine" / "several").mkdir(parents=True)
+    for name in ("one.gguf", "several/a.gguf", "several/b.gguf"):
+        write_gguf(tmp_path / "mine" / name, model, type_name="Q4_0")
+    code, shown = run("list", "--models-dir", str(tmp_path / "mine"))
+    assert code == 0
+    assert all(name in shown for name in ("one", "several/a", "several/b"))
+    code, shown = run("info", "one", "--models-dir", str(tmp_path / "mine"))
+    assert code == 0
+    assert "Q4_0" in shown
+    assert "float32, dequantised when loaded" in shown
+    (data / "models").mkdir(parents=True)
+    pulled = write_gguf(data / "models" / "pulled.gguf", model)
+    assert run("remove", "pulled", "--yes")[0] == 0
+    assert not pulled.exists()
 
 
 def test_a_model_is_pulled_without_code_or_pickles_and_can_be_removed(hub: FakeHub, data: Path) -> None:

@@ -91,6 +91,10 @@ def test_control_tokens_are_special_and_others_are_text(tmp_path: Path) -> None:
         ({"scores": None}, "has no scores"),
         ({"scores": [1.0]}, "scores for each token"),
         ({"token_type": [1, 1]}, "token_type for each token"),
+        (
+            {"token_type": [float("nan")] * len(VOCABULARIES["llama"][PREFIX + "scores"])},
+            "token_type for each",
+        ),
         ({"tokens": ["a", "a"]}, "the same token twice"),
         ({"tokens": None}, "has no tokenizer.ggml.tokens"),
         ({"tokens": [1, 2]}, "has no tokenizer.ggml.tokens"),
