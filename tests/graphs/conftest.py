@@ -6,6 +6,17 @@ import pytest
 from imitated_device import ImitatedDevice, imitated_device
 
 
+@pytest.fixture(params=[None] if imitated_device() is None else [0, 1, 2, 3, 8])
+def any_queues(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The GPU that is there; of the imitated one, with any number of queues (0: drawn)."""
+    device = imitated_device()
+    if device is not None:
+        device.set_queues(request.param, seed=request.param)
+    yield
+    if device is not None:
+        device.recover()
+
+
 @pytest.fixture
 def imitated() -> Iterator[ImitatedDevice]:
     """The imitated GPU, whole again after the test. For tests that are marked `needs_imitated_gpu`."""

@@ -397,6 +397,7 @@ def test_the_memory_of_a_workspace_is_known_beforehand() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("any_queues")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("parts", [("abf",), ("cde",), ("abcd", "fe"), ("ac", "d")])
 def test_on_a_gpu_graphs_give_the_tokens_of_a_plain_computation(parts: tuple[str, ...]) -> None:

@@ -338,6 +338,7 @@ def test_memory_operations_that_only_a_capture_refuses_are_found_out_too(gpu: Fa
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("any_queues")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_streams_raise_flags_and_wait_for_them() -> None:
     runs = StreamBackend(WholeDevice(torch.device("cuda")), None)

@@ -25,15 +25,19 @@ def _by_torch() -> Mapping[str, Callable[..., None]]:
     in_triton = import_module("neo_desktop.engine.kernels.in_triton.paged_decode")
     operators = import_module("neo_desktop.models.operators")
 
-    def attend(*args: Any) -> None:
+    def attend(*args: Any, **_: object) -> None:
         scale, window = args[8] / in_triton.LOG2_E, args[9]
         _merged.add(_partial_lse(args))
         in_torch.paged_decode(*args[:8], scale, None if window == in_triton.EVERYTHING else window)
 
+    def copy_rows(*args: Any, **constants: object) -> None:
+        (operators.write_rows if constants["WRITE"] else operators.read_rows)(*args[:5])
+
     return {
-        "_add_rms_norm": lambda *args: operators.add_rms_norm(*args[:5]),
-        "_silu_mul": lambda *args: operators.silu_mul(*args[:2]),
-        "_rope_append": lambda *args: operators.rope_append(*args[:8]),
+        "_add_rms_norm": lambda *args, **_: operators.add_rms_norm(*args[:5]),
+        "_silu_mul": lambda *args, **_: operators.silu_mul(*args[:2]),
+        "_rope_append": lambda *args, **_: operators.rope_append(*args[:8]),
+        "_copy_rows": copy_rows,
         "_attend": attend,
     }
 
@@ -43,7 +47,7 @@ def compute_kernel(executor: Any, positional: tuple[Any, ...], named: dict[str, 
     name = executor.fn.__name__
     variant = name, *((key, named[key]) for key in sorted(named) if key in executor.constexprs)
     if name in _by_torch() and variant in _interpreted:
-        _by_torch()[name](*positional)
+        _by_torch()[name](*positional, **named)
         return
     if name == "_merge" and positional[1].data_ptr() in _merged:
         return
