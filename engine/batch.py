@@ -18,6 +18,8 @@ from neo_desktop.engine.sampling_params import SamplingParams
 
 FloatArray = NDArray[np.float32]
 
+UNKNOWN_TOKEN = -1  # in a plan: the token that the iteration before chooses, which has not ended
+
 
 class SamplingInput(NamedTuple):
     """All that the sampler needs to choose one token."""
@@ -41,6 +43,12 @@ class ScheduledSequence(NamedTuple):
     block_table: IntView  # blocks of that place, covering all `context_len` tokens; fixed, as all of a plan
     sampling: SamplingInput | None  # None: no token is to be chosen after the last one of `token_ids`
     num_pooled: int = 0  # how many of the last ones' hidden states are asked for, as their sum
+
+    def with_token(self, token: "SampledToken | None") -> "ScheduledSequence":
+        """Return it with this last token in place of one that was unknown; None: it has failed meanwhile."""
+        if self.token_ids[-1] != UNKNOWN_TOKEN:
+            return self
+        return self._replace(token_ids=(*self.token_ids[:-1], 0 if token is None else token.token_id))
 
     @property
     def context_len(self) -> int:
@@ -99,10 +107,16 @@ class IterationPlan:
     sub_batches: tuple[SubBatch, ...]  # one or two
     copies: tuple[BlockCopy, ...] = ()
     predicted: IterationTiming = UNKNOWN
+    is_ahead: bool = False  # whether it starts before the iteration before has ended
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sub_batches) <= 2:
             raise ValueError(f"a plan has one or two sub-batches, got {len(self.sub_batches)}")
+
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether the host neither attends nor brings KV anywhere in it."""
+        return not self.copies and all(sequence.place.stays_on_device for sequence in self.sequences)
 
     @property
     def sequences(self) -> Iterator[ScheduledSequence]:

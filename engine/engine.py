@@ -3,6 +3,7 @@
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -84,7 +85,7 @@ class Engine:
         self._notes = Notes(timeline)
         self._num_arrivals = 0
         self._num_iterations = 0
-        self._under_way: tuple[IterationPlan, Wait] | None = None
+        self._under_way: deque[tuple[IterationPlan, Wait]] = deque()  # one, or two for a moment
         self._gained: list[Request] = []  # by the iterations whose outputs nobody has taken yet
         self._failed: list[RequestOutput] = []  # the ends of requests that iterations failed for
         self._last_end_s: float | None = None  # when the iteration before ended, if no pause followed
@@ -180,7 +181,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request has not ended, an iteration has not, or outputs have not been taken."""
-        return self.has_requests or self._under_way is not None or bool(self._gained or self._failed)
+        return self.has_requests or bool(self._under_way) or bool(self._gained or self._failed)
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True
@@ -236,14 +237,14 @@ class Engine:
     def collect(self) -> None:
         """Wait for the iteration under way, or else for one that starts now, and take its tokens in.
 
-        Meanwhile the next iteration is decided on, as if no token of this one ended a request.
+        Meanwhile the next iteration is decided on, as if no token of this one ended a request; it starts if
+        it can do so before the tokens are known.
         """
-        if self._under_way is None:
-            self.launch()
-        if self._under_way is None:
+        self.launch()
+        if not self._under_way:
             return
-        self._scheduler.look_ahead()
-        (plan, wait), self._under_way = self._under_way, None
+        self._launch_ahead()
+        plan, wait = self._under_way.popleft()
         try:
             result = wait()
         except Exception as error:
@@ -258,16 +259,36 @@ class Engine:
         self._gained += self._scheduler.update(result)
 
     def launch(self) -> None:
-        """Plan the next iteration, of all requests that are there now, and start it, if there is work."""
+        """Plan the next iteration, of all requests that are there now, and start it, if there is work.
+
+        Nothing is done while one is under way, as when it started before the last one had ended.
+        """
+        if self._under_way:
+            return
         plan = self._scheduler.schedule()
         if plan is None:
             self._last_end_s = None
             return
-        self._num_iterations += 1
         try:
-            self._under_way = plan, self._executor.start(plan)
+            self._start(plan)
         except Exception as error:  # whatever broke, the other requests must go on
             self._give_up(error)
+
+    def _launch_ahead(self) -> None:
+        """Decide on the iteration after the one under way, and start it if it need not wait for that."""
+        plan = self._scheduler.look_ahead(may_start=self._executor.runs_ahead)
+        if plan is None:
+            return
+        try:
+            self._start(plan)
+        except Exception as error:
+            if is_lost(error):
+                raise
+            self._scheduler.take_back()  # what is wrong shows when it starts in its turn
+
+    def _start(self, plan: IterationPlan) -> None:
+        self._num_iterations += 1
+        self._under_way.append((plan, self._executor.start(plan)))
 
     def take_outputs(self) -> list[RequestOutput]:
         """Return what requests gained since the last call; best while an iteration is under way.
@@ -289,6 +310,14 @@ class Engine:
         self._last_end_s = None
         if is_lost(error):
             raise error
+        while self._under_way:  # it started ahead of its tokens
+            _, wait = self._under_way.popleft()
+            try:
+                wait()
+            except Exception as another:
+                if is_lost(another):
+                    raise
+            self._scheduler.take_back()
         if not isinstance(error, DeviceMemoryError):
             logger.error("an iteration failed", exc_info=error)
             self._failed += self._scheduler.fail(f"the engine failed: {error}")

@@ -30,6 +30,11 @@ class Place(_Place):
         """What users call it: "GPU-cache"."""
         return f"{self.label.upper()}-cache"
 
+    @property
+    def stays_on_device(self) -> bool:
+        """Whether the host has no part in its decodes."""
+        return not self.host_attends and not self.in_host_memory
+
 
 Place.DEVICE = Place("device", label="gpu", in_host_memory=False, host_attends=False)
 Place.HOST = Place("host", label="cpu", in_host_memory=True, host_attends=True)

@@ -154,13 +154,18 @@ class Request(RequestState):
         extend_hashes(self._block_hashes, self.token_ids, block_size)
         return self._block_hashes
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether a token can be chosen only when all before it are known."""
+        return self._grammar is not None or self.params.has_penalties
+
     def sampling_input(self) -> SamplingInput:
         """Return what the sampler needs to choose the next token."""
         return SamplingInput(
             params=self.params,
             seed=self._seed,
             choice=self.choice,
-            position=len(self.token_ids),
+            position=self.num_tokens,
             prompt_token_ids=self._distinct_prompt.view(),
             output_token_ids=self._output.view(),
             grammar=self._grammar,

@@ -1,7 +1,7 @@
 """Logits to tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,14 +21,19 @@ _RowLogprobs = tuple[TokenLogprob, tuple[TokenLogprob, ...]]
 NO_TOKEN = -1  # in place of a token that logits which are not finite cannot give
 
 
+class Sampling(NamedTuple):
+    """Tokens that are being chosen, one per row."""
+
+    token_ids: Tensor  # [rows] int64, on the logits' device; NO_TOKEN where there is none
+    wait: Callable[[], list[SampledToken | None]]  # waits for them and returns them; None for NO_TOKEN
+
+
 def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[SampledToken | None]:
     """Choose one token per row and wait for them; see `start_sampling`."""
-    return start_sampling(logits, inputs)()
+    return start_sampling(logits, inputs).wait()
 
 
-def start_sampling(
-    logits: Tensor, inputs: Sequence[SamplingInput]
-) -> Callable[[], list[SampledToken | None]]:
+def start_sampling(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sampling:
     """Start to choose one token per row.
 
     A row's random number depends on its seed, choice and position alone, so a request gets the same tokens
@@ -43,24 +48,23 @@ def start_sampling(
         logits: [rows, vocab] float32; not modified.
         inputs: one per row.
 
-    Returns:
-        What waits for the tokens and returns them, one per row; None where the logits are not finite, so that
-        there is no answer.
+    Where logits are not finite there is no answer.
     """
     pieces = [_sample(logits[rows], inputs[rows]) for rows in _pieces(logits, inputs)]
     if not pieces:
-        return list
-    chosen = download(torch.cat([token_ids for token_ids, _ in pieces]))
+        return Sampling(torch.empty(0, dtype=torch.int64, device=logits.device), list)
+    token_ids = torch.cat([token_ids for token_ids, _ in pieces])
+    chosen = download(token_ids)
 
     def wait() -> list[SampledToken | None]:
-        token_ids: list[int] = chosen().tolist()
+        tokens: list[int] = chosen().tolist()
         logprobs = [row_logprobs for _, wait_for_piece in pieces for row_logprobs in wait_for_piece()]
         return [
             None if token_id == NO_TOKEN else SampledToken(token_id, *(row_logprobs or ()))
-            for token_id, row_logprobs in zip(token_ids, logprobs, strict=True)
+            for token_id, row_logprobs in zip(tokens, logprobs, strict=True)
         ]
 
-    return wait
+    return Sampling(token_ids, wait)
 
 
 def _pieces(logits: Tensor, inputs: Sequence[SamplingInput]) -> Iterator[slice]:

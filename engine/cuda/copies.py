@@ -49,7 +49,8 @@ def download(tensor: Tensor) -> Callable[[], Tensor]:
     the stream waits for that with a patience of its own.
     """
     if tensor.device.type == "cpu":
-        return lambda: tensor
+        copy = tensor.clone()
+        return lambda: copy
     on_host = host_memory(
         lambda pin: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin), tensor.device
     )

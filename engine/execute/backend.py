@@ -1,5 +1,6 @@
 """What runs programs: threads, where the model runs on the CPU, or a GPU's streams and graphs."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 from neo_desktop.engine.cuda.errors import EngineLostError
 from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import keep_workspaces, let_workspaces_go
-from neo_desktop.engine.execute.lane import Lane
+from neo_desktop.engine.execute.lane import Lane, Signal
 from neo_desktop.engine.execute.lanes import TOLD_BY, Lanes
 from neo_desktop.engine.execute.program import Part
 from neo_desktop.engine.execute.stream_lane import Tape
@@ -34,7 +35,7 @@ class AnyProgram(Protocol):
 
 
 class Backend(Protocol):
-    """Runs one program at a time. What waits raises DeviceStalledError and DeviceLostError."""
+    """Runs one program after the other. What waits raises DeviceStalledError and DeviceLostError."""
 
     def on_device(self) -> AbstractContextManager[object]:
         """Let this thread's work on the device come after the program that was started."""
@@ -45,7 +46,7 @@ class Backend(Protocol):
         ...
 
     def start(self, program: AnyProgram, *, with_flags: bool, with_graphs: bool) -> bool:
-        """Start to carry a program out.
+        """Start to carry a program out, behind those that were started before.
 
         Args:
             with_flags: whether relays do the CPU's part.
@@ -57,11 +58,11 @@ class Backend(Protocol):
         ...
 
     def wait(self) -> None:
-        """Block until the program has ended."""
+        """Block until the first program has ended that nobody has waited for."""
         ...
 
     def abandon(self, error: BaseException) -> EngineLostError | None:
-        """Block until nothing of a program that was broken off is under way.
+        """Block until nothing is under way, of a program that was broken off or of others.
 
         Returns:
             Why nothing can be done any more, if so.
@@ -135,6 +136,15 @@ class _Graph:
     spans: list[TimedEvents]
 
 
+@dataclass(slots=True)
+class _Run:
+    """A program that was started."""
+
+    lanes: Lanes
+    ends: list[Signal]  # of the stages that were put on streams one by one, and of everything
+    spans: list[TimedEvents]  # of its graphs
+
+
 class StreamBackend:
     """Runs programs on a GPU.
 
@@ -164,7 +174,7 @@ class StreamBackend:
         self._has_failed = False  # to capture the last program
         self._graphs: dict[object, dict[int, _Graph]] = {}
         self._pool = torch.cuda.graph_pool_handle()  # graphs run one at a time and can share memory
-        self._spans: list[TimedEvents] = []  # of the graphs that were started last
+        self._runs: deque[_Run] = deque()  # that nobody has waited for
 
     @property
     def has_graphs(self) -> bool:
@@ -192,39 +202,37 @@ class StreamBackend:
             torch.OutOfMemoryError: there is no room, be it for a graph.
         """
         self._used = self._lanes[with_flags]
-        self._spans = []
         self._has_failed = False
         self._fork()
-        key = program.key
-        is_new = key not in self._seen
+        key, spans = program.key, []
+        is_graph = with_graphs and key in self._seen
         if with_graphs:
             self._seen.add(key)
-        if not with_graphs or is_new:
-            for part in program.parts():
-                part(self._used)
-            self._join()
-            return with_graphs
-        if key not in self._graphs and len(self._graphs) >= MAX_GRAPHS:
+        if is_graph and key not in self._graphs and len(self._graphs) >= MAX_GRAPHS:
             self.forget()
-        graphs = self._graphs.setdefault(key, {})
+        graphs = self._graphs.setdefault(key, {}) if is_graph else {}
         is_new = not graphs
         for number, part in enumerate(program.parts()):
-            if not part.is_fixed:
+            if not (is_graph and part.is_fixed):
                 part(self._used)
                 continue
             if number not in graphs:
                 graphs[number] = self._capture(part)
             with torch.cuda.stream(self._device):
                 graphs[number].graph.replay()
-            self._spans += graphs[number].spans
+            spans += graphs[number].spans
         self._join()
-        return is_new
+        self._runs.append(_Run(self._used, [*self._used.ends(), self._used.mark("its streams")], spans))
+        return with_graphs and is_new
 
     def wait(self) -> None:
         """See `Backend`."""
-        self._used.join()
+        run = self._runs.popleft()
+        run.lanes.join_host()
+        for end in run.ends:
+            end.wait()
         if self._timeline is not None:
-            for span in self._spans:
+            for span in run.spans:
                 self._timeline.add_events(span.lane, span.stage, span.start, span.end)
 
     def abandon(self, error: BaseException) -> EngineLostError | None:
@@ -233,6 +241,9 @@ class StreamBackend:
 
     def forget(self) -> None:
         """See `Backend`."""
+        for run in self._runs:  # torch gives a graph's memory to others at once
+            with suppress(RuntimeError):  # who waits for the program is told
+                run.ends[-1].wait()
         self._seen.clear()
         self._graphs.clear()
         let_workspaces_go(self)

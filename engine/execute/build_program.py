@@ -1,16 +1,16 @@
 """From a plan to a program: rows are laid out, inputs filled in, and what the CPU does is written down."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from neo_desktop.engine.batch import IterationPlan, SamplingInput, ScheduledSequence
+from neo_desktop.engine.batch import UNKNOWN_TOKEN, IterationPlan, ScheduledSequence
 from neo_desktop.engine.execute.host import HostBatch
 from neo_desktop.engine.execute.layout import Bucket, Members
+from neo_desktop.engine.execute.outputs import Asked, Outputs
 from neo_desktop.engine.execute.program import DeviceDecodes, HandOff, Program, SubBatchPass
 from neo_desktop.engine.execute.prompts import HostPrompts, Prompts, prompts_of, slots_of
 from neo_desktop.engine.execute.transfers import Moves, TransferMemory
@@ -20,19 +20,7 @@ from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.models.operators import Store
 from neo_desktop.models.stages import Stages
 
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """One sequence of which something is asked for, and where its last hidden states are."""
-
-    sequence: ScheduledSequence
-    first_row: int  # among the rows of all sub-batches, or of the last states that were computed
-    num_rows: int
-
-    @property
-    def sampling(self) -> SamplingInput | None:
-        """How its token is chosen, if one is."""
-        return self.sequence.sampling
+NOWHERE: Mapping[str, int] = {}
 
 
 class ProgramBuilder:
@@ -55,14 +43,18 @@ class ProgramBuilder:
             config.num_layers, self._row_shape, self._model.dtype, self._model.device
         )
 
-    def build(self, plan: IterationPlan, *, for_graphs: bool) -> tuple[Program, list[Asked]]:
-        """Return a plan's program, whose inputs are filled in, and what is asked of it.
+    def build(
+        self, plan: IterationPlan, rows_of_tokens: Mapping[str, int] = NOWHERE, *, for_graphs: bool
+    ) -> Program:
+        """Return a plan's program, whose inputs are filled in.
 
         Args:
+            rows_of_tokens: where in `Workspace.latest` the tokens are that the plan does not know.
             for_graphs: whether its parts shall be graphs, if its memory allows it: sizes are rounded up.
 
         Raises:
             ValueError: a chunk is in a place that the storage has not.
+            KeyError: a token that the plan does not know is nowhere.
         """
         places = self._storage.places
         members = [Members.of(each, places) for each in plan.sub_batches if each.sequences]
@@ -81,7 +73,7 @@ class ProgramBuilder:
                 if (count := num_last_rows(sequence))
             ]
             last_rows = [row for _, first, count in wanted for row in range(first, first + count)]
-            passes.append(self._pass(part, each, last_rows))
+            passes.append(self._pass(part, each, last_rows, rows_of_tokens))
             if chooses:
                 asked += [Asked(sequence, first_row + first, count) for sequence, first, count in wanted]
                 first_row += part.rows.count
@@ -89,20 +81,27 @@ class ProgramBuilder:
                 for sequence, _, count in wanted:
                     asked.append(Asked(sequence, first_row, count))
                     first_row += count
-        program = Program(self._stages, self._workspace, memory, passes, moves, chooses=chooses)
-        return program, asked
+        outputs = Outputs(asked, self._stages, self._workspace, first_row if chooses else None)
+        return Program(self._stages, self._workspace, memory, passes, moves, outputs, chooses=chooses)
 
     def padding(self, bucket: Bucket) -> Program:
         """Return a program of these sizes in which nobody takes part."""
         memory = self._workspace.memory(bucket)
         nobody = Members(((),) * len(self._storage.places), ())
         passes = [self._pass(part, nobody, ()) for part in memory.parts]
-        return Program(
-            self._stages, self._workspace, memory, passes, Moves((), self._transfers), chooses=True
-        )
+        moves, outputs = Moves((), self._transfers), Outputs((), self._stages, self._workspace, 0)
+        return Program(self._stages, self._workspace, memory, passes, moves, outputs, chooses=True)
 
-    def _pass(self, memory: Memory, members: Members, last_rows: Sequence[int]) -> SubBatchPass:
+    def _pass(
+        self,
+        memory: Memory,
+        members: Members,
+        last_rows: Sequence[int],
+        rows_of_tokens: Mapping[str, int] = NOWHERE,
+    ) -> SubBatchPass:
         self._fill(memory, members)
+        if memory.table is not None:
+            self._find_tokens(memory, members, rows_of_tokens)
         rows, inputs, places = memory.rows, memory.inputs, self._storage.places
         hand_offs, decodes, first = [], [], 0
         for index, place in enumerate(places):
@@ -183,6 +182,14 @@ class ProgramBuilder:
             if not sequence.place.in_host_memory:
                 slots[row:end] = slots_of(sequence.block_table, where, block_size)
             row = end
+
+    def _find_tokens(self, memory: Memory, members: Members, rows_of_tokens: Mapping[str, int]) -> None:
+        """Say where each row's token is: among the inputs, or among those that the last iteration chose."""
+        sources = memory.staged.sources.numpy()
+        sources[:] = np.arange(memory.first_source, memory.first_source + len(sources))
+        for sequence, row in members.placed(memory.rows) if rows_of_tokens else ():
+            if sequence.token_ids[-1] == UNKNOWN_TOKEN:
+                sources[row + len(sequence.token_ids) - 1] = rows_of_tokens[sequence.request_id]
 
 
 def num_last_rows(sequence: ScheduledSequence) -> int:

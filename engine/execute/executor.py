@@ -13,9 +13,10 @@ class Executor(ABC):
 
     @abstractmethod
     def start(self, plan: IterationPlan) -> Wait:
-        """Start an iteration, and return what waits for its result; called once before the next one starts.
+        """Start an iteration, and return what waits for its result; called once.
 
-        A device beside the caller computes meanwhile. Where there is none, waiting is what computes.
+        A device beside the caller computes meanwhile. Where there is none, waiting is what computes. The
+        result is waited for before the next iteration starts, unless the executor `runs_ahead`.
 
         When this or the waiting raises, nothing of the iteration is still under way, and the next one can be
         started.
@@ -24,6 +25,14 @@ class Executor(ABC):
             DeviceMemoryError: the device has too little memory for this plan now; so does waiting.
             RuntimeError: the executor is closed, before or meanwhile; so does waiting.
         """
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether an iteration can be started now while one is under way, if both stay on the device.
+
+        Tokens of the one under way are `UNKNOWN_TOKEN` in the plan of the next.
+        """
+        return False
 
     @abstractmethod
     def close(self) -> None:

@@ -65,7 +65,7 @@ class CallerLane:
             self._timeline.add(Lane.DEVICE, stage, start_ns, time.perf_counter_ns())
         return _DONE
 
-    def mark(self) -> Signal:
+    def mark(self, what: str) -> Signal:
         """Return the end of everything up to here."""
         return _DONE
 
@@ -149,9 +149,9 @@ class Lanes:
         """See `Recorder`."""
         return self._host[lane].submit_step(stage, step, after)
 
-    def mark(self) -> Signal:
-        """See `Recorder`."""
-        return self._device.mark()
+    def mark(self, what: str = "what comes before a copy") -> Signal:
+        """See `Recorder`; it has this name for people."""
+        return self._device.mark(what)
 
     def wait(self, signals: Sequence[Signal]) -> None:
         """See `Recorder`."""
@@ -161,6 +161,15 @@ class Lanes:
         """Begin an iteration, which is waited for in this way."""
         for lane in self._all:
             lane.begin(watch)
+
+    def ends(self) -> list[Signal]:
+        """Return the ends of what streams have got since `begin`, in order, and forget them."""
+        return [event for lane in self._all if isinstance(lane, StreamLane) for event in lane.take_passed()]
+
+    def join_host(self) -> None:
+        """Block until all work of the CPU's lanes has ended; see `join`."""
+        for lane in self._host.values():
+            lane.join()
 
     def join(self) -> None:
         """Block until all work has ended; raise the exception of work that failed.

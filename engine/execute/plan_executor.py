@@ -3,23 +3,20 @@
 import gc
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
 import torch
 
 from neo_desktop.engine.batch import (
     DeviceMemoryError,
-    FloatArray,
     IterationPlan,
     IterationResult,
     IterationTiming,
-    SampledToken,
-    SamplingInput,
+    SubBatch,
 )
-from neo_desktop.engine.cuda.copies import download, upload
 from neo_desktop.engine.cuda.errors import (
     DeviceStalledError,
     EngineLostError,
@@ -31,17 +28,15 @@ from neo_desktop.engine.cuda.errors import (
     is_out_of_memory,
 )
 from neo_desktop.engine.execute.backend import Backend
-from neo_desktop.engine.execute.build_program import Asked, ProgramBuilder
+from neo_desktop.engine.execute.build_program import ProgramBuilder
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.host import Relays
 from neo_desktop.engine.execute.layout import MIN_BLOCKS, Bucket, Capacity, Rows
-from neo_desktop.engine.execute.program import Program
-from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage, Timeline
+from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.execute.workspace import Workspace
 from neo_desktop.engine.kernels.dispatch import fits_graph
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.sampler import NO_TOKEN, is_plain, start_sampling
 from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Patience
 from neo_desktop.models.stages import Stages
 from neo_desktop.native.relay import RelayStalledError
@@ -54,6 +49,15 @@ PAUSE_ITERATIONS = 500  # without graphs, once there was no room for one: anothe
 
 class HandOverStalledError(RuntimeError):
     """The GPU went on only when all flags were raised that it may wait for."""
+
+
+@dataclass(eq=False)
+class _Started:
+    """An iteration that was started."""
+
+    plan: IterationPlan
+    wait: Wait
+    is_void: bool = False  # whether the one before was done again, so that this one has to be, too
 
 
 class PlanExecutor(Executor):
@@ -112,11 +116,22 @@ class PlanExecutor(Executor):
         self._ladder_changes = ladder.changes  # when graphs were captured
         self._is_closed = False
         self._lost: EngineLostError | None = None
+        self._rows_of_tokens: Mapping[str, int] = {}  # in `Workspace.latest`, of the iteration started last
+        self._started: list[_Started] = []  # that nobody has waited for
+        self._void: list[_Started] = []  # to be done again, before anything else starts
+        self._last: IterationResult | None = None
+        self._last_end_ns = 0
 
     @property
     def fits_graphs(self) -> bool:
         """Whether the memory is such that a GPU's graphs can use it: pinned, where it is the host's."""
         return self._workspace.fits_graphs
+
+    @property
+    def runs_ahead(self) -> bool:
+        """See `Executor`; spans of an iteration that is recorded are read before the next one starts."""
+        is_recorded = self._timeline is not None and self._timeline.is_recording_next
+        return self._tries_graphs and bool(self._rows_of_tokens) and not self._void and not is_recorded
 
     def warm_up(self) -> None:
         """Compile the kernels of decodes, which takes seconds, by iterations in which nobody decodes."""
@@ -155,18 +170,43 @@ class PlanExecutor(Executor):
         if not self._uses_gpu:  # no device works beside this thread
             return partial(self._attempt, partial(self._carry_out, plan))
         try:
-            return partial(self._end, plan, self._attempt(partial(self._submit, plan)))
+            started = _Started(plan, self._attempt(partial(self._submit, plan)))
         except RuntimeError as error:
             self._step_down(error, plan)
-        return self.start(plan)
+            return self.start(plan)
+        self._started.append(started)
+        return partial(self._end, started)
 
-    def _end(self, plan: IterationPlan, wait: Wait) -> IterationResult:
+    def _end(self, started: "_Started") -> IterationResult:
         """Wait for an iteration; if it cannot be ended, do it again in another way."""
-        try:
-            return self._attempt(wait)
-        except RuntimeError as error:
-            self._step_down(error, plan)
-        return self.execute(plan)
+        if not started.is_void:
+            self._started.remove(started)
+            try:
+                return self._attempt(started.wait)
+            except RuntimeError as error:
+                self._step_down(error, started.plan)
+            for other in self._started:  # ahead of it, and with its tokens
+                other.is_void = True
+                self._attempt(self._backend.wait)
+            self._void, self._started = self._started, []
+        else:
+            self._void.remove(started)
+        return self.execute(self._with_tokens(started.plan))
+
+    def _with_tokens(self, plan: IterationPlan) -> IterationPlan:
+        """Return a plan whose unknown tokens are those that the iteration before has brought since."""
+        if not plan.is_ahead:
+            return plan
+        assert self._last is not None
+        sampled = self._last.sampled
+        return replace(
+            plan,
+            is_ahead=False,
+            sub_batches=tuple(
+                SubBatch(tuple(each.with_token(sampled.get(each.request_id)) for each in batch.sequences))
+                for batch in plan.sub_batches
+            ),
+        )
 
     def _carry_out(self, plan: IterationPlan) -> IterationResult:
         return self._submit(plan)()
@@ -281,7 +321,7 @@ class PlanExecutor(Executor):
             self._timeline.close()
 
     def _submit(self, plan: IterationPlan) -> Wait:
-        """Start an iteration's program and the sampling behind it; return what waits for them."""
+        """Start an iteration's program; return what waits for it and its result."""
         if self._timeline is not None:
             self._timeline.begin_iteration(self._model.device)
         started_ns = time.perf_counter_ns()
@@ -289,106 +329,35 @@ class PlanExecutor(Executor):
         self._backend.begin(watch)
         with_graphs = self._tries_graphs
         self._pause = max(self._pause - 1, 0)
-        program, asked = self._builder.build(plan, for_graphs=with_graphs)
+        rows_of_tokens = self._rows_of_tokens if plan.is_ahead else {}
+        program = self._builder.build(plan, rows_of_tokens, for_graphs=with_graphs)
         batches, transfers = program.batches, program.transfers
         with_flags = self._relays is not None and self._may_use_flags
         if (batches or transfers) and not with_flags:
             with_graphs = False  # threads do the CPU's part, and Python is needed between layers
-        if self._relays is not None and with_flags:
-            self._relays.start(batches, transfers, watch)
+        relays = self._relays if with_flags and (batches or transfers) else None
+        if relays is not None:
+            relays.start(batches, transfers, watch)
         is_first = self._backend.start(
             program,
             with_flags=with_flags,
             with_graphs=with_graphs and program.is_fixed and self._fits(program.bucket),
         )
-        tokens, pooled = self._start_sampling(program, asked)
+        self._rows_of_tokens = program.outputs.rows_of_tokens
 
         def wait() -> IterationResult:
             self._backend.wait()
             attention_ns = sum(batch.attention_ns for batch in batches)
-            if self._relays is not None and with_flags:
-                attention_ns += self._relays.finish(self._timeline)
+            if relays is not None:
+                attention_ns += relays.finish(self._timeline)
             if self._is_closed:
                 raise RuntimeError("the executor was closed in the middle of an iteration")
-            chosen = tokens()
-            total_ns = time.perf_counter_ns() - started_ns
+            now_ns = time.perf_counter_ns()
+            total_ns, self._last_end_ns = now_ns - max(started_ns, self._last_end_ns), now_ns
             timing = IterationTiming(total_ns / 1e6, attention_ns / 1e6, is_first)
-            sums = pooled()
+            self._last = program.outputs.result(timing)
             if self._timeline is not None:
                 self._timeline.end_iteration()
-            names = [each.sequence.request_id for each in asked if each.sampling is not None]
-            return _result_of(names, chosen, self._model.dtype, timing, sums)
+            return self._last
 
         return wait
-
-    def _start_sampling(
-        self, program: Program, asked: Sequence[Asked]
-    ) -> tuple[Callable[[], Sequence[SampledToken | None]], Callable[[], Mapping[str, FloatArray]]]:
-        """Start to choose tokens, and to sum hidden states that are asked for; return what waits for both."""
-        sampled = [(each.first_row, each.sampling) for each in asked if each.sampling is not None]
-        rows, inputs = [row for row, _ in sampled], [sampling for _, sampling in sampled]
-        if program.chooses:
-            return self._read_tokens(rows, inputs), dict
-        states = program.last_states
-        if states is None:
-            return tuple, dict
-        device, pooled = states.device, [each for each in asked if each.sequence.num_pooled]
-        if pooled:
-            totals = [
-                states[each.first_row : each.first_row + each.num_rows].float().sum(dim=0) for each in pooled
-            ]
-            arrived = download(torch.stack(totals))
-            names = [each.sequence.request_id for each in pooled]
-
-            def sums() -> Mapping[str, FloatArray]:
-                return dict(zip(names, arrived().numpy(), strict=True))
-
-            states = states[upload(rows, torch.int64, device)]
-        else:
-            sums = dict
-        if not rows:
-            return tuple, sums
-        started_ns = time.perf_counter_ns()
-        out = torch.empty(len(rows), self._model.config.vocab_size, dtype=states.dtype, device=device)
-        tokens = start_sampling(self._stages.logits(states, out).float(), inputs)
-        if self._timeline is not None and self._timeline.is_recording and device.type == "cpu":
-            stage = Stage("sample", self._model.config.num_layers, NO_SUB_BATCH, len(rows))
-            self._timeline.add("device", stage, started_ns, time.perf_counter_ns())
-        return tokens, sums
-
-    def _read_tokens(
-        self, rows: list[int], inputs: Sequence[SamplingInput]
-    ) -> Callable[[], Sequence[SampledToken | None]]:
-        if not all(is_plain(item) for item in inputs):
-            logits = self._workspace.logits
-            chosen = logits.index_select(0, upload(rows, torch.int64, logits.device))
-            return start_sampling(chosen.float(), inputs)
-
-        def read() -> Sequence[SampledToken | None]:
-            tokens = self._workspace.tokens[rows].tolist()
-            return [None if token == NO_TOKEN else SampledToken(token) for token in tokens]
-
-        return read
-
-
-def _result_of(
-    request_ids: Sequence[str],
-    tokens: Sequence[SampledToken | None],
-    dtype: torch.dtype,
-    timing: IterationTiming,
-    pooled: Mapping[str, FloatArray],
-) -> IterationResult:
-    """Return the result of an iteration whose sampler gave each of these requests a token, or none."""
-    by_request = dict(zip(request_ids, tokens, strict=True))
-    damaged = [request_id for request_id, token in by_request.items() if token is None]
-    damaged += [request_id for request_id, total in pooled.items() if not np.isfinite(total).all()]
-    return IterationResult(
-        sampled={request_id: token for request_id, token in by_request.items() if token is not None},
-        failed=dict.fromkeys(
-            damaged,
-            "the model's output is not finite: its weights may be damaged, or the numbers "
-            f"exceed {dtype}; try another dtype",
-        ),
-        pooled=pooled,
-        timing=timing,
-    )

@@ -39,6 +39,7 @@ from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.execute.host import HostBatch
 from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
 from neo_desktop.engine.execute.layout import Bucket
+from neo_desktop.engine.execute.outputs import Outputs
 from neo_desktop.engine.execute.prompts import Prompts
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.execute.transfers import HostTransfer, Moves
@@ -124,6 +125,7 @@ class Program:
         memory: the part of that.
         passes: its sub-batches.
         moves: the blocks that change their place.
+        outputs: what is asked of it.
         chooses: whether the most probable tokens are chosen within the last part, for all rows.
     """
 
@@ -134,6 +136,7 @@ class Program:
         memory: BatchMemory,
         passes: Sequence[SubBatchPass],
         moves: Moves,
+        outputs: Outputs,
         *,
         chooses: bool,
     ) -> None:
@@ -143,14 +146,15 @@ class Program:
         self._memory = memory
         self._passes = tuple(passes)
         self._moves = moves
-        self.chooses = chooses
+        self.outputs = outputs
+        self._chooses = chooses
         self._moved: dict[int, tuple[Signal, ...]] = {}  # by layer
-        self.last_states: Tensor | None = None  # [rows, hidden], of each sequence what it needs
+        self._last_states: Tensor | None = None  # [rows, hidden], of each sequence what it needs
 
     @property
     def key(self) -> object:
         """What programs have in common whose fixed parts are the same."""
-        return self.bucket, self._has_cuts, self.chooses
+        return self.bucket, self._has_cuts, self._chooses
 
     @property
     def bucket(self) -> Bucket:
@@ -184,7 +188,7 @@ class Program:
     def parts(self) -> list[Part]:
         """Return all stages, in order."""
         build = PartBuilder()
-        build.add(self._bring_inputs, is_fixed=True)
+        build.add(self._bring_inputs, is_fixed=False)
         if self._has_cuts:
             build.add(partial(self._bring_kv, 0), is_fixed=False)
         for layer in range(self._config.num_layers):
@@ -195,17 +199,26 @@ class Program:
                 if each.prompts:
                     build.add(partial(self._attend_to_prompts, each, layer), is_fixed=False)
         build.add(self._collect_last, is_fixed=True)
-        if self.chooses:
+        if self._chooses:
             build.add(self._choose, is_fixed=True)
         else:
             build.add(self._finish, is_fixed=False)
+        if self.outputs.count:
+            build.add(self._sample, is_fixed=False)
         return build.parts
 
     def _bring_inputs(self, recorder: Recorder) -> None:
         memory = self._memory
-        if memory.inputs is not memory.staged:
-            bring = partial(memory.inputs.copy_, memory.staged, non_blocking=True)
-            recorder.run(Lane.DEVICE, Stage("inputs", 0, NO_SUB_BATCH, len(memory.inputs)), bring)
+        if memory.inputs is memory.staged:
+            return
+
+        def bring() -> None:
+            memory.inputs.copy_(memory.staged, non_blocking=True)
+            if not memory.is_fixed:  # it has a table of its own
+                latest = self._workspace.latest
+                memory.table[: len(latest)].copy_(latest)
+
+        recorder.run(Lane.DEVICE, Stage("inputs", 0, NO_SUB_BATCH, len(memory.inputs)), bring)
 
     def _bring_kv(self, layer: int, recorder: Recorder) -> None:
         """Start to bring what layer `layer` needs to where it is needed."""
@@ -280,7 +293,7 @@ class Program:
             out = self._workspace.last_hidden[first_row : first_row + rows]
             recorder.run(Lane.DEVICE, stage, partial(self._finish_all, each.memory.state, out))
             first_row += rows
-        stage = Stage("sample", num_layers, NO_SUB_BATCH, first_row)
+        stage = Stage("most probable", num_layers, NO_SUB_BATCH, first_row)
         recorder.run(Lane.DEVICE, stage, partial(self._most_probable, first_row))
 
     def _finish(self, recorder: Recorder) -> None:
@@ -288,18 +301,24 @@ class Program:
         count = sum(len(each.last_rows) for each in self._passes)
         if not count:
             return
-        self.last_states = self._passes[0].memory.state.residual.new_empty(count, self._config.hidden_size)
+        self._last_states = self._passes[0].memory.state.residual.new_empty(count, self._config.hidden_size)
         wanted = [each for each in self._passes if each.last_rows]
         index = wanted[0].memory.index if len(wanted) == 1 else NO_SUB_BATCH
         stage = Stage("linear", self._config.num_layers, index, count)
-        recorder.run(Lane.DEVICE, stage, partial(self._finish_rows, wanted, self.last_states))
+        recorder.run(Lane.DEVICE, stage, partial(self._finish_rows, wanted, self._last_states))
+
+    def _sample(self, recorder: Recorder) -> None:
+        stage = Stage("sample", self._config.num_layers, NO_SUB_BATCH, self.outputs.count)
+        recorder.run(Lane.DEVICE, stage, partial(self.outputs.start, self._last_states))
 
     # What the lanes run.
 
     def _linear(self, each: SubBatchPass, layer: int) -> None:
-        stages, state, inputs = self._stages, each.memory.state, each.memory.inputs
+        stages, state, memory = self._stages, each.memory.state, each.memory
         if layer == 0:
-            stages.embed(inputs.token_ids, inputs.positions, state)
+            if memory.table is not None:
+                torch.index_select(memory.table, 0, memory.inputs.sources, out=memory.token_ids)
+            stages.embed(memory.token_ids, memory.inputs.positions, state)
         else:
             stages.post_attention(layer - 1, state)
         stages.pre_attention(layer, state, each.store(layer))
@@ -351,5 +370,4 @@ class Program:
         workspace = self._workspace
         logits = self._stages.logits(workspace.last_hidden[:rows], workspace.logits[:rows])
         largest, tokens = logits.max(dim=-1)
-        tokens = torch.where(largest.isfinite(), tokens, NO_TOKEN)
-        workspace.tokens[:rows].copy_(tokens, non_blocking=True)
+        workspace.tokens[:rows].copy_(torch.where(largest.isfinite(), tokens, NO_TOKEN))

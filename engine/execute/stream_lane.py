@@ -79,7 +79,7 @@ class StreamLane:
     def begin(self, watch: Watch) -> None:
         """See `WorkLane`."""
         self._watch = watch
-        self._passed.clear()
+        self._passed = []
 
     def submit(self, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
         """Put `work` on the stream; blocks until those of the signals that come from threads have come."""
@@ -91,9 +91,14 @@ class StreamLane:
             self._passed.append(event)
         return event
 
-    def mark(self) -> _Event:
-        """Return the end of everything up to here."""
-        return _Event(self, self._tape, self._watch, "what comes before a copy")
+    def mark(self, what: str) -> _Event:
+        """Return the end of everything up to here, by this name for people."""
+        return _Event(self, self._tape, self._watch, what)
+
+    def take_passed(self) -> list[_Event]:
+        """Return the ends of the iteration's stages so far, and forget them."""
+        passed, self._passed = self._passed, []
+        return passed
 
     def wait(self, signals: Sequence[Signal]) -> None:
         """Let what follows wait for the signals."""
@@ -171,7 +176,7 @@ class RelayLane:
         """Raise the step's flag after the signals."""
         self._told_by.wait(after)
         stream_write_value(self._told_by.stream, step.flags[READY, :1])
-        return _Flag(self._told_by.mark(), step.flags[DONE, :1], stage.words)
+        return _Flag(self._told_by.mark("the raise of a flag"), step.flags[DONE, :1], stage.words)
 
     def cancel(self) -> None:
         """Do nothing: whoever has the relay cancels it."""

@@ -108,6 +108,11 @@ class Timeline:
         """Spans that had to make room for newer ones."""
         return self._num_recorded - len(self._spans)
 
+    @property
+    def is_recording_next(self) -> bool:
+        """Whether the iteration that begins next is recorded, or the one under way is."""
+        return self.is_recording or self._is_next_wanted
+
     def record_next(self) -> None:
         """Record the iteration that begins next, also if not all are."""
         self._is_next_wanted = True

@@ -25,6 +25,7 @@ class Inputs:
     """
 
     token_ids: Tensor  # [rows]
+    sources: Tensor  # [rows]; where in `Memory.table` a row's token is; not used without a table
     positions: Tensor  # [rows]
     slots: Tensor  # [rows]; -1: the KV is stored nowhere, or in memory that the CPU attends to
     context_lens: Tensor  # [decodes that the device attends for]
@@ -48,6 +49,9 @@ class Memory:
     rows: Rows
     inputs: Inputs  # on the device
     staged: Inputs  # in host memory, to be filled in; without a GPU the same
+    table: Tensor | None  # int32: `Workspace.latest`, and behind it all inputs; None: tokens are `inputs`'
+    first_source: int  # where in the table this sub-batch's `token_ids` begin
+    token_ids: Tensor  # [rows] int32, what is embedded
     state: State
     hand_overs: tuple[HandOver | None, ...]  # of each place; None: the device attends
 
@@ -58,13 +62,16 @@ class BatchMemory:
 
     bucket: Bucket
     parts: tuple[Memory, ...]
-    inputs: Tensor  # all inputs in one piece, on the device
+    table: Tensor  # see `Memory`
+    inputs: Tensor  # all inputs in one piece, on the device: the end of the table
     staged: Tensor
     is_fixed: bool  # whether it is the same for the next iteration of these sizes
 
 
 class Workspace:
-    """The memory of all iterations of a model, which run one at a time.
+    """The memory of all iterations of a model, which run one after the other.
+
+    One more may be filled in while one runs: so there are two sets of what is filled in.
 
     Args:
         config: the model's.
@@ -96,13 +103,19 @@ class Workspace:
             for rows in (capacity.tokens, capacity.decodes if has_graphs else capacity.tokens)
         ]
         decodes, heads, head_dim = capacity.decodes, config.num_heads, config.head_dim
-        num_ints = 3 * sum(len(state.residual) for state in self._states) + 2 * decodes * (
-            1 + max(capacity.blocks, 1)
-        )
-        self._staged = host_memory(
-            lambda pin: torch.zeros(num_ints, dtype=torch.int32, pin_memory=pin), device
-        )
-        self._ints = self._staged if device.type == "cpu" else torch.zeros_like(self._staged, device=device)
+        num_rows = sum(len(state.residual) for state in self._states)
+        num_ints = 4 * num_rows + 2 * decodes * (1 + max(capacity.blocks, 1))
+        self._is_staged = device.type != "cpu" or has_graphs
+        self._staged = [
+            host_memory(lambda pin: torch.zeros(num_ints, dtype=torch.int32, pin_memory=pin), device)
+            for _ in range(2 if self._is_staged else 1)
+        ]
+        self._turn = 0  # which of them is next
+        # The tokens that the last iteration chose, for one that starts before they are read; then all inputs.
+        self._graph_rows = rows = 2 * decodes if has_graphs else 0
+        self._table = torch.zeros(rows + num_ints if self._is_staged else 0, dtype=torch.int32, device=device)
+        self.latest = self._table[:rows]
+        self._token_ids = torch.zeros(num_rows if self._is_staged else 0, dtype=torch.int32, device=device)
         self._hand_overs = [
             [self._hand_over(decodes) if place.host_attends else None for place in places] for _ in range(2)
         ]
@@ -111,26 +124,33 @@ class Workspace:
         self._partial_out = torch.empty(parts * head_dim, dtype=torch.float32, device=device)
         self._partial_lse = torch.empty(parts, dtype=torch.float32, device=device)
         # Of all rows of a whole graph, those of sub-batch 0 first.
-        self._graph_rows = rows = 2 * decodes if has_graphs else 0
         self.last_hidden = torch.empty(rows, config.hidden_size, dtype=dtype, device=device)  # normalised
         self.logits = torch.empty(rows, config.vocab_size, dtype=dtype, device=device)
-        # The most probable token of each row, or `sampler.NO_TOKEN`; in host memory.
-        self.tokens = host_memory(lambda pin: torch.zeros(rows, dtype=torch.int64, pin_memory=pin), device)
+        # The most probable token of each row, or `sampler.NO_TOKEN`.
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         # Whether graphs can use it: what they copy from and to in host memory must be pinned.
         handed_over = [each for both in self._hand_overs for each in both if each is not None]
         on_host = [tensor for each in handed_over for tensor in (each.qkv, each.out, each.flags)]
-        on_host += [self._staged, self.tokens]
+        on_host += self._staged
         self.fits_graphs = device.type == "cpu" or all(tensor.is_pinned() for tensor in on_host)
-        self._known: dict[Bucket, BatchMemory] = {}
+        self._known: dict[tuple[Bucket, int], BatchMemory] = {}
 
     def memory(self, bucket: Bucket) -> BatchMemory:
-        """Return what an iteration of these sizes works in; that of all of them overlaps."""
-        known = self._known.get(bucket)
+        """Return what an iteration of these sizes works in; that of all of them overlaps.
+
+        What is filled in is not used again by the next iteration, but by the one after that.
+        """
+        self._turn = (self._turn + 1) % len(self._staged)
+        known = self._known.get((bucket, self._turn))
         if known is None:
             known = self._views(bucket)
             if self._graph_rows and known.is_fixed and bucket.is_whole:  # there are few such sizes
-                self._known[bucket] = known  # making views takes a while
+                self._known[bucket, self._turn] = known  # making views takes a while
         return known
+
+    def keep_tokens(self, token_ids: Tensor) -> None:
+        """Keep tokens, [at most len(latest)] int64, for the next iteration; what is none becomes token 0."""
+        self.latest[: len(token_ids)].copy_(token_ids.clamp(min=0))
 
     def partials(self, rows: int, max_tokens: int) -> Partials:
         """Return what `paged_decode` works in.
@@ -154,13 +174,13 @@ class Workspace:
             for rows in bucket.sub_batches
         ]
         shapes = [
-            ((rows.count,),) * 3 + ((decodes,), (decodes, bucket.max_blocks))
+            ((rows.count,),) * 4 + ((decodes,), (decodes, bucket.max_blocks))
             for rows, decodes in zip(bucket.sub_batches, device_decodes, strict=True)
         ]
         num_ints = sum(math.prod(shape) for each in shapes for shape in each)
         is_fixed = (
             len(bucket.sub_batches) <= len(self._states)
-            and num_ints <= len(self._ints)
+            and num_ints <= len(self._staged[0])
             and (
                 not (self._graph_rows and bucket.is_whole)
                 or sum(rows.count for rows in bucket.sub_batches) <= self._graph_rows
@@ -170,11 +190,12 @@ class Workspace:
                 for rows, state in zip(bucket.sub_batches, self._states, strict=False)
             )
         )
-        staged = self._staged[:num_ints] if is_fixed else torch.zeros(num_ints, dtype=torch.int32)
-        ints = staged  # without a GPU
-        if self._device.type != "cpu":
-            ints = self._ints[:num_ints] if is_fixed else torch.zeros_like(staged, device=self._device)
-        begin, parts = 0, []
+        staged, table = self._staged[self._turn][:num_ints], self._table[: self._graph_rows + num_ints]
+        if not is_fixed:
+            staged = torch.zeros(num_ints, dtype=torch.int32)
+            table = torch.zeros(self._graph_rows + num_ints, dtype=torch.int32, device=self._device)
+        ints = table[self._graph_rows :] if self._is_staged else staged
+        begin, first_row, parts = 0, 0, []
         for index, (rows, each) in enumerate(zip(bucket.sub_batches, shapes, strict=True)):
             parts.append(
                 Memory(
@@ -182,12 +203,23 @@ class Workspace:
                     rows=rows,
                     inputs=_cut(ints, begin, each),
                     staged=_cut(staged, begin, each),
+                    table=table if self._is_staged else None,
+                    first_source=self._graph_rows + begin,
+                    token_ids=self._tokens_of(first_row, rows.count, ints[begin : begin + rows.count]),
                     state=self._state(index, rows.count),
                     hand_overs=self._hand_over_views(index, rows),
                 )
             )
             begin += sum(map(math.prod, each))
-        return BatchMemory(bucket, tuple(parts), ints, staged, is_fixed)
+            first_row += rows.count
+        return BatchMemory(bucket, tuple(parts), table, ints, staged, is_fixed)
+
+    def _tokens_of(self, first_row: int, rows: int, given: Tensor) -> Tensor:
+        """Return what a sub-batch embeds: without a table, the tokens that it is given."""
+        if not self._is_staged:
+            return given
+        kept = self._token_ids[first_row : first_row + rows]
+        return kept if len(kept) == rows else torch.zeros_like(given)
 
     def _state(self, index: int, rows: int) -> State:
         if rows <= len(self._states[index].residual):
@@ -221,7 +253,7 @@ def device_bytes(config: ModelConfig, dtype: torch.dtype, capacity: Capacity, nu
     rows = capacity.tokens + capacity.decodes
     head = 2 * capacity.decodes * (config.hidden_size + config.vocab_size) * dtype.itemsize
     parts = max(num_programs // config.num_kv_heads, 1) * config.num_heads * (config.head_dim + 1)
-    ints = 3 * rows + 2 * capacity.decodes * (1 + capacity.blocks)
+    ints = 5 * rows + 2 * capacity.decodes * (4 + capacity.blocks)
     nowhere = torch.device("meta")
     scratch = Scratch.empty(config, capacity.tokens, dtype, nowhere)
     states = [State.empty(config, n, dtype, nowhere, scratch) for n in (capacity.tokens, capacity.decodes)]

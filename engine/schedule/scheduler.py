@@ -1,9 +1,16 @@
 """From requests to plans, and from results back to requests."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from neo_desktop.engine.batch import IterationPlan, IterationResult, ScheduledSequence, SubBatch
+from neo_desktop.engine.batch import (
+    UNKNOWN_TOKEN,
+    IterationPlan,
+    IterationResult,
+    ScheduledSequence,
+    SubBatch,
+)
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel
@@ -19,7 +26,7 @@ MOST_SHRINKS = 32  # far more than halvings lead to a single token
 
 
 class _Scheduled(NamedTuple):
-    """A request's share of the iteration under way."""
+    """A request's share of an iteration under way."""
 
     request: Request
     sequence: ScheduledSequence
@@ -42,7 +49,8 @@ class Scheduler:
         self._residency: Residency[Request] = self._decider.residency
         self.counters = self._residency.counters
         self._requests: dict[str, Request] = {}
-        self._under_way: list[_Scheduled] = []
+        self._under_way: deque[list[_Scheduled]] = deque()  # one iteration, or two
+        self._stays_on_device = False  # the newest of them
         self._ahead: Decision[Request] | None = None
         self._num_shrinks = 0  # iterations in a row that the device had no memory for
 
@@ -96,31 +104,64 @@ class Scheduler:
         """
         decision, self._ahead = self._without_ended(self._ahead), None
         decision = decision or self._decider.decide()
-        if decision is None:
+        return None if decision is None else self._plan(decision, is_ahead=False)
+
+    def look_ahead(self, *, may_start: bool = False) -> IterationPlan | None:
+        """Decide on the next iteration while one is under way, as if no token of that one ended a request.
+
+        Args:
+            may_start: whether the next one can start before that one has ended, if both stay on the device
+                and no token has to be known to choose another.
+
+        Returns:
+            Its plan, if it is to start now: one of decodes alone. Prompts wait for those who may arrive until
+            then, and their iterations are so long that it does not matter when they start. Who turns out to
+            have ended takes part in it for nothing.
+        """
+        self._ahead = decision = self._without_ended(self._ahead) or self._decider.decide()
+        if not may_start or decision is None or len(self._under_way) != 1 or not self._can_start(decision):
             return None
+        self._ahead = None
+        return self._plan(decision, is_ahead=True)
+
+    def _can_start(self, decision: Decision[Request]) -> bool:
+        members = [item for batch in decision.sub_batches for item in batch]
+        under_way = {scheduled.request.request_id for scheduled in self._under_way[0]}
+        return (
+            self._stays_on_device
+            and not decision.copies
+            and all(
+                num_tokens == 1
+                and request.num_uncomputed_tokens == 1
+                and self._residency.place_of(request).stays_on_device
+                and not (request.needs_tokens and request.request_id in under_way)
+                for request, num_tokens in members
+            )
+        )
+
+    def _plan(self, decision: Decision[Request], *, is_ahead: bool) -> IterationPlan:
         plan = IterationPlan(
             tuple(SubBatch(tuple(self._sequences(batch))) for batch in decision.sub_batches),
             tuple(decision.copies),
             decision.predicted,
+            is_ahead,
         )
         requests = [self._requests[sequence.request_id] for sequence in plan.sequences]
-        self._under_way = [
-            _Scheduled(
-                request,
-                sequence,
-                request.num_preemptions,
-                is_last=sequence.sampling is not None
-                or (sequence.num_pooled > 0 and sequence.context_len == request.num_tokens),
-            )
-            for request, sequence in zip(requests, plan.sequences, strict=True)
-        ]
+        self._under_way.append(
+            [
+                _Scheduled(
+                    request,
+                    sequence,
+                    request.num_preemptions,
+                    is_last=sequence.sampling is not None
+                    or (sequence.num_pooled > 0 and sequence.context_len == request.num_tokens),
+                )
+                for request, sequence in zip(requests, plan.sequences, strict=True)
+            ]
+        )
+        self._stays_on_device = plan.stays_on_device
         self._decider.advance(decision)
         return plan
-
-    def look_ahead(self) -> None:
-        """Decide on the next iteration while one is under way, as if no token of that one ended a request."""
-        if self._ahead is None:
-            self._ahead = self._decider.decide()
 
     def _without_ended(self, decision: Decision[Request] | None) -> Decision[Request] | None:
         """Take those out of a decision that ended since; None if nothing is left, or nothing was."""
@@ -140,9 +181,11 @@ class Scheduler:
             start = request.num_computed_tokens
             is_pooled = request.is_pooled
             is_sampled = not is_pooled and start + num_tokens == request.num_tokens
+            is_known = start + num_tokens <= len(request.token_ids)
+            token_ids = request.token_ids[start : start + num_tokens]
             yield ScheduledSequence(
                 request_id=request.request_id,
-                token_ids=tuple(request.token_ids[start : start + num_tokens]),
+                token_ids=tuple(token_ids) if is_known else (*token_ids, UNKNOWN_TOKEN),
                 start=start,
                 place=place,
                 block_table=self._kv.block_table(request.request_id),
@@ -151,7 +194,7 @@ class Scheduler:
             )
 
     def update(self, result: IterationResult) -> list[Request]:
-        """Take in what the iteration under way brought; return those who gained something by it."""
+        """Take in what the first iteration under way brought; return those who gained something by it."""
         gained = []
         moving = {request.request_id for request in self._residency.moved}  # their KV has not arrived yet
         block_size = self._kv.block_size
@@ -179,8 +222,8 @@ class Scheduler:
         return gained
 
     def _end_iteration(self) -> "list[_Scheduled]":
-        """Forget the iteration under way; return what it had of requests that have not been aborted."""
-        ended, self._under_way = self._under_way, []
+        """Forget the first iteration under way; return what it had of requests that have not ended since."""
+        ended = self._under_way.popleft() if self._under_way else []
         return [scheduled for scheduled in ended if not scheduled.request.is_finished]
 
     def abort(self, owner_id: str) -> list[RequestOutput]:
@@ -199,23 +242,28 @@ class Scheduler:
         return [request.take_output() for request in requests]
 
     def shrink(self) -> bool:
-        """Book the iteration under way, for which the device had no memory, as not done: smaller ones follow.
+        """Book the one iteration under way as not done, for want of memory: smaller ones follow.
 
         Returns:
             Whether there is something smaller to try; if not, it must `fail`.
         """
-        num_tokens = sum(len(scheduled.sequence.token_ids) for scheduled in self._under_way)
+        num_tokens = sum(len(scheduled.sequence.token_ids) for scheduled in self._under_way[0])
         self._num_shrinks += 1
         if (num_tokens == 1 and not self._residency.has_moves) or self._num_shrinks > MOST_SHRINKS:
             return False
         self._decider.shrink_to(num_tokens // 2)
-        for request, sequence, num_preemptions, is_last in self._end_iteration():
+        self.take_back()
+        self._give_up_moves()
+        return True
+
+    def take_back(self) -> None:
+        """Book the newest iteration under way as not done: its requests are where they were before it."""
+        for request, sequence, num_preemptions, is_last in self._under_way.pop():
             if is_last:
                 request.num_tokens -= 1
             if request.num_preemptions == num_preemptions:
                 request.num_computed_tokens = sequence.start
-        self._give_up_moves()
-        return True
+        self._ahead = None
 
     def _give_up_moves(self) -> None:
         self._ahead = None

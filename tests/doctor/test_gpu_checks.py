@@ -142,10 +142,10 @@ def test_streams_copies_and_swaps_pass(rig: SmallRig) -> None:
 class LossyBackend(ImitatedBackend):
     """Loses the last copy back of every program."""
 
-    def carry_out(self, operations: Sequence[Operation]) -> None:
+    def enqueue(self, operations: Sequence[Operation]) -> None:
         copies = [o for o in operations if o.lane is Lane.TO_DEVICE and o.stage.name == "hand-off"]
         copies[-1].work = lambda: None
-        super().carry_out(operations)
+        super().enqueue(operations)
 
 
 def test_lost_hand_overs_fail(rig: SmallRig) -> None:

@@ -100,6 +100,7 @@ def test_penalties_see_each_prompt_token_once_and_the_output_so_far() -> None:
     request = make_request("r", [5, 3, 5, 3, 3], SamplingParams(presence_penalty=1.0))
     before = request.sampling_input()
     for token_id in (7, 7, 3):
+        request.num_tokens += 1  # as the scheduler counts it once it is under way
         request.append(SampledToken(token_id))
     now = request.sampling_input()
     assert now.prompt_token_ids.tolist() == [3, 5]

@@ -237,7 +237,7 @@ def test_starting_waits_for_nothing() -> None:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            wait = start_sampling(rows, inputs)
+            wait = start_sampling(rows, inputs).wait
             num_waits = sum("synchron" in str(each.message) for each in caught)
     finally:
         torch.cuda.set_sync_debug_mode("default")

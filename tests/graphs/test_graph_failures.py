@@ -119,12 +119,12 @@ def test_an_iteration_that_stands_still_is_done_again_without_flags(
     class Stalling(ImitatedBackend):
         is_stalling = False
 
-        def carry_out(self, operations: Sequence[Operation]) -> None:
+        def enqueue(self, operations: Sequence[Operation]) -> None:
             """The GPU never comes to hand the second layer over; whoever waits for flags goes on."""
             raised = [o for o in operations if o.flag is not None and not o.is_wait]
             for lost in raised[1:2] if self.is_stalling else ():
                 lost.work = lambda: None
-            super().carry_out(operations)
+            super().enqueue(operations)
 
     backend = Stalling()
     executor, _ = make_executor(model, backend=backend, patience=Patience(1.0, 0.0))
@@ -225,6 +225,7 @@ def test_a_graph_that_fails_is_done_again_one_rung_lower(
             return super().start(program, with_flags=with_flags, with_graphs=with_graphs)
 
         def wait(self) -> None:
+            super().wait()
             if self.is_failing:
                 raise error
 
@@ -257,6 +258,22 @@ class Unanswering(ImitatedBackend):
     num_waits = 10**9
 
     def wait(self) -> None:
+        try:
+            self._wait_for_gpu()
+        except DeviceStalledError:
+            self._runs.popleft()
+            raise
+        super().wait()
+
+    def abandon(self, error: BaseException) -> EngineLostError | None:
+        try:
+            self._wait_for_gpu()
+        except DeviceStalledError as lost:
+            self.num_abandoned += 1
+            return lost
+        return super().abandon(error)
+
+    def _wait_for_gpu(self) -> None:
         def query() -> bool:
             return self.num_runs <= 2 or self.num_waits <= 0
 
@@ -265,14 +282,6 @@ class Unanswering(ImitatedBackend):
         except DeviceStalledError:
             self.num_waits -= 1
             raise
-
-    def abandon(self, error: BaseException) -> EngineLostError | None:
-        super().abandon(error)
-        try:
-            self.wait()
-        except DeviceStalledError as lost:
-            return lost
-        return None
 
 
 @pytest.mark.parametrize("names", ["a", "ac"])

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -130,7 +131,8 @@ class ImitatedBackend:
     """Records each fixed part once, like a graph, and from then on knows its operations only.
 
     Which lane goes on is drawn at random among those that can. So a missing wait shows: sooner or later work
-    is done too early, on memory that is not ready.
+    is done too early, on memory that is not ready. It is done while somebody waits, as late as it can be; of
+    the next program, if that has started, some is done then, too.
 
     Args:
         num_queues: a GPU has so many queues, each of which carries out in order what was put into it. Every
@@ -145,6 +147,10 @@ class ImitatedBackend:
         self._seen: set[object] = set()
         self._graphs: dict[tuple[object, int], list[Operation]] = {}
         self._recorder = ImitatedRecorder()
+        self._runs: deque[Operation] = deque()  # the ends of programs that nobody has waited for
+        self._end: Operation | None = None  # of the last one
+        self._queues: list[list[Operation]] = [[] for _ in range(num_queues or len(LANES))]
+        self._done: set[Operation] = set()
         self.num_runs = 0
         self.num_graphs_launched = 0  # in the last program
         self.num_launched = 0  # of operations one by one, on the device's lane, in the last program
@@ -170,6 +176,8 @@ class ImitatedBackend:
         self.num_runs += 1
         self.num_graphs_launched = self.num_launched = 0
         self._recorder = recorder = ImitatedRecorder(with_flags)
+        if self._end is not None:
+            recorder.last = dict.fromkeys(LANES, self._end)
         is_new = program.key not in self._seen
         self._seen.add(program.key)
         self.was_graph = with_graphs and not is_new
@@ -183,7 +191,10 @@ class ImitatedBackend:
                 self._graphs[program.key, number] = self._capture(part)
             self._launch(self._graphs[program.key, number])
             self.num_graphs_launched += 1
-        self.carry_out(recorder.operations)
+        recorder.wait([operation for operation in recorder.last.values() if operation is not self._end])
+        self._end = recorder.mark()
+        self.enqueue(recorder.operations)
+        self._runs.append(self._end)
         return with_graphs and (is_new or len(self._graphs) > num_graphs)
 
     def _capture(self, part: Part) -> list[Operation]:
@@ -205,10 +216,34 @@ class ImitatedBackend:
         recorder.last |= dict.fromkeys((Lane.DEVICE, Lane.TO_HOST, Lane.TO_DEVICE), known[graph[-1]])
 
     def wait(self) -> None:
-        pass
+        self._carry_out(self._runs.popleft())
+
+    @torch.inference_mode()
+    def _carry_out(self, end: Operation) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while end not in self._done:
+            ready = [
+                queue
+                for queue in self._queues
+                if queue and self._done.issuperset(queue[0].after) and queue[0].is_ready()
+            ]
+            if not ready:
+                assert time.monotonic() < deadline, "all lanes wait, and nothing comes"
+                time.sleep(0)
+                continue
+            operation = self._random.choice(ready).pop(0)
+            self._do(operation)
+            self._done.add(operation)
+        if not self._runs:
+            self._done = {end}
 
     def abandon(self, error: BaseException) -> EngineLostError | None:
         self.num_abandoned += 1
+        if not isinstance(error, EngineLostError):
+            for end in self._runs:  # who waits for them finds that they have ended
+                self._carry_out(end)
+        self._queues = [[] for _ in self._queues]
+        self._end, self._done = None, set(self._runs)
         return error if isinstance(error, EngineLostError) else None
 
     def forget(self) -> None:
@@ -233,35 +268,18 @@ class ImitatedBackend:
             num_waits += 1
         return num_waits
 
-    def _queues(self, operations: Sequence[Operation]) -> list[list[Operation]]:
+    def enqueue(self, operations: Sequence[Operation]) -> None:
         if self._num_queues is None:
-            return [[o for o in operations if o.lane is lane] for lane in LANES]
-        queues: list[list[Operation]] = [[] for _ in range(self._num_queues)]
-        left, placed = list(operations), set[Operation]()
+            for lane, queue in zip(LANES, self._queues, strict=True):
+                queue += [o for o in operations if o.lane is lane]
+            return
+        left = list(operations)
         while left:
-            operation = self._random.choice([o for o in left if placed.issuperset(o.after)])
-            self._random.choice(queues).append(operation)
-            placed.add(operation)
+            operation = self._random.choice([o for o in left if not any(b in left for b in o.after)])
+            self._random.choice(self._queues).append(operation)
             left.remove(operation)
-        return queues
 
     def _do(self, operation: Operation) -> None:
         if self._hook is not None and operation.stage is not NOTHING:
             self._hook(operation.lane, operation.stage)
         operation.work()
-
-    def carry_out(self, operations: Sequence[Operation]) -> None:
-        queues = self._queues(operations)
-        done: set[Operation] = set()
-        deadline = time.monotonic() + PATIENCE_S
-        while any(queues):
-            ready = [
-                queue for queue in queues if queue and done.issuperset(queue[0].after) and queue[0].is_ready()
-            ]
-            if not ready:
-                assert time.monotonic() < deadline, "all lanes wait, and nothing comes"
-                time.sleep(0)
-                continue
-            operation = self._random.choice(ready).pop(0)
-            self._do(operation)
-            done.add(operation)

@@ -1,0 +1,143 @@
+"""What comes of an iteration: tokens for its sequences, and sums of their hidden states."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.batch import (
+    FloatArray,
+    IterationResult,
+    IterationTiming,
+    SampledToken,
+    SamplingInput,
+    ScheduledSequence,
+)
+from neo_desktop.engine.cuda.copies import download, upload
+from neo_desktop.engine.execute.workspace import Workspace
+from neo_desktop.engine.sampler import NO_TOKEN, is_plain, start_sampling
+from neo_desktop.models.stages import Stages
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One sequence of which something is asked for, and where its last hidden states are."""
+
+    sequence: ScheduledSequence
+    first_row: int  # among the rows of all sub-batches, or of the last states that were computed
+    num_rows: int
+
+    @property
+    def sampling(self) -> SamplingInput | None:
+        """How its token is chosen, if one is."""
+        return self.sequence.sampling
+
+
+class Outputs:
+    """What is asked of an iteration.
+
+    Args:
+        asked: of whom, and what.
+        stages: the model's.
+        workspace: has the logits of a graph, and keeps the tokens for the next iteration.
+        chosen_rows: how many rows' most probable tokens the program chooses itself; None: it does not.
+    """
+
+    def __init__(
+        self, asked: Sequence[Asked], stages: Stages, workspace: Workspace, chosen_rows: int | None
+    ) -> None:
+        self._sampled = [(each.first_row, each.sampling) for each in asked if each.sampling is not None]
+        self._names = [each.sequence.request_id for each in asked if each.sampling is not None]
+        self._pooled = [each for each in asked if each.sequence.num_pooled]
+        self._stages = stages
+        self._workspace = workspace
+        self._tokens: Callable[[], Sequence[SampledToken | None]] = tuple
+        self._sums: Callable[[], Mapping[str, FloatArray]] = dict
+        # The program's own choice, if that is all that is asked for; else chosen from the logits.
+        self._chosen_rows = chosen_rows
+        if not all(is_plain(sampling) for _, sampling in self._sampled):
+            self._chosen_rows = None
+        rows = range(len(self._names)) if self._chosen_rows is None else [row for row, _ in self._sampled]
+        has_room = max(self._chosen_rows or 0, len(rows)) <= len(workspace.latest)
+        # Where `Workspace.latest` has each request's token once this has run.
+        self.rows_of_tokens: Mapping[str, int] = dict(zip(self._names, rows, strict=True)) if has_room else {}
+
+    @property
+    def count(self) -> int:
+        """Of how many sequences a token is asked for, or a sum."""
+        return len(self._sampled) + len(self._pooled)
+
+    def start(self, states: Tensor | None) -> None:
+        """Put on the device, behind the layers, what gives the tokens and sums; nothing is waited for.
+
+        Args:
+            states: [rows, hidden], the last ones of those asked for; None: the program has chosen tokens.
+        """
+        if states is None:
+            self._start_from_graph()
+            return
+        rows = [row for row, _ in self._sampled]
+        if self._pooled:
+            self._start_sums(states)
+            states = states[upload(rows, torch.int64, states.device)]
+        if rows:
+            vocab_size = self._stages.decoder.config.vocab_size
+            out = torch.empty(len(rows), vocab_size, dtype=states.dtype, device=states.device)
+            self._sample(self._stages.logits(states, out))
+
+    def result(self, timing: IterationTiming) -> IterationResult:
+        """Wait for what was started, and return it."""
+        by_request = dict(zip(self._names, self._tokens(), strict=True))
+        sums = self._sums()
+        damaged = [request_id for request_id, token in by_request.items() if token is None]
+        damaged += [request_id for request_id, total in sums.items() if not np.isfinite(total).all()]
+        return IterationResult(
+            sampled={request_id: token for request_id, token in by_request.items() if token is not None},
+            failed=dict.fromkeys(
+                damaged,
+                "the model's output is not finite: its weights may be damaged, or the numbers "
+                f"exceed {self._stages.decoder.dtype}; try another dtype",
+            ),
+            pooled=sums,
+            timing=timing,
+        )
+
+    def _start_from_graph(self) -> None:
+        workspace, rows = self._workspace, [row for row, _ in self._sampled]
+        if self._chosen_rows is None:
+            index = upload(rows, torch.int64, workspace.logits.device)
+            self._sample(workspace.logits.index_select(0, index))
+            return
+        chosen = workspace.tokens[: self._chosen_rows]
+        arrived = download(chosen)
+
+        def read() -> Sequence[SampledToken | None]:
+            tokens = arrived()[rows].tolist()
+            return [None if token == NO_TOKEN else SampledToken(token) for token in tokens]
+
+        self._tokens = read
+        self._keep(chosen)
+
+    def _sample(self, logits: Tensor) -> None:
+        sampling = start_sampling(logits.float(), [sampling for _, sampling in self._sampled])
+        self._tokens = sampling.wait
+        self._keep(sampling.token_ids)
+
+    def _keep(self, token_ids: Tensor) -> None:
+        """Keep tokens for an iteration that starts before they are read; the last thing that is done.
+
+        So those of the iteration before are still there when something fails, and this one is tried again.
+        """
+        if self.rows_of_tokens:
+            self._workspace.keep_tokens(token_ids)
+
+    def _start_sums(self, states: Tensor) -> None:
+        totals = [
+            states[each.first_row : each.first_row + each.num_rows].float().sum(dim=0)
+            for each in self._pooled
+        ]
+        arrived = download(torch.stack(totals))
+        names = [each.sequence.request_id for each in self._pooled]
+        self._sums = lambda: dict(zip(names, arrived().numpy(), strict=True))
