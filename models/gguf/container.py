@@ -156,7 +156,8 @@ class _Reader:
 
     def damaged(self, what: str) -> ModelError:
         """Return an error that says what the file has."""
-        return ModelError(f"{self.path} is damaged (it has {what}): download it again.")
+        shown = what if len(what) <= 300 else f"{what[:300]}…"
+        return ModelError(f"{self.path} is damaged (it has {shown}): download it again.")
 
     def take(self, count: int) -> bytes:
         """Read some bytes."""

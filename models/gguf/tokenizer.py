@@ -103,7 +103,10 @@ def _backend(
     try:
         return tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges, fuse_unk=False, **options))
     except Exception as error:  # the library raises nothing narrower
-        raise ModelError(f"{vocabulary.path} has no valid vocabulary ({error}): download it again.") from None
+        reason = str(error)[:300]
+        raise ModelError(
+            f"{vocabulary.path} has no valid vocabulary ({reason}): download it again."
+        ) from None
 
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, vocabulary: Vocabulary) -> None:

@@ -37,6 +37,24 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+SCALED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "yarn": (
+        "qwen2",
+        "Qwen2ForCausalLM",
+        {"rope_parameters": YARN},
+        {"type": "yarn", "factor": 4.0, "original_context_length": 16},
+    ),
+    "linear": ("llama", "LlamaForCausalLM", {"rope_parameters": LINEAR}, {"type": "linear", "factor": 4.0}),
+}
+
+
 def logits(path: Path, token_ids: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     checkpoint = open_checkpoint(path)
     return logits_of_all(load_model(checkpoint, checkpoint.config(), dtype=dtype, device=CPU), token_ids)
@@ -64,6 +82,27 @@ def test_logits_agree_with_transformers(variant: str, make_checkpoint: Any, tmp_
     torch.testing.assert_close(logits(path, token_ids), expected, rtol=0, atol=1e-4)
     config = open_checkpoint(path).config()
     assert config.num_parameters == sum(weight.numel() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("variant", SCALED)
+def test_scaled_rotations_agree_with_transformers(variant: str, make_checkpoint: Any, tmp_path: Path) -> None:
+    architecture, model_class, settings, entries = SCALED[variant]
+    _, model = make_checkpoint(model_class, **SIZES | settings)
+    metadata = {f"{architecture}.rope.scaling.{key}": value for key, value in entries.items()}
+    path = write_gguf(tmp_path / "model.gguf", model, architecture=architecture, metadata=metadata)
+    token_ids = torch.randint(0, 320, (60,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(token_ids[None]).logits[0]
+    torch.testing.assert_close(logits(path, token_ids), expected, rtol=0, atol=1e-4)
+
+
+def test_a_sliding_window_hides_what_transformers_hides(make_checkpoint: Any, tmp_path: Path) -> None:
+    _, model = make_checkpoint("MistralForCausalLM", **SIZES | {"sliding_window": 5})
+    path = write_gguf(tmp_path / "model.gguf", model, metadata={"llama.attention.sliding_window": 5})
+    token_ids = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(token_ids[None]).logits[0]
+    torch.testing.assert_close(logits(path, token_ids), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("type_name", TYPES)
