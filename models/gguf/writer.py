@@ -17,7 +17,7 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.gguf.config import FAMILIES
 from neo_desktop.models.gguf.tensors import ROPE_FACTORS, stored_name
-from neo_desktop.models.rope import LinearScaling, Llama3Scaling
+from neo_desktop.models.rope import FactorScaling, LinearScaling, Llama3Scaling
 from neo_desktop.models.weights import named_weights
 
 _ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()}
@@ -34,9 +34,11 @@ def check_expressible(config: ModelConfig) -> None:
         reason = f"the architecture {config.architecture}"
     elif any(window is not None for window in config.layer_windows):
         reason = "sliding windows"
-    elif isinstance(scaling, Llama3Scaling) and _ARCHITECTURES[config.architecture] != "llama":
+    elif (
+        isinstance(scaling, Llama3Scaling | FactorScaling) and _ARCHITECTURES[config.architecture] != "llama"
+    ):
         reason = f"Llama 3's rotation in {config.architecture}"
-    elif not isinstance(scaling, LinearScaling | Llama3Scaling | None):
+    elif not isinstance(scaling, LinearScaling | Llama3Scaling | FactorScaling | None):
         reason = f"the rotation {type(scaling).__name__}"
     if reason is not None:
         raise ValueError(f"llama.cpp cannot be given this model, because of {reason}: leave --baseline out")
@@ -103,6 +105,6 @@ def _tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
             halves = tensor.reshape(-1, 2, config.head_dim // 2, *tensor.shape[1:])
             tensor = halves.transpose(1, 2).flatten(0, 2)
         yield name, tensor.float() if tensor.ndim == 1 else tensor
-    if isinstance(config.rope.scaling, Llama3Scaling):
+    if isinstance(config.rope.scaling, Llama3Scaling | FactorScaling):
         plain = 1.0 / config.rope.theta ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
         yield ROPE_FACTORS, plain / config.rope.inverse_frequencies(config.head_dim)

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.gguf.config import read_config
 from neo_desktop.models.gguf.container import GGUFFile
 from neo_desktop.models.gguf.tensors import read_tensors
+from neo_desktop.models.gguf.vocabulary import Vocabulary
 from neo_desktop.models.gguf.writer import check_expressible, write_gguf
-from neo_desktop.models.rope import LinearScaling, RopeConfig, YarnScaling
+from neo_desktop.models.rope import FactorScaling, LinearScaling, RopeConfig, YarnScaling
 from neo_desktop.models.weights import named_weights
 
 gguf = pytest.importorskip("gguf")
@@ -77,6 +79,21 @@ def test_what_is_written_is_read_as_it_was(dtype: torch.dtype, name: str, tmp_pa
         assert torch.equal(found[each].dequantised(0, len(weight)).float(), weight.float())
 
 
+def test_a_rotation_that_was_read_from_a_file_is_written_again(tmp_path: Path) -> None:
+    read(CONFIGS["llama3-rope"], tmp_path)
+    first = rope_of(tmp_path / "model.gguf")
+    assert isinstance(first.scaling, FactorScaling)
+    read(replace(TINY, rope=first), tmp_path)
+    found, expected = (rope.inverse_frequencies(16) for rope in (rope_of(tmp_path / "model.gguf"), first))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, LLAMA3.inverse_frequencies(16))
+
+
+def rope_of(path: Path) -> RopeConfig:
+    files = [GGUFFile(path)]
+    return read_config(files, Vocabulary.read(files[0])).rope
+
+
 def test_rows_of_q_and_k_are_ordered_for_the_rotation_of_neighbours(tmp_path: Path) -> None:
     reader, decoder = read(CONFIGS["llama-biases"], tmp_path)
     tensors = tensors_of(reader)
@@ -100,6 +117,7 @@ def test_rows_of_q_and_k_are_ordered_for_the_rotation_of_neighbours(tmp_path: Pa
         replace(TINY, architecture="GptForCausalLM"),
         replace(TINY, layer_windows=(None, 16)),
         replace(CONFIGS["qwen2"], rope=LLAMA3),
+        replace(CONFIGS["qwen2"], rope=RopeConfig(1e4, FactorScaling((1.0,) * 8))),
         replace(TINY, rope=RopeConfig(1e4, YarnScaling(4.0, 32, 32.0, 1.0, True, 1.1))),
     ],
 )
