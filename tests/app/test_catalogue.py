@@ -17,7 +17,7 @@ from neo_desktop import Engine
 from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue, LocalModel, UnknownModelError
 from neo_desktop.app.shelf.checkpoint_summary import summarize
 from neo_desktop.app.shelf.fits import Fit, fit
-from neo_desktop.app.shelf.speed import Figures, _cpu_figures, find_figures, predict
+from neo_desktop.app.shelf.speed import MachineFigures, _cpu_figures, find_figures, predict
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.profiling.budget import GIB, FreeMemory
@@ -274,7 +274,7 @@ def test_what_does_not_fit_says_how_much_it_needs() -> None:
     assert "only 8.6 GB of GPU memory are free" in (found.reason or "")
 
 
-def figures(read: float) -> Figures:
+def figures(read: float) -> MachineFigures:
     return _cpu_figures(read * 1e9, 500e9, "what somebody measured")
 
 
@@ -324,7 +324,7 @@ def test_a_gpu_is_predicted_from_its_own_datasheet_or_not_at_all(
         assert isinstance(found, str)
         assert name in found
     else:
-        assert isinstance(found, Figures)
+        assert isinstance(found, MachineFigures)
         assert found.gpu.name == preset
         assert (
             predict(
@@ -365,7 +365,7 @@ def test_what_the_self_test_measured_here_comes_before_any_datasheet(
         put(tmp_path / name, "report.json", text)
     for device in ("cuda", "cpu"):
         found = find_figures(torch.device(device), tmp_path)
-        assert isinstance(found, Figures)
+        assert isinstance(found, MachineFigures)
         assert "the self-test measured on this computer on 2026-11-22" in found.source
         assert found.host.memory_bytes_per_s == 40e9
         assert found.gpu.memory_bytes_per_s == (400e9 if device == "cuda" else 40e9)
