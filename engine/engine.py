@@ -1,31 +1,23 @@
 """The engine: requests go in at any time, every step brings some tokens out."""
 
-import logging
 import secrets
-import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
-from neo_desktop.engine.batch import (
-    DeviceMemoryError,
-    FloatArray,
-    IterationPlan,
-    IterationTiming,
-)
-from neo_desktop.engine.cuda.errors import is_lost
+from neo_desktop.engine.batch import FloatArray
 from neo_desktop.engine.detokenizer import IncrementalText
 from neo_desktop.engine.doctor.first_start import check_at_first_start
 from neo_desktop.engine.doctor.safe_start import safe_start
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.execute.build import build_executor
-from neo_desktop.engine.execute.executor import Executor, Wait
+from neo_desktop.engine.execute.executor import Executor
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.generate import Completion, embed, generate
 from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.intake import Intake, PreparedRequest, Prompt
+from neo_desktop.engine.iterations import Iterations
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.live import LiveView, Notes
@@ -36,13 +28,11 @@ from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.profiling.profile_cache import load_or_profile
 from neo_desktop.engine.progress import Progress, part
-from neo_desktop.engine.request import FinishReason, Request, RequestOutput
+from neo_desktop.engine.request import Request, RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
 from neo_desktop.engine.stats import EngineStats
-
-logger = logging.getLogger(__name__)
 
 WEIGHTS_SHARE = 0.5  # of the progress of loading; the rest is for measuring, which only the first start needs
 
@@ -79,17 +69,11 @@ class Engine:
         self._decoder = model.decoder
         self._scheduler = scheduler
         self._kv_cache = kv_cache
-        self._executor = executor
         self._policy = policy
         self._cost_model = cost_model
         self._notes = Notes(timeline)
+        self._iterations = Iterations(scheduler, executor, cost_model, self._notes)
         self._num_arrivals = 0
-        self._num_iterations = 0
-        self._under_way: deque[tuple[IterationPlan, Wait]] = deque()  # one, or two for a moment
-        self._gained: list[Request] = []  # by the iterations whose outputs nobody has taken yet
-        self._failed: list[RequestOutput] = []  # the ends of requests that iterations failed for
-        self._last_end_s: float | None = None  # when the iteration before ended, if no pause followed
-        self._outside_s = 0.0
 
     @classmethod
     def from_pretrained(
@@ -181,7 +165,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request has not ended, an iteration has not, or outputs have not been taken."""
-        return self.has_requests or bool(self._under_way) or bool(self._gained or self._failed)
+        return self.has_requests or self._iterations.has_more
 
     def prepare(
         self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True
@@ -235,105 +219,16 @@ class Engine:
         return self.take_outputs()
 
     def collect(self) -> None:
-        """Wait for the iteration under way, or else for one that starts now, and take its tokens in.
-
-        Meanwhile the next iteration is decided on, as if no token of this one ended a request; it starts if
-        it can do so before the tokens are known.
-        """
-        self.launch()
-        if not self._under_way:
-            return
-        self._launch_ahead()
-        plan, wait = self._under_way.popleft()
-        try:
-            result = wait()
-        except Exception as error:
-            self._give_up(error)
-            return
-        if result.timing is not None:
-            self._book_time(result.timing)
-            if self._notes.is_on:
-                self._notes.note(plan, result.timing)
-            if self._cost_model is not None:
-                self._cost_model.learn(plan.predicted, result.timing)
-        self._gained += self._scheduler.update(result)
+        """Wait for the iteration under way, or else for one that starts now, and take its tokens in."""
+        self._iterations.collect()
 
     def launch(self) -> None:
-        """Plan the next iteration, of all requests that are there now, and start it, if there is work.
-
-        Nothing is done while one is under way, as when it started before the last one had ended.
-        """
-        if self._under_way:
-            return
-        plan = self._scheduler.schedule()
-        if plan is None:
-            self._last_end_s = None
-            return
-        try:
-            self._start(plan)
-        except Exception as error:  # whatever broke, the other requests must go on
-            self._give_up(error)
-
-    def _launch_ahead(self) -> None:
-        """Decide on the iteration after the one under way, and start it if it need not wait for that."""
-        plan = self._scheduler.look_ahead(may_start=self._executor.runs_ahead)
-        if plan is None:
-            return
-        try:
-            self._start(plan)
-        except Exception as error:
-            if is_lost(error):
-                raise
-            self._scheduler.take_back()  # what is wrong shows when it starts in its turn
-
-    def _start(self, plan: IterationPlan) -> None:
-        self._num_iterations += 1
-        self._under_way.append((plan, self._executor.start(plan)))
+        """Plan the next iteration, of all requests that are there now, and start it, if there is work."""
+        self._iterations.launch()
 
     def take_outputs(self) -> list[RequestOutput]:
-        """Return what requests gained since the last call; best while an iteration is under way.
-
-        Text is made only now. Who aborted a request has got its last output.
-        """
-        gained, self._gained = self._gained, []
-        failed, self._failed = self._failed, []
-        return [
-            request.take_output() for request in gained if request.finish_reason is not FinishReason.ABORT
-        ] + failed
-
-    def _give_up(self, error: Exception) -> None:
-        """Take in that the iteration under way failed, and end the requests that cannot go on.
-
-        Raises:
-            the error: nothing can be computed in this process any more.
-        """
-        self._last_end_s = None
-        if is_lost(error):
-            raise error
-        while self._under_way:  # it started ahead of its tokens
-            _, wait = self._under_way.popleft()
-            try:
-                wait()
-            except Exception as another:
-                if is_lost(another):
-                    raise
-            self._scheduler.take_back()
-        if not isinstance(error, DeviceMemoryError):
-            logger.error("an iteration failed", exc_info=error)
-            self._failed += self._scheduler.fail(f"the engine failed: {error}")
-            return
-        is_known = self._scheduler.is_short_of_memory
-        if not self._scheduler.shrink():
-            self._failed += self._scheduler.fail(f"the device has no memory left: {error}")
-        elif not is_known:  # it stays so for a while, and larger iterations are tried now and then
-            logger.warning("the device is short of memory: going on with smaller iterations (%s)", error)
-
-    def _book_time(self, timing: IterationTiming) -> None:
-        """Add up what passes between iterations that follow each other."""
-        now = time.perf_counter()
-        if self._last_end_s is not None:
-            self._outside_s += now - self._last_end_s - timing.total_ms / 1e3
-        self._last_end_s = now
+        """Return what requests gained since the last call; best while an iteration is under way."""
+        return self._iterations.take_outputs()
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -383,7 +278,7 @@ class Engine:
             num_running=self._scheduler.num_running,
             num_running_at=self._scheduler.num_running_at,
             num_waiting=self._scheduler.num_waiting,
-            num_iterations=self._num_iterations,
+            num_iterations=self._iterations.num_started,
             num_prompt_tokens=counters.num_prompt_tokens,
             num_cached_tokens=counters.num_cached_tokens,
             num_output_tokens=counters.num_output_tokens,
@@ -391,7 +286,7 @@ class Engine:
             num_moves=counters.num_moves,
             num_cpu_decodes=counters.num_cpu_decodes,
             num_double_iterations=counters.num_double_iterations,
-            outside_s=self._outside_s,
+            outside_s=self._iterations.outside_s,
             pools=self._kv_cache.usage(),
         )
 
@@ -408,10 +303,9 @@ class Engine:
 
     def close(self) -> None:
         """End all threads, drop weights and caches; nothing can be generated afterwards."""
-        if (executor := vars(self).pop("_executor", None)) is not None:
-            executor.close()
+        if vars(self).pop("_decoder", None) is not None:
+            self._iterations.close()
             self.grammars.close()
-            del self._decoder
 
     def __enter__(self) -> Self:
         return self

@@ -60,8 +60,8 @@ def running(engine: Engine, *, max_queued_requests: int = 64, **app_options: Any
     try:
         yield running_server
     finally:
-        if isinstance(engine._executor, FakeExecutor):
-            engine._executor.open.set()
+        if isinstance(engine._iterations.executor, FakeExecutor):
+            engine._iterations.executor.open.set()
         running_server.stop()
 
 

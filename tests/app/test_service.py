@@ -35,7 +35,7 @@ async def started(engine: Engine, max_queued_requests: int = 64) -> AsyncIterato
     try:
         yield service
     finally:
-        cast("FakeExecutor", engine._executor).open.set()
+        cast("FakeExecutor", engine._iterations.executor).open.set()
         await service.stop()
 
 

@@ -81,8 +81,10 @@ def test_beside_outputs_with_little_memory_nothing_changes(
         ) as engine,
         ThreadPoolExecutor(1) as device,
     ):
-        start = engine._executor.start
-        monkeypatch.setattr(engine._executor, "start", lambda plan: device.submit(start(plan)).result)
+        start = engine._iterations.executor.start
+        monkeypatch.setattr(
+            engine._iterations.executor, "start", lambda plan: device.submit(start(plan)).result
+        )
         each = [params for _ in prompts() for params in (GREEDY, mean, last)]
         outputs = run(engine, [prompt for prompt in prompts() for _ in range(3)], each)
         stats = engine.stats()

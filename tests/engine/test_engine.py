@@ -109,8 +109,10 @@ def test_every_policy_and_memory_gives_the_same_tokens(
         ) as engine,
         ThreadPoolExecutor(1) as device,
     ):
-        start = engine._executor.start
-        monkeypatch.setattr(engine._executor, "start", lambda plan: device.submit(start(plan)).result)
+        start = engine._iterations.executor.start
+        monkeypatch.setattr(
+            engine._iterations.executor, "start", lambda plan: device.submit(start(plan)).result
+        )
         outputs = engine.generate(batch, GREEDY)
         assert [list(output.token_ids) for output in outputs] == expected
         assert_is_idle(engine)
@@ -283,7 +285,7 @@ def test_the_next_iteration_is_under_way_when_outputs_are_made(llama: Engine) ->
     """And requests that come until it is planned are part of it."""
     first, second = prompts(5)[3:5]
     expected = [completion.token_ids for completion in llama.generate([first, second], GREEDY)]
-    start, plans = llama._executor.start, []
+    start, plans = llama._iterations.executor.start, []
 
     def started(plan: IterationPlan) -> Wait:
         plans.append([sequence.request_id for sequence in plan.sequences])
@@ -291,7 +293,7 @@ def test_the_next_iteration_is_under_way_when_outputs_are_made(llama: Engine) ->
 
     seen: dict[str, list[int]] = {"a": [], "b": []}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llama._executor, "start", started)
+        patch.setattr(llama._iterations.executor, "start", started)
         llama.add("a", llama.prepare(first, GREEDY))
         while llama.has_work:
             llama.collect()
@@ -393,7 +395,7 @@ def test_a_plan_in_two_sub_batches_gives_the_same_tokens(checkpoints: dict[str, 
         checkpoints["llama"], device="cpu", gpu_cache_tokens=320, cpu_cache_tokens=2000
     ) as engine:
         expected = [output.token_ids for output in engine.generate(batch, GREEDY)]
-        start = engine._executor.start
+        start = engine._iterations.executor.start
         num_split = 0
 
         def split_in_two(plan: IterationPlan) -> Wait:
@@ -403,6 +405,6 @@ def test_a_plan_in_two_sub_batches_gives_the_same_tokens(checkpoints: dict[str, 
             num_split += len(halves) == 2
             return start(IterationPlan(halves, plan.copies))
 
-        engine._executor.start = split_in_two  # type: ignore[method-assign]
+        engine._iterations.executor.start = split_in_two  # type: ignore[method-assign]
         assert [output.token_ids for output in engine.generate(batch, GREEDY)] == expected
         assert num_split > 0
