@@ -2,7 +2,7 @@
 # Runs the tests that need a GPU without one, on an imitated one (tests/imitated_gpu): torch's own CUDA build, whose
 # runtime library is replaced. Arguments go to pytest; without any, one process for each core runs tests.
 #
-# Takes some 7 minutes of processor time, and 14 minutes on two cores that other programs keep busy, too; the first time
+# Takes some 6 minutes of processor time, and 14 to 17 minutes on two cores that other programs keep busy, too; the first time
 # also what the download takes.
 #
 # Makes a virtual environment with that torch in build/imitated-gpu, some 4 GB. The environment chooses the GPU:
