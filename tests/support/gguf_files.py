@@ -46,6 +46,7 @@ def write_gguf(
         is_permuted = architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj")
         stored = permuted(value, config.head_dim) if is_permuted else value
         own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own_name is not None
         _add_tensor(writer, own_name, stored.detach(), type_name if value.ndim == 2 else "F32")
     for name, value in (tensors or {}).items():
         _add_tensor(writer, name, value, "F32")
