@@ -1,6 +1,7 @@
 """Shared by all tests."""
 
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +23,10 @@ from ladder_rungs import Rungs, restored_ladder
 # Likewise, before Triton is: without a GPU its kernels run in its interpreter, on tensors of the CPU.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell lets what runs in the background ignore Ctrl-C; what tests start shall know it all the same.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("any pace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any pace")  # the computer may be slow, or busy
