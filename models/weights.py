@@ -26,9 +26,8 @@ class NamedWeight:
 
     name: str
     shape: tuple[int, ...]
-    load: Callable[
-        [int, Tensor], object
-    ]  # takes rows from a first one on, of any floating-point dtype; each once
+    # Takes rows from a first one on, of any floating-point dtype; each once.
+    load: Callable[[int, Tensor], object]
     dense: Callable[[], Tensor]  # returns it in the decoder's dtype, a view or a copy
 
 

@@ -57,7 +57,6 @@ class _Started:
 
     plan: IterationPlan
     wait: Wait
-    is_void: bool = False  # whether the one before was done again, so that this one has to be, too
 
 
 class PlanExecutor(Executor):
@@ -118,7 +117,8 @@ class PlanExecutor(Executor):
         self._lost: EngineLostError | None = None
         self._rows_of_tokens: Mapping[str, int] = {}  # in `Workspace.latest`, of the iteration started last
         self._started: list[_Started] = []  # that nobody has waited for
-        self._void: list[_Started] = []  # to be done again, before anything else starts
+        # Those after one that was done again: they have to be, too, before anything else starts.
+        self._void: list[_Started] = []
         self._last: IterationResult | None = None
         self._last_end_ns = 0
 
@@ -179,18 +179,17 @@ class PlanExecutor(Executor):
 
     def _end(self, started: "_Started") -> IterationResult:
         """Wait for an iteration; if it cannot be ended, do it again in another way."""
-        if not started.is_void:
+        if started in self._void:
+            self._void.remove(started)
+        else:
             self._started.remove(started)
             try:
                 return self._attempt(started.wait)
             except RuntimeError as error:
                 self._step_down(error, started.plan)
-            for other in self._started:  # ahead of it, and with its tokens
-                other.is_void = True
+            for _ in self._started:  # ahead of it, and with its tokens
                 self._attempt(self._backend.wait)
             self._void, self._started = self._started, []
-        else:
-            self._void.remove(started)
         return self.execute(self._with_tokens(started.plan))
 
     def _with_tokens(self, plan: IterationPlan) -> IterationPlan:

@@ -12,9 +12,8 @@ from neo_desktop.models.gguf.container import GGUFFile, TensorPlace
 from neo_desktop.models.gguf.types import StoredType
 from neo_desktop.models.json_file import ModelError
 
-PIECE_ELEMENTS = (
-    2**20
-)  # dequantised at once: what is computed in between should stay in the processor's caches
+# Dequantised at once: what is computed in between should stay in the processor's caches.
+PIECE_ELEMENTS = 2**20
 ROPE_FACTORS = "rope_freqs.weight"  # part of the configuration
 
 _NAMES = {

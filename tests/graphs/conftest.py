@@ -1,9 +1,17 @@
-"""The imitated GPU as a fixture."""
+"""The imitated GPU, and what kernels run on, as fixtures."""
 
 from collections.abc import Iterator
 
 import pytest
 from imitated_device import ImitatedDevice, imitated_device
+from ladder_rungs import kernels_on
+
+
+@pytest.fixture
+def kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Torch's, unless a test asks for others: Triton's interpreter takes its time."""
+    with kernels_on(getattr(request, "param", "torch")):
+        yield
 
 
 @pytest.fixture(params=[None] if imitated_device() is None else [0, 1, 2, 3, 8])

@@ -1,14 +1,13 @@
 """An iteration of decodes starts before the tokens of the one before are read; nobody sees a difference."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from graph_case import make_executor
 from imitated_streams import ImitatedBackend
-from ladder_rungs import kernels_on
 from pipeline_case import tiny_model
 
 from neo_desktop import Engine, SamplingParams
@@ -32,10 +31,7 @@ Tokens = dict[str, tuple[list[int], str | None]]  # `request -> its tokens, and 
 NUM_BLOCKS = 24  # as `graph_case` makes them
 
 
-@pytest.fixture(autouse=True)
-def _kernels() -> Iterator[None]:
-    with kernels_on("torch"):
-        yield
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Whatever fails in an iteration on a GPU is told, worked around, or ends the engine; nothing is lost."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import NoReturn
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from graph_case import contexts, decodes, make_executor, prompts
 from imitated_streams import ImitatedBackend, Operation
-from ladder_rungs import Rungs, kernels_on
+from ladder_rungs import Rungs
 from pipeline_case import check_result, tiny_model
 
 from neo_desktop.engine.batch import DeviceMemoryError
@@ -31,11 +31,7 @@ from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import Dense
 from neo_desktop.native.relay import Relay, RelayStalledError
 
-
-@pytest.fixture(autouse=True)
-def _kernels() -> Iterator[None]:
-    with kernels_on("torch"):
-        yield
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 @pytest.fixture(scope="module")

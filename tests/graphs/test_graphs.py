@@ -1,6 +1,6 @@
 """Iterations as graphs give the tokens of a plain computation, whatever order the streams take."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,7 +9,7 @@ from graph_case import GREEDY, HOMES, TOKENS, contexts, decodes, make_executor, 
 from hypothesis import given
 from hypothesis import strategies as st
 from imitated_streams import ImitatedBackend, Operation
-from ladder_rungs import Rungs, kernels_on
+from ladder_rungs import Rungs
 from pipeline_case import (
     RandomIterations,
     check_result,
@@ -44,14 +44,8 @@ BLOCK_SIZE = 16
 PLAIN = Dense(uses_onednn=False)  # as weights lie on a GPU
 
 
-@pytest.fixture(autouse=True)
-def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Torch's, unless a test asks for others: Triton's interpreter takes its time."""
-    with kernels_on(getattr(request, "param", "torch")):
-        yield
-
-
-both_kernels = pytest.mark.parametrize("_kernels", ["triton", "torch"], indirect=True)
+pytestmark = pytest.mark.usefixtures("kernels")
+both_kernels = pytest.mark.parametrize("kernels", ["triton", "torch"], indirect=True)
 
 
 @pytest.fixture(scope="module")

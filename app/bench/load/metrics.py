@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from neo_desktop.app.bench.load.target import Limits, Outcome, RequestRecord
 from neo_desktop.app.bench.section import number
@@ -174,7 +174,7 @@ def medians(found: Sequence[T]) -> T:
         middle = kind(*(medians([getattr(value, name) for value in values]) for name in names))
     elif values:
         middle = median(values) if kind in (int, float) else values[0]
-    return middle  # type: ignore[no-any-return]
+    return cast("T", middle)
 
 
 @dataclass(frozen=True, slots=True)
