@@ -1,5 +1,6 @@
 """The shape of a model, read once from a checkpoint's JSON; nothing else ever sees that JSON."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -170,6 +171,12 @@ class ModelConfig:
         head = {} if self.tie_word_embeddings else {"head": Matrix(self.vocab_size, hidden, False, 1)}
         return table | head
 
+    def each_matrix(self) -> Iterator[tuple[str, Matrix]]:
+        """Yield the name of each, "3.qkv" or "head", and what it is like."""
+        for name, matrix in self.matrices.items():
+            names = ["head"] if name == "head" else [f"{layer}.{name}" for layer in range(matrix.copies)]
+            yield from ((each, matrix) for each in names)
+
     @property
     def num_parameters(self) -> int:
         """Distinct weights; tied embeddings count once."""
@@ -179,13 +186,17 @@ class ModelConfig:
 
     def weight_bytes(self, dtype: torch.dtype, form: LinearForm = DENSE) -> int:
         """Bytes that the weights take in `dtype`, with matrices of this form."""
+        vocab, hidden = self.vocab_size, self.hidden_size
         others = self.num_parameters - sum(m.copies * m.rows * m.columns for m in self.matrices.values())
-        matrices = sum(m.copies * form.nbytes(m.rows, m.columns, dtype) for m in self.matrices.values())
-        return others * dtype.itemsize + matrices
+        matrices = sum(form.named(name).nbytes(m.rows, m.columns, dtype) for name, m in self.each_matrix())
+        embedding = form.embedding_bytes(vocab, hidden, dtype)
+        return (others - vocab * hidden) * dtype.itemsize + embedding + matrices
 
     def loading_bytes(self, dtype: torch.dtype, device: torch.device, form: LinearForm = DENSE) -> int:
         """Most bytes that loading takes: the weights, and what a matrix takes more until it is complete."""
-        more = (form.loading_bytes(m.rows, m.columns, dtype, device) for m in self.matrices.values())
+        more = (
+            form.named(name).loading_bytes(m.rows, m.columns, dtype, device) for name, m in self.each_matrix()
+        )
         return self.weight_bytes(dtype, form) + max(more)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:

@@ -46,29 +46,36 @@ class Decoder:
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        def linear(name: str) -> Linear:
+        def linear(name: str, layer: int | None = None) -> Linear:
             rows, columns, has_bias, _ = config.matrices[name]
-            return form.empty(rows, columns, has_bias=has_bias, dtype=dtype, device=device)
+            of_it = form.named(name if layer is None else f"{layer}.{name}")
+            return of_it.empty(rows, columns, has_bias=has_bias, dtype=dtype, device=device)
 
         self.config = config
         self.dtype = dtype
         self.device = device
-        self.embedding = empty(config.vocab_size, config.hidden_size)
+        self.embedding = form.embedding(config.vocab_size, config.hidden_size, dtype, device)
         normed_heads = config.num_heads + config.num_kv_heads
         self.layers = [
             LayerWeights(
                 input_norm=empty(config.hidden_size),
-                qkv=linear("qkv"),
+                qkv=linear("qkv", index),
                 qk_norm=empty(normed_heads, config.head_dim) if config.qk_norm else None,
-                output=linear("output"),
+                output=linear("output", index),
                 post_attention_norm=empty(config.hidden_size),
-                gate_up=linear("gate_up"),
-                down=linear("down"),
+                gate_up=linear("gate_up", index),
+                down=linear("down", index),
             )
-            for _ in range(config.num_layers)
+            for index in range(config.num_layers)
         ]
         self.final_norm = empty(config.hidden_size)
-        self.lm_head = form.tied(self.embedding) if config.tie_word_embeddings else linear("head")
+        self.lm_head: Linear
+        if not config.tie_word_embeddings:
+            self.lm_head = linear("head")
+        elif isinstance(self.embedding, Tensor):
+            self.lm_head = form.tied(self.embedding)
+        else:
+            self.lm_head = self.embedding
         self.inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
 
     def memory(self) -> dict[torch.device, int]:
@@ -76,12 +83,24 @@ class Decoder:
         memory = Counter[torch.device]()
         for linear in self.linears():
             memory.update(linear.memory())
-        tensors = [self.final_norm] if self.config.tie_word_embeddings else [self.final_norm, self.embedding]
+        tensors = [self.final_norm]
+        if not self.config.tie_word_embeddings:
+            if isinstance(self.embedding, Tensor):
+                tensors.append(self.embedding)
+            else:
+                memory.update(self.embedding.memory())
         for weights in self.layers:
             tensors += [weights.input_norm, weights.post_attention_norm]
             tensors += [] if weights.qk_norm is None else [weights.qk_norm]
         memory[self.device] += sum(tensor.nbytes for tensor in tensors)
         return dict(memory)
+
+    def embed(self, token_ids: Tensor, out: Tensor) -> None:
+        """Put the embeddings of tokens `[n]` into `out` `[n, hidden]`."""
+        if isinstance(self.embedding, Tensor):
+            torch.index_select(self.embedding, 0, token_ids, out=out)
+        else:
+            self.embedding.look_up(token_ids, out)
 
     @property
     def nbytes(self) -> int:

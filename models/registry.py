@@ -7,7 +7,10 @@ import torch
 from neo_desktop.models.checkpoint import Checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.onednn import why_plain
+from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.stored_form import StoredForm
 from neo_desktop.models.weights import BytesRead, Weights, named_weights
 
 logger = logging.getLogger(__name__)
@@ -20,17 +23,22 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     progress: BytesRead | None = None,
+    form: LinearForm = DENSE,
 ) -> Decoder:
-    """Load a checkpoint; `progress(done_bytes, total_bytes)` is called after each tensor.
+    """Load a checkpoint with matrices of a form; `progress(done_bytes, total_bytes)` is called after each tensor.
 
     Everything is checked against `config` before memory is taken, and at most one tensor is held twice.
     Raises ModelError for weights that are missing, left over, damaged or of another shape.
     """
     weights = check_model(checkpoint, config)
-    decoder = Decoder(config, dtype=dtype, device=device)
+    decoder = Decoder(config, dtype=dtype, device=device, form=form)
     weights.load_into({weight.name: weight for weight in named_weights(decoder)}, dtype, progress)
     if weights.is_quantised:
-        logger.info("%s: weights in %s, dequantised to %s", checkpoint.name, weights.stored_as, dtype)
+        kept = isinstance(form, StoredForm) and form.matrices
+        change = f"dequantised to {dtype}" if not kept else "kept as they are"
+        if kept and form.without_kernel:
+            change = f"{' and '.join(form.without_kernel)} dequantised to {dtype}, others kept as they are"
+        logger.info("%s: weights in %s, %s", checkpoint.name, weights.stored_as, change)
     _log_forms(decoder)
     return decoder
 

@@ -134,7 +134,7 @@ class Stages:
     def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:
         """Begin: embeddings of the tokens [rows], and the rotation at their positions [rows]."""
         decoder, factor = self.decoder, self.config.rope.attention_factor
-        torch.index_select(decoder.embedding, 0, token_ids, out=state.residual)
+        decoder.embed(token_ids, state.residual)
         state.x.zero_()
         rotation(positions, decoder.inverse_frequencies, factor, state.cos, state.sin)
 

@@ -11,9 +11,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.gguf.tensors import GGUFTensor
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.protocol import Linear
+from neo_desktop.models.linear.quantised import TILE_ROWS, Quantised
 
 BytesRead = Callable[[int, int], None]  # (bytes read so far, bytes in total)
 """Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""
@@ -29,6 +32,7 @@ class NamedWeight:
     # Takes rows from a first one on, of any floating-point dtype; each once.
     load: Callable[[int, Tensor], object]
     dense: Callable[[], Tensor]  # returns it in the decoder's dtype, a view or a copy
+    load_stored: Callable[[int, Tensor], None] | None = None  # instead of `load`: takes rows as they are stored
 
 
 def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:
@@ -36,7 +40,10 @@ def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:
     config = decoder.config
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield _tensor("model.embed_tokens.weight", decoder.embedding)
+    if isinstance(decoder.embedding, Tensor):
+        yield _tensor("model.embed_tokens.weight", decoder.embedding)
+    else:
+        yield from _parts("model.", decoder.embedding, hidden, {"embed_tokens": config.vocab_size})
     for index, layer in enumerate(decoder.layers):
         prefix = f"model.layers.{index}."
         yield _tensor(prefix + "input_layernorm.weight", layer.input_norm)
@@ -75,9 +82,9 @@ def _parts(prefix: str, linear: Linear, columns: int, rows: dict[str, int]) -> I
     for (name, count), end in zip(rows.items(), ends, strict=True):
         first = end - count
         dense = partial(_dense_rows, linear, slice(first, end))
-        yield NamedWeight(
-            f"{prefix}{name}.weight", (count, columns), partial(_load_rows, linear, first), dense
-        )
+        stored = partial(_load_stored, linear, first) if isinstance(linear, Quantised) else None
+        load = partial(_load_rows, linear, first)
+        yield NamedWeight(f"{prefix}{name}.weight", (count, columns), load, dense, stored)
     if linear.bias is not None:
         for name, bias in zip(rows, torch.split(linear.bias, list(rows.values())), strict=True):
             yield _tensor(f"{prefix}{name}.bias", bias)
@@ -85,6 +92,24 @@ def _parts(prefix: str, linear: Linear, columns: int, rows: dict[str, int]) -> I
 
 def _load_rows(linear: Linear, first: int, row: int, values: Tensor) -> None:
     linear.load(first + row, values)
+
+
+def _load_stored(linear: Quantised, first: int, row: int, raw: Tensor) -> None:
+    linear.load_stored(first + row, raw)
+
+
+def matrix_names(config: ModelConfig) -> dict[str, list[str]]:
+    """Return, for each name of `LinearForm.named` and for "embedding", the tensors of its parts."""
+    names = {"embedding": ["model.embed_tokens.weight"]}
+    if not config.tie_word_embeddings:
+        names["head"] = ["lm_head.weight"]
+    for index in range(config.num_layers):
+        attention, mlp = (f"model.layers.{index}.{part}." for part in ("self_attn", "mlp"))
+        names[f"{index}.qkv"] = [f"{attention}{part}_proj.weight" for part in "qkv"]
+        names[f"{index}.output"] = [f"{attention}o_proj.weight"]
+        names[f"{index}.gate_up"] = [f"{mlp}{part}_proj.weight" for part in ("gate", "up")]
+        names[f"{index}.down"] = [f"{mlp}down_proj.weight"]
+    return names
 
 
 def _dense_rows(linear: Linear, rows: slice) -> Tensor:
@@ -182,12 +207,24 @@ class Weights:
         total_bytes = sum(stored.nbytes for stored in self.tensors.values())
         done_bytes = 0
         for name, stored in self.tensors.items():
-            for row, piece in stored.pieces():
-                _check_finite(piece, dtype, name, stored)
-                weights[name].load(row, piece)
+            load_stored = weights[name].load_stored
+            if load_stored is not None and isinstance(stored, GGUFTensor):
+                _load_as_stored(load_stored, name, stored)
+            else:
+                for row, piece in stored.pieces():
+                    _check_finite(piece, dtype, name, stored)
+                    weights[name].load(row, piece)
             done_bytes += stored.nbytes
             if progress is not None:
                 progress(done_bytes, total_bytes)
+
+
+def _load_as_stored(load: Callable[[int, Tensor], None], name: str, stored: GGUFTensor) -> None:
+    try:
+        for row, raw in stored.raw_pieces(TILE_ROWS):
+            load(row, raw)
+    except ValueError as error:
+        raise ModelError(f"{name} in {stored.file} has {error}: download the file again.") from None
 
 
 def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str, stored: StoredTensor) -> None:

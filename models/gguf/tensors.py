@@ -1,5 +1,6 @@
 """The tensors of a model in GGUF files, as a decoder knows them: their names, and the order of their rows."""
 
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,6 +96,13 @@ class GGUFTensor:
     def dequantised(self, first: int, end: int) -> Tensor:
         """Return rows as floats, `[rows, columns]`, of a vector `[rows]`."""
         return self.type.dequantised(self.raw(first, end)).view(-1, *self.shape[1:])
+
+    def raw_pieces(self, rows: int) -> Iterator[tuple[int, Tensor]]:
+        """Read it as it is stored: yield the first row and bytes of multiples of `rows` rows, and of the rest."""
+        unit = math.lcm(rows, self.rotated_heads or 1)
+        step = max(PIECE_ELEMENTS // self.shape[1] // unit, 1) * unit
+        for first in range(0, self.shape[0], step):
+            yield first, self.raw(first, min(first + step, self.shape[0]))
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:  # noqa: D102
         columns = self.shape[1] if len(self.shape) == 2 else 1

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from neo_desktop.models.linear.onednn import OneDNN, why_plain
 from neo_desktop.models.linear.plain import Plain
-from neo_desktop.models.linear.protocol import Linear
+from neo_desktop.models.linear.protocol import Embedding, Linear
 
 # MKL has multiplied one row with so small a matrix before oneDNN has woken its threads (measured).
 SMALL_BYTES = 1024**2
@@ -23,10 +23,22 @@ class Dense:
 
     uses_onednn: bool = True
 
+    def named(self, name: str) -> "Dense":
+        """See `LinearForm`, likewise the others: all are alike."""
+        return self
+
+    def embedding(  # noqa: D102
+        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor | Embedding:
+        return torch.empty(rows, columns, dtype=dtype, device=device)
+
+    def embedding_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:  # noqa: D102
+        return rows * columns * dtype.itemsize
+
     def empty(
         self, rows: int, columns: int, *, has_bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Linear:
-        """See `LinearForm`, likewise the others."""
+        """Packed once it is loaded, unless it is small."""
         weight = torch.empty(rows, columns, dtype=dtype, device=device)
         bias = torch.empty(rows, dtype=dtype, device=device) if has_bias else None
         if not self._is_onednn(dtype, device):

@@ -43,8 +43,26 @@ class Linear(Protocol):
         """
 
 
+class Embedding(Linear, Protocol):
+    """A matrix whose rows are looked up, too."""
+
+    def look_up(self, rows: Tensor, out: Tensor) -> None:
+        """Put some rows `[n]` into `out` `[n, in]`, of the model's dtype."""
+
+
 class LinearForm(Protocol):
     """How the matrices of a model are kept."""
+
+    def named(self, name: str) -> "LinearForm":
+        """Return the form of one matrix: "3.qkv", or "head"; all may have the same."""
+
+    def embedding(
+        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+    ) -> "Tensor | Embedding":
+        """Return the embeddings, to be loaded; where they are no tensor, a tied head is the same object."""
+
+    def embedding_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
+        """Return the bytes that embeddings take."""
 
     def empty(
         self, rows: int, columns: int, *, has_bias: bool, dtype: torch.dtype, device: torch.device

@@ -15,6 +15,7 @@
 #include "neo_desktop/cpu.h"
 #include "neo_desktop/memory.h"
 #include "neo_desktop/paged_attention.h"
+#include "neo_desktop/quantised_linear.h"
 #include "neo_desktop/relay.h"
 #include "neo_desktop/thread_pool.h"
 
@@ -99,6 +100,19 @@ std::vector<std::tuple<int, int, int64_t, int64_t>> finish(Relay& relay) {
   return steps;
 }
 
+// type, address, bytes, rows
+using Part = std::tuple<int, uintptr_t, int64_t, int64_t>;
+
+void multiply_quantised(const Tensor& x, const std::vector<Part>& parts, const std::optional<Tensor>& bias,
+                        const Tensor& out, int num_threads, const std::string& isa) {
+  std::vector<QuantisedPart> views;
+  for (const auto& [type, address, bytes, rows] : parts) {
+    if (type < 0 || type >= kWeightTypes) throw std::invalid_argument("there is no such type of weights");
+    views.push_back({static_cast<WeightType>(type), reinterpret_cast<const uint8_t*>(address), bytes, rows});
+  }
+  quantised_linear(view("x", x), views, view("bias", bias), view("out", out), num_threads, isa_from_name(isa));
+}
+
 const TensorView* pointer(const std::optional<TensorView>& view) { return view ? &*view : nullptr; }
 
 }  // namespace
@@ -152,6 +166,7 @@ PYBIND11_MODULE(_native, m) {
                       num_threads, isa_from_name(isa));
       },
       without_gil);
+  m.def("quantised_linear", &multiply_quantised, without_gil);
   m.def(
       "read_seconds",
       [](uintptr_t address, int64_t bytes, int num_threads) {

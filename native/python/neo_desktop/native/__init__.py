@@ -11,7 +11,7 @@ puts them; `bind_threads(True)` says whether the system lets them be bound.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -42,6 +42,7 @@ __all__ = [
     "paged_attention_decode",
     "paged_kv_read",
     "paged_kv_write",
+    "quantised_linear",
     "read_bandwidth",
     "read_seconds",
     "set_default_num_threads",
@@ -243,6 +244,41 @@ def paged_kv_read(
         view_of("slots", slots),
         view_of("k_out", k_out),
         view_of("v_out", v_out),
+        num_threads,
+        isa or default_isa(),
+    )
+
+
+def quantised_linear(
+    x: torch.Tensor,
+    parts: Sequence[tuple[int, int, int, int]],
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    num_threads: int = 0,
+    *,
+    isa: str | None = None,
+) -> None:
+    """Put `x @ weight.T + bias` into `out`, with weights in 4 or 8 bits; x is rounded to 8 bits.
+
+    Each row's product depends on nothing but that row: not on others, on threads or on the instruction set.
+
+    Args:
+        x: [n, columns], fp32, fp16 or bf16; columns is a multiple of 32. May be strided in n.
+        parts: of the weight's rows, one after the other: type (0: Q8_0, 1: Q4_0, 2: Q4_1), address and bytes
+            of the packed weights, rows. native/include/neo_desktop/quantised_kernels.h tells how they lie.
+        bias: [rows of all parts] of x's dtype.
+        out: [n, rows of all parts] of x's dtype; may be strided in n; must not overlap x.
+        num_threads: 0 means `default_num_threads()`.
+        isa: as in `paged_attention_decode`.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape, stride or value is wrong; nothing was written.
+    """
+    _native.quantised_linear(
+        view_of("x", x),
+        parts,
+        None if bias is None else view_of("bias", bias),
+        view_of("out", out),
         num_threads,
         isa or default_isa(),
     )

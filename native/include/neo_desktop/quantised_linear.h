@@ -1,0 +1,28 @@
+// Products of rows with matrices whose weights stay quantised.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "neo_desktop/cpu.h"
+#include "neo_desktop/quantised_kernels.h"
+#include "neo_desktop/tensor_view.h"
+
+namespace neo_desktop {
+
+// Some output columns' weights, packed as quantised_kernels.h says.
+struct QuantisedPart {
+  WeightType type;
+  const uint8_t* packed;  // [ceil(rows / 16), blocks, tile_block_bytes(type)]
+  int64_t bytes;
+  int64_t rows;
+};
+
+// out[n, sum of rows] = x[n, columns] @ weights.T + bias[sum of rows]. Each block of 32 numbers of x is
+// rounded to 8 bits; sums of products are exact within a block, and float32 over blocks. x, out and bias are
+// float32, float16 or bfloat16 of one dtype; their last dimension is contiguous.
+// Throws std::invalid_argument for what does not fit together.
+void quantised_linear(const TensorView& x, const std::vector<QuantisedPart>& parts,
+                      const std::optional<TensorView>& bias, const TensorView& out, int num_threads, Isa isa);
+
+}  // namespace neo_desktop
