@@ -16,8 +16,11 @@ from neo_desktop.engine.progress import Progress
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.registry import check_model, load_model, random_model
 from neo_desktop.models.shapes import shape as published_shape
+from neo_desktop.models.stored_form import stored_form
 from neo_desktop.models.tokenizer import ByteTokenizer, Tokenizer
 
 BUILTIN_NAME = "neo-desktop-guide"  # as the API calls it
@@ -61,16 +64,17 @@ def load(options: EngineOptions, progress: Progress | None = None) -> LoadedMode
 
     checkpoint = open_checkpoint(model_path(options.model))
     config = checkpoint.config()
-    check_model(checkpoint, config)  # before anything is decided by numbers that may be wrong
+    weights = check_model(checkpoint, config)  # before anything is decided by numbers that may be wrong
     tokenizer = checkpoint.tokenizer()
-    dtype = choose_dtype(options.dtype, config, device)
-    check_weights_fit(config, dtype, device, caps)
+    form = stored_form(weights, config) if keeps_stored(options, device) else DENSE
+    dtype = choose_dtype(asked_dtype(options), config, device, form=form)
+    check_weights_fit(config, dtype, device, caps, form=form)
 
     def loaded(done_bytes: int, total_bytes: int) -> None:
         progress(done_bytes / max(total_bytes, 1), LOADING)
 
     with streams.on_device():
-        decoder = load_model(checkpoint, config, dtype=dtype, device=device, progress=loaded)
+        decoder = load_model(checkpoint, config, dtype=dtype, device=device, progress=loaded, form=form)
     name = BUILTIN_NAME if options.model == BUILTIN else checkpoint.name
     return LoadedModel(name, config, decoder, tokenizer, streams)
 
@@ -102,8 +106,22 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda")
 
 
+def keeps_stored(options: EngineOptions, device: torch.device) -> bool:
+    """Whether quantised matrices stay as they are stored: where it is wanted, and the device has kernels."""
+    return device.type == "cpu" and options.weights_dtype == "auto"
+
+
+def asked_dtype(options: EngineOptions) -> str:
+    """Return the dtype that was asked for, of all or of weights; or "auto"."""
+    return options.dtype if options.weights_dtype == "auto" else options.weights_dtype
+
+
 def choose_dtype(
-    name: str, config: ModelConfig, device: torch.device, available_bytes: int | None = None
+    name: str,
+    config: ModelConfig,
+    device: torch.device,
+    available_bytes: int | None = None,
+    form: LinearForm = DENSE,
 ) -> torch.dtype:
     """Return the dtype of weights and KV; "auto" loses no accuracy that the checkpoint has.
 
@@ -113,6 +131,7 @@ def choose_dtype(
 
     Args:
         available_bytes: of host memory; None: what is free now.
+        form: of the matrices.
 
     Raises:
         ValueError: the name is unknown, or the GPU has no such numbers.
@@ -129,6 +148,6 @@ def choose_dtype(
     if device.type == "cuda":
         return torch.float16 if config.dtype is torch.bfloat16 and not has_bfloat16 else config.dtype
     available = host_memory().available_bytes if available_bytes is None else available_bytes
-    if config.weight_bytes(torch.float32) <= available // 2:
+    if config.weight_bytes(torch.float32, form) <= available // 2:
         return torch.float32
     return config.dtype

@@ -77,6 +77,15 @@ class EngineOptions:
             help="Number format of weights and KV.",
         ),
     ] = "auto"
+    weights_dtype: Annotated[
+        str,
+        Option(
+            flag="--weights-dtype",
+            choices=("auto", "float32", "float16", "bfloat16"),
+            help="Number format of quantised weights in memory: as they are stored, where there is a kernel for "
+            "it (auto), or dequantised; then it is that of KV, too.",
+        ),
+    ] = "auto"
     gpu_cache_tokens: Annotated[
         int | None,
         Option(
@@ -145,6 +154,10 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():
             option.check(name, getattr(self, name))
+        if self.weights_dtype not in ("auto", self.dtype) and self.dtype != "auto":
+            raise ValueError(
+                f"weights_dtype {self.weights_dtype!r} does not go with dtype {self.dtype!r}: leave one of them out"
+            )
 
 
 OPTIONS: dict[str, Option] = {
@@ -160,6 +173,7 @@ class EngineKeywords(TypedDict, total=False):
     policy: str
     device: str
     dtype: str
+    weights_dtype: str
     gpu_cache_tokens: int | None
     cpu_cache_tokens: int | None
     gpu_memory_gib: float | None

@@ -44,7 +44,11 @@ class StoredForm(Dense):
         self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor | Quantised:
         parts = self.matrices.get("embedding")
-        return Quantised(parts, columns, None, dtype) if parts else Dense.embedding(self, rows, columns, dtype, device)
+        return (
+            Quantised(parts, columns, None, dtype)
+            if parts
+            else Dense.embedding(self, rows, columns, dtype, device)
+        )
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:  # noqa: D102
         if not self.parts:

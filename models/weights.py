@@ -32,7 +32,9 @@ class NamedWeight:
     # Takes rows from a first one on, of any floating-point dtype; each once.
     load: Callable[[int, Tensor], object]
     dense: Callable[[], Tensor]  # returns it in the decoder's dtype, a view or a copy
-    load_stored: Callable[[int, Tensor], None] | None = None  # instead of `load`: takes rows as they are stored
+    load_stored: Callable[[int, Tensor], None] | None = (
+        None  # instead of `load`: takes rows as they are stored
+    )
 
 
 def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:

@@ -146,7 +146,7 @@ def _fit(loader: "ModelLoader", model: "LocalModel") -> "tuple[Fit | None, str |
     """What it would take, and why it cannot be run here."""
     if model.summary.config is None:
         return None, model.summary.reason
-    fit = loader.fit(model.summary.config, is_loaded=False)
+    fit = loader.fit(model.summary.config, model.summary.form, is_loaded=False)
     return fit, fit.reason
 
 
@@ -154,7 +154,7 @@ def _fit_rows(fit: "Fit", summary: "Summary") -> list[tuple[str, str]]:
     where = "imitated in host memory: there is no GPU" if fit.is_imitated else "GPU memory"
     length = f"{fit.chat_tokens:,} tokens"
     rows = [
-        ("Runs as", f"{fit.dtype}, dequantised when loaded" if summary.is_quantised else fit.dtype),
+        ("Runs as", _runs_as(fit, summary)),
         ("Weights", _gb(fit.weights_bytes)),
         ("KV", f"{fit.kv_bytes_per_1000_tokens / 1e6:,.3g} MB per 1,000 tokens"),
         ("GPU-cache", f"{fit.gpu_tokens:,} tokens ({where}): {_chats(fit.gpu_chats, fit)} chats of {length}"),
@@ -172,6 +172,18 @@ def _fit_rows(fit: "Fit", summary: "Summary") -> list[tuple[str, str]]:
         ),
         ("", fit.speed.assumption),
     ]
+
+
+def _runs_as(fit: "Fit", summary: "Summary") -> str:
+    from neo_desktop.engine.loading import DTYPES
+
+    if not summary.is_quantised or summary.config is None:
+        return fit.dtype
+    if fit.weights_bytes == summary.config.weight_bytes(DTYPES[fit.dtype]):
+        return f"{fit.dtype}, dequantised when loaded"
+    return f"{fit.dtype}, weights as they are stored" + (
+        f" ({', '.join(summary.form.without_kernel)} dequantised)" if summary.form.without_kernel else ""
+    )
 
 
 def _chats(count: int, fit: "Fit") -> str:

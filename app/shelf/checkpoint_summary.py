@@ -14,6 +14,7 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint, gguf_files, split_files
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.registry import check_model
+from neo_desktop.models.stored_form import StoredForm, stored_form
 
 MAX_JSON_BYTES = 4 << 20  # of config.json; real ones have a few kilobytes
 MAX_HEADER_BYTES = 32 << 20  # of one safetensors file
@@ -36,7 +37,8 @@ class Summary:
     context_tokens: int | None
     config: ModelConfig | None  # None: this program cannot run it
     reason: str | None  # why it cannot be run; None: it can
-    is_quantised: bool = False  # its weights are dequantised when they are loaded
+    is_quantised: bool = False  # its weights have less than 16 bits
+    form: StoredForm = StoredForm()  # noqa: RUF009 - frozen; in which a CPU keeps them
 
 
 class _UnusableError(Exception):
@@ -135,6 +137,7 @@ def _gguf_facts(path: Path, _size_bytes: int, _modified_ns: int) -> Summary:
         config=config,
         reason=None,
         is_quantised=weights.is_quantised,
+        form=stored_form(weights, config),
     )
 
 

@@ -4,13 +4,21 @@ from dataclasses import dataclass
 
 from neo_desktop.app.shelf.speed import MachineFigures, Speed, predict
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.loading import CPU_CACHE_DTYPES, choose_device, choose_dtype
+from neo_desktop.engine.loading import (
+    CPU_CACHE_DTYPES,
+    asked_dtype,
+    choose_device,
+    choose_dtype,
+    keeps_stored,
+)
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import cache_tokens_of, limits_of
 from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.profiling.budget import FreeMemory, MemoryCaps, check_weights_fit, pool_blocks
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.linear.protocol import LinearForm
 
 CHAT_TOKENS = 4096
 
@@ -34,21 +42,29 @@ class Fit:
     speed_reason: str | None  # why there is none
 
 
-def fit(config: ModelConfig, options: EngineOptions, free: FreeMemory, figures: MachineFigures | str) -> Fit:
+def fit(
+    config: ModelConfig,
+    options: EngineOptions,
+    free: FreeMemory,
+    figures: MachineFigures | str,
+    stored: LinearForm = DENSE,
+) -> Fit:
     """Reckon what the engine would take.
 
     Args:
         options: of the engine; which model they name does not matter.
         free: memory, with no model loaded.
         figures: of this computer, or why there are none.
+        stored: the form of its matrices where they stay as they are stored.
     """
     device = choose_device(options.device)
-    dtype = choose_dtype(options.dtype, config, device, free.host_bytes)
-    weights = config.weight_bytes(dtype)
+    form = stored if keeps_stored(options, device) else DENSE
+    dtype = choose_dtype(asked_dtype(options), config, device, free.host_bytes, form)
+    weights = config.weight_bytes(dtype, form)
     reason, blocks = None, dict.fromkeys(PLACES, 0)
     try:
         caps = MemoryCaps.of(options)
-        check_weights_fit(config, dtype, device, caps, free)
+        check_weights_fit(config, dtype, device, caps, free, form)
         blocks |= pool_blocks(
             config,
             dtype,

@@ -17,13 +17,15 @@ from neo_desktop.app.shelf.fits import Fit, fit
 from neo_desktop.app.shelf.recipe import EngineRecipe
 from neo_desktop.app.shelf.speed import MachineFigures, find_figures
 from neo_desktop.engine.cuda.streams import open_streams
-from neo_desktop.engine.loading import choose_device, choose_dtype
+from neo_desktop.engine.loading import asked_dtype, choose_device, choose_dtype
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.budget import FreeMemory
 from neo_desktop.engine.profiling.hardware import driver_free_bytes, host_memory
 from neo_desktop.engine.progress import Progress
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.linear.protocol import LinearForm
 
 
 class ModelLoader:
@@ -88,7 +90,7 @@ class ModelLoader:
         config = model.summary.config
         if config is None:  # the loader's own words
             config = open_checkpoint(model.summary.path).config()
-        choose_dtype(options.dtype, config, device)
+        choose_dtype(asked_dtype(options), config, device)
         if model.shape is None:
             open_checkpoint(model.summary.path).tokenizer()
 
@@ -100,10 +102,10 @@ class ModelLoader:
             return str(error)
         return None
 
-    def fit(self, config: ModelConfig, *, is_loaded: bool) -> Fit:
+    def fit(self, config: ModelConfig, stored: LinearForm = DENSE, *, is_loaded: bool) -> Fit:
         """Tell what loading a model would bring in place of the one that may be loaded."""
         free = self._free(is_loaded)
-        return fit(config, self.options, free, self.figures())
+        return fit(config, self.options, free, self.figures(), stored)
 
     def figures(self) -> MachineFigures | str:
         """Return what is known of this computer's speed, or why nothing is."""

@@ -207,7 +207,7 @@ def _entry(loader: ModelLoader, model: LocalModel, is_loaded: bool) -> dict[str,
     reason = summary.reason
     if summary.config is not None:
         try:
-            fit = loader.fit(summary.config, is_loaded=is_loaded)
+            fit = loader.fit(summary.config, summary.form, is_loaded=is_loaded)
         except (ValueError, RuntimeError) as error:  # a GPU without bfloat16, say
             reason = str(error)
     is_own = summary.path.is_relative_to(own_folder()) and model.shape is None

@@ -27,6 +27,8 @@ from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
 from neo_desktop.engine.sampler import MOST_COPIES, PIECE_ELEMENTS
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.linear.protocol import LinearForm
 
 DEVICE_RESERVE_BYTES = 512 * 1024**2  # of a GPU: CUDA context, kernels, libraries, and the margin
 MANY_PROGRAMS = 1024  # of decode attention, that a large GPU runs at once
@@ -132,16 +134,18 @@ def check_weights_fit(
     device: torch.device,
     caps: MemoryCaps,
     free_memory: FreeMemory | None = None,
+    form: LinearForm = DENSE,
 ) -> None:
     """Check before they are loaded.
 
     Args:
         free_memory: before that; None: what is.
+        form: of the matrices.
 
     Raises:
         MemoryError: they do not fit into what is free, or not under the cap.
     """
-    needed = config.loading_bytes(dtype, device)
+    needed = config.loading_bytes(dtype, device, form)
     is_gpu = device.type == "cuda"
     memory = free_memory or FreeMemory.now(device)
     free = memory.host_bytes if memory.gpu_bytes is None else memory.gpu_bytes

@@ -93,7 +93,7 @@ def profile_key(
         "isa": native.default_isa(),
         "device": decoder.device.type,
         "dtype": str(decoder.dtype).removeprefix("torch."),
-        "linear": decoder.layers[0].qkv.form,
+        "linear": sorted({linear.form for linear in decoder.linears()}),
         "cpu_cache_dtype": str(host.dtype if host else decoder.dtype).removeprefix("torch."),
         "block_size": BLOCK_SIZE,
         "model": {

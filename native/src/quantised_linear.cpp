@@ -101,20 +101,27 @@ class Call {
     const int64_t n = x_.size(0), columns = x_.size(1);
     const int64_t chunk = std::clamp<int64_t>(kChunkBytes / columns / 8 * 8, 8, std::max<int64_t>(n, 8));
     const int64_t rows = std::min(n, chunk);
-    // Numbers, scales, sums; then a row of floats for each thread.
-    const int64_t per_row = columns + blocks_ * 8;
-    const int64_t floats_at = (rows * per_row + 63) / 64 * 64;
-    uint8_t* memory = Memory::own().bytes(floats_at + num_threads * columns * 4 + 64);
-    numbers_ = reinterpret_cast<int8_t*>(memory);
-    scales_ = reinterpret_cast<float*>(memory + rows * columns);
-    sums_ = reinterpret_cast<int32_t*>(memory + rows * (columns + blocks_ * 4));
-    floats_ = reinterpret_cast<float*>(memory + floats_at);
+    memory_ = Memory::own().bytes(rows * row_bytes() + num_threads * columns * 4);
+    floats_ = reinterpret_cast<float*>(memory_ + rows * row_bytes());
     for (int64_t first = 0; first < n; first += rows) {
       multiply(first, std::min(rows, n - first), num_threads);
     }
   }
 
  private:
+  // Numbers, scales and sums.
+  int64_t row_bytes() const { return blocks_ * (kBlockColumns + 8); }
+
+  // Of the rows that are multiplied together with this one, of so many.
+  QuantisedRows group_of(int64_t row, int64_t count) const {
+    const int64_t first = row / quantised_.rows_at_once * quantised_.rows_at_once;
+    const int rows = static_cast<int>(std::min<int64_t>(quantised_.rows_at_once, count - first));
+    uint8_t* memory = memory_ + first * row_bytes();
+    auto* scales = reinterpret_cast<float*>(memory + rows * x_.size(1));
+    auto* sums = reinterpret_cast<int32_t*>(scales + rows * blocks_);
+    return {reinterpret_cast<int8_t*>(memory), scales, sums, blocks_, rows};
+  }
+
   // Rows [first, first + count) of x.
   void multiply(int64_t first, int64_t count, int num_threads) {
     const int threads = static_cast<int>(std::min<int64_t>(num_threads, tiles_));
@@ -122,7 +129,7 @@ class Call {
     std::atomic<int64_t> next_row{0}, next_tile{0};
     ThreadPool::shared().run(quantising, [&](int participant) {
       for (int64_t row; (row = next_row.fetch_add(1, std::memory_order_relaxed)) < count;) {
-        quantise(first, row, floats_ + participant * x_.size(1));
+        quantise(first, row, count, floats_ + participant * x_.size(1));
       }
     });
     const int64_t take = std::max<int64_t>(tiles_ / (threads * kTakesPerThread), 1);
@@ -135,15 +142,14 @@ class Call {
     });
   }
 
-  void quantise(int64_t first, int64_t row, float* floats) const {
+  void quantise(int64_t first, int64_t row, int64_t count, float* floats) const {
     const void* source = offset(x_.data, x_.dtype, (first + row) * x_.stride(0));
     const auto* numbers = static_cast<const float*>(source);
     if (x_.dtype != DType::kFloat32) {
       kernels_.widen[static_cast<int>(x_.dtype)](source, floats, static_cast<int>(x_.size(1)), 1.0f);
       numbers = floats;
     }
-    quantised_.quantise(numbers, blocks_, numbers_ + row * x_.size(1), scales_ + row * blocks_,
-                        sums_ + row * blocks_);
+    quantised_.quantise(numbers, group_of(row, count), static_cast<int>(row % quantised_.rows_at_once));
   }
 
   void multiply_tile(int64_t tile, int64_t first, int64_t count) const {
@@ -164,12 +170,11 @@ class Call {
       kernels_.widen[dtype](narrow, bias, kTileRows, 1.0f);
     }
     const uint8_t* packed = part->packed + tile * blocks_ * tile_block_bytes(part->type);
-    const QuantisedRows rows{numbers_, scales_, sums_, blocks_};
     for (int64_t row = 0; row < count; row += quantised_.rows_at_once) {
-      const int some = static_cast<int>(std::min<int64_t>(quantised_.rows_at_once, count - row));
+      const QuantisedRows group = group_of(row, count);
       alignas(64) float products[8 * kTileRows];
-      quantised_.multiply[static_cast<int>(part->type)](packed, rows, row, some, products);
-      for (int i = 0; i < some; ++i) {
+      quantised_.multiply[static_cast<int>(part->type)](packed, group, products);
+      for (int i = 0; i < group.rows; ++i) {
         float* of_row = products + i * kTileRows;
         for (int j = 0; bias_ && j < kTileRows; ++j) of_row[j] += bias[j];
         kernels_.narrow[dtype](of_row, narrow, kTileRows, 1.0f);
@@ -190,10 +195,8 @@ class Call {
   const Kernels& kernels_;
   const int64_t blocks_;
   const int64_t tiles_;
-  int8_t* numbers_ = nullptr;  // see QuantisedRows
-  float* scales_ = nullptr;
-  int32_t* sums_ = nullptr;
-  float* floats_ = nullptr;  // [threads, columns]
+  uint8_t* memory_ = nullptr;  // of one QuantisedRows after the other
+  float* floats_ = nullptr;    // [threads, columns]
 };
 
 }  // namespace

@@ -16,38 +16,38 @@ namespace {
 // Each row's sums are added up block by block, whatever the number of rows, of threads and of lanes: products
 // depend on none of them.
 template <class V, WeightType type, int count>
-inline void multiply_rows(const uint8_t* tile, const QuantisedRows& x, int64_t first, float* out) {
+inline void multiply_rows(const uint8_t* tile, const QuantisedRows& x, float* out) {
   constexpr int kParts = kTileRows / V::kLanes;
   typename V::Floats sums[count][kParts];
   for (int row = 0; row < count; ++row) {
     for (int part = 0; part < kParts; ++part) sums[row][part] = V::zero();
   }
-  const int8_t* numbers = x.numbers + first * x.blocks * kBlockColumns;
-  for (int64_t block = 0; block < x.blocks; ++block, tile += tile_block_bytes(type)) {
+  const int8_t* numbers = x.numbers;
+  for (int64_t block = 0; block < x.blocks; ++block, tile += tile_block_bytes(type), numbers += count * kBlockColumns) {
     const uint8_t* weights = tile + 2 * kTileRows * (1 + has_minima(type));
     V::prefetch(tile);
     for (int part = 0; part < kParts; ++part) {
       typename V::Ints dots[count];
 #pragma GCC unroll 8
       for (int row = 0; row < count; ++row) {
-        const int32_t sum = x.sums[(first + row) * x.blocks + block];
+        const int32_t sum = x.sums[block * count + row];
         dots[row] = V::broadcast(-(number_offset(type) + V::template shift<type>()) * sum);
       }
       for (int group = 0; group < number_groups(type); ++group) {
         const auto bytes = V::load(weights + (group * kTileRows + part * V::kLanes) * 4);
-        const int8_t* columns = numbers + block * kBlockColumns + 4 * group;
+        const int8_t* columns = numbers + 4 * group;
         if constexpr (type == WeightType::kQ8_0) {
           const auto prepared = V::prepare(bytes);
 #pragma GCC unroll 8
           for (int row = 0; row < count; ++row) {
-            dots[row] = V::dot_signed(dots[row], prepared, columns + row * x.blocks * kBlockColumns);
+            dots[row] = V::dot_signed(dots[row], prepared, columns + row * kBlockColumns);
           }
         } else {
           const auto low = V::low(bytes);
           const auto high = V::high(bytes);
 #pragma GCC unroll 8
           for (int row = 0; row < count; ++row) {
-            const int8_t* of_row = columns + row * x.blocks * kBlockColumns;
+            const int8_t* of_row = columns + row * kBlockColumns;
             dots[row] = V::dot(V::dot(dots[row], low, of_row), high, of_row + 16);
           }
         }
@@ -55,7 +55,7 @@ inline void multiply_rows(const uint8_t* tile, const QuantisedRows& x, int64_t f
       const auto scales = V::load_half(tile + 2 * part * V::kLanes);
 #pragma GCC unroll 8
       for (int row = 0; row < count; ++row) {
-        const int64_t at = (first + row) * x.blocks + block;
+        const int64_t at = block * count + row;
         const auto scale = V::multiply(scales, V::broadcast(x.scales[at]));
         sums[row][part] = V::multiply_add(V::to_floats(dots[row]), scale, sums[row][part]);
         if constexpr (has_minima(type)) {
@@ -74,35 +74,37 @@ inline void multiply_rows(const uint8_t* tile, const QuantisedRows& x, int64_t f
 }
 
 template <class V, WeightType type>
-void multiply_tile(const uint8_t* tile, const QuantisedRows& x, int64_t first, int count, float* out) {
+void multiply_tile(const uint8_t* tile, const QuantisedRows& x, float* out) {
   static_assert(V::kRowsAtOnce <= 8);
-  switch (count) {
+  switch (x.rows) {
     case 1:
-      return multiply_rows<V, type, 1>(tile, x, first, out);
+      return multiply_rows<V, type, 1>(tile, x, out);
     case 2:
-      return multiply_rows<V, type, 2>(tile, x, first, out);
+      return multiply_rows<V, type, 2>(tile, x, out);
     case 3:
-      return multiply_rows<V, type, 3>(tile, x, first, out);
+      return multiply_rows<V, type, 3>(tile, x, out);
     case 4:
-      return multiply_rows<V, type, 4>(tile, x, first, out);
+      return multiply_rows<V, type, 4>(tile, x, out);
   }
   if constexpr (V::kRowsAtOnce == 8) {
-    switch (count) {
+    switch (x.rows) {
       case 5:
-        return multiply_rows<V, type, 5>(tile, x, first, out);
+        return multiply_rows<V, type, 5>(tile, x, out);
       case 6:
-        return multiply_rows<V, type, 6>(tile, x, first, out);
+        return multiply_rows<V, type, 6>(tile, x, out);
       case 7:
-        return multiply_rows<V, type, 7>(tile, x, first, out);
+        return multiply_rows<V, type, 7>(tile, x, out);
       case 8:
-        return multiply_rows<V, type, 8>(tile, x, first, out);
+        return multiply_rows<V, type, 8>(tile, x, out);
     }
   }
 }
 
 // Plain code, which compilers turn into vectors of the file's instruction set.
-inline void quantise_row(const float* x, int64_t blocks, int8_t* numbers, float* scales, int32_t* sums) {
-  for (int64_t block = 0; block < blocks; ++block, x += kBlockColumns, numbers += kBlockColumns) {
+inline void quantise_row(const float* x, const QuantisedRows& into, int row) {
+  for (int64_t block = 0; block < into.blocks; ++block, x += kBlockColumns) {
+    const int64_t at = block * into.rows + row;
+    int8_t* numbers = into.numbers + at * kBlockColumns;
     // As numbers, the bits of magnitudes are in the same order, NaN above all: a maximum that compilers can
     // reorder.
     int32_t bits = 0;
@@ -128,8 +130,8 @@ inline void quantise_row(const float* x, int64_t blocks, int8_t* numbers, float*
       numbers[i] = static_cast<int8_t>(number);
       sum += number;
     }
-    scales[block] = is_finite ? scale : __builtin_nanf("");
-    sums[block] = sum;
+    into.scales[at] = is_finite ? scale : __builtin_nanf("");
+    into.sums[at] = sum;
   }
 }
 

@@ -84,7 +84,7 @@ def test_its_weights_are_dequantised_exactly(checkpoint: Checkpoint, reference: 
 def test_greedy_tokens_are_those_of_transformers(file: Path, reference: Any) -> None:
     settings = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     with Engine.from_pretrained(
-        file, device="cpu", dtype="float32", policy="gpu-only", gpu_cache_tokens=2048
+        file, device="cpu", weights_dtype="float32", policy="gpu-only", gpu_cache_tokens=2048
     ) as engine:
         tokenizer = open_checkpoint(file).tokenizer()
         prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]

@@ -31,21 +31,22 @@ constexpr int64_t tile_block_bytes(WeightType type) {
   return kTileRows * (2 + 2 * has_minima(type) + 4 * number_groups(type));
 }
 
-// Activations of some rows, quantised: x = scale * number in each block.
+// Activations of a few rows, quantised: x = scale * number in each block. A block of all of them lies together:
+// rows apart would fall on the same lines of a cache.
 struct QuantisedRows {
-  const int8_t* numbers;  // [rows, blocks, 32], from -127 to 127
-  const float* scales;    // [rows, blocks]
-  const int32_t* sums;    // [rows, blocks]: of a block's numbers
-  int64_t blocks;         // of a row
+  int8_t* numbers;  // [blocks, rows, 32], from -127 to 127
+  float* scales;    // [blocks, rows]
+  int32_t* sums;    // [blocks, rows]: of a block's numbers
+  int64_t blocks;
+  int rows;
 };
 
 struct QuantisedKernels {
-  // Puts a tile's products with rows [first, first + count) into out[count, 16].
-  void (*multiply[kWeightTypes])(const uint8_t* tile, const QuantisedRows& x, int64_t first, int count,
-                                 float* out);
-  int rows_at_once;  // count at most
-  // Quantises one row of so many blocks. Rounds to nearest even; a block that is not finite has a scale of NaN.
-  void (*quantise)(const float* x, int64_t blocks, int8_t* numbers, float* scales, int32_t* sums);
+  // Puts a tile's products into out[rows, 16].
+  void (*multiply[kWeightTypes])(const uint8_t* tile, const QuantisedRows& x, float* out);
+  int rows_at_once;  // of a QuantisedRows, at most
+  // Fills one row of `into`. Rounds to nearest even; a block that is not finite has a scale of NaN.
+  void (*quantise)(const float* x, const QuantisedRows& into, int row);
 };
 
 extern const QuantisedKernels kQuantisedScalar;
