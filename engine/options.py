@@ -82,8 +82,8 @@ class EngineOptions:
         Option(
             flag="--weights-dtype",
             choices=("auto", "float32", "float16", "bfloat16"),
-            help="Number format of quantised weights in memory: as they are stored, where there is a kernel for "
-            "it (auto), or dequantised; then it is that of KV, too.",
+            help="Number format of quantised weights in memory: as they are stored, where the device has "
+            "a kernel for it (auto), or dequantised; it is then that of KV, too.",
         ),
     ] = "auto"
     gpu_cache_tokens: Annotated[
@@ -156,7 +156,8 @@ class EngineOptions:
             option.check(name, getattr(self, name))
         if self.weights_dtype not in ("auto", self.dtype) and self.dtype != "auto":
             raise ValueError(
-                f"weights_dtype {self.weights_dtype!r} does not go with dtype {self.dtype!r}: leave one of them out"
+                f"weights_dtype {self.weights_dtype!r} does not go with dtype {self.dtype!r}: leave one of "
+                "them out"
             )
 
 

@@ -25,7 +25,7 @@ def load_model(
     progress: BytesRead | None = None,
     form: LinearForm = DENSE,
 ) -> Decoder:
-    """Load a checkpoint with matrices of a form; `progress(done_bytes, total_bytes)` is called after each tensor.
+    """Load a checkpoint; `progress(done_bytes, total_bytes)` is called after each tensor.
 
     Everything is checked against `config` before memory is taken, and at most one tensor is held twice.
     Raises ModelError for weights that are missing, left over, damaged or of another shape.

@@ -98,7 +98,7 @@ class GGUFTensor:
         return self.type.dequantised(self.raw(first, end)).view(-1, *self.shape[1:])
 
     def raw_pieces(self, rows: int) -> Iterator[tuple[int, Tensor]]:
-        """Read it as it is stored: yield the first row and bytes of multiples of `rows` rows, and of the rest."""
+        """Yield the first row and bytes as stored, of multiples of `rows` rows and of the rest."""
         unit = math.lcm(rows, self.rotated_heads or 1)
         step = max(PIECE_ELEMENTS // self.shape[1] // unit, 1) * unit
         for first in range(0, self.shape[0], step):

@@ -52,7 +52,6 @@ class Part:
 
     def _fields(self) -> tuple[Tensor, Tensor]:
         """Views `[tiles, blocks, scales and minima, rows, 2]` and `[tiles, blocks, groups, rows, 4]`."""
-        tiles, blocks, _ = self.packed.shape
         end = TILE_ROWS * self._header_bytes
         header, numbers = self.packed[:, :, :end], self.packed[:, :, end:]
         return (

@@ -25,12 +25,14 @@ def write_gguf(
     *,
     architecture: str = "llama",
     type_name: str = "F32",
+    type_names: dict[str, str] | None = None,
     metadata: dict[str, Any] | None = None,
     tensors: dict[str, Tensor] | None = None,
 ) -> Path:
     """Write a model of transformers.
 
     Args:
+        type_names: of matrices whose names contain a text; of all others, `type_name`.
         metadata: changes of entries, under their full names; None removes one.
         tensors: more of them.
     """
@@ -47,7 +49,8 @@ def write_gguf(
         stored = permuted(value, config.head_dim) if is_permuted else value
         own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own_name is not None
-        _add_tensor(writer, own_name, stored.detach(), type_name if value.ndim == 2 else "F32")
+        kind = next((kind for part, kind in (type_names or {}).items() if part in own_name), type_name)
+        _add_tensor(writer, own_name, stored.detach(), kind if value.ndim == 2 else "F32")
     for name, value in (tensors or {}).items():
         _add_tensor(writer, name, value, "F32")
     writer.write_header_to_file(path)

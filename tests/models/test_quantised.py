@@ -1,0 +1,254 @@
+"""Products with weights that stay in 4 or 8 bits, and models of such weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dense_model import logits_of_all
+from gguf_files import write_gguf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from neo_desktop import Engine, native
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.gguf.types import TYPES
+from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.linear.quantised import KERNEL_TYPES, PartShape, Quantised, packed_bytes
+from neo_desktop.models.registry import check_model, load_model
+from neo_desktop.models.stored_form import stored_form
+
+CPU = torch.device("cpu")
+STORED = {stored.name: stored for stored in TYPES.values()}
+
+
+def stored_rows(name: str, rows: int, columns: int, seed: int = 0) -> Tensor:
+    """Any bits, with scales (and minima) that are finite."""
+    generator = torch.Generator().manual_seed(seed)
+    nbytes = STORED[name].nbytes
+    blocks = torch.randint(0, 256, (rows, columns // 32, nbytes), dtype=torch.uint8, generator=generator)
+    for start in range(0, nbytes % 4 or 4, 2):
+        halves = torch.randn(rows, columns // 32, 1, generator=generator).half()
+        blocks[:, :, start : start + 2] = halves.view(torch.uint8)
+    return blocks.flatten(1)
+
+
+def loaded(parts: list[tuple[PartShape, Tensor]], columns: int, bias: Tensor | None = None) -> Quantised:
+    dtype = torch.float32 if bias is None else bias.dtype
+    linear = Quantised([part for part, _ in parts], columns, bias, dtype)
+    first = 0
+    for part, raw in parts:
+        for row in range(0, part.rows, 48):
+            linear.load_stored(first + row, raw[row : row + 48])
+        first += part.rows
+    return linear
+
+
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, product: Tensor) -> None:
+    """Each number of x is off by half of a 127th of its block's largest one at most; sums are float32."""
+    blocks = x.double().view(len(x), -1, 32)
+    steps = (blocks.abs().amax(2, keepdim=True) / 127).expand_as(blocks).reshape(x.shape)
+    magnitude = (x.double().abs() + steps) @ weight.double().abs().T
+    added = 0.0 if bias is None else bias.double()
+    exact = x.double() @ weight.double().T + added
+    eps = torch.finfo(torch.float32).eps
+    bound = steps / 2 @ weight.double().abs().T + (x.shape[1] + 8) * eps * magnitude
+    if bias is not None:
+        bound += eps * exact.abs()
+    bound += torch.finfo(x.dtype).eps * (exact.abs() + bound)
+    assert product.dtype is x.dtype
+    assert ((product.double() - exact).abs() <= bound + 1e-30).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(KERNEL_TYPES), st.integers(1, 70)), min_size=1, max_size=3),
+    st.integers(1, 40),
+    st.one_of(st.integers(1, 9), st.integers(1, 80)),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_products_are_as_exact_as_inputs_of_8_bits(
+    shapes: list[tuple[str, int]], blocks: int, count: int, dtype: torch.dtype, has_bias: bool, seed: int
+) -> None:
+    """In all instruction sets and with any number of threads the same; and so is a row alone."""
+    columns = 32 * blocks
+    parts = [
+        (PartShape(name, rows), stored_rows(name, rows, columns, seed + i))
+        for i, (name, rows) in enumerate(shapes)
+    ]
+    weight = torch.cat([STORED[part.type_name].dequantised(raw) for part, raw in parts])
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, columns, generator=generator).to(dtype) / 16
+    x[:, :32] *= 10
+    bias = torch.randn(len(weight), generator=generator).to(dtype) if has_bias else None
+    linear = loaded(parts, columns, bias)
+    assert torch.equal(linear.dense(), weight.to(linear.dense().dtype))
+    assert linear.memory()[CPU] == sum(
+        packed_bytes(part.type_name, part.rows, columns) for part, _ in parts
+    ) + (0 if bias is None else bias.nbytes)
+    products = []
+    for isa in native.available_isas():
+        for threads in (1, 3):
+            product = x.new_full((count, len(weight)), torch.nan)
+            native.quantised_linear(x, linear._native, bias, product, threads, isa=isa)
+            products.append(product)
+    if dtype is not torch.float16 or weight.abs().max() < 500:
+        check(x, weight, bias, products[0])
+    assert all(torch.equal(each.nan_to_num(), products[0].nan_to_num()) for each in products)
+    alone = linear.multiply(x[-1:], x.new_empty(1, len(weight)))
+    assert torch.equal(alone.nan_to_num(), products[0][-1:].nan_to_num())
+
+
+@pytest.mark.parametrize("isa", native.available_isas())
+@pytest.mark.parametrize("name", KERNEL_TYPES)
+def test_the_largest_numbers_do_not_overflow(name: str, isa: str) -> None:
+    for byte in (0x00, 0x0F, 0x7F, 0x80, 0xF0, 0xFF):
+        raw = stored_rows(name, 16, 64)
+        blocks = raw.view(16, 2, -1)
+        blocks[:, :, (STORED[name].nbytes % 4 or 4) :] = byte
+        linear = loaded([(PartShape(name, 16), raw)], 64)
+        for x in (torch.ones(1, 64), -torch.ones(1, 64)):
+            product = x.new_empty(1, 16)
+            native.quantised_linear(x, linear._native, None, product, isa=isa)
+            check(x, linear.dense(), None, product)
+
+
+@pytest.mark.parametrize("isa", native.available_isas())
+def test_what_is_not_finite_stays_with_its_row_and_zeros_are_zeros(isa: str) -> None:
+    linear = loaded([(PartShape("Q4_1", 20), stored_rows("Q4_1", 20, 96))], 96)
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
+    x[1, 40], x[2, 7], x[3] = torch.nan, torch.inf, 0.0
+    product = x.new_empty(5, 20)
+    native.quantised_linear(x, linear._native, None, product, isa=isa)
+    assert product[1:3].isnan().all()
+    assert (product[3] == 0).all()
+    rows = torch.tensor([0, 4])
+    check(x[rows], linear.dense(), None, product[rows])
+
+
+def test_inputs_and_results_may_be_strided_or_empty() -> None:
+    linear = loaded([(PartShape("Q8_0", 20), stored_rows("Q8_0", 20, 64))], 64)
+    wide = torch.randn(6, 160, generator=torch.Generator().manual_seed(0))
+    room = torch.full((6, 50), 7.0)
+    for x in (wide[:, 96:], wide[:, 3:67], wide[:, :128:2], wide[:0, :64]):
+        linear.multiply(x, room[: len(x), 10:30])
+        check(x, linear.dense(), None, room[: len(x), 10:30].contiguous())
+    assert (room[:, :10] == 7).all()
+    assert (room[:, 30:] == 7).all()
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    linear = loaded([(PartShape("Q8_0", 20), stored_rows("Q8_0", 20, 64))], 64)
+    x, out = torch.ones(2, 64), torch.ones(2, 20)
+    for wrong_x, wrong_out, bias, message in (
+        (torch.ones(2, 63), out, None, "multiple of 32"),
+        (torch.ones(2, 96), out, None, "bytes"),
+        (x, torch.ones(2, 21), None, "out has shape"),
+        (x, torch.ones(2, 20, dtype=torch.float16), None, "out has dtype"),
+        (x, out, torch.ones(19), "bias has shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            native.quantised_linear(wrong_x, linear._native, bias, wrong_out)
+    with pytest.raises(ValueError, match="no such type"):
+        native.quantised_linear(x, [(3, *linear._native[0][1:])], None, out)
+
+
+def test_rows_can_be_looked_up() -> None:
+    linear = loaded([(PartShape("Q4_0", 50), stored_rows("Q4_0", 50, 64))], 64)
+    rows, found = torch.tensor([49, 0, 17, 17]), torch.empty(4, 64)
+    linear.look_up(rows, found)
+    assert torch.equal(found, linear.dense()[rows])
+
+
+SIZES = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+TOKENS = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(1))
+
+
+def kept_and_dequantised(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Decoder, Decoder]:
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config()
+    form = stored_form(check_model(checkpoint, config), config)
+    kept = load_model(checkpoint, config, dtype=dtype, device=CPU, form=form)
+    assert kept.nbytes == config.weight_bytes(dtype, form)
+    assert config.loading_bytes(dtype, CPU, form) >= kept.nbytes
+    return kept, load_model(checkpoint, config, dtype=dtype, device=CPU)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("type_name", KERNEL_TYPES)
+def test_a_model_computes_with_the_weights_of_its_file(
+    type_name: str, tied: bool, make_checkpoint: Any, tmp_path: Path
+) -> None:
+    _, model = make_checkpoint(**SIZES, tie_word_embeddings=tied, attention_bias=True)
+    path = write_gguf(tmp_path / "model.gguf", model, type_name=type_name)
+    kept, dequantised = kept_and_dequantised(path)
+    assert {linear.form for linear in kept.linears()} == {type_name}
+    for ours, theirs in zip(kept.linears(), dequantised.linears(), strict=True):
+        assert torch.equal(ours.dense(), theirs.dense())
+    matrices = sum(linear.dense().numel() for linear in dequantised.linears())
+    assert kept.nbytes < dequantised.nbytes - 2.5 * matrices  # of 4 bytes each, at most 1.5 are left
+    found, expected = (logits_of_all(each, TOKENS) for each in (kept, dequantised))
+    assert 0 < (found - expected).norm() < 0.03 * expected.norm()
+
+
+def test_parts_of_one_matrix_may_be_stored_differently(make_checkpoint: Any, tmp_path: Path) -> None:
+    _, model = make_checkpoint(**SIZES)
+    path = write_gguf(
+        tmp_path / "model.gguf",
+        model,
+        type_name="Q4_0",
+        type_names={"attn_v": "Q8_0", "ffn_up": "Q5_0", "ffn_down": "F32"},
+    )
+    kept, dequantised = kept_and_dequantised(path)
+    for layer in kept.layers:
+        assert (layer.qkv.form, layer.output.form) == ("Q4_0+Q8_0", "Q4_0")
+        assert layer.gate_up.form == dequantised.layers[0].gate_up.form
+        assert layer.down.form == dequantised.layers[0].down.form
+    found, expected = (logits_of_all(each, TOKENS) for each in (kept, dequantised))
+    assert 0 < (found - expected).norm() < 0.03 * expected.norm()
+
+
+def test_it_is_said_what_was_dequantised(
+    make_checkpoint: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    _, model = make_checkpoint(**SIZES)
+    kept_and_dequantised(
+        write_gguf(tmp_path / "a.gguf", model, type_name="Q4_1", type_names={"output": "Q5_1"})
+    )
+    said = "a: weights in Q4_1, Q5_1 and F32"
+    assert f"{said}, Q5_1 dequantised to torch.float32, others kept as they are" in caplog.messages
+    assert f"{said}, dequantised to torch.float32" in caplog.messages
+
+
+def test_scales_that_are_not_finite_are_refused(make_checkpoint: Any, tmp_path: Path) -> None:
+    _, model = make_checkpoint(**SIZES)
+    path = write_gguf(tmp_path / "model.gguf", model, type_name="Q8_0")
+    place = open_checkpoint(path).weights().tensors["model.layers.1.mlp.up_proj.weight"].place
+    content = bytearray(path.read_bytes())
+    content[place.offset : place.offset + 2] = b"\xff\x7f"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight .* scales that are not finite"):
+        kept_and_dequantised(path)
+
+
+def test_a_request_alone_has_the_tokens_that_it_has_in_a_batch(make_checkpoint: Any, tmp_path: Path) -> None:
+    _, model = make_checkpoint(**SIZES)
+    path = write_gguf(tmp_path / "model.gguf", model, type_name="Q4_1")
+    prompts = [TOKENS[first : first + length].tolist() for first, length in ((0, 3), (5, 30), (20, 11))]
+    settings = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with Engine.from_pretrained(path, device="cpu", policy="gpu-only", gpu_cache_tokens=1024) as engine:
+        assert {linear.form for linear in engine._decoder.linears()} == {"Q4_1"}
+        together = [output.token_ids for output in engine.generate(prompts, settings)]
+        alone = [engine.generate([prompt], settings)[0].token_ids for prompt in prompts]
+    assert together == alone
+
+
+def test_weights_and_everything_else_have_one_dtype() -> None:
+    with pytest.raises(ValueError, match="weights_dtype 'float32' does not go with dtype 'bfloat16'"):
+        Engine.from_pretrained("nowhere", dtype="bfloat16", weights_dtype="float32")
