@@ -34,13 +34,17 @@ def load_model(
     decoder = Decoder(config, dtype=dtype, device=device, form=form)
     weights.load_into({weight.name: weight for weight in named_weights(decoder)}, dtype, progress)
     if weights.is_quantised:
-        kept = isinstance(form, StoredForm) and form.matrices
-        change = f"dequantised to {dtype}" if not kept else "kept as they are"
-        if kept and form.without_kernel:
-            change = f"{' and '.join(form.without_kernel)} dequantised to {dtype}, others kept as they are"
-        logger.info("%s: weights in %s, %s", checkpoint.name, weights.stored_as, change)
+        logger.info("%s: weights in %s, %s", checkpoint.name, weights.stored_as, _what_became(form, dtype))
     _log_forms(decoder)
     return decoder
+
+
+def _what_became(form: LinearForm, dtype: torch.dtype) -> str:
+    if not isinstance(form, StoredForm) or not form.matrices:
+        return f"dequantised to {dtype}"
+    if not form.without_kernel:
+        return "kept as they are"
+    return f"{' and '.join(form.without_kernel)} dequantised to {dtype}, others kept as they are"
 
 
 def check_model(checkpoint: Checkpoint, config: ModelConfig) -> Weights:

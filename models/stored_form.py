@@ -9,7 +9,7 @@ from torch import Tensor
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.tensors import GGUFTensor
 from neo_desktop.models.linear.dense import Dense
-from neo_desktop.models.linear.protocol import Linear
+from neo_desktop.models.linear.protocol import Embedding, Linear
 from neo_desktop.models.linear.quantised import PartShape, Quantised, has_kernel, packed_bytes
 from neo_desktop.models.weights import Weights, matrix_names
 
@@ -42,7 +42,7 @@ class StoredForm(Dense):
 
     def embedding(  # noqa: D102
         self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor | Quantised:
+    ) -> Tensor | Embedding:
         parts = self.matrices.get("embedding")
         return (
             Quantised(parts, columns, None, dtype)

@@ -55,8 +55,8 @@ class Part:
         end = TILE_ROWS * self._header_bytes
         header, numbers = self.packed[:, :, :end], self.packed[:, :, end:]
         return (
-            header.unflatten(2, (-1, TILE_ROWS, 2)),
-            numbers.unflatten(2, (-1, TILE_ROWS, 4)),
+            torch.unflatten(header, 2, (-1, TILE_ROWS, 2)),
+            torch.unflatten(numbers, 2, (-1, TILE_ROWS, 4)),
         )
 
     def load(self, row: int, raw: Tensor) -> None:
@@ -70,12 +70,12 @@ class Part:
             raise ValueError("scales that are not finite")
         whole = torch.zeros(-(-count // TILE_ROWS) * TILE_ROWS, *stored.shape[1:], dtype=torch.uint8)
         whole[:count] = stored
-        tiles = whole.unflatten(0, (-1, TILE_ROWS)).transpose(1, 2)  # [tiles, blocks, rows, bytes]
+        tiles = torch.unflatten(whole, 0, (-1, TILE_ROWS)).transpose(1, 2)  # [tiles, blocks, rows, bytes]
         first = row // TILE_ROWS
         for target, source, size in zip(
             self._fields(), tiles.tensor_split([self._header_bytes], dim=3), (2, 4), strict=True
         ):
-            target[first : first + len(tiles)] = source.unflatten(3, (-1, size)).transpose(2, 3)
+            target[first : first + len(tiles)] = torch.unflatten(source, 3, (-1, size)).transpose(2, 3)
 
     def rows_of(self, rows: Tensor) -> Tensor:
         """Return some rows `[n]` as float32 `[n, columns]`."""

@@ -110,7 +110,8 @@ void multiply_quantised(const Tensor& x, const std::vector<Part>& parts, const s
     if (type < 0 || type >= kWeightTypes) throw std::invalid_argument("there is no such type of weights");
     views.push_back({static_cast<WeightType>(type), reinterpret_cast<const uint8_t*>(address), bytes, rows});
   }
-  quantised_linear(view("x", x), views, view("bias", bias), view("out", out), num_threads, isa_from_name(isa));
+  quantised_linear(view("x", x), views, view("bias", bias), view("out", out), num_threads,
+                   isa_from_name(isa));
 }
 
 const TensorView* pointer(const std::optional<TensorView>& view) { return view ? &*view : nullptr; }

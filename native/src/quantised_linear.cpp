@@ -12,9 +12,10 @@
 namespace neo_desktop {
 namespace {
 
-constexpr int64_t kChunkBytes = 256 << 10;  // of quantised rows that tiles are multiplied with at a time
-constexpr int64_t kSerialElements = 1 << 15;  // of x, that one thread quantises before others have woken
-constexpr int64_t kTakesPerThread = 16;       // so that a thread that is held up leaves the rest to others
+constexpr int64_t kChunkBytes = 256 << 10;      // of quantised rows that tiles are multiplied with at a time
+constexpr int64_t kSerialElements = 1 << 15;    // of x, that one thread quantises before others have woken
+constexpr int64_t kBytesPerThread = 192 << 10;  // of weights: fewer are multiplied before a thread has woken
+constexpr int64_t kTakesPerThread = 16;         // so that a thread that is held up leaves the rest to others
 
 const QuantisedKernels& quantised_kernels_for(Isa isa) {
 #if defined(__x86_64__)
@@ -95,7 +96,9 @@ class Call {
         kernels_(kernels_for(isa)),
         blocks_(x.size(1) / kBlockColumns),
         tiles_(std::accumulate(parts.begin(), parts.end(), int64_t{0},
-                               [](int64_t sum, const auto& part) { return sum + tiles_of(part); })) {}
+                               [](int64_t sum, const auto& part) { return sum + tiles_of(part); })),
+        bytes_(std::accumulate(parts.begin(), parts.end(), int64_t{0},
+                               [](int64_t sum, const auto& part) { return sum + part.bytes; })) {}
 
   void run(int num_threads) {
     const int64_t n = x_.size(0), columns = x_.size(1);
@@ -124,7 +127,9 @@ class Call {
 
   // Rows [first, first + count) of x.
   void multiply(int64_t first, int64_t count, int num_threads) {
-    const int threads = static_cast<int>(std::min<int64_t>(num_threads, tiles_));
+    const int64_t passes = (count + quantised_.rows_at_once - 1) / quantised_.rows_at_once;
+    const int64_t useful = std::min(passes * bytes_ / kBytesPerThread, tiles_);
+    const int threads = static_cast<int>(std::clamp<int64_t>(useful, 1, num_threads));
     const int quantising = count * x_.size(1) <= kSerialElements ? 1 : threads;
     std::atomic<int64_t> next_row{0}, next_tile{0};
     ThreadPool::shared().run(quantising, [&](int participant) {
@@ -178,7 +183,8 @@ class Call {
         float* of_row = products + i * kTileRows;
         for (int j = 0; bias_ && j < kTileRows; ++j) of_row[j] += bias[j];
         kernels_.narrow[dtype](of_row, narrow, kTileRows, 1.0f);
-        std::memcpy(offset(out_.data, out_.dtype, (first + row + i) * out_.stride(0) + column), narrow, bytes);
+        std::memcpy(offset(out_.data, out_.dtype, (first + row + i) * out_.stride(0) + column), narrow,
+                    bytes);
       }
     }
   }
@@ -195,6 +201,7 @@ class Call {
   const Kernels& kernels_;
   const int64_t blocks_;
   const int64_t tiles_;
+  const int64_t bytes_;        // of the weights
   uint8_t* memory_ = nullptr;  // of one QuantisedRows after the other
   float* floats_ = nullptr;    // [threads, columns]
 };
@@ -202,7 +209,8 @@ class Call {
 }  // namespace
 
 void quantised_linear(const TensorView& x, const std::vector<QuantisedPart>& parts,
-                      const std::optional<TensorView>& bias, const TensorView& out, int num_threads, Isa isa) {
+                      const std::optional<TensorView>& bias, const TensorView& out, int num_threads,
+                      Isa isa) {
   check(x, parts, bias, out);
   if (x.size(0) > 0) Call(x, parts, bias, out, isa).run(check_num_threads(num_threads));
 }

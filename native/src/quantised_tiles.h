@@ -23,7 +23,8 @@ inline void multiply_rows(const uint8_t* tile, const QuantisedRows& x, float* ou
     for (int part = 0; part < kParts; ++part) sums[row][part] = V::zero();
   }
   const int8_t* numbers = x.numbers;
-  for (int64_t block = 0; block < x.blocks; ++block, tile += tile_block_bytes(type), numbers += count * kBlockColumns) {
+  for (int64_t block = 0; block < x.blocks;
+       ++block, tile += tile_block_bytes(type), numbers += count * kBlockColumns) {
     const uint8_t* weights = tile + 2 * kTileRows * (1 + has_minima(type));
     V::prefetch(tile);
     for (int part = 0; part < kParts; ++part) {

@@ -49,7 +49,7 @@ def loaded(parts: list[tuple[PartShape, Tensor]], columns: int, bias: Tensor | N
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None, product: Tensor) -> None:
     """Each number of x is off by half of a 127th of its block's largest one at most; sums are float32."""
-    blocks = x.double().view(len(x), -1, 32)
+    blocks = x.double().unflatten(1, (-1, 32))
     steps = (blocks.abs().amax(2, keepdim=True) / 127).expand_as(blocks).reshape(x.shape)
     magnitude = (x.double().abs() + steps) @ weight.double().abs().T
     added = 0.0 if bias is None else bias.double()

@@ -1,8 +1,8 @@
 // Products with quantised weights: their layout, and the contract between the driver (quantised_linear.cpp)
 // and the kernels. Included by the ISA-specific files: nothing here may generate code of its own.
 //
-// Rows are packed in tiles of 16, columns in blocks of 32, as in GGUF files; a tile's blocks follow each other.
-// In a block, what one row has in GGUF is spread so that one register takes the same part of all rows:
+// Rows are packed in tiles of 16, columns in blocks of 32, as in GGUF files; a tile's blocks follow each
+// other. In a block, what one row has in GGUF is spread so that one register takes the same part of all rows:
 //
 //   scales   [16] float16
 //   minima   [16] float16, of Q4_1 only
@@ -31,8 +31,8 @@ constexpr int64_t tile_block_bytes(WeightType type) {
   return kTileRows * (2 + 2 * has_minima(type) + 4 * number_groups(type));
 }
 
-// Activations of a few rows, quantised: x = scale * number in each block. A block of all of them lies together:
-// rows apart would fall on the same lines of a cache.
+// Activations of a few rows, quantised: x = scale * number in each block. A block of all of them lies
+// together: rows apart would fall on the same lines of a cache.
 struct QuantisedRows {
   int8_t* numbers;  // [blocks, rows, 32], from -127 to 127
   float* scales;    // [blocks, rows]
