@@ -44,7 +44,9 @@ class Part:
         self.rows, self.columns = shape.rows, columns
         self.type: StoredType = _TYPES[shape.type_name]
         tiles, blocks = -(-shape.rows // TILE_ROWS), columns // _COLUMNS
-        self.packed = torch.zeros(tiles, blocks, TILE_ROWS * self.type.nbytes, dtype=torch.uint8)
+        self.packed = torch.empty(tiles, blocks, TILE_ROWS * self.type.nbytes, dtype=torch.uint8)
+        native.advise_huge_pages(self.packed)  # read faster where the system agrees
+        self.packed.zero_()
 
     @property
     def _header_bytes(self) -> int:
