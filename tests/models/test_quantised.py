@@ -15,6 +15,7 @@ from neo_desktop import Engine, native
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.gguf.tensors import GGUFTensor
 from neo_desktop.models.gguf.types import TYPES
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.quantised import KERNEL_TYPES, PartShape, Quantised, packed_bytes
@@ -229,9 +230,10 @@ def test_it_is_said_what_was_dequantised(
 def test_scales_that_are_not_finite_are_refused(make_checkpoint: Any, tmp_path: Path) -> None:
     _, model = make_checkpoint(**SIZES)
     path = write_gguf(tmp_path / "model.gguf", model, type_name="Q8_0")
-    place = open_checkpoint(path).weights().tensors["model.layers.1.mlp.up_proj.weight"].place
+    stored = open_checkpoint(path).weights().tensors["model.layers.1.mlp.up_proj.weight"]
+    assert isinstance(stored, GGUFTensor)
     content = bytearray(path.read_bytes())
-    content[place.offset : place.offset + 2] = b"\xff\x7f"
+    content[stored.place.offset : stored.place.offset + 2] = b"\xff\x7f"
     path.write_bytes(content)
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight .* scales that are not finite"):
         kept_and_dequantised(path)
