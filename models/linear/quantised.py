@@ -1,4 +1,4 @@
-"""Weights of a CPU that stay as a GGUF file has them, multiplied by the native kernels.
+"""Weights of a CPU that keep the numbers of a GGUF file, multiplied by the native kernels.
 
 Each block of 32 numbers of the input is rounded to 8 bits, with a scale; weights are exact. A row's product
 does not depend on how many rows there are.
@@ -14,19 +14,19 @@ from neo_desktop import native
 from neo_desktop.models.gguf.types import TYPES, StoredType
 
 TILE_ROWS = 16
-KERNEL_TYPES = ("Q8_0", "Q4_0", "Q4_1")  # in the order of native's WeightType
+KERNEL_TYPES = native.STORED_TYPES
+WIDENED = {"Q2_K": 4, "Q3_K": 6, "IQ4_NL": 8, "IQ4_XS": 8}  # -> bits that they are kept in
 _TYPES = {stored.name: stored for stored in TYPES.values() if stored.name in KERNEL_TYPES}
-_COLUMNS = 32  # of a block
 
 
 def has_kernel(type_name: str, columns: int) -> bool:
-    """Whether matrices of this type and width are multiplied as they are stored."""
-    return type_name in _TYPES and columns % _COLUMNS == 0
+    """Whether matrices of this type and width are multiplied without being turned into floats."""
+    return type_name in _TYPES and columns % _TYPES[type_name].elements == 0
 
 
 def packed_bytes(type_name: str, rows: int, columns: int) -> int:
-    """Return the bytes of a packed matrix: those of the file, with rows filled up to a whole tile."""
-    return -(-rows // TILE_ROWS) * TILE_ROWS * (columns // _COLUMNS) * _TYPES[type_name].nbytes
+    """Return the bytes of a packed matrix: about those of the file, or of the bits that it is kept in."""
+    return native.packed_bytes(type_name, rows, columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,47 +43,24 @@ class Part:
     def __init__(self, shape: PartShape, columns: int) -> None:
         self.rows, self.columns = shape.rows, columns
         self.type: StoredType = _TYPES[shape.type_name]
-        tiles, blocks = -(-shape.rows // TILE_ROWS), columns // _COLUMNS
-        self.packed = torch.empty(tiles, blocks, TILE_ROWS * self.type.nbytes, dtype=torch.uint8)
+        nbytes = packed_bytes(shape.type_name, shape.rows, columns)
+        self.packed = torch.empty(nbytes, dtype=torch.uint8)
         native.advise_huge_pages(self.packed)  # read faster where the system agrees
         self.packed.zero_()
 
-    @property
-    def _header_bytes(self) -> int:
-        return self.type.nbytes % 4 or 4  # scales, and minima where there are two
-
-    def _fields(self) -> tuple[Tensor, Tensor]:
-        """Views `[tiles, blocks, scales and minima, rows, 2]` and `[tiles, blocks, groups, rows, 4]`."""
-        end = TILE_ROWS * self._header_bytes
-        header, numbers = self.packed[:, :, :end], self.packed[:, :, end:]
-        return (
-            torch.unflatten(header, 2, (-1, TILE_ROWS, 2)),
-            torch.unflatten(numbers, 2, (-1, TILE_ROWS, 4)),
-        )
-
     def load(self, row: int, raw: Tensor) -> None:
-        """Take rows as they are stored, `[rows, bytes of a row]`; `row` is a multiple of 16.
+        """Take rows as they are stored, `[rows, bytes of a row]`; each once.
 
         Raises ValueError for scales that are not finite.
         """
-        count = len(raw)
-        stored = raw.reshape(count, -1, self.type.nbytes)
-        if not stored[:, :, : self._header_bytes].contiguous().view(torch.float16).isfinite().all():
+        if not native.pack_quantised(self.type.name, raw.contiguous(), row, self.packed):
             raise ValueError("scales that are not finite")
-        whole = torch.zeros(-(-count // TILE_ROWS) * TILE_ROWS, *stored.shape[1:], dtype=torch.uint8)
-        whole[:count] = stored
-        tiles = torch.unflatten(whole, 0, (-1, TILE_ROWS)).transpose(1, 2)  # [tiles, blocks, rows, bytes]
-        first = row // TILE_ROWS
-        for target, source, size in zip(
-            self._fields(), tiles.tensor_split([self._header_bytes], dim=3), (2, 4), strict=True
-        ):
-            target[first : first + len(tiles)] = torch.unflatten(source, 3, (-1, size)).transpose(2, 3)
 
     def rows_of(self, rows: Tensor) -> Tensor:
         """Return some rows `[n]` as float32 `[n, columns]`."""
-        tiles, places = rows // TILE_ROWS, rows % TILE_ROWS
-        fields = [field[tiles, :, :, places].flatten(2) for field in self._fields()]
-        return self.type.dequantised(torch.cat(fields, 2).flatten(1))
+        floats = torch.empty(len(rows), self.columns)
+        native.unpack_quantised(self.type.name, self.packed, rows.tolist(), floats)
+        return floats
 
 
 class Quantised:
@@ -91,7 +68,7 @@ class Quantised:
 
     Args:
         parts: of the rows, one after the other.
-        columns: a multiple of 32.
+        columns: a multiple of the blocks of all parts.
         bias: [out]
         dtype: of the model.
     """
@@ -123,7 +100,7 @@ class Quantised:
         raise TypeError("this matrix takes its rows as they are stored")
 
     def load_stored(self, row: int, raw: Tensor) -> None:
-        """Take rows of a part as they are stored, `[rows, bytes of a row]`; a multiple of 16, or to its end.
+        """Take rows of a part as they are stored, `[rows, bytes of a row]`; each once.
 
         Raises ValueError for scales that are not finite.
         """

@@ -16,6 +16,7 @@
 #include "neo_desktop/memory.h"
 #include "neo_desktop/paged_attention.h"
 #include "neo_desktop/quantised_linear.h"
+#include "neo_desktop/quantised_pack.h"
 #include "neo_desktop/relay.h"
 #include "neo_desktop/thread_pool.h"
 
@@ -101,17 +102,35 @@ std::vector<std::tuple<int, int, int64_t, int64_t>> finish(Relay& relay) {
 }
 
 // type, address, bytes, rows
+StoredType stored_type(int type) {
+  if (type < 0 || type >= kStoredTypes) throw std::invalid_argument("there is no such type of weights");
+  return static_cast<StoredType>(type);
+}
+
 using Part = std::tuple<int, uintptr_t, int64_t, int64_t>;
 
 void multiply_quantised(const Tensor& x, const std::vector<Part>& parts, const std::optional<Tensor>& bias,
                         const Tensor& out, int num_threads, const std::string& isa) {
   std::vector<QuantisedPart> views;
   for (const auto& [type, address, bytes, rows] : parts) {
-    if (type < 0 || type >= kWeightTypes) throw std::invalid_argument("there is no such type of weights");
-    views.push_back({static_cast<WeightType>(type), reinterpret_cast<const uint8_t*>(address), bytes, rows});
+    const WeightType kept_as = weight_type_of(stored_type(type));
+    views.push_back({kept_as, reinterpret_cast<const uint8_t*>(address), bytes, rows});
   }
   quantised_linear(view("x", x), views, view("bias", bias), view("out", out), num_threads,
                    isa_from_name(isa));
+}
+
+bool pack_quantised(int type, uintptr_t stored, int64_t first, int64_t count, int64_t columns,
+                    uintptr_t packed) {
+  return pack_rows(stored_type(type), reinterpret_cast<const uint8_t*>(stored), first, count, columns,
+                   reinterpret_cast<uint8_t*>(packed), default_num_threads());
+}
+
+void unpack_quantised(int type, uintptr_t packed, const std::vector<int64_t>& rows, int64_t columns,
+                      uintptr_t out) {
+  unpack_rows(weight_type_of(stored_type(type)), reinterpret_cast<const uint8_t*>(packed), rows.data(),
+              static_cast<int64_t>(rows.size()), columns, reinterpret_cast<float*>(out),
+              default_num_threads());
 }
 
 const TensorView* pointer(const std::optional<TensorView>& view) { return view ? &*view : nullptr; }
@@ -168,6 +187,15 @@ PYBIND11_MODULE(_native, m) {
       },
       without_gil);
   m.def("quantised_linear", &multiply_quantised, without_gil);
+  m.def("packed_bytes", [](int type, int64_t rows, int64_t columns) {
+    return packed_bytes(stored_type(type), rows, columns);
+  });
+  m.def("stored_block", [](int type) {
+    const StoredType stored = stored_type(type);
+    return std::pair(stored_columns(stored), stored_bytes(stored, stored_columns(stored)));
+  });
+  m.def("pack_quantised", &pack_quantised, without_gil);
+  m.def("unpack_quantised", &unpack_quantised, without_gil);
   m.def(
       "read_seconds",
       [](uintptr_t address, int64_t bytes, int num_threads) {

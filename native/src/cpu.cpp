@@ -262,4 +262,21 @@ int check_num_threads(int num_threads) {
   return num_threads > 0 ? num_threads : default_num_threads();
 }
 
+bool has_avx_vnni() {
+#if defined(__x86_64__)
+  unsigned a, b, c, d;
+  return has_avx2() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4) != 0;
+#else
+  return false;
+#endif
+}
+
+bool has_neon_dot() {
+#if defined(__aarch64__)
+  return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#else
+  return false;
+#endif
+}
+
 }  // namespace neo_desktop

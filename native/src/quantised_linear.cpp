@@ -21,10 +21,23 @@ const QuantisedKernels& quantised_kernels_for(Isa isa) {
 #if defined(__x86_64__)
   const bool is_avx512 = isa == Isa::kAvx512 || isa == Isa::kAvx512Bf16 || isa == Isa::kAmx;
   if (is_avx512 && __builtin_cpu_supports("avx512vnni")) return kQuantisedVnni;
-  if (is_avx512 || isa == Isa::kAvx2) return kQuantisedAvx2;
+#if defined(NEO_DESKTOP_AVX_VNNI)
+  if (isa != Isa::kScalar && has_avx_vnni()) return kQuantisedAvxVnni;
+#endif
+  if (isa != Isa::kScalar) return kQuantisedAvx2;
+#elif defined(__aarch64__)
+#if defined(NEO_DESKTOP_NEON_DOT)
+  if (isa != Isa::kScalar && has_neon_dot()) return kQuantisedNeonDot;
+#endif
+  if (isa != Isa::kScalar) return kQuantisedNeon;
 #endif
   (void)isa;
   return kQuantisedScalar;
+}
+
+int64_t tile_bytes(WeightType type, int64_t columns) {
+  const WeightLayout& of = layout_of(type);
+  return columns / kBlockColumns / unit_blocks(of) * unit_bytes(of);
 }
 
 int64_t tiles_of(const QuantisedPart& part) { return (part.rows + kTileRows - 1) / kTileRows; }
@@ -39,7 +52,9 @@ void check(const TensorView& x, const std::vector<QuantisedPart>& parts,
   }
   int64_t rows = 0;
   for (const QuantisedPart& part : parts) {
-    const int64_t bytes = tiles_of(part) * (x.size(1) / kBlockColumns) * tile_block_bytes(part.type);
+    const int64_t columns = unit_blocks(layout_of(part.type)) * kBlockColumns;
+    if (x.size(1) % columns != 0) fail("x has ", x.size(1), " columns; expected a multiple of ", columns);
+    const int64_t bytes = tiles_of(part) * tile_bytes(part.type, x.size(1));
     if (part.rows < 1 || part.bytes != bytes) {
       fail("a part of ", part.rows, " rows has ", part.bytes, " bytes; expected ", bytes);
     }
@@ -113,7 +128,7 @@ class Call {
 
  private:
   // Numbers, scales and sums.
-  int64_t row_bytes() const { return blocks_ * (kBlockColumns + 8); }
+  int64_t row_bytes() const { return blocks_ * (kBlockColumns + 12); }
 
   // Of the rows that are multiplied together with this one, of so many.
   QuantisedRows group_of(int64_t row, int64_t count) const {
@@ -122,7 +137,7 @@ class Call {
     uint8_t* memory = memory_ + first * row_bytes();
     auto* scales = reinterpret_cast<float*>(memory + rows * x_.size(1));
     auto* sums = reinterpret_cast<int32_t*>(scales + rows * blocks_);
-    return {reinterpret_cast<int8_t*>(memory), scales, sums, blocks_, rows};
+    return {reinterpret_cast<int8_t*>(memory), scales, sums, sums + rows * blocks_, blocks_, rows};
   }
 
   // Rows [first, first + count) of x.
@@ -174,7 +189,7 @@ class Call {
       std::memcpy(narrow, offset(bias_->data, bias_->dtype, column), bytes);
       kernels_.widen[dtype](narrow, bias, kTileRows, 1.0f);
     }
-    const uint8_t* packed = part->packed + tile * blocks_ * tile_block_bytes(part->type);
+    const uint8_t* packed = part->packed + tile * tile_bytes(part->type, x_.size(1));
     for (int64_t row = 0; row < count; row += quantised_.rows_at_once) {
       const QuantisedRows group = group_of(row, count);
       alignas(64) float products[8 * kTileRows];

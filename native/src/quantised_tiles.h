@@ -2,7 +2,8 @@
 //
 // V has registers of kLanes rows (a divisor of 16):
 //   Ints, Floats, Bytes  registers; a lane of Bytes is 4 numbers of one row
-//   dot                  adds 4 weights times 4 activations to each lane
+//   dot                  adds 4 weights times 4 activations to each lane; dot_signed takes what prepare gave
+//   shifted<n>           moves the bits of each byte up by n (down if it is negative); others may come in
 #pragma once
 
 #include <cmath>
@@ -13,59 +14,130 @@
 namespace neo_desktop {
 namespace {
 
+template <int n>
+struct Group {
+  static constexpr int value = n;
+};
+
+template <int count, int first = 0, class Body>
+inline void for_each_group(Body body) {
+  if constexpr (first < count) {
+    body(Group<first>());
+    for_each_group<count, first + 1>(body);
+  }
+}
+
+// The numbers of a group that has fewer than 8 bits: of the first 16 columns (half 0), or of the others.
+template <class V, int bits, int group, int half>
+inline auto numbers_of(const typename V::Bytes& bytes, const typename V::Bytes* high) {
+  const auto low = half ? V::high(bytes) : V::low(bytes);
+  if constexpr (bits == 5) {
+    return V::either(low, V::template masked<16>(V::template shifted<4 - group - 4 * half>(*high)));
+  } else if constexpr (bits == 6) {
+    constexpr int place = 4 * (group % 2) + 2 * half;
+    return V::either(low, V::template masked<48>(V::template shifted<4 - place>(high[group / 2])));
+  } else {
+    return low;
+  }
+}
+
 // Each row's sums are added up block by block, whatever the number of rows, of threads and of lanes: products
 // depend on none of them.
 template <class V, WeightType type, int count>
 inline void multiply_rows(const uint8_t* tile, const QuantisedRows& x, float* out) {
+  constexpr WeightLayout of = layout_of(type);
   constexpr int kParts = kTileRows / V::kLanes;
+  constexpr int kSums = of.scales == 2 ? 2 : 1;  // of products, in a block
   typename V::Floats sums[count][kParts];
   for (int row = 0; row < count; ++row) {
     for (int part = 0; part < kParts; ++part) sums[row][part] = V::zero();
   }
   const int8_t* numbers = x.numbers;
-  for (int64_t block = 0; block < x.blocks;
-       ++block, tile += tile_block_bytes(type), numbers += count * kBlockColumns) {
-    const uint8_t* weights = tile + 2 * kTileRows * (1 + has_minima(type));
-    V::prefetch(tile);
+  const uint8_t* unit = tile;
+  const uint8_t* scales = tile + header_bytes(of);
+  for (int64_t block = 0; block < x.blocks; ++block, numbers += count * kBlockColumns) {
+    if (block && block % unit_blocks(of) == 0) {
+      unit = scales;
+      scales += header_bytes(of);
+    }
+    const uint8_t* weights = scales + block_scale_bytes(of);
+    for (int line = 0; line < block_bytes(of); line += 64) V::prefetch(scales + 2048 + line);
     for (int part = 0; part < kParts; ++part) {
-      typename V::Ints dots[count];
-#pragma GCC unroll 8
-      for (int row = 0; row < count; ++row) {
-        const int32_t sum = x.sums[block * count + row];
-        dots[row] = V::broadcast(-(number_offset(type) + V::template shift<type>()) * sum);
-      }
-      for (int group = 0; group < number_groups(type); ++group) {
-        const auto bytes = V::load(weights + (group * kTileRows + part * V::kLanes) * 4);
-        const int8_t* columns = numbers + 4 * group;
-        if constexpr (type == WeightType::kQ8_0) {
-          const auto prepared = V::prepare(bytes);
-#pragma GCC unroll 8
-          for (int row = 0; row < count; ++row) {
-            dots[row] = V::dot_signed(dots[row], prepared, columns + row * kBlockColumns);
-          }
-        } else {
-          const auto low = V::low(bytes);
-          const auto high = V::high(bytes);
-#pragma GCC unroll 8
-          for (int row = 0; row < count; ++row) {
-            const int8_t* of_row = columns + row * kBlockColumns;
-            dots[row] = V::dot(V::dot(dots[row], low, of_row), high, of_row + 16);
-          }
-        }
-      }
-      const auto scales = V::load_half(tile + 2 * part * V::kLanes);
+      typename V::Ints dots[kSums][count];
 #pragma GCC unroll 8
       for (int row = 0; row < count; ++row) {
         const int64_t at = block * count + row;
-        const auto scale = V::multiply(scales, V::broadcast(x.scales[at]));
-        sums[row][part] = V::multiply_add(V::to_floats(dots[row]), scale, sums[row][part]);
-        if constexpr (has_minima(type)) {
-          const auto minima = V::load_half(tile + 2 * (kTileRows + part * V::kLanes));
-          const float sum = x.scales[at] * static_cast<float>(x.sums[at]);
-          sums[row][part] = V::multiply_add(minima, V::broadcast(sum), sums[row][part]);
+        constexpr int kOff = -(of.offset + (of.bits == 8 ? V::kSignedShift : 0));
+        if constexpr (kSums == 1) {
+          dots[0][row] = V::broadcast(kOff * x.sums[at]);
+        } else {
+          dots[0][row] = V::broadcast(kOff * x.first_sums[at]);
+          dots[1][row] = V::broadcast(kOff * (x.sums[at] - x.first_sums[at]));
+        }
+      }
+      const uint8_t* of_part = weights + part * V::kLanes * 4;
+      if constexpr (of.bits == 8) {
+        for (int group = 0; group < 8; ++group) {
+          const auto prepared = V::prepare(V::load(of_part + group * kTileRows * 4));
+#pragma GCC unroll 8
+          for (int row = 0; row < count; ++row) {
+            dots[0][row] = V::dot_signed(dots[0][row], prepared, numbers + row * kBlockColumns + 4 * group);
+          }
+        }
+      } else {
+        typename V::Bytes high[2];
+        for (int group = 0; group < high_groups(of); ++group) {
+          high[group] = V::load(of_part + (4 + group) * kTileRows * 4);
+        }
+        for_each_group<4>([&](auto at) {
+          constexpr int kGroup = decltype(at)::value;
+          const auto bytes = V::load(of_part + kGroup * kTileRows * 4);
+          const auto first = numbers_of<V, of.bits, kGroup, 0>(bytes, high);
+          const auto second = numbers_of<V, of.bits, kGroup, 1>(bytes, high);
+#pragma GCC unroll 8
+          for (int row = 0; row < count; ++row) {
+            const int8_t* columns = numbers + row * kBlockColumns + 4 * kGroup;
+            dots[0][row] = V::dot(dots[0][row], first, columns);
+            dots[kSums - 1][row] = V::dot(dots[kSums - 1][row], second, columns + 16);
+          }
+        });
+      }
+      auto scale = V::load_half(unit + 2 * part * V::kLanes);
+      const uint8_t* small = scales + part * V::kLanes;
+      if constexpr (of.scales == 1) scale = V::multiply(scale, V::to_floats(V::load_small(small)));
+#pragma GCC unroll 8
+      for (int row = 0; row < count; ++row) {
+        const int64_t at = block * count + row;
+        auto total = dots[0][row];
+        if constexpr (of.scales == 2) {
+          total = V::add(V::multiply(total, V::load_small(small)),
+                         V::multiply(dots[1][row], V::load_small(small + kTileRows)));
+        }
+        const auto by = V::multiply(scale, V::broadcast(x.scales[at]));
+        sums[row][part] = V::multiply_add(V::to_floats(total), by, sums[row][part]);
+      }
+      if constexpr (of.has_minima) {
+        auto minimum = V::load_half(unit + 2 * (kTileRows + part * V::kLanes));
+        const uint8_t* minima = small + of.scales * kTileRows;
+        if constexpr (of.scales == 1) minimum = V::multiply(minimum, V::to_floats(V::load_small(minima)));
+#pragma GCC unroll 8
+        for (int row = 0; row < count; ++row) {
+          const int64_t at = block * count + row;
+          if constexpr (of.scales == 2) {
+            const auto first = V::broadcast(x.first_sums[at]);
+            const auto second = V::broadcast(x.sums[at] - x.first_sums[at]);
+            const auto total = V::add(V::multiply(V::load_small(minima), first),
+                                      V::multiply(V::load_small(minima + kTileRows), second));
+            const auto by = V::multiply(minimum, V::broadcast(x.scales[at]));
+            sums[row][part] = V::multiply_add(V::to_floats(total), by, sums[row][part]);
+          } else {
+            const float sum = x.scales[at] * static_cast<float>(x.sums[at]);
+            sums[row][part] = V::multiply_add(minimum, V::broadcast(sum), sums[row][part]);
+          }
         }
       }
     }
+    scales += block_bytes(of);
   }
   for (int row = 0; row < count; ++row) {
     for (int part = 0; part < kParts; ++part) {
@@ -120,28 +192,38 @@ inline void quantise_row(const float* x, const QuantisedRows& into, int row) {
     const bool is_finite = bits < 0x7f800000;
     const float scale = most / 127.0f;
     const float inverse = is_finite && most > 1e-35f ? 127.0f / most : 0.0f;
-    int32_t sum = 0;
-    for (int i = 0; i < kBlockColumns; ++i) {
-      // Adding it moves what is behind the point out of the mantissa: rounded to nearest even.
-      constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23
-      const float rounded = (is_finite ? x[i] * inverse : 0.0f) + kRounding;
-      int32_t number;
-      std::memcpy(&number, &rounded, sizeof number);
-      number -= 0x4b400000;  // the bits of kRounding
-      numbers[i] = static_cast<int8_t>(number);
-      sum += number;
+    int32_t sums[2] = {0, 0};
+    for (int half = 0; half < 2; ++half) {
+      for (int i = 16 * half; i < 16 * half + 16; ++i) {
+        // Adding it moves what is behind the point out of the mantissa: rounded to nearest even.
+        constexpr float kRounding = 12582912.0f;  // 1.5 * 2^23
+        const float rounded = (is_finite ? x[i] * inverse : 0.0f) + kRounding;
+        int32_t number;
+        std::memcpy(&number, &rounded, sizeof number);
+        number -= 0x4b400000;  // the bits of kRounding
+        numbers[i] = static_cast<int8_t>(number);
+        sums[half] += number;
+      }
     }
     into.scales[at] = is_finite ? scale : __builtin_nanf("");
-    into.sums[at] = sum;
+    into.first_sums[at] = sums[0];
+    into.sums[at] = sums[0] + sums[1];
+  }
+}
+
+template <class V, int type = 0>
+constexpr void put_kernels(QuantisedKernels& kernels) {
+  if constexpr (type < kWeightTypes) {
+    kernels.multiply[type] = multiply_tile<V, static_cast<WeightType>(type)>;
+    put_kernels<V, type + 1>(kernels);
   }
 }
 
 template <class V>
 constexpr QuantisedKernels make_quantised_kernels() {
-  return {{multiply_tile<V, WeightType::kQ8_0>, multiply_tile<V, WeightType::kQ4_0>,
-           multiply_tile<V, WeightType::kQ4_1>},
-          V::kRowsAtOnce,
-          quantise_row};
+  QuantisedKernels kernels{{}, V::kRowsAtOnce, quantise_row};
+  put_kernels<V>(kernels);
+  return kernels;
 }
 
 }  // namespace

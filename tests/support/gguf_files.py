@@ -9,9 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from neo_desktop.models.gguf.types import TYPES as STORED_TYPES
+
 TYPES = {
     name: gguf.GGMLQuantizationType[name]
     for name in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+}
+STORED = {stored.name: stored for stored in STORED_TYPES.values()}
+# Where blocks have numbers in float16, if not only at their beginning.
+HALVES = {
+    "MXFP4": (),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
 }
 # Of GPT-2's vocabularies: a character for each byte.
 ALPHABET = [
@@ -32,6 +43,7 @@ def write_gguf(
     """Write a model of transformers.
 
     Args:
+        type_name: of matrices; numbers of those that gguf cannot round to are any.
         type_names: of matrices whose names contain a text; of all others, `type_name`.
         metadata: changes of entries, under their full names; None removes one.
         tensors: more of them.
@@ -58,6 +70,31 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def stored_rows(name: str, rows: int, columns: int, seed: int = 0) -> Tensor:
+    """Any bits, `[rows, bytes of a row]`, with scales (and minima) that are finite."""
+    generator = torch.Generator().manual_seed(seed)
+    stored = STORED[name]
+    shape = (rows, columns // stored.elements, stored.nbytes)
+    blocks = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    for start in HALVES.get(name, (0,)):
+        halves = torch.randn(*shape[:2], 1, generator=generator).half()
+        blocks[:, :, start : start + 2] = halves.view(torch.uint8)
+    if name == "MXFP4":
+        blocks[:, :, 0] = 120  # the exponent
+    return blocks.flatten(1)
+
+
+def small_rows(name: str, rows: int, columns: int, seed: int = 0) -> Tensor:
+    """The same, of about the size of weights."""
+    raw = stored_rows(name, rows, columns, seed)
+    factor = 0.02 / STORED[name].dequantised(raw).std().item()
+    blocks = raw.view(rows, -1, STORED[name].nbytes)
+    for start in HALVES.get(name, (0,)):
+        halves = blocks[:, :, start : start + 2].contiguous().view(torch.float16) * factor
+        blocks[:, :, start : start + 2] = halves.view(torch.uint8)
+    return raw
 
 
 def permuted(rows: Tensor, head_dim: int) -> Tensor:
@@ -118,6 +155,10 @@ def _add(writer: Any, key: str, value: Any) -> None:
 
 
 def _add_tensor(writer: Any, name: str, value: Tensor, type_name: str) -> None:
+    if type_name not in TYPES:  # nothing here rounds numbers to it
+        kind = gguf.GGMLQuantizationType[type_name]
+        writer.add_tensor(name, small_rows(type_name, *value.shape).numpy(), raw_dtype=kind)
+        return
     kind = TYPES[type_name]
     numbers = np.ascontiguousarray(value.float().numpy())
     if type_name == "F32":

@@ -22,6 +22,10 @@ std::vector<Isa> available_isas();
 // The last of them.
 Isa best_isa();
 
+// Whether there are dot products of bytes in vectors of 256 bits, and of 128 on ARM.
+bool has_avx_vnni();
+bool has_neon_dot();
+
 // Feature name -> supported by CPU and operating system.
 std::map<std::string, bool> cpu_features();
 

@@ -1,14 +1,23 @@
 // Products with quantised weights: their layout, and the contract between the driver (quantised_linear.cpp)
 // and the kernels. Included by the ISA-specific files: nothing here may generate code of its own.
 //
-// Rows are packed in tiles of 16, columns in blocks of 32, as in GGUF files; a tile's blocks follow each
-// other. In a block, what one row has in GGUF is spread so that one register takes the same part of all rows:
+// Rows are packed in tiles of 16, columns in blocks of 32. Types of GGUF's K family share a scale among 8
+// blocks: units of 1 or 8 blocks follow each other in a tile. What one row has in a unit is spread so that
+// one register takes the same part of all rows:
 //
-//   scales   [16] float16
-//   minima   [16] float16, of Q4_1 only
-//   numbers  [groups, 16, 4] bytes: group g has the bytes 4g .. 4g + 3 of each row
+//   scales    [16] float16
+//   minima    [16] float16, where there are some: what numbers are added to, once multiplied
+//   then, of each block:
+//     scales  [scales, 16] int8, what the unit's scale is multiplied with: of all columns, or of 16 each
+//     minima  [scales, 16] int8, likewise
+//     numbers [groups, 16, 4] bytes: group g has 4 bytes of each row
+//     high    [high_groups, 16, 4] bytes: the bits above the lowest four, see below
 //
-// Of Q8_0, byte j is column j; of the others, its low bits are column j and its high bits column 16 + j.
+// Of 8 bits, byte j of a row is column j; of fewer, its low half has the lowest bits of column j and its high
+// half those of column 16 + j. With the columns of group g in the low halves first, then those in its high
+// halves, the bits above are in byte i of a row:
+//   of 5 bits: bits g and 4 + g, for the i-th columns of group g
+//   of 6 bits: in high group g / 2, the two bits from 4 * (g % 2) on, and from 2 + 4 * (g % 2)
 #pragma once
 
 #include <cstdint>
@@ -17,26 +26,47 @@
 
 namespace neo_desktop {
 
-enum class WeightType { kQ8_0, kQ4_0, kQ4_1 };
+// What there are kernels for. Of those of GGUF, Q2_K is kept in 4 bits and IQ4_XS, whose numbers come from a
+// table, in 8.
+enum class WeightType { kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ2_K, kQ4_K, kQ5_K, kQ6_K, kIq4Xs };
 
-constexpr int kWeightTypes = 3;
+struct WeightLayout {
+  int bits;    // of a number; 8 are signed
+  int offset;  // what is taken off a number
+  bool has_minima;
+  int scales;  // of a block in 8 bits: 0, 1 or 2; where there are some, a unit has 8 blocks
+};
+
+constexpr int kWeightTypes = 10;
+constexpr WeightLayout kWeightLayouts[kWeightTypes] = {
+    {8, 0, false, 0}, {4, 8, false, 0}, {4, 0, true, 0}, {5, 16, false, 0}, {5, 0, true, 0},
+    {4, 0, true, 2},  {4, 0, true, 1},  {5, 0, true, 1}, {6, 32, false, 2}, {8, 0, false, 1}};
+
 constexpr int kTileRows = 16;
 constexpr int kBlockColumns = 32;
 
-constexpr bool has_minima(WeightType type) { return type == WeightType::kQ4_1; }
-constexpr int number_groups(WeightType type) { return type == WeightType::kQ8_0 ? 8 : 4; }
-// What is taken off a number: it is stored so much larger than it is.
-constexpr int number_offset(WeightType type) { return type == WeightType::kQ4_0 ? 8 : 0; }
-constexpr int64_t tile_block_bytes(WeightType type) {
-  return kTileRows * (2 + 2 * has_minima(type) + 4 * number_groups(type));
+constexpr const WeightLayout& layout_of(WeightType type) { return kWeightLayouts[static_cast<int>(type)]; }
+constexpr int unit_blocks(const WeightLayout& of) { return of.scales ? 8 : 1; }
+constexpr int number_groups(const WeightLayout& of) { return of.bits == 8 ? 8 : 4; }
+constexpr int high_groups(const WeightLayout& of) { return of.bits == 8 ? 0 : of.bits - 4; }
+constexpr int header_bytes(const WeightLayout& of) { return kTileRows * 2 * (1 + of.has_minima); }
+constexpr int block_scale_bytes(const WeightLayout& of) {
+  return kTileRows * of.scales * (1 + of.has_minima);
+}
+constexpr int block_bytes(const WeightLayout& of) {
+  return block_scale_bytes(of) + kTileRows * 4 * (number_groups(of) + high_groups(of));
+}
+constexpr int64_t unit_bytes(const WeightLayout& of) {
+  return header_bytes(of) + unit_blocks(of) * block_bytes(of);
 }
 
 // Activations of a few rows, quantised: x = scale * number in each block. A block of all of them lies
 // together: rows apart would fall on the same lines of a cache.
 struct QuantisedRows {
-  int8_t* numbers;  // [blocks, rows, 32], from -127 to 127
-  float* scales;    // [blocks, rows]
-  int32_t* sums;    // [blocks, rows]: of a block's numbers
+  int8_t* numbers;      // [blocks, rows, 32], from -127 to 127
+  float* scales;        // [blocks, rows]
+  int32_t* sums;        // [blocks, rows]: of a block's numbers
+  int32_t* first_sums;  // [blocks, rows]: of the first half of them
   int64_t blocks;
   int rows;
 };
@@ -52,7 +82,11 @@ struct QuantisedKernels {
 extern const QuantisedKernels kQuantisedScalar;
 #if defined(__x86_64__)
 extern const QuantisedKernels kQuantisedAvx2;
+extern const QuantisedKernels kQuantisedAvxVnni;
 extern const QuantisedKernels kQuantisedVnni;
+#elif defined(__aarch64__)
+extern const QuantisedKernels kQuantisedNeon;
+extern const QuantisedKernels kQuantisedNeonDot;
 #endif
 
 }  // namespace neo_desktop

@@ -27,6 +27,7 @@ from neo_desktop.native._native import (
 )
 
 __all__ = [
+    "STORED_TYPES",
     "advise_huge_pages",
     "available_isas",
     "bind_threads",
@@ -39,6 +40,8 @@ __all__ = [
     "interleave_numa_nodes",
     "num_threads_beside_gpu",
     "num_usable_cpus",
+    "pack_quantised",
+    "packed_bytes",
     "paged_attention_decode",
     "paged_kv_read",
     "paged_kv_write",
@@ -46,6 +49,7 @@ __all__ = [
     "read_bandwidth",
     "read_seconds",
     "set_default_num_threads",
+    "unpack_quantised",
 ]
 
 _DTYPE_CODES = {
@@ -56,6 +60,12 @@ _DTYPE_CODES = {
     torch.int32: 4,
     torch.int64: 5,
 }
+
+
+STORED_TYPES = (
+    "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
+)  # fmt: skip
+"""Of GGUF files, that there are kernels for: the numbers are kept, some in more bits (Q3_K in 6)."""
 
 
 def _chosen_isa() -> str:
@@ -258,14 +268,15 @@ def quantised_linear(
     *,
     isa: str | None = None,
 ) -> None:
-    """Put `x @ weight.T + bias` into `out`, with weights in 4 or 8 bits; x is rounded to 8 bits.
+    """Put `x @ weight.T + bias` into `out`, with weights in 4 to 8 bits; x is rounded to 8 bits.
 
     Each row's product depends on nothing but that row: not on others, on threads or on the instruction set.
 
     Args:
-        x: [n, columns], fp32, fp16 or bf16; columns is a multiple of 32. May be strided in n.
-        parts: of the weight's rows, one after the other: type (0: Q8_0, 1: Q4_0, 2: Q4_1), address and bytes
-            of the packed weights, rows. native/include/neo_desktop/quantised_kernels.h tells how they lie.
+        x: [n, columns], fp32, fp16 or bf16; columns is a multiple of 32, of 256 where types share scales
+            among so many. May be strided in n.
+        parts: of the weight's rows, one after the other: type (see `STORED_TYPES`), address and bytes of the
+            packed weights, rows. native/include/neo_desktop/quantised_kernels.h tells how they lie.
         bias: [rows of all parts] of x's dtype.
         out: [n, rows of all parts] of x's dtype; may be strided in n; must not overlap x.
         num_threads: 0 means `default_num_threads()`.
@@ -282,6 +293,48 @@ def quantised_linear(
         num_threads,
         isa or default_isa(),
     )
+
+
+def packed_bytes(stored_type: str, rows: int, columns: int) -> int:
+    """Return the bytes that rows of one of `STORED_TYPES` take once they are packed."""
+    return _native.packed_bytes(STORED_TYPES.index(stored_type), rows, columns)
+
+
+def pack_quantised(stored_type: str, raw: torch.Tensor, first: int, packed: torch.Tensor) -> bool:
+    """Pack rows as GGUF files have them; returns False if scales are not finite.
+
+    Args:
+        stored_type: one of `STORED_TYPES`.
+        raw: [rows, bytes of a row] uint8, contiguous.
+        first: where the rows come, in the whole matrix.
+        packed: [packed_bytes] uint8 of the matrix; zeros where the rows come.
+
+    Raises:
+        ValueError: there is no room for them, or a row has no whole number of blocks.
+    """
+    _check_contiguous(raw)
+    _check_contiguous(packed)
+    kind = STORED_TYPES.index(stored_type)
+    block, nbytes = _native.stored_block(kind)
+    columns = raw.shape[1] // nbytes * block
+    if raw.shape[1] % nbytes or not 0 <= first <= first + len(raw):
+        raise ValueError(f"rows of {raw.shape[1]} bytes are no blocks of {nbytes}")
+    if packed.nbytes < _native.packed_bytes(kind, first + len(raw), columns):
+        raise ValueError(f"there is no room for rows {first} to {first + len(raw)}")
+    return _native.pack_quantised(kind, raw.data_ptr(), first, len(raw), columns, packed.data_ptr())
+
+
+def unpack_quantised(stored_type: str, packed: torch.Tensor, rows: Sequence[int], out: torch.Tensor) -> None:
+    """Put some rows of a packed matrix into `out` [rows, columns] float32, contiguous."""
+    _check_contiguous(packed)
+    _check_contiguous(out)
+    kind = STORED_TYPES.index(stored_type)
+    if out.dtype is not torch.float32 or len(out) != len(rows):
+        raise ValueError(f"out is {out.dtype} {list(out.shape)}; expected float32 [{len(rows)}, columns]")
+    last = max(rows, default=0)
+    if min(rows, default=0) < 0 or packed.nbytes < _native.packed_bytes(kind, last + 1, out.shape[1]):
+        raise ValueError(f"there is no row {last} or less")
+    _native.unpack_quantised(kind, packed.data_ptr(), list(rows), out.shape[1], out.data_ptr())
 
 
 def default_isa() -> str:

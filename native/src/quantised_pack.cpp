@@ -1,0 +1,319 @@
+#include "neo_desktop/quantised_pack.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+
+#include "neo_desktop/half.h"
+#include "neo_desktop/thread_pool.h"
+
+namespace neo_desktop {
+namespace {
+
+constexpr int kMaxColumns = 256;
+constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+// One row's part of a unit: number * scale * scales[part] + minimum * minima[part].
+struct Unit {
+  int8_t numbers[kMaxColumns];
+  uint16_t scale;
+  uint16_t minimum = 0;
+  int8_t scales[16];
+  int8_t minima[16];
+};
+
+uint16_t half_at(const uint8_t* p) {
+  uint16_t half;
+  std::memcpy(&half, p, sizeof half);
+  return half;
+}
+
+float to_float(uint16_t bits) {
+  Half half;
+  std::memcpy(&half, &bits, sizeof half);
+  return to_float(half);
+}
+
+bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+uint16_t negated(uint16_t half) { return half ^ 0x8000; }
+
+// Number i of a run of bytes that holds so many bits of numbers, interleaved: the low bits are the first.
+int bits_at(const uint8_t* run, int run_bytes, int bits, int i) {
+  const int of_run = run_bytes * 8 / bits;
+  run += i / of_run * run_bytes;
+  i %= of_run;
+  return run[i % run_bytes] >> (i / run_bytes * bits) & ((1 << bits) - 1);
+}
+
+void put_block_of_32(const uint8_t* stored, int bits, int offset, bool has_minimum, Unit& unit) {
+  unit.scale = half_at(stored);
+  stored += 2;
+  if (has_minimum) {
+    unit.minimum = half_at(stored);
+    stored += 2;
+  }
+  uint32_t fifth = 0;
+  if (bits == 5) {
+    std::memcpy(&fifth, stored, sizeof fifth);
+    stored += 4;
+  }
+  for (int i = 0; i < kBlockColumns; ++i) {
+    const int number = bits == 8 ? static_cast<int8_t>(stored[i]) : bits_at(stored, 16, 4, i);
+    unit.numbers[i] = static_cast<int8_t>((number | (fifth >> i & 1) << 4) - offset);
+  }
+}
+
+// Eight scales and minima in 6 bits each; the last four borrow the high bits of the first four.
+void put_scales_and_minima(const uint8_t* stored, Unit& unit) {
+  unit.scale = half_at(stored);
+  unit.minimum = negated(half_at(stored + 2));
+  stored += 4;
+  for (int i = 0; i < 4; ++i) {
+    unit.scales[i] = stored[i] & 63;
+    unit.minima[i] = stored[4 + i] & 63;
+    unit.scales[4 + i] = static_cast<int8_t>((stored[8 + i] & 15) | (stored[i] >> 6) << 4);
+    unit.minima[4 + i] = static_cast<int8_t>((stored[8 + i] >> 4) | (stored[4 + i] >> 6) << 4);
+  }
+}
+
+void put_q2_k(const uint8_t* stored, Unit& unit) {
+  unit.scale = half_at(stored + 80);
+  unit.minimum = negated(half_at(stored + 82));
+  for (int i = 0; i < 16; ++i) {
+    unit.scales[i] = stored[i] & 15;
+    unit.minima[i] = static_cast<int8_t>(stored[i] >> 4);
+  }
+  for (int i = 0; i < 256; ++i) unit.numbers[i] = static_cast<int8_t>(bits_at(stored + 16, 32, 2, i));
+}
+
+void put_q3_k(const uint8_t* stored, Unit& unit) {
+  unit.scale = half_at(stored + 108);
+  for (int i = 0; i < 16; ++i) {
+    const int scale = bits_at(stored + 96, 8, 4, i) | bits_at(stored + 104, 4, 2, i) << 4;
+    unit.scales[i] = static_cast<int8_t>(scale - 32);
+  }
+  for (int i = 0; i < 256; ++i) {
+    const int number = bits_at(stored + 32, 32, 2, i) | bits_at(stored, 32, 1, i) << 2;
+    unit.numbers[i] = static_cast<int8_t>(number - 4);
+  }
+}
+
+void put_q4_k(const uint8_t* stored, Unit& unit) {
+  put_scales_and_minima(stored, unit);
+  for (int i = 0; i < 256; ++i) unit.numbers[i] = static_cast<int8_t>(bits_at(stored + 16, 32, 4, i));
+}
+
+void put_q5_k(const uint8_t* stored, Unit& unit) {
+  put_scales_and_minima(stored, unit);
+  for (int i = 0; i < 256; ++i) {
+    const int number = bits_at(stored + 48, 32, 4, i) | bits_at(stored + 16, 32, 1, i) << 4;
+    unit.numbers[i] = static_cast<int8_t>(number);
+  }
+}
+
+void put_q6_k(const uint8_t* stored, Unit& unit) {
+  unit.scale = half_at(stored + 208);
+  std::memcpy(unit.scales, stored + 192, 16);
+  for (int i = 0; i < 256; ++i) {
+    const int number = bits_at(stored, 64, 4, i) | bits_at(stored + 128, 32, 2, i) << 4;
+    unit.numbers[i] = static_cast<int8_t>(number - 32);
+  }
+}
+
+void put_iq4_nl(const uint8_t* stored, Unit& unit) {
+  unit.scale = half_at(stored);
+  for (int i = 0; i < kBlockColumns; ++i) unit.numbers[i] = kIq4Values[bits_at(stored + 2, 16, 4, i)];
+}
+
+void put_iq4_xs(const uint8_t* stored, Unit& unit) {
+  unit.scale = half_at(stored);
+  const int high = half_at(stored + 2);
+  for (int i = 0; i < 8; ++i) {
+    const int low = stored[4 + i / 2] >> (i % 2 * 4) & 15;
+    unit.scales[i] = static_cast<int8_t>((low | (high >> (2 * i) & 3) << 4) - 32);
+  }
+  for (int i = 0; i < 256; ++i) unit.numbers[i] = kIq4Values[bits_at(stored + 8, 16, 4, i)];
+}
+
+struct Stored {
+  WeightType kept_as;
+  int columns;  // of a block in the file
+  int bytes;
+  void (*put)(const uint8_t* stored, Unit& unit);
+};
+
+constexpr Stored kStored[kStoredTypes] = {
+    {WeightType::kQ8_0, 32, 34, [](auto* stored, Unit& unit) { put_block_of_32(stored, 8, 0, false, unit); }},
+    {WeightType::kQ4_0, 32, 18, [](auto* stored, Unit& unit) { put_block_of_32(stored, 4, 8, false, unit); }},
+    {WeightType::kQ4_1, 32, 20, [](auto* stored, Unit& unit) { put_block_of_32(stored, 4, 0, true, unit); }},
+    {WeightType::kQ5_0, 32, 22,
+     [](auto* stored, Unit& unit) { put_block_of_32(stored, 5, 16, false, unit); }},
+    {WeightType::kQ5_1, 32, 24, [](auto* stored, Unit& unit) { put_block_of_32(stored, 5, 0, true, unit); }},
+    {WeightType::kQ2_K, 256, 84, put_q2_k},
+    {WeightType::kQ6_K, 256, 110, put_q3_k},
+    {WeightType::kQ4_K, 256, 144, put_q4_k},
+    {WeightType::kQ5_K, 256, 176, put_q5_k},
+    {WeightType::kQ6_K, 256, 210, put_q6_k},
+    {WeightType::kQ8_0, 32, 18, put_iq4_nl},
+    {WeightType::kIq4Xs, 256, 136, put_iq4_xs},
+};
+
+const Stored& stored_as(StoredType type) { return kStored[static_cast<int>(type)]; }
+
+// Where a row's parts lie in a tile's unit.
+struct RowPlace {
+  const WeightLayout& of;
+  uint8_t* unit;
+  int row;
+
+  uint8_t* scale() const { return unit + 2 * row; }
+  uint8_t* minimum() const { return unit + 2 * (kTileRows + row); }
+  uint8_t* block(int i) const { return unit + header_bytes(of) + i * block_bytes(of); }
+  uint8_t& small_scale(int i, int half) const { return block(i)[half * kTileRows + row]; }
+  uint8_t& small_minimum(int i, int half) const { return block(i)[(of.scales + half) * kTileRows + row]; }
+  uint8_t* group(int i, int g) const { return block(i) + block_scale_bytes(of) + (g * kTileRows + row) * 4; }
+};
+
+// The bits above the lowest four of a column: which byte, and from which bit on.
+struct HighBits {
+  HighBits(const RowPlace& place, int i, int column) {
+    const int half = column / 16, group = column % 16 / 4, byte = column % 4;
+    const bool is_five = place.of.bits == 5;
+    at = place.group(i, 4 + (is_five ? 0 : group / 2)) + byte;
+    shift = is_five ? group + 4 * half : 4 * (group % 2) + 2 * half;
+  }
+  uint8_t* at;
+  int shift;
+};
+
+// The unit's memory is zero.
+void pack(const Unit& unit, const RowPlace& place) {
+  const WeightLayout& of = place.of;
+  std::memcpy(place.scale(), &unit.scale, 2);
+  if (of.has_minima) std::memcpy(place.minimum(), &unit.minimum, 2);
+  for (int i = 0; i < unit_blocks(of); ++i) {
+    for (int half = 0; half < of.scales; ++half) {
+      place.small_scale(i, half) = static_cast<uint8_t>(unit.scales[i * of.scales + half]);
+      if (of.has_minima) {
+        place.small_minimum(i, half) = static_cast<uint8_t>(unit.minima[i * of.scales + half]);
+      }
+    }
+    const int8_t* numbers = unit.numbers + i * kBlockColumns;
+    for (int column = 0; column < kBlockColumns; ++column) {
+      const int number = numbers[column] + of.offset;
+      if (of.bits == 8) {
+        place.group(i, column / 4)[column % 4] = static_cast<uint8_t>(number);
+        continue;
+      }
+      const int low = column % 16;
+      place.group(i, low / 4)[low % 4] |= static_cast<uint8_t>((number & 15) << (column / 16 * 4));
+      if (of.bits > 4) {
+        const HighBits high(place, i, column);
+        *high.at |= static_cast<uint8_t>(number >> 4 << high.shift);
+      }
+    }
+  }
+}
+
+void to_floats(const RowPlace& place, float* out) {
+  const WeightLayout& of = place.of;
+  const float scale = to_float(half_at(place.scale()));
+  const float minimum = of.has_minima ? to_float(half_at(place.minimum())) : 0.0f;
+  for (int i = 0; i < unit_blocks(of); ++i) {
+    for (int column = 0; column < kBlockColumns; ++column) {
+      int number;
+      if (of.bits == 8) {
+        number = static_cast<int8_t>(place.group(i, column / 4)[column % 4]);
+      } else {
+        const int low = column % 16;
+        number = place.group(i, low / 4)[low % 4] >> (column / 16 * 4) & 15;
+        if (of.bits > 4) {
+          const HighBits high(place, i, column);
+          number |= (*high.at >> high.shift & (of.bits == 5 ? 1 : 3)) << 4;
+        }
+        number -= of.offset;
+      }
+      float of_column = scale, added = minimum;
+      if (of.scales) {
+        const int half = of.scales == 2 ? column / 16 : 0;
+        of_column *= static_cast<float>(static_cast<int8_t>(place.small_scale(i, half)));
+        if (of.has_minima) added *= static_cast<float>(place.small_minimum(i, half));
+      }
+      const float product = static_cast<float>(number) * of_column;
+      *out++ = of.has_minima ? product + added : product;
+    }
+  }
+}
+
+int64_t tile_bytes(const WeightLayout& of, int64_t columns) {
+  return columns / kBlockColumns / unit_blocks(of) * unit_bytes(of);
+}
+
+// Calls body(i) for i in [0, count).
+template <class Body>
+void in_parallel(int64_t count, int64_t elements, int num_threads, Body body) {
+  std::atomic<int64_t> next{0};
+  const int threads = elements < 1 << 14 ? 1 : static_cast<int>(std::min<int64_t>(num_threads, count));
+  ThreadPool::shared().run(threads, [&](int) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
+  });
+}
+
+}  // namespace
+
+WeightType weight_type_of(StoredType type) { return stored_as(type).kept_as; }
+
+int64_t stored_columns(StoredType type) { return stored_as(type).columns; }
+
+int64_t stored_bytes(StoredType type, int64_t columns) {
+  return columns / stored_as(type).columns * stored_as(type).bytes;
+}
+
+int64_t packed_bytes(StoredType type, int64_t rows, int64_t columns) {
+  return (rows + kTileRows - 1) / kTileRows * tile_bytes(layout_of(weight_type_of(type)), columns);
+}
+
+bool pack_rows(StoredType type, const uint8_t* stored, int64_t first, int64_t count, int64_t columns,
+               uint8_t* packed, int num_threads) {
+  if (count < 1) return true;
+  const Stored& as = stored_as(type);
+  const WeightLayout& of = layout_of(as.kept_as);
+  const int64_t bytes = tile_bytes(of, columns), row_bytes = stored_bytes(type, columns);
+  const int64_t first_tile = first / kTileRows, last_tile = (first + count - 1) / kTileRows;
+  std::atomic<bool> all_finite{true};
+  in_parallel(last_tile - first_tile + 1, count * columns, num_threads, [&](int64_t i) {
+    const int64_t tile = first_tile + i;
+    const int64_t begin = std::max(tile * kTileRows, first);
+    const int64_t end = std::min((tile + 1) * kTileRows, first + count);
+    for (int64_t row = begin; row < end; ++row) {
+      const uint8_t* from = stored + (row - first) * row_bytes;
+      RowPlace place{of, packed + tile * bytes, static_cast<int>(row % kTileRows)};
+      for (int64_t column = 0; column < columns; column += as.columns, from += as.bytes) {
+        Unit unit;
+        as.put(from, unit);
+        if (!is_finite(unit.scale) || !is_finite(unit.minimum)) all_finite = false;
+        pack(unit, place);
+        place.unit += unit_bytes(of);
+      }
+    }
+  });
+  return all_finite;
+}
+
+void unpack_rows(WeightType type, const uint8_t* packed, const int64_t* rows, int64_t count, int64_t columns,
+                 float* out, int num_threads) {
+  const WeightLayout& of = layout_of(type);
+  const int64_t bytes = tile_bytes(of, columns);
+  in_parallel(count, count * columns, num_threads, [&](int64_t i) {
+    RowPlace place{of, const_cast<uint8_t*>(packed) + rows[i] / kTileRows * bytes,
+                   static_cast<int>(rows[i] % kTileRows)};
+    float* into = out + i * columns;
+    for (int64_t column = 0; column < columns; column += unit_blocks(of) * kBlockColumns) {
+      to_floats(place, into + column);
+      place.unit += unit_bytes(of);
+    }
+  });
+}
+
+}  // namespace neo_desktop
