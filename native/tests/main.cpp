@@ -32,6 +32,7 @@ constexpr Suite kSuites[] = {
     {"relay", test_relay, 4},
     {"transfers", test_transfers, 4},
     {"schedule", test_schedule, 2},
+    {"quantised products", test_quantised, 2},
 };
 
 }  // namespace

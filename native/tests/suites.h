@@ -30,6 +30,9 @@ void test_relay(Random& random, Report& report);
 // Rows that the relay moves between buffers and caches arrive, in the order that is promised.
 void test_transfers(Random& random, Report& report);
 
+// Products with quantised weights are as exact as inputs in 8 bits, and the same bits on every ISA.
+void test_quantised(Random& random, Report& report);
+
 // The largest error that test_decode has seen, as a share of what it allows.
 double largest_decode_error();
 
