@@ -6,7 +6,7 @@ from typing import Protocol
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint, gguf_files
 from neo_desktop.models.json_file import ModelError
-from neo_desktop.models.safetensors_folder import SafetensorsFolder
+from neo_desktop.models.safetensors.folder import SafetensorsFolder
 from neo_desktop.models.tokenizer import Tokenizer
 from neo_desktop.models.weights import Weights
 

@@ -11,6 +11,7 @@ from neo_desktop.models.json_file import JsonFile, ModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.rope import RopeConfig, YarnScaling
+from neo_desktop.models.safetensors.scheme import read_scheme
 
 __all__ = ["GenerationDefaults", "ModelConfig", "ModelError", "RopeConfig"]
 
@@ -280,12 +281,7 @@ def _family(file: JsonFile) -> _Family:
 
 
 def _refuse_unsupported(file: JsonFile) -> None:
-    quantization = file.section("quantization_config")
-    if quantization is not None:
-        raise ModelError(
-            f"{file.path} describes weights quantized by {quantization.raw('quant_method')!r}, which is not "
-            "supported: choose the original float16 or bfloat16 checkpoint of this model."
-        )
+    read_scheme(file)  # complains of what is not supported
     activation = file.text("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.gguf.tensors import GGUFTensor
 from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.linear.protocol import Embedding, Linear
 from neo_desktop.models.linear.quantised import PartShape, Quantised, has_kernel, packed_bytes
@@ -73,9 +72,13 @@ def stored_form(weights: Weights, config: ModelConfig) -> StoredForm:
     missing = set[str]()
     for name, tensors in matrix_names(config).items():
         stored = [weights.tensors[tensor] for tensor in tensors]
-        kinds = [each for each in stored if isinstance(each, GGUFTensor) and each.is_quantised]
-        if len(kinds) == len(stored) and all(has_kernel(each.type_name, each.shape[1]) for each in kinds):
-            matrices[name] = tuple(PartShape(each.type_name, each.shape[0]) for each in kinds)
+        parts = tuple(
+            PartShape(each.blocks.type_name, each.shape[0])
+            for each in stored
+            if each.blocks is not None and has_kernel(each.blocks.type_name, each.shape[1])
+        )
+        if len(parts) == len(stored):
+            matrices[name] = parts
         else:
-            missing |= {each.type_name for each in kinds}
+            missing |= {each.type_name for each in stored if each.is_quantised}
     return StoredForm(matrices=matrices, without_kernel=tuple(sorted(missing)))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.gguf.tensors import GGUFTensor
+from neo_desktop.models.gguf.types import Blocks
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.quantised import TILE_ROWS, Quantised
@@ -141,6 +141,10 @@ class StoredTensor(Protocol):
     def nbytes(self) -> int:
         """Bytes in the file."""
 
+    @property
+    def blocks(self) -> Blocks | None:
+        """How it can be had without becoming floats; None: it cannot."""
+
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         """Read it: yield the first row and floats of some rows, until all were there."""
 
@@ -176,11 +180,13 @@ class Weights:
     def check(self, expected: dict[str, NamedWeight], *, tied_embeddings: bool) -> None:
         """Raise ModelError unless names and shapes are exactly those of `expected`.
 
-        Rotation buffers of old Llama checkpoints, and the copy of the embeddings that a tied checkpoint may
-        carry as its head, are dropped.
+        Rotation buffers of old Llama checkpoints, the copy of the embeddings that a tied checkpoint may carry
+        as its head, and biases of zeros, which GPTQ adds to layers that have none, are dropped.
         """
-        for name in list(self.tensors):
-            if name.endswith(".rotary_emb.inv_freq") or (tied_embeddings and name == "lm_head.weight"):
+        for name, stored in list(self.tensors.items()):
+            is_copy = tied_embeddings and name == "lm_head.weight"
+            is_spare = name.endswith(".bias") and name not in expected and _is_zero(stored)
+            if name.endswith(".rotary_emb.inv_freq") or is_copy or is_spare:
                 del self.tensors[name]
         missing = [name for name in expected if name not in self.tensors]
         if missing:
@@ -209,9 +215,9 @@ class Weights:
         total_bytes = sum(stored.nbytes for stored in self.tensors.values())
         done_bytes = 0
         for name, stored in self.tensors.items():
-            load_stored = weights[name].load_stored
-            if load_stored is not None and isinstance(stored, GGUFTensor):
-                _load_as_stored(load_stored, name, stored)
+            load_stored, blocks = weights[name].load_stored, stored.blocks
+            if load_stored is not None and blocks is not None:
+                _load_as_stored(load_stored, blocks, name, stored)
             else:
                 for row, piece in stored.pieces():
                     _check_finite(piece, dtype, name, stored)
@@ -221,10 +227,14 @@ class Weights:
                 progress(done_bytes, total_bytes)
 
 
-def _load_as_stored(load: Callable[[int, Tensor], None], name: str, stored: GGUFTensor) -> None:
+def _load_as_stored(
+    load: Callable[[int, Tensor], None], blocks: Blocks, name: str, stored: StoredTensor
+) -> None:
     try:
-        for row, raw in stored.raw_pieces(TILE_ROWS):
+        for row, raw in blocks.pieces(TILE_ROWS):
             load(row, raw)
+    except ModelError:
+        raise
     except ValueError as error:
         raise ModelError(f"{name} in {stored.file} has {error}: download the file again.") from None
 
@@ -237,6 +247,10 @@ def _check_finite(tensor: Tensor, dtype: torch.dtype, name: str, stored: StoredT
             f"{name} in {stored.file} has values that are not finite as {dtype} (stored as "
             f"{stored.type_name}): use the stored type, or download the file again."
         )
+
+
+def _is_zero(stored: StoredTensor) -> bool:
+    return not any(piece.any() for _, piece in stored.pieces())
 
 
 def _listed(names: list[str]) -> str:

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.gguf.container import GGUFFile, TensorPlace
-from neo_desktop.models.gguf.types import StoredType
+from neo_desktop.models.gguf.types import PIECE_ELEMENTS, Blocks, StoredType
 from neo_desktop.models.json_file import ModelError
 
-# Dequantised at once: what is computed in between should stay in the processor's caches.
-PIECE_ELEMENTS = 2**20
 ROPE_FACTORS = "rope_freqs.weight"  # part of the configuration
 
 _NAMES = {
@@ -39,7 +37,7 @@ _LAYER_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """See `weights.StoredTensor`; it can be had as it is stored, too.
+    """See `weights.StoredTensor`.
 
     Args:
         source: its file.
@@ -77,6 +75,10 @@ class GGUFTensor:
     @property
     def nbytes(self) -> int:  # noqa: D102
         return self.place.nbytes
+
+    @property
+    def blocks(self) -> Blocks | None:  # noqa: D102
+        return Blocks(self.type_name, self.raw_pieces) if self.is_quantised else None
 
     def raw(self, first: int, end: int) -> Tensor:
         """Return rows as they are stored, but in the decoder's order: `[rows, bytes of a row]` uint8.

@@ -5,12 +5,14 @@ and few bits per number; a block of 256 ("K") has scales of its parts in 4 to 8 
 less than a byte are interleaved: the low bits of a run of bytes are its first numbers, the high bits others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+# Dequantised at once: what is computed in between should stay in the processor's caches.
+PIECE_ELEMENTS = 2**20
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values, whose scales are halved
 
@@ -28,6 +30,20 @@ class StoredType:
     def dequantised(self, raw: Tensor) -> Tensor:
         """Return `[rows, columns]` float32 of rows of bytes `[rows, row_bytes]`; contiguous."""
         return self.floats(raw.reshape(-1, self.nbytes)).view(len(raw), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A matrix that can be had in blocks of one of these types.
+
+    Args:
+        type_name: of the type.
+        pieces: yields the first row and bytes `[rows, bytes of a row]` uint8, of multiples of so many rows
+            and of the rest.
+    """
+
+    type_name: str
+    pieces: Callable[[int], Iterator[tuple[int, Tensor]]]
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:

@@ -100,8 +100,11 @@ def test_yarn_lengthens_the_context_even_where_max_position_embeddings_does_not_
         ({"architectures": ["GPT2LMHeadModel"]}, r"GPT2LMHeadModel.*not supported.*LlamaForCausalLM.*Qwen3"),
         ({"architectures": None, "model_type": "bloom"}, "bloom.*not supported"),
         ({"architectures": None}, "not supported"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantized by 'gptq'.*choose"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized by 'fp8'"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 3}},
+            "quantised by 'gptq' to 3 bits.*choose",
+        ),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantised by 'mxfp4'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"dtype": "float8_e4m3fn"}, "'float8_e4m3fn'.*float16"),
         ({"torch_dtype": "int8"}, "'int8'"),

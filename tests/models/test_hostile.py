@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from neo_desktop import Engine
 from neo_desktop.models.config import ModelError
 from neo_desktop.models.json_file import MAX_FILE_BYTES
-from neo_desktop.models.safetensors_folder import MAX_HEADER_BYTES
+from neo_desktop.models.safetensors.folder import MAX_HEADER_BYTES
 from neo_desktop.models.tokenizer import MAX_TOKENIZER_BYTES
 
 

@@ -1,22 +1,23 @@
 """A folder as Hugging Face has them: config.json, tokenizer.json, and weights in safetensors files."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.json_file import JsonFile, ModelError, check_size
+from neo_desktop.models.safetensors.packed import NAMES, packed_tensor
+from neo_desktop.models.safetensors.scaled import TYPES, scaled_tensor
+from neo_desktop.models.safetensors.scheme import Packed, Scheme, read_scheme
+from neo_desktop.models.safetensors.tensor import FLOATS, SafeTensor
 from neo_desktop.models.tokenizer import Tokenizer
-from neo_desktop.models.weights import Weights
+from neo_desktop.models.weights import StoredTensor, Weights
 
-_SUPPORTED_TYPES = {"F32": 4, "F16": 2, "BF16": 2}  # safetensors' names, bytes per value
 MAX_HEADER_BYTES = 8 << 20  # 1,024 layers in one file have less than 2 MB
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+# Scales of activations and of KV in 8 bits, which stay as they are here, and a shape that is known.
+_NOT_NEEDED = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale", "weight_shape")
 
 
 class SafetensorsFolder:
@@ -37,7 +38,7 @@ class SafetensorsFolder:
 
     def weights(self) -> Weights:
         """Read `model.safetensors`, or the headers of the files that `model.safetensors.index.json` names."""
-        tensors: dict[str, _SafeTensor] = {}
+        tensors: dict[str, SafeTensor] = {}
         for file in _weight_files(self.path):
             opened = _open(file)
             for name in opened.keys():  # noqa: SIM118 - not a dict
@@ -46,36 +47,34 @@ class SafetensorsFolder:
                         f"{name} is in {tensors[name].file} and in {file}: download the model again."
                     )
                 header = opened.get_slice(name)
-                tensors[name] = _tensor(file, opened, name, header.get_shape(), header.get_dtype())
-        return Weights(self.path, "config.json", dict(tensors))
+                tensors[name] = SafeTensor(file, name, tuple(header.get_shape()), header.get_dtype(), opened)
+        scheme = read_scheme(JsonFile.read(self.path / "config.json"))
+        matrices = {} if scheme is None else _take_matrices(tensors, scheme)
+        for tensor in tensors.values():
+            if tensor.type_name not in FLOATS:
+                raise ModelError(
+                    f"{tensor.name} in {tensor.file} is stored as {tensor.type_name}, which is not "
+                    "supported: choose the original float16 or bfloat16 checkpoint of this model."
+                )
+        return Weights(self.path, "config.json", tensors | matrices)
 
 
-@dataclass(frozen=True, slots=True)
-class _SafeTensor:
-    """See `weights.StoredTensor`."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    type_name: str  # safetensors' name of the dtype
-    opened: Any
-    is_quantised = False
-
-    @property
-    def nbytes(self) -> int:
-        return int(torch.Size(self.shape).numel()) * _SUPPORTED_TYPES[self.type_name]
-
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        yield 0, self.opened.get_tensor(self.name)
-
-
-def _tensor(file: Path, opened: Any, name: str, shape: list[int], type_name: str) -> _SafeTensor:
-    if type_name not in _SUPPORTED_TYPES:
-        raise ModelError(
-            f"{name} in {file} is stored as {type_name}, which is not supported: "
-            "choose the original float16 or bfloat16 checkpoint of this model."
-        )
-    return _SafeTensor(file, name, tuple(shape), type_name, opened)
+def _take_matrices(tensors: dict[str, SafeTensor], scheme: Scheme) -> dict[str, StoredTensor]:
+    """Return the quantised matrices by the names of weights; their tensors are taken out."""
+    matrices: dict[str, StoredTensor] = {}
+    for name, tensor in list(tensors.items()):
+        module, _, kind = name.rpartition(".")
+        if kind in _NOT_NEEDED:
+            del tensors[name]
+        elif isinstance(scheme, Packed):
+            if kind == NAMES[scheme.layout].numbers:
+                matrices[f"{module}.weight"] = packed_tensor(tensors, module, scheme)
+        elif kind == "weight" and tensor.type_name in TYPES:
+            matrices[name] = scaled_tensor(tensors, module, scheme)
+    for name in matrices:
+        if name in tensors:
+            raise ModelError(f"{tensors[name].file} has {name} twice, as floats, too: download it again.")
+    return matrices
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -1,0 +1,229 @@
+"""Matrices of whole numbers of 4 or 8 bits, which AWQ, GPTQ and compressed-tensors pack into words of 32.
+
+A word's lowest bits are its first number; AWQ alone mixes them. With `in` columns and `out` rows, of 4 bits:
+
+             numbers             a word's numbers      zeros                scales
+    AWQ      [in, out / 8]       of one column         [groups, out / 8]    [groups, out]
+    GPTQ     [in / 8, out]       of one row            [groups, out / 8]    [groups, out]
+    compr.   [out, in / 8]       of one row            [out / 8, groups]    [out, groups]
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from neo_desktop.models.gguf.types import PIECE_ELEMENTS, Blocks
+from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.safetensors.scheme import Layout, Packed
+from neo_desktop.models.safetensors.tensor import FLOATS, SafeTensor
+
+# Where the numbers of a word of AWQ lie that come first, second …
+_AWQ_PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
+_BLOCK = 32  # columns of GGUF's blocks
+
+
+class Names(NamedTuple):
+    """What a module's tensors are called."""
+
+    numbers: str
+    scales: str
+    zeros: str
+    groups: str
+
+
+NAMES = {
+    Layout.AWQ: Names("qweight", "scales", "qzeros", "g_idx"),
+    Layout.GPTQ: Names("qweight", "scales", "qzeros", "g_idx"),
+    Layout.COMPRESSED: Names("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """See `weights.StoredTensor`.
+
+    Args:
+        scheme: how it is packed.
+        numbers, scales, zeros: see above; zeros may be missing where they are all the same.
+        groups: `[in]`, the group of each column; None: neighbours.
+        shape: `[out, in]`
+    """
+
+    scheme: Packed
+    numbers: SafeTensor
+    scales: SafeTensor
+    zeros: SafeTensor | None
+    groups: SafeTensor | None
+    shape: tuple[int, ...]
+
+    @property
+    def file(self) -> Path:
+        """See `StoredTensor`, likewise the others."""
+        return self.numbers.file
+
+    @property
+    def type_name(self) -> str:  # noqa: D102
+        return self.scheme.type_name
+
+    @property
+    def is_quantised(self) -> bool:  # noqa: D102
+        return True
+
+    @property
+    def nbytes(self) -> int:  # noqa: D102
+        parts = (self.numbers, self.scales, self.zeros, self.groups)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """None where groups are no whole blocks of neighbours, or scales need more than 16 bits.
+
+        Numbers and scales stay what they are. Zeros become minima, -zero * scale, rounded to float16: each
+        number of a group is off by the same amount, by at most zero / 2048 of the scale.
+        """
+        scheme, columns = self.scheme, self.shape[1]
+        if scheme.is_reordered or columns % _BLOCK or (scheme.group_size or _BLOCK) % _BLOCK:
+            return None
+        types = {(4, True): "Q4_0", (4, False): "Q4_1", (8, True): "Q8_0"}
+        name = types.get((scheme.bits, scheme.is_symmetric))
+        if name is None or self.scales.type_name == "F32":
+            return None
+        return Blocks(name, partial(self._in_blocks, name))
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:  # noqa: D102
+        groups = self._groups_of_columns()
+        for first, numbers, zeros, scales in self._parts(8):
+            both = (zeros, scales) if groups is None else (zeros[:, groups], scales[:, groups])
+            values = numbers.float().view(*both[0].shape, -1)
+            values -= both[0][:, :, None]
+            values *= both[1][:, :, None]
+            yield first, values.flatten(1)
+
+    def _in_blocks(self, type_name: str, rows: int) -> Iterator[tuple[int, Tensor]]:
+        self._groups_of_columns()  # that they are neighbours
+        columns = self.shape[1]
+        group_of_block = torch.arange(0, columns, _BLOCK) // (self.scheme.group_size or columns)
+        for first, numbers, zeros, scales in self._parts(rows):
+            header = scales[:, group_of_block, None].half()
+            if type_name == "Q4_1":
+                minima = zeros[:, group_of_block, None] * -header.float()
+                header = torch.cat((header, minima.half()), 2)
+            blocks = torch.unflatten(numbers, 1, (-1, _BLOCK))
+            # Of 8 bits: minus 128, as a signed number.
+            data = blocks ^ 128 if self.scheme.bits == 8 else blocks[:, :, :16] | (blocks[:, :, 16:] << 4)
+            yield first, torch.cat((header.view(torch.uint8), data), 2).flatten(1)
+
+    def _parts(self, unit: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """Yield the first row and, of multiples of `unit` rows or the rest, numbers, zeros and scales.
+
+        Numbers are `[rows, in]` uint8, the others `[rows, groups]` float32.
+        """
+        rows, columns = self.shape
+        scheme, per_word = self.scheme, 32 // self.scheme.bits
+        numbers, scales = self.numbers.read(), self.scales.read()
+        stored_zeros = None if self.zeros is None else self.zeros.read()
+        step = max(PIECE_ELEMENTS // columns // unit, 1) * unit
+        for first in range(0, rows, step):
+            end = min(first + step, rows)
+            words = slice(first // per_word, -(-end // per_word))
+            match scheme.layout:
+                case Layout.AWQ:
+                    part = _unpacked(numbers[:, words], scheme).T.contiguous()
+                case Layout.GPTQ:
+                    part = _unpacked(numbers[:, first:end].T, scheme)
+                case Layout.COMPRESSED:
+                    part = _unpacked(numbers[first:end], scheme)
+            is_upright = scheme.layout is Layout.COMPRESSED
+            of_rows = scales[first:end] if is_upright else scales[:, first:end].T
+            zeros = torch.tensor(2.0 ** (scheme.bits - 1)).expand(of_rows.shape)
+            if stored_zeros is not None:
+                packed = stored_zeros[words].T if is_upright else stored_zeros[:, words]
+                zeros = self._zeros(_unpacked(packed, scheme).T[: end - first], zeros)
+            yield first, part, zeros, of_rows.float()
+
+    def _zeros(self, stored: Tensor, half: Tensor) -> Tensor:
+        """Return the zeros that are meant, `[rows, groups]` float32.
+
+        Those of a symmetric matrix are known: programs store them, or one less, and not all say which.
+        """
+        if not self.scheme.is_symmetric:
+            meant = stored + self.scheme.stored_zero_offset
+            return meant.bitwise_and(2**self.scheme.bits - 1).float()
+        if not ((stored == half) | (stored == half - 1)).all():
+            assert self.zeros is not None
+            raise ModelError(
+                f"{self.zeros.name} in {self.file} has other zero points than the symmetric ones that "
+                "config.json describes: use the config.json that belongs to these weights."
+            )
+        return half
+
+    def _groups_of_columns(self) -> Tensor | None:
+        """Return the group of each column `[in]`; None: as many neighbours in each."""
+        columns = self.shape[1]
+        size = self.scheme.group_size or columns
+        neighbours = torch.arange(columns) // size
+        if self.groups is None:
+            return neighbours if columns % size else None
+        groups = self.groups.read().long()
+        if not self.scheme.is_reordered and not torch.equal(groups, neighbours):
+            raise ModelError(
+                f"{self.groups.name} in {self.file} orders columns otherwise than config.json describes: "
+                "use the config.json that belongs to these weights."
+            )
+        count = -(-columns // size)
+        if groups.min() < 0 or groups.max() >= count:
+            raise ModelError(
+                f"{self.groups.name} in {self.file} names a group that is none of the {count}: download the "
+                "model again."
+            )
+        return groups if self.scheme.is_reordered or columns % size else None
+
+
+def _unpacked(words: Tensor, scheme: Packed) -> Tensor:
+    """The numbers in words `[n, m]` int32, `[n, m * 32 / bits]` uint8."""
+    data = words.contiguous().view(torch.uint8)
+    if scheme.bits == 8:
+        return data
+    numbers = torch.stack((data & 15, data >> 4), 2).flatten(1)
+    if scheme.layout is not Layout.AWQ:
+        return numbers
+    return torch.unflatten(numbers, 1, (-1, 8))[:, :, _AWQ_PLACES].flatten(1)
+
+
+def packed_tensor(tensors: dict[str, SafeTensor], module: str, scheme: Packed) -> PackedTensor:
+    """Return the matrix of a module, whose tensors are taken out.
+
+    Raises ModelError for tensors that are missing, or do not go together.
+    """
+    names = NAMES[scheme.layout]
+    found = {kind: tensors.pop(f"{module}.{kind}", None) for kind in names}
+    numbers, scales, zeros, groups = (found[kind] for kind in names)
+    assert numbers is not None  # it told that there is a module
+    for kind in (names.scales, *([] if scheme.is_symmetric else [names.zeros])):
+        if found[kind] is None:
+            raise ModelError(f"{numbers.file.parent} lacks {module}.{kind}: complete the download.")
+    if scheme.is_reordered and groups is None:
+        raise ModelError(f"{numbers.file.parent} lacks {module}.{names.groups}: complete the download.")
+    assert scales is not None
+    per_word = 32 // scheme.bits
+    down, across = numbers.sides()
+    rows, columns = {
+        Layout.AWQ: (across * per_word, down),
+        Layout.GPTQ: (across, down * per_word),
+        Layout.COMPRESSED: (down, across * per_word),
+    }[scheme.layout]
+    count = -(-columns // (scheme.group_size or columns))
+    words = -(-rows // per_word)
+    is_upright = scheme.layout is Layout.COMPRESSED
+    numbers.check([numbers.shape], ("I32",))
+    scales.check([(rows, count) if is_upright else (count, rows)], FLOATS)
+    if zeros is not None:
+        zeros.check([(words, count) if is_upright else (count, words)], ("I32",))
+    if groups is not None:
+        groups.check([(columns,)], ("I32", "I64"))
+    return PackedTensor(scheme, numbers, scales, zeros, groups, (rows, columns))

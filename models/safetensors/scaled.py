@@ -1,0 +1,92 @@
+"""Matrices of numbers of 8 bits, each times a scale that it shares with its row, a block, or all others."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from neo_desktop.models.gguf.types import PIECE_ELEMENTS, Blocks
+from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.safetensors.scheme import Scaled
+from neo_desktop.models.safetensors.tensor import FLOATS, SafeTensor
+
+TYPES = {"F8_E4M3": "FP8", "I8": "INT8"}
+# `inv` means that it was the inverse before: numbers are multiplied by all of them.
+_SCALES = ("weight_scale", "weight_scale_inv")
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledTensor:
+    """See `weights.StoredTensor`.
+
+    Args:
+        numbers: `[out, in]`
+        scales: one, `[out]`, or of each block `[rows of blocks, columns of blocks]`.
+        block: its rows and columns.
+    """
+
+    numbers: SafeTensor
+    scales: SafeTensor
+    block: tuple[int, int]
+
+    @property
+    def file(self) -> Path:
+        """See `StoredTensor`, likewise the others."""
+        return self.numbers.file
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102
+        return self.numbers.shape
+
+    @property
+    def type_name(self) -> str:  # noqa: D102
+        return TYPES[self.numbers.type_name]
+
+    @property
+    def is_quantised(self) -> bool:  # noqa: D102
+        return True
+
+    @property
+    def nbytes(self) -> int:  # noqa: D102
+        return self.numbers.nbytes + self.scales.nbytes
+
+    @property
+    def blocks(self) -> Blocks | None:  # noqa: D102
+        return None
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:  # noqa: D102
+        (rows, columns), (block_rows, block_columns) = self.shape, self.block
+        numbers = self.numbers.read()
+        scales = self.scales.read().float().view(-(-rows // block_rows), -1)
+        block_of_column = torch.arange(columns) // block_columns
+        step = max(PIECE_ELEMENTS // columns, 1)
+        for first in range(0, rows, step):
+            piece = numbers[first : first + step].float()
+            of_rows = scales[torch.arange(first, first + len(piece)) // block_rows]
+            yield first, piece.mul_(of_rows if scales.shape[1] == 1 else of_rows[:, block_of_column])
+
+
+def scaled_tensor(tensors: dict[str, SafeTensor], module: str, scheme: Scaled) -> ScaledTensor:
+    """Return the matrix of a module, whose tensors are taken out.
+
+    Raises ModelError for tensors that are missing, or do not go together.
+    """
+    numbers = tensors.pop(f"{module}.weight")
+    scales = [found for kind in _SCALES if (found := tensors.pop(f"{module}.{kind}", None)) is not None]
+    rows, columns = numbers.sides()
+    if len(scales) != 1:
+        raise ModelError(
+            f"{numbers.file.parent} has {len(scales)} of {module}.weight_scale and .weight_scale_inv, where "
+            "one belongs: download the model again."
+        )
+    (scale,) = scales
+    if scheme.block is not None:
+        block = scheme.block
+        scale.check([(-(-rows // block[0]), -(-columns // block[1]))], FLOATS)
+    else:
+        one, each = [(), (1,), (1, 1)], [(rows,), (rows, 1)]
+        scale.check([*one, *each], FLOATS)
+        block = (rows if scale.shape in one else 1, columns)
+    return ScaledTensor(numbers, scale, block)
