@@ -14,6 +14,7 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint, gguf_files, split_files
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.registry import check_model
+from neo_desktop.models.safetensors.folder import SafetensorsFolder
 from neo_desktop.models.stored_form import StoredForm, stored_form
 
 MAX_JSON_BYTES = 4 << 20  # of config.json; real ones have a few kilobytes
@@ -74,12 +75,11 @@ def summarize(path: Path) -> Summary:
         found = replace(found, parameters=parameters)
         if found.dtype is None:
             found = replace(found, dtype=_NAMES.get(stored, stored))
-        config = _config(path, raw, parameters)
-        if stored not in ("F32", "F16", "BF16"):
-            raise _UnusableError(
-                f"its weights are stored as {stored}, which is not supported: choose the float16 or bfloat16 "
-                "version"
-            )
+        config = _config(path, raw)
+        if "quantization_config" in raw or "compression_config" in raw:
+            found = _with_quantised(found, path, config)
+        else:
+            _check_floats(config, parameters, stored)
         if "tokenizer.json" not in names:
             raise _UnusableError("it has no tokenizer.json: complete the download")
     except _UnusableError as error:
@@ -177,8 +177,8 @@ def _positive(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**40 else None
 
 
-def _config(path: Path, raw: dict[str, Any], parameters: int) -> ModelConfig:
-    """The configuration, once it is known to be harmless and to belong to the weights."""
+def _config(path: Path, raw: dict[str, Any]) -> ModelConfig:
+    """The configuration, once it is known to be harmless."""
     layers = raw.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MAX_LAYERS:
         raise _UnusableError(f"its config.json asks for {layers} layers: download it again")
@@ -186,12 +186,33 @@ def _config(path: Path, raw: dict[str, Any], parameters: int) -> ModelConfig:
     if generation.exists():
         _read_json(generation)  # not too large
     try:
-        config = ModelConfig.from_pretrained(path)
+        return ModelConfig.from_pretrained(path)
     except ModelError as error:
         # Its folder is known: what matters is what is wrong.
         raise _UnusableError(str(error).replace(f"{path}/", "its ").rstrip(".")) from None
     except Exception as error:  # of whatever kind: what somebody wrote there is not to stop a list
         raise _UnusableError(f"its config.json cannot be used ({type(error).__name__}: {error})") from None
+
+
+def _with_quantised(found: Summary, path: Path, config: ModelConfig) -> Summary:
+    """Complete the summary of a folder with quantised matrices, of which several tensors make one."""
+    try:
+        weights = check_model(SafetensorsFolder(path), config)
+        form = stored_form(weights, config)
+    except ModelError as error:
+        raise _UnusableError(str(error).replace(f"{path}/", "").rstrip(".")) from None
+    except Exception as error:  # of whatever kind: what somebody wrote there is not to stop a list
+        raise _UnusableError(f"its weights cannot be used ({type(error).__name__}: {error})") from None
+    return replace(
+        found,
+        dtype=weights.stored_as,
+        parameters=config.num_parameters,
+        is_quantised=weights.is_quantised,
+        form=form,
+    )
+
+
+def _check_floats(config: ModelConfig, parameters: int, stored: str) -> None:
     # A tied head may be stored, too, and old checkpoints have some buffers.
     spare = config.vocab_size * config.hidden_size + config.num_parameters // 50
     if not config.num_parameters <= parameters <= config.num_parameters + spare:
@@ -199,7 +220,11 @@ def _config(path: Path, raw: dict[str, Any], parameters: int) -> ModelConfig:
             f"its config.json describes {config.num_parameters:,} parameters, but its files hold "
             f"{parameters:,}: complete the download"
         )
-    return config
+    if stored not in ("F32", "F16", "BF16"):
+        raise _UnusableError(
+            f"its weights are stored as {stored}, which is not supported: choose the float16 or bfloat16 "
+            "version"
+        )
 
 
 def _weights(path: Path, names: frozenset[str]) -> tuple[int, str]:

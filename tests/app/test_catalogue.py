@@ -12,6 +12,9 @@ import torch
 from checkpoints import save_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from quantised_folders import gptq, grid, quantise
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from neo_desktop import Engine
 from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue, LocalModel, UnknownModelError
@@ -196,10 +199,33 @@ def test_other_files_are_listed_with_what_to_do(
 def test_quantized_models_say_how(checkpoint: Path, tmp_path: Path) -> None:
     folder = linked(checkpoint, tmp_path / "quantized")
     config = json.loads((checkpoint / "config.json").read_text())
-    put(folder, "config.json", config | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    put(folder, "config.json", config | {"quantization_config": {"quant_method": "gptq", "bits": 3}})
     found = summarize(folder)
-    assert found.dtype == "gptq, 4 bits"
-    assert "gptq" in (found.reason or "")
+    assert found.dtype == "gptq, 3 bits"
+    assert "quantised by 'gptq' to 3 bits" in (found.reason or "")
+
+
+def test_models_of_packed_matrices_are_summarized_as_they_are_loaded(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "packed", "qwen2")
+    whole = summarize(folder)
+
+    def make(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        rounded = grid(weight, group=16)
+        return gptq(rounded), rounded.exact
+
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False}
+    quantise(folder, settings, make)
+    found = summarize(folder)
+    assert found.reason is None
+    assert found.dtype == "F32 and GPTQ 4-bit, group 16"
+    assert found.is_quantised
+    assert found.parameters == whole.parameters
+    assert found.size_bytes < whole.size_bytes
+    assert found.form.without_kernel == ("GPTQ 4-bit, group 16",)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.qzeros"]
+    save_file(weights, folder / "model.safetensors")
+    assert "lacks model.layers.0.mlp.up_proj.qzeros" in (summarize(folder).reason or "")
 
 
 JSON = st.recursive(
