@@ -23,7 +23,7 @@ from neo_desktop.models.safetensors.scheme import Layout, Packed
 from neo_desktop.models.safetensors.tensor import FLOATS, SafeTensor
 
 # Where the numbers of a word of AWQ lie that come first, second …
-_AWQ_PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _BLOCK = 32  # columns of GGUF's blocks
 
 
@@ -98,7 +98,7 @@ class PackedTensor:
     def pieces(self) -> Iterator[tuple[int, Tensor]]:  # noqa: D102
         groups = self._groups_of_columns()
         for first, numbers, zeros, scales in self._parts(8):
-            both = (zeros, scales) if groups is None else (zeros[:, groups], scales[:, groups])
+            both = [each if groups is None else each.index_select(1, groups) for each in (zeros, scales)]
             values = numbers.float().view(*both[0].shape, -1)
             values -= both[0][:, :, None]
             values *= both[1][:, :, None]
@@ -133,17 +133,17 @@ class PackedTensor:
             words = slice(first // per_word, -(-end // per_word))
             match scheme.layout:
                 case Layout.AWQ:
-                    part = _unpacked(numbers[:, words], scheme).T.contiguous()
+                    part = _along_columns(numbers[:, words], scheme)
                 case Layout.GPTQ:
-                    part = _unpacked(numbers[:, first:end].T, scheme)
+                    part = _along_rows(numbers[:, first:end].T, scheme)
                 case Layout.COMPRESSED:
-                    part = _unpacked(numbers[first:end], scheme)
+                    part = _along_rows(numbers[first:end], scheme)
             is_upright = scheme.layout is Layout.COMPRESSED
             of_rows = scales[first:end] if is_upright else scales[:, first:end].T
             zeros = torch.tensor(2.0 ** (scheme.bits - 1)).expand(of_rows.shape)
             if stored_zeros is not None:
                 packed = stored_zeros[words].T if is_upright else stored_zeros[:, words]
-                zeros = self._zeros(_unpacked(packed, scheme).T[: end - first], zeros)
+                zeros = self._zeros(_along_columns(packed, scheme)[: end - first], zeros)
             yield first, part, zeros, of_rows.float()
 
     def _zeros(self, stored: Tensor, half: Tensor) -> Tensor:
@@ -184,15 +184,18 @@ class PackedTensor:
         return groups if self.scheme.is_reordered or columns % size else None
 
 
-def _unpacked(words: Tensor, scheme: Packed) -> Tensor:
-    """The numbers in words `[n, m]` int32, `[n, m * 32 / bits]` uint8."""
+def _along_rows(words: Tensor, scheme: Packed) -> Tensor:
+    """The numbers in words that each belong to a row: `[n, m]` int32 -> `[n, m * 32 / bits]` uint8."""
     data = words.contiguous().view(torch.uint8)
-    if scheme.bits == 8:
-        return data
-    numbers = torch.stack((data & 15, data >> 4), 2).flatten(1)
-    if scheme.layout is not Layout.AWQ:
-        return numbers
-    return torch.unflatten(numbers, 1, (-1, 8))[:, :, _AWQ_PLACES].flatten(1)
+    return data if scheme.bits == 8 else torch.stack((data & 15, data >> 4), 2).flatten(1)
+
+
+def _along_columns(words: Tensor, scheme: Packed) -> Tensor:
+    """The numbers in words that each belong to a column: `[m, n]` int32 -> `[n * 32 / bits, m]` uint8."""
+    upright = words.T.contiguous()
+    places = _AWQ_PLACES if scheme.layout is Layout.AWQ else range(32 // scheme.bits)
+    numbers = [(upright >> scheme.bits * place) & (2**scheme.bits - 1) for place in places]
+    return torch.stack([each.to(torch.uint8) for each in numbers], 1).flatten(0, 1)
 
 
 def packed_tensor(tensors: dict[str, SafeTensor], module: str, scheme: Packed) -> PackedTensor:
