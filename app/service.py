@@ -76,6 +76,7 @@ class EngineService:
         self._link: EngineLink = EngineThread(engine) if isinstance(engine, Engine) else engine
         facts = self._link.facts
         self.model_name = facts.model_name
+        self.note = facts.note
         self.max_context_tokens = facts.intake.max_context_tokens
         self.tokenizer = facts.intake.tokenizer
         self._intake = facts.intake

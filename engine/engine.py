@@ -1,10 +1,13 @@
 """The engine: requests go in at any time, every step brings some tokens out."""
 
+import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
+
+import torch
 
 from neo_desktop.engine.batch import FloatArray
 from neo_desktop.engine.detokenizer import IncrementalText
@@ -33,6 +36,7 @@ from neo_desktop.engine.sampling_params import Pooling, SamplingParams
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
 from neo_desktop.engine.stats import EngineStats
+from neo_desktop.models.config import GenerationDefaults
 
 WEIGHTS_SHARE = 0.5  # of the progress of loading; the rest is for measuring, which only the first start needs
 
@@ -73,7 +77,7 @@ class Engine:
         self._cost_model = cost_model
         self._notes = Notes(timeline)
         self._iterations = Iterations(scheduler, executor, cost_model, self._notes)
-        self._num_arrivals = 0
+        self._arrivals = itertools.count(1)
 
     @classmethod
     def from_pretrained(
@@ -158,6 +162,21 @@ class Engine:
         return cls(parts.model, scheduler, kv_cache, executor, policy, corrected, timeline)
 
     @property
+    def sampling_defaults(self) -> GenerationDefaults:
+        """What the model's makers recommend."""
+        return self.config.generation
+
+    @property
+    def note(self) -> str | None:
+        """What the owner of the computer should know."""
+        return self.streams.note
+
+    @property
+    def gpu_bytes(self) -> int:
+        """What it took of the GPU's memory."""
+        return torch.cuda.memory_reserved() if self.streams.device.type == "cuda" else 0
+
+    @property
     def has_requests(self) -> bool:
         """Whether any request has not ended."""
         return self._scheduler.num_waiting + self._scheduler.num_running > 0
@@ -182,25 +201,9 @@ class Engine:
 
     def add(self, request_id: str, prepared: PreparedRequest) -> None:
         """Queue a request; its n outputs are told apart by their `choice`."""
-        params = prepared.params
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        for choice in range(params.n):
-            self._num_arrivals += 1
-            request = Request(
-                request_id,
-                prepared.token_ids,
-                params,
-                choice=choice,
-                seed=seed,
-                arrival=self._num_arrivals,
-                max_context_tokens=self.max_context_tokens,
-                eos_token_ids=self.eos_token_ids,
-                text=IncrementalText(self.tokenizer.decode_stream(), params.stop),
-                grammar=None
-                if params.grammar is None
-                else self.grammars.start(params.grammar, params.grammar_after),
-                block_hashes=prepared.block_hashes,
-            )
+        for request in new_requests(
+            request_id, prepared, self.intake, self.eos_token_ids, self.grammars, self._arrivals
+        ):
             self._scheduler.add(request)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
@@ -314,3 +317,30 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def new_requests(
+    request_id: str,
+    prepared: PreparedRequest,
+    intake: Intake,
+    eos_token_ids: tuple[int, ...],
+    grammars: GrammarCompiler,
+    arrivals: Iterator[int],
+) -> Iterator[Request]:
+    """Yield the n requests of a prompt, told apart by their `choice`."""
+    params = prepared.params
+    seed = secrets.randbits(63) if params.seed is None else params.seed
+    for choice in range(params.n):
+        yield Request(
+            request_id,
+            prepared.token_ids,
+            params,
+            choice=choice,
+            seed=seed,
+            arrival=next(arrivals),
+            max_context_tokens=intake.max_context_tokens,
+            eos_token_ids=eos_token_ids,
+            text=IncrementalText(intake.tokenizer.decode_stream(), params.stop),
+            grammar=None if params.grammar is None else grammars.start(params.grammar, params.grammar_after),
+            block_hashes=prepared.block_hashes,
+        )

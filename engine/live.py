@@ -269,8 +269,12 @@ class Notes:
         """Note an iteration that has ended."""
         iteration = LiveIteration.of(plan, timing)
         self._iterations.append(iteration)
-        self._num_prompt_tokens += iteration.num_prompt_tokens
-        self._num_output_tokens += iteration.num_outputs
+        self.count(iteration.num_prompt_tokens, iteration.num_outputs)
+
+    def count(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Count tokens that were computed, for the rates."""
+        self._num_prompt_tokens += num_prompt_tokens
+        self._num_output_tokens += num_output_tokens
 
     @property
     def iterations(self) -> tuple[LiveIteration, ...]:

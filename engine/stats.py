@@ -7,6 +7,8 @@ from typing import Any
 from neo_desktop.engine.kv.cache import PoolUsage
 from neo_desktop.engine.placement import Place
 
+NEO, LLAMACPP = "neo", "llamacpp"  # backends: the engine of this project, and llama.cpp
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
@@ -32,6 +34,7 @@ class EngineStats:
     num_double_iterations: int  # iterations with two sub-batches
     outside_s: float  # between one iteration's end and the next one's start, when nothing is computed
     pools: Mapping[Place, PoolUsage]
+    backend: str = NEO
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data, with places by their names."""

@@ -12,6 +12,20 @@ class ModelError(ValueError):
     """A checkpoint that cannot be used: one sentence that says what is wrong and what to do."""
 
 
+INSTALL_LLAMACPP = "pip install 'neo-desktop[llamacpp]'"
+
+
+class UnsupportedModelError(ModelError):
+    """A GGUF file that may be sound, but has what the engine has not; llama.cpp may compute it.
+
+    Args:
+        reason: one sentence.
+    """
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} With llama.cpp it may run: {INSTALL_LLAMACPP}"
+
+
 def check_size(path: Path, max_bytes: int | None = None) -> None:
     """Raise ModelError for a file that is too large, and for what is no file; a missing one is not minded."""
     if not path.exists():

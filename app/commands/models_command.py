@@ -43,7 +43,7 @@ def list_models(
         cells = [_gb(summary.size_bytes), escape(summary.dtype or "?")]
         if fit is None or reason is not None:
             table.add_row(escape(model.name), *cells, style="dim")
-            table.add_row(f"  [dim]{escape(reason or '')}[/]")
+            table.add_row(f"  [dim]{escape(reason or 'computed by llama.cpp, without offloading')}[/]")
             continue
         speed = "?" if fit.speed is None else f"{fit.speed.one_chat_tokens_per_s:.3g}"
         table.add_row(escape(model.name), *cells, _chats(fit.gpu_chats, fit), _chats(fit.chats, fit), speed)
@@ -86,6 +86,8 @@ def info(
     table.add_row("Context", f"{summary.context_tokens:,} tokens" if summary.context_tokens else "unknown")
     if reason is not None:
         table.add_row("Cannot be run", escape(reason))
+    elif summary.needs_llamacpp:
+        table.add_row("Computed by", "llama.cpp, without offloading by NEO")
     elif fit is not None:
         for row in _fit_rows(fit, summary):
             table.add_row(*row)

@@ -18,6 +18,7 @@ class ServerOptions:
     models_dirs: opt.ModelsDirs = None
     idle_unload: opt.IdleUnload = 0
     engine_process: opt.EngineInProcess = None
+    backend: opt.Backend = "auto"
     host: opt.Host = opt.DEFAULT_HOST
     port: opt.Port = opt.DEFAULT_PORT
     api_key: opt.ApiKey = None

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -60,6 +60,16 @@ EngineInProcess = Annotated[
         "say. Default: with a GPU.",
         rich_help_panel=_ENGINE,
         show_default=False,
+    ),
+]
+Backend = Annotated[
+    Literal["auto", "neo", "llamacpp"],
+    typer.Option(
+        "--backend",
+        help="What computes models: neo-desktop's own engine (neo), or llama.cpp (llamacpp: GGUF files, one "
+        "request after the other, no offloading by NEO); auto takes llama.cpp for GGUF files that the engine "
+        "cannot run.",
+        rich_help_panel=_ENGINE,
     ),
 ]
 Host = Annotated[

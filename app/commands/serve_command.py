@@ -101,6 +101,7 @@ def _loader(options: ServerOptions) -> ModelLoader:
         partial(EngineService, limits=options.limits),
         reports=reports_folder(),
         process=options.engine_process,
+        backend=options.backend,
     )
 
 

@@ -29,8 +29,8 @@ from neo_desktop.app.engines.messages import (
     Stop,
     portable,
 )
+from neo_desktop.app.engines.served import ServedEngine
 from neo_desktop.engine.cuda.errors import is_device_lost, is_lost
-from neo_desktop.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class EngineLoop:
         emit: takes events, from any thread.
     """
 
-    def __init__(self, engine: Engine, emit: Callable[[Sequence[Event]], object]) -> None:
+    def __init__(self, engine: ServedEngine, emit: Callable[[Sequence[Event]], object]) -> None:
         self.is_over = False  # the engine is not called any more
         self._engine = engine
         self._emit = emit

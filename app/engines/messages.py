@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-
-from neo_desktop.engine.engine import Engine
+from neo_desktop.app.engines.served import ServedEngine
 from neo_desktop.engine.intake import Intake, PreparedRequest
 from neo_desktop.engine.live import LiveView
 from neo_desktop.engine.progress import Progress
@@ -19,7 +17,7 @@ from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.stats import EngineStats
 from neo_desktop.models.config import GenerationDefaults
 
-EngineMaker = Callable[[Progress], Engine]  # for a process it must be something that can be pickled
+EngineMaker = Callable[[Progress], ServedEngine]  # for a process it must be something that can be pickled
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +122,15 @@ class EngineFacts:
     gpu_bytes: int  # that it took of the GPU's memory
 
     @classmethod
-    def of(cls, engine: Engine) -> "EngineFacts":
+    def of(cls, engine: ServedEngine) -> "EngineFacts":
         """Ask an engine."""
         return cls(
             engine.model_name,
             engine.intake,
-            engine.config.generation,
+            engine.sampling_defaults,
             engine.stats(),
-            engine.streams.note,
-            torch.cuda.memory_reserved() if engine.streams.device.type == "cuda" else 0,
+            engine.note,
+            engine.gpu_bytes,
         )
 
 

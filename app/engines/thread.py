@@ -4,7 +4,7 @@ import threading
 
 from neo_desktop.app.engines.loop import EngineLoop
 from neo_desktop.app.engines.messages import Command, EngineFacts, Receiver
-from neo_desktop.engine.engine import Engine
+from neo_desktop.app.engines.served import ServedEngine
 
 
 class EngineThread:
@@ -17,7 +17,7 @@ class EngineThread:
     is_process = False
     patience_s = None  # it could not be ended anyway
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: ServedEngine) -> None:
         self.facts = EngineFacts.of(engine)
         self._engine = engine
         self._loop: EngineLoop | None = None

@@ -135,6 +135,7 @@ class Running(_Json):
     """Everything that there is to say with a model loaded."""
 
     model: str
+    backend: str = Field(description="neo, or llamacpp: then there is nothing to tell of a schedule")
     policy: str
     dtype: str
     device_name: str | None = Field(description="the GPU's; null: none is used")

@@ -43,6 +43,7 @@ def _running(view: LiveView) -> Running:
     caches = {place.label: _cache(pool, stats.block_size) for place, pool in stats.pools.items()}
     return Running(
         model=stats.model,
+        backend=stats.backend,
         policy=stats.policy,
         dtype=stats.dtype,
         device_name=view.device_name,
@@ -70,7 +71,9 @@ def _running(view: LiveView) -> Running:
         bound=_bound(view),
         weights=[
             WeightsView(
-                place="host" if view.is_gpu_imitated else "gpu", bytes=view.weights_bytes, dtype=stats.dtype
+                place="host" if view.device_name is None else "gpu",
+                bytes=view.weights_bytes,
+                dtype=stats.dtype,
             )
         ],
         counters=Counters(

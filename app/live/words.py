@@ -1,7 +1,12 @@
 """In plain words: what offloading does right now."""
 
-from neo_desktop.engine.live import LiveView, Phase
+from neo_desktop.engine.live import LiveRequest, LiveView, Phase
+from neo_desktop.engine.stats import LLAMACPP
 
+LLAMACPP_NOTE = (
+    "llama.cpp computes this model, not neo-desktop's own engine: there is no offloading by NEO, requests are "
+    "answered one after the other, and the scheduler has no figures."
+)
 IMITATED = "neo-desktop uses no GPU on this computer: the GPU's part is imitated on the CPU."
 
 
@@ -10,6 +15,8 @@ def sentence(view: LiveView) -> str:
     stats, num_running = view.stats, len(view.requests)
     if num_running + stats.num_waiting == 0:
         return " ".join(("No chat is waiting for an answer.", _room(view)))
+    if stats.backend == LLAMACPP:
+        return _one_by_one(view)
     parts = [_running(view)] if num_running else []
     if stats.num_waiting:
         parts.append(_waiting(view))
@@ -21,7 +28,19 @@ def sentence(view: LiveView) -> str:
 
 def notes(view: LiveView) -> list[str]:
     """What a reader must know beside it."""
+    if view.stats.backend == LLAMACPP:
+        return [LLAMACPP_NOTE]
     return [IMITATED] if view.is_gpu_imitated else []
+
+
+def _one_by_one(view: LiveView) -> str:
+    waiting = view.stats.num_waiting
+    if not view.requests:
+        return _waiting(view)
+    answered = f"1 chat: {_doing(view.requests[0])}."
+    if not waiting:
+        return answered
+    return f"{answered} {'1 more waits' if waiting == 1 else f'{waiting} more wait'} for their turn."
 
 
 def _gpu(view: LiveView) -> str:
@@ -51,15 +70,17 @@ def _running(view: LiveView) -> str:
 
 def _single(view: LiveView) -> str:
     gpu, request = _gpu(view), view.requests[0]
-    if request.phase is Phase.PREFILLING:
-        doing = f"its {request.num_tokens:,} tokens are being read"
-    else:
-        doing = "its answer is being written"
     if request.place.in_host_memory:
         where = f"Its memory is in main memory, where the CPU attends while {gpu} computes the rest."
     else:
         where = f"Its memory is on {gpu}: nothing is offloaded."
-    return f"1 chat: {doing}. {where}"
+    return f"1 chat: {_doing(request)}. {where}"
+
+
+def _doing(request: LiveRequest) -> str:
+    if request.phase is Phase.PREFILLING:
+        return f"its {request.num_tokens:,} tokens are being read"
+    return "its answer is being written"
 
 
 def _alone(view: LiveView) -> str:

@@ -10,9 +10,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from neo_desktop.app.llamacpp.choice import is_installed
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint, gguf_files, split_files
-from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.json_file import ModelError, UnsupportedModelError
 from neo_desktop.models.registry import check_model
 from neo_desktop.models.safetensors.folder import SafetensorsFolder
 from neo_desktop.models.stored_form import StoredForm, stored_form
@@ -40,6 +41,7 @@ class Summary:
     reason: str | None  # why it cannot be run; None: it can
     is_quantised: bool = False  # its weights have less than 16 bits
     form: StoredForm = StoredForm()  # noqa: RUF009 - frozen; in which a CPU keeps them
+    needs_llamacpp: bool = False  # the engine has not what it needs, llama.cpp may have it
 
 
 class _UnusableError(Exception):
@@ -113,7 +115,14 @@ def _gguf_summary(empty: Summary, path: Path) -> Summary:
         status = path.stat()
         found = _gguf_facts(path, status.st_size, status.st_mtime_ns)
     except ModelError as error:
-        return replace(empty, dtype="GGUF", reason=str(error).replace(f"{path.parent}/", "").rstrip("."))
+        needs_llamacpp = isinstance(error, UnsupportedModelError)
+        reason = str(error).replace(f"{path.parent}/", "").rstrip(".")
+        return replace(
+            empty,
+            dtype="GGUF",
+            reason=None if needs_llamacpp and is_installed() else reason,
+            needs_llamacpp=needs_llamacpp,
+        )
     except Exception as error:  # of whatever kind: what somebody wrote there is not to stop a list
         return replace(
             empty, dtype="GGUF", reason=f"{path.name} cannot be used ({type(error).__name__}: {error})"

@@ -8,9 +8,11 @@ from pathlib import Path
 import psutil
 import torch
 
-from neo_desktop.app.engines.messages import EngineLink
+from neo_desktop.app.engines.messages import EngineLink, EngineMaker
 from neo_desktop.app.engines.process import EngineProcess
 from neo_desktop.app.engines.thread import EngineThread
+from neo_desktop.app.llamacpp.choice import check_llamacpp, is_installed
+from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.catalogue import Catalogue, LocalModel
 from neo_desktop.app.shelf.fits import Fit, fit
@@ -22,6 +24,7 @@ from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.budget import FreeMemory
 from neo_desktop.engine.profiling.hardware import driver_free_bytes, host_memory
 from neo_desktop.engine.progress import Progress
+from neo_desktop.engine.stats import LLAMACPP
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
@@ -36,7 +39,8 @@ class ModelLoader:
         options: of all engines; which model they name does not matter.
         make_service: of an engine that works beside the event loop.
         reports: folder of the self-test's reports, whose figures predictions are made from.
-        process: whether engines have processes of their own; None: on a GPU.
+        process: whether engines have processes of their own; None: on a GPU, and llama.cpp.
+        backend: "neo", "llamacpp", or "auto": llama.cpp where the engine has not what a model needs.
     """
 
     def __init__(
@@ -46,12 +50,14 @@ class ModelLoader:
         make_service: Callable[[EngineLink], EngineService] = EngineService,
         reports: Path | None = None,
         process: bool | None = None,
+        backend: str = "auto",
     ) -> None:
         self.catalogue = catalogue
         self.options = options
         self._make_service = make_service
         self._reports = reports
         self._wants_process = process
+        self._backend = backend
         self.note: str | None = None  # what the owner of the computer should know of the loaded model
         self._before_bytes: int | None = None  # what this process had before the model was loaded
         self._device: torch.device | None = None  # what "auto" was the first time
@@ -63,17 +69,30 @@ class ModelLoader:
         self.figures()  # now, while nothing else runs
         self._before_bytes = psutil.Process().memory_info().rss
         self._process = None
-        # A GPU that is lost later is told, rather than left for the CPU without a word.
-        device = self._device = self._chosen_device()
-        options = replace(self.options, model=model.source, shape=model.shape, device=device.type)
-        make = EngineRecipe(name, options)
+        make: EngineMaker
+        if self.runs_llamacpp(model):
+            make = LlamaCppRecipe(name, check_llamacpp(model.summary.path, self.options), self.options)
+            has_process = self._wants_process is not False  # its end must not be this program's
+        else:
+            # A GPU that is lost later is told, rather than left for the CPU without a word.
+            device = self._device = self._chosen_device()
+            make = EngineRecipe(
+                name, replace(self.options, model=model.source, shape=model.shape, device=device.type)
+            )
+            has_process = self.has_process
         link: EngineLink
-        if self.has_process:
+        if has_process:
             link = self._process = EngineProcess.load(make, progress)
         else:
             link = EngineThread(make(progress))
         self.note = link.facts.note
         return self._make_service(link)
+
+    def runs_llamacpp(self, model: LocalModel) -> bool:
+        """Whether llama.cpp computes a model, and not the engine."""
+        return self._backend == LLAMACPP or (
+            self._backend == "auto" and model.summary.needs_llamacpp and is_installed()
+        )
 
     @property
     def has_process(self) -> bool:
@@ -84,6 +103,9 @@ class ModelLoader:
     def check(self, model: LocalModel) -> None:
         """Check what can be known without taking memory; raises what loading the model would raise."""
         options = self.options
+        if self.runs_llamacpp(model):
+            check_llamacpp(model.summary.path, options)
+            return
         device = choose_device(options.device)
         if not self.has_process:  # a slice would take memory of the GPU here
             open_streams(device, options.gpu_slice)

@@ -92,6 +92,7 @@ class EngineCollector(Collector):
             "What is loaded",
             value={
                 "model": stats.model,
+                "backend": stats.backend,
                 "policy": stats.policy,
                 "device": stats.device,
                 "dtype": stats.dtype,

@@ -138,7 +138,8 @@ def create_app(
             return JSONResponse({"status": "no model", "reason": str(reason)})
         refusal = service.refusal
         if refusal is None:
-            return JSONResponse({"status": "ok", "model": service.model_name})
+            facts = {"model": service.model_name, "backend": service.stats.backend, "note": service.note}
+            return JSONResponse({"status": "ok"} | {k: v for k, v in facts.items() if v is not None})
         status = "stopping" if isinstance(refusal, ServiceStoppedError) else "failed"
         return JSONResponse({"status": status, "reason": str(refusal)}, 503)
 

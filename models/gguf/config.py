@@ -21,7 +21,7 @@ from neo_desktop.models.config import (
 from neo_desktop.models.gguf.container import GGUFFile
 from neo_desktop.models.gguf.tensors import ROPE_FACTORS, GGUFTensor
 from neo_desktop.models.gguf.vocabulary import Vocabulary
-from neo_desktop.models.json_file import JsonFile, ModelError
+from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelError
 from neo_desktop.models.rope import (
     FactorScaling,
     LinearScaling,
@@ -78,7 +78,9 @@ def read_config(files: list[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
     check_heads(path, num_heads, num_kv_heads, head_dim)
     for key in ("attention.value_length", "rope.dimension_count"):
         if own.integer(key, head_dim) != head_dim:
-            raise ModelError(f"{path} has {key} other than the size of a head, which is not supported.")
+            raise UnsupportedModelError(
+                f"{path} has {key} other than the size of a head, which is not supported."
+            )
     num_layers = own.integer("block_count", maximum=MAX_LAYERS)
     trained_tokens = own.integer("context_length", maximum=MAX_CONTEXT_TOKENS)
     rope = RopeConfig(own.number("rope.freq_base", 10_000.0), _scaling(own, files, trained_tokens, head_dim))
@@ -123,7 +125,7 @@ def _family(metadata: JsonFile) -> tuple[str, _Family]:
     if metadata.text("general.type", "model") != "model":
         raise ModelError(f"{metadata.path} is no model, but {metadata.raw('general.type')!r} for one.")
     if name not in FAMILIES:
-        raise ModelError(
+        raise UnsupportedModelError(
             f"{metadata.path} describes a model of the architecture {name[:40]!r}, which is not supported: "
             f"choose one of {', '.join(FAMILIES)} (Llama, Mistral, SmolLM, Qwen2, Qwen2.5, Qwen3)."
         )
@@ -132,12 +134,14 @@ def _family(metadata: JsonFile) -> tuple[str, _Family]:
 
 def _refuse_unsupported(own: JsonFile) -> None:
     if own.integer("expert_count", 0, minimum=0) > 0:
-        raise ModelError(
+        raise UnsupportedModelError(
             f"{own.path} has a mixture of experts, which is not supported: choose a dense model."
         )
     for key in _NEUTRAL:
         if own.raw(key) not in (None, 0, 1):
-            raise ModelError(f"{own.path} sets {key}, which is not supported: choose another model.")
+            raise UnsupportedModelError(
+                f"{own.path} sets {key}, which is not supported: choose another model."
+            )
 
 
 def _scaling(own: JsonFile, files: list[GGUFFile], trained_tokens: int, head_dim: int) -> Scaling | None:
@@ -171,7 +175,7 @@ def _scaling(own: JsonFile, files: list[GGUFFile], trained_tokens: int, head_dim
                 truncate=True,
                 attention_factor=own.number("rope.scaling.attn_factor", 1.0) * yarn_temperature(factor),
             )
-    raise ModelError(f"{own.path} asks for the rope type {kind[:40]!r}, which is not supported.")
+    raise UnsupportedModelError(f"{own.path} asks for the rope type {kind[:40]!r}, which is not supported.")
 
 
 def _dtype(files: list[GGUFFile]) -> torch.dtype:

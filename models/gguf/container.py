@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from neo_desktop.models.gguf.types import TYPES, StoredType
-from neo_desktop.models.json_file import ModelError, check_size
+from neo_desktop.models.json_file import ModelError, UnsupportedModelError, check_size
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -209,7 +209,7 @@ class _Reader:
         shape = tuple(self.integer("Q") for _ in range(dimensions))[::-1]
         kind, offset = self.integer("I"), self.integer("Q")
         if kind not in TYPES:
-            raise ModelError(
+            raise UnsupportedModelError(
                 f"{name} in {self.path} is stored in a way that is not supported (type {kind}): choose a "
                 f"file with {', '.join(each.name for each in TYPES.values())}."
             )

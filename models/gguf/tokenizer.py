@@ -5,7 +5,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 
 from neo_desktop.models.gguf.pre_tokenizers import BEGIN_WITH_BOS, PRE_TOKENIZERS, WHOLE_WORDS, pre_tokenizer
 from neo_desktop.models.gguf.vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
-from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.json_file import ModelError, UnsupportedModelError
 from neo_desktop.models.tokenizer import Tokenizer
 
 MAX_PIECE = 512  # characters of a token that is joined by scores; those of SentencePiece have 16
@@ -25,12 +25,12 @@ def make_tokenizer(vocabulary: Vocabulary) -> Tokenizer:
 def check_kind(vocabulary: Vocabulary) -> None:
     """Raise ModelError for a kind of vocabulary that is not known."""
     if vocabulary.model not in ("gpt2", "llama"):
-        raise ModelError(
+        raise UnsupportedModelError(
             f"{vocabulary.path} has a tokenizer of the kind {vocabulary.model[:40]!r}, which is not "
             "supported: 'gpt2' and 'llama' are."
         )
     if vocabulary.model == "gpt2" and vocabulary.pre not in PRE_TOKENIZERS:
-        raise ModelError(
+        raise UnsupportedModelError(
             f"{vocabulary.path} cuts texts into words by {vocabulary.pre[:40]!r}, which is not supported: "
             f"{', '.join(PRE_TOKENIZERS)} are."
         )

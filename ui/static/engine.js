@@ -112,10 +112,12 @@ function show(view) {
     page.speed.show(null);
     return;
   }
+  const isOurs = running.backend !== "llamacpp"; // it has a schedule of which there is something to tell
   const names = {
     gpu: running.is_gpu_imitated ? "GPU-cache, imitated" : "GPU-cache",
     cpu: "CPU-cache",
     device: running.is_gpu_imitated ? "imitated GPU" : "GPU",
+    waiting: isOurs ? "Waiting for memory" : "Waiting for their turn",
   };
   page.gauges.gpu.show(names.gpu, running.gpu_cache, running.requests);
   page.gauges.cpu.show(names.cpu, running.cpu_cache, running.requests);
@@ -124,9 +126,9 @@ function show(view) {
   // What an idle engine has not begun to tell of is left out.
   const isIdle = view.state === "idle";
   page.all.speed.hidden = isIdle && !page.speed.hasHistory();
-  page.all.timeline.hidden = isIdle && running.timeline === null;
-  page.all.prediction.hidden = isIdle && running.prediction === null;
-  page.all.bound.hidden = isIdle && running.bound === null;
+  page.all.timeline.hidden = (isIdle || !isOurs) && running.timeline === null;
+  page.all.prediction.hidden = (isIdle || !isOurs) && running.prediction === null;
+  page.all.bound.hidden = (isIdle || !isOurs) && running.bound === null;
   page.timeline.show(running.timeline, names);
   page.prediction.show(running.prediction, running.policy);
   page.bound.show(running.bound, running.policy);
@@ -235,7 +237,7 @@ function makeChats() {
       fill(place, name, there.length, there.slice(0, MAX_SHOWN).map(dot), !nobody.hidden || running[`${place}_cache`] === null);
     }
     const waits = Array.from({ length: Math.min(waiting, MAX_SHOWN) }, () => h("li", { class: "engine-dot queued" }));
-    fill("waiting", "Waiting for memory", waiting, waits, waiting === 0);
+    fill("waiting", names.waiting, waiting, waits, waiting === 0);
     root.append(compare);
     showCompare(compare, running);
   }
@@ -279,7 +281,7 @@ function showFacts(running) {
   const sms = running.gpu_sms ? `, ${running.gpu_sms} multiprocessors` : "";
   const rows = [
     ["Model", running.model],
-    ["Runs on", running.device_name ? `${running.device_name}${sms}` : "CPU (GPU imitated)"],
+    ["Runs on", running.device_name ? `${running.device_name}${sms}` : running.is_gpu_imitated ? "CPU (GPU imitated)" : "CPU"],
     ["Policy", running.policy],
     ...running.weights.map((one) => [
       "Weights",
@@ -294,6 +296,7 @@ function showFacts(running) {
     ["reused, not read again", `${count(counters.cached_tokens)}${share(counters.cached_tokens, counters.prompt_tokens)}`],
     ["Moved / begun again", `${count(counters.moves)} / ${count(counters.preemptions)}`],
   ];
+  if (running.backend === "llamacpp") rows.splice(2, 1, ["Computed by", "llama.cpp"]);
   const isDetail = (name) => name[0] !== name[0].toUpperCase();
   page.facts.replaceChildren(
     ...rows.map(([name, value]) =>

@@ -23,7 +23,8 @@ export function startModelLine(line, api) {
         const listed = (await api.get("/v1/models")).data;
         const model = listed.find((each) => each.id === health.model) ?? listed[0];
         const context = model?.max_model_len;
-        show("ready", health.model, context ? ` · ${count(context)} tokens of context` : "");
+        const by = health.backend === "llamacpp" ? " · by llama.cpp" : "";
+        show("ready", health.model, `${context ? ` · ${count(context)} tokens of context` : ""}${by}`, by && health.note);
       } else if (health.status === "restarting") show("loading", "The engine is started again …", "", health.reason);
       else if (health.status === "loading") show("loading", "Loading a model …", "");
       else if (health.status === "no model") show("none", "No model loaded", " · choose one");

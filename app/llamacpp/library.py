@@ -1,0 +1,268 @@
+"""llama.cpp through llama-cpp-python's functions of llama.h: a model, its vocabulary, and a context.
+
+This is the only module that imports llama_cpp, when the first model is opened. What llama.cpp prints becomes
+debug messages; its last errors are told when something fails.
+"""
+
+import ctypes
+import logging
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from neo_desktop.engine.batch import FloatArray
+from neo_desktop.engine.progress import Progress
+from neo_desktop.models.json_file import ModelError
+
+logger = logging.getLogger(__name__)
+
+MAX_TEXT_BYTES = 1 << 16  # of an entry of the metadata
+_WARNING, _ERROR = 2, 3  # levels of ggml's log
+_errors: deque[str] = deque(maxlen=3)  # that llama.cpp logged last
+_LEVELS = {_WARNING: logging.INFO, _ERROR: logging.INFO}  # what it warns of is rarely for people
+
+
+@cache
+def _api() -> Any:
+    """Import llama_cpp and set it up, once."""
+    from llama_cpp import llama_cpp as api
+
+    @api.llama_log_callback  # type: ignore[untyped-decorator]
+    def log(level: int, text: bytes, _: object) -> None:
+        line = text.decode(errors="replace").rstrip()
+        if level == _ERROR:
+            _errors.append(line)
+        if line.strip("."):
+            logger.log(_LEVELS.get(level, logging.DEBUG), "llama.cpp: %s", line)
+
+    api.neo_desktop_log = log  # it must live as long as the library
+    api.llama_log_set(log, None)
+    api.llama_backend_init()
+    return api
+
+
+def supports_gpu() -> bool:
+    """Whether llama-cpp-python was built for a GPU, and finds one."""
+    return bool(_api().llama_supports_gpu_offload())
+
+
+class LlamaModel:
+    """A loaded model, or its vocabulary alone. Any thread may ask for tokens and texts.
+
+    Args:
+        file: of a split model, the first part.
+        vocabulary_only: leave the weights out.
+        gpu: put all layers on the GPU.
+        progress: told how far the loading is; may raise, which ends it.
+
+    Raises:
+        ModelError: llama.cpp cannot load it.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        *,
+        vocabulary_only: bool = False,
+        gpu: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        api = self._api = _api()
+        stopped: list[BaseException] = []
+
+        def on_progress(share: float, _: object) -> bool:
+            try:
+                if progress is not None:
+                    progress(share, "Loading weights")
+            except BaseException as error:  # raised again below
+                stopped.append(error)
+            return not stopped
+
+        params = api.llama_model_default_params()
+        params.vocab_only = vocabulary_only
+        params.n_gpu_layers = -1 if gpu else 0
+        params.progress_callback = callback = api.llama_progress_callback(on_progress)
+        _errors.clear()
+        self.file = file
+        self.handle = api.llama_model_load_from_file(bytes(file), params)
+        del callback
+        if stopped:
+            raise stopped[0]
+        if self.handle is None:
+            raise ModelError(f"llama.cpp cannot load {file}: {_why()}.")
+        self.close = weakref.finalize(self, api.llama_model_free, self.handle)
+        self._vocabulary = api.llama_model_get_vocab(self.handle)
+        self.num_tokens: int = api.llama_vocab_n_tokens(self._vocabulary)
+
+    @property
+    def trained_tokens(self) -> int:
+        """The context that it was trained for."""
+        return int(self._api.llama_model_n_ctx_train(self.handle))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all weights."""
+        return int(self._api.llama_model_size(self.handle))
+
+    @property
+    def description(self) -> str:
+        """Architecture, size and number format, as llama.cpp puts it: "gemma 2B Q4_K - Medium"."""
+        buffer = ctypes.create_string_buffer(256)
+        self._api.llama_model_desc(self.handle, buffer, len(buffer))
+        return buffer.value.decode(errors="replace")
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """At most: some models have layers with less."""
+        api, model = self._api, self.handle
+        heads = max(api.llama_model_n_head(model), 1)
+        dim = int(self.metadata(f"{self.metadata('general.architecture')}.attention.key_length") or 0)
+        dim = dim or api.llama_model_n_embd(model) // heads
+        numbers = 2 * api.llama_model_n_layer(model) * max(api.llama_model_n_head_kv(model), 1) * dim
+        return 2 * int(numbers)  # in float16
+
+    @property
+    def why_unusable(self) -> str | None:
+        """Why it cannot write answers; None: it can."""
+        if self._api.llama_model_has_encoder(self.handle):
+            return "it has an encoder"
+        if not self._api.llama_model_has_decoder(self.handle):
+            return "it has no decoder"
+        return "it is a diffusion model" if self._api.llama_model_is_diffusion(self.handle) else None
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja source."""
+        template = self._api.llama_model_chat_template(self.handle, None)
+        return None if template is None else template.decode(errors="replace")
+
+    def metadata(self, key: str) -> str | None:
+        """Return an entry of the file's metadata as text; None: there is none."""
+        buffer = ctypes.create_string_buffer(MAX_TEXT_BYTES)
+        size = self._api.llama_model_meta_val_str(self.handle, key.encode(), buffer, len(buffer))
+        return None if size < 0 else buffer.value.decode(errors="replace")
+
+    def role_token(self, role: str) -> int | None:
+        """Return the token for "bos", "eos" or "pad"; None: there is none."""
+        token = getattr(self._api, f"llama_vocab_{role}")(self._vocabulary)
+        return int(token) if 0 <= token < self.num_tokens else None
+
+    def token_name(self, token_id: int) -> str:
+        """Return a token as the vocabulary writes it."""
+        text: bytes = self._api.llama_vocab_get_text(self._vocabulary, token_id)
+        return text.decode(errors="replace")
+
+    def control_tokens(self) -> frozenset[int]:
+        """Return the tokens that are no text."""
+        api, vocabulary = self._api, self._vocabulary
+        mask = api.LLAMA_TOKEN_ATTR_CONTROL | api.LLAMA_TOKEN_ATTR_UNKNOWN
+        tokens = range(self.num_tokens)
+        return frozenset(i for i in tokens if api.llama_vocab_get_attr(vocabulary, i) & mask)
+
+    def end_tokens(self) -> tuple[int, ...]:
+        """Return the tokens that end an answer, the one that the file names first."""
+        eos = self.role_token("eos")
+        ends = [i for i in range(self.num_tokens) if self._api.llama_vocab_is_eog(self._vocabulary, i)]
+        return tuple(dict.fromkeys(([] if eos is None else [eos]) + ends))
+
+    def tokenise(self, text: bytes, *, add_special: bool) -> list[int]:
+        """Return the tokens of a text in UTF-8, in which special tokens are recognised."""
+        size = len(text) + 2  # with those at both ends
+        for _ in range(2):
+            found = (self._api.llama_token * size)()
+            count = self._api.llama_tokenize(
+                self._vocabulary, text, len(text), found, size, add_special, True
+            )
+            if count >= 0:
+                return list(found[:count])
+            size = -count
+        raise ValueError(f"llama.cpp cannot tokenise a text of {len(text)} bytes")
+
+    def text(self, token_ids: Sequence[int], *, with_special: bool) -> bytes:
+        """Return the text of tokens."""
+        tokens, size = (self._api.llama_token * len(token_ids))(*token_ids), 16 * len(token_ids) + 64
+        for _ in range(2):
+            buffer = ctypes.create_string_buffer(size)
+            count = self._api.llama_detokenize(
+                self._vocabulary, tokens, len(token_ids), buffer, size, False, with_special
+            )
+            if count >= 0:
+                return buffer.raw[:count]
+            size = -count
+        raise ValueError(f"llama.cpp cannot write {len(token_ids)} tokens as text")
+
+    def piece(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for wherever it comes."""
+        size = 64
+        for _ in range(2):
+            buffer = ctypes.create_string_buffer(size)
+            count = self._api.llama_token_to_piece(self._vocabulary, token_id, buffer, size, 0, True)
+            if count >= 0:
+                return buffer.raw[:count]
+            size = -count
+        raise ValueError(f"llama.cpp has no text for token {token_id}")
+
+
+class LlamaContext:
+    """One sequence of tokens with its KV. One thread makes the calls.
+
+    Args:
+        num_tokens: that it holds at most.
+        batch_tokens: that are evaluated at once at most.
+        num_threads: of the CPU.
+
+    Raises:
+        MemoryError: it does not fit.
+    """
+
+    def __init__(self, model: LlamaModel, num_tokens: int, batch_tokens: int, num_threads: int) -> None:
+        api = self._api = _api()
+        params = api.llama_context_default_params()
+        params.n_ctx = num_tokens
+        params.n_batch = params.n_ubatch = batch_tokens
+        params.n_threads = params.n_threads_batch = num_threads
+        _errors.clear()
+        self._model = model  # which must live as long
+        self._handle = api.llama_init_from_model(model.handle, params)
+        if self._handle is None:
+            raise MemoryError(
+                f"llama.cpp makes no context of {num_tokens} tokens: {_why()}. Try fewer: --cpu-cache-tokens"
+            )
+        self.close = weakref.finalize(self, api.llama_free, self._handle)
+        self._memory = api.llama_get_memory(self._handle)
+        self.num_held = 0  # tokens whose KV is there
+
+    def truncate(self, num_tokens: int) -> int:
+        """Forget what comes after so many tokens; return how many are left, if not all could be kept."""
+        if num_tokens < self.num_held:
+            if not num_tokens or not self._api.llama_memory_seq_rm(self._memory, 0, num_tokens, -1):
+                num_tokens = 0
+                self._api.llama_memory_clear(self._memory, True)
+            self.num_held = num_tokens
+        return self.num_held
+
+    def evaluate(self, token_ids: Sequence[int]) -> FloatArray:
+        """Add tokens, not more than a batch has; return the logits after the last one, [vocab].
+
+        Raises:
+            RuntimeError: llama.cpp failed; nothing is held any more.
+        """
+        tokens = (self._api.llama_token * len(token_ids))(*token_ids)
+        _errors.clear()
+        status = self._api.llama_decode(self._handle, self._api.llama_batch_get_one(tokens, len(tokens)))
+        if status:
+            self.num_held = len(token_ids)
+            self.truncate(0)
+            raise RuntimeError(f"llama.cpp could not go on (status {status}): {_why()}")
+        self.num_held += len(token_ids)
+        logits = self._api.llama_get_logits_ith(self._handle, -1)
+        return np.ctypeslib.as_array(logits, (self._model.num_tokens,)).astype(np.float32)
+
+
+def _why() -> str:
+    return "; ".join(line.rpartition("error: ")[2].rstrip(".") for line in _errors) or "it does not say why"

@@ -1,0 +1,63 @@
+"""Loads a model with llama.cpp."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from neo_desktop import native
+from neo_desktop.app.llamacpp.engine import LlamaCppEngine
+from neo_desktop.app.llamacpp.library import LlamaContext, LlamaModel, supports_gpu
+from neo_desktop.engine.options import MAX_BATCH_TOKENS, EngineOptions
+from neo_desktop.engine.profiling.hardware import host_memory
+from neo_desktop.engine.progress import Progress
+from neo_desktop.models.json_file import ModelError
+
+logger = logging.getLogger(__name__)
+
+CONTEXT_TOKENS = 16_384  # unless asked for otherwise: llama.cpp takes all memory for it at once
+LEAST_CONTEXT_TOKENS = 512
+_KV_SHARE = 0.5  # of the host memory that is left beside the weights
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaCppRecipe:
+    """An `EngineMaker`."""
+
+    name: str  # as the API calls the model
+    file: Path
+    options: EngineOptions  # which `check_llamacpp` does not complain of
+
+    def __call__(self, progress: Progress) -> LlamaCppEngine:
+        """Load the model.
+
+        Raises:
+            ModelError: llama.cpp cannot load it, or it writes no answers.
+            ValueError: a GPU was asked for, and llama-cpp-python has none.
+            MemoryError: the context does not fit.
+        """
+        gpu = self.options.device != "cpu" and supports_gpu()
+        if self.options.device == "cuda" and not gpu:
+            raise ValueError(
+                "device 'cuda' was asked for, but llama-cpp-python was built without CUDA: build it with "
+                "CMAKE_ARGS=-DGGML_CUDA=on, or use device 'cpu'"
+            )
+        model = LlamaModel(self.file, gpu=gpu, progress=progress)
+        if (reason := model.why_unusable) is not None:
+            raise ModelError(f"{self.file} writes no answers: {reason}. Choose another model.")
+        tokens = self._context_tokens(model)
+        batch = min(self.options.max_batch_tokens or MAX_BATCH_TOKENS["cpu"], tokens)
+        context = LlamaContext(model, tokens, batch, native.num_usable_cpus())
+        engine = LlamaCppEngine(model, context, tokens, batch, gpu=gpu)
+        engine.model_name = self.name
+        logger.info(
+            "%s: %s, context of %d tokens, %s", self.name, model.description, tokens, "GPU" if gpu else "CPU"
+        )
+        logger.info("%s", engine.note)
+        return engine
+
+    def _context_tokens(self, model: LlamaModel) -> int:
+        trained = model.trained_tokens
+        if self.options.cpu_cache_tokens:
+            return min(trained, self.options.cpu_cache_tokens)
+        fitting = int(_KV_SHARE * host_memory().available_bytes / max(model.kv_bytes_per_token, 1))
+        return min(trained, CONTEXT_TOKENS, max(fitting, LEAST_CONTEXT_TOKENS))
