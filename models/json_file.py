@@ -23,7 +23,7 @@ class UnsupportedModelError(ModelError):
     """
 
     def __str__(self) -> str:
-        return f"{super().__str__()} With llama.cpp it may run: {INSTALL_LLAMACPP}"
+        return f"{super().__str__()} With llama.cpp it may run: {INSTALL_LLAMACPP}."
 
 
 def check_size(path: Path, max_bytes: int | None = None) -> None:

@@ -4,8 +4,8 @@ from neo_desktop.engine.live import LiveRequest, LiveView, Phase
 from neo_desktop.engine.stats import LLAMACPP
 
 LLAMACPP_NOTE = (
-    "llama.cpp computes this model, not neo-desktop's own engine: there is no offloading by NEO, requests are "
-    "answered one after the other, and the scheduler has no figures."
+    "llama.cpp computes this model, not neo-desktop's own engine: there is no offloading by NEO, requests "
+    "are answered one after the other, and the scheduler has no figures."
 )
 IMITATED = "neo-desktop uses no GPU on this computer: the GPU's part is imitated on the CPU."
 

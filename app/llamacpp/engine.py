@@ -20,7 +20,7 @@ from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.intake import Intake, PreparedRequest, Prompt
 from neo_desktop.engine.kv.cache import PoolUsage
 from neo_desktop.engine.live import LiveView, Notes, live_requests
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput
 from neo_desktop.engine.sampler import sample
 from neo_desktop.engine.sampling_params import SamplingParams
@@ -73,7 +73,7 @@ class LlamaCppEngine:
         self._model = model
         self._context = context
         self._batch_tokens = batch_tokens
-        self._place = Place.DEVICE if gpu else Place.HOST
+        self._place = next(place for place in PLACES if place.in_host_memory is not gpu)
         self._held: list[int] = []  # tokens whose KV is in the context
         self._waiting: deque[Request] = deque()
         self._running: Request | None = None
@@ -167,7 +167,7 @@ class LlamaCppEngine:
         return EngineStats(
             model=self.model_name,
             policy="one-by-one",
-            device="cuda" if self._place is Place.DEVICE else "cpu",
+            device="cpu" if self._place.in_host_memory else "cuda",
             dtype=self._model.description,
             gpu_sms=None,
             max_context_tokens=capacity,
@@ -197,7 +197,7 @@ class LlamaCppEngine:
             requests=live_requests(running),
             num_gpu_alone=None,
             is_gpu_imitated=False,
-            device_name="GPU, by llama.cpp" if self._place is Place.DEVICE else None,
+            device_name=None if self._place.in_host_memory else "GPU, by llama.cpp",
             weights_bytes=self._model.nbytes,
             rates=self._notes.rates,
             iterations=(),

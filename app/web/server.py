@@ -24,6 +24,7 @@ from neo_desktop.app.chats.chats import Chats
 from neo_desktop.app.live.feed import EngineFeed
 from neo_desktop.app.selftest import SelfTest, reports_folder
 from neo_desktop.app.selftest_routes import selftest_routes
+from neo_desktop.app.service import EngineService
 from neo_desktop.app.service_errors import ServiceStoppedError
 from neo_desktop.app.shelf.hosting import (
     EngineGoneError,
@@ -138,8 +139,7 @@ def create_app(
             return JSONResponse({"status": "no model", "reason": str(reason)})
         refusal = service.refusal
         if refusal is None:
-            facts = {"model": service.model_name, "backend": service.stats.backend, "note": service.note}
-            return JSONResponse({"status": "ok"} | {k: v for k, v in facts.items() if v is not None})
+            return JSONResponse(_health(service))
         status = "stopping" if isinstance(refusal, ServiceStoppedError) else "failed"
         return JSONResponse({"status": status, "reason": str(refusal)}, 503)
 
@@ -156,6 +156,11 @@ def create_app(
         return host.service.stats.to_json()
 
     return app
+
+
+def _health(service: EngineService) -> dict[str, str]:
+    facts = {"status": "ok", "model": service.model_name, "backend": service.stats.backend}
+    return facts if service.note is None else facts | {"note": service.note}
 
 
 def claim_port(host: str, port: int) -> socket.socket:

@@ -12,6 +12,7 @@ import openai
 import pytest
 from fastapi import FastAPI
 
+from neo_desktop.app.engines.messages import EngineLink
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.web.limits import ServerLimits
@@ -25,7 +26,7 @@ from .fake_engine import FakeExecutor, make_engine
 class RunningServer:
     """A server in a thread, and clients for it."""
 
-    engine: Engine
+    engine: Any
     service: EngineService
     app: FastAPI
     server: Server
@@ -46,7 +47,9 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def running(engine: Engine, *, max_queued_requests: int = 64, **app_options: Any) -> Iterator[RunningServer]:
+def running(
+    engine: Engine | EngineLink, *, max_queued_requests: int = 64, **app_options: Any
+) -> Iterator[RunningServer]:
     limits = ServerLimits(max_queued_requests=max_queued_requests)
     service = EngineService(engine, app_options.get("limits", limits))
     sock = claim_port("127.0.0.1", 0)
@@ -60,7 +63,7 @@ def running(engine: Engine, *, max_queued_requests: int = 64, **app_options: Any
     try:
         yield running_server
     finally:
-        if isinstance(engine._iterations.executor, FakeExecutor):
+        if isinstance(engine, Engine) and isinstance(engine._iterations.executor, FakeExecutor):
             engine._iterations.executor.open.set()
         running_server.stop()
 

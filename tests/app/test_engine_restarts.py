@@ -199,7 +199,7 @@ async def test_meanwhile_the_server_answers_and_says_so(loader: FragileLoader) -
         assert told[0] is not None  # as the page shows it
         loader.now("hold", is_so=False)
         await loaded(host)
-        assert (await http.get("/health")).json() == {"status": "ok", "model": "alpha"}
+        assert (await http.get("/health")).json() == {"status": "ok", "model": "alpha", "backend": "neo"}
         answer = await http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3})
         assert answer.json()["choices"][0]["text"] == "fgh"
     await host.stop()

@@ -256,7 +256,7 @@ async def test_health_and_the_api_tell_a_model_that_is_being_loaded() -> None:
         assert answer.json()["error"]["code"] == "model_loading"
         loader.open.set()
         await until(lambda: host.loading is None)
-        assert (await client.get("/health")).json() == {"status": "ok", "model": "alpha"}
+        assert (await client.get("/health")).json() == {"status": "ok", "model": "alpha", "backend": "neo"}
         await host.unload()
         answer = await client.post("/v1/completions", json={"prompt": "hello"})
         assert answer.json()["error"]["code"] == "no_model"

@@ -43,7 +43,12 @@ def test_requests_are_counted_and_timed(server: RunningServer) -> None:
     assert figure("http_requests_total", method="POST", path="/v1/completions", status="200") == 1
     assert figure("http_requests_total", method="GET", path="other", status="404") == 1
     assert figure("http_request_seconds_count", path="/v1/completions") == 1
-    assert figure("model_info", model="alphabet", policy="gpu-only", device="cpu", dtype="float32") == 1
+    assert (
+        figure(
+            "model_info", model="alphabet", backend="neo", policy="gpu-only", device="cpu", dtype="float32"
+        )
+        == 1
+    )
 
 
 def test_running_requests_are_told_by_place(server: RunningServer, executor: FakeExecutor) -> None:

@@ -194,7 +194,10 @@ def test_a_folder_with_several_files_asks_which_is_meant(make_checkpoint: Any, t
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general.architecture": "gemma3"}, r"'gemma3', which is not supported: choose one of llama, qwen2"),
+        (
+            {"general.architecture": "gemma3"},
+            r"'gemma3', which is not supported: choose one of llama, qwen2.*neo-desktop\[llamacpp\]'",
+        ),
         ({"general.type": "mmproj"}, "is no model, but 'mmproj' for one"),
         ({"llama.expert_count": 8}, "mixture of experts"),
         ({"llama.logit_scale": 0.5}, "sets logit_scale"),

@@ -1,0 +1,349 @@
+"""llama.cpp behind the same service: wiring with an imitation of its functions, answers with itself."""
+
+import importlib.util
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import httpx
+import openai
+import pytest
+from gguf_files import write_gguf
+from real_model import smollm2
+from transformers import GemmaConfig, GemmaForCausalLM
+
+from neo_desktop.app.engines.thread import EngineThread
+from neo_desktop.app.live.view import engine_view
+from neo_desktop.app.llamacpp import choice, library
+from neo_desktop.app.llamacpp.choice import check_llamacpp
+from neo_desktop.app.llamacpp.engine import LlamaCppEngine
+from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe
+from neo_desktop.app.llamacpp.tokenizer import LlamaCppTokenizer
+from neo_desktop.app.shelf.catalogue import Catalogue
+from neo_desktop.app.shelf.model_loader import ModelLoader
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.json_file import ModelError
+
+from .conftest import RunningServer, eventually, is_idle, running
+
+IMITATION = Path(__file__).parents[1] / "imitated_llama_cpp"
+CPU = EngineOptions(device="cpu")
+MESSAGES: Any = [{"role": "user", "content": "hello"}]
+PROMPT = "<user>hello<assistant>"
+needs_llama_cpp = pytest.mark.skipif(
+    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
+)
+
+
+def nothing(share: float, what: str) -> None:
+    pass
+
+
+def forget_llama_cpp() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "llama_cpp"]:
+        del sys.modules[name]
+    library._api.cache_clear()
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The imitation, in place of llama-cpp-python if that is installed."""
+    kept = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "llama_cpp"}
+    monkeypatch.syspath_prepend(str(IMITATION))
+    forget_llama_cpp()
+    yield library._api()
+    forget_llama_cpp()
+    sys.modules.update(kept)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file of a model that the engine has not, without weights."""
+    path = tmp_path / "strange.gguf"
+    writer = gguf.GGUFWriter(path, "gemma")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def server(api: Any, file: Path) -> Iterator[RunningServer]:
+    engine = LlamaCppRecipe("strange", file, CPU)(nothing)
+    with running(EngineThread(engine)) as running_server:
+        yield running_server
+        api.gate.set()
+
+
+def letters(num_prompt_tokens: int, count: int) -> str:
+    return "".join(chr(ord("a") + (num_prompt_tokens + i) % 26) for i in range(count))
+
+
+def ask(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(
+        **({"model": "strange", "messages": MESSAGES, "max_tokens": 3, "temperature": 0} | fields)
+    )
+
+
+def answer_of(engine: LlamaCppEngine, prompt: Any, **params: Any) -> tuple[str, list[int]]:
+    engine.add("alone", engine.intake.prepare(prompt, SamplingParams(**params)))
+    outputs = []
+    while engine.has_work:
+        engine.collect()
+        outputs += engine.take_outputs()
+    assert outputs[-1].error is None
+    return "".join(each.text for each in outputs), [
+        token.token_id for each in outputs for token in each.tokens
+    ]
+
+
+def test_chats_are_answered_as_by_the_engine(server: RunningServer, client: openai.OpenAI) -> None:
+    answer = ask(client, logprobs=True, top_logprobs=2)
+    (choice_,) = answer.choices
+    expected = letters(len(PROMPT), 3)
+    assert (choice_.message.content, choice_.finish_reason) == (expected, "length")
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT), 3)
+    assert [token.token for token in choice_.logprobs.content] == list(expected)
+    parts = list(ask(client, stream=True, stream_options={"include_usage": True}))
+    assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == expected
+    assert parts[-1].usage.completion_tokens == 3
+    many = ask(client, n=3, temperature=1.0, seed=1)
+    assert [each.message.content for each in many.choices] == [expected] * 3  # nothing else is probable
+    ended = ask(client, max_tokens=100).choices[0]
+    assert ended.finish_reason == "stop"
+    assert ended.message.content.endswith("z")
+    stopped = ask(client, max_tokens=100, stop=[expected[1:]]).choices[0]
+    assert (stopped.message.content, stopped.finish_reason) == (expected[0], "stop")
+
+
+def test_every_setting_of_the_engine_holds(server: RunningServer, client: openai.OpenAI) -> None:
+    first, second = letters(len(PROMPT), 2)
+    biased = ask(client, logit_bias={str(ord("!")): 100})
+    assert biased.choices[0].message.content == "!!!"
+    followed = ask(client, max_tokens=20, extra_body={"structured_outputs": {"regex": "(yes|no)"}})
+    assert followed.choices[0].message.content in ("yes", "no")
+    assert ask(client, stop=[second]).choices[0].message.content == first
+
+
+def test_a_chat_that_goes_on_is_not_read_again(
+    api: Any, server: RunningServer, client: openai.OpenAI
+) -> None:
+    ask(client)
+    api.decoded.clear()
+    more = [*MESSAGES, {"role": "assistant", "content": letters(len(PROMPT), 3)}, *MESSAGES]
+    answer = ask(client, messages=more)
+    cached = len(PROMPT) + 2  # the last token of an answer is never computed
+    assert answer.usage.prompt_tokens_details.cached_tokens == cached
+    assert sum(map(len, api.decoded)) == answer.usage.prompt_tokens - cached + 2
+
+
+def test_long_prompts_are_read_in_pieces(api: Any, server: RunningServer, client: openai.OpenAI) -> None:
+    api.decoded.clear()
+    client.completions.create(model="strange", prompt="x" * 550, max_tokens=1)
+    assert [len(each) for each in api.decoded] == [512, 39]  # with the token at its beginning
+
+
+def test_what_is_missing_is_said(server: RunningServer, http: httpx.Client) -> None:
+    health = http.get("/health").json()
+    assert health["backend"] == "llamacpp"
+    assert all(what in health["note"] for what in ("offloading", "one after the other", "scheduler"))
+    assert http.get("/stats").json()["backend"] == "llamacpp"
+    assert 'backend="llamacpp"' in http.get("/metrics").text
+    refused = http.post("/v1/embeddings", json={"model": "strange", "input": "x"})
+    assert refused.status_code == 400
+    assert "pooling is not to be had" in refused.json()["error"]["message"]
+
+
+def test_requests_wait_for_their_turn_and_are_cancelled(
+    api: Any, server: RunningServer, client: openai.OpenAI
+) -> None:
+    stream = ask(client, stream=True, max_tokens=500, logit_bias={str(api.END): -100})
+    assert next(iter(stream)).choices  # it has begun
+    others = [threading.Thread(target=ask, args=(client,)) for _ in range(2)]
+    api.gate.clear()
+    for other in others:
+        other.start()
+    eventually(lambda: server.service.num_queued >= 2)
+    stream.close()
+    api.gate.set()
+    for other in others:
+        other.join(30)
+    eventually(lambda: is_idle(server.service))
+    stats = server.service.stats
+    assert stats.num_output_tokens < 500
+    assert stats.num_cached_tokens > 0
+
+
+def test_the_queue_is_shown(api: Any, file: Path) -> None:
+    engine = LlamaCppRecipe("strange", file, CPU)(nothing)
+    assert engine_view(engine.live_view()).sentence.startswith("No chat is waiting")
+    for name in "abc":
+        engine.add(name, engine.intake.prepare("hello", SamplingParams(max_tokens=5)))
+    engine.collect()
+    view = engine_view(engine.live_view())
+    assert "its answer is being written. 2 more wait for their turn" in view.sentence
+    assert any("no offloading by NEO" in note for note in view.notes)
+    assert view.running is not None
+    assert (view.running.backend, view.running.waiting, len(view.running.requests)) == ("llamacpp", 2, 1)
+    engine.abort("b")
+    assert engine.stats().num_waiting == 1
+    engine.abort("a")
+    ended = set()
+    while engine.has_work:
+        engine.collect()
+        ended |= {output.request_id for output in engine.take_outputs()}
+    assert ended == {"c"}
+
+
+@pytest.mark.parametrize(("text", "message"), [("\a", "the bell rang"), ("\x06", "not finite")])
+def test_a_failure_is_told_and_the_next_request_is_answered(
+    text: str, message: str, server: RunningServer, client: openai.OpenAI
+) -> None:
+    with pytest.raises(openai.InternalServerError, match=message):
+        client.completions.create(model="strange", prompt=text, max_tokens=3)
+    assert ask(client).choices[0].message.content == letters(len(PROMPT), 3)
+
+
+def test_the_context_is_a_limit_as_elsewhere(server: RunningServer, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="the context holds 600") as error:
+        ask(client, max_tokens=590)
+    assert error.value.code == "context_length_exceeded"
+    assert client.models.list().data[0].model_extra == {"max_model_len": 600}
+
+
+def test_it_is_chosen_where_the_engine_has_not_what_a_model_needs(
+    api: Any, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalogue = Catalogue([file.parent], model=str(file))
+    model = catalogue.get("strange")
+    assert (model.summary.needs_llamacpp, model.summary.reason) == (True, None)
+    loader = ModelLoader(catalogue, CPU)
+    assert loader.why_not(model) is None
+    assert loader.runs_llamacpp(model)
+    assert not loader.runs_llamacpp(catalogue.get("builtin"))
+    assert not ModelLoader(catalogue, CPU, backend="neo").runs_llamacpp(model)
+    monkeypatch.setattr(choice, "is_installed", lambda: False)
+    monkeypatch.setattr("neo_desktop.app.shelf.checkpoint_summary.is_installed", lambda: False)
+    monkeypatch.setattr("neo_desktop.app.shelf.model_loader.is_installed", lambda: False)
+    for reason in (catalogue.get("strange").summary.reason, loader.why_not(model)):
+        assert reason is not None
+        assert "'gemma'" in reason
+        assert "pip install 'neo-desktop[llamacpp]'" in reason
+    with pytest.raises(ValueError, match="needs llama-cpp-python: pip install"):
+        ModelLoader(catalogue, CPU, backend="llamacpp").check(model)
+
+
+def test_it_runs_in_a_process_of_its_own(api: Any, file: Path) -> None:
+    loader = ModelLoader(Catalogue([file.parent], model=str(file)), CPU)
+    service = loader("strange", nothing)
+    try:
+        assert service.is_process
+        assert service.note == loader.note
+        assert service.stats.backend == "llamacpp"
+        assert service.tokenizer.encode("az", False) == [97, 122]
+        assert service.tokenizer.special_tokens == {"bos_token": "<begin>", "eos_token": "<end>"}
+        assert service.sampling_defaults.temperature == 0.5
+    finally:
+        service.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policy": "neo"}, "has no --policy"),
+        ({"dtype": "float16", "gpu_cache_tokens": 5}, "has no --dtype, --gpu-cache-tokens"),
+        ({"shape": "llama-2-7b"}, "models in GGUF files"),
+    ],
+)
+def test_options_that_mean_nothing_to_it_are_refused_by_name(
+    changes: dict[str, Any], message: str, api: Any, file: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_llamacpp(file, EngineOptions(**changes))
+    assert check_llamacpp(file, EngineOptions(cpu_cache_tokens=100)) == file
+
+
+def test_other_files_and_devices_are_refused(api: Any, file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="models in GGUF files, and this is none"):
+        check_llamacpp(tmp_path / "empty", CPU)
+    with pytest.raises(ValueError, match="without CUDA"):
+        LlamaCppRecipe("strange", file, EngineOptions(device="cuda"))(nothing)
+    file.write_bytes(b"damaged")
+    with pytest.raises(ModelError, match=r"cannot load .*: the weights are damaged"):
+        LlamaCppRecipe("strange", file, CPU)(nothing)
+    file.write_bytes(b"encoder")
+    with pytest.raises(ModelError, match="writes no answers: it has an encoder"):
+        LlamaCppRecipe("strange", file, CPU)(nothing)
+
+
+def test_a_load_can_be_stopped(api: Any, file: Path) -> None:
+    class StoppedError(Exception):
+        pass
+
+    def stop(share: float, what: str) -> None:
+        raise StoppedError
+
+    with pytest.raises(StoppedError):
+        LlamaCppRecipe("strange", file, CPU)(stop)
+
+
+@needs_llama_cpp
+def test_a_real_model_writes_what_llama_cpp_writes() -> None:
+    Llama = pytest.importorskip("llama_cpp").Llama  # noqa: N806
+    file = smollm2()
+    engine = LlamaCppRecipe("smollm2", file, EngineOptions(device="cpu", cpu_cache_tokens=2048))(nothing)
+    own = Llama(str(file), n_ctx=2048, flash_attn=True, verbose=False)
+    for prompt in ("The capital of France is", "def fibonacci(n):", "Die Hauptstadt von"):
+        text, _ = answer_of(engine, prompt, temperature=0, max_tokens=24)
+        told = own.create_completion(
+            engine.intake.tokenizer.encode(prompt), max_tokens=24, temperature=0, repeat_penalty=1.0
+        )
+        assert text == told["choices"][0]["text"]
+        sampled = answer_of(engine, prompt, seed=7, max_tokens=12)
+        assert answer_of(engine, prompt, seed=7, max_tokens=12) == sampled
+    engine.close()
+
+
+@needs_llama_cpp
+def test_its_tokenizer_is_that_of_the_engine() -> None:
+    file = smollm2()
+    theirs, ours = LlamaCppTokenizer(file), open_checkpoint(file).tokenizer()
+    for text in ("Hello, Wörld 👋🏽 日本語", "<|im_start|>user\nx<|im_end|>", "  a  b\n\n1234 don't", ""):
+        token_ids = ours.encode(text)
+        assert theirs.encode(text) == token_ids
+        for skip in (True, False):
+            assert theirs.decode(token_ids, skip) == ours.decode(token_ids, skip)
+    tokens = range(ours.vocab_size)
+    assert [theirs.token_bytes(each) for each in tokens] == [ours.token_bytes(each) for each in tokens]
+    assert [theirs.text_alone(each) for each in tokens] == [ours.text_alone(each) for each in tokens]
+    assert theirs.chat_template == ours.chat_template
+    with pytest.raises(ValueError, match="surrogate"):
+        theirs.encode("\ud800")
+
+
+@needs_llama_cpp
+def test_a_model_that_the_engine_has_not_is_answered(tmp_path: Path) -> None:
+    config = GemmaConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+    )
+    write_gguf(tmp_path / "tiny-gemma.gguf", GemmaForCausalLM(config), architecture="gemma")
+    loader = ModelLoader(Catalogue([tmp_path]), CPU)
+    service = loader("tiny-gemma", nothing)
+    with running(service._link) as server:
+        answer = server.client().completions.create(model="tiny-gemma", prompt="a", max_tokens=8)
+        assert answer.usage.completion_tokens >= 1
+        assert service.is_process
+    service.close()
