@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
@@ -117,13 +118,13 @@ class Stages:
 
     Args:
         decoder: gives the weights.
-        operators: what lies between products.
+        operators: what lies between products; None: native kernels on a CPU, torch's operators elsewhere.
     """
 
-    def __init__(self, decoder: Decoder, operators: Operators = in_torch) -> None:
+    def __init__(self, decoder: Decoder, operators: Operators | None = None) -> None:
         self.decoder = decoder
         self.config = decoder.config
-        self._operators = operators
+        self._operators = operators or (native_operators if decoder.device.type == "cpu" else in_torch)
         self._eps = decoder.config.rms_norm_eps
 
     @property

@@ -20,6 +20,7 @@ struct Avx512 {
   static Reg add(Reg a, Reg b) { return _mm512_add_ps(a, b); }
   static Reg subtract(Reg a, Reg b) { return _mm512_sub_ps(a, b); }
   static Reg multiply(Reg a, Reg b) { return _mm512_mul_ps(a, b); }
+  static Reg divide(Reg a, Reg b) { return _mm512_div_ps(a, b); }
   static Reg multiply_add(Reg a, Reg b, Reg c) { return _mm512_fmadd_ps(a, b, c); }
   static Reg max(Reg a, Reg b) { return _mm512_max_ps(a, b); }  // b where either is NaN
   static bool any_greater(Reg a, Reg b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }

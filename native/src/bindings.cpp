@@ -14,6 +14,7 @@
 #include "neo_desktop/arithmetic.h"
 #include "neo_desktop/cpu.h"
 #include "neo_desktop/memory.h"
+#include "neo_desktop/operators.h"
 #include "neo_desktop/paged_attention.h"
 #include "neo_desktop/quantised_linear.h"
 #include "neo_desktop/quantised_pack.h"
@@ -133,6 +134,22 @@ void unpack_quantised(int type, uintptr_t packed, const std::vector<int64_t>& ro
               default_num_threads());
 }
 
+void add_rms_norm_of(const Tensor& x, const Tensor& residual, const Tensor& weight, float eps,
+                     const Tensor& out, int num_threads, const std::string& isa) {
+  add_rms_norm(view("x", x), view("residual", residual), view("weight", weight), eps, view("out", out),
+               num_threads, isa_from_name(isa));
+}
+
+void silu_mul_of(const Tensor& gate_up, const Tensor& out, int num_threads, const std::string& isa) {
+  silu_mul(view("gate_up", gate_up), view("out", out), num_threads, isa_from_name(isa));
+}
+
+void rope_of(const Tensor& heads, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& norm,
+             float eps, int num_threads, const std::string& isa) {
+  rope(view("heads", heads), view("cos", cos), view("sin", sin), view("norm", norm), eps, num_threads,
+       isa_from_name(isa));
+}
+
 const TensorView* pointer(const std::optional<TensorView>& view) { return view ? &*view : nullptr; }
 
 }  // namespace
@@ -186,6 +203,9 @@ PYBIND11_MODULE(_native, m) {
                       num_threads, isa_from_name(isa));
       },
       without_gil);
+  m.def("add_rms_norm", &add_rms_norm_of, without_gil);
+  m.def("silu_mul", &silu_mul_of, without_gil);
+  m.def("rope", &rope_of, without_gil);
   m.def("quantised_linear", &multiply_quantised, without_gil);
   m.def("packed_bytes", [](int type, int64_t rows, int64_t columns) {
     return packed_bytes(stored_type(type), rows, columns);

@@ -19,6 +19,7 @@ struct Avx2 {
   static Reg add(Reg a, Reg b) { return _mm256_add_ps(a, b); }
   static Reg subtract(Reg a, Reg b) { return _mm256_sub_ps(a, b); }
   static Reg multiply(Reg a, Reg b) { return _mm256_mul_ps(a, b); }
+  static Reg divide(Reg a, Reg b) { return _mm256_div_ps(a, b); }
   static Reg multiply_add(Reg a, Reg b, Reg c) { return _mm256_fmadd_ps(a, b, c); }
   static Reg max(Reg a, Reg b) { return _mm256_max_ps(a, b); }  // b where either is NaN
   static bool any_greater(Reg a, Reg b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }

@@ -5,6 +5,7 @@
 
 #include "neo_desktop/half.h"
 #include "neo_desktop/kernels.h"
+#include "operator_rows.h"
 
 namespace neo_desktop {
 namespace {
@@ -99,6 +100,29 @@ int64_t multiply_adds(int64_t rounds, float* kept) {
   return rounds * kSteps * kChains;
 }
 
+// What the operators take for a register.
+struct OneLane {
+  using Reg = float;
+  static constexpr int kLanes = 1;
+  static float zero() { return 0.0f; }
+  static float broadcast(float x) { return x; }
+  static float add(float a, float b) { return a + b; }
+  static float subtract(float a, float b) { return a - b; }
+  static float multiply(float a, float b) { return a * b; }
+  static float divide(float a, float b) { return a / b; }
+  static float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
+  static float max(float a, float b) { return a > b ? a : b; }  // b where either is NaN
+  static float exp2(float x) { return std::exp2(x); }
+  template <class T>
+  static float load(const T* p) {
+    return to_float(*p);
+  }
+  template <class T>
+  static void store(T* p, float x) {
+    from_float(x, *p);
+  }
+};
+
 }  // namespace
 
 constinit const Kernels kScalarKernels = {
@@ -108,6 +132,7 @@ constinit const Kernels kScalarKernels = {
     {narrow<float>, narrow<Half>, narrow<BFloat16>},
     read,
     multiply_adds,
+    make_row_operators<OneLane>(),
     {},
 };
 

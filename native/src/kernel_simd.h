@@ -3,6 +3,7 @@
 
 #include "attend_pairs.h"
 #include "attend_rows.h"
+#include "operator_rows.h"
 #include "pair_math.h"
 
 namespace neo_desktop {
@@ -18,6 +19,7 @@ constexpr Kernels make_kernels() {
       {narrow<V, float>, narrow<V, Half>, narrow<V, BFloat16>},
       read<V>,
       multiply_adds<V>,
+      make_row_operators<V>(),
       {},
   };
 }

@@ -25,6 +25,7 @@ struct Neon {
   static Reg add(Reg a, Reg b) { return {vaddq_f32(a.low, b.low), vaddq_f32(a.high, b.high)}; }
   static Reg subtract(Reg a, Reg b) { return {vsubq_f32(a.low, b.low), vsubq_f32(a.high, b.high)}; }
   static Reg multiply(Reg a, Reg b) { return {vmulq_f32(a.low, b.low), vmulq_f32(a.high, b.high)}; }
+  static Reg divide(Reg a, Reg b) { return {vdivq_f32(a.low, b.low), vdivq_f32(a.high, b.high)}; }
   static Reg multiply_add(Reg a, Reg b, Reg c) {
     return {vfmaq_f32(c.low, a.low, b.low), vfmaq_f32(c.high, a.high, b.high)};
   }

@@ -4,11 +4,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from neo_desktop.models import operators
+from neo_desktop import native
+from neo_desktop.models import native_operators
+from neo_desktop.models import operators as in_torch
+from neo_desktop.models.operators import Operators, rotation
 from neo_desktop.models.rope import RopeConfig
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-5
+
+
+@pytest.fixture(params=["torch", *native.available_isas()])
+def operators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Operators:
+    if request.param == "torch":
+        return in_torch
+    monkeypatch.setenv("NEO_DESKTOP_ISA", request.param)
+    return native_operators
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -27,8 +38,9 @@ def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_addition_and_norm(dtype: torch.dtype) -> None:
-    x, residual, weight = (normal(*shape, dtype=dtype) for shape in ((7, 896), (7, 896), (896,)))
+@pytest.mark.parametrize("hidden", [896, 70])
+def test_addition_and_norm(operators: Operators, hidden: int, dtype: torch.dtype) -> None:
+    x, residual, weight = (normal(*shape, dtype=dtype) for shape in ((7, hidden), (7, hidden), (hidden,)))
     residual = residual.flip(0)
     residual[2] *= 100.0  # large ones occur in trained models
     residual[3] = x[3] = 0.0
@@ -41,24 +53,28 @@ def test_addition_and_norm(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gated_silu(dtype: torch.dtype) -> None:
-    gate_up = 4 * normal(5, 192, dtype=dtype)
+@pytest.mark.parametrize("columns", [96, 45])
+def test_gated_silu(operators: Operators, columns: int, dtype: torch.dtype) -> None:
+    gate_up = 4 * normal(5, 2 * columns, dtype=dtype)
     gate_up[0, :2] = torch.tensor([-1e4, 1e4], dtype=dtype)
     gate, up = gate_up.double().chunk(2, dim=-1)
-    out = torch.empty(5, 96, dtype=dtype)
+    out = torch.empty(5, columns, dtype=dtype)
     operators.silu_mul(gate_up, out)
     check(out, gate * gate.sigmoid() * up, roundings=2)
 
 
 @pytest.mark.parametrize("is_normed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rotation_turns_pairs_of_channels_by_angles(dtype: torch.dtype, is_normed: bool) -> None:
-    heads, kv_heads, head_dim = 6, 3, 64
+@pytest.mark.parametrize("head_dim", [64, 10])
+def test_rotation_turns_pairs_of_channels_by_angles(
+    operators: Operators, head_dim: int, dtype: torch.dtype, is_normed: bool
+) -> None:
+    heads, kv_heads = 6, 3
     qkv = normal(4, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     qk_norm = normal(heads + kv_heads, head_dim, dtype=dtype) if is_normed else None
     positions, frequencies = torch.tensor([0, 1, 7, 900]), RopeConfig(10_000.0).inverse_frequencies(head_dim)
     cos, sin = torch.empty(2, 4, 1, head_dim)
-    operators.rotation(positions, frequencies, 1.2, cos, sin)
+    rotation(positions, frequencies, 1.2, cos, sin)
 
     query_key, value = qkv.double().view(4, -1, head_dim).split((heads + kv_heads, kv_heads), dim=1)
     if qk_norm is not None:
@@ -74,13 +90,13 @@ def test_rotation_turns_pairs_of_channels_by_angles(dtype: torch.dtype, is_norme
     assert torch.equal(found[:, -kv_heads:].double(), value)
 
 
-def test_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
+def test_rotation_keeps_lengths_and_depends_on_distance_only(operators: Operators) -> None:
     frequencies = RopeConfig(theta=10_000.0).inverse_frequencies(64)
     query, key = normal(2, 5, 64, seed=3)
 
     def rotated(heads: Tensor, position: int) -> Tensor:
         cos, sin = torch.empty(2, 1, 1, 64)
-        operators.rotation(torch.tensor([position]), frequencies, 1.0, cos, sin)
+        rotation(torch.tensor([position]), frequencies, 1.0, cos, sin)
         row = torch.cat((heads, torch.zeros(1, 64))).flatten()[None]  # with a value
         operators.rope(row, cos, sin, 1, None, EPS)
         return row.view(6, 64)[:5]
@@ -91,3 +107,56 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only() -> None:
     torch.testing.assert_close(score(900, 880), score(20, 0), rtol=0, atol=1e-3)
     torch.testing.assert_close(score(33, 33), (query * key).sum(-1), rtol=0, atol=1e-4)
     assert (score(900, 880) - score(900, 881)).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("isa", native.available_isas())
+def test_a_row_alone_is_what_it_is_among_others(isa: str, dtype: torch.dtype) -> None:
+    """For so many rows that several threads share them."""
+    rows, heads, dim = 300, 6, 64
+    x, residual, weight = (normal(*shape, dtype=dtype) for shape in ((rows, 384), (rows, 384), (384,)))
+    gate_up, qkv = normal(rows, 768, dtype=dtype, seed=1), normal(rows, heads, dim, dtype=dtype, seed=2)
+    cos, sin = normal(2, rows, dim, seed=3)
+    norm = normal(heads, dim, dtype=dtype)
+
+    def computed(of: slice, threads: int) -> tuple[Tensor, ...]:
+        total, normed, gated, turned = residual[of].clone(), x[of].clone(), x[of].clone(), qkv[of].clone()
+        native.add_rms_norm(x[of], total, weight, EPS, normed, threads, isa=isa)
+        native.silu_mul(gate_up[of], gated, threads, isa=isa)
+        native.rope(turned, cos[of], sin[of], norm, EPS, threads, isa=isa)
+        return total, normed, gated, turned
+
+    alone = computed(slice(123, 124), 1)
+    for threads in (1, 3):
+        for one, of_all in zip(alone, computed(slice(None), threads), strict=True):
+            assert torch.equal(one[0], of_all[123])
+
+
+def test_numbers_that_are_not_finite_stay_with_their_row() -> None:
+    for isa in native.available_isas():
+        x, weight = normal(3, 40), normal(40)
+        x[1, 17], x[2, 3] = torch.nan, torch.inf
+        out = torch.empty(3, 40)
+        native.add_rms_norm(x, torch.zeros(3, 40), weight, EPS, out, isa=isa)
+        assert out[0].isfinite().all()
+        assert out[1].isnan().all()
+        gated = torch.empty(3, 20)
+        native.silu_mul(x, gated, isa=isa)
+        assert gated[0].isfinite().all()
+        assert gated[1].isnan().sum() == 1
+        assert gated[2, 3].isinf()
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    x = torch.ones(2, 8)
+    for call, message in (
+        (lambda: native.add_rms_norm(x, torch.ones(2, 7), x[0], EPS, x), "residual has shape"),
+        (lambda: native.add_rms_norm(x, x.clone(), x[0].half(), EPS, x), "weight has dtype"),
+        (lambda: native.add_rms_norm(x.T, x.T.clone(), x[:, 0], EPS, x.T), "x"),
+        (lambda: native.silu_mul(x, torch.ones(2, 5)), "gate_up has shape"),
+        (lambda: native.rope(torch.ones(2, 1, 7), x[:, :7], x[:, :7], None, EPS), "even number"),
+        (lambda: native.rope(torch.ones(2, 1, 8), x.half(), x, None, EPS), "cos has dtype"),
+        (lambda: native.rope(torch.ones(2, 2, 8), x, x, torch.ones(1, 8), EPS), "norm has shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

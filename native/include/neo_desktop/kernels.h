@@ -72,6 +72,16 @@ struct Bf16Kernels {
   int64_t (*multiply_adds)(int64_t rounds, float* kept);
 };
 
+// A row's share of the operators in operators.h, indexed by DType; any length.
+struct RowOperators {
+  void (*add_rms_norm[kFloatTypes])(const void* x, void* residual, const void* weight, void* out, int length,
+                                    float eps);
+  void (*silu_mul[kFloatTypes])(const void* gate_up, void* out, int length);
+  // norm may be null.
+  void (*rope[kFloatTypes])(void* heads, int count, int dim, const float* cos, const float* sin,
+                            const void* norm, float eps);
+};
+
 struct Kernels {
   // All indexed by DType (the cache's, or the row's). Lengths are multiples of 8.
   AttendKernel* attend_rows[kFloatTypes];
@@ -88,6 +98,7 @@ struct Kernels {
   // optimised away.
   int64_t (*multiply_adds)(int64_t rounds, float* kept);
 
+  RowOperators operators;
   Bf16Kernels bf16;
 };
 

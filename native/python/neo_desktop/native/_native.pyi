@@ -57,6 +57,27 @@ def paged_kv_read(
     isa: str,
     /,
 ) -> None: ...
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    out: Tensor,
+    num_threads: int,
+    isa: str,
+    /,
+) -> None: ...
+def silu_mul(gate_up: Tensor, out: Tensor, num_threads: int, isa: str, /) -> None: ...
+def rope(
+    heads: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    num_threads: int,
+    isa: str,
+    /,
+) -> None: ...
 def quantised_linear(
     x: Tensor,
     parts: Sequence[tuple[int, int, int, int]],

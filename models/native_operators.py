@@ -1,0 +1,35 @@
+"""A layer's arithmetic between its matrix products on a CPU, by the native kernels.
+
+The module is `operators.Operators`; what the functions do is said in `operators`.
+"""
+
+from torch import Tensor
+
+from neo_desktop import native
+from neo_desktop.models.operators import write_rows
+
+add_rms_norm = native.add_rms_norm
+silu_mul = native.silu_mul
+
+
+def rope(qkv: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, qk_norm: Tensor | None, eps: float) -> None:
+    """Normalise (if asked) and rotate queries and keys of `qkv` in place."""
+    heads = qkv.view(len(qkv), -1, cos.shape[-1])[:, :-kv_heads]
+    native.rope(heads, cos[:, 0], sin[:, 0], qk_norm, eps)
+
+
+def rope_append(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qk_norm: Tensor | None,
+    eps: float,
+) -> None:
+    """The same, and store keys and values in the cache."""
+    kv_heads, head_dim = k_cache.shape[2:]
+    rope(qkv, cos, sin, kv_heads, qk_norm, eps)
+    heads = qkv.view(len(qkv), -1, head_dim)
+    write_rows(heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:], k_cache, v_cache, slots)

@@ -1,0 +1,95 @@
+#include "neo_desktop/operators.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "neo_desktop/kernels.h"
+#include "neo_desktop/thread_pool.h"
+
+namespace neo_desktop {
+namespace {
+
+constexpr int64_t kSerialElements = 1 << 15;  // that one thread works on before others have woken
+
+// Calls body(first, last) for parts of [0, rows).
+template <class Body>
+void for_rows(int64_t rows, int64_t elements, int num_threads, Body body) {
+  const int64_t useful = std::clamp<int64_t>(elements / kSerialElements, 1, check_num_threads(num_threads));
+  const int threads = static_cast<int>(std::min(useful, rows));
+  if (threads <= 1) return body(0, rows);
+  constexpr int64_t kTakesPerThread = 4;
+  const int64_t take = std::max<int64_t>(rows / (threads * kTakesPerThread), 1);
+  std::atomic<int64_t> next{0};
+  ThreadPool::shared().run(threads, [&](int) {
+    for (int64_t first; (first = next.fetch_add(take, std::memory_order_relaxed)) < rows;) {
+      body(first, std::min(first + take, rows));
+    }
+  });
+}
+
+void check_like(const TensorView& tensor, const char* dims, std::vector<int64_t> shape, DType dtype,
+                int packed_dims = 1) {
+  check_shape(tensor, dims, shape);
+  check_dtype(tensor, {dtype});
+  check_packed(tensor, packed_dims);
+}
+
+uint8_t* row_of(const TensorView& tensor, int64_t row) {
+  return static_cast<uint8_t*>(tensor.data) + row * tensor.stride(0) * size_of(tensor.dtype);
+}
+
+}  // namespace
+
+void add_rms_norm(const TensorView& x, const TensorView& residual, const TensorView& weight, float eps,
+                  const TensorView& out, int num_threads, Isa isa) {
+  check_dims(x, "[n, hidden]", 2);
+  check_dtype(x, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  check_packed(x, 1);
+  const int64_t n = x.size(0), hidden = x.size(1);
+  check_like(residual, "[n, hidden]", {n, hidden}, x.dtype);
+  check_like(weight, "[hidden]", {hidden}, x.dtype);
+  check_like(out, "[n, hidden]", {n, hidden}, x.dtype);
+  const auto of_row = kernels_for(isa).operators.add_rms_norm[static_cast<int>(x.dtype)];
+  for_rows(n, n * hidden, num_threads, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      of_row(row_of(x, row), row_of(residual, row), weight.data, row_of(out, row), static_cast<int>(hidden),
+             eps);
+    }
+  });
+}
+
+void silu_mul(const TensorView& gate_up, const TensorView& out, int num_threads, Isa isa) {
+  check_dims(out, "[n, m]", 2);
+  check_dtype(out, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  check_packed(out, 1);
+  const int64_t n = out.size(0), columns = out.size(1);
+  check_like(gate_up, "[n, 2 * m]", {n, 2 * columns}, out.dtype);
+  const auto of_row = kernels_for(isa).operators.silu_mul[static_cast<int>(out.dtype)];
+  for_rows(n, n * columns * 4, num_threads, [&](int64_t first, int64_t last) {  // exponentials take longer
+    for (int64_t row = first; row < last; ++row) {
+      of_row(row_of(gate_up, row), row_of(out, row), static_cast<int>(columns));
+    }
+  });
+}
+
+void rope(const TensorView& heads, const TensorView& cos, const TensorView& sin,
+          const std::optional<TensorView>& norm, float eps, int num_threads, Isa isa) {
+  check_dims(heads, "[n, heads, head_dim]", 3);
+  check_dtype(heads, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  check_packed(heads, 2);
+  const int64_t n = heads.size(0), count = heads.size(1), dim = heads.size(2);
+  if (dim % 2 != 0) fail("heads have ", dim, " dimensions; expected an even number");
+  check_like(cos, "[n, head_dim]", {n, dim}, DType::kFloat32);
+  check_like(sin, "[n, head_dim]", {n, dim}, DType::kFloat32);
+  if (norm) check_like(*norm, "[heads, head_dim]", {count, dim}, heads.dtype, 2);
+  const auto of_row = kernels_for(isa).operators.rope[static_cast<int>(heads.dtype)];
+  for_rows(n, n * count * dim, num_threads, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) {
+      of_row(row_of(heads, row), static_cast<int>(count), static_cast<int>(dim),
+             reinterpret_cast<const float*>(row_of(cos, row)),
+             reinterpret_cast<const float*>(row_of(sin, row)), norm ? norm->data : nullptr, eps);
+    }
+  });
+}
+
+}  // namespace neo_desktop
