@@ -4,25 +4,27 @@ An iteration over a sub-batch of n tokens, of any requests:
 
     stages.embed(token_ids, positions, state)
     for layer in range(config.num_layers):
-        stages.pre_attention(layer, state)
+        stages.advance(layer - 1 if layer else None, layer, state)
         ...                            # the caller attends: `stages.heads(state)` -> state.attention
-        stages.post_attention(layer, state)
+    stages.advance(layer, None, state)
     stages.final_norm(state, normed)
     logits = stages.logits(normed, room)
 
 Between stages, `residual + x` are the hidden states: the sum is part of the next normalisation.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from neo_desktop import native
 from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.operators import Operators, Store, rotation
+from neo_desktop.models.quantised_layers import MAX_ROWS, quantised_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class State:
     cos: Tensor  # [rows, 1, head_dim] float32; see `operators.rotation`
     sin: Tensor
     scratch: Scratch
+    # All of it as `native.advance` takes it, once that was called.
+    seen_by_native: native.LayerState | None = field(default=None, compare=False)
 
     @classmethod
     def empty(
@@ -126,6 +130,8 @@ class Stages:
         self.config = decoder.config
         self._operators = operators or (native_operators if decoder.device.type == "cpu" else in_torch)
         self._eps = decoder.config.rms_norm_eps
+        is_native = operators is None and decoder.device.type == "cpu"
+        self._layers = quantised_layers(decoder) if is_native else None
 
     @property
     def writes_in_place(self) -> bool:
@@ -138,6 +144,47 @@ class Stages:
         decoder.embed(token_ids, state.residual)
         state.x.zero_()
         rotation(positions, decoder.inverse_frequencies, factor, state.cos, state.sin)
+
+    def advance(
+        self, finished: int | None, begun: int | None, state: State, store: Store | None = None
+    ) -> None:
+        """Compute what follows the attention of layer `finished`, then what precedes that of `begun`.
+
+        Args:
+            finished: None: nothing.
+            begun: None: nothing.
+            state: `state.attention` holds the attention's output of layer `finished`.
+            store: where keys and values of layer `begun` go; None: they stay in the state.
+        """
+        if self._layers is not None and store is None and state.rows <= MAX_ROWS:
+            native.advance(
+                None if finished is None else self._layers[finished],
+                None if begun is None else self._layers[begun],
+                self._seen_by_native(state),
+            )
+            return
+        if finished is not None:
+            self.post_attention(finished, state)
+        if begun is not None:
+            self.pre_attention(begun, state, store)
+
+    def _seen_by_native(self, state: State) -> native.LayerState:
+        if state.seen_by_native is None:
+            scratch, config = state.scratch, self.config
+            heads = state.qkv.view(state.rows, -1, config.head_dim)
+            state.seen_by_native = native.layer_state(
+                state.residual,
+                state.x,
+                state.qkv,
+                heads[:, : -config.num_kv_heads],
+                state.attention.flatten(1),
+                state.cos[:, 0],
+                state.sin[:, 0],
+                scratch.normed,
+                scratch.gate_up,
+                scratch.gated,
+            )
+        return state.seen_by_native
 
     def pre_attention(self, layer: int, state: State, store: Store | None = None) -> None:
         """Compute queries, keys and values; with `store`, put keys and values into a cache."""

@@ -319,9 +319,7 @@ class Program:
             if memory.table is not None:
                 torch.index_select(memory.table, 0, memory.inputs.sources, out=memory.token_ids)
             stages.embed(memory.token_ids, memory.inputs.positions, state)
-        else:
-            stages.post_attention(layer - 1, state)
-        stages.pre_attention(layer, state, each.store(layer))
+        stages.advance(layer - 1 if layer else None, layer, state, each.store(layer))
 
     def _send(self, each: SubBatchPass, hand_off: HandOff) -> None:
         target = hand_off.batch.hand_over.qkv
@@ -348,7 +346,7 @@ class Program:
             )
 
     def _finish_all(self, state: State, out: Tensor) -> None:
-        self._stages.post_attention(self._config.num_layers - 1, state)
+        self._stages.advance(self._config.num_layers - 1, None, state)
         self._stages.final_norm(state, out)
 
     def _finish_rows(self, passes: Sequence[SubBatchPass], out: Tensor) -> None:

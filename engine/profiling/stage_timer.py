@@ -272,10 +272,12 @@ class StageTimer:
         slots = region.slots(tokens, turn).to(device, torch.int32)
 
         def call(step: int) -> None:
-            layer, cache = turn * LAYERS_AT_ONCE + step, region.pool.layer(region.layer(turn + step))
+            layer, cache = (
+                (turn * LAYERS_AT_ONCE + step) % self._config.num_layers,
+                region.pool.layer(region.layer(turn + step)),
+            )
             store = cache.store(slots) if cache.stores_early else None
-            self._stages.pre_attention(layer % self._config.num_layers, state, store)
-            self._stages.post_attention(layer % self._config.num_layers, state)
+            self._stages.advance(layer, layer, state, store)
 
         return call
 

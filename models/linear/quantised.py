@@ -113,6 +113,11 @@ class Quantised:
     def dense(self) -> Tensor:  # noqa: D102
         return torch.cat([part.rows_of(torch.arange(part.rows)) for part in self.parts]).to(self._dtype)
 
+    @property
+    def native(self) -> native.Matrix:
+        """What `native.quantised_layer` takes."""
+        return self._native, self.bias
+
     def multiply(self, x: Tensor, out: Tensor) -> Tensor:  # noqa: D102
         native.quantised_linear(x if x.stride(1) == 1 else x.contiguous(), self._native, self.bias, out)
         return out

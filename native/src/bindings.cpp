@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <chrono>
 #include <memory>
 #include <optional>
@@ -16,6 +17,7 @@
 #include "neo_desktop/memory.h"
 #include "neo_desktop/operators.h"
 #include "neo_desktop/paged_attention.h"
+#include "neo_desktop/quantised_layer.h"
 #include "neo_desktop/quantised_linear.h"
 #include "neo_desktop/quantised_pack.h"
 #include "neo_desktop/relay.h"
@@ -110,15 +112,47 @@ StoredType stored_type(int type) {
 
 using Part = std::tuple<int, uintptr_t, int64_t, int64_t>;
 
-void multiply_quantised(const Tensor& x, const std::vector<Part>& parts, const std::optional<Tensor>& bias,
-                        const Tensor& out, int num_threads, const std::string& isa) {
+std::vector<QuantisedPart> quantised_parts(const std::vector<Part>& parts) {
   std::vector<QuantisedPart> views;
   for (const auto& [type, address, bytes, rows] : parts) {
     const WeightType kept_as = weight_type_of(stored_type(type));
     views.push_back({kept_as, reinterpret_cast<const uint8_t*>(address), bytes, rows});
   }
-  quantised_linear(view("x", x), views, view("bias", bias), view("out", out), num_threads,
+  return views;
+}
+
+void multiply_quantised(const Tensor& x, const std::vector<Part>& parts, const std::optional<Tensor>& bias,
+                        const Tensor& out, int num_threads, const std::string& isa) {
+  quantised_linear(view("x", x), quantised_parts(parts), view("bias", bias), view("out", out), num_threads,
                    isa_from_name(isa));
+}
+
+using Matrix = std::pair<std::vector<Part>, std::optional<Tensor>>;
+
+QuantisedMatrix quantised_matrix(const Matrix& matrix) {
+  return {quantised_parts(matrix.first), view("bias", matrix.second)};
+}
+
+QuantisedLayer quantised_layer(const Tensor& input_norm, const Matrix& qkv,
+                               const std::optional<Tensor>& qk_norm, const Matrix& output,
+                               const Tensor& post_attention_norm, const Matrix& gate_up, const Matrix& down,
+                               float eps) {
+  return {view("input_norm", input_norm),
+          quantised_matrix(qkv),
+          view("qk_norm", qk_norm),
+          quantised_matrix(output),
+          view("post_attention_norm", post_attention_norm),
+          quantised_matrix(gate_up),
+          quantised_matrix(down),
+          eps};
+}
+
+LayerState layer_state(const std::array<Tensor, 10>& tensors) {
+  constexpr const char* kNames[] = {"residual", "x",   "qkv",    "rotated", "attention",
+                                    "cos",      "sin", "normed", "gate_up", "gated"};
+  std::array<TensorView, 10> views;
+  for (size_t i = 0; i < views.size(); ++i) views[i] = view(kNames[i], tensors[i]);
+  return {views[0], views[1], views[2], views[3], views[4], views[5], views[6], views[7], views[8], views[9]};
 }
 
 bool pack_quantised(int type, uintptr_t stored, int64_t first, int64_t count, int64_t columns,
@@ -206,6 +240,14 @@ PYBIND11_MODULE(_native, m) {
   m.def("add_rms_norm", &add_rms_norm_of, without_gil);
   m.def("silu_mul", &silu_mul_of, without_gil);
   m.def("rope", &rope_of, without_gil);
+  py::class_<QuantisedLayer>(m, "QuantisedLayer").def(py::init(&quantised_layer));
+  py::class_<LayerState>(m, "LayerState").def(py::init(&layer_state));
+  m.def(
+      "advance",
+      [](const QuantisedLayer* finished, const QuantisedLayer* begun, const LayerState& state,
+         int num_threads,
+         const std::string& isa) { advance(finished, begun, state, num_threads, isa_from_name(isa)); },
+      without_gil);
   m.def("quantised_linear", &multiply_quantised, without_gil);
   m.def("packed_bytes", [](int type, int64_t rows, int64_t columns) {
     return packed_bytes(stored_type(type), rows, columns);

@@ -4,7 +4,8 @@
 #include <vector>
 
 #include "neo_desktop/cpu.h"
-#include "neo_desktop/quantised_linear.h"
+#include "neo_desktop/operators.h"
+#include "neo_desktop/quantised_layer.h"
 #include "neo_desktop/quantised_pack.h"
 #include "suites.h"
 #include "tensor.h"
@@ -27,9 +28,7 @@ Tensor bytes_of(const char* name, int64_t count, Random& random) {
 }
 
 // Rows of any bits, whose scales are finite; packed in pieces.
-Part random_part(int64_t columns, Random& random) {
-  const auto type = static_cast<StoredType>(random.between(0, kStoredTypes - 1));
-  const int64_t rows = random.between(1, 50);
+Part random_part(StoredType type, int64_t rows, int64_t columns, Random& random) {
   const int64_t row_bytes = stored_bytes(type, columns);
   const int64_t block = stored_bytes(type, stored_columns(type));
   const Tensor stored = bytes_of("stored", rows * row_bytes, random);
@@ -48,6 +47,52 @@ Part random_part(int64_t columns, Random& random) {
   pack_rows(type, bytes + first * row_bytes, first, rows - first, columns, packed, 3);
   return part;
 }
+
+QuantisedPart view_of(const Part& part, int64_t columns) {
+  return {weight_type_of(part.type), part.packed.as<uint8_t>(), packed_bytes(part.type, part.rows, columns),
+          part.rows};
+}
+
+void fill(Tensor& tensor, Random& random) {
+  const std::vector<int64_t>& shape = tensor.view().shape;
+  int64_t count = 1;
+  for (const int64_t size : shape) count *= size;
+  for (int64_t i = 0; i < count; ++i) tensor.set(i, *random.noise(1));
+}
+
+Tensor numbers(const char* name, DType dtype, std::vector<int64_t> shape, Random& random) {
+  Tensor tensor(name, dtype, shape, packed_strides(shape), random);
+  fill(tensor, random);
+  return tensor;
+}
+
+// All that lies between two layers, in tensors of its own.
+struct LayerProblem {
+  LayerProblem(DType dtype, int64_t n, int64_t hidden, int64_t heads, int64_t kv_heads, int64_t dim,
+               int64_t intermediate, Random random)
+      : residual(numbers("residual", dtype, {n, hidden}, random)),
+        x(numbers("x", dtype, {n, hidden}, random)),
+        qkv(numbers("qkv", dtype, {n, (heads + 2 * kv_heads) * dim}, random)),
+        attention(numbers("attention", dtype, {n, heads * dim}, random)),
+        cos(numbers("cos", DType::kFloat32, {n, dim}, random)),
+        sin(numbers("sin", DType::kFloat32, {n, dim}, random)),
+        normed(numbers("normed", dtype, {n, hidden}, random)),
+        gate_up(numbers("gate_up", dtype, {n, 2 * intermediate}, random)),
+        gated(numbers("gated", dtype, {n, intermediate}, random)),
+        rotated(qkv.view()) {
+    rotated.shape = {n, heads + kv_heads, dim};
+    rotated.strides = {qkv.view().strides[0], dim, 1};
+  }
+
+  LayerState state() const {
+    return {residual.view(), x.view(),   qkv.view(),    rotated,        attention.view(),
+            cos.view(),      sin.view(), normed.view(), gate_up.view(), gated.view()};
+  }
+  std::string results() const { return residual.bytes() + x.bytes() + qkv.bytes(); }
+
+  Tensor residual, x, qkv, attention, cos, sin, normed, gate_up, gated;
+  TensorView rotated;
+};
 
 std::vector<float> dense(const std::vector<Part>& parts, int64_t columns) {
   std::vector<float> weights;
@@ -97,7 +142,8 @@ void test_quantised(Random& random, Report& report) {
   std::vector<Part> parts;
   int64_t rows = 0;
   for (int64_t i = random.between(1, 3); i > 0; --i) {
-    parts.push_back(random_part(columns, random));
+    const auto type = static_cast<StoredType>(random.between(0, kStoredTypes - 1));
+    parts.push_back(random_part(type, random.between(1, 50), columns, random));
     rows += parts.back().rows;
   }
   const DType dtype = random.pick({DType::kFloat32, DType::kFloat16, DType::kBFloat16});
@@ -113,8 +159,7 @@ void test_quantised(Random& random, Report& report) {
   std::ostringstream text;
   text << count << " rows of " << columns << " " << dtype_text(dtype) << " times";
   for (const Part& part : parts) {
-    views.push_back({weight_type_of(part.type), part.packed.as<uint8_t>(),
-                     packed_bytes(part.type, part.rows, columns), part.rows});
+    views.push_back(view_of(part, columns));
     text << " " << part.rows << " of stored type " << static_cast<int>(part.type);
   }
   std::string first;
@@ -129,6 +174,56 @@ void test_quantised(Random& random, Report& report) {
         if (!wrong.empty()) report.fail(wrong);
       }
       if (out.bytes() != first) report.fail("not the same bits as those of the first instruction set");
+    }
+  }
+}
+
+// The same by single calls.
+void advance_apart(const QuantisedLayer& layer, const LayerState& state, Isa isa) {
+  const auto multiply = [&](const TensorView& x, const QuantisedMatrix& matrix, const TensorView& out) {
+    quantised_linear(x, matrix.parts, matrix.bias, out, 1, isa);
+  };
+  const auto normalise = [&](const TensorView& weight) {
+    add_rms_norm(state.x, state.residual, weight, layer.eps, state.normed, 1, isa);
+  };
+  multiply(state.attention, layer.output, state.x);
+  normalise(layer.post_attention_norm);
+  multiply(state.normed, layer.gate_up, state.gate_up);
+  silu_mul(state.gate_up, state.gated, 1, isa);
+  multiply(state.gated, layer.down, state.x);
+  normalise(layer.input_norm);
+  multiply(state.normed, layer.qkv, state.qkv);
+  rope(state.rotated, state.cos, state.sin, layer.qk_norm, layer.eps, 1, isa);
+}
+
+void test_quantised_layer(Random& random, Report& report) {
+  const DType dtype = random.pick({DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  const int64_t n = random.between(1, 20), hidden = 256, intermediate = 256, dim = 32;
+  const int64_t heads = 8, kv_heads = random.pick({1, 2, 4});
+  std::vector<Part> parts;
+  const auto matrix = [&](int64_t rows) {
+    const auto type = static_cast<StoredType>(random.between(0, kStoredTypes - 1));
+    parts.push_back(random_part(type, rows, 256, random));
+    return QuantisedMatrix{{view_of(parts.back(), 256)}, std::nullopt};
+  };
+  const Tensor norm = numbers("norm", dtype, {hidden}, random);
+  const Tensor qk_norm = numbers("qk_norm", dtype, {heads + kv_heads, dim}, random);
+  const Tensor bias = numbers("bias", dtype, {(heads + 2 * kv_heads) * dim}, random);
+  QuantisedLayer layer{norm.view(),    matrix((heads + 2 * kv_heads) * dim),
+                       std::nullopt,   matrix(hidden),
+                       norm.view(),    matrix(2 * intermediate),
+                       matrix(hidden), 1e-5f};
+  if (random.chance(0.5)) layer.qk_norm = qk_norm.view();
+  if (random.chance(0.5)) layer.qkv.bias = bias.view();
+  const Random same = random;
+  for (const Isa isa : available_isas()) {
+    report.describe(std::string(isa_name(isa)) + "; " + std::to_string(n) + " rows of " + dtype_text(dtype));
+    const LayerProblem apart(dtype, n, hidden, heads, kv_heads, dim, intermediate, same);
+    advance_apart(layer, apart.state(), isa);
+    for (const int threads : {1, 3}) {
+      const LayerProblem together(dtype, n, hidden, heads, kv_heads, dim, intermediate, same);
+      advance(&layer, &layer, together.state(), threads, isa);
+      if (together.results() != apart.results()) report.fail("not the bits of single calls");
     }
   }
 }

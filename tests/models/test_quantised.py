@@ -20,6 +20,7 @@ from neo_desktop.models.gguf.tensors import GGUFTensor
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.quantised import KERNEL_TYPES, PartShape, Quantised, packed_bytes
 from neo_desktop.models.registry import check_model, load_model
+from neo_desktop.models.stages import Scratch, Stages, State
 from neo_desktop.models.stored_form import stored_form
 
 CPU = torch.device("cpu")
@@ -204,6 +205,29 @@ def test_a_model_computes_with_the_weights_of_its_file(
     assert kept.nbytes < dequantised.nbytes - 2.5 * matrices  # of 4 bytes each, at most 1.5 are left
     found, expected = (logits_of_all(each, TOKENS) for each in (kept, dequantised))
     assert 0 < (found - expected).norm() < 0.03 * expected.norm()
+
+
+@pytest.mark.parametrize("rows", [1, 5, 32, 33])
+def test_layers_in_one_call_are_those_of_single_products(
+    rows: int, make_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, model = make_checkpoint(**SIZES, attention_bias=True)
+    kept, _ = kept_and_dequantised(write_gguf(tmp_path / "model.gguf", model, type_name="Q4_1"))
+    config = kept.config
+
+    def hidden(max_rows: int) -> Tensor:
+        monkeypatch.setattr("neo_desktop.models.stages.MAX_ROWS", max_rows)
+        stages = Stages(kept)
+        scratch = Scratch.empty(config, rows, torch.float32, CPU)
+        state = State.empty(config, rows, torch.float32, CPU, scratch)
+        stages.embed(TOKENS[:rows], torch.arange(rows), state)
+        for layer in range(config.num_layers):
+            stages.advance(layer - 1 if layer else None, layer, state)
+            state.attention.copy_(stages.heads(state)[0])  # anything that depends on the layer before
+        stages.advance(config.num_layers - 1, None, state)
+        return state.residual + state.x
+
+    assert torch.equal(hidden(32), hidden(0))
 
 
 def test_parts_of_one_matrix_may_be_stored_differently(make_checkpoint: Any, tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ import torch
 
 from neo_desktop.native import _native
 from neo_desktop.native._native import (
+    LayerState,
+    QuantisedLayer,
     available_isas,
     bind_threads,
     cpu_features,
@@ -28,7 +30,11 @@ from neo_desktop.native._native import (
 
 __all__ = [
     "STORED_TYPES",
+    "LayerState",
+    "Matrix",
+    "QuantisedLayer",
     "add_rms_norm",
+    "advance",
     "advise_huge_pages",
     "available_isas",
     "bind_threads",
@@ -39,6 +45,7 @@ __all__ = [
     "fma_rate",
     "follow_isa",
     "interleave_numa_nodes",
+    "layer_state",
     "num_threads_beside_gpu",
     "num_usable_cpus",
     "pack_quantised",
@@ -46,6 +53,7 @@ __all__ = [
     "paged_attention_decode",
     "paged_kv_read",
     "paged_kv_write",
+    "quantised_layer",
     "quantised_linear",
     "read_bandwidth",
     "read_seconds",
@@ -390,6 +398,104 @@ def quantised_linear(
     )
 
 
+Matrix = tuple[Sequence[tuple[int, int, int, int]], torch.Tensor | None]
+"""Parts and bias, see `quantised_linear`."""
+
+
+def quantised_layer(
+    input_norm: torch.Tensor,
+    qkv: Matrix,
+    qk_norm: torch.Tensor | None,
+    output: Matrix,
+    post_attention_norm: torch.Tensor,
+    gate_up: Matrix,
+    down: Matrix,
+    eps: float,
+) -> QuantisedLayer:
+    """Return what `advance` takes for a decoder's layer; it owns none of the memory.
+
+    Args:
+        input_norm: [hidden], of the model's dtype; post_attention_norm likewise.
+        qkv: the product that gives queries, keys and values.
+        qk_norm: [heads of queries and keys, head_dim], or None.
+        output: what follows the attention.
+        post_attention_norm: see input_norm.
+        gate_up: gates, then ups.
+        down: of the feed-forward network.
+        eps: of the norms.
+    """
+
+    def seen(matrix: Matrix) -> tuple[Sequence[tuple[int, int, int, int]], _View | None]:
+        parts, bias = matrix
+        return parts, None if bias is None else view_of("bias", bias)
+
+    return QuantisedLayer(
+        view_of("input_norm", input_norm),
+        seen(qkv),
+        None if qk_norm is None else view_of("qk_norm", qk_norm),
+        seen(output),
+        view_of("post_attention_norm", post_attention_norm),
+        seen(gate_up),
+        seen(down),
+        eps,
+    )
+
+
+def layer_state(
+    residual: torch.Tensor,
+    x: torch.Tensor,
+    qkv: torch.Tensor,
+    rotated: torch.Tensor,
+    attention: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    normed: torch.Tensor,
+    gate_up: torch.Tensor,
+    gated: torch.Tensor,
+) -> LayerState:
+    """Return what layers hand on, as `advance` takes it; it owns none of the memory.
+
+    Args:
+        residual: [n, hidden], of the model's dtype, as all but cos and sin.
+        x: [n, hidden]: what is to be added to it.
+        qkv: [n, all heads * head_dim]
+        rotated: [n, heads of queries and keys, head_dim]: part of qkv.
+        attention: [n, heads * head_dim]: its output.
+        cos: [n, head_dim] fp32, see `rope`; sin likewise.
+        sin: see cos.
+        normed: [n, hidden], with any content, likewise the others.
+        gate_up: [n, 2 * intermediate]
+        gated: [n, intermediate]
+    """
+    tensors = (residual, x, qkv, rotated, attention, cos, sin, normed, gate_up, gated)
+    return LayerState([view_of("a layer's tensor", tensor) for tensor in tensors])
+
+
+def advance(
+    finished: QuantisedLayer | None,
+    begun: QuantisedLayer | None,
+    state: LayerState,
+    num_threads: int = 0,
+    *,
+    isa: str | None = None,
+) -> None:
+    """Compute what follows the attention of layer `finished`, then what precedes that of layer `begun`.
+
+    Threads are woken once. The numbers are those of `quantised_linear`, `add_rms_norm`, `silu_mul`, `rope`.
+
+    Args:
+        finished: None: nothing.
+        begun: None: nothing; else up to rotated queries and keys, with nothing stored.
+        state: what layers hand on; meant for few rows.
+        num_threads: 0 means `default_num_threads()`.
+        isa: as in `paged_attention_decode`.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together; nothing was written.
+    """
+    _native.advance(finished, begun, state, num_threads, isa or default_isa())
+
+
 def packed_bytes(stored_type: str, rows: int, columns: int) -> int:
     """Return the bytes that rows of one of `STORED_TYPES` take once they are packed."""
     return _native.packed_bytes(STORED_TYPES.index(stored_type), rows, columns)
@@ -499,7 +605,10 @@ def _check_contiguous(tensor: torch.Tensor) -> None:
         raise ValueError("tensor must be contiguous and on the CPU")
 
 
-def view_of(name: str, tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+_View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+
+def view_of(name: str, tensor: torch.Tensor) -> _View:
     """Return a CPU tensor as the native functions see it; `name` is for their error messages.
 
     Raises:

@@ -3,6 +3,7 @@ from typing import TypeAlias
 
 # (address, dtype code, shape, strides in elements); the codes are those of native/include/neo_desktop/dtype.h
 Tensor: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+Matrix: TypeAlias = tuple[Sequence[tuple[int, int, int, int]], Tensor | None]
 # q, out, block_tables, context_lens, k and v of the new tokens, block_size, scale
 Decode: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int, float]
 
@@ -74,6 +75,32 @@ def rope(
     sin: Tensor,
     norm: Tensor | None,
     eps: float,
+    num_threads: int,
+    isa: str,
+    /,
+) -> None: ...
+
+class QuantisedLayer:
+    def __init__(
+        self,
+        input_norm: Tensor,
+        qkv: Matrix,
+        qk_norm: Tensor | None,
+        output: Matrix,
+        post_attention_norm: Tensor,
+        gate_up: Matrix,
+        down: Matrix,
+        eps: float,
+        /,
+    ) -> None: ...
+
+class LayerState:
+    def __init__(self, tensors: Sequence[Tensor], /) -> None: ...
+
+def advance(
+    finished: QuantisedLayer | None,
+    begun: QuantisedLayer | None,
+    state: LayerState,
     num_threads: int,
     isa: str,
     /,
