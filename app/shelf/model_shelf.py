@@ -13,7 +13,8 @@ from neo_desktop.app.shelf.catalogue import LocalModel, UnknownModelError, own_f
 from neo_desktop.app.shelf.fits import Fit
 from neo_desktop.app.shelf.hosting import HostBusyError, LoadFailedError, ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader
-from neo_desktop.app.shelf.pull import NAME, PullError, PullStoppedError, pull
+from neo_desktop.app.shelf.pull import check_name, pull
+from neo_desktop.app.shelf.pull_errors import PullError, PullStoppedError
 from neo_desktop.app.web.body import parse
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.app.web.events import Hub
@@ -143,17 +144,15 @@ class ModelShelf:
             raise ApiError(409, str(error), code=error.code) from None
 
     def _start_pull(self, name: str) -> None:
-        if not NAME.fullmatch(name):
-            raise ApiError(
-                400,
-                f"{name!r} is no model's name: write ORGANISATION/NAME, as on huggingface.co",
-                param="name",
-            )
+        try:
+            check_name(name)
+        except PullError as error:
+            raise ApiError(400, str(error), param="name") from None
         if self._pulling is not None:
             raise ApiError(409, f"{self._pulling['name']} is being downloaded: stop that, or wait for it")
         self._pull_stopped.clear()
         self._pull_error = None
-        self._pulling = {"name": name, "share": 0.0, "what": "Asking huggingface.co"}
+        self._pulling = {"name": name, "share": 0.0, "what": "Starting"}
         self._pull_task = asyncio.create_task(self._pull(name))
         self._publish()
 

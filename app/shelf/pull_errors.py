@@ -1,0 +1,9 @@
+"""Why a model could not be brought here."""
+
+
+class PullError(RuntimeError):
+    """The message says why."""
+
+
+class PullStoppedError(PullError):
+    """Somebody stopped it."""
