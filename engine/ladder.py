@@ -79,6 +79,7 @@ MECHANISMS: Mapping[str, Mechanism] = {
         _kernel("norm", "Residual and normalisation"),
         _kernel("activation", "Gated activation"),
         _kernel("row_copy", "Rows of KV into the cache and out of it"),
+        _kernel("quantised", "Products with quantised weights"),
         Mechanism(
             "prompt_attention",
             "Attention of prompts",

@@ -8,7 +8,9 @@ import torch
 import neo_desktop.models
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.cuda.streams import Streams, open_streams
+from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kernels.toolchain import limit_kernels
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.profiling.budget import MemoryCaps, check_weights_fit
 from neo_desktop.engine.profiling.hardware import host_memory
@@ -20,7 +22,7 @@ from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.registry import check_model, load_model, random_model
 from neo_desktop.models.shapes import shape as published_shape
-from neo_desktop.models.stored_form import stored_form
+from neo_desktop.models.stored_form import StoredForm, stored_form
 from neo_desktop.models.tokenizer import ByteTokenizer, Tokenizer
 
 BUILTIN_NAME = "neo-desktop-guide"  # as the API calls it
@@ -66,7 +68,7 @@ def load(options: EngineOptions, progress: Progress | None = None) -> LoadedMode
     config = checkpoint.config()
     weights = check_model(checkpoint, config)  # before anything is decided by numbers that may be wrong
     tokenizer = checkpoint.tokenizer()
-    form = stored_form(weights, config) if keeps_stored(options, device) else DENSE
+    form = kept_form(stored_form(weights, config), options, device)
     dtype = choose_dtype(asked_dtype(options), config, device, form=form)
     check_weights_fit(config, dtype, device, caps, form=form)
 
@@ -106,9 +108,13 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda")
 
 
-def keeps_stored(options: EngineOptions, device: torch.device) -> bool:
-    """Whether quantised matrices stay as they are stored: where it is wanted, and the device has kernels."""
-    return device.type == "cpu" and options.weights_dtype == "auto"
+def kept_form(stored: LinearForm, options: EngineOptions, device: torch.device) -> LinearForm:
+    """Return how matrices are kept: as they are stored where it is wanted, and the device has kernels."""
+    if options.weights_dtype != "auto" or not isinstance(stored, StoredForm):
+        return DENSE
+    if device.type == "cpu":
+        return stored
+    return stored.on_gpu(dispatch) if ladder.rung("quantised") == "triton" else DENSE
 
 
 def asked_dtype(options: EngineOptions) -> str:

@@ -104,6 +104,7 @@ def take_memory(
         MemoryCaps.of(options),
         cpu_cache_dtype,
         free,
+        decoder.nbytes,
     )
     num_blocks = {place: fitting[place] for place in places}
     if not any(num_blocks.values()):

@@ -10,7 +10,6 @@ from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.onednn import why_plain
 from neo_desktop.models.linear.protocol import LinearForm
-from neo_desktop.models.linear.quantised import WIDENED
 from neo_desktop.models.stored_form import StoredForm
 from neo_desktop.models.weights import BytesRead, Weights, named_weights
 
@@ -41,10 +40,9 @@ def load_model(
 
 
 def _what_became(form: LinearForm, dtype: torch.dtype) -> str:
-    if not isinstance(form, StoredForm) or not form.matrices:
+    if not isinstance(form, StoredForm) or not form.kept_types:
         return f"dequantised to {dtype}"
-    parts = {part.type_name for parts in form.matrices.values() for part in parts}
-    said = [f"{name} in {bits} bits" for name, bits in WIDENED.items() if name in parts]
+    said = [f"{name} in {bits} bits" for name, bits in form.widened.items()]
     if form.without_kernel:
         said.append(f"{' and '.join(form.without_kernel)} dequantised to {dtype}")
     return f"{', '.join(said)}, others kept as they are" if said else "kept as they are"

@@ -1,16 +1,21 @@
-"""Which matrices of a checkpoint stay as they are stored."""
+"""Which matrices of a checkpoint stay as they are stored, on a CPU and on a GPU."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.gguf.types import TYPES
+from neo_desktop.models.linear import grouped, quantised
 from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.linear.protocol import Embedding, Linear
-from neo_desktop.models.linear.quantised import PartShape, Quantised, has_kernel, packed_bytes
+from neo_desktop.models.linear.quantised import PartShape, Quantised
+from neo_desktop.models.linear.quantised_gpu import Kernels, QuantisedOnGPU, merged
 from neo_desktop.models.weights import Weights, matrix_names
+
+FLOATS = {stored.name for stored in TYPES.values() if stored.dtype is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,18 +23,49 @@ class StoredForm(Dense):
     """See `protocol.LinearForm`: matrices with kernels for their types stay packed, others are dequantised.
 
     Args:
-        matrices: by the names of `LinearForm.named`: the parts of those that stay.
-        parts: of the one that is meant; none: it is dequantised.
-        without_kernel: types of quantised matrices that are dequantised.
+        stored: by the names of `LinearForm.named`: the parts of those that are quantised, if only in part.
+        kernels: of a GPU; None: for a CPU.
+        name: of the one that is meant.
     """
 
-    matrices: Mapping[str, tuple[PartShape, ...]] = field(default_factory=dict)
-    parts: tuple[PartShape, ...] = ()
-    without_kernel: tuple[str, ...] = ()
+    stored: Mapping[str, tuple[PartShape, ...]] = field(default_factory=dict)
+    kernels: Kernels | None = None
+    name: str = ""
+
+    def on_gpu(self, kernels: Kernels) -> "StoredForm":
+        """Return the form for a GPU with these kernels."""
+        return replace(self, kernels=kernels)
 
     def named(self, name: str) -> "StoredForm":
         """See `LinearForm`, likewise the others."""
-        return replace(self, parts=self.matrices.get(name, ()))
+        return replace(self, name=name)
+
+    @property
+    def parts(self) -> tuple[PartShape, ...]:
+        """Of the one that is meant; none: it is dequantised."""
+        parts = self.stored.get(self.name, ())
+        return parts if all(self._has_kernel(part) for part in parts) else ()
+
+    @property
+    def kept_types(self) -> Set[str]:
+        """Types of matrices that stay."""
+        return {part.type_name for name in self.stored for part in self.named(name).parts}
+
+    @property
+    def widened(self) -> Mapping[str, int]:
+        """Types that stay, in more bits than in the file -> those bits."""
+        bits = quantised.WIDENED if self.kernels is None else grouped.WIDENED
+        return {name: bits[name] for name in bits if name in self.kept_types}
+
+    @property
+    def without_kernel(self) -> tuple[str, ...]:
+        """Types of quantised matrices that are dequantised; the others of a fused one are, too."""
+        dequantised = [parts for name, parts in self.stored.items() if not self.named(name).parts]
+        return tuple(sorted({part.type_name for parts in dequantised for part in parts} - FLOATS))
+
+    def _has_kernel(self, part: PartShape) -> bool:
+        has_kernel = quantised.has_kernel if self.kernels is None else grouped.has_kernel
+        return has_kernel(part.type_name)
 
     def empty(  # noqa: D102
         self, rows: int, columns: int, *, has_bias: bool, dtype: torch.dtype, device: torch.device
@@ -37,48 +73,52 @@ class StoredForm(Dense):
         if not self.parts:
             return Dense.empty(self, rows, columns, has_bias=has_bias, dtype=dtype, device=device)
         bias = torch.empty(rows, dtype=dtype, device=device) if has_bias else None
-        return Quantised(self.parts, columns, bias, dtype)
+        return self._packed(columns, bias, dtype, device)
 
     def embedding(  # noqa: D102
         self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor | Embedding:
-        parts = self.matrices.get("embedding")
-        return (
-            Quantised(parts, columns, None, dtype)
-            if parts
-            else Dense.embedding(self, rows, columns, dtype, device)
-        )
+        form = self.named("embedding")
+        if not form.parts:
+            return Dense.embedding(self, rows, columns, dtype, device)
+        return form._packed(columns, None, dtype, device)
+
+    def _packed(
+        self, columns: int, bias: Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> Quantised | QuantisedOnGPU:
+        if self.kernels is None:
+            return Quantised(self.parts, columns, bias, dtype)
+        return QuantisedOnGPU(self.parts, columns, bias, dtype, device, self.kernels)
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:  # noqa: D102
         if not self.parts:
             return Dense.nbytes(self, rows, columns, dtype)
-        return sum(packed_bytes(part.type_name, part.rows, columns) for part in self.parts)
+        if self.kernels is None:
+            return sum(quantised.packed_bytes(part.type_name, part.rows, columns) for part in self.parts)
+        return sum(grouped.packed_bytes(part.type_name, part.rows, columns) for part in merged(self.parts))
 
     def embedding_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:  # noqa: D102
-        return replace(self, parts=self.matrices.get("embedding", ())).nbytes(rows, columns, dtype)
+        return self.named("embedding").nbytes(rows, columns, dtype)
 
     def loading_bytes(  # noqa: D102
         self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> int:
-        return 0 if self.parts else Dense.loading_bytes(self, rows, columns, dtype, device)
+        if not self.parts:
+            return Dense.loading_bytes(self, rows, columns, dtype, device)
+        return 0 if self.kernels is None else grouped.LOADING_BYTES
 
 
 def stored_form(weights: Weights, config: ModelConfig) -> StoredForm:
-    """Return the form in which a CPU keeps as much as it can as it is stored.
+    """Return the form in which as much as possible stays as it is stored, for a CPU.
 
     Matrices that were fused stay if all their parts can.
     """
     matrices: dict[str, tuple[PartShape, ...]] = {}
-    missing = set[str]()
     for name, tensors in matrix_names(config).items():
-        stored = [weights.tensors[tensor] for tensor in tensors]
-        parts = tuple(
-            PartShape(each.blocks.type_name, each.shape[0])
-            for each in stored
-            if each.blocks is not None and has_kernel(each.blocks.type_name, each.shape[1])
-        )
-        if len(parts) == len(stored):
-            matrices[name] = parts
-        else:
-            missing |= {each.type_name for each in stored if each.is_quantised}
-    return StoredForm(matrices=matrices, without_kernel=tuple(sorted(missing)))
+        parts = [weights.tensors[tensor] for tensor in tensors]
+        if any(part.is_quantised for part in parts):
+            matrices[name] = tuple(
+                PartShape(part.blocks.type_name if part.blocks else part.type_name, part.shape[0])
+                for part in parts
+            )
+    return StoredForm(stored=matrices)

@@ -17,9 +17,11 @@ from neo_desktop.models.gguf.types import Blocks
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.quantised import TILE_ROWS, Quantised
+from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
 
 BytesRead = Callable[[int, int], None]  # (bytes read so far, bytes in total)
 """Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""
+Packed = Quantised | QuantisedOnGPU
 SMALL_SHARE = 0.02  # of the bytes; norms have less
 
 
@@ -84,7 +86,7 @@ def _parts(prefix: str, linear: Linear, columns: int, rows: dict[str, int]) -> I
     for (name, count), end in zip(rows.items(), ends, strict=True):
         first = end - count
         dense = partial(_dense_rows, linear, slice(first, end))
-        stored = partial(_load_stored, linear, first) if isinstance(linear, Quantised) else None
+        stored = partial(_load_stored, linear, first) if isinstance(linear, Packed) else None
         load = partial(_load_rows, linear, first)
         yield NamedWeight(f"{prefix}{name}.weight", (count, columns), load, dense, stored)
     if linear.bias is not None:
@@ -96,7 +98,7 @@ def _load_rows(linear: Linear, first: int, row: int, values: Tensor) -> None:
     linear.load(first + row, values)
 
 
-def _load_stored(linear: Quantised, first: int, row: int, raw: Tensor) -> None:
+def _load_stored(linear: Packed, first: int, row: int, raw: Tensor) -> None:
     linear.load_stored(first + row, raw)
 
 

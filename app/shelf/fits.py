@@ -9,7 +9,7 @@ from neo_desktop.engine.loading import (
     asked_dtype,
     choose_device,
     choose_dtype,
-    keeps_stored,
+    kept_form,
 )
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import cache_tokens_of, limits_of
@@ -58,7 +58,7 @@ def fit(
         stored: the form of its matrices where they stay as they are stored.
     """
     device = choose_device(options.device)
-    form = stored if keeps_stored(options, device) else DENSE
+    form = kept_form(stored, options, device)
     dtype = choose_dtype(asked_dtype(options), config, device, free.host_bytes, form)
     weights = config.weight_bytes(dtype, form)
     reason, blocks = None, dict.fromkeys(PLACES, 0)
@@ -74,6 +74,7 @@ def fit(
             caps,
             CPU_CACHE_DTYPES[options.cpu_cache_dtype],
             _beside_weights(free, weights),
+            weights,
         )
     except MemoryError as error:
         reason = str(error)

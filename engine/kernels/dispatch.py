@@ -18,6 +18,7 @@ from neo_desktop.engine.kernels.in_torch import num_pieces
 from neo_desktop.engine.kernels.occupancy import PROGRAMS_ELSEWHERE, usual_programs
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.models import operators
+from neo_desktop.models.linear import grouped
 
 MAX_PIECES_IN_GRAPH = 16  # of decode attention by torch, in each layer
 P = ParamSpec("P")
@@ -42,7 +43,7 @@ def _kernel(mechanism: str, in_torch: Callable[P, None]) -> Callable[P, None]:
     return serve
 
 
-# What they do is said where torch does it. For the last two, caches are contiguous, and slots int64.
+# What they do is said where torch does it. For rows of KV, caches are contiguous, and slots int64.
 paged_decode = _kernel("paged_decode", in_torch.paged_decode)
 rope = operators.rope  # there is no kernel for it: on a GPU all rows have slots
 rope_append = _kernel("rope_append", operators.rope_append)
@@ -50,6 +51,8 @@ add_rms_norm = _kernel("norm", operators.add_rms_norm)
 silu_mul = _kernel("activation", operators.silu_mul)
 write_rows = _kernel("row_copy", operators.write_rows)
 read_rows = _kernel("row_copy", operators.read_rows)
+multiply_few = _kernel("quantised", grouped.multiply_few)
+dequantise = _kernel("quantised", grouped.dequantise)
 
 
 def programs_per_sm(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:

@@ -30,7 +30,8 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
 
-DEVICE_RESERVE_BYTES = 512 * 1024**2  # of a GPU: CUDA context, kernels, libraries, and the margin
+# Of a GPU: CUDA context, kernels, libraries, a piece of weights that is dequantised, and the margin.
+DEVICE_RESERVE_BYTES = 512 * 1024**2
 MANY_PROGRAMS = 1024  # of decode attention, that a large GPU runs at once
 DEVICE_MARGIN_BYTES = 256 * 1024**2  # of it, what only comes later: up to 128 graphs of 1 MiB; fragmentation
 HOST_SHARE = 0.5  # of the available host memory, for KV and buffers, unless a cap says how much it may be
@@ -77,6 +78,7 @@ def pool_blocks(
     caps: MemoryCaps | None = None,
     cpu_cache_dtype: torch.dtype | None = None,
     free: FreeMemory | None = None,
+    weight_bytes: int | None = None,
 ) -> dict[Place, int]:
     """Return `place -> blocks`, from the memory that is free now that the weights are loaded.
 
@@ -88,12 +90,13 @@ def pool_blocks(
         caps: bounds on what fits.
         cpu_cache_dtype: of KV in host memory; None: the model's.
         free: to reckon with; None: what is.
+        weight_bytes: of the loaded model; None: as if all were of `dtype`.
 
     Raises:
         MemoryError: the GPU has no room for one iteration, or more was asked for than there is.
     """
     free = free or FreeMemory.now(device)
-    available = kv_bytes(config, dtype, limits, free, caps or MemoryCaps())
+    available = kv_bytes(config, dtype, limits, free, caps or MemoryCaps(), weight_bytes)
     most_tokens = limits.max_batch_requests * config.max_context_tokens
     blocks = {}
     for place, bytes_ in available.items():
@@ -112,7 +115,12 @@ def pool_blocks(
 
 
 def kv_bytes(
-    config: ModelConfig, dtype: torch.dtype, limits: SchedulerLimits, free: FreeMemory, caps: MemoryCaps
+    config: ModelConfig,
+    dtype: torch.dtype,
+    limits: SchedulerLimits,
+    free: FreeMemory,
+    caps: MemoryCaps,
+    weight_bytes: int | None = None,
 ) -> dict[Place, int]:
     """Return `place -> bytes for KV`; see `pool_blocks`."""
     host, buffers = free.host_bytes, host_buffer_bytes(config, limits, dtype)
@@ -123,7 +131,8 @@ def kv_bytes(
             return _host_bytes(host // len(PLACES), cap)
         if place.in_host_memory:
             return max(_host_bytes(host, cap) - buffers, 0)
-        return _device_bytes(config, dtype, limits, free.gpu_bytes, free.iteration_bytes, cap)
+        weights = config.weight_bytes(dtype) if weight_bytes is None else weight_bytes
+        return _device_bytes(config, dtype, limits, free.gpu_bytes, free.iteration_bytes, cap, weights)
 
     return {place: bytes_of(place) for place in PLACES}
 
@@ -194,6 +203,7 @@ def _device_bytes(
     free: int,
     seen: int | None,
     cap: int | None,
+    weights: int,
 ) -> int:
     # The longest contexts are reckoned only: to see them would take as much KV.
     activations = max(activation_bytes(config, limits, dtype), seen or 0)
@@ -207,7 +217,7 @@ def _device_bytes(
     if cap is None:
         return free - needed
     # Under the cap counts what CUDA and the libraries have taken, too.
-    weights, under_cap = config.weight_bytes(dtype), activations + DEVICE_RESERVE_BYTES
+    under_cap = activations + DEVICE_RESERVE_BYTES
     if cap < weights + under_cap:
         raise MemoryError(
             f"GPU memory is capped at {cap / GIB:.2f} GiB, but the weights take {weights / GIB:.2f} GiB and "

@@ -11,16 +11,19 @@ from torch import Tensor
 
 from neo_desktop.engine.doctor.outcome import CheckError, Figure, Figures
 from neo_desktop.engine.execute.prefill import Prefill, groups_of
-from neo_desktop.engine.kernels.dispatch import add_rms_norm, rope_append, silu_mul
+from neo_desktop.engine.kernels.dispatch import add_rms_norm, dequantise, multiply_few, rope_append, silu_mul
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.ladder import MECHANISMS
 from neo_desktop.engine.trial.check import Check
 from neo_desktop.engine.trial.kv_checks import BOUNDS, check_decode, check_rows, error_of
 from neo_desktop.engine.trial.rig import Rig, on_rungs, require
+from neo_desktop.models.linear import grouped
+from neo_desktop.models.linear.grouped import CODINGS, GROUP, MOST_ROWS, Grouped
 
 DEADLINE_S = 90.0  # the first launch compiles, on a computer that may be slow
 ROWS = (1, 3, 32, 250)
+QUANTISED_ROWS = 80  # of a matrix: a tile, and a part of one
 CHUNKS = ((0, 1), (0, 40), (130, 7), (300, 200))  # (tokens before, tokens) of prompts' chunks
 
 Kernel = Callable[[Rig], Figures]
@@ -34,6 +37,7 @@ def kernel_checks(rig: Rig) -> Iterator[Check]:
         "rope_append": check_rope,
         "norm": check_norm,
         "activation": check_activation,
+        "quantised": check_quantised,
         "prompt_attention": check_prompts,
     }
     for name, check in kernels.items():
@@ -146,6 +150,36 @@ def check_rope(rig: Rig) -> Figures:
         )
     require(_worst(errors), BOUNDS[rig.dtype], figures)
     return {**figures, "ms": rig.milliseconds(work), "bytes": 2 * qkv.nbytes}
+
+
+def check_quantised(rig: Rig) -> Figures:
+    """Products with weights of each type that stays as it is stored, of few rows and of many."""
+    figures: dict[str, Figure] = {}
+    hidden, rows = rig.config.hidden_size // GROUP * GROUP, QUANTISED_ROWS
+    errors, work = [0.0], None
+    for name in CODINGS:
+        weight = Grouped(name, rows, hidden, rig.device)
+        generator = torch.Generator().manual_seed(0)
+        words = torch.randint(-(2**31), 2**31, weight.words.shape, generator=generator)
+        weight.words.copy_(words.int())
+        weight.scales.copy_(_random(rig, *weight.scales.shape) / 64)
+        if weight.minima is not None:
+            weight.minima.copy_(_random(rig, *weight.minima.shape))
+        exact = torch.empty(rows, hidden)
+        grouped.dequantise(weight.to(torch.device("cpu")), 0, exact)
+        for count in (1, 3, MOST_ROWS):
+            given, bias = _random(rig, count, hidden), _random(rig, rows)
+            x, offset = given.to(rig.device), bias.to(rig.device)
+            out = torch.empty(count, rows, dtype=rig.dtype, device=rig.device)
+            work = partial(multiply_few, x, weight, offset, out)
+            work()
+            errors.append(error_of(out.cpu(), given.double() @ exact.double().T + bias.double()))
+        found = torch.empty(rows, hidden, dtype=rig.dtype, device=rig.device)
+        dequantise(weight, 0, found)
+        errors.append(error_of(found.cpu(), exact.double()))
+    assert work is not None
+    require(_worst(errors), BOUNDS[rig.dtype], figures)
+    return {**figures, "ms": rig.milliseconds(work), "bytes": weight.nbytes + x.nbytes + out.nbytes}
 
 
 def _check_stored(slots: Tensor, caches: list[Tensor], rows: tuple[Tensor, Tensor]) -> None:

@@ -19,9 +19,9 @@ WIDENED = {"Q2_K": 4, "Q3_K": 6, "IQ4_NL": 8, "IQ4_XS": 8}  # -> bits that they 
 _TYPES = {stored.name: stored for stored in TYPES.values() if stored.name in KERNEL_TYPES}
 
 
-def has_kernel(type_name: str, columns: int) -> bool:
-    """Whether matrices of this type and width are multiplied without being turned into floats."""
-    return type_name in _TYPES and columns % _TYPES[type_name].elements == 0
+def has_kernel(type_name: str) -> bool:
+    """Whether matrices of this type are multiplied without being turned into floats."""
+    return type_name in _TYPES
 
 
 def packed_bytes(type_name: str, rows: int, columns: int) -> int:

@@ -32,7 +32,7 @@ from neo_desktop.engine.trial.hand_off_checks import (
 from neo_desktop.engine.trial.rig import Rig, on_rungs
 from neo_desktop.models.config import ModelConfig
 
-KERNELS = ("row_copy", "paged_decode", "rope_append", "norm", "activation")
+KERNELS = ("row_copy", "paged_decode", "rope_append", "norm", "activation", "quantised")
 
 
 class SmallRig(Rig):
@@ -95,6 +95,7 @@ def test_a_kernel_that_is_a_little_wrong_fails(
         "activation": (kernel_checks, "silu_mul", 1),
         "paged_decode": (device_layer, "paged_decode", 5),
         "row_copy": (device_layer, "read_rows", 0),
+        "quantised": (kernel_checks, "multiply_few", 3),
     }[kernel]
     function = getattr(module, name)
 

@@ -10,6 +10,7 @@ from neo_desktop.engine.kernels import dispatch, in_torch
 from neo_desktop.engine.kernels.in_triton import activation
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.models import operators
+from neo_desktop.models.linear import grouped
 
 FUNCTIONS = {
     "paged_decode": ("paged_decode",),
@@ -17,6 +18,7 @@ FUNCTIONS = {
     "norm": ("add_rms_norm",),
     "activation": ("silu_mul",),
     "row_copy": ("write_rows", "read_rows"),
+    "quantised": ("multiply_few", "dequantise"),
 }
 
 
@@ -26,7 +28,8 @@ FUNCTIONS = {
 def test_all_rungs_have_the_same_arguments(mechanism: str, name: str) -> None:
     expected = inspect.signature(getattr(dispatch, name))
     in_triton = import_module(f"neo_desktop.engine.kernels.in_triton.{mechanism}")
-    for module in (in_triton, in_torch if mechanism == "paged_decode" else operators):
+    by_torch = {"paged_decode": in_torch, "quantised": grouped}.get(mechanism, operators)
+    for module in (in_triton, by_torch):
         assert inspect.signature(getattr(module, name)) == expected
 
 

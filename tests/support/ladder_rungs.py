@@ -16,7 +16,7 @@ class Rungs:
         ladder.put(rungs)
 
 
-KERNELS = ("paged_decode", "rope_append", "norm", "activation", "row_copy")
+KERNELS = ("paged_decode", "rope_append", "norm", "activation", "row_copy", "quantised")
 
 
 @contextmanager

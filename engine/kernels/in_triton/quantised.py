@@ -1,0 +1,351 @@
+"""Products of few rows with a matrix of 4 or 8 bits, and rows of such a matrix as floats.
+
+With few rows a product should take as long as reading the matrix. No number is rounded before it is
+multiplied.
+
+`_multiply_plain`: a thread reads words of four neighbouring rows in one load, and the inputs that they meet,
+and keeps a sum for each row and input; threads meet once, at the end. A code becomes a float p + code by
+being put into the mantissa of the power of two p = 2 ** bits, and then a weight by one instruction:
+
+    fma(p + code, scale, -(p + centre) * scale) = (code - centre) * scale
+
+There nothing is rounded, since a scale has 11 bits and a code 8. Minima meet the sum of a word's inputs.
+
+`_multiply_tiles`: for more than four rows the arithmetic would take longer than the memory. Where the GPU has
+tensor cores, they multiply inputs and codes, exact in 16 bits, and scales meet the sums of their groups.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from neo_desktop.engine.kernels.in_triton.paged_decode import has_tensor_cores
+from neo_desktop.models.linear.grouped import GROUP, MOST_ROWS, TILE_ROWS, Grouped
+
+PLAIN_ROWS = 4  # more are left to tensor cores, where there are some
+ROWS = 16  # of the matrix, for a program
+TILES_ROWS = 32  # likewise, on tensor cores
+STEP_WORDS = 64  # of a row, for a step of a program
+STEP_GROUPS = 8  # likewise, on tensor cores: one for a warp
+STEP_COLUMNS = 256  # dequantised by a program
+NUM_WARPS = 8
+STAGES = 3
+
+
+def multiply_few(x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor) -> None:
+    """See `models.linear.grouped.multiply_few`."""
+    count, coding = len(x), weight.coding
+    assert 0 < count <= MOST_ROWS
+    assert x.shape[1] == weight.columns
+    assert x.stride(1) == out.stride(1) == 1
+    assert x.dtype is out.dtype
+    stride = x.stride(0) if count > 1 else weight.columns
+    assert stride % 16 == 0
+    assert x.data_ptr() % 16 == 0
+    constants = {
+        "BITS": coding.bits,
+        "CENTRE": coding.centre,
+        "HAS_MINIMA": coding.has_minima,
+        "HAS_BIAS": bias is not None,
+        "TILE_ROWS": TILE_ROWS,
+        "GROUP": GROUP,
+        "num_warps": NUM_WARPS,
+        "enable_fp_fusion": True,
+    }
+    stored = (
+        weight.words,
+        weight.scales,
+        weight.scales if weight.minima is None else weight.minima,
+        out if bias is None else bias,
+        out,
+        count,
+        weight.rows,
+    )
+    if count > PLAIN_ROWS and x.dtype is not torch.float32 and has_tensor_cores(x.device):
+        _multiply_tiles[(triton.cdiv(weight.rows, TILES_ROWS),)](
+            x,
+            *stored,
+            weight.columns // GROUP,
+            stride,
+            out.stride(0),
+            COUNT=MOST_ROWS,
+            ROWS=TILES_ROWS,
+            STEP=STEP_GROUPS,
+            num_stages=STAGES,
+            **constants,
+        )
+        return
+    eights = x.view(torch.int64)
+    _multiply_plain[(triton.cdiv(weight.rows, ROWS),)](
+        eights,
+        *stored,
+        weight.words.shape[1],
+        stride * x.element_size() // 8,
+        out.stride(0),
+        COUNT=1 if count == 1 else PLAIN_ROWS if count <= PLAIN_ROWS else MOST_ROWS,
+        ROWS=ROWS,
+        STEP=STEP_WORDS,
+        **constants,
+    )
+
+
+def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
+    """See `models.linear.grouped.dequantise`."""
+    coding = weight.coding
+    assert out.is_contiguous()
+    assert out.shape[1] == weight.columns
+    if not len(out):
+        return
+    is_first = isinstance(rows, int)
+    _dequantise[triton.cdiv(len(out), ROWS), triton.cdiv(weight.columns, STEP_COLUMNS)](
+        weight.words,
+        weight.scales,
+        weight.scales if weight.minima is None else weight.minima,
+        out if is_first else rows,
+        rows if is_first else 0,
+        out,
+        len(out),
+        weight.words.shape[1],
+        IS_FIRST=is_first,
+        BITS=coding.bits,
+        CENTRE=coding.centre,
+        HAS_MINIMA=coding.has_minima,
+        TILE_ROWS=TILE_ROWS,
+        GROUP=GROUP,
+        ROWS=ROWS,
+        STEP=STEP_COLUMNS // weight.per_word,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+_VARYING = ("bias", "out", "count", "rows", "words_per_row", "groups_per_row", "out_stride")
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _multiply_plain(  # noqa: PLR0915
+    x,  # int64: the numbers that 8 bytes hold
+    words,
+    scales,
+    minima,
+    bias,
+    out,
+    count,
+    rows,
+    words_per_row,
+    x_stride,
+    out_stride,
+    BITS: tl.constexpr,
+    CENTRE: tl.constexpr,
+    HAS_MINIMA: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COUNT: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    PER_WORD: tl.constexpr = 32 // BITS
+    dtype: tl.constexpr = out.dtype.element_ty
+    PER_LOAD: tl.constexpr = 64 // dtype.primitive_bitwidth
+    LOADS: tl.constexpr = PER_WORD // PER_LOAD
+    first = tl.program_id(0) * ROWS
+    tile = (first // TILE_ROWS).to(tl.int64)
+    places = first % TILE_ROWS + tl.arange(0, ROWS)[None, :]
+    groups_per_row = words_per_row * PER_WORD // GROUP
+    words += tile * words_per_row * TILE_ROWS
+    scales += tile * groups_per_row * TILE_ROWS
+    minima += tile * groups_per_row * TILE_ROWS
+
+    # The bits of 2.0 ** BITS, plus 0: what is no constant lies in a register, which saves an instruction.
+    power = ((127 + BITS) << 23) + tl.program_id(1)
+    sums = ()
+    for _ in tl.static_range(COUNT):
+        sums = sums + (tl.zeros([STEP, ROWS], tl.float32),)
+    column = tl.arange(0, STEP)[:, None]  # of words
+    in_row = column < words_per_row
+    group = column // (GROUP // PER_WORD) * TILE_ROWS + places
+    packed = tl.load(words + column * TILE_ROWS + places, mask=in_row, other=0)
+    scale = tl.load(scales + group, mask=in_row, other=0.0)
+    minimum = tl.load(minima + group, mask=in_row, other=0.0) if HAS_MINIMA else scale
+    for start in range(0, words_per_row, STEP):
+        column = start + tl.arange(0, STEP)[:, None]
+        now, by, minimum_now = packed, scale.to(tl.float32), minimum
+        in_row = column < words_per_row
+        after = column + STEP  # is loaded while this is computed
+        in_after = after < words_per_row
+        group = after // (GROUP // PER_WORD) * TILE_ROWS + places
+        packed = tl.load(words + after * TILE_ROWS + places, mask=in_after, other=0)
+        scale = tl.load(scales + group, mask=in_after, other=0.0)
+        if HAS_MINIMA:
+            minimum = tl.load(minima + group, mask=in_after, other=0.0)
+        shift = -(2**BITS + CENTRE) * by
+        met = ()
+        for _ in tl.static_range(COUNT):
+            met = met + (tl.zeros([STEP, 1], tl.float32),)
+        for load in tl.static_range(LOADS):
+            inputs = ()
+            for m in tl.static_range(COUNT):
+                eights = x + tl.minimum(m, count - 1) * x_stride + column * LOADS + load
+                inputs = inputs + (tl.load(eights, mask=in_row, other=0),)
+            for i in tl.static_range(PER_LOAD):
+                number = _code(now, load * PER_LOAD + i, power, BITS) * by + shift
+                added = ()
+                all_met = ()
+                for m in tl.static_range(COUNT):
+                    one = _input(inputs[m], i, dtype)
+                    added = added + (sums[m] + one * number,)
+                    all_met = all_met + (met[m] + one,)
+                sums = added
+                met = all_met
+        if HAS_MINIMA:
+            added = ()
+            for m in tl.static_range(COUNT):
+                added = added + (sums[m] + met[m] * minimum_now.to(tl.float32),)
+            sums = added
+
+    row = first + tl.arange(0, ROWS)
+    in_rows = row < rows
+    offset = tl.zeros([ROWS], tl.float32)
+    if HAS_BIAS:
+        offset += tl.load(bias + row, mask=in_rows, other=0.0).to(tl.float32)
+    for m in tl.static_range(COUNT):
+        total = tl.sum(sums[m], axis=0) + offset
+        into = (
+            out + tl.minimum(m, count - 1) * out_stride + row
+        )  # the last one again, where there are no more
+        tl.store(into, total.to(dtype), mask=in_rows)
+
+
+@triton.jit
+def _code(packed, place: tl.constexpr, power, BITS: tl.constexpr):
+    """Return 2 ** BITS + the code at a place of a word, as a float."""
+    UP: tl.constexpr = 23 - BITS - BITS * place
+    if UP >= 0:  # noqa: SIM108 - the branch that is not taken must not be compiled
+        moved = packed << UP
+    else:
+        moved = packed >> -UP
+    return ((moved & ((2**BITS - 1) << (23 - BITS))) | power).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _input(loaded, place: tl.constexpr, dtype: tl.constexpr):
+    """Return one of the numbers that 8 bytes hold."""
+    SIZE: tl.constexpr = dtype.primitive_bitwidth
+    bits = (loaded >> (SIZE * place)).to(tl.int32)
+    if dtype == tl.float16:
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return (bits << (32 - SIZE)).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def _multiply_tiles(
+    x,
+    words,
+    scales,
+    minima,
+    bias,
+    out,
+    count,
+    rows,
+    groups_per_row,
+    x_stride,
+    out_stride,
+    BITS: tl.constexpr,
+    CENTRE: tl.constexpr,
+    HAS_MINIMA: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COUNT: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    PER_WORD: tl.constexpr = 32 // BITS
+    WORDS: tl.constexpr = GROUP // PER_WORD
+    dtype: tl.constexpr = out.dtype.element_ty
+    first = tl.program_id(0) * ROWS
+    tile = (first // TILE_ROWS).to(tl.int64)
+    places = first % TILE_ROWS + tl.arange(0, ROWS)
+    words += tile * groups_per_row * WORDS * TILE_ROWS
+    scales += tile * groups_per_row * TILE_ROWS
+    minima += tile * groups_per_row * TILE_ROWS
+    tokens = tl.arange(0, COUNT)
+    x_rows = x + tokens[None, :, None] * x_stride + tl.arange(0, GROUP)[None, None, :]
+
+    sums = tl.zeros([STEP, COUNT, ROWS], tl.float32)  # a group is a warp's
+    for start in range(0, groups_per_row, STEP):
+        group = start + tl.arange(0, STEP)
+        in_row = group < groups_per_row
+        word = group[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
+        packed = tl.load(
+            words + word[:, :, None, None] * TILE_ROWS + places[None, None, None, :],
+            mask=in_row[:, None, None, None],
+            other=0,
+        )
+        codes = (packed >> (BITS * tl.arange(0, PER_WORD))[None, None, :, None]) & (2**BITS - 1)
+        numbers = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (2**23 + CENTRE)
+        numbers = numbers.to(dtype).reshape(STEP, GROUP, ROWS)
+        given = in_row[:, None, None] & (tokens < count)[None, :, None]
+        inputs = tl.load(x_rows + group[:, None, None] * GROUP, mask=given, other=0.0)
+        by = group[:, None] * TILE_ROWS + places[None, :]
+        scale = tl.load(scales + by, mask=in_row[:, None], other=0.0).to(tl.float32)
+        sums += tl.dot(inputs, numbers) * scale[:, None, :]
+        if HAS_MINIMA:
+            minimum = tl.load(minima + by, mask=in_row[:, None], other=0.0).to(tl.float32)
+            ones = tl.full([STEP, GROUP, ROWS], 1.0, dtype)
+            sums += tl.dot(inputs, ones) * minimum[:, None, :]
+
+    row = first + tl.arange(0, ROWS)
+    in_rows = row < rows
+    total = tl.sum(sums, axis=0)
+    if HAS_BIAS:
+        total += tl.load(bias + row, mask=in_rows, other=0.0).to(tl.float32)[None, :]
+    into = out + tokens[:, None] * out_stride + row[None, :]
+    tl.store(into, total.to(dtype), mask=(tokens < count)[:, None] & in_rows[None, :])
+
+
+@triton.jit(do_not_specialize=("rows", "count", "words_per_row"))
+def _dequantise(
+    words,
+    scales,
+    minima,
+    rows,
+    first,
+    out,
+    count,
+    words_per_row,
+    IS_FIRST: tl.constexpr,
+    BITS: tl.constexpr,
+    CENTRE: tl.constexpr,
+    HAS_MINIMA: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    PER_WORD: tl.constexpr = 32 // BITS
+    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    if IS_FIRST:
+        begin = first + tl.program_id(0) * ROWS
+        tile = (begin // TILE_ROWS).to(tl.int64)
+        place = begin % TILE_ROWS + tl.arange(0, ROWS)[None, None, :]
+    else:
+        row = tl.load(rows + index, mask=index < count, other=0)[None, None, :]
+        tile = (row // TILE_ROWS).to(tl.int64)
+        place = row % TILE_ROWS
+    column = tl.program_id(1) * STEP + tl.arange(0, STEP)[:, None, None]  # of words
+    in_row = column < words_per_row  # rows that are not wanted are in memory, too: tiles are whole
+    group = tile * (words_per_row * PER_WORD // GROUP) + column // (GROUP // PER_WORD)
+    packed = tl.load(words + (tile * words_per_row + column) * TILE_ROWS + place, mask=in_row, other=0)
+    codes = (packed >> (BITS * tl.arange(0, PER_WORD))[None, :, None]) & (2**BITS - 1)
+    scale = tl.load(scales + group * TILE_ROWS + place, mask=in_row, other=0.0).to(tl.float32)
+    numbers = ((codes | 0x4B000000).to(tl.float32, bitcast=True) - (2**23 + CENTRE)) * scale
+    if HAS_MINIMA:
+        numbers += tl.load(minima + group * TILE_ROWS + place, mask=in_row, other=0.0).to(tl.float32)
+    lines = numbers.to(out.dtype.element_ty).reshape(STEP * PER_WORD, ROWS).trans()
+    columns = words_per_row * PER_WORD
+    in_line = tl.program_id(1) * STEP * PER_WORD + tl.arange(0, STEP * PER_WORD)[None, :]
+    into = out + index.to(tl.int64)[:, None] * columns + in_line
+    tl.store(into, lines, mask=(index < count)[:, None] & (in_line < columns))

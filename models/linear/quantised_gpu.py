@@ -1,0 +1,120 @@
+"""Weights of a GPU that stay in 4 or 8 bits.
+
+Few rows are multiplied with the weights as they are packed; for more rows the weights become numbers of the
+model's dtype, piece by piece. Neither weights nor inputs are rounded to less than that.
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from neo_desktop.models.linear.grouped import MOST_ROWS, Dequantise, Grouped, multiply_many
+from neo_desktop.models.linear.quantised import PartShape
+
+
+class Kernels(Protocol):
+    """What computes: `models.linear.grouped`, or something that is faster."""
+
+    @property
+    def dequantise(self) -> Dequantise:
+        """See `grouped.dequantise`."""
+
+    def multiply_few(self, x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor, /) -> None:
+        """See `grouped.multiply_few`."""
+
+
+def merged(parts: Sequence[PartShape]) -> Sequence[PartShape]:
+    """Return the parts that are multiplied at once: neighbours of one type become one."""
+    alike = groupby(parts, lambda part: part.type_name)
+    return [PartShape(name, sum(part.rows for part in those)) for name, those in alike]
+
+
+class QuantisedOnGPU:
+    """See `protocol.Linear`.
+
+    Args:
+        parts: of the rows, one after the other.
+        columns: a multiple of 32.
+        bias: [out]
+        dtype: of the model.
+        device: where the weights lie.
+        kernels: what multiplies.
+    """
+
+    writes_in_place = True
+
+    def __init__(
+        self,
+        parts: Sequence[PartShape],
+        columns: int,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+    ) -> None:
+        self.bias = bias
+        self._dtype, self._device, self._kernels = dtype, device, kernels
+        self._missing_rows = sum(part.rows for part in parts)
+        self.parts = [Grouped(part.type_name, part.rows, columns, device) for part in merged(parts)]
+
+    @property
+    def form(self) -> str:
+        """See `Linear`, likewise the others."""
+        return "+".join(sorted({part.type_name for part in self.parts}))
+
+    def memory(self) -> dict[torch.device, int]:  # noqa: D102
+        nbytes = sum(part.nbytes for part in self.parts)
+        return {self._device: nbytes + (0 if self.bias is None else self.bias.nbytes)}
+
+    def load(self, row: int, weight: Tensor) -> None:
+        """Floats are not taken: see `load_stored`."""
+        raise TypeError("this matrix takes its rows as they are stored")
+
+    def load_stored(self, row: int, raw: Tensor) -> None:
+        """Take rows of a part as they are stored, `[rows, bytes of a row]`; each once.
+
+        Raises ValueError for scales that are not finite.
+        """
+        self._missing_rows -= len(raw)
+        for part in self.parts:
+            if row < part.rows:
+                part.load(row, raw)
+                break
+            row -= part.rows
+        if self._missing_rows == 0 and self._device.type == "cuda":
+            self._launch_all()
+
+    def _launch_all(self) -> None:
+        """So that no iteration waits for a compiler."""
+        rows, columns = sum(part.rows for part in self.parts), self.parts[0].columns
+        x, out = (torch.zeros(MOST_ROWS, n, dtype=self._dtype, device=self._device) for n in (columns, rows))
+        for count in range(1, MOST_ROWS + 1):
+            self.multiply(x[:count], out[:count])
+        self.look_up(torch.zeros(1, dtype=torch.int64, device=self._device), x[:1])
+
+    def dense(self) -> Tensor:  # noqa: D102
+        dtype, device = self._dtype, self._device
+        pieces = [torch.empty(part.rows, part.columns, dtype=dtype, device=device) for part in self.parts]
+        for part, piece in zip(self.parts, pieces, strict=True):
+            self._kernels.dequantise(part, 0, piece)
+        return torch.cat(pieces)
+
+    def multiply(self, x: Tensor, out: Tensor) -> Tensor:  # noqa: D102
+        first = 0
+        for part in self.parts:
+            rows = slice(first, first + part.rows)
+            bias = None if self.bias is None else self.bias[rows]
+            if len(x) <= MOST_ROWS:
+                self._kernels.multiply_few(x, part, bias, out[:, rows])
+            else:
+                multiply_many(x, part, bias, out[:, rows], self._kernels.dequantise)
+            first = rows.stop
+        return out
+
+    def look_up(self, rows: Tensor, out: Tensor) -> None:
+        """Put some rows `[n]` into `out` `[n, columns]`; of matrices of one type."""
+        (part,) = self.parts
+        self._kernels.dequantise(part, rows, out)

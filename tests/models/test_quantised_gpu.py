@@ -1,0 +1,84 @@
+"""Models whose weights stay quantised on a GPU; its memory is imitated, and its kernels are interpreted."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dense_model import logits_of_all
+from gguf_files import write_gguf
+from ladder_rungs import Rungs, kernels_on
+
+from neo_desktop.engine.kernels import dispatch
+from neo_desktop.engine.loading import kept_form
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.registry import check_model, load_model
+from neo_desktop.models.stored_form import StoredForm, stored_form
+
+CPU = torch.device("cpu")
+SIZES = {"vocab_size": 320, "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+TOKENS = torch.randint(0, 320, (18,), generator=torch.Generator().manual_seed(1))
+
+
+def form_of(path: Path) -> StoredForm:
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config()
+    return stored_form(check_model(checkpoint, config), config)
+
+
+def kept_and_dequantised(path: Path, dtype: torch.dtype) -> tuple[Decoder, Decoder]:
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config()
+    form = form_of(path).on_gpu(dispatch)
+    kept = load_model(checkpoint, config, dtype=dtype, device=CPU, form=form)
+    assert kept.nbytes == config.weight_bytes(dtype, form)
+    assert config.loading_bytes(dtype, CPU, form) > kept.nbytes
+    return kept, load_model(checkpoint, config, dtype=dtype, device=CPU)
+
+
+@pytest.mark.parametrize(("type_name", "tied", "rung"), [("Q4_1", True, "triton"), ("Q8_0", False, "torch")])
+def test_a_model_computes_with_the_weights_of_its_file(
+    type_name: str, tied: bool, rung: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
+    """Of a prompt that is longer than what meets packed weights, and of its first token, which does."""
+    sizes = SIZES | {"vocab_size": 272, "num_hidden_layers": 1, "intermediate_size": 64}
+    _, model = make_checkpoint(**sizes, tie_word_embeddings=tied, attention_bias=True)
+    path = write_gguf(tmp_path / "model.gguf", model, type_name=type_name)
+    with kernels_on(rung):
+        kept, dequantised = kept_and_dequantised(path, torch.float32)
+        assert {linear.form for linear in kept.linears()} == {type_name}
+        for tokens in (TOKENS % 272, TOKENS[:1] % 272):
+            found, expected = (logits_of_all(each, tokens) for each in (kept, dequantised))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_types_without_a_kernel_are_dequantised_and_it_is_said(
+    make_checkpoint: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    _, model = make_checkpoint(**SIZES)
+    names = {"attn_v": "Q8_0", "ffn_up": "BF16", "ffn_down": "MXFP4"}
+    path = write_gguf(tmp_path / "a.gguf", model, type_name="Q4_0", type_names=names)
+    kept, dequantised = kept_and_dequantised(path, torch.float32)
+    assert "a: weights in Q4_0, BF16 and Q8_0, MXFP4 and Q4_0 dequantised to torch.float32, " in caplog.text
+    for layer, other in zip(kept.layers, dequantised.layers, strict=True):
+        assert (layer.qkv.form, layer.output.form) == ("Q4_0+Q8_0", "Q4_0")
+        assert layer.gate_up.form == other.gate_up.form
+    assert kept.lm_head.form == "Q4_0"
+
+
+def test_a_gpu_keeps_weights_as_they_are_stored_unless_asked_otherwise(
+    make_checkpoint: Any, tmp_path: Path, rungs: Rungs
+) -> None:
+    _, model = make_checkpoint(**SIZES)
+    form = form_of(write_gguf(tmp_path / "a.gguf", model, type_name="Q4_1"))
+    options, cuda = EngineOptions(), torch.device("cuda")
+    assert kept_form(form, options, CPU) == form
+    assert kept_form(form, options, cuda) == form.on_gpu(dispatch)
+    assert kept_form(form, replace(options, weights_dtype="float16"), cuda) == DENSE
+    rungs(quantised="torch")
+    assert kept_form(form, options, cuda) == DENSE
