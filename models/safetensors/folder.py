@@ -17,7 +17,10 @@ from neo_desktop.models.weights import StoredTensor, Weights
 MAX_HEADER_BYTES = 8 << 20  # 1,024 layers in one file have less than 2 MB
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 # Scales of activations and of KV in 8 bits, which stay as they are here, and a shape that is known.
-_NOT_NEEDED = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale", "weight_shape")
+_NOT_NEEDED = (
+    *("input_scale", "input_scale_ub", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale"),
+    "weight_shape",
+)
 
 
 class SafetensorsFolder:

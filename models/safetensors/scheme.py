@@ -58,7 +58,9 @@ def read_scheme(file: JsonFile) -> Scheme | None:
         "fbgemm_fp8": lambda _: Scaled(),
         "compressed-tensors": _compressed_tensors,
     }
-    method = section.text("quant_method", "compressed-tensors" if "config_groups" in section else None)
+    # GPTQModel writes both names, and calls the first one old.
+    name = "method" if section.raw("quant_method") is None and "method" in section else "quant_method"
+    method = section.text(name, "compressed-tensors" if "config_groups" in section else None)
     if method not in readers:
         raise _unsupported(section, repr(method))
     return readers[method](section)
@@ -74,7 +76,7 @@ def _unsupported(section: JsonFile, what: str) -> ModelError:
 
 def _awq(section: JsonFile) -> Packed:
     bits = section.integer("bits", section.raw("w_bit") or 4)
-    kind = _kind(section, "version", "gemm")
+    kind = _kind(section, "gemm")
     if bits != 4 or kind != "gemm":
         raise _unsupported(section, f"'awq' to {bits} bits in the format {kind!r}")
     group_size = _group_size(section, section.raw("q_group_size") or 128)
@@ -83,7 +85,7 @@ def _awq(section: JsonFile) -> Packed:
 
 def _gptq(section: JsonFile) -> Packed:
     bits = section.integer("bits")
-    kind = "marlin" if section.boolean("is_marlin_format", False) else _kind(section, "gptq", "gptq")
+    kind = "marlin" if section.boolean("is_marlin_format", False) else _kind(section, "gptq")
     if bits not in (4, 8) or kind not in ("gptq", "gptq_v2"):
         raise _unsupported(section, f"'gptq' to {bits} bits in the format {kind!r}")
     group_size = _group_size(section)
@@ -115,7 +117,7 @@ def _compressed_tensors(section: JsonFile) -> Scheme:
         raise _unsupported(section, "'compressed-tensors' with matrices that were rotated")
     if kind == "pack-quantized" and numbers == "int" and bits in (4, 8) and strategy in ("group", "channel"):
         group_size = _group_size(weights) if strategy == "group" else None
-        is_reordered = group_size is not None and weights.raw("actorder") in ("group", True)
+        is_reordered = group_size is not None and weights.raw("actorder") in ("group", "dynamic", True)
         return Packed(Layout.COMPRESSED, bits, group_size, is_symmetric, is_reordered)
     block = _block(weights, "block_structure") if strategy == "block" else None
     kinds = {"float": ("float-quantized", "naive-quantized"), "int": ("int-quantized", "naive-quantized")}
@@ -146,9 +148,9 @@ def _has(section: JsonFile, name: str, key: str, nothing: tuple[object, ...]) ->
     return part is not None and part.raw(key) not in nothing
 
 
-def _kind(section: JsonFile, key: str, default: str) -> str:
+def _kind(section: JsonFile, default: str) -> str:
     """The format within a method, which has had several names."""
-    for name in (key, "checkpoint_format", "format"):
+    for name in ("version", "checkpoint_format", "format"):
         if section.raw(name) is not None:
             return section.text(name).lower()
     return default

@@ -118,6 +118,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Make, str, str | None]] = {
         "GPTQ 4-bit",
         "Q4_1",
     ),
+    "gptq, as GPTQModel says it": (
+        {"method": "gptq", "format": "gptq_v2", "bits": 4, "group_size": 32, "sym": False},
+        of_grid(lambda each: gptq(each, version=2), group=32),
+        "GPTQ 4-bit, group 32",
+        "Q4_1",
+    ),
     "gptq, 8 bits": (gptq_config(bits=8), of_grid(gptq, bits=8, group=32), "GPTQ 8-bit, group 32", None),
     "gptq, 8 bits, symmetric": (
         gptq_config(bits=8, sym=True),
