@@ -194,8 +194,12 @@ def _along_columns(words: Tensor, scheme: Packed) -> Tensor:
     """The numbers in words that each belong to a column: `[m, n]` int32 -> `[n * 32 / bits, m]` uint8."""
     upright = words.T.contiguous()
     places = _AWQ_PLACES if scheme.layout is Layout.AWQ else range(32 // scheme.bits)
-    numbers = [(upright >> scheme.bits * place) & (2**scheme.bits - 1) for place in places]
-    return torch.stack([each.to(torch.uint8) for each in numbers], 1).flatten(0, 1)
+    numbers = torch.empty(len(upright), len(places), upright.shape[1], dtype=torch.uint8)
+    shifted = torch.empty_like(upright)
+    for index, place in enumerate(places):
+        torch.bitwise_right_shift(upright, scheme.bits * place, out=shifted)
+        numbers[:, index] = shifted.bitwise_and_(2**scheme.bits - 1)
+    return numbers.flatten(0, 1)
 
 
 def packed_tensor(tensors: dict[str, SafeTensor], module: str, scheme: Packed) -> PackedTensor:
