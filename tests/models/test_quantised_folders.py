@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from neo_desktop import Engine
+from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.decoder import Decoder
@@ -280,6 +281,19 @@ def test_a_minimum_is_off_by_a_2048th_of_itself(dtype: torch.dtype, make_checkpo
         assert (
             (found[name] - exact[name]).abs() <= minima / 2048 + 2**-25 + exact[name].abs() * 2**-22
         ).all()
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq, symmetric", "gptq, 8 bits, symmetric", "gptq, reordered"])
+def test_a_gpu_has_the_numbers_of_a_cpu(name: str, make_checkpoint: Any) -> None:
+    path, _ = make_checkpoint(**SIZES)
+    quantise(path, *FORMATS[name][:2])
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config()
+    form = stored_form(check_model(checkpoint, config), config).on_gpu(dispatch)
+    on_gpu = load_model(checkpoint, config, dtype=torch.float32, device=CPU, form=form)
+    for ours, theirs in zip(on_gpu.linears(), load(path, keep=True).linears(), strict=True):
+        assert torch.equal(ours.dense(), theirs.dense())
+        assert ours.form == theirs.form
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
