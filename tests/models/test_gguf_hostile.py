@@ -17,9 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from neo_desktop.app.shelf.checkpoint_summary import summarize
 from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.gguf.container import GGUFFile
 from neo_desktop.models.gguf.tensors import GGUFTensor
 from neo_desktop.models.json_file import ModelError
-from neo_desktop.models.registry import load_model
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.registry import check_model, load_model
+from neo_desktop.models.stored_form import stored_form
+from neo_desktop.models.weights import named_weights
 
 CPU = torch.device("cpu")
 U32, STRING, ARRAY, UINT64 = 4, 8, 9, 10
@@ -38,14 +42,18 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         head_dim=16,
     )
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
-    return write_gguf(path, LlamaForCausalLM(config), type_name="Q8_0").read_bytes()
+    types = {"attn_k": "Q4_0", "attn_v": "Q4_1", "ffn_gate": "Q5_0", "ffn_down": "Q5_1", "attn_output": "F16"}
+    model = LlamaForCausalLM(config)
+    return write_gguf(path, model, type_name="Q8_0", type_names=types).read_bytes()
 
 
 def read_all(path: Path) -> None:
     checkpoint = open_checkpoint(path)
     config = checkpoint.config()
     checkpoint.tokenizer()
-    load_model(checkpoint, config, dtype=torch.float32, device=CPU)
+    form = stored_form(check_model(checkpoint, config), config)
+    for kept in (form, DENSE):
+        load_model(checkpoint, config, dtype=torch.float32, device=CPU, form=kept)
 
 
 def refusal(path: Path) -> str:
@@ -171,7 +179,7 @@ def test_scales_that_are_no_numbers_are_refused(whole: bytes, tmp_path: Path) ->
     assert isinstance(stored, GGUFTensor)
     offset = stored.place.offset
     path.write_bytes(whole[:offset] + b"\xff\x7f" + whole[offset + 2 :])  # NaN in float16
-    with pytest.raises(ModelError, match=r"mlp\.up_proj\.weight .* values that are not finite"):
+    with pytest.raises(ModelError, match=r"mlp\.up_proj\.weight .* (values|scales) that are not finite"):
         read_all(path)
 
 
@@ -206,3 +214,24 @@ def test_any_damage_is_seen_or_harmless(
     with contextlib.suppress(ModelError):
         read_all(path)
     summarize(path)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=40)), min_size=1, max_size=20))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_numbers_are_finite_or_refused(
+    whole: bytes, tmp_path: Path, edits: list[tuple[float, bytes]]
+) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(whole)
+    data, start = bytearray(whole), min(place.offset for place in GGUFFile(path).tensors.values())
+    for where, value in edits:
+        at = start + int(where * (len(data) - start))
+        data[at : at + len(value)] = value[: len(data) - at]
+    path.write_bytes(data)
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config()
+    form = stored_form(check_model(checkpoint, config), config)
+    for kept in (form, DENSE):
+        with contextlib.suppress(ModelError):
+            decoder = load_model(checkpoint, config, dtype=torch.float32, device=CPU, form=kept)
+            assert all(weight.dense().isfinite().all() for weight in named_weights(decoder))
