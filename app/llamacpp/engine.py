@@ -168,7 +168,7 @@ class LlamaCppEngine:
             model=self.model_name,
             policy="one-by-one",
             device="cpu" if self._place.in_host_memory else "cuda",
-            dtype=self._model.description,
+            dtype=self._model.stored_as,
             gpu_sms=None,
             max_context_tokens=capacity,
             block_size=1,

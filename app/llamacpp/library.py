@@ -22,7 +22,7 @@ from neo_desktop.models.json_file import ModelError
 logger = logging.getLogger(__name__)
 
 MAX_TEXT_BYTES = 1 << 16  # of an entry of the metadata
-_WARNING, _ERROR = 2, 3  # levels of ggml's log
+_WARNING, _ERROR = 3, 4  # levels of ggml's log
 _errors: deque[str] = deque(maxlen=3)  # that llama.cpp logged last
 _LEVELS = {_WARNING: logging.INFO, _ERROR: logging.INFO}  # what it warns of is rarely for people
 
@@ -110,11 +110,12 @@ class LlamaModel:
         return int(self._api.llama_model_size(self.handle))
 
     @property
-    def description(self) -> str:
-        """Architecture, size and number format, as llama.cpp puts it: "gemma 2B Q4_K - Medium"."""
+    def stored_as(self) -> str:
+        """What most weights are stored in, as llama.cpp puts it: "Q4_K - Medium"."""
         buffer = ctypes.create_string_buffer(256)
         self._api.llama_model_desc(self.handle, buffer, len(buffer))
-        return buffer.value.decode(errors="replace")
+        _architecture, _size, *kind = buffer.value.decode(errors="replace").split(" ")
+        return " ".join(kind).removeprefix("(guessed) ")
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -265,4 +266,5 @@ class LlamaContext:
 
 
 def _why() -> str:
-    return "; ".join(line.rpartition("error: ")[2].rstrip(".") for line in _errors) or "it does not say why"
+    """The first of its last errors, without the function that it comes from."""
+    return _errors[0].partition(": ")[2].rstrip(".") if _errors else "it does not say why"

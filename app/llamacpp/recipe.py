@@ -49,10 +49,8 @@ class LlamaCppRecipe:
         context = LlamaContext(model, tokens, batch, native.num_usable_cpus())
         engine = LlamaCppEngine(model, context, tokens, batch, gpu=gpu)
         engine.model_name = self.name
-        logger.info(
-            "%s: %s, context of %d tokens, %s", self.name, model.description, tokens, "GPU" if gpu else "CPU"
-        )
-        logger.info("%s", engine.note)
+        place = "GPU" if gpu else "CPU"
+        logger.info("%s: llama.cpp, %s, context of %d tokens, %s", self.name, model.stored_as, tokens, place)
         return engine
 
     def _context_tokens(self, model: LlamaModel) -> int:

@@ -63,7 +63,6 @@ class LocalModel:
             "context_tokens": summary.context_tokens,
             "runnable": reason is None,
             "reason": reason,
-            "needs_llamacpp": summary.needs_llamacpp,
             "fit": None if fit is None else asdict(fit),
         }
 

@@ -20,6 +20,7 @@ from neo_desktop.app.web.body import parse
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.app.web.events import Hub
 from neo_desktop.engine.loading import BUILTIN_NAME
+from neo_desktop.engine.stats import LLAMACPP, NEO
 
 logger = logging.getLogger(__name__)
 
@@ -229,10 +230,16 @@ def _entry(loader: ModelLoader, model: LocalModel, is_loaded: bool) -> dict[str,
     summary = model.summary
     fit: Fit | None = None
     reason = summary.reason
-    if summary.config is not None:
+    runs_llamacpp = loader.runs_llamacpp(model)
+    if summary.config is None or runs_llamacpp:
+        reason = reason or loader.why_not(model)
+    else:
         try:
             fit = loader.fit(summary.config, summary.form, is_loaded=is_loaded)
         except (ValueError, RuntimeError) as error:  # a GPU without bfloat16, say
             reason = str(error)
     is_own = summary.path.is_relative_to(own_folder()) and model.shape is None
-    return model.to_json(fit, reason) | {"is_own": is_own}
+    return model.to_json(fit, reason) | {
+        "is_own": is_own,
+        "backend": LLAMACPP if runs_llamacpp else NEO,
+    }

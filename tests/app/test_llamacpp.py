@@ -1,6 +1,7 @@
 """llama.cpp behind the same service: wiring with an imitation of its functions, answers with itself."""
 
 import importlib.util
+import itertools
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import gguf
 import httpx
 import openai
 import pytest
+import torch
 from gguf_files import write_gguf
 from real_model import smollm2
 from transformers import GemmaConfig, GemmaForCausalLM
@@ -24,6 +26,7 @@ from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe
 from neo_desktop.app.llamacpp.tokenizer import LlamaCppTokenizer
 from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.model_loader import ModelLoader
+from neo_desktop.app.shelf.model_shelf import _look
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.checkpoint import open_checkpoint
@@ -153,7 +156,8 @@ def test_what_is_missing_is_said(server: RunningServer, http: httpx.Client) -> N
     health = http.get("/health").json()
     assert health["backend"] == "llamacpp"
     assert all(what in health["note"] for what in ("offloading", "one after the other", "scheduler"))
-    assert http.get("/stats").json()["backend"] == "llamacpp"
+    stats = http.get("/stats").json()
+    assert (stats["backend"], stats["dtype"]) == ("llamacpp", "all F32")
     assert 'backend="llamacpp"' in http.get("/metrics").text
     refused = http.post("/v1/embeddings", json={"model": "strange", "input": "x"})
     assert refused.status_code == 400
@@ -227,7 +231,14 @@ def test_it_is_chosen_where_the_engine_has_not_what_a_model_needs(
     assert loader.why_not(model) is None
     assert loader.runs_llamacpp(model)
     assert not loader.runs_llamacpp(catalogue.get("builtin"))
-    assert not ModelLoader(catalogue, CPU, backend="neo").runs_llamacpp(model)
+    refusing = ModelLoader(catalogue, CPU, backend="neo")
+    assert not refusing.runs_llamacpp(model)
+    told = {each["name"]: each for each in _look(loader, False)}
+    assert [told[name]["backend"] for name in ("strange", "neo-desktop-guide")] == ["llamacpp", "neo"]
+    assert told["strange"]["runnable"]
+    refused = next(each for each in _look(refusing, False) if each["name"] == "strange")
+    assert not refused["runnable"]
+    assert "'gemma'" in refused["reason"]
     monkeypatch.setattr(choice, "is_installed", lambda: False)
     monkeypatch.setattr("neo_desktop.app.shelf.checkpoint_summary.is_installed", lambda: False)
     monkeypatch.setattr("neo_desktop.app.shelf.model_loader.is_installed", lambda: False)
@@ -275,7 +286,7 @@ def test_other_files_and_devices_are_refused(api: Any, file: Path, tmp_path: Pat
     with pytest.raises(ValueError, match="without CUDA"):
         LlamaCppRecipe("strange", file, EngineOptions(device="cuda"))(nothing)
     file.write_bytes(b"damaged")
-    with pytest.raises(ModelError, match=r"cannot load .*: the weights are damaged"):
+    with pytest.raises(ModelError, match=r"cannot load .*: error loading model: the weights are damaged\."):
         LlamaCppRecipe("strange", file, CPU)(nothing)
     file.write_bytes(b"encoder")
     with pytest.raises(ModelError, match="writes no answers: it has an encoder"):
@@ -339,11 +350,24 @@ def test_a_model_that_the_engine_has_not_is_answered(tmp_path: Path) -> None:
         head_dim=16,
         max_position_embeddings=256,
     )
-    write_gguf(tmp_path / "tiny-gemma.gguf", GemmaForCausalLM(config), architecture="gemma")
+    model = GemmaForCausalLM(config)
+    for name, weight in model.named_parameters():  # its norms are stored as what they multiply by
+        torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)
+    write_gguf(tmp_path / "tiny-gemma.gguf", model, architecture="gemma")
+    file = tmp_path / "tiny-gemma.gguf"
+    engine = LlamaCppRecipe("tiny-gemma", file, CPU)(nothing)
+    text, token_ids = answer_of(engine, "abc", temperature=0, max_tokens=8)
+    engine.close()
+    own = pytest.importorskip("llama_cpp").Llama(str(file), n_ctx=256, flash_attn=True, verbose=False)
+    told = own.generate(engine.intake.tokenizer.encode("abc"), temp=0, repeat_penalty=1.0)
+    assert token_ids == list(itertools.islice(told, 8))
+    assert len(set(token_ids)) > 1
     loader = ModelLoader(Catalogue([tmp_path]), CPU)
     service = loader("tiny-gemma", nothing)
     with running(service._link) as server:
-        answer = server.client().completions.create(model="tiny-gemma", prompt="a", max_tokens=8)
-        assert answer.usage.completion_tokens >= 1
+        answer = server.client().completions.create(
+            model="tiny-gemma", prompt="abc", max_tokens=8, temperature=0
+        )
+        assert (answer.choices[0].text, answer.usage.completion_tokens) == (text, 8)
         assert service.is_process
     service.close()

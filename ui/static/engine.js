@@ -296,7 +296,12 @@ function showFacts(running) {
     ["reused, not read again", `${count(counters.cached_tokens)}${share(counters.cached_tokens, counters.prompt_tokens)}`],
     ["Moved / begun again", `${count(counters.moves)} / ${count(counters.preemptions)}`],
   ];
-  if (running.backend === "llamacpp") rows.splice(2, 1, ["Computed by", "llama.cpp"]);
+  if (running.backend === "llamacpp") {
+    rows.splice(2, 1, ["Computed by", "llama.cpp"]);
+    for (const name of ["with two sub-batches", "attended to by the CPU", "Moved / begun again"]) {
+      rows.splice(rows.findIndex(([each]) => each === name), 1);
+    }
+  }
   const isDetail = (name) => name[0] !== name[0].toUpperCase();
   page.facts.replaceChildren(
     ...rows.map(([name, value]) =>

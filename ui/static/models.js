@@ -127,7 +127,7 @@ function facts(model) {
   if (model.size_bytes) found.push(bytes(model.size_bytes));
   if (model.dtype) found.push(model.dtype);
   if (model.parameters) found.push(`${short(model.parameters)} parameters`);
-  if (model.needs_llamacpp && model.runnable) found.push("computed by llama.cpp");
+  if (model.backend === "llamacpp" && model.runnable) found.push("computed by llama.cpp");
   if (model.context_tokens) found.push(`context ${count(model.context_tokens)}`);
   return found;
 }

@@ -37,7 +37,7 @@ def llama_log_set(function, data):
 
 
 def llama_backend_init():
-    _log[0](1, b"ready\n", None)
+    _log[0](2, b"ready\n", None)
 
 
 def llama_supports_gpu_offload():
@@ -51,7 +51,7 @@ def llama_model_default_params():
 def llama_model_load_from_file(path, params):
     data = Path(path.decode()).read_bytes()
     if b"damaged" in data:
-        _log[0](3, b"llama_model_load: error loading model: the weights are damaged\n", None)
+        _log[0](4, b"llama_model_load: error loading model: the weights are damaged\n", None)
         return None
     for share in (0.5, 1.0):
         if not params.progress_callback(share, None):
@@ -80,7 +80,7 @@ def llama_model_size(model):
 
 
 def llama_model_desc(model, buffer, size):
-    buffer.value = b"alphabet 1K F32"
+    buffer.value = b"alphabet 1K (guessed) all F32"
     return len(buffer.value)
 
 
@@ -209,7 +209,7 @@ def llama_decode(context, batch):
     assert 0 < len(batch) <= context.batch
     decoded.append(batch)
     if BELL in batch:
-        _log[0](3, b"decode: error: the bell rang\n", None)
+        _log[0](4, b"decode: error: the bell rang\n", None)
         return -3
     context.tokens += batch
     return 1 if len(context.tokens) > context.size else 0
