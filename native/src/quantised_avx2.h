@@ -18,6 +18,10 @@ struct Registers256 {
   static void prefetch(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
   static __m256 zero() { return _mm256_setzero_ps(); }
   static __m256i broadcast(int32_t x) { return _mm256_set1_epi32(x); }
+  template <int n>
+  static __m256i broadcast_shifted(const int32_t* p) {
+    return _mm256_slli_epi32(_mm256_set1_epi32(*p), n);
+  }
   static __m256 broadcast(float x) { return _mm256_set1_ps(x); }
   static __m256i load(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
   static __m256i load_small(const uint8_t* p) {

@@ -121,8 +121,9 @@ QuantisedRows QuantisedProduct::group_of(int64_t row) const {
   const int rows = static_cast<int>(std::min<int64_t>(quantised_.rows_at_once, count_ - first));
   uint8_t* memory = memory_ + first * row_bytes();
   auto* scales = reinterpret_cast<float*>(memory + rows * x_.size(1));
-  auto* sums = reinterpret_cast<int32_t*>(scales + rows * blocks_);
-  return {reinterpret_cast<int8_t*>(memory), scales, sums, sums + rows * blocks_, blocks_, rows};
+  auto* sums = scales + rows * blocks_;
+  auto* minus_sums = reinterpret_cast<int32_t*>(sums + rows * blocks_);
+  return {reinterpret_cast<int8_t*>(memory), scales, sums, minus_sums, blocks_, rows};
 }
 
 void QuantisedProduct::quantise(int64_t row, float* floats) const {

@@ -19,6 +19,10 @@ struct NeonRegisters {
   static void prefetch(const uint8_t* p) { __builtin_prefetch(p); }
   static float32x4_t zero() { return vdupq_n_f32(0.0f); }
   static int32x4_t broadcast(int32_t x) { return vdupq_n_s32(x); }
+  template <int n>
+  static int32x4_t broadcast_shifted(const int32_t* p) {
+    return vshlq_n_s32(vld1q_dup_s32(p), n);
+  }
   static float32x4_t broadcast(float x) { return vdupq_n_f32(x); }
   static uint8x16_t load(const uint8_t* p) { return vld1q_u8(p); }
   static int32x4_t load_small(const uint8_t* p) {

@@ -20,7 +20,7 @@ class QuantisedProduct {
   int64_t weight_bytes() const { return bytes_; }
   int rows_at_once() const { return quantised_.rows_at_once; }
   // Of memory, for each row of x: numbers, scales and sums.
-  int64_t row_bytes() const { return blocks_ * (kBlockColumns + 12); }
+  int64_t row_bytes() const { return blocks_ * kQuantisedBlockBytes; }
 
   // From now on it is about rows [first, first + count) of x; memory begins with a cache line.
   void begin(int64_t first, int64_t count, uint8_t* memory);

@@ -19,6 +19,10 @@ struct Scalar {
   static void prefetch(const uint8_t*) {}
   static float zero() { return 0.0f; }
   static int32_t broadcast(int32_t x) { return x; }
+  template <int n>
+  static int32_t broadcast_shifted(const int32_t* p) {
+    return *p << n;
+  }
   static float broadcast(float x) { return x; }
   static Bytes load(const uint8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
   static int32_t load_small(const uint8_t* p) { return static_cast<int8_t>(*p); }

@@ -41,6 +41,13 @@ inline auto numbers_of(const typename V::Bytes& bytes, const typename V::Bytes* 
   }
 }
 
+// Of a power of two; -1 of 0.
+constexpr int log2_of(int x) {
+  int log = -1;
+  for (; x > 0; x /= 2) ++log;
+  return log;
+}
+
 // Each row's sums are added up block by block, whatever the number of rows, of threads and of lanes: products
 // depend on none of them.
 template <class V, WeightType type, int count>
@@ -52,6 +59,7 @@ inline void multiply_rows(const uint8_t* tile, const QuantisedRows& x, float* ou
   for (int row = 0; row < count; ++row) {
     for (int part = 0; part < kParts; ++part) sums[row][part] = V::zero();
   }
+  const int64_t all = x.blocks * count;  // of each kind of sums
   const int8_t* numbers = x.numbers;
   const uint8_t* unit = tile;
   const uint8_t* scales = tile + header_bytes(of);
@@ -64,15 +72,17 @@ inline void multiply_rows(const uint8_t* tile, const QuantisedRows& x, float* ou
     for (int line = 0; line < block_bytes(of); line += 64) V::prefetch(scales + 2048 + line);
     for (int part = 0; part < kParts; ++part) {
       typename V::Ints dots[kSums][count];
+      constexpr int kOff = log2_of(of.offset + (of.bits == 8 ? V::kSignedShift : 0));
 #pragma GCC unroll 8
       for (int row = 0; row < count; ++row) {
-        const int64_t at = block * count + row;
-        constexpr int kOff = -(of.offset + (of.bits == 8 ? V::kSignedShift : 0));
-        if constexpr (kSums == 1) {
-          dots[0][row] = V::broadcast(kOff * x.sums[at]);
+        const int32_t* minus_sum = x.minus_sums + block * count + row;
+        if constexpr (kOff < 0) {
+          for (auto& part_of : dots) part_of[row] = V::broadcast(0);
+        } else if constexpr (kSums == 1) {
+          dots[0][row] = V::template broadcast_shifted<kOff>(minus_sum);
         } else {
-          dots[0][row] = V::broadcast(kOff * x.first_sums[at]);
-          dots[1][row] = V::broadcast(kOff * (x.sums[at] - x.first_sums[at]));
+          dots[0][row] = V::template broadcast_shifted<kOff>(minus_sum + all);
+          dots[1][row] = V::template broadcast_shifted<kOff>(minus_sum + 2 * all);
         }
       }
       const uint8_t* of_part = weights + part * V::kLanes * 4;
@@ -124,15 +134,14 @@ inline void multiply_rows(const uint8_t* tile, const QuantisedRows& x, float* ou
         for (int row = 0; row < count; ++row) {
           const int64_t at = block * count + row;
           if constexpr (of.scales == 2) {
-            const auto first = V::broadcast(x.first_sums[at]);
-            const auto second = V::broadcast(x.sums[at] - x.first_sums[at]);
-            const auto total = V::add(V::multiply(V::load_small(minima), first),
-                                      V::multiply(V::load_small(minima + kTileRows), second));
-            const auto by = V::multiply(minimum, V::broadcast(x.scales[at]));
+            const int32_t* minus_sum = x.minus_sums + all + at;
+            const auto total =
+                V::add(V::multiply(V::load_small(minima), V::broadcast(*minus_sum)),
+                       V::multiply(V::load_small(minima + kTileRows), V::broadcast(minus_sum[all])));
+            const auto by = V::multiply(minimum, V::broadcast(-x.scales[at]));
             sums[row][part] = V::multiply_add(V::to_floats(total), by, sums[row][part]);
           } else {
-            const float sum = x.scales[at] * static_cast<float>(x.sums[at]);
-            sums[row][part] = V::multiply_add(minimum, V::broadcast(sum), sums[row][part]);
+            sums[row][part] = V::multiply_add(minimum, V::broadcast(x.sums[at]), sums[row][part]);
           }
         }
       }
@@ -206,8 +215,11 @@ inline void quantise_row(const float* x, const QuantisedRows& into, int row) {
       }
     }
     into.scales[at] = is_finite ? scale : __builtin_nanf("");
-    into.first_sums[at] = sums[0];
-    into.sums[at] = sums[0] + sums[1];
+    const int64_t all = into.blocks * into.rows;
+    into.sums[at] = into.scales[at] * static_cast<float>(sums[0] + sums[1]);
+    into.minus_sums[at] = -(sums[0] + sums[1]);
+    into.minus_sums[all + at] = -sums[0];
+    into.minus_sums[2 * all + at] = -sums[1];
   }
 }
 

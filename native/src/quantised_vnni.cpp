@@ -17,6 +17,10 @@ struct Vnni {
   static void prefetch(const uint8_t* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
   static __m512 zero() { return _mm512_setzero_ps(); }
   static __m512i broadcast(int32_t x) { return _mm512_set1_epi32(x); }
+  template <int n>
+  static __m512i broadcast_shifted(const int32_t* p) {
+    return _mm512_slli_epi32(_mm512_set1_epi32(*p), n);
+  }
   static __m512 broadcast(float x) { return _mm512_set1_ps(x); }
   static __m512i load(const uint8_t* p) { return _mm512_loadu_si512(p); }
   static __m512i load_small(const uint8_t* p) {

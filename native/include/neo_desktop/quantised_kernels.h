@@ -63,13 +63,17 @@ constexpr int64_t unit_bytes(const WeightLayout& of) {
 // Activations of a few rows, quantised: x = scale * number in each block. A block of all of them lies
 // together: rows apart would fall on the same lines of a cache.
 struct QuantisedRows {
-  int8_t* numbers;      // [blocks, rows, 32], from -127 to 127
-  float* scales;        // [blocks, rows]
-  int32_t* sums;        // [blocks, rows]: of a block's numbers
-  int32_t* first_sums;  // [blocks, rows]: of the first half of them
+  int8_t* numbers;  // [blocks, rows, 32], from -127 to 127
+  float* scales;    // [blocks, rows]
+  float* sums;      // [blocks, rows]: of a block's numbers, times their scale
+  // [3, blocks, rows]: minus the sum of a block's numbers; of the first half of them; of the second half.
+  int32_t* minus_sums;
   int64_t blocks;
   int rows;
 };
+
+// Bytes of one row in each block.
+constexpr int kQuantisedBlockBytes = kBlockColumns + 20;
 
 struct QuantisedKernels {
   // Puts a tile's products into out[rows, 16].
