@@ -11,7 +11,7 @@ from neo_desktop.models.json_file import INSTALL_LLAMACPP
 
 BACKENDS = ("auto", NEO, LLAMACPP)
 # What holds for llama.cpp, too; which model is meant is said elsewhere.
-_USED = ("model", "device", "cpu_cache_tokens", "max_batch_tokens", "max_batch_requests")
+_USED = ("model", "device", "cpu_cache_tokens", "max_batch_tokens")
 
 
 def is_installed() -> bool:

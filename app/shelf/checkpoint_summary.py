@@ -13,6 +13,7 @@ from typing import Any
 from neo_desktop.app.llamacpp.choice import is_installed
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint, gguf_files, split_files
+from neo_desktop.models.gguf.container import GGUFFile
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError
 from neo_desktop.models.registry import check_model
 from neo_desktop.models.safetensors.folder import SafetensorsFolder
@@ -117,9 +118,12 @@ def _gguf_summary(empty: Summary, path: Path) -> Summary:
     except ModelError as error:
         needs_llamacpp = isinstance(error, UnsupportedModelError)
         reason = str(error).replace(f"{path.parent}/", "").rstrip(".")
+        architecture, context_tokens = _described(path) if needs_llamacpp else (None, None)
         return replace(
             empty,
             dtype="GGUF",
+            architecture=architecture,
+            context_tokens=context_tokens,
             reason=None if needs_llamacpp and is_installed() else reason,
             needs_llamacpp=needs_llamacpp,
         )
@@ -128,6 +132,18 @@ def _gguf_summary(empty: Summary, path: Path) -> Summary:
             empty, dtype="GGUF", reason=f"{path.name} cannot be used ({type(error).__name__}: {error})"
         )
     return replace(found, path=empty.path, size_bytes=empty.size_bytes)
+
+
+def _described(path: Path) -> tuple[str | None, int | None]:
+    """Architecture and context of a file that the engine cannot run, as far as it can be read."""
+    try:
+        metadata = GGUFFile(split_files(path)[0]).metadata
+    except ModelError:  # with tensors of unknown types, say
+        return None, None
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str):
+        return None, None
+    return name[:100], _positive(metadata.get(f"{name}.context_length"))
 
 
 @lru_cache(maxsize=512)

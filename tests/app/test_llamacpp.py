@@ -69,6 +69,7 @@ def file(tmp_path: Path) -> Path:
     """A file of a model that the engine has not, without weights."""
     path = tmp_path / "strange.gguf"
     writer = gguf.GGUFWriter(path, "gemma")
+    writer.add_context_length(600)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -126,7 +127,7 @@ def test_chats_are_answered_as_by_the_engine(server: RunningServer, client: open
 
 
 def test_every_setting_of_the_engine_holds(server: RunningServer, client: openai.OpenAI) -> None:
-    first, second = letters(len(PROMPT), 2)
+    first, second = list(letters(len(PROMPT), 2))
     biased = ask(client, logit_bias={str(ord("!")): 100})
     assert biased.choices[0].message.content == "!!!"
     followed = ask(client, max_tokens=20, extra_body={"structured_outputs": {"regex": "(yes|no)"}})
@@ -227,6 +228,7 @@ def test_it_is_chosen_where_the_engine_has_not_what_a_model_needs(
     catalogue = Catalogue([file.parent], model=str(file))
     model = catalogue.get("strange")
     assert (model.summary.needs_llamacpp, model.summary.reason) == (True, None)
+    assert (model.summary.architecture, model.summary.context_tokens) == ("gemma", 600)
     loader = ModelLoader(catalogue, CPU)
     assert loader.why_not(model) is None
     assert loader.runs_llamacpp(model)
@@ -269,6 +271,7 @@ def test_it_runs_in_a_process_of_its_own(api: Any, file: Path) -> None:
     [
         ({"policy": "neo"}, "has no --policy"),
         ({"dtype": "float16", "gpu_cache_tokens": 5}, "has no --dtype, --gpu-cache-tokens"),
+        ({"max_batch_requests": 8}, "has no max_batch_requests"),
         ({"shape": "llama-2-7b"}, "models in GGUF files"),
     ],
 )
