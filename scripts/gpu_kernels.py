@@ -16,13 +16,18 @@ from neo_desktop.engine.kernels.dispatch import programs_per_sm
 from neo_desktop.engine.kernels.in_triton.activation import silu_mul
 from neo_desktop.engine.kernels.in_triton.norm import add_rms_norm
 from neo_desktop.engine.kernels.in_triton.paged_decode import paged_decode
+from neo_desktop.engine.kernels.in_triton.quantised import dequantise, multiply_few
 from neo_desktop.engine.kernels.in_triton.rope_append import rope_append
 from neo_desktop.engine.kernels.in_triton.row_copy import read_rows, write_rows
 from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.models import operators
+from neo_desktop.models.linear import grouped
+from neo_desktop.models.linear.codes import CODINGS
+from neo_desktop.models.linear.grouped import Grouped
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, BLOCK_SIZE = 32, 8, 128, 4096, 14336, 16
 EPS = 1e-5
+MATRICES = 8  # quantised ones, of 33 MB or more
 # Relative error of all of an output, as one vector.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -32,7 +37,7 @@ class Case:
     """A kernel with its arguments."""
 
     name: str
-    launch: Callable[[], None]
+    launch: Callable[[], object]
     results: tuple[Tensor, ...]  # what launching changes
     expected: tuple[Tensor, ...]
     num_bytes: int  # read and written
@@ -168,6 +173,38 @@ def copy_cases(dtype: torch.dtype, device: torch.device, tokens: int) -> Iterato
     )
 
 
+def product_cases(
+    dtype: torch.dtype, device: torch.device, rows: int = INTERMEDIATE, columns: int = HIDDEN
+) -> Iterator[Case]:
+    """Quantised matrices of each type; as many as no cache holds, one after the other."""
+    for name in CODINGS:
+        weights = [Grouped(name, rows, columns, device) for _ in range(MATRICES)]
+        for weight in weights:
+            weight.fill(torch.Generator(device).manual_seed(len(name)))
+        floats = torch.empty(rows, columns, dtype=torch.float32, device=device)
+        grouped.dequantise(weights[0], 0, floats)
+        for count in (1, 4, 16):
+            x = torch.randn(count, columns, device=device).to(dtype)
+            outs = torch.empty(MATRICES, count, rows, dtype=dtype, device=device)
+            yield Case(
+                f"product of {count} rows and a matrix of {rows} x {columns} in {name}",
+                lambda weights=weights, x=x, outs=outs: [
+                    multiply_few(x, weight, None, out) for weight, out in zip(weights, outs, strict=True)
+                ],
+                (outs[0],),
+                (x.float() @ floats.T,),
+                sum(weight.nbytes for weight in weights) + MATRICES * (x.nbytes + outs[0].nbytes),
+            )
+        found = torch.empty(rows, columns, dtype=dtype, device=device)
+        yield Case(
+            f"{rows} x {columns} floats of a matrix in {name}",
+            lambda weight=weights[0], found=found: dequantise(weight, 0, found),
+            (found,),
+            (floats,),
+            weights[0].nbytes + found.nbytes,
+        )
+
+
 def prefill_case(dtype: torch.dtype, device: torch.device, window: int | None) -> Case:
     """Chunks with and without earlier tokens; each group is attended to as in an iteration."""
     starts, counts = (0, 1000, 3000), (300, 24, 500)
@@ -217,9 +254,10 @@ def cases(dtype: torch.dtype, device: torch.device, num_sms: int, tokens: int) -
     yield from copy_cases(dtype, device, tokens)
     for window in (None, 700):
         yield prefill_case(dtype, device, window)
+    yield from product_cases(dtype, device)
 
 
-def elapsed_ms(launch: Callable[[], None], repetitions: int = 10, at_once: int = 5) -> float:
+def elapsed_ms(launch: Callable[[], object], repetitions: int = 10, at_once: int = 5) -> float:
     """The median time that a launch takes on the GPU; of several at once, so that Python's own time hides."""
     times_ms = []
     for _ in range(repetitions):

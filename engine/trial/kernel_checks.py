@@ -19,10 +19,12 @@ from neo_desktop.engine.trial.check import Check
 from neo_desktop.engine.trial.kv_checks import BOUNDS, check_decode, check_rows, error_of
 from neo_desktop.engine.trial.rig import Rig, on_rungs, require
 from neo_desktop.models.linear import grouped
-from neo_desktop.models.linear.grouped import CODINGS, GROUP, MOST_ROWS, Grouped
+from neo_desktop.models.linear.codes import UNIT
+from neo_desktop.models.linear.grouped import MOST_ROWS, Grouped
 
 DEADLINE_S = 90.0  # the first launch compiles, on a computer that may be slow
 ROWS = (1, 3, 32, 250)
+KINDS = ("Q8_0", "Q4_1", "Q4_K", "Q6_K")  # of quantised weights: one of each kind of coding
 QUANTISED_ROWS = 80  # of a matrix: a tile, and a part of one
 CHUNKS = ((0, 1), (0, 40), (130, 7), (300, 200))  # (tokens before, tokens) of prompts' chunks
 
@@ -155,16 +157,11 @@ def check_rope(rig: Rig) -> Figures:
 def check_quantised(rig: Rig) -> Figures:
     """Products with weights of each type that stays as it is stored, of few rows and of many."""
     figures: dict[str, Figure] = {}
-    hidden, rows = rig.config.hidden_size // GROUP * GROUP, QUANTISED_ROWS
+    hidden, rows = -(-rig.config.hidden_size // UNIT) * UNIT, QUANTISED_ROWS
     errors, work = [0.0], None
-    for name in CODINGS:
+    for name in KINDS:
         weight = Grouped(name, rows, hidden, rig.device)
-        generator = torch.Generator().manual_seed(0)
-        words = torch.randint(-(2**31), 2**31, weight.words.shape, generator=generator)
-        weight.words.copy_(words.int())
-        weight.scales.copy_(_random(rig, *weight.scales.shape) / 64)
-        if weight.minima is not None:
-            weight.minima.copy_(_random(rig, *weight.minima.shape))
+        weight.fill(torch.Generator(rig.device).manual_seed(0))
         exact = torch.empty(rows, hidden)
         grouped.dequantise(weight.to(torch.device("cpu")), 0, exact)
         for count in (1, 3, MOST_ROWS):

@@ -51,7 +51,7 @@ def _half(blocks: Tensor, start: int) -> Tensor:
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
-def _bits(data: Tensor, bits: int, run: int) -> Tensor:
+def unpacked(data: Tensor, bits: int, run: int) -> Tensor:
     """Unpack runs of bytes: `[blocks, bytes]` -> `[blocks, bytes * 8 / bits]`, low bits of a run first."""
     runs = data.reshape(len(data), -1, run)
     return torch.stack([(runs >> shift) & (2**bits - 1) for shift in range(0, 8, bits)], 2).flatten(1)
@@ -76,81 +76,86 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return _scaled(_bits(blocks[:, 2:], 4, 16).view(torch.int8) - 8, _half(blocks, 0))
+    return _scaled(unpacked(blocks[:, 2:], 4, 16).view(torch.int8) - 8, _half(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return _scaled(_bits(blocks[:, 4:], 4, 16), _half(blocks, 0), _half(blocks, 2))
+    return _scaled(unpacked(blocks[:, 4:], 4, 16), _half(blocks, 0), _half(blocks, 2))
 
 
-def _five_bits(blocks: Tensor, start: int) -> Tensor:
+def five_bits(blocks: Tensor, start: int) -> Tensor:
     """The fifth bits are 32 in a row, then come four bits each."""
     fifth = (blocks[:, start : start + 4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    return _bits(blocks[:, start + 4 :], 4, 16) | (fifth.flatten(1) << 4)
+    return unpacked(blocks[:, start + 4 :], 4, 16) | (fifth.flatten(1) << 4)
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    return _scaled(_five_bits(blocks, 2).view(torch.int8) - 16, _half(blocks, 0))
+    return _scaled(five_bits(blocks, 2).view(torch.int8) - 16, _half(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    return _scaled(_five_bits(blocks, 4), _half(blocks, 0), _half(blocks, 2))
+    return _scaled(five_bits(blocks, 4), _half(blocks, 0), _half(blocks, 2))
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
     scales = _half(blocks, 80) * (blocks[:, :16] & 15)
     minima = _half(blocks, 82) * (blocks[:, :16] >> 4)
-    return _scaled(_bits(blocks[:, 16:80], 2, 32), scales, -minima)
+    return _scaled(unpacked(blocks[:, 16:80], 2, 32), scales, -minima)
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
-    low = _bits(blocks[:, 96:104], 4, 8)
-    high = _bits(blocks[:, 104:108], 2, 4)
+    low = unpacked(blocks[:, 96:104], 4, 8)
+    high = unpacked(blocks[:, 104:108], 2, 4)
     scales = _half(blocks, 108) * ((low | (high << 4)).view(torch.int8) - 32)
-    numbers = _bits(blocks[:, 32:96], 2, 32) | (_bits(blocks[:, :32], 1, 32) << 2)
+    numbers = unpacked(blocks[:, 32:96], 2, 32) | (unpacked(blocks[:, :32], 1, 32) << 2)
     return _scaled(numbers.view(torch.int8) - 4, scales)
 
 
-def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Of Q4_K and Q5_K: eight of each in 6 bits; the last four borrow the high bits of the first four."""
+def six_bits(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and minima of Q4_K and Q5_K, eight of each; the last four borrow high bits of the first four."""
     scales, minima, rest = blocks[:, 4:16].reshape(-1, 3, 4).unbind(1)
     scales = torch.cat((scales & 63, (rest & 15) | ((scales >> 2) & 48)), 1)
     minima = torch.cat((minima & 63, (rest >> 4) | ((minima >> 2) & 48)), 1)
+    return scales, minima
+
+
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    scales, minima = six_bits(blocks)
     return _half(blocks, 0) * scales, _half(blocks, 2) * minima
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
     scales, minima = _scales_and_minima(blocks)
-    return _scaled(_bits(blocks[:, 16:], 4, 32), scales, -minima)
+    return _scaled(unpacked(blocks[:, 16:], 4, 32), scales, -minima)
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
     scales, minima = _scales_and_minima(blocks)
-    numbers = _bits(blocks[:, 48:], 4, 32) | (_bits(blocks[:, 16:48], 1, 32) << 4)
+    numbers = unpacked(blocks[:, 48:], 4, 32) | (unpacked(blocks[:, 16:48], 1, 32) << 4)
     return _scaled(numbers, scales, -minima)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
     scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)
-    numbers = _bits(blocks[:, :128], 4, 64) | (_bits(blocks[:, 128:192], 2, 32) << 4)
+    numbers = unpacked(blocks[:, :128], 4, 64) | (unpacked(blocks[:, 128:192], 2, 32) << 4)
     return _scaled(numbers.view(torch.int8) - 32, scales)
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
-    return _scaled(_looked_up(_bits(blocks[:, 2:], 4, 16), _IQ4), _half(blocks, 0))
+    return _scaled(_looked_up(unpacked(blocks[:, 2:], 4, 16), _IQ4), _half(blocks, 0))
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
     high = (blocks[:, 2:4, None] >> torch.arange(0, 8, 2, dtype=torch.uint8)) & 3
     low = (blocks[:, 4:8, None] >> torch.tensor([0, 4], dtype=torch.uint8)) & 15
     scales = _half(blocks, 0) * ((low.flatten(1) | (high.flatten(1) << 4)).view(torch.int8) - 32)
-    return _scaled(_looked_up(_bits(blocks[:, 8:], 4, 16), _IQ4), scales)
+    return _scaled(_looked_up(unpacked(blocks[:, 8:], 4, 16), _IQ4), scales)
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
     """The scale is a power of two alone, its exponent in a byte."""
     scales = torch.exp2(blocks[:, :1].float() - 128)
-    return _scaled(_looked_up(_bits(blocks[:, 1:], 4, 16), _FP4), scales)
+    return _scaled(_looked_up(unpacked(blocks[:, 1:], 4, 16), _FP4), scales)
 
 
 def _plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

@@ -1,44 +1,31 @@
-"""Matrices of 4 or 8 bits with a scale for each group of 32 numbers, as a GPU keeps them.
+"""Matrices of 4 or 8 bits with a scale for each group of 16 or 32 numbers, as a GPU keeps them.
 
 A number is `(code - centre) * scale + minimum`. Codes are packed into words of 32 bits, the first in the
 lowest bits, and 64 rows lie side by side, so that neighbouring threads read neighbouring words:
 
     words             [tiles of 64 rows, columns / numbers of a word, 64] int32
-    scales, minima    [tiles, columns / 32, 64] float16
+    scales, minima    [tiles, columns / numbers of a group, 64] float16; of K types whole numbers of 8 bits
+    scale_units, minimum_units    of K types: [tiles, columns / 256, 64] float16, what they are multiplied by
 
 These operators are those of torch; `engine.kernels` has faster ones.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from neo_desktop.models.gguf.types import TYPES, StoredType
+from neo_desktop.models.linear.codes import CODINGS, UNIT, Coding, decode
 
 TILE_ROWS = 64
-GROUP = 32  # numbers that share a scale
 MOST_ROWS = 16  # of inputs that meet a matrix as it is packed
-LOADING_BYTES = 16 * 1024**2  # more than a piece of a file takes while it is packed
+LOADING_BYTES = 64 * 1024**2  # more than a piece of a file takes while it is packed
 PIECE_BYTES = 32 * 1024**2  # of a matrix that is dequantised for one product after the other
-
-
-@dataclass(frozen=True, slots=True)
-class Coding:
-    """How a type's numbers are coded."""
-
-    bits: int
-    centre: int
-    has_minima: bool = False
-
-
-CODINGS = {"Q8_0": Coding(8, 128), "Q4_0": Coding(4, 8), "Q4_1": Coding(4, 0, has_minima=True)}
-"""By the names of types of GGUF files."""
-WIDENED: dict[str, int] = {}
+WIDENED = {name: coding.bits for name, coding in CODINGS.items() if coding.is_wider}
 """Types that are kept in more bits than files have them in -> those bits."""
-_TYPES: dict[str, StoredType] = {stored.name: stored for stored in TYPES.values() if stored.name in CODINGS}
 Dequantise = Callable[["Grouped", Tensor | int, Tensor], None]
+_TYPES: dict[str, StoredType] = {stored.name: stored for stored in TYPES.values() if stored.name in CODINGS}
 
 
 def has_kernel(type_name: str) -> bool:
@@ -47,68 +34,99 @@ def has_kernel(type_name: str) -> bool:
 
 
 def packed_bytes(type_name: str, rows: int, columns: int) -> int:
-    """Return the bytes of a packed matrix: those of the file, with rows filled up to a whole tile."""
-    return -(-rows // TILE_ROWS) * TILE_ROWS * (columns // GROUP) * _TYPES[type_name].nbytes
+    """Return the bytes of a packed matrix, whose rows are filled up to a whole tile."""
+    coding = CODINGS[type_name]
+    scales = columns // coding.group * (1 if coding.has_units else 2)
+    units = columns // UNIT * 2 if coding.has_units else 0
+    row_bytes = columns * coding.bits // 8 + (scales + units) * (2 if coding.has_minima else 1)
+    return -(-rows // TILE_ROWS) * TILE_ROWS * row_bytes
 
 
 class Grouped:
     """One such matrix.
 
     Args:
-        type_name: one of CODINGS.
+        type_name: one of `CODINGS`.
         rows: of the matrix.
-        columns: a multiple of 32.
+        columns: a multiple of the numbers of a block.
         device: where it lies.
     """
 
     def __init__(self, type_name: str, rows: int, columns: int, device: torch.device) -> None:
         self.type_name, self.rows, self.columns = type_name, rows, columns
-        self.coding = CODINGS[type_name]
+        self.coding: Coding = CODINGS[type_name]
         self.per_word = 32 // self.coding.bits
-        tiles, groups = -(-rows // TILE_ROWS), columns // GROUP
-        room = (tiles, groups, TILE_ROWS)
-        words = (tiles, columns // self.per_word, TILE_ROWS)
-        self.words = torch.zeros(words, dtype=torch.int32, device=device)
-        self.scales = torch.zeros(room, dtype=torch.float16, device=device)
-        self.minima = torch.zeros_like(self.scales) if self.coding.has_minima else None
+        tiles = -(-rows // TILE_ROWS)
+
+        def room(numbers: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(tiles, columns // numbers, TILE_ROWS, dtype=dtype, device=device)
+
+        self.words = room(self.per_word, torch.int32)
+        self.scales = room(self.coding.group, self.coding.scale_dtype)
+        has_units, has_minima = self.coding.has_units, self.coding.has_minima
+        self.minima = torch.zeros_like(self.scales) if has_minima else None
+        self.scale_units = room(UNIT, torch.float16) if has_units else None
+        self.minimum_units = room(UNIT, torch.float16) if has_units and has_minima else None
+
+    def tensors(self) -> list[Tensor]:
+        """Return all that it consists of."""
+        every = (self.words, self.scales, self.minima, self.scale_units, self.minimum_units)
+        return [each for each in every if each is not None]
 
     @property
     def nbytes(self) -> int:
         """Bytes in memory."""
-        return self.words.nbytes + self.scales.nbytes + (0 if self.minima is None else self.minima.nbytes)
+        return sum(each.nbytes for each in self.tensors())
 
     def to(self, device: torch.device) -> "Grouped":
         """Return it on a device."""
         found = Grouped(self.type_name, self.rows, self.columns, device)
-        found.words.copy_(self.words)
-        found.scales.copy_(self.scales)
-        if found.minima is not None and self.minima is not None:
-            found.minima.copy_(self.minima)
+        for target, source in zip(found.tensors(), self.tensors(), strict=True):
+            target.copy_(source)
         return found
+
+    def fill(self, generator: torch.Generator) -> None:
+        """Take any numbers, for measurements and checks."""
+        for each in self.tensors():
+            if each.is_floating_point():
+                each.normal_(0.0, 0.01, generator=generator)
+            else:
+                limits = torch.iinfo(each.dtype)
+                each.random_(limits.min, limits.max, generator=generator)
 
     def load(self, row: int, raw: Tensor) -> None:
         """Take rows as files have them, `[rows, bytes of a row]` uint8.
 
         Raises ValueError for scales that are not finite.
         """
-        count = len(raw)
-        blocks = raw.to(self.words.device).view(count, -1, _TYPES[self.type_name].nbytes)
-        header = 4 if self.coding.has_minima else 2
-        scales = blocks[:, :, :header].contiguous().view(torch.float16)
-        if not scales.isfinite().all():
-            raise ValueError("scales that are not finite")
-        codes = blocks[:, :, header:]
-        if self.coding.bits == 4:  # the low bits of 16 bytes come first, then the high ones
-            codes = torch.cat((codes & 15, codes >> 4), 2).view(count, -1, 2)
-            codes = codes[:, :, 0] | (codes[:, :, 1] << 4)
-        else:  # signed ones
-            codes = codes ^ 128
-        rows = torch.arange(row, row + count, device=self.words.device)
+        count, device = len(raw), self.words.device
+        blocks = raw.to(device).reshape(-1, _TYPES[self.type_name].nbytes)
+        codes, *others = decode(self.type_name, blocks)
+        if self.coding.bits == 4:
+            pairs = codes.view(len(codes), -1, 2)
+            codes = pairs[:, :, 0] | (pairs[:, :, 1] << 4)
+        rows = torch.arange(row, row + count, device=device)
         at = rows // TILE_ROWS, slice(None), rows % TILE_ROWS
         self.words[at] = codes.reshape(count, -1).contiguous().view(torch.int32)
-        self.scales[at] = scales[:, :, 0]
-        if self.minima is not None:
-            self.minima[at] = scales[:, :, 1]
+        for target, values in zip(self.tensors()[1:], others, strict=True):
+            if values.is_floating_point() and not values.isfinite().all():
+                raise ValueError("scales that are not finite")
+            target[at] = values.reshape(count, -1)
+
+    def scales_of(self, at: tuple[Tensor, slice, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return scales and minima `[n, groups, 1]` of some rows, in float32."""
+
+        def product(values: Tensor | None, units: Tensor | None) -> Tensor | None:
+            if values is None:
+                return None
+            found = values[at].float()
+            if units is not None:
+                found = found.view(len(found), -1, UNIT // self.coding.group) * units[at].float()[:, :, None]
+            return found.reshape(len(found), -1, 1)
+
+        scales = product(self.scales, self.scale_units)
+        assert scales is not None
+        return scales, product(self.minima, self.minimum_units)
 
 
 def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
@@ -122,13 +140,14 @@ def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
     if isinstance(rows, int):
         rows = torch.arange(rows, rows + len(out), device=out.device)
     at = rows // TILE_ROWS, slice(None), rows % TILE_ROWS
-    bits = weight.coding.bits
+    bits, group = weight.coding.bits, weight.coding.group
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=out.device)
     codes = (weight.words[at][:, :, None] >> shifts) & (2**bits - 1)
-    numbers = (codes - weight.coding.centre).float().view(len(out), -1, GROUP)
-    numbers *= weight.scales[at][:, :, None]
-    if weight.minima is not None:
-        numbers += weight.minima[at][:, :, None]
+    numbers = (codes - weight.coding.centre).float().view(len(out), -1, group)
+    scales, minima = weight.scales_of(at)
+    numbers *= scales
+    if minima is not None:
+        numbers += minima
     out.copy_(numbers.view_as(out))
 
 

@@ -85,15 +85,17 @@ class QuantisedOnGPU:
                 break
             row -= part.rows
         if self._missing_rows == 0 and self._device.type == "cuda":
-            self._launch_all()
+            self.launch_all()
 
-    def _launch_all(self) -> None:
-        """So that no iteration waits for a compiler."""
+    def launch_all(self) -> None:
+        """Launch whatever products and look-ups will need, so that no iteration waits for a compiler."""
         rows, columns = sum(part.rows for part in self.parts), self.parts[0].columns
         x, out = (torch.zeros(MOST_ROWS, n, dtype=self._dtype, device=self._device) for n in (columns, rows))
         for count in range(1, MOST_ROWS + 1):
             self.multiply(x[:count], out[:count])
-        self.look_up(torch.zeros(1, dtype=torch.int64, device=self._device), x[:1])
+        for part in self.parts:
+            self._kernels.dequantise(part, torch.zeros(1, dtype=torch.int64, device=self._device), x[:1])
+            self._kernels.dequantise(part, 0, x[:1])
 
     def dense(self) -> Tensor:  # noqa: D102
         dtype, device = self._dtype, self._device

@@ -26,8 +26,10 @@ def kernels() -> list[dict[str, Any]]:
 def test_every_kernel_was_compiled_for_every_gpu(kernels: list[dict[str, Any]]) -> None:
     compiled = {(kernel["kernel"], kernel["capability"]) for kernel in kernels}
     names = ("_attend", "_merge", "_rope_append", "_add_rms_norm", "_silu_mul", "_copy_rows")
+    names += ("_multiply_plain", "_dequantise")
     everywhere = {(name, capability) for name in names for capability in SHARED_MEMORY}
-    assert compiled == everywhere | {("attend_plain", 75)}
+    by_tensor_cores = {("_multiply_tiles", capability) for capability in SHARED_MEMORY if capability >= 80}
+    assert compiled == everywhere | by_tensor_cores | {("attend_plain", 75)}
 
 
 def test_no_kernel_spills_registers(kernels: list[dict[str, Any]]) -> None:
@@ -57,6 +59,20 @@ def test_without_tensor_cores_four_programs_fit_into_a_multiprocessor(
         and "group 16" not in kernel["variant"]
     }
     assert all(kernel["registers"] <= 128 for kernel in plain)
+
+
+def test_products_with_quantised_weights_take_few_instructions_for_each(
+    kernels: list[dict[str, Any]],
+) -> None:
+    """With a row of inputs at most 8 of a thread, with 16 rows on tensor cores 11; loops are unrolled."""
+    for kernel in kernels:
+        if "row" not in kernel["variant"] or not kernel["kernel"].startswith("_multiply"):
+            continue
+        has_bytes = any(name in kernel["variant"] for name in ("Q8_0", "Q6_K"))
+        numbers = 16 if has_bytes and kernel["kernel"] == "_multiply_plain" else 32  # of a step of a thread
+        if kernel["variant"].startswith("1 row") or kernel["kernel"] == "_multiply_tiles":
+            most = 8 if kernel["kernel"] == "_multiply_plain" else 11
+            assert kernel["instructions"] <= most * numbers, kernel
 
 
 def test_two_tiles_of_k_and_v_are_under_way(kernels: list[dict[str, Any]]) -> None:

@@ -23,9 +23,11 @@ from triton.runtime.jit import JITFunction
 from neo_desktop.engine.kernels.in_triton.activation import silu_mul
 from neo_desktop.engine.kernels.in_triton.norm import add_rms_norm
 from neo_desktop.engine.kernels.in_triton.paged_decode import paged_decode
+from neo_desktop.engine.kernels.in_triton.quantised import dequantise, multiply_few
 from neo_desktop.engine.kernels.in_triton.rope_append import rope_append
 from neo_desktop.engine.kernels.in_triton.row_copy import read_rows, write_rows
 from neo_desktop.engine.kernels.occupancy import programs_per_sm
+from neo_desktop.models.linear.grouped import Grouped
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -117,6 +119,16 @@ def copy(dtype: torch.dtype) -> None:
     read_rows(rows[0], rows[1], cache, cache, slots)
 
 
+def product(type_name: str, dtype: torch.dtype, count: int) -> None:
+    weight = Grouped(type_name, 14336, 4096, torch.device("meta"))
+    multiply_few(empty(count, 4096, dtype=dtype), weight, None, empty(count, 14336, dtype=dtype))
+
+
+def floats(type_name: str, dtype: torch.dtype) -> None:
+    weight = Grouped(type_name, 14336, 4096, torch.device("meta"))
+    dequantise(weight, 4096, empty(1024, 4096, dtype=dtype))
+
+
 ATTENTION = ("_attend", "attend_plain")
 ANYTHING = re.compile("")
 FP16_GPUS = (75, 80, 86, 89, 90, 120)
@@ -148,6 +160,24 @@ VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
     "silu bf16": (lambda: silu(BF16), (80,)),
     "copy fp16": (lambda: copy(FP16), FP16_GPUS),
     "copy fp32": (lambda: copy(FP32), (75,)),
+    "1 row fp16, Q4_0": (lambda: product("Q4_0", FP16, 1), FP16_GPUS),
+    "1 row fp16, Q4_1": (lambda: product("Q4_1", FP16, 1), (75, 86)),
+    "1 row fp16, Q8_0": (lambda: product("Q8_0", FP16, 1), FP16_GPUS),
+    "1 row bf16, Q4_1": (lambda: product("Q4_1", BF16, 1), (80,)),
+    "1 row fp16, Q4_K": (lambda: product("Q4_K", FP16, 1), FP16_GPUS),
+    "1 row fp16, Q6_K": (lambda: product("Q6_K", FP16, 1), (75, 86)),
+    "4 rows fp16, Q4_K": (lambda: product("Q4_K", FP16, 4), (75, 86)),
+    "16 rows fp16, Q4_K": (lambda: product("Q4_K", FP16, 16), FP16_GPUS),
+    "16 rows fp16, Q6_K": (lambda: product("Q6_K", FP16, 16), (75, 86)),
+    "floats fp16, Q4_K": (lambda: floats("Q4_K", FP16), (75, 86)),
+    "4 rows fp16, Q4_1": (lambda: product("Q4_1", FP16, 4), FP16_GPUS),
+    "4 rows fp16, Q8_0": (lambda: product("Q8_0", FP16, 4), (75, 86)),
+    "16 rows fp16, Q4_0": (lambda: product("Q4_0", FP16, 16), FP16_GPUS),
+    "16 rows fp16, Q4_1": (lambda: product("Q4_1", FP16, 16), (75, 86)),
+    "16 rows bf16, Q8_0": (lambda: product("Q8_0", BF16, 16), BF16_GPUS),
+    "16 rows fp32, Q4_1": (lambda: product("Q4_1", FP32, 16), (75, 86)),
+    "floats fp16, Q4_1": (lambda: floats("Q4_1", FP16), FP16_GPUS),
+    "floats bf16, Q8_0": (lambda: floats("Q8_0", BF16), (80,)),
 }
 
 

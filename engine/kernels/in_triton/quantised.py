@@ -9,7 +9,8 @@ being put into the mantissa of the power of two p = 2 ** bits, and then a weight
 
     fma(p + code, scale, -(p + centre) * scale) = (code - centre) * scale
 
-There nothing is rounded, since a scale has 11 bits and a code 8. Minima meet the sum of a word's inputs.
+There nothing is rounded: a scale has 18 bits at most, and what it meets 6, or a scale 11 and a code 8. Minima
+meet the sum of a word's inputs.
 
 `_multiply_tiles`: for more than four rows the arithmetic would take longer than the memory. Where the GPU has
 tensor cores, they multiply inputs and codes, exact in 16 bits, and scales meet the sums of their groups.
@@ -21,13 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 from neo_desktop.engine.kernels.in_triton.paged_decode import has_tensor_cores
-from neo_desktop.models.linear.grouped import GROUP, MOST_ROWS, TILE_ROWS, Grouped
+from neo_desktop.models.linear.codes import UNIT
+from neo_desktop.models.linear.grouped import MOST_ROWS, TILE_ROWS, Grouped
 
 PLAIN_ROWS = 4  # more are left to tensor cores, where there are some
 ROWS = 16  # of the matrix, for a program
 TILES_ROWS = 32  # likewise, on tensor cores
 STEP_WORDS = 64  # of a row, for a step of a program
-STEP_GROUPS = 8  # likewise, on tensor cores: one for a warp
+STEP_COLUMNS_TILES = 256  # likewise, on tensor cores
 STEP_COLUMNS = 256  # dequantised by a program
 NUM_WARPS = 8
 STAGES = 3
@@ -44,19 +46,13 @@ def multiply_few(x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor) -
     assert stride % 16 == 0
     assert x.data_ptr() % 16 == 0
     constants = {
-        "BITS": coding.bits,
-        "CENTRE": coding.centre,
-        "HAS_MINIMA": coding.has_minima,
+        **_constants(weight),
         "HAS_BIAS": bias is not None,
-        "TILE_ROWS": TILE_ROWS,
-        "GROUP": GROUP,
         "num_warps": NUM_WARPS,
         "enable_fp_fusion": True,
     }
     stored = (
-        weight.words,
-        weight.scales,
-        weight.scales if weight.minima is None else weight.minima,
+        *_pointers(weight),
         out if bias is None else bias,
         out,
         count,
@@ -66,12 +62,12 @@ def multiply_few(x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor) -
         _multiply_tiles[(triton.cdiv(weight.rows, TILES_ROWS),)](
             x,
             *stored,
-            weight.columns // GROUP,
+            weight.columns // weight.coding.group,
             stride,
             out.stride(0),
             COUNT=MOST_ROWS,
             ROWS=TILES_ROWS,
-            STEP=STEP_GROUPS,
+            STEP=STEP_COLUMNS_TILES // coding.group,
             num_stages=STAGES,
             **constants,
         )
@@ -92,27 +88,20 @@ def multiply_few(x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor) -
 
 def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
     """See `models.linear.grouped.dequantise`."""
-    coding = weight.coding
     assert out.is_contiguous()
     assert out.shape[1] == weight.columns
     if not len(out):
         return
     is_first = isinstance(rows, int)
     _dequantise[triton.cdiv(len(out), ROWS), triton.cdiv(weight.columns, STEP_COLUMNS)](
-        weight.words,
-        weight.scales,
-        weight.scales if weight.minima is None else weight.minima,
+        *_pointers(weight),
         out if is_first else rows,
         rows if is_first else 0,
         out,
         len(out),
         weight.words.shape[1],
         IS_FIRST=is_first,
-        BITS=coding.bits,
-        CENTRE=coding.centre,
-        HAS_MINIMA=coding.has_minima,
-        TILE_ROWS=TILE_ROWS,
-        GROUP=GROUP,
+        **_constants(weight),
         ROWS=ROWS,
         STEP=STEP_COLUMNS // weight.per_word,
         num_warps=4,
@@ -120,15 +109,36 @@ def dequantise(weight: Grouped, rows: Tensor | int, out: Tensor) -> None:
     )
 
 
+def _pointers(weight: Grouped) -> tuple[Tensor, ...]:
+    """What it consists of; what there is none of is not read."""
+    every = (weight.minima, weight.scale_units, weight.minimum_units)
+    return weight.words, weight.scales, *(weight.scales if each is None else each for each in every)
+
+
+def _constants(weight: Grouped) -> dict[str, int]:
+    coding = weight.coding
+    return {
+        "BITS": coding.bits,
+        "CENTRE": coding.centre,
+        "HAS_MINIMA": coding.has_minima,
+        "HAS_UNITS": coding.has_units,
+        "TILE_ROWS": TILE_ROWS,
+        "GROUP": coding.group,
+        "UNIT": UNIT,
+    }
+
+
 _VARYING = ("bias", "out", "count", "rows", "words_per_row", "groups_per_row", "out_stride")
 
 
 @triton.jit(do_not_specialize=_VARYING)
-def _multiply_plain(  # noqa: PLR0915
+def _multiply_plain(  # noqa: PLR0912, PLR0915
     x,  # int64: the numbers that 8 bytes hold
     words,
     scales,
     minima,
+    scale_units,
+    minimum_units,
     bias,
     out,
     count,
@@ -139,9 +149,11 @@ def _multiply_plain(  # noqa: PLR0915
     BITS: tl.constexpr,
     CENTRE: tl.constexpr,
     HAS_MINIMA: tl.constexpr,
+    HAS_UNITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     COUNT: tl.constexpr,
     STEP: tl.constexpr,
@@ -157,6 +169,8 @@ def _multiply_plain(  # noqa: PLR0915
     words += tile * words_per_row * TILE_ROWS
     scales += tile * groups_per_row * TILE_ROWS
     minima += tile * groups_per_row * TILE_ROWS
+    scale_units += tile * (groups_per_row * GROUP // UNIT) * TILE_ROWS
+    minimum_units += tile * (groups_per_row * GROUP // UNIT) * TILE_ROWS
 
     # The bits of 2.0 ** BITS, plus 0: what is no constant lies in a register, which saves an instruction.
     power = ((127 + BITS) << 23) + tl.program_id(1)
@@ -167,19 +181,34 @@ def _multiply_plain(  # noqa: PLR0915
     in_row = column < words_per_row
     group = column // (GROUP // PER_WORD) * TILE_ROWS + places
     packed = tl.load(words + column * TILE_ROWS + places, mask=in_row, other=0)
-    scale = tl.load(scales + group, mask=in_row, other=0.0)
-    minimum = tl.load(minima + group, mask=in_row, other=0.0) if HAS_MINIMA else scale
+    scale = tl.load(scales + group, mask=in_row, other=0)
+    minimum = tl.load(minima + group, mask=in_row, other=0) if HAS_MINIMA else scale
+    unit = column // (UNIT // PER_WORD) * TILE_ROWS + places
+    scale_unit = tl.load(scale_units + unit, mask=in_row, other=0.0) if HAS_UNITS else scale
+    minimum_unit = scale_unit
+    if HAS_UNITS and HAS_MINIMA:
+        minimum_unit = tl.load(minimum_units + unit, mask=in_row, other=0.0)
     for start in range(0, words_per_row, STEP):
         column = start + tl.arange(0, STEP)[:, None]
-        now, by, minimum_now = packed, scale.to(tl.float32), minimum
+        now = packed
+        by = scale.to(tl.float32)
+        offset = minimum.to(tl.float32)
+        if HAS_UNITS:
+            by *= scale_unit.to(tl.float32)
+            offset *= minimum_unit.to(tl.float32)
         in_row = column < words_per_row
         after = column + STEP  # is loaded while this is computed
         in_after = after < words_per_row
         group = after // (GROUP // PER_WORD) * TILE_ROWS + places
         packed = tl.load(words + after * TILE_ROWS + places, mask=in_after, other=0)
-        scale = tl.load(scales + group, mask=in_after, other=0.0)
+        scale = tl.load(scales + group, mask=in_after, other=0)
         if HAS_MINIMA:
-            minimum = tl.load(minima + group, mask=in_after, other=0.0)
+            minimum = tl.load(minima + group, mask=in_after, other=0)
+        if HAS_UNITS:
+            unit = after // (UNIT // PER_WORD) * TILE_ROWS + places
+            scale_unit = tl.load(scale_units + unit, mask=in_after, other=0.0)
+            if HAS_MINIMA:
+                minimum_unit = tl.load(minimum_units + unit, mask=in_after, other=0.0)
         shift = -(2**BITS + CENTRE) * by
         met = ()
         for _ in tl.static_range(COUNT):
@@ -202,16 +231,16 @@ def _multiply_plain(  # noqa: PLR0915
         if HAS_MINIMA:
             added = ()
             for m in tl.static_range(COUNT):
-                added = added + (sums[m] + met[m] * minimum_now.to(tl.float32),)
+                added = added + (sums[m] + met[m] * offset,)
             sums = added
 
     row = first + tl.arange(0, ROWS)
     in_rows = row < rows
-    offset = tl.zeros([ROWS], tl.float32)
+    added_bias = tl.zeros([ROWS], tl.float32)
     if HAS_BIAS:
-        offset += tl.load(bias + row, mask=in_rows, other=0.0).to(tl.float32)
+        added_bias += tl.load(bias + row, mask=in_rows, other=0.0).to(tl.float32)
     for m in tl.static_range(COUNT):
-        total = tl.sum(sums[m], axis=0) + offset
+        total = tl.sum(sums[m], axis=0) + added_bias
         into = (
             out + tl.minimum(m, count - 1) * out_stride + row
         )  # the last one again, where there are no more
@@ -239,12 +268,23 @@ def _input(loaded, place: tl.constexpr, dtype: tl.constexpr):
     return (bits << (32 - SIZE)).to(tl.float32, bitcast=True)
 
 
+@triton.jit
+def _scale(scales, units, mask, HAS_UNITS: tl.constexpr):
+    """Return scales, or minima, as they are meant."""
+    found = tl.load(scales, mask=mask, other=0).to(tl.float32)
+    if HAS_UNITS:
+        found *= tl.load(units, mask=mask, other=0.0).to(tl.float32)
+    return found
+
+
 @triton.jit(do_not_specialize=_VARYING)
 def _multiply_tiles(
     x,
     words,
     scales,
     minima,
+    scale_units,
+    minimum_units,
     bias,
     out,
     count,
@@ -255,9 +295,11 @@ def _multiply_tiles(
     BITS: tl.constexpr,
     CENTRE: tl.constexpr,
     HAS_MINIMA: tl.constexpr,
+    HAS_UNITS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     COUNT: tl.constexpr,
     STEP: tl.constexpr,
@@ -271,6 +313,8 @@ def _multiply_tiles(
     words += tile * groups_per_row * WORDS * TILE_ROWS
     scales += tile * groups_per_row * TILE_ROWS
     minima += tile * groups_per_row * TILE_ROWS
+    scale_units += tile * (groups_per_row * GROUP // UNIT) * TILE_ROWS
+    minimum_units += tile * (groups_per_row * GROUP // UNIT) * TILE_ROWS
     tokens = tl.arange(0, COUNT)
     x_rows = x + tokens[None, :, None] * x_stride + tl.arange(0, GROUP)[None, None, :]
 
@@ -290,10 +334,11 @@ def _multiply_tiles(
         given = in_row[:, None, None] & (tokens < count)[None, :, None]
         inputs = tl.load(x_rows + group[:, None, None] * GROUP, mask=given, other=0.0)
         by = group[:, None] * TILE_ROWS + places[None, :]
-        scale = tl.load(scales + by, mask=in_row[:, None], other=0.0).to(tl.float32)
+        unit = group[:, None] // (UNIT // GROUP) * TILE_ROWS + places[None, :]
+        scale = _scale(scales + by, scale_units + unit, in_row[:, None], HAS_UNITS)
         sums += tl.dot(inputs, numbers) * scale[:, None, :]
         if HAS_MINIMA:
-            minimum = tl.load(minima + by, mask=in_row[:, None], other=0.0).to(tl.float32)
+            minimum = _scale(minima + by, minimum_units + unit, in_row[:, None], HAS_UNITS)
             ones = tl.full([STEP, GROUP, ROWS], 1.0, dtype)
             sums += tl.dot(inputs, ones) * minimum[:, None, :]
 
@@ -311,6 +356,8 @@ def _dequantise(
     words,
     scales,
     minima,
+    scale_units,
+    minimum_units,
     rows,
     first,
     out,
@@ -320,8 +367,10 @@ def _dequantise(
     BITS: tl.constexpr,
     CENTRE: tl.constexpr,
     HAS_MINIMA: tl.constexpr,
+    HAS_UNITS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
+    UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
 ):
@@ -340,10 +389,13 @@ def _dequantise(
     group = tile * (words_per_row * PER_WORD // GROUP) + column // (GROUP // PER_WORD)
     packed = tl.load(words + (tile * words_per_row + column) * TILE_ROWS + place, mask=in_row, other=0)
     codes = (packed >> (BITS * tl.arange(0, PER_WORD))[None, :, None]) & (2**BITS - 1)
-    scale = tl.load(scales + group * TILE_ROWS + place, mask=in_row, other=0.0).to(tl.float32)
+    group = group * TILE_ROWS + place
+    unit = tile * (words_per_row * PER_WORD // UNIT) + column // (UNIT // PER_WORD)
+    unit = unit * TILE_ROWS + place
+    scale = _scale(scales + group, scale_units + unit, in_row, HAS_UNITS)
     numbers = ((codes | 0x4B000000).to(tl.float32, bitcast=True) - (2**23 + CENTRE)) * scale
     if HAS_MINIMA:
-        numbers += tl.load(minima + group * TILE_ROWS + place, mask=in_row, other=0.0).to(tl.float32)
+        numbers += _scale(minima + group, minimum_units + unit, in_row, HAS_UNITS)
     lines = numbers.to(out.dtype.element_ty).reshape(STEP * PER_WORD, ROWS).trans()
     columns = words_per_row * PER_WORD
     in_line = tl.program_id(1) * STEP * PER_WORD + tl.arange(0, STEP * PER_WORD)[None, :]

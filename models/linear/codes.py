@@ -1,0 +1,79 @@
+"""What the blocks of GGUF files are made of, as numbers that a GPU computes with: codes, scales, minima."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from neo_desktop.models.gguf.types import five_bits, six_bits, unpacked
+
+UNIT = 256  # numbers of a block of K types, which share what their scales are multiplied by
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How a type's numbers are kept: each is `(code - centre) * scale + minimum`."""
+
+    bits: int
+    centre: int
+    has_minima: bool = False
+    group: int = 32  # numbers that share a scale
+    scale_dtype: torch.dtype = torch.float16
+    is_wider: bool = False  # codes take more bits than in files
+
+    @property
+    def has_units(self) -> bool:
+        """Whether scales are whole numbers, to be multiplied by others."""
+        return self.scale_dtype is not torch.float16
+
+
+CODINGS = {
+    "Q8_0": Coding(8, 128),
+    "Q4_0": Coding(4, 8),
+    "Q4_1": Coding(4, 0, has_minima=True),
+    "Q5_0": Coding(8, 16, is_wider=True),
+    "Q5_1": Coding(8, 0, has_minima=True, is_wider=True),
+    "Q3_K": Coding(4, 4, group=16, scale_dtype=torch.int8, is_wider=True),
+    "Q4_K": Coding(4, 0, has_minima=True, scale_dtype=torch.uint8),
+    "Q5_K": Coding(8, 0, has_minima=True, scale_dtype=torch.uint8, is_wider=True),
+    "Q6_K": Coding(8, 32, group=16, scale_dtype=torch.int8, is_wider=True),
+}
+"""By the names of types of GGUF files."""
+
+
+def decode(type_name: str, blocks: Tensor) -> Sequence[Tensor]:  # noqa: PLR0911
+    """Return what some blocks `[n, bytes]` are made of, each `[n, as many as there are]`.
+
+    These are codes uint8, scales, minima where there are some, and what the two are multiplied by where they
+    are whole numbers.
+    """
+    b = blocks
+    match type_name:
+        case "Q8_0":
+            return b[:, 2:] ^ 128, _half(b, 0)
+        case "Q4_0":
+            return unpacked(b[:, 2:], 4, 16), _half(b, 0)
+        case "Q4_1":
+            return unpacked(b[:, 4:], 4, 16), _half(b, 0), _half(b, 2)
+        case "Q5_0":
+            return five_bits(b, 2), _half(b, 0)
+        case "Q5_1":
+            return five_bits(b, 4), _half(b, 0), _half(b, 2)
+        case "Q3_K":
+            codes = unpacked(b[:, 32:96], 2, 32) | (unpacked(b[:, :32], 1, 32) << 2)
+            scales = unpacked(b[:, 96:104], 4, 8) | (unpacked(b[:, 104:108], 2, 4) << 4)
+            return codes, scales.view(torch.int8) - 32, _half(b, 108)
+        case "Q4_K":
+            return unpacked(b[:, 16:], 4, 32), *six_bits(b), _half(b, 0), -_half(b, 2)
+        case "Q5_K":
+            codes = unpacked(b[:, 48:], 4, 32) | (unpacked(b[:, 16:48], 1, 32) << 4)
+            return codes, *six_bits(b), _half(b, 0), -_half(b, 2)
+        case "Q6_K":
+            codes = unpacked(b[:, :128], 4, 64) | (unpacked(b[:, 128:192], 2, 32) << 4)
+            return codes, b[:, 192:208].view(torch.int8), _half(b, 208)
+    raise ValueError(f"{type_name} has no coding")
+
+
+def _half(blocks: Tensor, start: int) -> Tensor:
+    return blocks[:, start : start + 2].contiguous().view(torch.float16)
