@@ -10,7 +10,7 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.types import TYPES
 from neo_desktop.models.linear import grouped, quantised
 from neo_desktop.models.linear.dense import Dense
-from neo_desktop.models.linear.protocol import Embedding, Linear
+from neo_desktop.models.linear.protocol import Embedding, Linear, LinearForm
 from neo_desktop.models.linear.quantised import PartShape, Quantised
 from neo_desktop.models.linear.quantised_gpu import Kernels, QuantisedOnGPU, merged
 from neo_desktop.models.weights import Weights, matrix_names
@@ -122,3 +122,29 @@ def stored_form(weights: Weights, config: ModelConfig) -> StoredForm:
                 for part in parts
             )
     return StoredForm(stored=matrices)
+
+
+def uniform_form(config: ModelConfig, type_name: str) -> StoredForm:
+    """Return the form of a model all of whose matrices are of one type, for a CPU.
+
+    Rows that do not consist of whole blocks of it are of Q8_0, which has the shortest ones.
+    """
+    columns = {name: (matrix.rows, matrix.columns) for name, matrix in config.each_matrix()}
+    columns["embedding"] = (config.vocab_size, config.hidden_size)
+    elements = {stored.name: stored.elements for stored in TYPES.values()}[type_name]
+    return StoredForm(
+        stored={
+            name: (PartShape("Q8_0" if width % elements else type_name, rows),)
+            for name, (rows, width) in columns.items()
+        }
+    )
+
+
+def forms_of(form: LinearForm, config: ModelConfig) -> set[str]:
+    """Return what the quantised linear layers of a model would call their forms (`Linear.form`)."""
+    if not isinstance(form, StoredForm):
+        return set()
+    names = [name for name, _ in config.each_matrix()]
+    names += ["embedding"] if config.tie_word_embeddings else []
+    kept = [form.named(name).parts for name in names]
+    return {"+".join(sorted({part.type_name for part in parts})) for parts in kept if parts}

@@ -54,6 +54,8 @@ def list_models(
     fits = [fit for _, fit, _ in found if fit is not None]
     if any(fit.is_imitated for fit in fits):
         stdout.print("There is no GPU here: its cache is imitated in host memory.", style="dim")
+    if len(found) == 1:
+        stdout.print("More to fetch: neo-desktop models recommended", style="dim", highlight=False)
     speeds = [fit.speed for fit in fits if fit.speed is not None]
     if speeds:
         source = speeds[0].assumption.rpartition(";")[0]
@@ -61,6 +63,32 @@ def list_models(
     if json_file is not None:
         data = [model.to_json(fit, reason) for model, fit, reason in found]
         json_file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+@models.command(epilog="Example: neo-desktop models recommended")
+def recommended(debug: opt.Debug = False) -> None:
+    """Show a few good models to pull, by size, and which fit here."""
+    set_up_logging(debug)
+    from neo_desktop.app.shelf.recommended import RECOMMENDED
+
+    loader = _loader(None)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("Model", overflow="fold", min_width=20)
+    for heading in ("Download", "Licence", "Chats", "tokens/s"):
+        table.add_column(heading, justify="right")
+    for model in RECOMMENDED:
+        fit = model.fit(loader)
+        speed = "" if fit.speed is None else f"{fit.speed.one_chat_tokens_per_s:.3g}"
+        room = "does not fit" if fit.reason is not None else _chats(fit.chats, fit)
+        style = "dim" if fit.reason is not None else None
+        table.add_row(escape(model.name), _gb(model.size_bytes), model.licence, room, speed, style=style)
+    stdout.print(table, highlight=False)
+    stdout.print(
+        "\nChats of 4,096 tokens at once; tokens/s of one, predicted. To fetch one: neo-desktop models pull "
+        "NAME",
+        style="dim",
+        highlight=False,
+    )
 
 
 @models.command(epilog="Example: neo-desktop models info neo-desktop-guide")
@@ -91,6 +119,10 @@ def info(
     elif fit is not None:
         for row in _fit_rows(fit, summary):
             table.add_row(*row)
+        if fit.speed is not None and not fit.speed.is_measured:
+            table.add_row(
+                "Measured", f"not yet: 'neo-desktop profile --model {escape(model.name)}' measures it"
+            )
     stdout.print(table, highlight=False)
     if json_file is not None:
         json_file.write_text(json.dumps(model.to_json(fit, reason), indent=2) + "\n", encoding="utf-8")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from neo_desktop.app.shelf.speed import MachineFigures, Speed, predict
+from neo_desktop.app.shelf.speed import MachineFigures, Speed, predict, predict_by
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.loading import (
     CPU_CACHE_DTYPES,
@@ -14,11 +14,20 @@ from neo_desktop.engine.loading import (
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import cache_tokens_of, limits_of
 from neo_desktop.engine.placement import PLACES
-from neo_desktop.engine.profiling.budget import FreeMemory, MemoryCaps, check_weights_fit, pool_blocks
+from neo_desktop.engine.profiling.budget import (
+    FreeMemory,
+    MemoryCaps,
+    check_weights_fit,
+    pool_blocks,
+    smaller_form,
+)
+from neo_desktop.engine.profiling.profile_cache import find_tables
 from neo_desktop.engine.schedule.policies import get_policy
+from neo_desktop.engine.simulation.analytic import bytes_read
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.stored_form import forms_of
 
 CHAT_TOKENS = 4096
 
@@ -83,13 +92,21 @@ def fit(
     chat_tokens = min(CHAT_TOKENS, config.max_context_tokens)
     chats = {place: min(count // chat_tokens, most_chats) for place, count in tokens.items()}
     if reason is None and not any(tokens.values()):
-        reason = "the weights fit, but no memory is left for chats: close other programs"
-    speed: Speed | str = figures if isinstance(figures, str) else "it does not fit"
-    if reason is None and isinstance(figures, MachineFigures):
-        if any(chats.values()):
-            speed = predict(figures, config, dtype, tuple(chats.items()), chat_tokens)
+        room = free.host_bytes if free.gpu_bytes is None else free.gpu_bytes
+        smaller = smaller_form(config, dtype, device, room, weights)
+        reason = f"the weights fit, but no memory is left for chats: {smaller}close other programs"
+    speed: Speed | str = "it does not fit"
+    if reason is None:
+        tables = find_tables(config, dtype, device, forms_of(form, config))
+        has_room = tuple(chats.items())
+        if not any(chats.values()):
+            speed = f"only {max(tokens.values()):,} tokens of context have room"
+        elif tables is not None:
+            speed = predict_by(tables, has_room, chat_tokens)
+        elif isinstance(figures, str):
+            speed = figures
         else:
-            speed = f"not even one chat of {chat_tokens:,} tokens has room"
+            speed = predict(figures, config, dtype, has_room, chat_tokens, bytes_read(config, dtype, form))
     by_label = {place.label: (tokens[place], chats[place]) for place in PLACES}
     return Fit(
         reason=reason,

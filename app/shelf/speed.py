@@ -25,6 +25,7 @@ from neo_desktop.engine.simulation.analytic import analytic_cost_model
 from neo_desktop.engine.simulation.presets import GB, GpuPreset, HostPreset, get_gpu, get_host
 from neo_desktop.models.config import ModelConfig
 
+MEASURED = "the tables that were measured on this computer with this model"
 _READ_BYTES = 256 << 20  # beyond all caches
 _MATRIX_SIZE = 1024
 _CPU_MATMUL_SHARE = 0.8  # of what square matrices reach, by those of a model
@@ -50,6 +51,7 @@ class Speed:
     best_tokens_per_s: float
     best_ms_per_token: float  # what each of them then waits for a token
     assumption: str
+    is_measured: bool  # from tables that were measured here with this model
 
 
 def find_figures(device: torch.device, reports: Path | None = None) -> MachineFigures | str:
@@ -83,16 +85,25 @@ def predict(
     dtype: torch.dtype,
     chats: tuple[tuple[Place, int], ...],
     chat_tokens: int,
+    read: tuple[float, float] | None = None,
 ) -> Speed:
-    """Predict decoding.
+    """Predict decoding from a machine's figures.
 
     Args:
         chats: (place, how many have room there); at least one in all.
         chat_tokens: length of each in the end; on average it is half of that.
+        read: see `analytic_cost_model`.
     """
-    cost = analytic_cost_model(figures.gpu, figures.host, config, dtype)
+    cost = analytic_cost_model(figures.gpu, figures.host, config, dtype, read)
     if not figures.has_gpu:
         cost = replace(cost, overlaps=False)
+    return predict_by(cost, chats, chat_tokens, figures.source)
+
+
+def predict_by(
+    cost: TableCostModel, chats: tuple[tuple[Place, int], ...], chat_tokens: int, source: str | None = None
+) -> Speed:
+    """Predict decoding from tables; see `predict`. Without a source, they were measured with this model."""
     context = max(chat_tokens // 2, 1)
 
     def total_ms(*counts: int) -> float:
@@ -115,7 +126,8 @@ def predict(
         best_chats=sum(best),
         best_tokens_per_s=speeds[best],
         best_ms_per_token=total_ms(*best),
-        assumption=f"predicted from {figures.source}; chats of {context:,} tokens",
+        assumption=f"predicted from {source or MEASURED}; chats of {context:,} tokens",
+        is_measured=source is None,
     )
 
 

@@ -19,8 +19,10 @@ import torch
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.prefill import PACKED_TOKENS
 from neo_desktop.engine.execute.workspace import device_bytes
+from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
@@ -29,6 +31,7 @@ from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.stored_form import uniform_form
 
 # Of a GPU: CUDA context, kernels, libraries, a piece of weights that is dequantised, and the margin.
 DEVICE_RESERVE_BYTES = 512 * 1024**2
@@ -38,6 +41,9 @@ HOST_SHARE = 0.5  # of the available host memory, for KV and buffers, unless a c
 MOST_HOST_SHARE = 0.9  # of the available host memory, whatever a cap says
 LONG_CONTEXT_TOKENS = 32_768  # prompts that are longer may have to be tried again in smaller chunks
 GIB = 1024**3
+SHORT_TOKENS = 1000  # of context: less is no use
+# What files of GGUF are called by -> the type of most of their matrices.
+QUANTISATIONS = {"Q8_0": "Q8_0", "Q6_K": "Q6_K", "Q5_K_M": "Q5_K", "Q4_K_M": "Q4_K", "Q4_0": "Q4_0"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,14 +168,41 @@ def check_weights_fit(
     if needed > free:
         raise MemoryError(
             f"loading the weights takes {needed / 1e9:.1f} GB in {dtype}, but only {free / 1e9:.1f} GB of "
-            f"{where} memory are free{_other_programs() if is_gpu else ''}: close other programs, choose a "
-            "16-bit dtype or a smaller model"
+            f"{where} memory are free{_other_programs() if is_gpu else ''}: "
+            f"{smaller_form(config, dtype, device, free, needed)}close other programs, choose a 16-bit dtype "
+            "or a smaller model"
         )
     if is_gpu and caps.gpu_bytes is not None and needed > caps.gpu_bytes:
         raise MemoryError(
             f"the weights take {needed / GIB:.1f} GiB in {dtype}, but GPU memory is capped at "
-            f"{caps.gpu_bytes / GIB:.1f} GiB: raise the cap, choose a 16-bit dtype or a smaller model"
+            f"{caps.gpu_bytes / GIB:.1f} GiB: {smaller_form(config, dtype, device, caps.gpu_bytes, needed)}"
+            "raise the cap, choose a 16-bit dtype or a smaller model"
         )
+
+
+def smaller_form(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, free: int, needed: int
+) -> str:
+    """Say which quantisation would leave room for chats, as the beginning of a sentence; "": none would.
+
+    Args:
+        free: bytes for weights and KV.
+        needed: bytes that the model takes as it is.
+    """
+    if device.type == "cuda" and ladder.rung("quantised") != "triton":
+        return ""
+    for name, type_name in QUANTISATIONS.items():
+        form = uniform_form(config, type_name)
+        bytes_ = config.loading_bytes(dtype, device, form if device.type == "cpu" else form.on_gpu(dispatch))
+        left = free - bytes_
+        room = left - DEVICE_RESERVE_BYTES if device.type == "cuda" else left * HOST_SHARE / len(PLACES)
+        tokens = int(min(room // config.kv_bytes_per_token(dtype), config.max_context_tokens))
+        if bytes_ < needed and tokens >= min(SHORT_TOKENS, config.max_context_tokens):
+            return (
+                f"a GGUF file of it in {name} would fit (about {bytes_ / 1e9:.1f} GB, and chats of up to "
+                f"{tokens // 100 * 100:,} tokens); or "
+            )
+    return ""
 
 
 def activation_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.dtype) -> int:

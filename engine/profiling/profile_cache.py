@@ -7,6 +7,7 @@ when a file is read: another GPU, driver, CPU, model or version never gets these
 import json
 import logging
 import time
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from neo_desktop.engine.profiling.profiler import profile
 from neo_desktop.engine.profiling.regions import measured_blocks
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
@@ -96,21 +98,7 @@ def profile_key(
         "linear": sorted({linear.form for linear in decoder.linears()}),
         "cpu_cache_dtype": str(host.dtype if host else decoder.dtype).removeprefix("torch."),
         "block_size": BLOCK_SIZE,
-        "model": {
-            "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
-            "num_layers": config.num_layers,
-            "num_heads": config.num_heads,
-            "num_kv_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
-            "vocab_size": config.vocab_size,
-            "max_context_tokens": config.max_context_tokens,
-            "layer_windows": list(config.layer_windows),
-            "qkv_bias": config.qkv_bias,
-            "output_bias": config.output_bias,
-            "mlp_bias": config.mlp_bias,
-            "qk_norm": config.qk_norm,
-        },
+        "model": _model_key(config),
         # How far the tables reach. Sizes of pools only roughly: what is free differs a little at every start.
         "max_batch_tokens": limits.max_batch_tokens,
         "max_batch_requests": limits.max_batch_requests,
@@ -118,6 +106,56 @@ def profile_key(
             place.name: measured_blocks(decoder, storage, place).bit_length() for place in PLACES
         },
     }
+
+
+def _model_key(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_layers": config.num_layers,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_context_tokens": config.max_context_tokens,
+        "layer_windows": list(config.layer_windows),
+        "qkv_bias": config.qkv_bias,
+        "output_bias": config.output_bias,
+        "mlp_bias": config.mlp_bias,
+        "qk_norm": config.qk_norm,
+    }
+
+
+def find_tables(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, linear: Set[str]
+) -> TableCostModel | None:
+    """Return the newest tables of this model on this computer, whatever the sizes of the caches were.
+
+    Args:
+        linear: the forms of its quantised matrices; of others it does not matter which they are.
+    """
+    wanted = {
+        "neo_desktop": __version__,
+        "profiler": PROFILER_VERSION,
+        "torch": torch.__version__,
+        "cpu": hardware.cpu_name(),
+        "device": device.type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "model": _model_key(config),
+    }
+    # The driver is asked, not CUDA: that would take memory of the GPU for good.
+    gpus = {gpu.name for gpu in hardware.find_gpus()[0]} if device.type == "cuda" else {None}
+    folder = cache_folder("profiles")
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            key = json.loads(path.read_text(encoding="utf-8"))["key"]
+            quantised = {form for form in key["linear"] if set(form.split("+")) <= set(native.STORED_TYPES)}
+            name = key["gpu"] and key["gpu"]["name"]
+            if quantised == linear and name in gpus and all(key[each] == wanted[each] for each in wanted):
+                return read_profile(path, key)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # of another version, or half written
+    return None
 
 
 def profile_path(key: Key) -> Path:

@@ -12,6 +12,7 @@ from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, HOST_SHARE
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.presets import GpuPreset, HostPreset
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.linear.protocol import LinearForm
 
 # What the software costs. Measured on an H200: a kernel replayed from a CUDA graph starts every 2 µs or so, a
 # hand-off GPU -> CPU -> GPU by stream memory operations takes 22 µs, any small copy over the bus 10.7 µs.
@@ -66,10 +67,25 @@ def kv_budget(
     return KVBudget(tokens // BLOCK_SIZE * BLOCK_SIZE, host_tokens // BLOCK_SIZE * BLOCK_SIZE)
 
 
+def bytes_read(config: ModelConfig, dtype: torch.dtype, form: LinearForm) -> tuple[float, float]:
+    """Return the bytes of weights that a layer and the head read, with matrices of this form."""
+    vocab, hidden = config.vocab_size, config.hidden_size
+    embedding = form.embedding_bytes(vocab, hidden, dtype)
+    untied = 0 if config.tie_word_embeddings else form.named("head").nbytes(vocab, hidden, dtype)
+    layers = config.weight_bytes(dtype, form) - embedding - untied
+    return layers / config.num_layers, untied or embedding
+
+
 def analytic_cost_model(
-    gpu: GpuPreset, host: HostPreset, config: ModelConfig, dtype: torch.dtype
+    gpu: GpuPreset,
+    host: HostPreset,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    read: tuple[float, float] | None = None,
 ) -> TableCostModel:
     """Build the tables that a profiler would have measured on an ideal machine of these figures.
+
+    `read` is what `bytes_read` returns; None: all weights are of `dtype`.
 
     Linear stages take the longer of reading the weights and of multiplying; decode attention is bound by
     reading KV, on the CPU also by arithmetic, once for every query head of a group.
@@ -78,18 +94,22 @@ def analytic_cost_model(
     embeddings = (1 if config.tie_word_embeddings else 2) * config.vocab_size * config.hidden_size
     layer_parameters = (config.num_parameters - embeddings - config.hidden_size) / config.num_layers
     head_parameters = config.vocab_size * config.hidden_size
+    layer_bytes, head_bytes = read or (layer_parameters * dtype.itemsize, head_parameters * dtype.itemsize)
     streaming = gpu.memory_bytes_per_s * gpu.streaming_share
     matmul = gpu.tensor_flops * gpu.matmul_share
     bus = gpu.bus_bytes_per_s * gpu.bus_share
 
-    def product_ms(parameters: float, rows: float) -> float:
-        return max(parameters * dtype.itemsize / streaming, 2 * parameters * rows / matmul) * 1e3
-
-    def roofline(parameters: float, most_rows: int, fixed_ms: float, row_ms: float = 0.0) -> Curve:
+    def roofline(
+        parameters: float, nbytes: float, most_rows: int, fixed_ms: float, row_ms: float = 0.0
+    ) -> Curve:
         """Two straight lines; the corner between them is a point of the curve."""
-        corner = matmul * dtype.itemsize / (2 * streaming)
+
+        def product_ms(rows: float) -> float:
+            return max(nbytes / streaming, 2 * parameters * rows / matmul) * 1e3
+
+        corner = matmul * nbytes / (2 * streaming * parameters)
         rows = sorted({1.0, corner, 2 * corner, float(max(most_rows, int(4 * corner)))})
-        return Curve(rows, [fixed_ms + row_ms * n + product_ms(parameters, n) for n in rows])
+        return Curve(rows, [fixed_ms + row_ms * n + product_ms(n) for n in rows])
 
     def attention(fixed_ms: float, ms_per_token: float) -> Surface:
         """Time grows with requests x mean context: a bilinear surface is exact."""
@@ -120,8 +140,8 @@ def analytic_cost_model(
         num_layers=config.num_layers,
         overlaps=True,
         iteration_ms=ITERATION_MS,
-        linear=roofline(layer_parameters, LONGEST_CHUNK, LINEAR_KERNELS * KERNEL_MS),
-        head=roofline(head_parameters, 1024, HEAD_KERNELS * KERNEL_MS, logits_ms),
+        linear=roofline(layer_parameters, layer_bytes, LONGEST_CHUNK, LINEAR_KERNELS * KERNEL_MS),
+        head=roofline(head_parameters, head_bytes, 1024, HEAD_KERNELS * KERNEL_MS, logits_ms),
         hand_off=Curve((1, 1024), [HAND_OFF_MS + n * hand_off_bytes / bus * 1e3 for n in (1, 1024)]),
         transfer=Curve((1, most), [BUS_LATENCY_MS + n * kv_bytes / bus * 1e3 for n in (1, most)]),
         first_chunk_attention=Curve(chunks, [chunk_ms(n, n) for n in chunks]),

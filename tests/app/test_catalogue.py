@@ -26,13 +26,17 @@ from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.profiling.budget import GIB, FreeMemory
 from neo_desktop.engine.profiling.hardware import cpu_name
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.shapes import shape
+from neo_desktop.models.stored_form import uniform_form
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def _no_other_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NEO_DESKTOP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("NEO_DESKTOP_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
@@ -316,6 +320,23 @@ def test_predictions_follow_the_memory_and_never_prefer_a_slower_batch(name: str
         assert "what somebody measured" in each.assumption
     if name == "llama-3.1-8b":  # bound by reading the weights
         assert slow.one_chat_tokens_per_s < 20e9 / config.weight_bytes(torch.bfloat16)
+
+
+def test_quantised_weights_are_reckoned_and_predicted_by_their_true_bytes() -> None:
+    config = shape("llama-3.1-8b")
+
+    def of(form: LinearForm) -> Fit:
+        free = FreeMemory(64 * GIB, None)
+        return fit(config, EngineOptions(device="cpu", dtype="bfloat16"), free, figures(20), form)
+
+    dense, quantised = of(DENSE), of(uniform_form(config, "Q4_K"))
+    assert dense.weights_bytes == config.weight_bytes(torch.bfloat16)
+    assert quantised.weights_bytes == pytest.approx(dense.weights_bytes * 4.6 / 16, rel=0.05)
+    assert quantised.chats > dense.chats
+    assert quantised.speed is not None
+    assert dense.speed is not None
+    assert not quantised.speed.is_measured
+    assert quantised.speed.one_chat_tokens_per_s > 2.5 * dense.speed.one_chat_tokens_per_s
 
 
 def test_the_hubs_cache_is_where_its_variables_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

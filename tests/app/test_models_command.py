@@ -12,7 +12,11 @@ from typer.testing import CliRunner
 
 from neo_desktop.app.cli import app
 from neo_desktop.app.shelf import pull as pulling
+from neo_desktop.app.shelf.model_loader import ModelLoader
+from neo_desktop.app.shelf.pull import check_name
 from neo_desktop.app.shelf.pull_errors import PullError
+from neo_desktop.app.shelf.recommended import RECOMMENDED
+from neo_desktop.engine.profiling.budget import GIB, FreeMemory
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +28,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("NEO_DESKTOP_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("NEO_DESKTOP_CACHE", str(tmp_path / "cache"))
     return tmp_path / "data"
 
 
@@ -46,8 +51,22 @@ def test_list_and_info_tell_what_fits(tmp_path: Path) -> None:
     )
     code, shown = run("info", "builtin")
     assert (code, "Runs as" in shown) == (0, True)
+    assert "not yet: 'neo-desktop profile --model neo-desktop-guide' measures it" in shown
     code, shown = run("info", "no-such")
     assert (code, "no-such is neither" in shown) == (1, True)
+
+
+def test_models_to_pull_are_recommended_with_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for each in RECOMMENDED:
+        check_name(each.name)
+    assert [each.size_bytes for each in RECOMMENDED] == sorted(each.size_bytes for each in RECOMMENDED)
+    code, shown = run("recommended")
+    assert code == 0
+    assert all(each.name in shown and each.licence in shown for each in RECOMMENDED)
+    monkeypatch.setattr(ModelLoader, "_free", lambda *_: FreeMemory(4 * GIB, None))
+    rows = {line.split()[0]: line for line in run("recommended")[1].splitlines() if "Apache" in line}
+    assert "does not fit" in rows["Qwen/Qwen3-32B-GGUF:Q4_K_M"]
+    assert "does not fit" not in rows["smollm2-135m-instruct"]
 
 
 def test_a_gguf_file_is_listed_described_and_removed(tmp_path: Path, data: Path) -> None:

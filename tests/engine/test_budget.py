@@ -20,6 +20,7 @@ from neo_desktop.engine.profiling.hardware import HostMemory
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.linear import dense
 from neo_desktop.models.shapes import shape
+from neo_desktop.models.stored_form import uniform_form
 
 CONFIG = shape("llama-2-7b")
 DTYPE = torch.float16
@@ -160,6 +161,26 @@ def test_weights_must_fit_into_what_is_free_and_under_the_cap(machine: SimpleNam
     machine.gpu = 8 * GIB
     with pytest.raises(MemoryError, match=r"8\.6 GB of GPU memory are free"):
         budget.check_weights_fit(CONFIG, DTYPE, CUDA, MemoryCaps())
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "offer"), [(12, "in Q8_0 would fit"), (8, "in Q6_K"), (6, "in Q4_K_M"), (3, None)]
+)
+def test_weights_that_do_not_fit_are_refused_with_a_quantisation_that_would(
+    machine: SimpleNamespace, free_gib: int, offer: str | None
+) -> None:
+    machine.host = free_gib * GIB
+    with pytest.raises(MemoryError, match="of host memory are free") as caught:
+        budget.check_weights_fit(CONFIG, DTYPE, CPU, MemoryCaps())
+    assert (offer or "close other programs") in str(caught.value)
+    assert ("would fit" in str(caught.value)) is (offer is not None)
+    if offer is not None:  # and it does
+        name = str(caught.value).partition("of it in ")[2].split()[0]
+        form = uniform_form(CONFIG, budget.QUANTISATIONS[name])
+        budget.check_weights_fit(CONFIG, DTYPE, CPU, MemoryCaps(), form=form)
+        rest = FreeMemory(machine.host - CONFIG.weight_bytes(DTYPE, form), None)
+        blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CPU, ALL_THAT_FITS, free=rest)
+        assert min(blocks.values()) * BLOCK_SIZE > 900
 
 
 def test_without_a_gpu_there_must_be_room_for_the_matrix_that_is_being_packed(

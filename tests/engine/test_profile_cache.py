@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling import profile_cache
-from neo_desktop.engine.profiling.profile_cache import load_or_profile, profile_key, profile_path
+from neo_desktop.engine.profiling.profile_cache import find_tables, load_or_profile, profile_key, profile_path
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.shapes import shape
@@ -248,3 +249,22 @@ def test_the_users_cache_folder_is_the_default(monkeypatch: pytest.MonkeyPatch) 
     assert cache_folder("profiles") == Path("/of the user/neo-desktop/profiles")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder("profiles") == Path.home() / ".cache/neo-desktop/profiles"
+
+
+def test_tables_of_a_model_are_found_before_it_is_loaded(
+    decoder: Decoder, storage: KVStorage, measured: list[TableCostModel], folder: Path
+) -> None:
+    assert find_tables(CONFIG, torch.float32, CPU, set()) is None
+    load_or_profile(decoder, storage, LIMITS)
+    other = storage_of({Place.DEVICE: 64, Place.HOST: 8})  # more room makes it no other computer
+    newest = load_or_profile(decoder, other, LIMITS)
+    old, *_ = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
+    os.utime(old, (0, 0))
+    found = find_tables(CONFIG, torch.float32, CPU, set())
+    assert found is not None
+    assert same(found, newest)
+    assert find_tables(CONFIG, torch.bfloat16, CPU, set()) is None
+    assert find_tables(CONFIG, torch.float32, CPU, {"Q4_0"}) is None
+    assert find_tables(replace(CONFIG, num_layers=3), torch.float32, CPU, set()) is None
+    (folder / "torn.json").write_text("{")
+    assert find_tables(CONFIG, torch.float32, CPU, set()) is not None
