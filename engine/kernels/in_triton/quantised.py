@@ -1,7 +1,6 @@
 """Products of few rows with a matrix of 4 or 8 bits, and rows of such a matrix as floats.
 
-With few rows a product should take as long as reading the matrix. No number is rounded before it is
-multiplied.
+With few rows a product should take as long as reading the matrix. Neither weights nor inputs are rounded.
 
 `_multiply_plain`: a thread reads words of four neighbouring rows in one load, and the inputs that they meet,
 and keeps a sum for each row and input; threads meet once, at the end. A code becomes a float p + code by
@@ -32,7 +31,6 @@ STEP_WORDS = 64  # of a row, for a step of a program
 STEP_COLUMNS_TILES = 256  # likewise, on tensor cores
 STEP_COLUMNS = 256  # dequantised by a program
 NUM_WARPS = 8
-STAGES = 3
 
 
 def multiply_few(x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor) -> None:
@@ -43,8 +41,7 @@ def multiply_few(x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor) -
     assert x.stride(1) == out.stride(1) == 1
     assert x.dtype is out.dtype
     stride = x.stride(0) if count > 1 else weight.columns
-    assert stride % 16 == 0
-    assert x.data_ptr() % 16 == 0
+    assert stride % 16 == x.data_ptr() % 16 == 0
     constants = {
         **_constants(weight),
         "HAS_BIAS": bias is not None,
@@ -68,7 +65,7 @@ def multiply_few(x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor) -
             COUNT=MOST_ROWS,
             ROWS=TILES_ROWS,
             STEP=STEP_COLUMNS_TILES // coding.group,
-            num_stages=STAGES,
+            num_stages=3,
             **constants,
         )
         return
