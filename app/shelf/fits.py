@@ -39,6 +39,7 @@ class Fit:
     reason: str | None  # why it does not fit; None: it does
     dtype: str  # of weights and KV
     weights_bytes: int
+    is_stored: bool  # quantised matrices stay as they are stored
     kv_bytes_per_1000_tokens: int
     gpu_tokens: int  # in the GPU-cache
     cpu_tokens: int  # in the CPU-cache
@@ -112,6 +113,7 @@ def fit(
         reason=reason,
         dtype=str(dtype).removeprefix("torch."),
         weights_bytes=weights,
+        is_stored=bool(forms_of(form, config)),
         kv_bytes_per_1000_tokens=1000 * config.kv_bytes_per_token(dtype),
         gpu_tokens=by_label["gpu"][0],
         cpu_tokens=by_label["cpu"][0],

@@ -6,15 +6,20 @@ import torch
 
 from neo_desktop.app.commands.simulate_command import SimulationOptions, UsageError
 from neo_desktop.app.simulate.own import blank_gpu, check_own, own_gpu, own_host, read_gpu, read_object
+from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.loading import DTYPES, model_path
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
-from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
+from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, bytes_read, kv_budget
 from neo_desktop.engine.simulation.machine import GpuPreset, HostPreset
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.registry import check_model
 from neo_desktop.models.shapes import SHAPES, shape
+from neo_desktop.models.stored_form import stored_form
 
 # What is taken where nobody says which model: well known, from large to small.
 USUAL_MODELS = ("qwen3-14b", "llama-3.1-8b", "qwen3-4b", "llama-3.2-3b", "qwen3-1.7b", "qwen2.5-0.5b")
@@ -31,6 +36,7 @@ class Machine:
     model: str
     model_was_chosen: bool  # by us
     config: ModelConfig
+    form: LinearForm  # of its matrices
     dtype: torch.dtype
     cost: TableCostModel
     budget: KVBudget
@@ -47,16 +53,16 @@ def machine(options: SimulationOptions, limits: SchedulerLimits) -> Machine:
     """
     gpu, host = _gpu_and_host(options)
     name = options.model or (_usual_model(gpu, host, limits) if gpu and host else _TABLES_MODEL)
-    config = _config(name)
+    config, form = _config(name)
     dtype = _dtype(options, config, gpu)
-    cost = _cost_model(options, gpu, host, name, config, dtype)
+    cost = _cost_model(options, gpu, host, name, config, dtype, form)
     try:
-        budget = _budget(options, gpu, host, config, dtype, limits)
+        budget = _budget(options, gpu, host, config, dtype, limits, form)
     except MemoryError as error:
         if options.model is None or gpu is None or host is None:
             raise
         raise MemoryError(f"{error} ({_usual_model(gpu, host, limits)} would leave room)") from None
-    return Machine(gpu, host, name, options.model is None, config, dtype, cost, budget)
+    return Machine(gpu, host, name, options.model is None, config, form, dtype, cost, budget)
 
 
 def _gpu_and_host(options: SimulationOptions) -> tuple[GpuPreset | None, HostPreset | None]:
@@ -114,12 +120,14 @@ def _usual_model(gpu: GpuPreset, host: HostPreset, limits: SchedulerLimits) -> s
     return USUAL_MODELS[-1]
 
 
-def _config(name: str) -> ModelConfig:
+def _config(name: str) -> tuple[ModelConfig, LinearForm]:
     if name in SHAPES:
-        return shape(name)
+        return shape(name), DENSE
     path = model_path(name)
     if path.exists():
-        return open_checkpoint(path).config()
+        checkpoint = open_checkpoint(path)
+        config = checkpoint.config()
+        return config, stored_form(check_model(checkpoint, config), config).on_gpu(dispatch)
     raise UsageError(f"{name!r} is neither a shape nor a model folder: choose one of {', '.join(SHAPES)}")
 
 
@@ -140,11 +148,12 @@ def _cost_model(
     model: str,
     config: ModelConfig,
     dtype: torch.dtype,
+    form: LinearForm,
 ) -> TableCostModel:
     if options.tables is None:
         assert gpu is not None
         assert host is not None
-        return analytic_cost_model(gpu, host, config, dtype)
+        return analytic_cost_model(gpu, host, config, dtype, bytes_read(config, dtype, form))
     try:
         data = read_object(options.tables)
         cost = TableCostModel.from_json(data.get("tables", data))  # a profile has more around them
@@ -167,12 +176,13 @@ def _budget(
     config: ModelConfig,
     dtype: torch.dtype,
     limits: SchedulerLimits,
+    form: LinearForm,
 ) -> KVBudget:
     gpu_tokens, cpu_tokens = options.gpu_cache_tokens, options.cpu_cache_tokens
     if gpu_tokens is None or cpu_tokens is None:
         if gpu is None or host is None:
             raise UsageError("without --gpu, --gpu-cache-tokens and --cpu-cache-tokens must say what fits")
-        derived = kv_budget(gpu, host, config, dtype, limits)
+        derived = kv_budget(gpu, host, config, dtype, limits, form)
         gpu_tokens = derived.gpu_tokens if gpu_tokens is None else gpu_tokens
         cpu_tokens = derived.cpu_tokens if cpu_tokens is None else cpu_tokens
     return KVBudget(gpu_tokens, cpu_tokens)

@@ -136,7 +136,7 @@ class SimulationReport:
         prompt = sum(request.prompt_tokens for request in self.requests) / count
         output = sum(request.output_tokens for request in self.requests) / count
         dtype = str(machine.dtype).removeprefix("torch.")
-        weights_gb = machine.config.weight_bytes(machine.dtype) / 1e9
+        weights_gb = machine.config.weight_bytes(machine.dtype, machine.form) / 1e9
         chosen = (
             f"; the largest of {', '.join(USUAL_MODELS)} that leaves room, --model takes another"
             if machine.model_was_chosen and machine.gpu is not None

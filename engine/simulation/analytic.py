@@ -12,6 +12,7 @@ from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, HOST_SHARE
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.presets import GpuPreset, HostPreset
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
 
 # What the software costs. Measured on an H200: a kernel replayed from a CUDA graph starts every 2 µs or so, a
@@ -46,14 +47,19 @@ class KVBudget:
 
 
 def kv_budget(
-    gpu: GpuPreset, host: HostPreset, config: ModelConfig, dtype: torch.dtype, limits: SchedulerLimits
+    gpu: GpuPreset,
+    host: HostPreset,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    limits: SchedulerLimits,
+    form: LinearForm = DENSE,
 ) -> KVBudget:
-    """Return what is left for KV beside weights, activations and reserve, and the host's share.
+    """Return what is left for KV beside weights of this form, activations and reserve, and the host's share.
 
     Raises:
         MemoryError: the weights do not fit, or nothing is left for KV.
     """
-    weights = config.weight_bytes(dtype)
+    weights = config.weight_bytes(dtype, form)
     rest = gpu.memory_bytes - weights - DEVICE_RESERVE_BYTES - activation_bytes(config, limits, dtype)
     tokens = rest // config.kv_bytes_per_token(dtype)
     if tokens < BLOCK_SIZE:
@@ -72,7 +78,7 @@ def bytes_read(config: ModelConfig, dtype: torch.dtype, form: LinearForm) -> tup
     vocab, hidden = config.vocab_size, config.hidden_size
     embedding = form.embedding_bytes(vocab, hidden, dtype)
     untied = 0 if config.tie_word_embeddings else form.named("head").nbytes(vocab, hidden, dtype)
-    layers = config.weight_bytes(dtype, form) - embedding - untied
+    layers = config.weight_bytes(dtype, form) - embedding - untied - hidden * dtype.itemsize  # the last norm
     return layers / config.num_layers, untied or embedding
 
 

@@ -332,6 +332,7 @@ def test_quantised_weights_are_reckoned_and_predicted_by_their_true_bytes() -> N
     dense, quantised = of(DENSE), of(uniform_form(config, "Q4_K"))
     assert dense.weights_bytes == config.weight_bytes(torch.bfloat16)
     assert quantised.weights_bytes == pytest.approx(dense.weights_bytes * 4.6 / 16, rel=0.05)
+    assert (dense.is_stored, quantised.is_stored) == (False, True)
     assert quantised.chats > dense.chats
     assert quantised.speed is not None
     assert dense.speed is not None
