@@ -46,7 +46,8 @@ class Part:
         nbytes = packed_bytes(shape.type_name, shape.rows, columns)
         self.packed = torch.empty(nbytes, dtype=torch.uint8)
         native.advise_huge_pages(self.packed)  # read faster where the system agrees
-        self.packed.zero_()
+        tile = nbytes // -(-shape.rows // TILE_ROWS)
+        self.packed[nbytes - tile :].zero_()  # it may have rows that are none
 
     def load(self, row: int, raw: Tensor) -> None:
         """Take rows as they are stored, `[rows, bytes of a row]`; each once.

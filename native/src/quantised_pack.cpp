@@ -38,30 +38,44 @@ float to_float(uint16_t bits) {
 bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
 uint16_t negated(uint16_t half) { return half ^ 0x8000; }
 
-// Number i of a run of bytes that holds so many bits of numbers, interleaved: the low bits are the first.
-int bits_at(const uint8_t* run, int run_bytes, int bits, int i) {
-  const int of_run = run_bytes * 8 / bits;
-  run += i / of_run * run_bytes;
-  i %= of_run;
-  return run[i % run_bytes] >> (i / run_bytes * bits) & ((1 << bits) - 1);
+// Numbers of so many bits, from runs of bytes: the low bits of a run are its first numbers. They come above
+// the lowest `up` bits of what is there already.
+template <int bits, int run, int up = 0>
+void put_bits(const uint8_t* stored, int count, int8_t* numbers) {
+  for (; count > 0; count -= run * 8 / bits, stored += run) {
+    for (int shift = 0; shift < 8; shift += bits) {
+      for (int i = 0; i < run; ++i) {
+        const int number = (stored[i] >> shift & ((1 << bits) - 1)) << up;
+        numbers[i] = static_cast<int8_t>(up > 0 ? numbers[i] | number : number);
+      }
+      numbers += run;
+    }
+  }
 }
 
-void put_block_of_32(const uint8_t* stored, int bits, int offset, bool has_minimum, Unit& unit) {
+void subtract(int offset, int count, int8_t* numbers) {
+  for (int i = 0; i < count; ++i) numbers[i] = static_cast<int8_t>(numbers[i] - offset);
+}
+
+template <int bits, int offset, bool has_minimum>
+void put_block_of_32(const uint8_t* stored, Unit& unit) {
   unit.scale = half_at(stored);
   stored += 2;
   if (has_minimum) {
     unit.minimum = half_at(stored);
     stored += 2;
   }
-  uint32_t fifth = 0;
-  if (bits == 5) {
+  if constexpr (bits == 8) {
+    std::memcpy(unit.numbers, stored, kBlockColumns);
+  } else {
+    put_bits<4, 16>(stored + (bits == 5 ? 4 : 0), kBlockColumns, unit.numbers);
+  }
+  if constexpr (bits == 5) {
+    uint32_t fifth;
     std::memcpy(&fifth, stored, sizeof fifth);
-    stored += 4;
+    for (int i = 0; i < kBlockColumns; ++i) unit.numbers[i] |= static_cast<int8_t>((fifth >> i & 1) << 4);
   }
-  for (int i = 0; i < kBlockColumns; ++i) {
-    const int number = bits == 8 ? static_cast<int8_t>(stored[i]) : bits_at(stored, 16, 4, i);
-    unit.numbers[i] = static_cast<int8_t>((number | (fifth >> i & 1) << 4) - offset);
-  }
+  if constexpr (offset != 0) subtract(offset, kBlockColumns, unit.numbers);
 }
 
 // Eight scales and minima in 6 bits each; the last four borrow the high bits of the first four.
@@ -84,46 +98,46 @@ void put_q2_k(const uint8_t* stored, Unit& unit) {
     unit.scales[i] = stored[i] & 15;
     unit.minima[i] = static_cast<int8_t>(stored[i] >> 4);
   }
-  for (int i = 0; i < 256; ++i) unit.numbers[i] = static_cast<int8_t>(bits_at(stored + 16, 32, 2, i));
+  put_bits<2, 32>(stored + 16, 256, unit.numbers);
 }
 
 void put_q3_k(const uint8_t* stored, Unit& unit) {
   unit.scale = half_at(stored + 108);
-  for (int i = 0; i < 16; ++i) {
-    const int scale = bits_at(stored + 96, 8, 4, i) | bits_at(stored + 104, 4, 2, i) << 4;
-    unit.scales[i] = static_cast<int8_t>(scale - 32);
-  }
-  for (int i = 0; i < 256; ++i) {
-    const int number = bits_at(stored + 32, 32, 2, i) | bits_at(stored, 32, 1, i) << 2;
-    unit.numbers[i] = static_cast<int8_t>(number - 4);
-  }
+  put_bits<4, 8>(stored + 96, 16, unit.scales);
+  put_bits<2, 4, 4>(stored + 104, 16, unit.scales);
+  subtract(32, 16, unit.scales);
+  put_bits<2, 32>(stored + 32, 256, unit.numbers);
+  put_bits<1, 32, 2>(stored, 256, unit.numbers);
+  subtract(4, 256, unit.numbers);
 }
 
 void put_q4_k(const uint8_t* stored, Unit& unit) {
   put_scales_and_minima(stored, unit);
-  for (int i = 0; i < 256; ++i) unit.numbers[i] = static_cast<int8_t>(bits_at(stored + 16, 32, 4, i));
+  put_bits<4, 32>(stored + 16, 256, unit.numbers);
 }
 
 void put_q5_k(const uint8_t* stored, Unit& unit) {
   put_scales_and_minima(stored, unit);
-  for (int i = 0; i < 256; ++i) {
-    const int number = bits_at(stored + 48, 32, 4, i) | bits_at(stored + 16, 32, 1, i) << 4;
-    unit.numbers[i] = static_cast<int8_t>(number);
-  }
+  put_bits<4, 32>(stored + 48, 256, unit.numbers);
+  put_bits<1, 32, 4>(stored + 16, 256, unit.numbers);
 }
 
 void put_q6_k(const uint8_t* stored, Unit& unit) {
   unit.scale = half_at(stored + 208);
   std::memcpy(unit.scales, stored + 192, 16);
-  for (int i = 0; i < 256; ++i) {
-    const int number = bits_at(stored, 64, 4, i) | bits_at(stored + 128, 32, 2, i) << 4;
-    unit.numbers[i] = static_cast<int8_t>(number - 32);
-  }
+  put_bits<4, 64>(stored, 256, unit.numbers);
+  put_bits<2, 32, 4>(stored + 128, 256, unit.numbers);
+  subtract(32, 256, unit.numbers);
+}
+
+void look_up(int count, int8_t* numbers) {
+  for (int i = 0; i < count; ++i) numbers[i] = kIq4Values[numbers[i]];
 }
 
 void put_iq4_nl(const uint8_t* stored, Unit& unit) {
   unit.scale = half_at(stored);
-  for (int i = 0; i < kBlockColumns; ++i) unit.numbers[i] = kIq4Values[bits_at(stored + 2, 16, 4, i)];
+  put_bits<4, 16>(stored + 2, kBlockColumns, unit.numbers);
+  look_up(kBlockColumns, unit.numbers);
 }
 
 void put_iq4_xs(const uint8_t* stored, Unit& unit) {
@@ -133,7 +147,8 @@ void put_iq4_xs(const uint8_t* stored, Unit& unit) {
     const int low = stored[4 + i / 2] >> (i % 2 * 4) & 15;
     unit.scales[i] = static_cast<int8_t>((low | (high >> (2 * i) & 3) << 4) - 32);
   }
-  for (int i = 0; i < 256; ++i) unit.numbers[i] = kIq4Values[bits_at(stored + 8, 16, 4, i)];
+  put_bits<4, 16>(stored + 8, 256, unit.numbers);
+  look_up(256, unit.numbers);
 }
 
 struct Stored {
@@ -144,12 +159,11 @@ struct Stored {
 };
 
 constexpr Stored kStored[kStoredTypes] = {
-    {WeightType::kQ8_0, 32, 34, [](auto* stored, Unit& unit) { put_block_of_32(stored, 8, 0, false, unit); }},
-    {WeightType::kQ4_0, 32, 18, [](auto* stored, Unit& unit) { put_block_of_32(stored, 4, 8, false, unit); }},
-    {WeightType::kQ4_1, 32, 20, [](auto* stored, Unit& unit) { put_block_of_32(stored, 4, 0, true, unit); }},
-    {WeightType::kQ5_0, 32, 22,
-     [](auto* stored, Unit& unit) { put_block_of_32(stored, 5, 16, false, unit); }},
-    {WeightType::kQ5_1, 32, 24, [](auto* stored, Unit& unit) { put_block_of_32(stored, 5, 0, true, unit); }},
+    {WeightType::kQ8_0, 32, 34, put_block_of_32<8, 0, false>},
+    {WeightType::kQ4_0, 32, 18, put_block_of_32<4, 8, false>},
+    {WeightType::kQ4_1, 32, 20, put_block_of_32<4, 0, true>},
+    {WeightType::kQ5_0, 32, 22, put_block_of_32<5, 16, false>},
+    {WeightType::kQ5_1, 32, 24, put_block_of_32<5, 0, true>},
     {WeightType::kQ2_K, 256, 84, put_q2_k},
     {WeightType::kQ6_K, 256, 110, put_q3_k},
     {WeightType::kQ4_K, 256, 144, put_q4_k},
@@ -187,7 +201,31 @@ struct HighBits {
   int shift;
 };
 
-// The unit's memory is zero.
+template <int bits>
+void pack_block(const int8_t* numbers, int offset, const RowPlace& place, int i) {
+  if constexpr (bits == 8) {
+    for (int g = 0; g < 8; ++g) std::memcpy(place.group(i, g), numbers + 4 * g, 4);
+    return;
+  }
+  constexpr int kHigh = bits == 4 ? 0 : bits == 5 ? 1 : 2;  // groups
+  uint8_t high[2][4]{};
+  for (int g = 0; g < 4; ++g) {
+    uint8_t low[4];
+    for (int j = 0; j < 4; ++j) {
+      const int first = numbers[4 * g + j] + offset, second = numbers[16 + 4 * g + j] + offset;
+      low[j] = static_cast<uint8_t>((first & 15) | (second & 15) << 4);
+      if constexpr (bits == 5) high[0][j] |= static_cast<uint8_t>(first >> 4 << g | second >> 4 << (4 + g));
+      if constexpr (bits == 6) {
+        const int shift = 4 * (g % 2);
+        high[g / 2][j] |= static_cast<uint8_t>(first >> 4 << shift | second >> 4 << (2 + shift));
+      }
+    }
+    std::memcpy(place.group(i, g), low, 4);
+  }
+  for (int g = 0; g < kHigh; ++g) std::memcpy(place.group(i, 4 + g), high[g], 4);
+}
+
+template <int bits>
 void pack(const Unit& unit, const RowPlace& place) {
   const WeightLayout& of = place.of;
   std::memcpy(place.scale(), &unit.scale, 2);
@@ -199,21 +237,16 @@ void pack(const Unit& unit, const RowPlace& place) {
         place.small_minimum(i, half) = static_cast<uint8_t>(unit.minima[i * of.scales + half]);
       }
     }
-    const int8_t* numbers = unit.numbers + i * kBlockColumns;
-    for (int column = 0; column < kBlockColumns; ++column) {
-      const int number = numbers[column] + of.offset;
-      if (of.bits == 8) {
-        place.group(i, column / 4)[column % 4] = static_cast<uint8_t>(number);
-        continue;
-      }
-      const int low = column % 16;
-      place.group(i, low / 4)[low % 4] |= static_cast<uint8_t>((number & 15) << (column / 16 * 4));
-      if (of.bits > 4) {
-        const HighBits high(place, i, column);
-        *high.at |= static_cast<uint8_t>(number >> 4 << high.shift);
-      }
-    }
+    pack_block<bits>(unit.numbers + i * kBlockColumns, of.offset, place, i);
   }
+}
+
+using Pack = void(const Unit& unit, const RowPlace& place);
+
+Pack* pack_of(int bits) {
+  if (bits == 4) return pack<4>;
+  if (bits == 5) return pack<5>;
+  return bits == 6 ? pack<6> : pack<8>;
 }
 
 void to_floats(const RowPlace& place, float* out) {
@@ -281,6 +314,7 @@ bool pack_rows(StoredType type, const uint8_t* stored, int64_t first, int64_t co
   const WeightLayout& of = layout_of(as.kept_as);
   const int64_t bytes = tile_bytes(of, columns), row_bytes = stored_bytes(type, columns);
   const int64_t first_tile = first / kTileRows, last_tile = (first + count - 1) / kTileRows;
+  Pack* const put_into_tile = pack_of(of.bits);
   std::atomic<bool> all_finite{true};
   in_parallel(last_tile - first_tile + 1, count * columns, num_threads, [&](int64_t i) {
     const int64_t tile = first_tile + i;
@@ -293,7 +327,7 @@ bool pack_rows(StoredType type, const uint8_t* stored, int64_t first, int64_t co
         Unit unit;
         as.put(from, unit);
         if (!is_finite(unit.scale) || !is_finite(unit.minimum)) all_finite = false;
-        pack(unit, place);
+        put_into_tile(unit, place);
         place.unit += unit_bytes(of);
       }
     }

@@ -508,7 +508,7 @@ def pack_quantised(stored_type: str, raw: torch.Tensor, first: int, packed: torc
         stored_type: one of `STORED_TYPES`.
         raw: [rows, bytes of a row] uint8, contiguous.
         first: where the rows come, in the whole matrix.
-        packed: [packed_bytes] uint8 of the matrix; zeros where the rows come.
+        packed: [packed_bytes] uint8 of the matrix.
 
     Raises:
         ValueError: there is no room for them, or a row has no whole number of blocks.
