@@ -51,7 +51,7 @@ def test_list_and_info_tell_what_fits(tmp_path: Path) -> None:
     )
     code, shown = run("info", "builtin")
     assert (code, "Runs as" in shown) == (0, True)
-    assert "not yet: 'neo-desktop profile --model neo-desktop-guide' measures it" in shown
+    assert "not yet: 'neo-desktop profile --model neo-desktop-guide' measures it" in " ".join(shown.split())
     code, shown = run("info", "no-such")
     assert (code, "no-such is neither" in shown) == (1, True)
 

@@ -186,10 +186,10 @@ function makePull(api) {
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     const name = input.value.trim();
-    if (name) attempt(async () => show(await api.post("/api/models/pull", { name })));
+    if (name) attempt(() => api.post("/api/models/pull", { name })); // events tell what becomes of it
     else input.focus();
   });
-  const stop = h("button", { class: "button", type: "button", onclick: () => attempt(async () => show(await api.post("/api/models/pull/stop"))) }, "Stop");
+  const stop = h("button", { class: "button", type: "button", onclick: () => attempt(() => api.post("/api/models/pull/stop")) }, "Stop");
   const bar = h("div", { class: "models-loading" }, h("strong"), ...progress("the download"), stop);
   const root = h(
     "section",

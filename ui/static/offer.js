@@ -19,8 +19,9 @@ export function makeOffer(api) {
     shown = state;
     if (isPulling) setProgress(element, pulling.share, pulling.what);
   };
-  const start = (name) => attempt(async () => show(await api.post("/api/models/pull", { name, load: true })));
-  const stop = () => attempt(async () => show(await api.post("/api/models/pull/stop")));
+  // What becomes of it events tell: a reply may be older than an event that came meanwhile.
+  const start = (name) => attempt(() => api.post("/api/models/pull", { name, load: true }));
+  const stop = () => attempt(() => api.post("/api/models/pull/stop"));
 
   const arriving = ({ name, title }) => [
     h("strong", {}, title),
