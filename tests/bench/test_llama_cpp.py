@@ -13,9 +13,11 @@ import fake_llama_server
 import pytest
 import torch
 from dense_model import logits_of_all
+from gguf_files import write_gguf as write_quantised
 from gguf_models import CONFIGS, made
 from matplotlib.figure import Figure
 from suites import ignore, last, shown
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from neo_desktop.app.bench.throughput import llama_cpp
 from neo_desktop.app.bench.throughput.llama_cpp import LlamaCppBaseline, check_installed, program
@@ -40,8 +42,8 @@ SMALL = ThroughputOptions(
 
 
 @pytest.fixture
-def fake_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The fake in place of llama-server; whatever happens, it ends and no file is left."""
+def fake_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The processes of the fake in place of llama-server; whatever happens, they end and no file is left."""
     processes: list[Any] = []
     start = llama_cpp.subprocess.Popen
 
@@ -54,13 +56,13 @@ def fake_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    yield temporary
+    yield processes
     assert not list(temporary.iterdir()), "the file with the weights is left"
     assert all(process.poll() is not None for process in processes), "the server is left"
 
 
 def test_a_full_disk_is_told_before_anything_is_measured(
-    fake_server: Path, monkeypatch: pytest.MonkeyPatch
+    fake_server: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
@@ -69,7 +71,7 @@ def test_a_full_disk_is_told_before_anything_is_measured(
 
 
 def test_what_is_missing_is_told_with_what_to_install(
-    fake_server: Path, monkeypatch: pytest.MonkeyPatch
+    fake_server: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_installed()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -81,7 +83,7 @@ def test_what_is_missing_is_told_with_what_to_install(
 
 
 def test_llama_cpp_takes_its_turns_when_our_model_is_gone(
-    fake_server: Path, monkeypatch: pytest.MonkeyPatch
+    fake_server: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models: list[weakref.ref[Decoder]] = []
     take, turns = LlamaCppBaseline.take, LlamaCppBaseline.turns
@@ -121,8 +123,35 @@ def test_llama_cpp_takes_its_turns_when_our_model_is_gone(
     assert metrics["throughput.llama.cpp.output_tokens_per_s"] == rival.output_tokens_per_s
 
 
+@pytest.mark.parametrize("weights_dtype", ["auto", "float32"])
+def test_llama_cpp_reads_the_gguf_file_that_the_policies_have(
+    weights_dtype: str, fake_server: list[Any], tmp_path: Path
+) -> None:
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=16,
+    )
+    model = LlamaForCausalLM(config)
+    path = write_quantised(tmp_path / "small.gguf", model, type_name="Q8_0", type_names={"ffn_up": "Q4_0"})
+    before = path.read_bytes()
+    options = replace(SMALL, shape=None, model=path, weights_dtype=weights_dtype, llama_cpp=True, repeats=1)
+    report = last(run_throughput(options, ignore))
+    (rival,) = report.rivals
+    assert rival.identical_answers + rival.near_tie_answers + rival.other_answers == 10
+    assert any(str(path) in process.args for process in fake_server)
+    assert path.read_bytes() == before
+    became = "kept as stored" if weights_dtype == "auto" else "dequantised to float32"
+    assert f"weights those of small.gguf itself, in Q8_0 and Q4_0 (here {became}), KV in float32" in (
+        rival.settings
+    )
+
+
 def test_with_too_little_memory_fewer_requests_run_at_once(
-    fake_server: Path, monkeypatch: pytest.MonkeyPatch
+    fake_server: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_LLAMA_SERVER", "memory")
     report = last(run_throughput(replace(SMALL, llama_cpp=True, repeats=1), ignore))
@@ -138,7 +167,7 @@ def test_with_too_little_memory_fewer_requests_run_at_once(
     ],
 )
 def test_a_failure_of_llama_cpp_says_why_and_keeps_what_was_measured(
-    failure: str, says: str, fake_server: Path, monkeypatch: pytest.MonkeyPatch
+    failure: str, says: str, fake_server: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_LLAMA_SERVER", failure)
     reports = run_throughput(replace(SMALL, llama_cpp=True, repeats=1), ignore)
@@ -147,7 +176,9 @@ def test_a_failure_of_llama_cpp_says_why_and_keeps_what_was_measured(
         next(reports)
 
 
-def test_ctrl_c_ends_the_server_and_what_it_is_at(fake_server: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_the_server_and_what_it_is_at(
+    fake_server: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FAKE_LLAMA_SERVER", "hang")
 
     def interrupted(futures: Any) -> None:

@@ -45,6 +45,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         assert body["temperature"] == 0
         assert body["cache_prompt"] is False
+        assert body["ignore_eos"] is True
         if FAILURE == "refuse":
             self.answer(500, {"error": {"message": "no room in KV"}})
         if FAILURE == "die":

@@ -2,8 +2,9 @@
 
 llama-cpp-python and its server answer one request after the other; `llama-server` fills its batches with all
 that are there (`--parallel`), as its users run it. It gets what ours had: the number format for weights and
-KV, the threads, room for as many tokens of KV, all requests at once. Prompts go in and answers come out as
-token ids, through its HTTP interface. Our model and caches are gone by then: a GPU has room for its own.
+KV, the threads, room for as many tokens of KV, all requests at once; of a GGUF file that very file.
+Prompts go in and answers come out as token ids, through its HTTP interface. Our model and caches are gone by
+then: a GPU has room for its own.
 """
 
 import importlib.util
@@ -35,12 +36,17 @@ from neo_desktop.engine.batch import SampledToken, TokenLogprob
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.parts import EngineParts
 from neo_desktop.engine.progress import Progress
+from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint
 from neo_desktop.models.gguf.writer import check_expressible, write_gguf
+from neo_desktop.models.weights import Packed
 
 PROGRAM = "LLAMA_SERVER"  # environment variable: where llama.cpp's server is, if not on the PATH
 _FILE_SLACK = 1.01  # metadata, padding, norms in 32 bits
 _TOLERANCE = TOLERANCES[torch.float16]  # on the CPU, its flash attention rounds to 16 bits, whatever KV has
+_QUANTISED_TOLERANCE = 0.4  # inputs of quantised products are rounded to 8 bits, by each in its own way
 _ROUNDING = 256  # tokens of KV of a sequence are a multiple of it
 _KV_TYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _LINES_TOLD = 3  # of what it printed last, if it ends
@@ -50,6 +56,12 @@ _POLL_S = 0.05  # between two looks at whether the model is loaded
 def program() -> str | None:
     """Where llama.cpp's server is; None: nowhere."""
     return shutil.which(os.environ.get(PROGRAM, "llama-server"))
+
+
+def gguf_checkpoint(model: Path) -> GGUFCheckpoint | None:
+    """Return the checkpoint if llama.cpp can read it as it is. Raises what `open_checkpoint` raises."""
+    checkpoint = open_checkpoint(model)
+    return checkpoint if isinstance(checkpoint, GGUFCheckpoint) else None
 
 
 def check_installed() -> None:
@@ -74,14 +86,22 @@ class _Job:
     wants_gpu: bool
     kv_tokens: int  # that there is room for
     num_threads: int
+    weights: str = ""  # what those of a file that was there are; "": of `dtype`
 
 
 class LlamaCppBaseline:
-    """Takes the model from the policies as a temporary file, which `close` removes."""
+    """Takes the model from the policies as a temporary file, which `close` removes.
 
-    def __init__(self) -> None:
+    Args:
+        given: the GGUF checkpoint that the policies have; llama.cpp reads the same file. None: there is none.
+    """
+
+    def __init__(self, given: GGUFCheckpoint | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="neo-desktop-")
+        self._given = given
         self._file, self._printed = (Path(self._folder.name) / name for name in ("model.gguf", "printed"))
+        if given is not None:
+            self._file = given.file.path
         self._job: _Job | None = None
 
     def close(self) -> None:
@@ -95,6 +115,8 @@ class LlamaCppBaseline:
             ValueError: the model is not one for llama.cpp.
             OSError: the disk has too little room.
         """
+        if self._given is not None:
+            return
         check_expressible(config)
         needed, free = _FILE_SLACK * config.weight_bytes(dtype), shutil.disk_usage(self._folder.name).free
         if needed > free:
@@ -108,7 +130,8 @@ class LlamaCppBaseline:
     ) -> None:
         """Write the model while it is there, and remember what to do; `answers` are ours of turn 0."""
         decoder = parts.model.decoder
-        write_gguf(importlib.import_module("gguf"), decoder, self._file)
+        if self._given is None:
+            write_gguf(importlib.import_module("gguf"), decoder, self._file)
         on_gpu = decoder.device.type == "cuda"
         gpu_tokens = parts.tokens_in(host_memory=False) if on_gpu else 0
         self._job = _Job(
@@ -119,6 +142,7 @@ class LlamaCppBaseline:
             wants_gpu=on_gpu,
             kv_tokens=gpu_tokens or sum(parts.num_blocks.values()) * BLOCK_SIZE,
             num_threads=torch.get_num_threads(),
+            weights="" if self._given is None else _told(self._given, decoder),
         )
 
     def turns(self, progress: Progress) -> Iterator[Rival]:
@@ -146,7 +170,8 @@ class LlamaCppBaseline:
                 found = self._answers(url, prompts, counts, 0 if turn else TOP_LOGPROBS, num_sequences, tell)
                 seconds = time.perf_counter() - start
                 if turn == 0:
-                    same = compare(found, job.answers, max(TOLERANCES[job.dtype], _TOLERANCE))
+                    rounding = _QUANTISED_TOLERANCE if job.weights else _TOLERANCE
+                    same = compare(found, job.answers, max(TOLERANCES[job.dtype], rounding))
                     continue
                 runs.append(seconds)
                 middle = statistics.median(runs)
@@ -234,7 +259,7 @@ class LlamaCppBaseline:
 
         def answer(prompt: Sequence[int], count: int) -> Answer:
             body = {"prompt": prompt, "n_predict": count, "temperature": 0.0, "cache_prompt": False}
-            body |= {"return_tokens": True, "n_probs": num_logprobs}
+            body |= {"return_tokens": True, "n_probs": num_logprobs, "ignore_eos": True}
             return _parsed(_posted(f"{url}/completion", body))
 
         # More than run at once, so that none waits for the client.
@@ -256,6 +281,14 @@ class LlamaCppBaseline:
     def _last_lines(self) -> str:
         lines = self._printed.read_text(errors="replace").strip().splitlines()[-_LINES_TOLD:]
         return "; ".join(lines) or "it printed nothing"
+
+
+def _told(given: GGUFCheckpoint, decoder: Decoder) -> str:
+    """What both compute with."""
+    is_kept = any(isinstance(linear, Packed) for linear in decoder.linears())
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    became = "kept as stored" if is_kept else f"dequantised to {dtype}"
+    return f"those of {given.file.path.name} itself, in {given.weights().stored_as} (here {became})"
 
 
 def _asked(question: str) -> str:

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from neo_desktop.app.bench.checks import above_zero, at_least
-from neo_desktop.app.bench.throughput.llama_cpp import LlamaCppBaseline, check_installed
+from neo_desktop.app.bench.throughput.llama_cpp import LlamaCppBaseline, check_installed, gguf_checkpoint
 from neo_desktop.app.bench.throughput.report import BASELINE, PolicyResult, ThroughputReport, TimelineSpan
 from neo_desktop.app.bench.throughput.workload import (
     TOLERANCES,
@@ -28,7 +28,7 @@ from neo_desktop.app.bench.words import say
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.loading import choose_device, load
+from neo_desktop.engine.loading import choose_device, load, model_path
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import EngineParts, take_memory
 from neo_desktop.engine.placement import PLACES
@@ -119,7 +119,8 @@ def run_throughput(options: ThroughputOptions, progress: Progress) -> Iterator[T
         yield from _run_policies(options, progress)
         return
     first, rest = _POLICIES_SHARE, 1 - _POLICIES_SHARE
-    with closing(LlamaCppBaseline()) as baseline:
+    given = gguf_checkpoint(model_path(options.model)) if options.shape is None else None
+    with closing(LlamaCppBaseline(given)) as baseline:
         for report in _run_policies(options, lambda share, what: progress(first * share, what), baseline):
             yield report
         for rival in baseline.turns(lambda share, what: progress(first + rest * share, what)):
