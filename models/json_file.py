@@ -8,8 +8,20 @@ MAX_FILE_BYTES = 8 << 20  # tokenizer_config.json may name thousands of tokens; 
 LARGEST_NUMBER, SMALLEST_NUMBER = 1e12, 1e-20  # of those that are no integers
 
 
+MAX_REASON = 1000  # characters
+
+
 class ModelError(ValueError):
-    """A checkpoint that cannot be used: one sentence that says what is wrong and what to do."""
+    """A checkpoint that cannot be used: one sentence that says what is wrong and what to do.
+
+    Args:
+        reason: the sentence; what a file says may be in it, however long: its middle is left out.
+    """
+
+    def __init__(self, reason: str) -> None:
+        if len(reason) > MAX_REASON:
+            reason = f"{reason[: MAX_REASON - 250]} … {reason[-200:]}"
+        super().__init__(reason)
 
 
 INSTALL_LLAMACPP = "pip install 'neo-desktop[llamacpp]'"

@@ -267,8 +267,9 @@ def _weights(path: Path, names: frozenset[str]) -> tuple[int, str]:
 def _weight_files(path: Path, names: frozenset[str]) -> list[str]:
     if "model.safetensors.index.json" in names:
         weight_map = _read_json(path / "model.safetensors.index.json").get("weight_map")
-        files = set(weight_map.values()) if isinstance(weight_map, dict) else set()
-        if not files or len(files) > MAX_WEIGHT_FILES or not all(isinstance(file, str) for file in files):
+        values = weight_map.values() if isinstance(weight_map, dict) else ()
+        files = {file for file in values if isinstance(file, str)}
+        if not files or len(files) > MAX_WEIGHT_FILES or not all(isinstance(file, str) for file in values):
             raise _UnusableError("its model.safetensors.index.json names no weight files: download it again")
         missing = sorted(files - names)
         if missing:

@@ -1,5 +1,6 @@
 """A folder as Hugging Face has them: config.json, tokenizer.json, and weights in safetensors files."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,9 @@ def _weight_files(path: Path) -> list[Path]:
     names = sorted({weight_map.text(weight) for weight in weight_map.values}) if weight_map else []
     if not names:
         raise ModelError(f"{index} names no weight files: download it again.")
+    present = os.listdir(path)  # a name with folders in it could reach outside the checkpoint
     for name in names:
-        # A name with folders in it could reach outside the checkpoint.
-        if Path(name).name != name or not (path / name).is_file():
+        if name not in present or not (path / name).is_file():
             raise ModelError(f"{path} has no {name}, which {index.name} names: complete the download.")
     return [path / name for name in names]
 

@@ -12,8 +12,9 @@ from checkpoints import save_checkpoint
 from safetensors.torch import load_file, save_file
 
 from neo_desktop import Engine
+from neo_desktop.app.shelf.checkpoint_summary import summarize
 from neo_desktop.models.config import ModelError
-from neo_desktop.models.json_file import MAX_FILE_BYTES
+from neo_desktop.models.json_file import MAX_FILE_BYTES, MAX_REASON
 from neo_desktop.models.safetensors.folder import MAX_HEADER_BYTES
 from neo_desktop.models.tokenizer import MAX_TOKENIZER_BYTES
 
@@ -115,6 +116,39 @@ def test_what_is_no_ordinary_file_is_not_opened(folder: Path, name: str) -> None
     (folder / name).rmdir()
     (folder / name).symlink_to("/dev/zero")
     refuse(folder, "ordinary file|has no weights")
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("file", "changes"),
+    [
+        ("config.json", {"architectures": [LONG]}),
+        ("config.json", {"dtype": LONG}),
+        ("config.json", {"rope_scaling": {"rope_type": LONG}}),
+        ("tokenizer.json", {"version": LONG}),
+        ("tokenizer.json", {"model": LONG}),
+    ],
+)
+def test_what_is_told_stays_short_whatever_a_file_says(
+    folder: Path, file: str, changes: dict[str, Any]
+) -> None:
+    edit_json(folder / file, **changes)
+    with pytest.raises(ModelError) as error:
+        Engine.from_pretrained(folder, device="cpu")
+    assert len(str(error.value)) <= MAX_REASON
+    assert str(error.value).startswith(str(folder))
+    assert str(error.value).endswith(".")
+    assert len(summarize(folder).reason or "") <= MAX_REASON
+
+
+@pytest.mark.parametrize("name", [LONG, "a/b", "..", "", "\0", {"a": 1}, ["a"], 3, None])
+def test_an_index_that_names_no_file_is_refused(folder: Path, name: object) -> None:
+    index = {"weight_map": {"model.norm.weight": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refuse(folder, r"index\.json")
+    assert summarize(folder).reason is not None
 
 
 def write_weights(folder: Path, header: bytes, data: bytes = b"", size: int | None = None) -> None:
