@@ -781,7 +781,7 @@ TOPICS = (
             "int8 weights",
             "q4_k_m quantisation",
         ),
-        "Quantisation stores weights with fewer bits, which saves memory but loses some accuracy. neo-desktop runs models at full accuracy, without it.",
+        "Quantisation stores weights with fewer bits, which saves memory but loses some accuracy. neo-desktop runs models that are quantised already (GGUF, AWQ, GPTQ), and all others at full accuracy.",
         "",
         (
             "{do i need|must i|should i|can i|does it|do you} {to |}{quantise|quantize|use quantisation|use quantization|support quantization} {my model|models|a model|the model|}",

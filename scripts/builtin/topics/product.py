@@ -165,7 +165,7 @@ TOPICS = (
         ),
         answers=(
             f"Start the app with {LOAD}, where DIRECTORY is a Hugging Face checkpoint: a folder with config.json, "
-            "tokenizer.json and safetensors files.",
+            "tokenizer.json and safetensors files. A GGUF file can be named, too.",
         ),
         more="Supported families are Llama 2 and 3, Mistral, Qwen2.5 and Qwen3. Stop this app with Ctrl-C first, or choose another port with `--port`.",
         weight=5,
@@ -196,7 +196,7 @@ TOPICS = (
             "neo-desktop runs Llama 2 and 3, Mistral, Qwen2.5 and Qwen3 from Hugging Face checkpoints in safetensors format. "
             "Other families are refused with a clear message.",
         ),
-        more=f"Load one with {LOAD}. GGUF files are not supported yet.",
+        more=f"Load one with {LOAD}. GGUF files of these families work, too.",
         weight=2.5,
     ),
     Topic(
@@ -218,9 +218,10 @@ TOPICS = (
         ),
         names=("GGUF", "gguf"),
         answers=(
-            "GGUF is not supported yet: neo-desktop reads Hugging Face directories with safetensors weights, and never pickle files.",
+            "GGUF is supported: neo-desktop reads GGUF files, and Hugging Face directories with safetensors weights, AWQ, GPTQ and FP8 "
+            "among them, but never pickle files.",
         ),
-        more="Look for the safetensors version of the same model: most publishers offer both.",
+        more="Name the file in place of a folder: `neo-desktop --model FILE.gguf`.",
         weight=1.5,
     ),
     Topic(
