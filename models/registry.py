@@ -10,7 +10,7 @@ from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.onednn import why_plain
 from neo_desktop.models.linear.protocol import LinearForm
-from neo_desktop.models.stored_form import StoredForm
+from neo_desktop.models.stored_form import what_becomes
 from neo_desktop.models.weights import BytesRead, Weights, named_weights
 
 logger = logging.getLogger(__name__)
@@ -34,18 +34,9 @@ def load_model(
     decoder = Decoder(config, dtype=dtype, device=device, form=form)
     weights.load_into({weight.name: weight for weight in named_weights(decoder)}, dtype, progress)
     if weights.is_quantised:
-        logger.info("%s: weights in %s, %s", checkpoint.name, weights.stored_as, _what_became(form, dtype))
+        logger.info("%s: weights in %s, %s", checkpoint.name, weights.stored_as, what_becomes(form, dtype))
     _log_forms(decoder)
     return decoder
-
-
-def _what_became(form: LinearForm, dtype: torch.dtype) -> str:
-    if not isinstance(form, StoredForm) or not form.kept_types:
-        return f"dequantised to {dtype}"
-    said = [f"{name} in {bits} bits" for name, bits in form.widened.items()]
-    if form.without_kernel:
-        said.append(f"{' and '.join(form.without_kernel)} dequantised to {dtype}")
-    return f"{', '.join(said)}, others kept as they are" if said else "kept as they are"
 
 
 def check_model(checkpoint: Checkpoint, config: ModelConfig) -> Weights:

@@ -108,6 +108,22 @@ class StoredForm(Dense):
         return 0 if self.kernels is None else grouped.LOADING_BYTES
 
 
+def what_becomes(form: LinearForm, dtype: torch.dtype) -> str:
+    """Tell what a form makes of quantised matrices: "Q3_K in 6 bits, others kept as they are".
+
+    Args:
+        form: of a model some of whose matrices are quantised.
+        dtype: of the model.
+    """
+    dequantised = f"dequantised to {str(dtype).removeprefix('torch.')}"
+    if not isinstance(form, StoredForm) or not form.kept_types:
+        return dequantised
+    said = [f"{name} in {bits} bits" for name, bits in form.widened.items()]
+    if form.without_kernel:
+        said.append(f"{' and '.join(form.without_kernel)} {dequantised}")
+    return f"{', '.join(said)}, others kept as they are" if said else "kept as they are"
+
+
 def stored_form(weights: Weights, config: ModelConfig) -> StoredForm:
     """Return the form in which as much as possible stays as it is stored, for a CPU.
 

@@ -13,7 +13,6 @@ from neo_desktop.app.commands.terminal import progress_bar, set_up_logging, stdo
 
 if TYPE_CHECKING:
     from neo_desktop.app.shelf.catalogue import LocalModel
-    from neo_desktop.app.shelf.checkpoint_summary import Summary
     from neo_desktop.app.shelf.fits import Fit
     from neo_desktop.app.shelf.model_loader import ModelLoader
 
@@ -117,7 +116,7 @@ def info(
     elif summary.needs_llamacpp:
         table.add_row("Computed by", "llama.cpp, without offloading by NEO")
     elif fit is not None:
-        for row in _fit_rows(fit, summary):
+        for row in _fit_rows(fit):
             table.add_row(*row)
         if fit.speed is not None and not fit.speed.is_measured:
             table.add_row(
@@ -203,11 +202,11 @@ def _fit(loader: "ModelLoader", model: "LocalModel") -> "tuple[Fit | None, str |
     return fit, fit.reason
 
 
-def _fit_rows(fit: "Fit", summary: "Summary") -> list[tuple[str, str]]:
+def _fit_rows(fit: "Fit") -> list[tuple[str, str]]:
     where = "imitated in host memory: there is no GPU" if fit.is_imitated else "GPU memory"
     length = f"{fit.chat_tokens:,} tokens"
     rows = [
-        ("Runs as", _runs_as(fit, summary)),
+        ("Runs as", _runs_as(fit)),
         ("Weights", _gb(fit.weights_bytes)),
         ("KV", f"{fit.kv_bytes_per_1000_tokens / 1e6:,.3g} MB per 1,000 tokens"),
         ("GPU-cache", f"{fit.gpu_tokens:,} tokens ({where}): {_chats(fit.gpu_chats, fit)} chats of {length}"),
@@ -227,16 +226,8 @@ def _fit_rows(fit: "Fit", summary: "Summary") -> list[tuple[str, str]]:
     ]
 
 
-def _runs_as(fit: "Fit", summary: "Summary") -> str:
-    from neo_desktop.engine.loading import DTYPES
-
-    if not summary.is_quantised or summary.config is None:
-        return fit.dtype
-    if fit.weights_bytes == summary.config.weight_bytes(DTYPES[fit.dtype]):
-        return f"{fit.dtype}, dequantised when loaded"
-    return f"{fit.dtype}, weights as they are stored" + (
-        f" ({', '.join(summary.form.without_kernel)} dequantised)" if summary.form.without_kernel else ""
-    )
+def _runs_as(fit: "Fit") -> str:
+    return fit.dtype if fit.weights_become == fit.dtype else f"{fit.dtype}, weights {fit.weights_become}"
 
 
 def _chats(count: int, fit: "Fit") -> str:

@@ -27,7 +27,7 @@ from neo_desktop.engine.simulation.analytic import bytes_read
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
-from neo_desktop.models.stored_form import forms_of
+from neo_desktop.models.stored_form import StoredForm, forms_of, what_becomes
 
 CHAT_TOKENS = 4096
 
@@ -39,7 +39,7 @@ class Fit:
     reason: str | None  # why it does not fit; None: it does
     dtype: str  # of weights and KV
     weights_bytes: int
-    is_stored: bool  # quantised matrices stay as they are stored
+    weights_become: str  # what those of the files become: "float32", or what happens to quantised ones
     kv_bytes_per_1000_tokens: int
     gpu_tokens: int  # in the GPU-cache
     cpu_tokens: int  # in the CPU-cache
@@ -65,7 +65,7 @@ def fit(
         options: of the engine; which model they name does not matter.
         free: memory, with no model loaded.
         figures: of this computer, or why there are none.
-        stored: the form of its matrices where they stay as they are stored.
+        stored: the form of its matrices on a CPU where some are quantised.
     """
     device = choose_device(options.device)
     form = kept_form(stored, options, device)
@@ -108,12 +108,14 @@ def fit(
             speed = figures
         else:
             speed = predict(figures, config, dtype, has_room, chat_tokens, bytes_read(config, dtype, form))
+    dtype_name = str(dtype).removeprefix("torch.")
+    is_quantised = isinstance(stored, StoredForm) and bool(stored.stored)
     by_label = {place.label: (tokens[place], chats[place]) for place in PLACES}
     return Fit(
         reason=reason,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype_name,
         weights_bytes=weights,
-        is_stored=bool(forms_of(form, config)),
+        weights_become=what_becomes(form, dtype) if is_quantised else dtype_name,
         kv_bytes_per_1000_tokens=1000 * config.kv_bytes_per_token(dtype),
         gpu_tokens=by_label["gpu"][0],
         cpu_tokens=by_label["cpu"][0],

@@ -17,10 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from neo_desktop import Engine
+from neo_desktop.app.shelf import fits
 from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue, LocalModel, UnknownModelError
 from neo_desktop.app.shelf.checkpoint_summary import summarize
 from neo_desktop.app.shelf.fits import Fit, fit
 from neo_desktop.app.shelf.speed import MachineFigures, _cpu_figures, find_figures, predict
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.profiling.budget import GIB, FreeMemory
@@ -332,12 +334,39 @@ def test_quantised_weights_are_reckoned_and_predicted_by_their_true_bytes() -> N
     dense, quantised = of(DENSE), of(uniform_form(config, "Q4_K"))
     assert dense.weights_bytes == config.weight_bytes(torch.bfloat16)
     assert quantised.weights_bytes == pytest.approx(dense.weights_bytes * 4.6 / 16, rel=0.05)
-    assert (dense.is_stored, quantised.is_stored) == (False, True)
+    assert (dense.weights_become, quantised.weights_become) == ("bfloat16", "kept as they are")
     assert quantised.chats > dense.chats
     assert quantised.speed is not None
     assert dense.speed is not None
     assert not quantised.speed.is_measured
     assert quantised.speed.one_chat_tokens_per_s > 2.5 * dense.speed.one_chat_tokens_per_s
+
+
+@pytest.mark.parametrize(
+    ("type_name", "on_cpu", "on_gpu"),
+    [
+        ("Q4_K", "kept as they are", "kept as they are"),
+        ("Q3_K", "Q3_K in 6 bits, others kept as they are", "Q3_K in 4 bits, others kept as they are"),
+        ("Q5_0", "kept as they are", "Q5_0 in 8 bits, others kept as they are"),
+        ("IQ4_XS", "IQ4_XS in 8 bits, others kept as they are", "dequantised to float16"),
+        ("MXFP4", "dequantised to float16", "dequantised to float16"),
+    ],
+)
+def test_what_becomes_of_quantised_weights_is_told_for_the_device_that_is_there(
+    type_name: str, on_cpu: str, on_gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = shape("llama-3.1-8b")
+    form = uniform_form(config, type_name)
+
+    def told(free: FreeMemory) -> str:
+        return fit(config, EngineOptions(dtype="float16"), free, figures(20), form).weights_become
+
+    assert told(FreeMemory(64 * GIB, None)) == on_cpu
+    monkeypatch.setattr(fits, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(ladder, "rung", lambda ladder_name: "triton")
+    monkeypatch.setattr(fits, "find_tables", lambda *args: None)
+    assert told(FreeMemory(64 * GIB, 24 * GIB)) == on_gpu
 
 
 def test_the_hubs_cache_is_where_its_variables_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

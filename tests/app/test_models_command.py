@@ -88,7 +88,7 @@ def test_a_gguf_file_is_listed_described_and_removed(tmp_path: Path, data: Path)
     code, shown = run("info", "one", "--models-dir", str(tmp_path / "mine"))
     assert code == 0
     assert "Q4_0" in shown
-    assert "float32, weights as they are stored" in shown
+    assert "float32, weights kept as they are" in shown
     (data / "models").mkdir(parents=True)
     pulled = write_gguf(data / "models" / "pulled.gguf", model)
     assert run("remove", "pulled", "--yes")[0] == 0

@@ -153,11 +153,9 @@ function chats(fit) {
   return h("div", { class: "model-chats" }, h("p", {}, ...sentence), bar);
 }
 
-const weightsAs = (fit, isQuantised) => (fit.is_stored ? "as they are stored" : `as ${fit.dtype}${isQuantised ? ", dequantised" : ""}`);
-
-function details({ fit, is_quantised: isQuantised }) {
+function details({ fit }) {
   const rows = [
-    ["Weights", `${bytes(fit.weights_bytes)} ${weightsAs(fit, isQuantised)}`],
+    ["Weights", `${bytes(fit.weights_bytes)}, ${fit.weights_become}`],
     ["KV cache", `${bytes(fit.kv_bytes_per_1000_tokens)} per 1,000 tokens`],
   ];
   if (fit.speed) {
