@@ -13,6 +13,7 @@ struct Avx512 {
   static constexpr int kLanes = 16;
   static constexpr int kSums = 16;  // registers to add up in, of 32
   static constexpr int kHeadsAtOnce = 8;
+  static constexpr int kRowsAtOnce = 8;  // of dense products
   static constexpr int vectors_at_once(int heads) { return kSums / heads; }
 
   static Reg zero() { return _mm512_setzero_ps(); }
@@ -31,6 +32,12 @@ struct Avx512 {
   static Reg load(const BFloat16* p) { return from_bfloat16(_mm256_loadu_si256((const __m256i*)p)); }
   static Reg load(const Int8* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+  }
+  // p[0], p[2], ... and p[1], p[3], ...
+  static void load_pairs(const BFloat16* p, Reg& even, Reg& odd) {
+    const __m512i pairs = _mm512_loadu_si512(p);
+    even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+    odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xffff0000)));
   }
   static void store(float* p, Reg x) { _mm512_storeu_ps(p, x); }
   static void store(Half* p, Reg x) { _mm256_storeu_si256((__m256i*)p, to_half(x)); }

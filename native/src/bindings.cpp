@@ -115,7 +115,9 @@ using Part = std::tuple<int, uintptr_t, int64_t, int64_t>;
 std::vector<QuantisedPart> quantised_parts(const std::vector<Part>& parts) {
   std::vector<QuantisedPart> views;
   for (const auto& [type, address, bytes, rows] : parts) {
-    const WeightType kept_as = weight_type_of(stored_type(type));
+    const bool is_plain = type >= kStoredTypes && type < kStoredTypes + kFloatTypes;
+    const WeightType kept_as =
+        is_plain ? dense_type(static_cast<DType>(type - kStoredTypes)) : weight_type_of(stored_type(type));
     views.push_back({kept_as, reinterpret_cast<const uint8_t*>(address), bytes, rows});
   }
   return views;

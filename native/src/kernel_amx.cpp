@@ -181,6 +181,6 @@ int64_t multiply_adds(int64_t rounds, float* kept) {
 }  // namespace
 
 constinit const Bf16Kernels kAmxKernels = {
-    {nullptr, nullptr, attend_tiles<BFloat16>, attend_tiles<Int8>}, {0, 0, 3, 3}, multiply_adds};
+    nullptr, {nullptr, nullptr, attend_tiles<BFloat16>, attend_tiles<Int8>}, {0, 0, 3, 3}, multiply_adds};
 
 }  // namespace neo_desktop

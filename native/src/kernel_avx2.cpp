@@ -11,6 +11,7 @@ struct Avx2 {
   static constexpr int kLanes = 8;
   static constexpr int kSums = 8;  // registers to add up in, of 16
   static constexpr int kHeadsAtOnce = 4;
+  static constexpr int kRowsAtOnce = 4;  // of dense products
   // Four heads have 12 sums, so that none has to wait for its own last step.
   static constexpr int vectors_at_once(int heads) { return heads == 4 ? 3 : kSums / heads; }
 
@@ -33,6 +34,12 @@ struct Avx2 {
   }
   static Reg load(const Int8* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+  }
+  // p[0], p[2], ... and p[1], p[3], ...
+  static void load_pairs(const BFloat16* p, Reg& even, Reg& odd) {
+    const __m256i pairs = _mm256_loadu_si256((const __m256i*)p);
+    even = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+    odd = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(0xffff0000)));
   }
   static void store(float* p, Reg x) { _mm256_storeu_ps(p, x); }
   static void store(Half* p, Reg x) {

@@ -1,6 +1,7 @@
 // AVX-512 with BF16: one instruction multiplies and adds 16 x 2 pairs of bf16, twice what fp32 does.
 #include "attend_pairs.h"
 #include "avx512bf16.h"
+#include "dense_tiles.h"
 
 namespace neo_desktop {
 namespace {
@@ -148,6 +149,55 @@ struct Bf16Math {
   }
 };
 
+// Of pairs of columns; every other pair is added up apart.
+template <int count>
+inline void multiply_dense_rows(const BFloat16* tile, const BFloat16* x, int64_t columns, float* out) {
+  __m512 sums[2][count];
+  for (int row = 0; row < count; ++row) sums[0][row] = sums[1][row] = Avx512::zero();
+  const auto add = [&](int chain, int64_t column) {
+    const BFloat16* weights = tile + column * kDenseTileRows;
+    __builtin_prefetch(reinterpret_cast<const char*>(weights) + 2048);
+    const __m512i pairs = _mm512_loadu_si512(weights);
+#pragma GCC unroll 8
+    for (int row = 0; row < count; ++row) {
+      int32_t pair;
+      __builtin_memcpy(&pair, x + row * columns + column, sizeof pair);
+      sums[chain][row] = dot(sums[chain][row], pairs, _mm512_set1_epi32(pair));
+    }
+  };
+  int64_t column = 0;
+  for (; column + 4 <= columns; column += 4) {
+    add(0, column);
+    add(1, column + 2);
+  }
+  if (column < columns) add(0, column);
+  for (int row = 0; row < count; ++row) {
+    Avx512::store(out + row * kDenseTileRows, Avx512::add(sums[0][row], sums[1][row]));
+  }
+}
+
+void multiply_dense_bf16(const void* tile, const BFloat16* x, int64_t columns, int rows, float* out) {
+  const BFloat16* of = static_cast<const BFloat16*>(tile);
+  switch (rows) {
+    case 1:
+      return multiply_dense_rows<1>(of, x, columns, out);
+    case 2:
+      return multiply_dense_rows<2>(of, x, columns, out);
+    case 3:
+      return multiply_dense_rows<3>(of, x, columns, out);
+    case 4:
+      return multiply_dense_rows<4>(of, x, columns, out);
+    case 5:
+      return multiply_dense_rows<5>(of, x, columns, out);
+    case 6:
+      return multiply_dense_rows<6>(of, x, columns, out);
+    case 7:
+      return multiply_dense_rows<7>(of, x, columns, out);
+    case 8:
+      return multiply_dense_rows<8>(of, x, columns, out);
+  }
+}
+
 // See multiply_adds in simd_common.h.
 int64_t dot_products(int64_t rounds, float* kept) {
   constexpr int kChains = 20;
@@ -175,6 +225,7 @@ int64_t dot_products(int64_t rounds, float* kept) {
 }  // namespace
 
 constinit const Bf16Kernels kAvx512Bf16Kernels = {
+    multiply_dense_bf16,
     {nullptr, nullptr, attend_pairs<Bf16Math<BFloat16>>, attend_pairs<Bf16Math<Int8>>},
     {0, 0, 5, 3},  // on Zen 5
     dot_products};

@@ -121,6 +121,7 @@ int64_t dot_products(int64_t rounds, float* kept) {
 }  // namespace
 
 constinit const Bf16Kernels kNeonBf16Kernels = {
+    nullptr,
     {nullptr, nullptr, attend_pairs<Bf16Math<BFloat16>>, attend_pairs<Bf16Math<Int8>>},
     {0, 0, 3, 3},
     dot_products};

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <limits>
 
+#include "dense_tiles.h"
 #include "neo_desktop/half.h"
 #include "neo_desktop/kernels.h"
 #include "operator_rows.h"
@@ -113,6 +114,11 @@ struct OneLane {
   static float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
   static float max(float a, float b) { return a > b ? a : b; }  // b where either is NaN
   static float exp2(float x) { return std::exp2(x); }
+  static constexpr int kRowsAtOnce = 4;
+  static void load_pairs(const BFloat16* p, float& even, float& odd) {
+    even = to_float(p[0]);
+    odd = to_float(p[1]);
+  }
   template <class T>
   static float load(const T* p) {
     return to_float(*p);
@@ -133,6 +139,7 @@ constinit const Kernels kScalarKernels = {
     read,
     multiply_adds,
     make_row_operators<OneLane>(),
+    make_dense_kernels<OneLane>(),
     {},
 };
 

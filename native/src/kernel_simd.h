@@ -3,6 +3,7 @@
 
 #include "attend_pairs.h"
 #include "attend_rows.h"
+#include "dense_tiles.h"
 #include "operator_rows.h"
 #include "pair_math.h"
 
@@ -20,6 +21,7 @@ constexpr Kernels make_kernels() {
       read<V>,
       multiply_adds<V>,
       make_row_operators<V>(),
+      make_dense_kernels<V>(),
       {},
   };
 }

@@ -18,7 +18,11 @@ const Kernels& kernels_for(Isa isa) {
   static const Kernels avx512bf16 = with(kAvx512Kernels, kAvx512Bf16Kernels);
   if (isa == Isa::kAvx512Bf16) return avx512bf16;
 #if defined(NEO_DESKTOP_AMX)
-  static const Kernels amx = with(kAvx512Kernels, kAmxKernels);
+  static const Kernels amx = [] {
+    Kernels kernels = with(kAvx512Kernels, kAmxKernels);
+    kernels.bf16.multiply_dense = kAvx512Bf16Kernels.multiply_dense;
+    return kernels;
+  }();
   if (isa == Isa::kAmx) return amx;
 #endif
   if (isa == Isa::kAvx512) return kAvx512Kernels;

@@ -18,6 +18,7 @@ struct Neon {
   static constexpr int kLanes = 8;
   static constexpr int kSums = 8;  // vectors to add up in
   static constexpr int kHeadsAtOnce = 4;
+  static constexpr int kRowsAtOnce = 4;  // of dense products
   static constexpr int vectors_at_once(int heads) { return kSums / heads; }
 
   static Reg zero() { return broadcast(0); }
@@ -51,6 +52,14 @@ struct Neon {
   static Reg load(const Int8* p) {
     const int16x8_t x = vmovl_s8(vld1_s8(&p->value));
     return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(x))), vcvtq_f32_s32(vmovl_high_s16(x))};
+  }
+  // p[0], p[2], ... and p[1], p[3], ...
+  static void load_pairs(const BFloat16* p, Reg& even, Reg& odd) {
+    const uint32x4_t low = vreinterpretq_u32_u16(vld1q_u16(&p->bits));
+    const uint32x4_t high = vreinterpretq_u32_u16(vld1q_u16(&p->bits + 8));
+    const uint32x4_t upper = vdupq_n_u32(0xffff0000);
+    even = {vreinterpretq_f32_u32(vshlq_n_u32(low, 16)), vreinterpretq_f32_u32(vshlq_n_u32(high, 16))};
+    odd = {vreinterpretq_f32_u32(vandq_u32(low, upper)), vreinterpretq_f32_u32(vandq_u32(high, upper))};
   }
   static void store(float* p, Reg x) {
     vst1q_f32(p, x.low);

@@ -8,8 +8,8 @@
 
 #include "neo_desktop/kernels.h"
 #include "neo_desktop/thread_pool.h"
+#include "packed_product.h"
 #include "pause.h"
-#include "quantised_product.h"
 
 namespace neo_desktop {
 namespace {
@@ -80,7 +80,7 @@ class Advance {
     }
     if (begun) add(state.normed, begun->qkv, state.qkv);
     int64_t bytes = 0, tiles = 0, columns = 0, row_bytes = 0;
-    for (const QuantisedProduct& product : products_) {
+    for (const PackedProduct& product : products_) {
       bytes += product.weight_bytes();
       tiles = std::max(tiles, product.tiles());
       columns = std::max(columns, product.columns());
@@ -90,7 +90,7 @@ class Advance {
     threads_ = useful_threads(bytes, tiles, threads);
     memory_ = own_memory(rows_ * row_bytes + threads_ * columns * 4);
     floats_ = reinterpret_cast<float*>(memory_ + rows_ * row_bytes);
-    for (QuantisedProduct& product : products_) product.begin(0, rows_, memory_);
+    for (PackedProduct& product : products_) product.begin(0, rows_, memory_);
   }
 
   void run() {
@@ -124,10 +124,10 @@ class Advance {
 
   // Of rows that `prepare` makes first.
   template <class Prepare>
-  void multiply(Steps& steps, const QuantisedProduct& product, Prepare prepare) {
+  void multiply(Steps& steps, const PackedProduct& product, Prepare prepare) {
     steps.add(rows_, 1, [this, &product, prepare](int64_t row, int participant) {
       prepare(row);
-      product.quantise(row, floats_ + participant * columns_);
+      product.prepare(row, floats_ + participant * columns_);
     });
     steps.add(product.tiles(), tiles_at_a_time(product.tiles(), threads_),
               [&product](int64_t tile, int) { product.multiply(tile); });
@@ -146,7 +146,7 @@ class Advance {
   const RowOperators& operators_;
   const int dtype_;
   const int64_t rows_;
-  std::deque<QuantisedProduct> products_;
+  std::deque<PackedProduct> products_;
   int threads_;
   int64_t columns_;  // the most of all products
   uint8_t* memory_;

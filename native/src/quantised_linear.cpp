@@ -7,12 +7,13 @@
 
 #include "neo_desktop/cpu.h"
 #include "neo_desktop/thread_pool.h"
-#include "quantised_product.h"
+#include "packed_product.h"
 
 namespace neo_desktop {
 namespace {
 
 constexpr int64_t kChunkBytes = 256 << 10;      // of quantised rows that tiles are multiplied with at a time
+constexpr int64_t kDenseChunkBytes = 1 << 20;   // likewise of other rows
 constexpr int64_t kSerialElements = 1 << 15;    // of x, that one thread quantises before others have woken
 constexpr int64_t kBytesPerThread = 192 << 10;  // of weights: fewer are multiplied before a thread has woken
 constexpr int64_t kTakesPerThread = 16;         // so that a thread that is held up leaves the rest to others
@@ -36,6 +37,7 @@ const QuantisedKernels& quantised_kernels_for(Isa isa) {
 }
 
 int64_t tile_bytes(WeightType type, int64_t columns) {
+  if (is_dense(type)) return columns * kTileRows * size_of(dtype_of(type));
   const WeightLayout& of = layout_of(type);
   return columns / kBlockColumns / unit_blocks(of) * unit_bytes(of);
 }
@@ -47,13 +49,13 @@ void check(const TensorView& x, const std::vector<QuantisedPart>& parts,
   check_dims(x, "[n, columns]", 2);
   check_dtype(x, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
   check_packed(x, 1);
-  if (x.size(1) % kBlockColumns != 0 || x.size(1) == 0) {
-    fail("x has ", x.size(1), " columns; expected a multiple of ", kBlockColumns);
-  }
+  if (parts.empty()) fail("there are no weights");
   int64_t rows = 0;
   for (const QuantisedPart& part : parts) {
-    const int64_t columns = unit_blocks(layout_of(part.type)) * kBlockColumns;
-    if (x.size(1) % columns != 0) fail("x has ", x.size(1), " columns; expected a multiple of ", columns);
+    if (is_dense(part.type) != is_dense(parts[0].type)) fail("some parts are quantised, others are not");
+    const int64_t columns = is_dense(part.type) ? 2 : unit_blocks(layout_of(part.type)) * kBlockColumns;
+    if (x.size(1) % columns != 0 || x.size(1) == 0)
+      fail("x has ", x.size(1), " columns; expected a multiple of ", columns);
     const int64_t bytes = tiles_of(part) * tile_bytes(part.type, x.size(1));
     if (part.rows < 1 || part.bytes != bytes) {
       fail("a part of ", part.rows, " rows has ", part.bytes, " bytes; expected ", bytes);
@@ -72,7 +74,7 @@ void check(const TensorView& x, const std::vector<QuantisedPart>& parts,
   }
 }
 
-void multiply_rows(QuantisedProduct& product, int64_t first, int64_t count, uint8_t* memory, float* floats,
+void multiply_rows(PackedProduct& product, int64_t first, int64_t count, uint8_t* memory, float* floats,
                    int num_threads) {
   product.begin(first, count, memory);
   const int64_t passes = (count + product.rows_at_once() - 1) / product.rows_at_once();
@@ -81,7 +83,7 @@ void multiply_rows(QuantisedProduct& product, int64_t first, int64_t count, uint
   std::atomic<int64_t> next_row{0}, next_tile{0};
   ThreadPool::shared().run(quantising, [&](int participant) {
     for (int64_t row; (row = next_row.fetch_add(1, std::memory_order_relaxed)) < count;) {
-      product.quantise(row, floats + participant * product.columns());
+      product.prepare(row, floats + participant * product.columns());
     }
   });
   const int64_t tiles = product.tiles(), take = tiles_at_a_time(tiles, threads);
@@ -94,29 +96,32 @@ void multiply_rows(QuantisedProduct& product, int64_t first, int64_t count, uint
 
 }  // namespace
 
-QuantisedProduct::QuantisedProduct(const TensorView& x, const std::vector<QuantisedPart>& parts,
-                                   const std::optional<TensorView>& bias, const TensorView& out, Isa isa)
+PackedProduct::PackedProduct(const TensorView& x, const std::vector<QuantisedPart>& parts,
+                             const std::optional<TensorView>& bias, const TensorView& out, Isa isa)
     : x_(x),
       parts_(parts),
       bias_(bias),
       out_(out),
       quantised_(quantised_kernels_for(isa)),
       kernels_(kernels_for(isa)),
-      blocks_((check(x, parts, bias, out), x.size(1) / kBlockColumns)) {
+      blocks_((check(x, parts, bias, out), x.size(1) / kBlockColumns)),
+      is_dense_(is_dense(parts[0].type)),
+      keeps_bf16_(is_dense_ && x.dtype == DType::kBFloat16 && kernels_.bf16.multiply_dense != nullptr) {
   for (const QuantisedPart& part : parts) {
+    keeps_bf16_ = keeps_bf16_ && dtype_of(part.type) == DType::kBFloat16;
     tiles_ += tiles_of(part);
     bytes_ += part.bytes;
   }
 }
 
-void QuantisedProduct::begin(int64_t first, int64_t count, uint8_t* memory) {
+void PackedProduct::begin(int64_t first, int64_t count, uint8_t* memory) {
   first_ = first;
   count_ = count;
   memory_ = memory;
 }
 
 // Of the rows that are multiplied together with this one.
-QuantisedRows QuantisedProduct::group_of(int64_t row) const {
+QuantisedRows PackedProduct::group_of(int64_t row) const {
   const int64_t first = row / quantised_.rows_at_once * quantised_.rows_at_once;
   const int rows = static_cast<int>(std::min<int64_t>(quantised_.rows_at_once, count_ - first));
   uint8_t* memory = memory_ + first * row_bytes();
@@ -126,7 +131,29 @@ QuantisedRows QuantisedProduct::group_of(int64_t row) const {
   return {reinterpret_cast<int8_t*>(memory), scales, sums, minus_sums, blocks_, rows};
 }
 
-void QuantisedProduct::quantise(int64_t row, float* floats) const {
+int64_t PackedProduct::chunk() const {
+  const int64_t rows = is_dense_ ? kDenseChunkBytes / row_bytes() : kChunkBytes / columns();
+  return std::max<int64_t>(rows / 8 * 8, 8);
+}
+
+void PackedProduct::prepare_dense(int64_t row) const {
+  const void* source = offset(x_.data, x_.dtype, (first_ + row) * x_.stride(0));
+  const int dtype = static_cast<int>(x_.dtype);
+  if (keeps_bf16_) {
+    std::memcpy(memory_ + row * columns() * 2, source, columns() * 2);
+  } else if (x_.dtype == DType::kFloat32) {
+    std::memcpy(memory_ + row * row_bytes(), source, row_bytes());
+  } else {
+    auto* into = reinterpret_cast<float*>(memory_ + row * row_bytes());
+    const int64_t eights = columns() / 8 * 8;  // what kernels convert
+    kernels_.widen[dtype](source, into, static_cast<int>(eights), 1.0f);
+    kScalarKernels.widen[dtype](offset(const_cast<void*>(source), x_.dtype, eights), into + eights,
+                                static_cast<int>(columns() - eights), 1.0f);
+  }
+}
+
+void PackedProduct::prepare(int64_t row, float* floats) const {
+  if (is_dense_) return prepare_dense(row);
   const void* source = offset(x_.data, x_.dtype, (first_ + row) * x_.stride(0));
   const auto* numbers = static_cast<const float*>(source);
   if (x_.dtype != DType::kFloat32) {
@@ -136,7 +163,20 @@ void QuantisedProduct::quantise(int64_t row, float* floats) const {
   quantised_.quantise(numbers, group_of(row), static_cast<int>(row % quantised_.rows_at_once));
 }
 
-void QuantisedProduct::multiply(int64_t tile) const {
+void PackedProduct::multiply_group(const QuantisedPart& part, const uint8_t* packed, int64_t row, int rows,
+                                   float* products) const {
+  if (!is_dense_) {
+    quantised_.multiply[static_cast<int>(part.type)](packed, group_of(row), products);
+  } else if (keeps_bf16_) {
+    const auto* x = reinterpret_cast<const BFloat16*>(memory_) + row * columns();
+    kernels_.bf16.multiply_dense(packed, x, columns(), rows, products);
+  } else {
+    const auto* x = reinterpret_cast<const float*>(memory_) + row * columns();
+    kernels_.dense.multiply[static_cast<int>(dtype_of(part.type))](packed, x, columns(), rows, products);
+  }
+}
+
+void PackedProduct::multiply(int64_t tile) const {
   int64_t column = 0;  // of the result
   const QuantisedPart* part = parts_.data();
   for (; tile >= tiles_of(*part); ++part) {
@@ -154,11 +194,11 @@ void QuantisedProduct::multiply(int64_t tile) const {
     kernels_.widen[dtype](narrow, bias, kTileRows, 1.0f);
   }
   const uint8_t* packed = part->packed + tile * tile_bytes(part->type, x_.size(1));
-  for (int64_t row = 0; row < count_; row += quantised_.rows_at_once) {
-    const QuantisedRows group = group_of(row);
+  for (int64_t row = 0; row < count_; row += rows_at_once()) {
+    const int rows = static_cast<int>(std::min<int64_t>(rows_at_once(), count_ - row));
     alignas(64) float products[8 * kTileRows];
-    quantised_.multiply[static_cast<int>(part->type)](packed, group, products);
-    for (int i = 0; i < group.rows; ++i) {
+    multiply_group(*part, packed, row, rows, products);
+    for (int i = 0; i < rows; ++i) {
       float* of_row = products + i * kTileRows;
       for (int j = 0; bias_ && j < kTileRows; ++j) of_row[j] += bias[j];
       kernels_.narrow[dtype](of_row, narrow, kTileRows, 1.0f);
@@ -195,12 +235,11 @@ int64_t tiles_at_a_time(int64_t tiles, int threads) {
 void quantised_linear(const TensorView& x, const std::vector<QuantisedPart>& parts,
                       const std::optional<TensorView>& bias, const TensorView& out, int num_threads,
                       Isa isa) {
-  QuantisedProduct product(x, parts, bias, out, isa);
+  PackedProduct product(x, parts, bias, out, isa);
   num_threads = check_num_threads(num_threads);
   const int64_t n = x.size(0), columns = x.size(1);
   if (n == 0) return;
-  const int64_t chunk = std::clamp<int64_t>(kChunkBytes / columns / 8 * 8, 8, std::max<int64_t>(n, 8));
-  const int64_t rows = std::min(n, chunk);
+  const int64_t rows = std::min(n, product.chunk());
   uint8_t* memory = own_memory(rows * product.row_bytes() + num_threads * columns * 4);
   auto* floats = reinterpret_cast<float*>(memory + rows * product.row_bytes());
   for (int64_t first = 0; first < n; first += rows) {

@@ -64,6 +64,8 @@ using AttendKernel = void(const AttendTask& task);
 
 // What dot-product instructions of bf16 do faster; null where there are none.
 struct Bf16Kernels {
+  // As DenseKernels::multiply for weights in bf16, with rows of x in bf16, too; null where it is not faster.
+  void (*multiply_dense)(const void* tile, const BFloat16* x, int64_t columns, int rows, float* out);
   // As attend_pairs, for several query heads in bf16 and caches that bf16 holds exactly. Adds up in fp32.
   std::array<AttendKernel*, kCacheTypes> attend;
   // Query heads per KV head from which on they are faster than fp32; for fewer, memory decides.
@@ -80,6 +82,14 @@ struct RowOperators {
   // norm may be null.
   void (*rope[kFloatTypes])(void* heads, int count, int dim, const float* cos, const float* sin,
                             const void* norm, float eps);
+};
+
+// Products with rows of plain numbers, packed in tiles of 16: [columns, 16], in bf16 [columns / 2, 16, 2].
+struct DenseKernels {
+  // Puts a tile's products with rows x[rows, columns] into out[rows, 16], indexed by DType (the weights');
+  // columns is even. rows is at most rows_at_once. A row's sums do not depend on the others.
+  void (*multiply[kFloatTypes])(const void* tile, const float* x, int64_t columns, int rows, float* out);
+  int rows_at_once;
 };
 
 struct Kernels {
@@ -99,6 +109,7 @@ struct Kernels {
   int64_t (*multiply_adds)(int64_t rounds, float* kept);
 
   RowOperators operators;
+  DenseKernels dense;
   Bf16Kernels bf16;
 };
 

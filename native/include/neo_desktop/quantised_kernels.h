@@ -27,8 +27,8 @@
 namespace neo_desktop {
 
 // What there are kernels for. Of those of GGUF, Q2_K is kept in 4 bits and IQ4_XS, whose numbers come from a
-// table, in 8.
-enum class WeightType { kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ2_K, kQ4_K, kQ5_K, kQ6_K, kIq4Xs };
+// table, in 8. kDense + DType: plain numbers, see DenseKernels.
+enum class WeightType { kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ2_K, kQ4_K, kQ5_K, kQ6_K, kIq4Xs, kDense };
 
 struct WeightLayout {
   int bits;    // of a number; 8 are signed
@@ -44,6 +44,14 @@ constexpr WeightLayout kWeightLayouts[kWeightTypes] = {
 
 constexpr int kTileRows = 16;
 constexpr int kBlockColumns = 32;
+
+constexpr bool is_dense(WeightType type) { return type >= WeightType::kDense; }
+constexpr WeightType dense_type(DType dtype) {
+  return static_cast<WeightType>(kWeightTypes + static_cast<int>(dtype));
+}
+constexpr DType dtype_of(WeightType dense) {
+  return static_cast<DType>(static_cast<int>(dense) - kWeightTypes);
+}
 
 constexpr const WeightLayout& layout_of(WeightType type) { return kWeightLayouts[static_cast<int>(type)]; }
 constexpr int unit_blocks(const WeightLayout& of) { return of.scales ? 8 : 1; }

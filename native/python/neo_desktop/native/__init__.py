@@ -29,6 +29,7 @@ from neo_desktop.native._native import (
 )
 
 __all__ = [
+    "DENSE_TYPES",
     "STORED_TYPES",
     "LayerState",
     "Matrix",
@@ -77,6 +78,10 @@ STORED_TYPES = (
     "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
 )  # fmt: skip
 """Of GGUF files, that there are kernels for: the numbers are kept, some in more bits (Q3_K in 6)."""
+
+
+DENSE_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Types of weights that are not quantised, behind those in the order of `quantised_linear`'s types."""
 
 
 def _chosen_isa() -> str:

@@ -1,4 +1,4 @@
-// One product with quantised weights, in parts that threads share.
+// One product with packed weights, in parts that threads share.
 #pragma once
 
 #include <optional>
@@ -9,28 +9,37 @@
 
 namespace neo_desktop {
 
-class QuantisedProduct {
+class PackedProduct {
  public:
   // Throws std::invalid_argument for what does not fit together. Keeps references.
-  QuantisedProduct(const TensorView& x, const std::vector<QuantisedPart>& parts,
-                   const std::optional<TensorView>& bias, const TensorView& out, Isa isa);
+  PackedProduct(const TensorView& x, const std::vector<QuantisedPart>& parts,
+                const std::optional<TensorView>& bias, const TensorView& out, Isa isa);
 
   int64_t columns() const { return x_.size(1); }
   int64_t tiles() const { return tiles_; }
   int64_t weight_bytes() const { return bytes_; }
-  int rows_at_once() const { return quantised_.rows_at_once; }
-  // Of memory, for each row of x: numbers, scales and sums.
-  int64_t row_bytes() const { return blocks_ * kQuantisedBlockBytes; }
+  int rows_at_once() const { return is_dense_ ? kernels_.dense.rows_at_once : quantised_.rows_at_once; }
+  // Of memory, for each row of x.
+  int64_t row_bytes() const {
+    return is_dense_ ? columns() * static_cast<int64_t>(sizeof(float)) : blocks_ * kQuantisedBlockBytes;
+  }
+  // How many rows of x are worth having ready at a time: quantised ones stay in a core's caches, others at
+  // least save reading the weights more often.
+  int64_t chunk() const;
 
   // From now on it is about rows [first, first + count) of x; memory begins with a cache line.
   void begin(int64_t first, int64_t count, uint8_t* memory);
 
-  // Each row has to be quantised before a tile is multiplied; floats [columns] are this thread's scratch.
-  void quantise(int64_t row, float* floats) const;
+  // Each row has to be prepared before a tile is multiplied: rounded to 8 bits for quantised weights.
+  // floats [columns] are this thread's scratch.
+  void prepare(int64_t row, float* floats) const;
   void multiply(int64_t tile) const;
 
  private:
   QuantisedRows group_of(int64_t row) const;
+  void prepare_dense(int64_t row) const;
+  void multiply_group(const QuantisedPart& part, const uint8_t* packed, int64_t row, int rows,
+                      float* products) const;
   static uint8_t* offset(void* data, DType dtype, int64_t elements) {
     return static_cast<uint8_t*>(data) + elements * size_of(dtype);
   }
@@ -42,6 +51,8 @@ class QuantisedProduct {
   const QuantisedKernels& quantised_;
   const Kernels& kernels_;
   const int64_t blocks_;
+  bool is_dense_;
+  bool keeps_bf16_;  // rows of x, for dot products of bf16
   int64_t tiles_ = 0;
   int64_t bytes_ = 0;  // of the weights
   int64_t first_ = 0;
