@@ -8,7 +8,6 @@ from neo_desktop.models.checkpoint import Checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE
-from neo_desktop.models.linear.onednn import why_plain
 from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.stored_form import what_becomes
 from neo_desktop.models.weights import BytesRead, Weights, named_weights
@@ -66,10 +65,4 @@ def random_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.devic
 
 def _log_forms(decoder: Decoder) -> None:
     *layers, head = (linear.form for linear in decoder.linears())
-    reason = why_plain(decoder.device, decoder.dtype)
-    logger.debug(
-        "weights of the layers: %s; of the head: %s%s",
-        ", ".join(sorted(set(layers))),
-        head,
-        f", since {reason}" if reason else "",
-    )
+    logger.debug("weights of the layers: %s; of the head: %s", ", ".join(sorted(set(layers))), head)

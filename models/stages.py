@@ -24,7 +24,7 @@ from neo_desktop.models import operators as in_torch
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.operators import Operators, Store, rotation
-from neo_desktop.models.quantised_layers import MAX_ROWS, quantised_layers
+from neo_desktop.models.packed_layers import MAX_ROWS, packed_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Stages:
         self._operators = operators or (native_operators if decoder.device.type == "cpu" else in_torch)
         self._eps = decoder.config.rms_norm_eps
         is_native = operators is None and decoder.device.type == "cpu"
-        self._layers = quantised_layers(decoder) if is_native else None
+        self._layers = packed_layers(decoder) if is_native else None
 
     @property
     def writes_in_place(self) -> bool:

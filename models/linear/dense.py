@@ -5,12 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from neo_desktop.models.linear.onednn import OneDNN, why_plain
 from neo_desktop.models.linear.plain import Plain
 from neo_desktop.models.linear.protocol import Embedding, Linear
-
-# MKL has multiplied one row with so small a matrix before oneDNN has woken its threads (measured).
-SMALL_BYTES = 1024**2
+from neo_desktop.models.linear.tiles import Tiles, fits_tiles, tiles_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +15,10 @@ class Dense:
     """See `protocol.LinearForm`.
 
     Args:
-        uses_onednn: where it serves.
+        uses_tiles: on a CPU, where they serve.
     """
 
-    uses_onednn: bool = True
+    uses_tiles: bool = True
 
     def named(self, name: str) -> "Dense":
         """See `LinearForm`, likewise the others: all are alike."""
@@ -30,40 +27,37 @@ class Dense:
     def embedding(  # noqa: D102
         self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor | Embedding:
+        if self._is_tiled(columns, device):
+            return Tiles(rows, columns, None, dtype)
         return torch.empty(rows, columns, dtype=dtype, device=device)
 
     def embedding_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:  # noqa: D102
-        return rows * columns * dtype.itemsize
+        return Dense.nbytes(self, rows, columns, dtype)
 
-    def empty(
+    def empty(  # noqa: D102
         self, rows: int, columns: int, *, has_bias: bool, dtype: torch.dtype, device: torch.device
     ) -> Linear:
-        """Packed once it is loaded, unless it is small."""
-        weight = torch.empty(rows, columns, dtype=dtype, device=device)
         bias = torch.empty(rows, dtype=dtype, device=device) if has_bias else None
-        if not self._is_onednn(dtype, device):
-            return Plain(weight, bias)
-        return OneDNN(weight, bias, "small" if _is_small(weight) else "packed")
+        if self._is_tiled(columns, device):
+            return Tiles(rows, columns, bias, dtype)
+        return Plain(torch.empty(rows, columns, dtype=dtype, device=device), bias)
 
-    def tied(self, weight: Tensor) -> Linear:
-        """Not packed, because a second copy would take more memory than it is worth."""
-        if not self._is_onednn(weight.dtype, weight.device):
-            return Plain(weight)
-        return OneDNN(weight, None, "small" if _is_small(weight) else "shared")
+    def tied(self, weight: Tensor) -> Linear:  # noqa: D102
+        return Plain(weight)
 
-    def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:  # noqa: D102
+    def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
+        """With tiles filled up, which a GPU does not need: models that matter have multiples of 16 rows."""
+        if self.uses_tiles and fits_tiles(columns):
+            return tiles_bytes(rows, columns, dtype)
         return rows * columns * dtype.itemsize
 
-    def loading_bytes(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> int:
-        """Of a matrix that is packed, there are two copies."""
-        return self.nbytes(rows, columns, dtype) if self._is_onednn(dtype, device) else 0
+    def loading_bytes(  # noqa: D102
+        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+    ) -> int:
+        return 0
 
-    def _is_onednn(self, dtype: torch.dtype, device: torch.device) -> bool:
-        return self.uses_onednn and why_plain(device, dtype) is None
-
-
-def _is_small(weight: Tensor) -> bool:
-    return weight.dtype is torch.float32 and weight.nbytes <= SMALL_BYTES
+    def _is_tiled(self, columns: int, device: torch.device) -> bool:
+        return self.uses_tiles and device.type == "cpu" and fits_tiles(columns)
 
 
 DENSE = Dense()

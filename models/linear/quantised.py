@@ -116,11 +116,11 @@ class Quantised:
 
     @property
     def native(self) -> native.Matrix:
-        """What `native.quantised_layer` takes."""
+        """What `native.packed_layer` takes."""
         return self._native, self.bias
 
     def multiply(self, x: Tensor, out: Tensor) -> Tensor:  # noqa: D102
-        native.quantised_linear(x if x.stride(1) == 1 else x.contiguous(), self._native, self.bias, out)
+        native.packed_linear(x if x.stride(1) == 1 else x.contiguous(), self._native, self.bias, out)
         return out
 
     def look_up(self, rows: Tensor, out: Tensor) -> None:

@@ -52,9 +52,7 @@ class Tiles:
 
     def memory(self) -> dict[torch.device, int]:
         """See `Linear`, likewise the others."""
-        return {
-            torch.device("cpu"): self._packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
-        }
+        return {torch.device("cpu"): self._packed.nbytes + (0 if self.bias is None else self.bias.nbytes)}
 
     def load(self, row: int, weight: Tensor) -> None:  # noqa: D102
         shape = self._rows.shape[2:]
@@ -74,11 +72,11 @@ class Tiles:
 
     @property
     def native(self) -> native.Matrix:
-        """What `native.quantised_layer` takes."""
+        """What `native.packed_layer` takes."""
         return self._native, self.bias
 
     def multiply(self, x: Tensor, out: Tensor) -> Tensor:  # noqa: D102
-        native.quantised_linear(x if x.stride(1) == 1 else x.contiguous(), self._native, self.bias, out)
+        native.packed_linear(x if x.stride(1) == 1 else x.contiguous(), self._native, self.bias, out)
         return out
 
     def look_up(self, rows: Tensor, out: Tensor) -> None:

@@ -17,8 +17,8 @@
 #include "neo_desktop/memory.h"
 #include "neo_desktop/operators.h"
 #include "neo_desktop/paged_attention.h"
-#include "neo_desktop/quantised_layer.h"
-#include "neo_desktop/quantised_linear.h"
+#include "neo_desktop/packed_layer.h"
+#include "neo_desktop/packed_linear.h"
 #include "neo_desktop/quantised_pack.h"
 #include "neo_desktop/relay.h"
 #include "neo_desktop/thread_pool.h"
@@ -112,8 +112,8 @@ StoredType stored_type(int type) {
 
 using Part = std::tuple<int, uintptr_t, int64_t, int64_t>;
 
-std::vector<QuantisedPart> quantised_parts(const std::vector<Part>& parts) {
-  std::vector<QuantisedPart> views;
+std::vector<PackedPart> quantised_parts(const std::vector<Part>& parts) {
+  std::vector<PackedPart> views;
   for (const auto& [type, address, bytes, rows] : parts) {
     const bool is_plain = type >= kStoredTypes && type < kStoredTypes + kFloatTypes;
     const WeightType kept_as =
@@ -125,17 +125,17 @@ std::vector<QuantisedPart> quantised_parts(const std::vector<Part>& parts) {
 
 void multiply_quantised(const Tensor& x, const std::vector<Part>& parts, const std::optional<Tensor>& bias,
                         const Tensor& out, int num_threads, const std::string& isa) {
-  quantised_linear(view("x", x), quantised_parts(parts), view("bias", bias), view("out", out), num_threads,
+  packed_linear(view("x", x), quantised_parts(parts), view("bias", bias), view("out", out), num_threads,
                    isa_from_name(isa));
 }
 
 using Matrix = std::pair<std::vector<Part>, std::optional<Tensor>>;
 
-QuantisedMatrix quantised_matrix(const Matrix& matrix) {
+PackedMatrix quantised_matrix(const Matrix& matrix) {
   return {quantised_parts(matrix.first), view("bias", matrix.second)};
 }
 
-QuantisedLayer quantised_layer(const Tensor& input_norm, const Matrix& qkv,
+PackedLayer packed_layer(const Tensor& input_norm, const Matrix& qkv,
                                const std::optional<Tensor>& qk_norm, const Matrix& output,
                                const Tensor& post_attention_norm, const Matrix& gate_up, const Matrix& down,
                                float eps) {
@@ -242,15 +242,15 @@ PYBIND11_MODULE(_native, m) {
   m.def("add_rms_norm", &add_rms_norm_of, without_gil);
   m.def("silu_mul", &silu_mul_of, without_gil);
   m.def("rope", &rope_of, without_gil);
-  py::class_<QuantisedLayer>(m, "QuantisedLayer").def(py::init(&quantised_layer));
+  py::class_<PackedLayer>(m, "PackedLayer").def(py::init(&packed_layer));
   py::class_<LayerState>(m, "LayerState").def(py::init(&layer_state));
   m.def(
       "advance",
-      [](const QuantisedLayer* finished, const QuantisedLayer* begun, const LayerState& state,
+      [](const PackedLayer* finished, const PackedLayer* begun, const LayerState& state,
          int num_threads,
          const std::string& isa) { advance(finished, begun, state, num_threads, isa_from_name(isa)); },
       without_gil);
-  m.def("quantised_linear", &multiply_quantised, without_gil);
+  m.def("packed_linear", &multiply_quantised, without_gil);
   m.def("packed_bytes", [](int type, int64_t rows, int64_t columns) {
     return packed_bytes(stored_type(type), rows, columns);
   });

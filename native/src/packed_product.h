@@ -5,14 +5,14 @@
 #include <vector>
 
 #include "neo_desktop/kernels.h"
-#include "neo_desktop/quantised_linear.h"
+#include "neo_desktop/packed_linear.h"
 
 namespace neo_desktop {
 
 class PackedProduct {
  public:
   // Throws std::invalid_argument for what does not fit together. Keeps references.
-  PackedProduct(const TensorView& x, const std::vector<QuantisedPart>& parts,
+  PackedProduct(const TensorView& x, const std::vector<PackedPart>& parts,
                 const std::optional<TensorView>& bias, const TensorView& out, Isa isa);
 
   int64_t columns() const { return x_.size(1); }
@@ -38,14 +38,14 @@ class PackedProduct {
  private:
   QuantisedRows group_of(int64_t row) const;
   void prepare_dense(int64_t row) const;
-  void multiply_group(const QuantisedPart& part, const uint8_t* packed, int64_t row, int rows,
+  void multiply_group(const PackedPart& part, const uint8_t* packed, int64_t row, int rows,
                       float* products) const;
   static uint8_t* offset(void* data, DType dtype, int64_t elements) {
     return static_cast<uint8_t*>(data) + elements * size_of(dtype);
   }
 
   const TensorView& x_;
-  const std::vector<QuantisedPart>& parts_;
+  const std::vector<PackedPart>& parts_;
   const std::optional<TensorView>& bias_;
   const TensorView& out_;
   const QuantisedKernels& quantised_;

@@ -5,7 +5,7 @@
 
 #include "neo_desktop/cpu.h"
 #include "neo_desktop/operators.h"
-#include "neo_desktop/quantised_layer.h"
+#include "neo_desktop/packed_layer.h"
 #include "neo_desktop/quantised_pack.h"
 #include "suites.h"
 #include "tensor.h"
@@ -48,7 +48,7 @@ Part random_part(StoredType type, int64_t rows, int64_t columns, Random& random)
   return part;
 }
 
-QuantisedPart view_of(const Part& part, int64_t columns) {
+PackedPart view_of(const Part& part, int64_t columns) {
   return {weight_type_of(part.type), part.packed.as<uint8_t>(), packed_bytes(part.type, part.rows, columns),
           part.rows};
 }
@@ -155,7 +155,7 @@ void test_quantised(Random& random, Report& report) {
     }
   }
   const std::vector<float> weights = dense(parts, columns);
-  std::vector<QuantisedPart> views;
+  std::vector<PackedPart> views;
   std::ostringstream text;
   text << count << " rows of " << columns << " " << dtype_text(dtype) << " times";
   for (const Part& part : parts) {
@@ -167,7 +167,7 @@ void test_quantised(Random& random, Report& report) {
     for (const int threads : {1, 3}) {
       report.describe(isa_name(isa) + ("; " + text.str()));
       const Tensor out("out", dtype, {count, rows}, {rows, 1}, random);
-      quantised_linear(x.view(), views, std::nullopt, out.view(), threads, isa);
+      packed_linear(x.view(), views, std::nullopt, out.view(), threads, isa);
       if (first.empty()) {
         first = out.bytes();
         const std::string wrong = wrong_product(x, weights, out);
@@ -179,9 +179,9 @@ void test_quantised(Random& random, Report& report) {
 }
 
 // The same by single calls.
-void advance_apart(const QuantisedLayer& layer, const LayerState& state, Isa isa) {
-  const auto multiply = [&](const TensorView& x, const QuantisedMatrix& matrix, const TensorView& out) {
-    quantised_linear(x, matrix.parts, matrix.bias, out, 1, isa);
+void advance_apart(const PackedLayer& layer, const LayerState& state, Isa isa) {
+  const auto multiply = [&](const TensorView& x, const PackedMatrix& matrix, const TensorView& out) {
+    packed_linear(x, matrix.parts, matrix.bias, out, 1, isa);
   };
   const auto normalise = [&](const TensorView& weight) {
     add_rms_norm(state.x, state.residual, weight, layer.eps, state.normed, 1, isa);
@@ -204,12 +204,12 @@ void test_quantised_layer(Random& random, Report& report) {
   const auto matrix = [&](int64_t rows) {
     const auto type = static_cast<StoredType>(random.between(0, kStoredTypes - 1));
     parts.push_back(random_part(type, rows, 256, random));
-    return QuantisedMatrix{{view_of(parts.back(), 256)}, std::nullopt};
+    return PackedMatrix{{view_of(parts.back(), 256)}, std::nullopt};
   };
   const Tensor norm = numbers("norm", dtype, {hidden}, random);
   const Tensor qk_norm = numbers("qk_norm", dtype, {heads + kv_heads, dim}, random);
   const Tensor bias = numbers("bias", dtype, {(heads + 2 * kv_heads) * dim}, random);
-  QuantisedLayer layer{norm.view(),    matrix((heads + 2 * kv_heads) * dim),
+  PackedLayer layer{norm.view(),    matrix((heads + 2 * kv_heads) * dim),
                        std::nullopt,   matrix(hidden),
                        norm.view(),    matrix(2 * intermediate),
                        matrix(hidden), 1e-5f};

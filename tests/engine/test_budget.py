@@ -18,7 +18,6 @@ from neo_desktop.engine.profiling.budget import (
 )
 from neo_desktop.engine.profiling.hardware import HostMemory
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
-from neo_desktop.models.linear import dense
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.stored_form import uniform_form
 
@@ -181,17 +180,3 @@ def test_weights_that_do_not_fit_are_refused_with_a_quantisation_that_would(
         rest = FreeMemory(machine.host - CONFIG.weight_bytes(DTYPE, form), None)
         blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CPU, ALL_THAT_FITS, free=rest)
         assert min(blocks.values()) * BLOCK_SIZE > 900
-
-
-def test_without_a_gpu_there_must_be_room_for_the_matrix_that_is_being_packed(
-    machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    head = CONFIG.vocab_size * CONFIG.hidden_size * DTYPE.itemsize
-    assert not CONFIG.tie_word_embeddings
-    for reason, needed in (("plain", WEIGHTS), (None, WEIGHTS + head)):
-        monkeypatch.setattr(dense, "why_plain", lambda device, dtype, reason=reason: reason)
-        machine.host = needed
-        budget.check_weights_fit(CONFIG, DTYPE, CPU, MemoryCaps())
-        machine.host = needed - 1
-        with pytest.raises(MemoryError, match="of host memory are free"):
-            budget.check_weights_fit(CONFIG, DTYPE, CPU, MemoryCaps())

@@ -342,7 +342,7 @@ def gpu_timer(
     """On an imitated GPU, whose kernels are torch's operators."""
     monkeypatch.setattr(stage_timer, "timed_event", WallClock)
     rungs(**dict.fromkeys(KERNELS, "torch"))
-    model = tiny_model((None,) * CONFIG.num_layers, form=Dense(uses_onednn=False))
+    model = tiny_model((None,) * CONFIG.num_layers, form=Dense(uses_tiles=False))
     storage = KVStorage({Place.DEVICE: device_pool, Place.HOST: host_pool})
     with closing(StageTimer(model, storage, LIMITS, gpu=gpu)) as timer:
         yield timer

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    decoder = tiny_model((None, 5), form=Dense(uses_onednn=False))
+    decoder = tiny_model((None, 5), form=Dense(uses_tiles=False))
     decoder.config = replace(decoder.config, max_context_tokens=128)
     return decoder
 

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 @pytest.fixture(scope="module")
 def model() -> Decoder:
     """Two layers, one with a window."""
-    return tiny_model((None, 5), form=Dense(uses_onednn=False))
+    return tiny_model((None, 5), form=Dense(uses_tiles=False))
 
 
 @pytest.mark.parametrize("lane", [Lane.DEVICE, Lane.TO_HOST, Lane.TO_DEVICE])

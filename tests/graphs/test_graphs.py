@@ -41,7 +41,7 @@ from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.tokenizer import ByteTokenizer
 
 BLOCK_SIZE = 16
-PLAIN = Dense(uses_onednn=False)  # as weights lie on a GPU
+PLAIN = Dense(uses_tiles=False)  # as weights lie on a GPU
 
 
 pytestmark = pytest.mark.usefixtures("kernels")

@@ -45,9 +45,3 @@ def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
         return tmp_path, model
 
     return make
-
-
-@pytest.fixture(autouse=True)
-def packed_however_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights of tiny models take the way of large ones."""
-    monkeypatch.setattr("neo_desktop.models.linear.dense.SMALL_BYTES", 0)

@@ -1,6 +1,5 @@
 """Products of linear layers in every form against double precision, and the weights that come back."""
 
-import platform
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from neo_desktop import native
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.linear import dense, onednn
 from neo_desktop.models.linear.dense import DENSE, Dense
-from neo_desktop.models.linear.onednn import OneDNN, padded_rows, why_plain
 from neo_desktop.models.linear.plain import Plain
 from neo_desktop.models.linear.protocol import Linear
+from neo_desktop.models.linear.tiles import Tiles
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.stages import Stages
@@ -50,10 +49,7 @@ def forms_of(plain: Plain) -> list[Linear]:
         Plain(torch.empty_like(weight), None if bias is None else torch.empty_like(bias)),
         DENSE.empty(rows, columns, has_bias=bias is not None, dtype=weight.dtype, device=CPU),
     ]
-    forms = [plain, *(loaded(linear, plain) for linear in made)]
-    if why_plain(CPU, weight.dtype) is None:
-        forms += [OneDNN(weight, bias, "shared"), OneDNN(weight, bias, "small")]
-    return forms
+    return [plain, *(loaded(linear, plain) for linear in made)]
 
 
 def check(linear: Linear, plain: Plain, x: Tensor) -> None:
@@ -74,7 +70,7 @@ sizes = st.one_of(st.integers(1, 70), st.integers(1, 600))
 
 
 @settings(max_examples=60, deadline=None)
-@given(sizes, sizes, sizes, st.sampled_from(DTYPES[:2]), st.booleans(), st.integers(0, 99))
+@given(sizes, sizes, sizes, st.sampled_from(DTYPES), st.booleans(), st.integers(0, 99))
 def test_products_are_as_exact_as_sums_in_float32(
     count: int, rows: int, columns: int, dtype: torch.dtype, has_bias: bool, seed: int
 ) -> None:
@@ -83,10 +79,12 @@ def test_products_are_as_exact_as_sums_in_float32(
     for linear in forms_of(plain):
         check(linear, plain, x)
         assert torch.equal(linear.dense(), plain.weight)
-        assert linear.memory() == {CPU: plain.weight.nbytes + (plain.bias.nbytes if has_bias else 0)}
+        assert linear.bias is not None or not has_bias
+        nbytes = DENSE.nbytes(rows, columns, dtype) if linear.form == "tiles" else plain.weight.nbytes
+        assert linear.memory() == {CPU: nbytes + (plain.bias.nbytes if plain.bias is not None else 0)}
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_errors_are_of_the_size_of_torchs_own(dtype: torch.dtype) -> None:
     plain = layer(300, 4864, dtype, has_bias=True)
     x = torch.randn(33, 4864, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -108,68 +106,50 @@ def test_inputs_may_be_strided_or_empty(dtype: torch.dtype) -> None:
             torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_few_kernels_serve_all_numbers_of_rows_with_little_padding() -> None:
-    assert all(count <= padded_rows(count) <= count * 9 / 8 for count in range(5000))
-    assert [padded_rows(count) for count in range(17)] == list(range(17))
-    assert len({padded_rows(count) for count in range(1, 2049)}) == 16 + 7 * 8
-
-
-def test_float16_other_devices_and_other_processors_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    half = DENSE.empty(4, 4, has_bias=False, dtype=torch.float16, device=CPU)
-    assert (half.form, half.writes_in_place) == ("plain", True)
-    assert "float16" in str(why_plain(CPU, torch.float16))
-    assert "cuda" in str(why_plain(torch.device("cuda"), torch.float32))
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert onednn._why_plain.__wrapped__("cpu", torch.float32) == "oneDNN was not tried on aarch64"
-
-
-@pytest.mark.parametrize("broken", ["product", "packing", "missing"])
-def test_a_onednn_that_does_not_do_what_is_expected_is_not_used(
-    broken: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", native.available_isas())
+def test_a_row_alone_has_the_product_that_it_has_among_others(
+    isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-
-    def product(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        if broken == "missing":
-            raise AttributeError("'_OpNamespace' 'mkldnn' object has no attribute '_linear_pointwise'")
-        return x @ weight.T + bias + (broken == "product")
-
-    monkeypatch.setattr(onednn, "_packed", lambda w: w.flip(0) if broken == "packing" else w.clone())
-    monkeypatch.setattr(onednn, "_onednn_linear", product)
-    reason = onednn._why_plain.__wrapped__("cpu", torch.float32)
-    assert reason is not None
-    assert ("refuses" if broken == "missing" else "wrong") in reason
+    monkeypatch.setenv("NEO_DESKTOP_ISA", isa)
+    plain = layer(90, 130, dtype, has_bias=True)
+    linear = loaded(DENSE.empty(90, 130, has_bias=True, dtype=dtype, device=CPU), plain)
+    x = torch.randn(37, 130, generator=torch.Generator().manual_seed(1)).to(dtype)
+    check(linear, plain, x)
+    products = linear.multiply(x, x.new_empty(37, 90))
+    for row in (0, 8, 36):
+        alone = linear.multiply(x[row : row + 1], x.new_empty(1, 90))
+        assert torch.equal(alone[0], products[row])
 
 
-@pytest.mark.skipif(why_plain(CPU, torch.float32) is not None, reason="oneDNN is not used on this computer")
+def test_rows_can_be_looked_up_and_come_in_any_pieces() -> None:
+    for dtype in DTYPES:
+        plain = layer(70, 34, dtype, has_bias=False)
+        tiles = Tiles(70, 34, None, dtype)
+        for first, last in ((0, 5), (5, 16), (16, 50), (50, 51), (51, 70)):
+            tiles.load(first, plain.weight[first:last])
+        assert torch.equal(tiles.dense(), plain.weight)
+        rows, found = torch.tensor([69, 0, 33, 33]), torch.empty(4, 34, dtype=dtype)
+        tiles.look_up(rows, found)
+        assert torch.equal(found, plain.weight[rows])
+
+
 @pytest.mark.parametrize("tied", [False, True])
-def test_layers_are_packed_and_a_tied_head_is_not_held_twice(
+def test_a_cpu_keeps_tiles_and_a_tied_head_is_not_held_twice(
     tied: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
     config = replace(shape("tiny"), tie_word_embeddings=tied)
     decoder = random_model(config, dtype=torch.float32, device=CPU)
-    assert f"weights of the layers: packed; of the head: {decoder.lm_head.form}" in caplog.messages
-    for weights in decoder.layers:
-        layers = (weights.qkv, weights.output, weights.gate_up, weights.down)
-        assert {linear.form for linear in layers} == {"packed"}
-    assert decoder.lm_head.form == ("shared" if tied else "packed")
-    assert (decoder.lm_head.dense() is decoder.embedding) == tied
+    assert "weights of the layers: tiles; of the head: tiles" in caplog.messages
+    assert (decoder.lm_head is decoder.embedding) == tied
+    assert decoder.nbytes == config.weight_bytes(torch.float32)
 
 
-@pytest.mark.skipif(why_plain(CPU, torch.float32) is not None, reason="oneDNN is not used on this computer")
-def test_a_matrix_has_the_form_of_its_size_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "SMALL_BYTES", 64 * 4)
-
-    def forms(rows: int, dtype: torch.dtype) -> tuple[str, str]:
-        alone = DENSE.empty(rows, 8, has_bias=False, dtype=dtype, device=CPU)
-        return alone.form, DENSE.tied(torch.empty(rows, 8, dtype=dtype)).form
-
-    assert forms(8, torch.float32) == ("small", "small")
-    assert forms(9, torch.float32) == ("packed", "shared")
-    if why_plain(CPU, torch.bfloat16) is None:
-        assert forms(8, torch.bfloat16) == ("packed", "shared")
+def test_odd_widths_and_other_devices_stay_plain() -> None:
+    for columns, device in ((5, CPU), (4, torch.device("meta"))):
+        linear = DENSE.empty(4, columns, has_bias=False, dtype=torch.float32, device=device)
+        assert linear.form == "plain"
 
 
 def copied(model: Decoder, **options: Any) -> Decoder:
@@ -181,7 +161,7 @@ def copied(model: Decoder, **options: Any) -> Decoder:
 
 def test_a_model_computes_the_same_in_any_form() -> None:
     model = random_model(shape("tiny"), dtype=torch.float32, device=CPU)
-    plain = copied(model, form=Dense(uses_onednn=False))
+    plain = copied(model, form=Dense(uses_tiles=False))
     assert {linear.form for linear in plain.linears()} == {"plain"}
     found, expected = (logits_of_all(each, torch.arange(9)) for each in (model, plain))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

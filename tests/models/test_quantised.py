@@ -85,7 +85,7 @@ def test_products_are_as_exact_as_inputs_of_8_bits(
     for isa in native.available_isas():
         for threads in (1, 3):
             product = x.new_full((count, len(weight)), torch.nan)
-            native.quantised_linear(x, linear._native, bias, product, threads, isa=isa)
+            native.packed_linear(x, linear._native, bias, product, threads, isa=isa)
             products.append(product)
     if dtype is not torch.float16 or weight.abs().max() < 500:
         check(x, weight, bias, products[0])
@@ -105,7 +105,7 @@ def test_the_largest_numbers_do_not_overflow(name: str, isa: str) -> None:
         linear = loaded([(PartShape(name, 16), raw)], 256)
         for x in (torch.ones(1, 256), -torch.ones(1, 256)):
             product = x.new_empty(1, 16)
-            native.quantised_linear(x, linear._native, None, product, isa=isa)
+            native.packed_linear(x, linear._native, None, product, isa=isa)
             check(x, linear.dense(), None, product)
 
 
@@ -115,7 +115,7 @@ def test_what_is_not_finite_stays_with_its_row_and_zeros_are_zeros(isa: str) -> 
     x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
     x[1, 40], x[2, 7], x[3] = torch.nan, torch.inf, 0.0
     product = x.new_empty(5, 20)
-    native.quantised_linear(x, linear._native, None, product, isa=isa)
+    native.packed_linear(x, linear._native, None, product, isa=isa)
     assert product[1:3].isnan().all()
     assert (product[3] == 0).all()
     rows = torch.tensor([0, 4])
@@ -144,9 +144,9 @@ def test_what_does_not_fit_together_is_refused() -> None:
         (x, out, torch.ones(19), "bias has shape"),
     ):
         with pytest.raises(ValueError, match=message):
-            native.quantised_linear(wrong_x, linear._native, bias, wrong_out)
+            native.packed_linear(wrong_x, linear._native, bias, wrong_out)
     with pytest.raises(ValueError, match="no such type"):
-        native.quantised_linear(x, [(len(KERNEL_TYPES), *linear._native[0][1:])], None, out)
+        native.packed_linear(x, [(len(KERNEL_TYPES) + 3, *linear._native[0][1:])], None, out)
 
 
 @pytest.mark.parametrize("name", KERNEL_TYPES)

@@ -1,4 +1,4 @@
-// Products with quantised weights: their layout, and the contract between the driver (quantised_linear.cpp)
+// Products with quantised weights: their layout, and the contract between the driver (packed_linear.cpp)
 // and the kernels. Included by the ISA-specific files: nothing here may generate code of its own.
 //
 // Rows are packed in tiles of 16, columns in blocks of 32. Types of GGUF's K family share a scale among 8

@@ -18,7 +18,7 @@ import torch
 from neo_desktop.native import _native
 from neo_desktop.native._native import (
     LayerState,
-    QuantisedLayer,
+    PackedLayer,
     available_isas,
     bind_threads,
     cpu_features,
@@ -33,7 +33,7 @@ __all__ = [
     "STORED_TYPES",
     "LayerState",
     "Matrix",
-    "QuantisedLayer",
+    "PackedLayer",
     "add_rms_norm",
     "advance",
     "advise_huge_pages",
@@ -51,11 +51,11 @@ __all__ = [
     "num_usable_cpus",
     "pack_quantised",
     "packed_bytes",
+    "packed_layer",
+    "packed_linear",
     "paged_attention_decode",
     "paged_kv_read",
     "paged_kv_write",
-    "quantised_layer",
-    "quantised_linear",
     "read_bandwidth",
     "read_seconds",
     "rope",
@@ -81,7 +81,7 @@ STORED_TYPES = (
 
 
 DENSE_TYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Types of weights that are not quantised, behind those in the order of `quantised_linear`'s types."""
+"""Types of weights that are not quantised, behind those in the order of `packed_linear`'s types."""
 
 
 def _chosen_isa() -> str:
@@ -367,7 +367,7 @@ def rope(
     )
 
 
-def quantised_linear(
+def packed_linear(
     x: torch.Tensor,
     parts: Sequence[tuple[int, int, int, int]],
     bias: torch.Tensor | None,
@@ -393,7 +393,7 @@ def quantised_linear(
     Raises:
         ValueError: an argument's device, dtype, shape, stride or value is wrong; nothing was written.
     """
-    _native.quantised_linear(
+    _native.packed_linear(
         view_of("x", x),
         parts,
         None if bias is None else view_of("bias", bias),
@@ -404,10 +404,10 @@ def quantised_linear(
 
 
 Matrix = tuple[Sequence[tuple[int, int, int, int]], torch.Tensor | None]
-"""Parts and bias, see `quantised_linear`."""
+"""Parts and bias, see `packed_linear`."""
 
 
-def quantised_layer(
+def packed_layer(
     input_norm: torch.Tensor,
     qkv: Matrix,
     qk_norm: torch.Tensor | None,
@@ -416,7 +416,7 @@ def quantised_layer(
     gate_up: Matrix,
     down: Matrix,
     eps: float,
-) -> QuantisedLayer:
+) -> PackedLayer:
     """Return what `advance` takes for a decoder's layer; it owns none of the memory.
 
     Args:
@@ -434,7 +434,7 @@ def quantised_layer(
         parts, bias = matrix
         return parts, None if bias is None else view_of("bias", bias)
 
-    return QuantisedLayer(
+    return PackedLayer(
         view_of("input_norm", input_norm),
         seen(qkv),
         None if qk_norm is None else view_of("qk_norm", qk_norm),
@@ -477,8 +477,8 @@ def layer_state(
 
 
 def advance(
-    finished: QuantisedLayer | None,
-    begun: QuantisedLayer | None,
+    finished: PackedLayer | None,
+    begun: PackedLayer | None,
     state: LayerState,
     num_threads: int = 0,
     *,
@@ -486,7 +486,7 @@ def advance(
 ) -> None:
     """Compute what follows the attention of layer `finished`, then what precedes that of layer `begun`.
 
-    Threads are woken once. The numbers are those of `quantised_linear`, `add_rms_norm`, `silu_mul`, `rope`.
+    Threads are woken once. The numbers are those of `packed_linear`, `add_rms_norm`, `silu_mul`, `rope`.
 
     Args:
         finished: None: nothing.

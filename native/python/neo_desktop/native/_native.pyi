@@ -80,7 +80,7 @@ def rope(
     /,
 ) -> None: ...
 
-class QuantisedLayer:
+class PackedLayer:
     def __init__(
         self,
         input_norm: Tensor,
@@ -98,14 +98,14 @@ class LayerState:
     def __init__(self, tensors: Sequence[Tensor], /) -> None: ...
 
 def advance(
-    finished: QuantisedLayer | None,
-    begun: QuantisedLayer | None,
+    finished: PackedLayer | None,
+    begun: PackedLayer | None,
     state: LayerState,
     num_threads: int,
     isa: str,
     /,
 ) -> None: ...
-def quantised_linear(
+def packed_linear(
     x: Tensor,
     parts: Sequence[tuple[int, int, int, int]],
     bias: Tensor | None,

@@ -1,4 +1,4 @@
-#include "neo_desktop/quantised_layer.h"
+#include "neo_desktop/packed_layer.h"
 
 #include <algorithm>
 #include <atomic>
@@ -64,7 +64,7 @@ uint8_t* row_of(const TensorView& tensor, int64_t row) {
 
 class Advance {
  public:
-  Advance(const QuantisedLayer* finished, const QuantisedLayer* begun, const LayerState& state, int threads,
+  Advance(const PackedLayer* finished, const PackedLayer* begun, const LayerState& state, int threads,
           Isa isa)
       : finished_(finished),
         begun_(begun),
@@ -118,7 +118,7 @@ class Advance {
   }
 
  private:
-  void add(const TensorView& x, const QuantisedMatrix& matrix, const TensorView& out) {
+  void add(const TensorView& x, const PackedMatrix& matrix, const TensorView& out) {
     products_.emplace_back(x, matrix.parts, matrix.bias, out, isa_);
   }
 
@@ -139,8 +139,8 @@ class Advance {
                                     (finished_ ? finished_ : begun_)->eps);
   }
 
-  const QuantisedLayer* const finished_;
-  const QuantisedLayer* const begun_;
+  const PackedLayer* const finished_;
+  const PackedLayer* const begun_;
   const LayerState& state_;
   const Isa isa_;
   const RowOperators& operators_;
@@ -154,7 +154,7 @@ class Advance {
 };
 
 // What no product checks.
-void check(const QuantisedLayer* finished, const QuantisedLayer* begun, const LayerState& state) {
+void check(const PackedLayer* finished, const PackedLayer* begun, const LayerState& state) {
   const int64_t n = state.x.size(0);
   const DType dtype = state.x.dtype;
   const auto like = [&](const TensorView& tensor, int64_t columns) {
@@ -196,7 +196,7 @@ void check(const QuantisedLayer* finished, const QuantisedLayer* begun, const La
 
 }  // namespace
 
-void advance(const QuantisedLayer* finished, const QuantisedLayer* begun, const LayerState& state,
+void advance(const PackedLayer* finished, const PackedLayer* begun, const LayerState& state,
              int num_threads, Isa isa) {
   check(finished, begun, state);
   if (state.x.size(0) > 0) Advance(finished, begun, state, check_num_threads(num_threads), isa).run();

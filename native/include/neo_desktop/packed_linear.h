@@ -11,7 +11,7 @@
 namespace neo_desktop {
 
 // Some output columns' weights, packed as quantised_kernels.h says.
-struct QuantisedPart {
+struct PackedPart {
   WeightType type;
   const uint8_t* packed;  // [ceil(rows / 16), blocks, tile_block_bytes(type)]
   int64_t bytes;
@@ -22,7 +22,7 @@ struct QuantisedPart {
 // rounded to 8 bits; sums of products are exact within a block, and float32 over blocks. x, out and bias are
 // float32, float16 or bfloat16 of one dtype; their last dimension is contiguous.
 // Throws std::invalid_argument for what does not fit together.
-void quantised_linear(const TensorView& x, const std::vector<QuantisedPart>& parts,
+void packed_linear(const TensorView& x, const std::vector<PackedPart>& parts,
                       const std::optional<TensorView>& bias, const TensorView& out, int num_threads, Isa isa);
 
 }  // namespace neo_desktop

@@ -5,24 +5,24 @@
 #include <optional>
 #include <vector>
 
-#include "neo_desktop/quantised_linear.h"
+#include "neo_desktop/packed_linear.h"
 
 namespace neo_desktop {
 
-struct QuantisedMatrix {
-  std::vector<QuantisedPart> parts;
+struct PackedMatrix {
+  std::vector<PackedPart> parts;
   std::optional<TensorView> bias;
 };
 
 // A layer's weights; tensors are of the model's dtype.
-struct QuantisedLayer {
+struct PackedLayer {
   TensorView input_norm;  // [hidden]
-  QuantisedMatrix qkv;
+  PackedMatrix qkv;
   std::optional<TensorView> qk_norm;  // [rotated heads, head_dim]
-  QuantisedMatrix output;
+  PackedMatrix output;
   TensorView post_attention_norm;  // [hidden]
-  QuantisedMatrix gate_up;
-  QuantisedMatrix down;
+  PackedMatrix gate_up;
+  PackedMatrix down;
   float eps;
 };
 
@@ -41,10 +41,10 @@ struct LayerState {
 };
 
 // Computes what follows the attention of layer `finished`, then what precedes that of layer `begun`, up to
-// rotated queries and keys; null: nothing. Numbers are those of quantised_linear and of operators.h. Meant
+// rotated queries and keys; null: nothing. Numbers are those of packed_linear and of operators.h. Meant
 // for few rows, whose quantised form stays in a core's caches.
 // Throws std::invalid_argument for what does not fit together.
-void advance(const QuantisedLayer* finished, const QuantisedLayer* begun, const LayerState& state,
+void advance(const PackedLayer* finished, const PackedLayer* begun, const LayerState& state,
              int num_threads, Isa isa);
 
 }  // namespace neo_desktop

@@ -1,4 +1,4 @@
-#include "neo_desktop/quantised_linear.h"
+#include "neo_desktop/packed_linear.h"
 
 #include <algorithm>
 #include <atomic>
@@ -42,16 +42,16 @@ int64_t tile_bytes(WeightType type, int64_t columns) {
   return columns / kBlockColumns / unit_blocks(of) * unit_bytes(of);
 }
 
-int64_t tiles_of(const QuantisedPart& part) { return (part.rows + kTileRows - 1) / kTileRows; }
+int64_t tiles_of(const PackedPart& part) { return (part.rows + kTileRows - 1) / kTileRows; }
 
-void check(const TensorView& x, const std::vector<QuantisedPart>& parts,
+void check(const TensorView& x, const std::vector<PackedPart>& parts,
            const std::optional<TensorView>& bias, const TensorView& out) {
   check_dims(x, "[n, columns]", 2);
   check_dtype(x, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
   check_packed(x, 1);
   if (parts.empty()) fail("there are no weights");
   int64_t rows = 0;
-  for (const QuantisedPart& part : parts) {
+  for (const PackedPart& part : parts) {
     if (is_dense(part.type) != is_dense(parts[0].type)) fail("some parts are quantised, others are not");
     const int64_t columns = is_dense(part.type) ? 2 : unit_blocks(layout_of(part.type)) * kBlockColumns;
     if (x.size(1) % columns != 0 || x.size(1) == 0)
@@ -96,7 +96,7 @@ void multiply_rows(PackedProduct& product, int64_t first, int64_t count, uint8_t
 
 }  // namespace
 
-PackedProduct::PackedProduct(const TensorView& x, const std::vector<QuantisedPart>& parts,
+PackedProduct::PackedProduct(const TensorView& x, const std::vector<PackedPart>& parts,
                              const std::optional<TensorView>& bias, const TensorView& out, Isa isa)
     : x_(x),
       parts_(parts),
@@ -107,7 +107,7 @@ PackedProduct::PackedProduct(const TensorView& x, const std::vector<QuantisedPar
       blocks_((check(x, parts, bias, out), x.size(1) / kBlockColumns)),
       is_dense_(is_dense(parts[0].type)),
       keeps_bf16_(is_dense_ && x.dtype == DType::kBFloat16 && kernels_.bf16.multiply_dense != nullptr) {
-  for (const QuantisedPart& part : parts) {
+  for (const PackedPart& part : parts) {
     keeps_bf16_ = keeps_bf16_ && dtype_of(part.type) == DType::kBFloat16;
     tiles_ += tiles_of(part);
     bytes_ += part.bytes;
@@ -163,7 +163,7 @@ void PackedProduct::prepare(int64_t row, float* floats) const {
   quantised_.quantise(numbers, group_of(row), static_cast<int>(row % quantised_.rows_at_once));
 }
 
-void PackedProduct::multiply_group(const QuantisedPart& part, const uint8_t* packed, int64_t row, int rows,
+void PackedProduct::multiply_group(const PackedPart& part, const uint8_t* packed, int64_t row, int rows,
                                    float* products) const {
   if (!is_dense_) {
     quantised_.multiply[static_cast<int>(part.type)](packed, group_of(row), products);
@@ -178,7 +178,7 @@ void PackedProduct::multiply_group(const QuantisedPart& part, const uint8_t* pac
 
 void PackedProduct::multiply(int64_t tile) const {
   int64_t column = 0;  // of the result
-  const QuantisedPart* part = parts_.data();
+  const PackedPart* part = parts_.data();
   for (; tile >= tiles_of(*part); ++part) {
     tile -= tiles_of(*part);
     column += part->rows;
@@ -232,7 +232,7 @@ int64_t tiles_at_a_time(int64_t tiles, int threads) {
   return std::max<int64_t>(tiles / (threads * kTakesPerThread), 1);
 }
 
-void quantised_linear(const TensorView& x, const std::vector<QuantisedPart>& parts,
+void packed_linear(const TensorView& x, const std::vector<PackedPart>& parts,
                       const std::optional<TensorView>& bias, const TensorView& out, int num_threads,
                       Isa isa) {
   PackedProduct product(x, parts, bias, out, isa);

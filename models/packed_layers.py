@@ -1,29 +1,30 @@
-"""Layers of quantised weights on a CPU: all that lies between the attention of two layers is one native call.
+"""Layers of packed weights on a CPU: all that lies between the attention of two layers is one native call.
 
 Threads are woken once for it. The numbers are those of the single products and operators.
 """
 
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.quantised import Quantised
-from neo_desktop.native import QuantisedLayer, quantised_layer
+from neo_desktop.models.linear.tiles import Tiles
+from neo_desktop.native import PackedLayer, packed_layer
 
 MAX_ROWS = 32  # whose quantised form stays in a core's caches; of more, single products are as fast
 
 
-def quantised_layers(decoder: Decoder) -> list[QuantisedLayer] | None:
-    """Return the layers as `native.advance` takes them; None: not all of their matrices are quantised."""
+def packed_layers(decoder: Decoder) -> list[PackedLayer] | None:
+    """Return the layers as `native.advance` takes them; None: not all of their matrices are packed."""
     layers = []
     for layer in decoder.layers:
         qkv, output, gate_up, down = layer.qkv, layer.output, layer.gate_up, layer.down
         if not (
-            isinstance(qkv, Quantised)
-            and isinstance(output, Quantised)
-            and isinstance(gate_up, Quantised)
-            and isinstance(down, Quantised)
+            isinstance(qkv, Quantised | Tiles)
+            and isinstance(output, Quantised | Tiles)
+            and isinstance(gate_up, Quantised | Tiles)
+            and isinstance(down, Quantised | Tiles)
         ):
             return None
         layers.append(
-            quantised_layer(
+            packed_layer(
                 layer.input_norm,
                 qkv.native,
                 layer.qk_norm,
