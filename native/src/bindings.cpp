@@ -16,9 +16,9 @@
 #include "neo_desktop/cpu.h"
 #include "neo_desktop/memory.h"
 #include "neo_desktop/operators.h"
-#include "neo_desktop/paged_attention.h"
 #include "neo_desktop/packed_layer.h"
 #include "neo_desktop/packed_linear.h"
+#include "neo_desktop/paged_attention.h"
 #include "neo_desktop/quantised_pack.h"
 #include "neo_desktop/relay.h"
 #include "neo_desktop/thread_pool.h"
@@ -126,7 +126,7 @@ std::vector<PackedPart> quantised_parts(const std::vector<Part>& parts) {
 void multiply_quantised(const Tensor& x, const std::vector<Part>& parts, const std::optional<Tensor>& bias,
                         const Tensor& out, int num_threads, const std::string& isa) {
   packed_linear(view("x", x), quantised_parts(parts), view("bias", bias), view("out", out), num_threads,
-                   isa_from_name(isa));
+                isa_from_name(isa));
 }
 
 using Matrix = std::pair<std::vector<Part>, std::optional<Tensor>>;
@@ -135,10 +135,9 @@ PackedMatrix quantised_matrix(const Matrix& matrix) {
   return {quantised_parts(matrix.first), view("bias", matrix.second)};
 }
 
-PackedLayer packed_layer(const Tensor& input_norm, const Matrix& qkv,
-                               const std::optional<Tensor>& qk_norm, const Matrix& output,
-                               const Tensor& post_attention_norm, const Matrix& gate_up, const Matrix& down,
-                               float eps) {
+PackedLayer packed_layer(const Tensor& input_norm, const Matrix& qkv, const std::optional<Tensor>& qk_norm,
+                         const Matrix& output, const Tensor& post_attention_norm, const Matrix& gate_up,
+                         const Matrix& down, float eps) {
   return {view("input_norm", input_norm),
           quantised_matrix(qkv),
           view("qk_norm", qk_norm),
@@ -246,8 +245,7 @@ PYBIND11_MODULE(_native, m) {
   py::class_<LayerState>(m, "LayerState").def(py::init(&layer_state));
   m.def(
       "advance",
-      [](const PackedLayer* finished, const PackedLayer* begun, const LayerState& state,
-         int num_threads,
+      [](const PackedLayer* finished, const PackedLayer* begun, const LayerState& state, int num_threads,
          const std::string& isa) { advance(finished, begun, state, num_threads, isa_from_name(isa)); },
       without_gil);
   m.def("packed_linear", &multiply_quantised, without_gil);

@@ -196,8 +196,8 @@ void check(const PackedLayer* finished, const PackedLayer* begun, const LayerSta
 
 }  // namespace
 
-void advance(const PackedLayer* finished, const PackedLayer* begun, const LayerState& state,
-             int num_threads, Isa isa) {
+void advance(const PackedLayer* finished, const PackedLayer* begun, const LayerState& state, int num_threads,
+             Isa isa) {
   check(finished, begun, state);
   if (state.x.size(0) > 0) Advance(finished, begun, state, check_num_threads(num_threads), isa).run();
 }

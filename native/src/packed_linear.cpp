@@ -44,8 +44,8 @@ int64_t tile_bytes(WeightType type, int64_t columns) {
 
 int64_t tiles_of(const PackedPart& part) { return (part.rows + kTileRows - 1) / kTileRows; }
 
-void check(const TensorView& x, const std::vector<PackedPart>& parts,
-           const std::optional<TensorView>& bias, const TensorView& out) {
+void check(const TensorView& x, const std::vector<PackedPart>& parts, const std::optional<TensorView>& bias,
+           const TensorView& out) {
   check_dims(x, "[n, columns]", 2);
   check_dtype(x, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
   check_packed(x, 1);
@@ -233,8 +233,7 @@ int64_t tiles_at_a_time(int64_t tiles, int threads) {
 }
 
 void packed_linear(const TensorView& x, const std::vector<PackedPart>& parts,
-                      const std::optional<TensorView>& bias, const TensorView& out, int num_threads,
-                      Isa isa) {
+                   const std::optional<TensorView>& bias, const TensorView& out, int num_threads, Isa isa) {
   PackedProduct product(x, parts, bias, out, isa);
   num_threads = check_num_threads(num_threads);
   const int64_t n = x.size(0), columns = x.size(1);

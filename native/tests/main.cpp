@@ -33,6 +33,7 @@ constexpr Suite kSuites[] = {
     {"transfers", test_transfers, 4},
     {"schedule", test_schedule, 2},
     {"quantised products", test_quantised, 2},
+    {"dense products", test_dense, 2},
     {"quantised layers", test_quantised_layer, 4},
 };
 

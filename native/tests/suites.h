@@ -33,6 +33,9 @@ void test_transfers(Random& random, Report& report);
 // Products with quantised weights are as exact as inputs in 8 bits, and the same bits on every ISA.
 void test_quantised(Random& random, Report& report);
 
+// Products with plain weights are as exact as sums in float32, the same with any number of threads.
+void test_dense(Random& random, Report& report);
+
 // What lies between two layers is the same bits in one call and in single ones, with any number of threads.
 void test_quantised_layer(Random& random, Report& report);
 

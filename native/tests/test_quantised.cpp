@@ -210,9 +210,9 @@ void test_quantised_layer(Random& random, Report& report) {
   const Tensor qk_norm = numbers("qk_norm", dtype, {heads + kv_heads, dim}, random);
   const Tensor bias = numbers("bias", dtype, {(heads + 2 * kv_heads) * dim}, random);
   PackedLayer layer{norm.view(),    matrix((heads + 2 * kv_heads) * dim),
-                       std::nullopt,   matrix(hidden),
-                       norm.view(),    matrix(2 * intermediate),
-                       matrix(hidden), 1e-5f};
+                    std::nullopt,   matrix(hidden),
+                    norm.view(),    matrix(2 * intermediate),
+                    matrix(hidden), 1e-5f};
   if (random.chance(0.5)) layer.qk_norm = qk_norm.view();
   if (random.chance(0.5)) layer.qkv.bias = bias.view();
   const Random same = random;
@@ -225,6 +225,44 @@ void test_quantised_layer(Random& random, Report& report) {
       advance(&layer, &layer, together.state(), threads, isa);
       if (together.results() != apart.results()) report.fail("not the bits of single calls");
     }
+  }
+}
+
+void test_dense(Random& random, Report& report) {
+  const DType dtype = random.pick({DType::kFloat32, DType::kFloat16, DType::kBFloat16});
+  const int64_t columns = 2 * random.between(1, 60), rows = random.between(1, 50);
+  const int64_t count = random.between(1, 20), tiles = (rows + kTileRows - 1) / kTileRows;
+  const int64_t width = dtype == DType::kBFloat16 ? 2 : 1;
+  const Tensor packed = numbers("packed", dtype, {tiles, columns / width, kTileRows, width}, random);
+  const Tensor x = numbers("x", dtype, {count, columns}, random);
+  const PackedPart part{dense_type(dtype), packed.as<uint8_t>(), static_cast<int64_t>(packed.bytes().size()),
+                        rows};
+  const double eps = dtype == DType::kFloat32 ? 0x1p-23 : dtype == DType::kFloat16 ? 0x1p-10 : 0x1p-7;
+  for (const Isa isa : available_isas()) {
+    std::ostringstream text;
+    text << isa_name(isa) << "; " << count << " rows of " << columns << " " << dtype_text(dtype) << " times "
+         << rows;
+    report.describe(text.str());
+    const Tensor out("out", dtype, {count, rows}, {rows, 1}, random);
+    packed_linear(x.view(), {part}, std::nullopt, out.view(), 1, isa);
+    for (int64_t n = 0; n < count; ++n) {
+      for (int64_t row = 0; row < rows; ++row) {
+        double exact = 0, magnitude = 0;
+        for (int64_t i = 0; i < columns; ++i) {
+          const double product =
+              x.get(x.at({n, i})) *
+              packed.get(packed.at({row / kTileRows, i / width, row % kTileRows, i % width}));
+          exact += product;
+          magnitude += std::fabs(product);
+        }
+        const double allowed =
+            static_cast<double>(columns + 2) * 0x1p-23 * magnitude + eps * std::fabs(exact) + 1e-30;
+        if (std::fabs(out.get(out.at({n, row})) - exact) > allowed) report.fail("a product is wrong");
+      }
+    }
+    const Tensor again("out", dtype, {count, rows}, {rows, 1}, random);
+    packed_linear(x.view(), {part}, std::nullopt, again.view(), 3, isa);
+    if (again.bytes() != out.bytes()) report.fail("not the same bits with more threads");
   }
 }
 
