@@ -44,7 +44,7 @@ struct LayerState {
 // rotated queries and keys; null: nothing. Numbers are those of packed_linear and of operators.h. Meant
 // for few rows, whose quantised form stays in a core's caches.
 // Throws std::invalid_argument for what does not fit together.
-void advance(const PackedLayer* finished, const PackedLayer* begun, const LayerState& state,
-             int num_threads, Isa isa);
+void advance(const PackedLayer* finished, const PackedLayer* begun, const LayerState& state, int num_threads,
+             Isa isa);
 
 }  // namespace neo_desktop

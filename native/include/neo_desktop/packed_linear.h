@@ -23,6 +23,6 @@ struct PackedPart {
 // float32, float16 or bfloat16 of one dtype; their last dimension is contiguous.
 // Throws std::invalid_argument for what does not fit together.
 void packed_linear(const TensorView& x, const std::vector<PackedPart>& parts,
-                      const std::optional<TensorView>& bias, const TensorView& out, int num_threads, Isa isa);
+                   const std::optional<TensorView>& bias, const TensorView& out, int num_threads, Isa isa);
 
 }  // namespace neo_desktop
