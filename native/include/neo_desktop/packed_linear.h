@@ -1,4 +1,4 @@
-// Products of rows with matrices whose weights stay quantised.
+// Products of rows with matrices that lie in tiles, quantised or not.
 #pragma once
 
 #include <optional>
@@ -10,18 +10,19 @@
 
 namespace neo_desktop {
 
-// Some output columns' weights, packed as quantised_kernels.h says.
+// Some output columns' weights, packed as quantised_kernels.h says, or DenseKernels in kernels.h.
 struct PackedPart {
   WeightType type;
-  const uint8_t* packed;  // [ceil(rows / 16), blocks, tile_block_bytes(type)]
+  const uint8_t* packed;  // a tile of 16 rows after the other
   int64_t bytes;
   int64_t rows;
 };
 
-// out[n, sum of rows] = x[n, columns] @ weights.T + bias[sum of rows]. Each block of 32 numbers of x is
-// rounded to 8 bits; sums of products are exact within a block, and float32 over blocks. x, out and bias are
-// float32, float16 or bfloat16 of one dtype; their last dimension is contiguous.
-// Throws std::invalid_argument for what does not fit together.
+// out[n, sum of rows] = x[n, columns] @ weights.T + bias[sum of rows]. For quantised weights each block of 32
+// numbers of x is rounded to 8 bits; sums of products are exact within a block, and float32 over blocks. For
+// others sums are float32. x, out and bias are float32, float16 or bfloat16 of one dtype; their last
+// dimension is contiguous. Parts are all quantised, or none is. Throws std::invalid_argument for what does
+// not fit together.
 void packed_linear(const TensorView& x, const std::vector<PackedPart>& parts,
                    const std::optional<TensorView>& bias, const TensorView& out, int num_threads, Isa isa);
 

@@ -376,15 +376,17 @@ def packed_linear(
     *,
     isa: str | None = None,
 ) -> None:
-    """Put `x @ weight.T + bias` into `out`, with weights in 4 to 8 bits; x is rounded to 8 bits.
+    """Put `x @ weight.T + bias` into `out`, with weights in tiles.
 
-    Each row's product depends on nothing but that row: not on others, on threads or on the instruction set.
+    For quantised weights x is rounded to 8 bits, for others sums are fp32. A row's product depends neither on
+    other rows nor on threads, and for quantised weights not on the instruction set.
 
     Args:
-        x: [n, columns], fp32, fp16 or bf16; columns is a multiple of 32, of 256 where types share scales
-            among so many. May be strided in n.
-        parts: of the weight's rows, one after the other: type (see `STORED_TYPES`), address and bytes of the
-            packed weights, rows. native/include/neo_desktop/quantised_kernels.h tells how they lie.
+        x: [n, columns], fp32, fp16 or bf16; columns is even, for quantised weights a multiple of 32, of 256
+            where types share scales among so many. May be strided in n.
+        parts: of the weight's rows, one after the other: type (of `STORED_TYPES`, then `DENSE_TYPES`),
+            address and bytes of the packed weights, rows. All are quantised, or none is.
+            native/include/neo_desktop/quantised_kernels.h and kernels.h tell how they lie.
         bias: [rows of all parts] of x's dtype.
         out: [n, rows of all parts] of x's dtype; may be strided in n; must not overlap x.
         num_threads: 0 means `default_num_threads()`.
