@@ -72,7 +72,7 @@ def recommended(debug: opt.Debug = False) -> None:
 
     loader = _loader(None)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("Model", overflow="fold", min_width=20)
+    table.add_column("Model", no_wrap=True)  # it is there to be copied
     for heading in ("Download", "Licence", "Chats", "tokens/s"):
         table.add_column(heading, justify="right")
     for model in RECOMMENDED:
