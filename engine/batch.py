@@ -6,6 +6,7 @@ made in less than half of the time.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -94,6 +95,10 @@ class IterationTiming:
 
 UNKNOWN = IterationTiming(0.0, 0.0)  # nobody predicts anything
 
+# Decodes that stand at one stage of an iteration, by slot; None: an empty one.
+Cohort = tuple[ScheduledSequence | None, ...]
+MAX_STAGGERED = 16  # slots of a cohort
+
 
 @dataclass(frozen=True, slots=True)
 class IterationPlan:
@@ -102,26 +107,52 @@ class IterationPlan:
     A layer of the copies is done before anything of that layer is computed or stored; later layers may still
     be on their way. Two sub-batches overlap (NEO, section 3.1: one computes linear stages on the GPU while
     the CPU computes the attention of the other). With one, its own attention overlaps at most.
+
+    Staggered decodes, whose KV the CPU attends to, take one layer in each iteration that has any, a turn:
+    their attention of a layer may take until the next turn. Each stands at a linear stage of sub-batch 0,
+    whose rows it joins:
+
+        stage 0        begins: the embedding, then what precedes the attention of layer 0
+        stage l        what lies between the attention of layer l - 1 and that of layer l
+        stage L        ends: what follows the attention of the last of L layers, and its token
+
+    In each turn a decode is given with the same token, in the slot that it began with, one stage further than
+    in the turn before. Iterations that are no turns may lie between.
     """
 
-    sub_batches: tuple[SubBatch, ...]  # one or two
+    sub_batches: tuple[SubBatch, ...]  # one or two; with `staggered` the first may be empty
     copies: tuple[BlockCopy, ...] = ()
     predicted: IterationTiming = UNKNOWN
     is_ahead: bool = False  # whether it starts before the iteration before has ended
+    # By stage, all of the same number of slots, at most MAX_STAGGERED; only those of the last stage may have
+    # `sampling`. Empty: this is no turn.
+    staggered: tuple[Cohort, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sub_batches) <= 2:
             raise ValueError(f"a plan has one or two sub-batches, got {len(self.sub_batches)}")
+        if len(set(map(len, self.staggered))) > 1:
+            raise ValueError("the cohorts of a plan have the same number of slots")
 
     @property
     def stays_on_device(self) -> bool:
         """Whether the host neither attends nor brings KV anywhere in it."""
-        return not self.copies and all(sequence.place.stays_on_device for sequence in self.sequences)
+        return not self.copies and all(sequence.place.stays_on_device for sequence in self.all_sequences)
 
     @property
     def sequences(self) -> Iterator[ScheduledSequence]:
-        """All sequences, those of sub-batch 0 first."""
+        """The sequences of the sub-batches, those of sub-batch 0 first."""
         return (sequence for sub_batch in self.sub_batches for sequence in sub_batch.sequences)
+
+    @property
+    def staggered_sequences(self) -> Iterator[ScheduledSequence]:
+        """The staggered decodes, by stage."""
+        return (sequence for cohort in self.staggered for sequence in cohort if sequence is not None)
+
+    @property
+    def all_sequences(self) -> Iterator[ScheduledSequence]:
+        """All sequences, the staggered ones last."""
+        return chain(self.sequences, self.staggered_sequences)
 
 
 class TokenLogprob(NamedTuple):

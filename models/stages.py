@@ -140,10 +140,14 @@ class Stages:
 
     def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:
         """Begin: embeddings of the tokens [rows], and the rotation at their positions [rows]."""
-        decoder, factor = self.decoder, self.config.rope.attention_factor
-        decoder.embed(token_ids, state.residual)
+        self.decoder.embed(token_ids, state.residual)
         state.x.zero_()
-        rotation(positions, decoder.inverse_frequencies, factor, state.cos, state.sin)
+        self.rotate(positions, state.cos, state.sin)
+
+    def rotate(self, positions: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Compute the rotation at positions; see `operators.rotation`."""
+        factor = self.config.rope.attention_factor
+        rotation(positions, self.decoder.inverse_frequencies, factor, cos, sin)
 
     def advance(
         self, finished: int | None, begun: int | None, state: State, store: Store | None = None

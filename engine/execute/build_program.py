@@ -7,20 +7,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from neo_desktop.engine.batch import UNKNOWN_TOKEN, IterationPlan, ScheduledSequence
+from neo_desktop.engine.batch import MAX_STAGGERED, UNKNOWN_TOKEN, IterationPlan, ScheduledSequence
 from neo_desktop.engine.execute.host import HostBatch
 from neo_desktop.engine.execute.layout import Bucket, Members
 from neo_desktop.engine.execute.outputs import Asked, Outputs
 from neo_desktop.engine.execute.program import DeviceDecodes, HandOff, Program, SubBatchPass
 from neo_desktop.engine.execute.prompts import HostPrompts, Prompts, prompts_of, slots_of
+from neo_desktop.engine.execute.staggered import Staggered
 from neo_desktop.engine.execute.transfers import Moves, TransferMemory
-from neo_desktop.engine.execute.workspace import Memory, Workspace
-from neo_desktop.engine.int_array import IntView
+from neo_desktop.engine.execute.workspace import HandOver, Memory, Workspace
+from neo_desktop.engine.int_array import IntArray, IntView
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.models.operators import Store
 from neo_desktop.models.stages import Stages
 
 NOWHERE: Mapping[str, int] = {}
+NO_BLOCKS = IntArray().view()
 
 
 class ProgramBuilder:
@@ -53,11 +55,13 @@ class ProgramBuilder:
             for_graphs: whether its parts shall be graphs, if its memory allows it: sizes are rounded up.
 
         Raises:
-            ValueError: a chunk is in a place that the storage has not.
+            ValueError: a chunk is in a place that the storage has not, or staggered decodes are not what they
+                have to be.
             KeyError: a token that the plan does not know is nowhere.
         """
         places = self._storage.places
-        members = [Members.of(each, places) for each in plan.sub_batches if each.sequences]
+        self._check_staggered(plan)
+        members = Members.of_all(plan, places)
         bucket = Bucket.of(plan, members, places)
         memory = self._workspace.memory(bucket.rounded() if for_graphs else bucket)
         if for_graphs and not memory.is_fixed:
@@ -133,13 +137,51 @@ class ProgramBuilder:
             self._prompts(memory, members),
             partial(self._store, memory),
             last_rows,
+            self._staggered(memory, members) if members.staggered else None,
         )
+
+    def _staggered(self, memory: Memory, members: Members) -> Staggered:
+        """Return the staggered decodes of sub-batch 0."""
+        kept, rows, cohorts = self._workspace.staggered, memory.rows, members.staggered[:-1]
+        assert kept is not None  # since it was checked
+        count, old, shape = rows.staggered, kept.newest, (len(cohorts), len(cohorts[0]))
+        everybody = [sequence for cohort in cohorts for sequence in cohort]
+        tables = padded_block_tables([NO_BLOCKS if s is None else s.block_table for s in everybody])
+        lens = torch.tensor([0 if s is None else s.context_len for s in everybody], dtype=torch.int32)
+        (place,) = (place for place in self._storage.places if place.host_attends)
+        batch = HostBatch(
+            place,
+            self._storage[place],
+            self._model.config,
+            memory.index,
+            HandOver(kept.qkv[:, :count], kept.out[1 - old, :, :count], kept.flags),
+            torch.from_numpy(tables).view(*shape, tables.shape[1]),
+            lens.view(shape),
+        )
+        of_them = rows.of_staggered
+        return Staggered(of_them, kept, memory.state, memory.inputs.staggered_positions, batch, old)
+
+    def _check_staggered(self, plan: IterationPlan) -> None:
+        if not plan.staggered:
+            return
+        num_stages, slots = self._model.config.num_layers + 1, len(plan.staggered[0])
+        if len(plan.staggered) != num_stages or not 1 <= slots <= MAX_STAGGERED:
+            raise ValueError(
+                f"staggered decodes stand at {len(plan.staggered)} stages in {slots} slots; expected "
+                f"{num_stages} stages and at most {MAX_STAGGERED} slots"
+            )
+        attended = [place for place in self._storage.places if place.host_attends]
+        for sequence in plan.staggered_sequences:
+            if not sequence.is_decode or [sequence.place] != attended:
+                raise ValueError(
+                    f"{sequence.request_id} is staggered, but no decode in the place that the CPU attends to"
+                )
 
     def _prompts(self, memory: Memory, members: Members) -> list[Prompts]:
         device, dtype = self._model.device, self._model.dtype
         return prompts_of(
             members.prompts,
-            memory.rows.starts[-1],
+            memory.rows.first_prompt,
             self._storage,
             lambda pool, chunks: HostPrompts(
                 pool, chunks, memory.index, device, self._row_shape, dtype, self._transfers
@@ -174,7 +216,13 @@ class ProgramBuilder:
             for row, sequence in zip(block_tables[first_table:], sequences, strict=False):
                 row[: len(sequence.block_table)] = sequence.block_table
             first_table += rows.decodes[index]
-        row = rows.starts[-1]
+        staged.staggered_positions.numpy()[:] = 0
+        for row, beginning in enumerate(members.staggered[0] if members.staggered else (), rows.starts[-1]):
+            if beginning is not None:
+                token_ids[row], positions[row] = beginning.token_ids[0], beginning.start
+        for where, cohort in zip(staged.staggered_positions.numpy(), members.staggered, strict=False):
+            where[: len(cohort)] = [0 if s is None else s.start for s in cohort]
+        row = rows.first_prompt
         for sequence in members.prompts:
             end = row + len(sequence.token_ids)
             token_ids[row:end] = sequence.token_ids

@@ -28,7 +28,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class HostBatch:
-    """Decodes of one place in one sub-batch, that the CPU attends for."""
+    """Decodes of one place in one sub-batch, that the CPU attends for.
+
+    Of staggered ones, each of which is in a layer of its own, all tensors but the flags have a dimension of
+    layers before the others; a context length of 0 is an empty slot.
+    """
 
     place: Place
     pool: KVPool
@@ -42,19 +46,29 @@ class HostBatch:
     @property
     def arguments(self) -> RelayBatch:
         """What relays are told."""
-        config, count = self.config, len(self.context_lens)
+        config, count = self.config, self.context_lens.shape[-1]
         first_k, first_v = config.num_heads, config.num_heads + config.num_kv_heads
-        qkv = self.hand_over.qkv[:count]
+        qkv = self.hand_over.qkv[..., :count, :, :]
         return RelayBatch(
-            q=qkv[:, :first_k],
-            k=qkv[:, first_k:first_v],
-            v=qkv[:, first_v:],
-            out=self.hand_over.out[:count],
+            q=qkv[..., :first_k, :],
+            k=qkv[..., first_k:first_v, :],
+            v=qkv[..., first_v:, :],
+            out=self.hand_over.out[..., :count, :, :],
             block_tables=self.block_tables,
             context_lens=self.context_lens,
             flags=self.hand_over.flags,
             index=self.index,
         )
+
+    @property
+    def is_staggered(self) -> bool:
+        """Whether each of its decodes is in a layer of its own."""
+        return self.context_lens.dim() > 1
+
+    def stage(self, layer: int) -> Stage:
+        """Return what is to be done in a layer, for people."""
+        name = "staggered CPU attention" if self.is_staggered else "CPU attention"
+        return Stage(name, layer, self.index, self.context_lens.shape[-1])
 
     def step(self, layer: int) -> HostStep:
         """Return what is to be done in a layer."""
@@ -63,14 +77,18 @@ class HostBatch:
     def _attend(self, layer: int) -> None:
         started_ns = time.perf_counter_ns()
         batch, config = self.arguments, self.config
+        tensors = (batch.q, batch.k, batch.v, batch.block_tables, batch.context_lens, batch.out)
+        q, k, v, block_tables, context_lens, out = (
+            (each[layer] for each in tensors) if self.is_staggered else tensors
+        )
         self.pool.layer(layer).decode(
-            batch.q,
-            batch.k,
-            batch.v,
+            q,
+            k,
+            v,
             None,
-            batch.block_tables,
-            batch.context_lens,
-            batch.out,
+            block_tables,
+            context_lens,
+            out,
             config.attention_scale,
             config.layer_windows[layer],
         )
@@ -113,7 +131,7 @@ class Relays:
         """Begin an iteration; to be called before the device begins.
 
         Args:
-            batches: decodes, those of a place in the order of their sub-batches.
+            batches: decodes, those of a place in the order in which the device has them in each layer.
             transfers: in the order in which the device has them in each layer.
             watch: takes in what goes on.
         """
@@ -146,8 +164,7 @@ class Relays:
             for step in self._attention[place].finish():
                 attention_ns += step.end_ns - step.start_ns
                 if recorder is not None:
-                    batch = batches[step.item]
-                    stage = Stage("CPU attention", step.layer, batch.index, len(batch.context_lens))
+                    stage = batches[step.item].stage(step.layer)
                     recorder.add(Lane.CPU, stage, step.start_ns, step.end_ns)
         for pool, transfers in self._swaps.items():
             for step in self._transfers[pool].finish():

@@ -2,9 +2,10 @@
 
 A sub-batch's rows are its tokens. Decodes of each place come first, then the chunks of prompts:
 
-    | decodes of place 0 | decodes of place 1 | chunk a | chunk b | ...
+    | decodes of place 0 | decodes of place 1 | staggered | chunk a | chunk b | ...
 
-Each part may have padding behind it, which nobody reads.
+Staggered decodes are rows of sub-batch 0. Such a row is a slot: in each stage it is of the decode that stands
+there. Each part may have padding behind it, which nobody reads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
 
-from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, SubBatch
+from neo_desktop.engine.batch import MAX_STAGGERED, Cohort, IterationPlan, ScheduledSequence, SubBatch
 from neo_desktop.engine.placement import Place
 
 MAX_DECODES = 256  # of a place in a graph; more take long enough to be launched piece by piece
@@ -27,16 +28,27 @@ class Rows:
 
     decodes: tuple[int, ...]  # of each place
     prompts: int = 0  # tokens
+    staggered: int = 0  # slots
 
     @property
     def count(self) -> int:
         """All of them."""
-        return sum(self.decodes) + self.prompts
+        return self.first_prompt + self.prompts
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where the decodes of each place begin, and after them the prompts."""
+        """Where the decodes of each place begin, and after them the staggered ones."""
         return tuple(accumulate(self.decodes, initial=0))
+
+    @property
+    def first_prompt(self) -> int:
+        """Where prompts begin."""
+        return sum(self.decodes) + self.staggered
+
+    @property
+    def of_staggered(self) -> slice:
+        """Return the rows of staggered decodes."""
+        return slice(self.starts[-1], self.first_prompt)
 
     def decodes_of(self, place: int) -> slice:
         """Return the rows of a place's decodes."""
@@ -50,27 +62,39 @@ class Members:
 
     decodes: tuple[tuple[ScheduledSequence, ...], ...]  # by place
     prompts: tuple[ScheduledSequence, ...]
+    staggered: tuple[Cohort, ...] = ()  # by stage
 
     @classmethod
-    def of(cls, sub_batch: SubBatch, places: Sequence[Place]) -> Self:
-        """Sort a sub-batch's sequences."""
+    def of(cls, sub_batch: SubBatch, places: Sequence[Place], staggered: tuple[Cohort, ...] = ()) -> Self:
+        """Sort the sequences of a sub-batch, and of those that join it."""
         decodes: dict[Place, list[ScheduledSequence]] = {place: [] for place in places}
         prompts: list[ScheduledSequence] = []
         for sequence in sub_batch.sequences:
             (decodes[sequence.place] if sequence.is_decode else prompts).append(sequence)
         prompts.sort(key=lambda sequence: places.index(sequence.place))  # stable: otherwise as planned
-        return cls(tuple(map(tuple, decodes.values())), tuple(prompts))
+        return cls(tuple(map(tuple, decodes.values())), tuple(prompts), staggered)
+
+    @classmethod
+    def of_all(cls, plan: IterationPlan, places: Sequence[Place]) -> list[Self]:
+        """Sort the sequences of a plan's sub-batches, without those in which there is nobody."""
+        first, *others = plan.sub_batches
+        of_first = [cls.of(first, places, plan.staggered)] if first.sequences or plan.staggered else []
+        return of_first + [cls.of(each, places) for each in others if each.sequences]
 
     @property
     def rows(self) -> Rows:
         """The rows without padding."""
-        return Rows(tuple(map(len, self.decodes)), sum(len(s.token_ids) for s in self.prompts))
+        prompts = sum(len(s.token_ids) for s in self.prompts)
+        return Rows(tuple(map(len, self.decodes)), prompts, len(self.staggered[0]) if self.staggered else 0)
 
     def placed(self, rows: Rows) -> Iterator[tuple[ScheduledSequence, int]]:
-        """Yield all sequences, each with its first row."""
+        """Yield all sequences, each with its first row; of staggered ones those at the last stage."""
         for start, sequences in zip(rows.starts, self.decodes, strict=False):
             yield from zip(sequences, range(start, start + len(sequences)), strict=True)
-        row = rows.starts[-1]
+        for row, ending in enumerate(self.staggered[-1] if self.staggered else (), rows.starts[-1]):
+            if ending is not None:
+                yield ending, row
+        row = rows.first_prompt
         for sequence in self.prompts:
             yield sequence, row
             row += len(sequence.token_ids)
@@ -135,7 +159,7 @@ class Capacity:
             block_size: tokens per block.
         """
         decodes = round_decodes(min(max_requests, MAX_DECODES))
-        tokens = round_tokens(max_tokens + 2 * MIN_DECODES)
+        tokens = round_tokens(max_tokens + 2 * MIN_DECODES + MAX_STAGGERED)
         return cls(max(tokens, decodes), decodes, _power_of_two(-(-max_context_tokens // block_size)))
 
 
@@ -154,13 +178,16 @@ def round_tokens(count: int) -> int:
 
 
 def _decodes(rows: Rows) -> Rows:
-    return Rows(tuple(map(round_decodes, rows.decodes)))
+    return Rows(tuple(map(round_decodes, rows.decodes)), staggered=round_decodes(rows.staggered))
 
 
 def _with_prompts(rows: Rows) -> Rows:
-    decodes = tuple(max(_power_of_two(count), MIN_DECODES) if count else 0 for count in rows.decodes)
-    prompts = round_tokens(sum(decodes) + rows.prompts) - sum(decodes) if rows.prompts else 0
-    return Rows(decodes, prompts)
+    *decodes, staggered = (
+        max(_power_of_two(count), MIN_DECODES) if count else 0 for count in (*rows.decodes, rows.staggered)
+    )
+    others = sum(decodes) + staggered
+    prompts = round_tokens(others + rows.prompts) - others if rows.prompts else 0
+    return Rows(tuple(decodes), prompts, staggered)
 
 
 def _power_of_two(count: int) -> int:

@@ -355,6 +355,7 @@ class PlanExecutor(Executor):
             total_ns, self._last_end_ns = now_ns - max(started_ns, self._last_end_ns), now_ns
             timing = IterationTiming(total_ns / 1e6, attention_ns / 1e6, is_first)
             self._last = program.outputs.result(timing)
+            program.end()
             if self._timeline is not None:
                 self._timeline.end_iteration()
             return self._last

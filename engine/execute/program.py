@@ -26,6 +26,8 @@ Who waits for whom, besides the chain linear → to-host → cpu → to-device �
 - the next layer's linear stages: that k and v of prompts have left, whose memory they take.
 
 Each sub-batch has one set of buffers for q, k, v and o, used by all layers: the chain orders all its uses.
+
+Staggered decodes join the linear stages of sub-batch 0; nobody waits for their attention. See `staggered`.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,6 +43,7 @@ from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
 from neo_desktop.engine.execute.layout import Bucket
 from neo_desktop.engine.execute.outputs import Outputs
 from neo_desktop.engine.execute.prompts import Prompts
+from neo_desktop.engine.execute.staggered import Staggered
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.execute.transfers import HostTransfer, Moves
 from neo_desktop.engine.execute.workspace import BatchMemory, Memory, Workspace
@@ -114,6 +117,7 @@ class SubBatchPass:
     prompts: Sequence[Prompts]
     store: Callable[[int], Store | None]  # where k and v of a layer go with the rotation
     last_rows: Sequence[int]  # whose hidden states are needed after all layers
+    staggered: Staggered | None = None
 
 
 class Program:
@@ -154,7 +158,8 @@ class Program:
     @property
     def key(self) -> object:
         """What programs have in common whose fixed parts are the same."""
-        return self.bucket, self._has_cuts, self._chooses
+        sets = tuple(each.staggered.old for each in self._passes if each.staggered is not None)
+        return self.bucket, self._has_cuts, self._chooses, sets
 
     @property
     def bucket(self) -> Bucket:
@@ -182,8 +187,18 @@ class Program:
 
     @property
     def batches(self) -> list[HostBatch]:
-        """The decodes that the CPU attends for, by sub-batch."""
-        return [hand_off.batch for each in self._passes for hand_off in each.hand_offs]
+        """The decodes that the CPU attends for, by sub-batch; staggered ones behind those of theirs."""
+        batches = []
+        for each in self._passes:
+            batches += [hand_off.batch for hand_off in each.hand_offs]
+            batches += [] if each.staggered is None else [each.staggered.batch]
+        return batches
+
+    def end(self) -> None:
+        """Take in that the iteration has ended well."""
+        for each in self._passes:
+            if each.staggered is not None:
+                each.staggered.memory.end_turn()
 
     def parts(self) -> list[Part]:
         """Return all stages, in order."""
@@ -245,12 +260,14 @@ class Program:
             count = len(hand_off.batch.hand_over.qkv)
             stage = Stage("q, k, v", layer, memory.index, count)
             sent = recorder.run(Lane.TO_HOST, stage, partial(self._send, each, hand_off), (linear,))
-            stage = Stage("CPU attention", layer, memory.index, count)
-            hand_off.attended = recorder.host(Lane.CPU, stage, hand_off.batch.step(layer), (sent,))
+            batch = hand_off.batch
+            hand_off.attended = recorder.host(Lane.CPU, batch.stage(layer), batch.step(layer), (sent,))
+        exchanged = () if each.staggered is None else each.staggered.hand_over(recorder, layer, linear)
         if each.decodes:
             count = sum(len(decodes.context_lens) for decodes in each.decodes)
             stage = Stage("attention", layer, memory.index, count)
             recorder.run(Lane.DEVICE, stage, partial(self._attend, each, layer))
+        recorder.wait(exchanged)
 
     def _collect(self, each: SubBatchPass, layer: int, recorder: Recorder) -> list[Signal]:
         """Bring what the CPU attended to in a layer back; return what ends then."""
@@ -283,6 +300,8 @@ class Program:
     def _collect_last(self, recorder: Recorder) -> None:
         for each in self._passes:
             recorder.wait(self._collect(each, self._config.num_layers - 1, recorder))
+            if each.staggered is not None:
+                each.staggered.end(recorder)
 
     def _choose(self, recorder: Recorder) -> None:
         """Finish all rows, and choose tokens greedily; whoever samples in another way reads the logits."""
@@ -319,7 +338,11 @@ class Program:
             if memory.table is not None:
                 torch.index_select(memory.table, 0, memory.inputs.sources, out=memory.token_ids)
             stages.embed(memory.token_ids, memory.inputs.positions, state)
+        if each.staggered is not None:
+            each.staggered.come(layer) if layer else each.staggered.rotate(stages)
         stages.advance(layer - 1 if layer else None, layer, state, each.store(layer))
+        if each.staggered is not None:
+            each.staggered.go(layer)
 
     def _send(self, each: SubBatchPass, hand_off: HandOff) -> None:
         target = hand_off.batch.hand_over.qkv

@@ -7,8 +7,10 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from neo_desktop.engine.batch import MAX_STAGGERED
 from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.layout import Bucket, Capacity, Rows
+from neo_desktop.engine.execute.staggered_memory import StaggeredMemory
 from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.engine.kv.layer import Partials
 from neo_desktop.engine.placement import Place
@@ -30,11 +32,15 @@ class Inputs:
     slots: Tensor  # [rows]; -1: the KV is stored nowhere, or in memory that the CPU attends to
     context_lens: Tensor  # [decodes that the device attends for]
     block_tables: Tensor  # [decodes that the device attends for, max_blocks]
+    staggered_positions: Tensor  # [layers, staggered], of those that stand at each stage but the last
 
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Host memory through which a sub-batch and the CPU give each other a layer's q, k, v and output."""
+    """Host memory through which a sub-batch and the CPU give each other a layer's q, k, v and output.
+
+    Of staggered decodes it has a dimension of layers before the others.
+    """
 
     qkv: Tensor  # [decodes, heads + 2 * kv_heads, head_dim]
     out: Tensor  # [decodes, heads, head_dim]
@@ -105,6 +111,7 @@ class Workspace:
         decodes, heads, head_dim = capacity.decodes, config.num_heads, config.head_dim
         num_rows = sum(len(state.residual) for state in self._states)
         num_ints = 4 * num_rows + 2 * decodes * (1 + max(capacity.blocks, 1))
+        num_ints += config.num_layers * MAX_STAGGERED
         self._is_staged = device.type != "cpu" or has_graphs
         self._staged = [
             host_memory(lambda pin: torch.zeros(num_ints, dtype=torch.int32, pin_memory=pin), device)
@@ -112,13 +119,17 @@ class Workspace:
         ]
         self._turn = 0  # which of them is next
         # The tokens that the last iteration chose, for one that starts before they are read; then all inputs.
-        self._graph_rows = rows = 2 * decodes if has_graphs else 0
+        self._graph_rows = rows = 2 * decodes + MAX_STAGGERED if has_graphs else 0
         self._table = torch.zeros(rows + num_ints if self._is_staged else 0, dtype=torch.int32, device=device)
         self.latest = self._table[:rows]
         self._token_ids = torch.zeros(num_rows if self._is_staged else 0, dtype=torch.int32, device=device)
         self._hand_overs = [
             [self._hand_over(decodes) if place.host_attends else None for place in places] for _ in range(2)
         ]
+        # What staggered decodes have; None: no place is attended to by the CPU.
+        self.staggered: StaggeredMemory | None = None
+        if any(place.host_attends for place in places):
+            self.staggered = StaggeredMemory(config, dtype, device)
         # Where contexts are cut at all, parts are at most as many as keep the GPU busy (see `num_splits`).
         parts = heads * max(num_programs // config.num_kv_heads, 1)
         self._partial_out = torch.empty(parts * head_dim, dtype=torch.float32, device=device)
@@ -132,6 +143,7 @@ class Workspace:
         handed_over = [each for both in self._hand_overs for each in both if each is not None]
         on_host = [tensor for each in handed_over for tensor in (each.qkv, each.out, each.flags)]
         on_host += self._staged
+        on_host += () if self.staggered is None else self.staggered.on_host
         self.fits_graphs = device.type == "cpu" or all(tensor.is_pinned() for tensor in on_host)
         self._known: dict[tuple[Bucket, int], BatchMemory] = {}
 
@@ -174,7 +186,12 @@ class Workspace:
             for rows in bucket.sub_batches
         ]
         shapes = [
-            ((rows.count,),) * 4 + ((decodes,), (decodes, bucket.max_blocks))
+            (
+                *((rows.count,),) * 4,
+                (decodes,),
+                (decodes, bucket.max_blocks),
+                (self._config.num_layers, rows.staggered),
+            )
             for rows, decodes in zip(bucket.sub_batches, device_decodes, strict=True)
         ]
         num_ints = sum(math.prod(shape) for each in shapes for shape in each)
@@ -251,16 +268,19 @@ class Workspace:
 def device_bytes(config: ModelConfig, dtype: torch.dtype, capacity: Capacity, num_programs: int) -> int:
     """Return about what a `Workspace` takes of a GPU's memory, graphs included."""
     rows = capacity.tokens + capacity.decodes
-    head = 2 * capacity.decodes * (config.hidden_size + config.vocab_size) * dtype.itemsize
+    last_rows = 2 * capacity.decodes + MAX_STAGGERED
+    head = last_rows * (config.hidden_size + config.vocab_size) * dtype.itemsize
     parts = max(num_programs // config.num_kv_heads, 1) * config.num_heads * (config.head_dim + 1)
-    ints = 5 * rows + 2 * capacity.decodes * (4 + capacity.blocks)
+    slots = config.num_layers * MAX_STAGGERED
+    staggered = slots * (2 * config.hidden_size * dtype.itemsize + 8 * config.head_dim)
+    ints = 5 * rows + 2 * capacity.decodes * (4 + capacity.blocks) + slots
     nowhere = torch.device("meta")
     scratch = Scratch.empty(config, capacity.tokens, dtype, nowhere)
     states = [State.empty(config, n, dtype, nowhere, scratch) for n in (capacity.tokens, capacity.decodes)]
     parts_of: tuple[Scratch | State, ...] = (scratch, *states)
     values = [getattr(part, field.name) for part in parts_of for field in fields(part)]
     taken = sum(value.nbytes for value in values if isinstance(value, Tensor))
-    return taken + head + 4 * (parts + ints)
+    return taken + head + staggered + 4 * (parts + ints)
 
 
 def _cut(ints: Tensor, begin: int, shapes: Sequence[tuple[int, ...]]) -> Inputs:

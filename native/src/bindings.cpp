@@ -68,7 +68,8 @@ std::unique_ptr<Relay> make_relay(const std::vector<Layer>& layers, int num_thre
   return std::make_unique<Relay>(views, num_threads, isa_from_name(isa));
 }
 
-using Batch = std::tuple<Decode, Tensor, int>;  // and flags, index
+// And flags, index. The tensors of decodes by layer have a dimension of layers before the others.
+using Batch = std::tuple<Decode, Tensor, int>;
 
 // what, whether it goes to the host, whether it is behind, slots, (k, v) of even and of odd layers, flags
 using Rows = std::tuple<Tensor, Tensor>;
@@ -76,7 +77,9 @@ using Transfer = std::tuple<std::string, bool, bool, Tensor, Rows, Rows, Tensor>
 
 RelayItem relay_item(const Batch& batch) {
   const auto& [decode, flags, index] = batch;
-  return RelayBatch{arguments(decode), view("flags", flags), index};
+  const DecodeArguments all = arguments(decode);
+  if (all.q.shape.size() > 3) return RelayBatch::by_layer(all, view("flags", flags), index);
+  return RelayBatch{{all}, view("flags", flags), index};
 }
 
 RelayItem relay_item(const Transfer& transfer) {

@@ -97,6 +97,7 @@ class DecodeCall {
                   num_threads, Scratch::own().requests) {}
 
   void run() {
+    if (schedule_.requests().empty()) return;
     const int64_t heads = schedule_.most_heads_per_item();
     const int64_t rows = heads * padded_group_;
     q_bf16_floats_ = dot_products_ ? rows * padded_head_dim_ / 2 : 0;

@@ -44,6 +44,7 @@ DecodeSchedule::DecodeSchedule(const int32_t* context_lens, int64_t batch, int64
     : requests_(requests), kv_heads_(shape.kv_heads) {
   requests_.clear();
   for (int64_t b = 0; b < batch; ++b) {
+    if (context_lens[b] == 0) continue;
     DecodeRequest request{};
     request.b = b;
     request.end = context_lens[b];

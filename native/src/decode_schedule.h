@@ -54,8 +54,8 @@ class DecodeSchedule {
     int64_t bytes_per_token;  // keys and values of one KV head
   };
 
-  // Requests of these lengths, which attend to their last `window` tokens only unless it is 0. `requests` is
-  // memory to use, and must live as long.
+  // Requests of these lengths, which attend to their last `window` tokens only unless it is 0; those of
+  // length 0 have no part in it. `requests` is memory to use, and must live as long.
   DecodeSchedule(const int32_t* context_lens, int64_t batch, int64_t window, const Shape& shape,
                  int num_threads, std::vector<DecodeRequest>& requests);
 

@@ -32,7 +32,7 @@ void check_context(const TensorView& block_tables, const TensorView& context_len
   const int64_t num_blocks = cache.num_slots() / block_tokens;
   const int64_t capacity = block_tables.size(1) * block_tokens;
   for (int64_t b = 0; b < context_lens.size(0); ++b) {
-    if (lens[b] < 1) fail("context_lens[", b, "] is ", lens[b], "; a request attends to at least 1 token");
+    if (lens[b] < 0) fail("context_lens[", b, "] is ", lens[b], "; there are no fewer than 0 tokens");
     if (lens[b] > capacity) {
       fail("context_lens[", b, "] is ", lens[b], ", beyond the ", capacity, " tokens of its block table (",
            block_tables.size(1), " blocks of ", block_tokens, ")");

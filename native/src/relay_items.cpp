@@ -8,9 +8,33 @@ namespace {
 // What a transfer moves in one call: its threads are soon free for attention.
 constexpr int64_t kTransferBytes = 1 << 20;
 
-void check_arguments(const RelayBatch& batch, const PagedCache& cache) { batch.arguments.check(cache, 0); }
+TensorView part_of(const TensorView& whole, int64_t layer) {
+  const int64_t at = layer * whole.stride(0) * static_cast<int64_t>(size_of(whole.dtype));
+  return {whole.name,
+          static_cast<char*>(whole.data) + at,
+          whole.dtype,
+          {whole.shape.begin() + 1, whole.shape.end()},
+          {whole.strides.begin() + 1, whole.strides.end()}};
+}
 
-void check_arguments(const RelayTransfer& transfer, const PagedCache& cache) {
+DecodeArguments part_of(const DecodeArguments& whole, int64_t layer) {
+  DecodeArguments part = whole;
+  part.q = part_of(whole.q, layer);
+  part.out = part_of(whole.out, layer);
+  part.block_tables = part_of(whole.block_tables, layer);
+  part.context_lens = part_of(whole.context_lens, layer);
+  if (whole.new_rows) part.new_rows = {part_of(whole.new_rows->k, layer), part_of(whole.new_rows->v, layer)};
+  return part;
+}
+
+void check_arguments(const RelayBatch& batch, const PagedCache& cache, size_t num_layers) {
+  if (batch.layers.size() != 1 && batch.layers.size() != num_layers) {
+    fail("there are decodes of ", batch.layers.size(), " layers; expected ", num_layers);
+  }
+  for (const DecodeArguments& arguments : batch.layers) arguments.check(cache, 0);
+}
+
+void check_arguments(const RelayTransfer& transfer, const PagedCache& cache, size_t) {
   for (const KVRows& rows : transfer.rows) {
     rows.check(cache);
     if (transfer.to_host) continue;
@@ -32,6 +56,23 @@ void move(const RelayTransfer& transfer, const PagedCache& cache, size_t layer, 
 
 }  // namespace
 
+RelayBatch RelayBatch::by_layer(const DecodeArguments& all, const TensorView& flags, int index) {
+  std::vector<const TensorView*> tensors{&all.q, &all.out, &all.block_tables, &all.context_lens};
+  if (all.new_rows) tensors.insert(tensors.end(), {&all.new_rows->k, &all.new_rows->v});
+  for (const TensorView* tensor : tensors) {
+    check_dims(*tensor, "[layers, ...]",
+               tensor == &all.context_lens   ? 2
+               : tensor == &all.block_tables ? 3
+                                             : 4);
+    if (tensor->size(0) != all.q.size(0)) {
+      fail(tensor->name, " has shape ", to_string(tensor->shape), "; expected ", all.q.size(0), " layers");
+    }
+  }
+  RelayBatch batch{{}, flags, index};
+  for (int64_t layer = 0; layer < all.q.size(0); ++layer) batch.layers.push_back(part_of(all, layer));
+  return batch;
+}
+
 std::atomic_ref<int32_t> flag(const RelayItem& item, FlagKind kind, size_t layer) {
   const TensorView& flags =
       std::visit([](const auto& each) -> const TensorView& { return each.flags; }, item);
@@ -42,7 +83,7 @@ std::atomic_ref<int32_t> flag(const RelayItem& item, FlagKind kind, size_t layer
 void check(const RelayItem& item, const PagedCache& cache, size_t num_layers) {
   std::visit(
       [&](const auto& each) {
-        check_arguments(each, cache);
+        check_arguments(each, cache, num_layers);
         check_shape(each.flags, "[2, layers, ints of a cache line]",
                     {2, static_cast<int64_t>(num_layers), kFlagInts});
         check_dtype(each.flags, {DType::kInt32});
@@ -66,7 +107,7 @@ bool is_awaited(const RelayItem& item, size_t layer) {
 void run(const RelayItem& item, const PagedCache& cache, int64_t window, size_t layer, int num_threads,
          Isa isa) {
   if (const auto* batch = std::get_if<RelayBatch>(&item)) {
-    batch->arguments.run(cache, window, num_threads, isa);
+    batch->of(layer).run(cache, window, num_threads, isa);
   } else {
     move(std::get<RelayTransfer>(item), cache, layer, num_threads, isa);
   }
@@ -75,7 +116,9 @@ void run(const RelayItem& item, const PagedCache& cache, int64_t window, size_t 
 std::string words(const RelayItem& item, size_t layer, bool is_waiting) {
   const auto of = [](const std::string& what, size_t l) { return what + " of layer " + std::to_string(l); };
   if (const auto* batch = std::get_if<RelayBatch>(&item)) {
-    const std::string place = std::to_string(layer) + " of sub-batch " + std::to_string(batch->index);
+    const std::string place = std::to_string(layer) + " of " +
+                              (batch->is_by_layer() ? "staggered decodes in " : "") + "sub-batch " +
+                              std::to_string(batch->index);
     return (is_waiting ? "the GPU did not hand over q, k and v for layer "
                        : "the CPU did not end its attention for layer ") +
            place;

@@ -24,7 +24,7 @@ class Gpu {
         flags_("flags", DType::kInt32, {2, layers, kFlagInts}, packed_strides({2, layers, kFlagInts}),
                random) {}
 
-  RelayBatch batch() const { return {problem_.arguments(), flags_.view()}; }
+  RelayBatch batch() const { return {{problem_.arguments()}, flags_.view()}; }
 
   // Runs all layers. The answers of those before `checked` must be right.
   void run(int64_t checked) {
@@ -110,7 +110,7 @@ void test_relay(Random& random, Report& report) {
   // What is wrong is found before anything begins, and what is right can follow.
   Gpu gpu(problem, answer, layers, random);
   RelayBatch wrong = gpu.batch();
-  wrong.arguments.block_size = -1;
+  wrong.layers[0].block_size = -1;
   try {
     relay->start({wrong});
     report.fail("a negative block size was not refused");

@@ -387,6 +387,8 @@ def test_the_memory_of_a_workspace_is_known_beforehand() -> None:
         tensors += [workspace._table, workspace._token_ids, workspace.tokens]
         tensors += [workspace.last_hidden, workspace.logits]
         tensors += [workspace._partial_out, workspace._partial_lse]
+        assert workspace.staggered is not None
+        tensors += [workspace.staggered.waiting, workspace.staggered.cos, workspace.staggered.sin]
         taken = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
         assert taken == pytest.approx(device_bytes(config, torch.float16, capacity, 32), rel=0.1)
 

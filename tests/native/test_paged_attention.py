@@ -258,6 +258,40 @@ def test_result_depends_neither_on_threads_nor_on_the_batch(isa: str, paired: bo
         assert torch.equal(alone.run(isa=isa), out[b : b + 1])
 
 
+@each_isa
+@each_layout
+@pytest.mark.parametrize("present", [(), (2,), (0, 3)])
+def test_rows_in_which_there_is_no_request_stay_as_they_are(
+    isa: str, paired: bool, present: tuple[int, ...]
+) -> None:
+    case = make_case([300, 5, 40, 1100], group=2, paired=paired)
+    expected = torch.full_like(case.q, 7.0)
+    expected[list(present)] = case.run(isa=isa)[list(present)]
+    caches = case.k_cache.nan_to_num(), case.v_cache.nan_to_num()
+    for request in range(4):
+        case.context_lens[request] *= request in present
+    out = torch.full_like(case.q, 7.0)
+    new = torch.zeros(4, case.k_cache.shape[1], 64)
+    assert torch.equal(case.run(isa=isa, out=out), expected)
+    case.context_lens.zero_()
+    native.paged_attention_decode(
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.block_tables,
+        case.context_lens,
+        1.0,
+        out,
+        block_size=case.block_size,
+        k=new,
+        v=new,
+        isa=isa,
+    )
+    assert torch.equal(out, expected)
+    assert torch.equal(case.k_cache.nan_to_num(), caches[0])
+    assert torch.equal(case.v_cache.nan_to_num(), caches[1])
+
+
 def test_empty_batch() -> None:
     case = make_case([5])
     out = native.paged_attention_decode(

@@ -42,6 +42,45 @@ def test_sub_batches_take_turns_within_a_layer() -> None:
     assert times[-1] <= time.perf_counter_ns()
 
 
+def test_decodes_by_layer_are_attended_to_where_they_stand() -> None:
+    """In each layer other requests, in slots of which some are empty; behind a sub-batch of its own place."""
+    case = make_case([400, 120, 77, 33], group=2)
+    ordinary, of_layer = batch_of(case), batch_of(case)
+    present = torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 0, 1]], dtype=torch.int32)
+    everything = {
+        name: torch.stack([getattr(of_layer, name)] * NUM_LAYERS)
+        for name in ("q", "k", "v", "out", "block_tables", "context_lens")
+    }
+    staggered = replace(of_layer, **everything)
+    staggered.context_lens.mul_(present)
+    staggered.q.mul_(torch.tensor([1.0, 2.0, 3.0]).view(-1, 1, 1, 1))
+    relay = relay_of(case)
+    relay.start([ordinary, staggered])
+    for layer in range(NUM_LAYERS):
+        assert torch.equal(hand_over(ordinary, layer), case.run())
+        out = hand_over(staggered, layer)[layer]
+        expected = replace(case, q=case.q * (layer + 1)).run()
+        is_there = present[layer].bool()
+        assert torch.equal(out[is_there], expected[is_there])
+        assert bool(out[~is_there].isnan().all())
+    assert [(step.layer, step.item) for step in relay.finish()] == [(i, b) for i in range(3) for b in (0, 1)]
+
+
+def test_decodes_by_layer_are_of_all_layers() -> None:
+    case = make_case([400, 120])
+    relay, batch = relay_of(case), batch_of(case)
+    wide = {
+        name: torch.stack([getattr(batch, name)] * 2)
+        for name in ("q", "k", "v", "out", "block_tables", "context_lens")
+    }
+    with pytest.raises(ValueError, match="there are decodes of 2 layers; expected 3"):
+        relay.start([replace(batch, **wide)])
+    with pytest.raises(ValueError, match=r"context_lens has shape .* expected 2 dimensions"):
+        relay.start([replace(batch, **wide | {"context_lens": batch.context_lens})])
+    with pytest.raises(ValueError, match=r"k has shape .*; expected 2 layers"):
+        relay.start([replace(batch, **wide | {"k": wide["k"][:1]})])
+
+
 def test_a_cancelled_iteration_lets_nobody_wait_and_the_next_one_is_right() -> None:
     case = make_case([400, 120])
     batch = batch_of(case)

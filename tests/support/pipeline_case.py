@@ -12,6 +12,7 @@ from torch_layer import TorchLayer
 
 from neo_desktop.engine.batch import (
     BlockCopy,
+    Cohort,
     IterationPlan,
     IterationResult,
     SamplingInput,
@@ -91,12 +92,13 @@ def reference_logprobs(model: Decoder, token_ids: list[int]) -> Tensor:
 
 
 @dataclass
-class _Request:
+class Request:
     name: str
     token_ids: list[int]
     place: Place
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    is_staggered: bool = False  # on its way through the layers, one in each turn
 
 
 class RandomIterations:
@@ -119,23 +121,27 @@ class RandomIterations:
         self._free = {place: list(range(num_blocks)) for place in places}
         for blocks in self._free.values():
             self._rng.shuffle(blocks)
-        self._requests: list[_Request] = []
+        self._requests: list[Request] = []
         self._num_made = 0
 
     def plans(self, count: int) -> Iterator[tuple[IterationPlan, dict[str, list[int]]]]:
         """Yield plans, each with the whole context of each of its sequences."""
+        copies: list[BlockCopy] = []
         for _ in range(count):
             self._leave()
-            copies = self._move()
+            copies += self._move()
             self._join()
+            cohorts = self._make_cohorts()
             sequences = [s for request in self._requests if (s := self._schedule(request)) is not None]
-            if not sequences:
+            if not sequences and not cohorts:
                 continue
+            plan = IterationPlan(self._split(sequences), tuple(copies), staggered=cohorts)
+            copies = []
             yield (
-                IterationPlan(self._split(sequences), tuple(copies)),
+                plan,
                 {
                     request.name: request.token_ids[: s.context_len]
-                    for s in sequences
+                    for s in plan.all_sequences
                     for request in self._requests
                     if request.name == s.request_id
                 },
@@ -153,7 +159,7 @@ class RandomIterations:
                 self._requests.remove(request)
                 self._give_up(request)
 
-    def _give_up(self, request: _Request) -> None:
+    def _give_up(self, request: Request) -> None:
         self._rng.shuffle(request.blocks)
         self._free[request.place].extend(request.blocks)
         request.blocks = []
@@ -162,7 +168,7 @@ class RandomIterations:
         copies = []
         for request in self._rng.sample(self._requests, len(self._requests)):
             place = self._rng.choice(self._places)
-            if place == request.place or self._rng.random() < 0.5:
+            if place == request.place or request.is_staggered or self._rng.random() < 0.5:
                 continue
             if len(self._free[place]) < len(request.blocks):
                 continue
@@ -180,18 +186,28 @@ class RandomIterations:
             self._num_made += 1
             tokens = [self._rng.randrange(257) for _ in range(self._rng.randint(1, 40))]
             self._requests.append(
-                _Request(f"request {self._num_made}", tokens, self._rng.choice(self._places))
+                Request(f"request {self._num_made}", tokens, self._rng.choice(self._places))
             )
 
-    def _schedule(self, request: _Request) -> ScheduledSequence | None:
+    def _make_cohorts(self) -> tuple[Cohort, ...]:
+        """Staggered decodes, by stage: there are none."""
+        return ()
+
+    def _take_blocks(self, request: Request, context_len: int) -> bool:
+        """Give a request blocks for so many tokens, if there are as many."""
+        free = self._free[request.place]
+        needed = -(-context_len // self._block_size) - len(request.blocks)
+        if needed > len(free):
+            return False
+        request.blocks += [free.pop() for _ in range(needed)]
+        return True
+
+    def _schedule(self, request: Request) -> ScheduledSequence | None:
         rest = len(request.token_ids) - request.num_computed
         count = self._rng.choice((rest, self._rng.randint(0, rest)))
         context_len = request.num_computed + count
-        free = self._free[request.place]
-        needed = -(-context_len // self._block_size) - len(request.blocks)
-        if count == 0 or needed > len(free):
+        if count == 0 or request.is_staggered or not self._take_blocks(request, context_len):
             return None
-        request.blocks += [free.pop() for _ in range(needed)]
         start, request.num_computed = request.num_computed, context_len
         is_sampled = context_len == len(request.token_ids) or self._rng.random() < 0.5
         return ScheduledSequence(
@@ -223,7 +239,7 @@ def check_result(
 ) -> None:
     """Every sampled sequence has the reference's token, and its logits."""
     assert not result.failed
-    sampled = {s.request_id for s in plan.sequences if s.sampling is not None}
+    sampled = {s.request_id for s in plan.all_sequences if s.sampling is not None}
     assert result.sampled.keys() == sampled
     for name, token in result.sampled.items():
         expected = reference_logprobs(model, contexts[name])

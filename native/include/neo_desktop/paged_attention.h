@@ -27,7 +27,8 @@ struct DecodeArguments {
   TensorView out;           // as q
   TensorView block_tables;  // [batch, max_blocks] int32; token t of request b is in slot
                             // block_tables[b, t / block_size] * block_size + t % block_size
-  TensorView context_lens;  // [batch] int32, tokens in the cache, the newest included
+  TensorView context_lens;  // [batch] int32, tokens in the cache, the newest included; 0: there is no
+                            // request, and its row of `out` stays as it is
   // Where given, they are first written to the last of the context's slots, which no two requests may share;
   // else the cache holds them already.
   std::optional<NewRows> new_rows;

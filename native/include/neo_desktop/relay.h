@@ -42,13 +42,23 @@ struct RelayLayer {
 
 constexpr int64_t kFlagInts = 16;  // a flag has a cache line to itself
 
-// What one sub-batch hands over, in the same memory in every layer.
+// What is attended to in every layer: a sub-batch's decodes, or decodes of which each is in a layer of its
+// own.
 struct RelayBatch {
-  DecodeArguments arguments;
+  // Either one, for all layers: what a sub-batch hands over, in the same memory in each of them. Or one for
+  // each layer.
+  std::vector<DecodeArguments> layers;
   // [2, layers, kFlagInts] int32: flags[0, layer, 0] becomes 1 when q, k and v of the layer are there,
   // flags[1, layer, 0] when the output is.
   TensorView flags;
   int index = 0;  // of the sub-batch, for people
+
+  // Decodes by layer. All tensors of `all` have a dimension of layers before the others. Throws
+  // std::invalid_argument if they have not.
+  static RelayBatch by_layer(const DecodeArguments& all, const TensorView& flags, int index);
+
+  bool is_by_layer() const { return layers.size() > 1; }
+  const DecodeArguments& of(size_t layer) const { return layers[is_by_layer() ? layer : 0]; }
 };
 
 // Rows that cross over in every layer between slots of host memory and the GPU, the same slots in all of

@@ -122,7 +122,8 @@ def paged_attention_decode(
             block_tables[b, t // block_size] * block_size + t % block_size, and slot s is row
             s % page_tokens of page s // page_tokens. Entries outside a request's context or window are not
             read.
-        context_lens: [batch] int32, tokens in the cache, the newest included; at least 1.
+        context_lens: [batch] int32, tokens in the cache, the newest included; 0: there is no request, and its
+            row of `out` stays as it is.
         scale: multiplies q·k, usually head_dim ** -0.5.
         out: [batch, heads, head_dim], fp32, fp16 or bf16, made in q's dtype when None; must not overlap the
             inputs.

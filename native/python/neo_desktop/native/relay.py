@@ -30,7 +30,11 @@ class RelayLayer:
 
 @dataclass(frozen=True, slots=True)
 class RelayBatch:
-    """What one sub-batch hands over, in the same memory in every layer; see `paged_attention_decode`."""
+    """What one sub-batch hands over, in the same memory in every layer; see `paged_attention_decode`.
+
+    Or decodes of which each is in a layer of its own: then all tensors but the flags have a dimension of
+    layers before the others.
+    """
 
     q: Tensor  # [requests, heads, head_dim]
     k: Tensor  # [requests, kv_heads, head_dim], of the newest tokens
