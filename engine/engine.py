@@ -1,7 +1,9 @@
 """The engine: requests go in at any time, every step brings some tokens out."""
 
 import itertools
+import logging
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +39,8 @@ from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import Scheduler
 from neo_desktop.engine.stats import EngineStats
 from neo_desktop.models.config import GenerationDefaults
+
+logger = logging.getLogger(__name__)
 
 WEIGHTS_SHARE = 0.5  # of the progress of loading; the rest is for measuring, which only the first start needs
 
@@ -78,6 +82,8 @@ class Engine:
         self._notes = Notes(timeline)
         self._iterations = Iterations(scheduler, executor, cost_model, self._notes)
         self._arrivals = itertools.count(1)
+        self._first_asked_s: float | None = None  # when the first request came
+        self._has_answered = False
 
     @classmethod
     def from_pretrained(
@@ -201,6 +207,8 @@ class Engine:
 
     def add(self, request_id: str, prepared: PreparedRequest) -> None:
         """Queue a request; its n outputs are told apart by their `choice`."""
+        if self._first_asked_s is None:
+            self._first_asked_s = time.perf_counter()
         for request in new_requests(
             request_id, prepared, self.intake, self.eos_token_ids, self.grammars, self._arrivals
         ):
@@ -231,7 +239,12 @@ class Engine:
 
     def take_outputs(self) -> list[RequestOutput]:
         """Return what requests gained since the last call; best while an iteration is under way."""
-        return self._iterations.take_outputs()
+        outputs = self._iterations.take_outputs()
+        if not self._has_answered and self._first_asked_s is not None and any(o.tokens for o in outputs):
+            self._has_answered = True
+            seconds = time.perf_counter() - self._first_asked_s
+            logger.info("%s: the first token came %.2f s after the first request", self.model_name, seconds)
+        return outputs
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -1,5 +1,7 @@
 """From a model's name to the parts of an engine: device, dtype, weights, tokenizer, memory."""
 
+import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from neo_desktop.models.registry import check_model, load_model, random_model
 from neo_desktop.models.shapes import shape as published_shape
 from neo_desktop.models.stored_form import StoredForm, stored_form
 from neo_desktop.models.tokenizer import ByteTokenizer, Tokenizer
+
+logger = logging.getLogger(__name__)
 
 BUILTIN_NAME = "neo-desktop-guide"  # as the API calls it
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -64,9 +68,11 @@ def load(options: EngineOptions, progress: Progress | None = None) -> LoadedMode
             decoder = random_model(config, dtype=dtype, device=device)
         return LoadedModel(f"{options.shape} (random weights)", config, decoder, ByteTokenizer(), streams)
 
+    started_s = time.perf_counter()
     checkpoint = open_checkpoint(model_path(options.model))
     config = checkpoint.config()
     weights = check_model(checkpoint, config)  # before anything is decided by numbers that may be wrong
+    checkpoint.read_ahead()
     tokenizer = checkpoint.tokenizer()
     form = kept_form(stored_form(weights, config), options, device)
     dtype = choose_dtype(asked_dtype(options), config, device, form=form)
@@ -78,6 +84,8 @@ def load(options: EngineOptions, progress: Progress | None = None) -> LoadedMode
     with streams.on_device():
         decoder = load_model(checkpoint, config, dtype=dtype, device=device, progress=loaded, form=form)
     name = BUILTIN_NAME if options.model == BUILTIN else checkpoint.name
+    seconds, gb = time.perf_counter() - started_s, weights.nbytes / 1e9
+    logger.info("%s: loaded in %.2f s, %.2f GB of files, %.2f GB/s", name, seconds, gb, gb / seconds)
     return LoadedModel(name, config, decoder, tokenizer, streams)
 
 

@@ -31,6 +31,9 @@ class Checkpoint(Protocol):
     def weights(self) -> Weights:
         """Return its weights, of which only headers have been read."""
 
+    def read_ahead(self) -> None:
+        """Have the system begin to read the weights, while something else is made ready; returns soon."""
+
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a folder or a file.

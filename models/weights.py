@@ -166,6 +166,11 @@ class Weights:
         self.tensors = tensors
 
     @property
+    def nbytes(self) -> int:
+        """Bytes in the files."""
+        return sum(stored.nbytes for stored in self.tensors.values())
+
+    @property
     def stored_as(self) -> str:
         """The types of most of the bytes, as the format calls them: "Q4_1 and Q8_0"."""
         nbytes = Counter[str]()
@@ -214,8 +219,7 @@ class Weights:
 
         Raises ModelError for a weight that is not finite once cast to `dtype`.
         """
-        total_bytes = sum(stored.nbytes for stored in self.tensors.values())
-        done_bytes = 0
+        total_bytes, done_bytes = self.nbytes, 0
         for name, stored in self.tensors.items():
             load_stored, blocks = weights[name].load_stored, stored.blocks
             if load_stored is not None and blocks is not None:

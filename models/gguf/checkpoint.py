@@ -70,6 +70,9 @@ class GGUFCheckpoint:
     def tokenizer(self) -> Tokenizer:  # noqa: D102
         return make_tokenizer(self.vocabulary)
 
+    def read_ahead(self) -> None:  # noqa: D102
+        self.file.read_ahead.at(0)
+
     def check_tokenizer(self) -> None:
         """Raise ModelError for a kind of tokenizer that is not supported; it is not made."""
         check_kind(self.vocabulary)

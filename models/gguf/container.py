@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from neo_desktop.models.gguf.types import TYPES, StoredType
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError, check_size
+from neo_desktop.models.read_ahead import ReadAhead
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -112,6 +113,7 @@ class GGUFFile:
         places = [reader.tensor() for _ in range(num_tensors)]
         start = _aligned(reader.position, self._alignment(reader))
         self.tensors = self._placed(reader, places, start)
+        self.read_ahead = ReadAhead(path)
 
     def raw(self, place: TensorPlace) -> NDArray[np.uint8]:
         """Return the bytes of a tensor as they lie in the file, a view that cannot be written to."""

@@ -13,6 +13,7 @@ from neo_desktop.models.gguf.container import GGUFFile, TensorPlace
 from neo_desktop.models.gguf.types import PIECE_ELEMENTS, Blocks, StoredType
 from neo_desktop.models.json_file import ModelError
 
+STORED_PIECE_ELEMENTS = 2**25  # of rows that stay as they are stored: work for many threads
 ROPE_FACTORS = "rope_freqs.weight"  # part of the configuration
 
 _NAMES = {
@@ -102,8 +103,9 @@ class GGUFTensor:
     def raw_pieces(self, rows: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the first row and bytes as stored, of multiples of `rows` rows and of the rest."""
         unit = math.lcm(rows, self.rotated_heads or 1)
-        step = max(PIECE_ELEMENTS // self.shape[1] // unit, 1) * unit
+        step = max(STORED_PIECE_ELEMENTS // self.shape[1] // unit, 1) * unit
         for first in range(0, self.shape[0], step):
+            self.source.read_ahead.at(self.place.offset + first * (self.nbytes // self.shape[0]))
             yield first, self.raw(first, min(first + step, self.shape[0]))
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:  # noqa: D102
@@ -114,6 +116,7 @@ class GGUFTensor:
         if len(self.shape) == 1:
             step = self.shape[0]
         for first in range(0, self.shape[0], step):
+            self.source.read_ahead.at(self.place.offset + first * (self.nbytes // self.shape[0]))
             yield first, self.dequantised(first, min(first + step, self.shape[0]))
 
 

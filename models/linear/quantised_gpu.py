@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from neo_desktop.models.gguf.types import PIECE_ELEMENTS
 from neo_desktop.models.linear.grouped import MOST_ROWS, Dequantise, Grouped, multiply_many
 from neo_desktop.models.linear.quantised import PartShape
 
@@ -81,7 +82,8 @@ class QuantisedOnGPU:
         self._missing_rows -= len(raw)
         for part in self.parts:
             if row < part.rows:
-                part.load(row, raw)
+                for first in range(0, len(raw), step := max(PIECE_ELEMENTS // part.columns, 1)):
+                    part.load(row + first, raw[first : first + step])
                 break
             row -= part.rows
         if self._missing_rows == 0 and self._device.type == "cuda":

@@ -8,6 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.json_file import JsonFile, ModelError, check_size
+from neo_desktop.models.read_ahead import ReadAhead
 from neo_desktop.models.safetensors.packed import NAMES, packed_tensor
 from neo_desktop.models.safetensors.scaled import TYPES, scaled_tensor
 from neo_desktop.models.safetensors.scheme import Packed, Scheme, read_scheme
@@ -39,6 +40,9 @@ class SafetensorsFolder:
 
     def tokenizer(self) -> Tokenizer:  # noqa: D102
         return Tokenizer.from_pretrained(self.path)
+
+    def read_ahead(self) -> None:  # noqa: D102
+        ReadAhead(_weight_files(self.path)[0]).at(0)
 
     def weights(self) -> Weights:
         """Read `model.safetensors`, or the headers of the files that `model.safetensors.index.json` names."""

@@ -51,6 +51,22 @@ def transformers_greedy(folder: Path, prompt: list[int], num_tokens: int) -> lis
     return output[0, len(prompt) :].tolist()
 
 
+def test_a_start_tells_how_long_loading_and_the_first_token_took(
+    checkpoints: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with Engine.from_pretrained(
+        checkpoints["llama"], device="cpu", policy="gpu-only", gpu_cache_tokens=512
+    ) as engine:
+        engine.generate(prompts(3), SamplingParams(max_tokens=3))
+        engine.generate(prompts(1), SamplingParams(max_tokens=3))
+    said = [message for message in caplog.messages if message.startswith(f"{engine.model_name}: ")]
+    assert len(said) == 2
+    assert "loaded in" in said[0]
+    assert "GB/s" in said[0]
+    assert "the first token came" in said[1]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_64_greedy_tokens_are_those_of_transformers_alone_and_batched(
     checkpoints: dict[str, Path], family: str
