@@ -325,6 +325,22 @@ def test_a_real_model_writes_what_llama_cpp_writes() -> None:
 
 
 @needs_llama_cpp
+def test_a_real_model_is_served_by_llama_cpp_where_that_is_asked_for() -> None:
+    file = smollm2()
+    options = EngineOptions(device="cpu", cpu_cache_tokens=2048)
+    loader = ModelLoader(Catalogue([file.parent]), options, backend="llamacpp")
+    service = loader(file.stem, nothing)
+    prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    with running(service._link) as server:
+        ask = server.client().completions.create
+        whole = ask(model=file.stem, prompt=prompt, max_tokens=24, temperature=0)
+        assert "Paris" in whole.choices[0].text
+        pieces = ask(model=file.stem, prompt=prompt, max_tokens=24, temperature=0, stream=True)
+        assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == whole.choices[0].text
+    service.close()
+
+
+@needs_llama_cpp
 def test_its_tokenizer_is_that_of_the_engine() -> None:
     file = smollm2()
     theirs, ours = LlamaCppTokenizer(file), open_checkpoint(file).tokenizer()
@@ -353,6 +369,7 @@ def test_a_model_that_the_engine_has_not_is_answered(tmp_path: Path) -> None:
         head_dim=16,
         max_position_embeddings=256,
     )
+    torch.manual_seed(1)
     model = GemmaForCausalLM(config)
     for name, weight in model.named_parameters():  # its norms are stored as what they multiply by
         torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)

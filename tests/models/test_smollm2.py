@@ -134,6 +134,25 @@ def test_kept_as_it_is_stored_it_answers(file: Path) -> None:
     assert [output.token_ids for output in together] == [output.token_ids for output in alone]
 
 
+def test_its_tokens_are_those_of_llama_cpp_or_as_good(file: Path) -> None:
+    """Both round inputs to 8 bits, each in its own way: where they part, two tokens are about as probable."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    prompts = [open_checkpoint(file).tokenizer().encode(prompt) for prompt in PROMPTS]
+    settings = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with Engine.from_pretrained(file, device="cpu", policy="gpu-only", gpu_cache_tokens=2048) as engine:
+        outputs = engine.generate(prompts, settings)
+    theirs = llama_cpp.Llama(str(file), n_ctx=512, logits_all=True, verbose=False)
+    same = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        theirs.reset()
+        theirs.eval([*prompt, *output.token_ids])
+        logits = torch.from_numpy(theirs.scores[len(prompt) - 1 : theirs.n_tokens - 1].copy())
+        chosen = logits.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+        assert (chosen > logits.amax(1) - 0.5).all()
+        same += (chosen == logits.amax(1)).tolist()
+    assert sum(same) >= 0.9 * len(same)
+
+
 def test_its_tokenizer_is_that_of_transformers(checkpoint: Checkpoint, file: Path) -> None:
     """Which does not know how this one cuts numerals that are no digits ("½"): such texts are left out."""
     theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
