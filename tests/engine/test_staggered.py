@@ -1,16 +1,25 @@
 """Decodes that go through the layers at their own pace give the tokens of a plain computation."""
 
+import random
+import threading
+from dataclasses import replace
+
 import pytest
-from executors import thread_executor
-from pipeline_case import BLOCK_SIZE, check_result, make_storage, tiny_model
-from staggered_case import StaggeredIterations
+from executors import Hook, HookedLanes, thread_executor
+from graph_case import prompts
+from pipeline_case import BLOCK_SIZE, NUM_LAYERS, check_result, make_storage, tiny_model
+from staggered_case import Conveyor, StaggeredIterations
 from torch_layer import TorchLayer
 
+from neo_desktop.engine.batch import MAX_STAGGERED
+from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.kv.layer import KVLayer
-from neo_desktop.engine.placement import PLACES
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.models.decoder import Decoder
 
+PATIENCE_S = 20.0  # for what must come at once; only a defect waits for so long
 NUM_BLOCKS = 24
 
 
@@ -43,4 +52,77 @@ def test_random_paces_change_no_token(
         if any(sequence is not None for cohort in plan.staggered[:-1] for sequence in cohort):
             assert result.timing.host_attention_ms > 0
     assert iterations.num_ended > 0
+    executor.close()
+
+
+def hooked_executor(model: Decoder, hook: Hook) -> PlanExecutor:
+    storage = make_storage(model, dict.fromkeys(PLACES, NUM_BLOCKS), 16)
+    return thread_executor(model, storage, lanes=HookedLanes(hook))
+
+
+def test_attention_may_take_as_long_as_the_turn(model: Decoder) -> None:
+    """The device passes all layers while the first cohort's attention has not ended, nor any behind it."""
+    has_passed, num_waited = threading.Event(), 0
+
+    def hook(lane: str, stage: Stage) -> None:
+        nonlocal num_waited
+        if lane == Lane.DEVICE and stage.name == "linear" and stage.layer == NUM_LAYERS:
+            has_passed.set()
+        if lane == Lane.CPU:
+            assert has_passed.wait(PATIENCE_S)
+            num_waited += 1
+
+    executor = hooked_executor(model, hook)
+    executor.execute(prompts("acd"))
+    for plan, contexts in Conveyor(NUM_LAYERS, "cd", ("a",)).turns(8):
+        has_passed.clear()
+        check_result(model, plan, contexts, executor.execute(plan))
+    assert num_waited == 8 * NUM_LAYERS
+    executor.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_turn_that_fails_anywhere_can_be_tried_again(model: Decoder, seed: int) -> None:
+    rng = random.Random(seed)
+    stages: list[tuple[str, str, int, int]] = []  # lane, name, layer, sub-batch
+    failing: list[tuple[str, str, int, int]] = []
+
+    def hook(lane: str, stage: Stage) -> None:
+        stages.append((lane, *stage[:3]))
+        if failing == [(lane, *stage[:3])]:
+            raise ValueError(f"{stage.name} is broken")
+
+    executor = hooked_executor(model, hook)
+    executor.execute(prompts("abcdeg"))
+    for turn, (plan, contexts) in enumerate(Conveyor(NUM_LAYERS, beside=("ab", "g")).turns(10)):
+        if turn and rng.random() < 0.7:
+            of_staggered = [each for each in stages if "staggered" in each[1]]
+            failing[:] = [rng.choice(rng.choice((stages, of_staggered)))]
+            with pytest.raises(ValueError, match=f"{failing[0][1]} is broken"):
+                executor.execute(plan)
+            failing.clear()
+        stages.clear()
+        check_result(model, plan, contexts, executor.execute(plan))
+    executor.close()
+
+
+def test_what_is_no_turn_is_refused(model: Decoder) -> None:
+    executor = make_executor(model, 16)
+    executor.execute(prompts("abcde"))
+    (plan, _), *_ = Conveyor(NUM_LAYERS).turns(1)
+    (decode, *_), *others = plan.staggered
+    assert decode is not None
+    device = decode._replace(place=Place.DEVICE)
+    chunk = decode._replace(token_ids=(1, 2))
+    too_many = ((decode, *(None,) * MAX_STAGGERED),) * (NUM_LAYERS + 1)
+    for cohorts, reason in (
+        (((decode,),) * NUM_LAYERS, "4 stages in 1 slots; expected 5 stages"),
+        (too_many, "17 slots; expected 5 stages and at most 16 slots"),
+        (((device,),) * (NUM_LAYERS + 1), "c is staggered, but no decode in the place that the CPU"),
+        (((chunk,),) * (NUM_LAYERS + 1), "c is staggered, but no decode in the place that the CPU"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            executor.execute(replace(plan, staggered=cohorts))
+    with pytest.raises(ValueError, match="the same number of slots"):
+        replace(plan, staggered=((decode,), *others))
     executor.close()

@@ -58,6 +58,7 @@ HOMES = {
     "d": (Place.HOST, (0, 7), 25),
     "e": (Place.HOST, (3,), 1),
     "f": (Place.DEVICE, (9, 11), 17),
+    "g": (Place.HOST, (4, 6), 9),
 }
 
 

@@ -166,6 +166,11 @@ class ImitatedBackend:
     def num_programs(self) -> int:
         return len({key for key, _ in self._graphs})
 
+    @property
+    def operations(self) -> Sequence[Operation]:
+        """Those of the last program, in the order in which they were given."""
+        return self._recorder.operations
+
     def on_device(self) -> AbstractContextManager[object]:
         return nullcontext()
 
@@ -260,7 +265,7 @@ class ImitatedBackend:
             num_layers: of the flags, which lie as `empty_flags` makes them.
         """
         num_waits = 0
-        operations = self._recorder.operations
+        operations = self.operations
         raised = {o.flag: o for o in operations if o.flag is not None and not o.is_wait}
         for wait in (o for o in operations if o.is_wait):
             assert wait.flag is not None

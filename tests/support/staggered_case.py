@@ -1,8 +1,13 @@
 """Random iterations among which decodes go through the layers at their own pace."""
 
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from graph_case import TOKENS, decodes
 from pipeline_case import NUM_LAYERS, RandomIterations, Request, sampling_input
 
-from neo_desktop.engine.batch import Cohort, IterationResult, ScheduledSequence
+from neo_desktop.engine.batch import Cohort, IterationPlan, IterationResult, ScheduledSequence
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.placement import Place
 
@@ -82,3 +87,42 @@ class StaggeredIterations(RandomIterations):
             request.is_staggered = False
             self.num_ended += 1
         super().take_in(result)
+
+
+@dataclass
+class Conveyor:
+    """A steady state: in each turn somebody begins, if anybody can, all others are a stage further.
+
+    Args:
+        num_layers: of the model.
+        names: who goes through the layers at their own pace, of `graph_case.HOMES`.
+        beside: who decodes in sub-batches meanwhile, a token in each turn.
+    """
+
+    num_layers: int
+    names: str = "cde"
+    beside: tuple[str, ...] = ("ab",)
+    num_turns: int = 0
+    line: list[str | None] = field(default_factory=list)  # by stage
+    steps: Counter[str] = field(default_factory=Counter)  # decodes that each has made
+
+    def turns(self, count: int) -> Iterator[tuple[IterationPlan, dict[str, list[int]]]]:
+        """Yield plans, each with the whole context of each of its sequences."""
+        for _ in range(count):
+            free = [name for name in self.names if name not in self.line[:-1]]
+            before = self.line or [None] * (self.num_layers + 1)
+            self.line = [min(free, key=lambda name: self.steps[name], default=None), *before[:-1]]
+            cohorts = tuple(self._cohort(stage, name) for stage, name in enumerate(self.line))
+            plan = replace(decodes(*self.beside, step=self.num_turns), staggered=cohorts)
+            yield plan, {s.request_id: TOKENS[s.request_id][: s.context_len] for s in plan.all_sequences}
+            self.num_turns += 1
+            if (ended := self.line[-1]) is not None:
+                self.steps[ended] += 1
+
+    def _cohort(self, stage: int, name: str | None) -> Cohort:
+        slots: list[ScheduledSequence | None] = [None] * len(self.names)
+        if name is not None:
+            (one,) = decodes(name, step=self.steps[name]).sequences
+            is_last = stage == self.num_layers
+            slots[self.names.index(name)] = one if is_last else one._replace(sampling=None)
+        return tuple(slots)
