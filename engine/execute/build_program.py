@@ -158,8 +158,8 @@ class ProgramBuilder:
             torch.from_numpy(tables).view(*shape, tables.shape[1]),
             lens.view(shape),
         )
-        of_them = rows.of_staggered
-        return Staggered(of_them, kept, memory.state, memory.inputs.staggered_positions, batch, old)
+        positions = memory.inputs.staggered_positions
+        return Staggered(rows.of_staggered, kept, self._stages, memory.state, positions, batch, old)
 
     def _check_staggered(self, plan: IterationPlan) -> None:
         if not plan.staggered:

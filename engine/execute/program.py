@@ -262,7 +262,7 @@ class Program:
             sent = recorder.run(Lane.TO_HOST, stage, partial(self._send, each, hand_off), (linear,))
             batch = hand_off.batch
             hand_off.attended = recorder.host(Lane.CPU, batch.stage(layer), batch.step(layer), (sent,))
-        exchanged = () if each.staggered is None else each.staggered.hand_over(recorder, layer, linear)
+        exchanged = () if each.staggered is None else each.staggered.exchange(recorder, layer, linear)
         if each.decodes:
             count = sum(len(decodes.context_lens) for decodes in each.decodes)
             stage = Stage("attention", layer, memory.index, count)
@@ -300,8 +300,6 @@ class Program:
     def _collect_last(self, recorder: Recorder) -> None:
         for each in self._passes:
             recorder.wait(self._collect(each, self._config.num_layers - 1, recorder))
-            if each.staggered is not None:
-                each.staggered.end(recorder)
 
     def _choose(self, recorder: Recorder) -> None:
         """Finish all rows, and choose tokens greedily; whoever samples in another way reads the logits."""
@@ -338,11 +336,7 @@ class Program:
             if memory.table is not None:
                 torch.index_select(memory.table, 0, memory.inputs.sources, out=memory.token_ids)
             stages.embed(memory.token_ids, memory.inputs.positions, state)
-        if each.staggered is not None:
-            each.staggered.come(layer) if layer else each.staggered.rotate(stages)
         stages.advance(layer - 1 if layer else None, layer, state, each.store(layer))
-        if each.staggered is not None:
-            each.staggered.go(layer)
 
     def _send(self, each: SubBatchPass, hand_off: HandOff) -> None:
         target = hand_off.batch.hand_over.qkv

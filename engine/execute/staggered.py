@@ -1,14 +1,15 @@
 """Decodes that the CPU attends for at their own pace: one layer in each turn, and nobody waits for them.
 
 A turn is an iteration that takes them along. Their rows are among those of sub-batch 0, and are of others at
-each linear stage (see `IterationPlan`). Before the stage come the hidden states with which the last turn left
-those who stand there now, and the output of their attention. Behind it the hidden states are kept for the
-next turn, and q, k and v go to the CPU.
+each linear stage (see `IterationPlan`). Behind a stage the hidden states of those who have passed it are kept
+for the next turn, and q, k and v go to the CPU. Then come those who stand at the next stage: their hidden
+states, as the last turn left them, and the output of their attention. Both happen beside the device's own
+attention, which has nothing to do with these rows.
 
-    device      |linear 0,l|attention 0,l|linear 1,l|..              |linear 0,l+1|
+    device      |linear 0,l|attention 0,l              |linear 0,l+1|..
     to-host                |q, k, v of stage l|
     cpu                                       .. |attention of stage l| needed in the next turn
-    to-device              |o for stage l+1, of the last turn|
+    to-device              |those at stage l+1|
 
 There are two sets of what is kept: a turn reads the one that the last turn wrote, and writes the other. So a
 turn that fails can be done again.
@@ -33,6 +34,7 @@ class Staggered:
     Args:
         rows: where they are, padding included.
         memory: what the turn before has left, and what this one leaves.
+        stages: the model's.
         state: the sub-batch's.
         positions: [layers, rows] int32, on the device: of those that stand at each stage but the last.
         batch: what the CPU attends to.
@@ -41,6 +43,7 @@ class Staggered:
 
     rows: slice
     memory: StaggeredMemory
+    stages: Stages
     state: State
     positions: Tensor
     batch: HostBatch
@@ -50,51 +53,37 @@ class Staggered:
     def _count(self) -> int:
         return self.positions.shape[1]
 
-    def rotate(self, stages: Stages) -> None:
-        """Compute the rotations of all layers: work for the device, ahead of stage 0."""
-        memory, positions = self.memory, self.positions.flatten()
-        stages.rotate(positions, memory.cos[: len(positions)], memory.sin[: len(positions)])
-
-    def come(self, layer: int) -> None:
-        """Bring the states of those who stand at a stage but the first: work for the device, ahead of it."""
-        state, memory, rows = self.state, self.memory, self.rows
-        state.residual[rows].copy_(memory.waiting[self.old, layer - 1, : self._count])
-        if layer < len(self.positions):
-            begin = layer * self._count
-            state.cos[rows].copy_(memory.cos[begin : begin + self._count])
-            state.sin[rows].copy_(memory.sin[begin : begin + self._count])
-
-    def go(self, layer: int) -> None:
-        """Keep the states of those who have passed a stage but the last: work for the device, behind it."""
-        self.memory.waiting[1 - self.old, layer, : self._count].copy_(self.state.residual[self.rows])
-
-    def hand_over(self, recorder: Recorder, layer: int, linear: Signal) -> tuple[Signal, Signal]:
-        """Give those who have passed a stage to the CPU, and bring its output to those at the next one.
+    def exchange(self, recorder: Recorder, layer: int, linear: Signal) -> tuple[Signal, Signal]:
+        """Let those who have passed a stage go, and those come who stand at the next one.
 
         Args:
             linear: the end of the stage.
 
         Returns:
-            What the next stage waits for: their rows are somebody else's then.
+            What the next stage waits for.
         """
         index = self.batch.index
         stage = Stage("staggered q, k, v", layer, index, self._count)
         sent = recorder.run(Lane.TO_HOST, stage, partial(self._send, layer), (linear,))
         recorder.host(Lane.CPU, self.batch.stage(layer), self.batch.step(layer), (sent,))
         stage = Stage("staggered o", layer, index, self._count)
-        arrived = recorder.run(Lane.TO_DEVICE, stage, partial(self._bring, layer), (linear,))
-        return sent, arrived
+        return sent, recorder.run(Lane.TO_DEVICE, stage, partial(self._exchange, layer), (linear,))
 
-    def end(self, recorder: Recorder) -> None:
-        """Bring those who stand at the last stage."""
-        last = len(self.positions)
-        stage = Stage("staggered", last, self.batch.index, self._count)
-        recorder.run(Lane.DEVICE, stage, partial(self.come, last))
+    # What the lanes run.
 
     def _send(self, layer: int) -> None:
         target = self.batch.hand_over.qkv[layer]
         target.copy_(self.state.qkv[self.rows].view(target.shape), non_blocking=True)
 
-    def _bring(self, layer: int) -> None:
-        out = self.memory.out[self.old, layer, : self._count]
-        self.state.attention[self.rows].copy_(out, non_blocking=True)
+    def _exchange(self, layer: int) -> None:
+        state, memory, rows, count = self.state, self.memory, self.rows, self._count
+        memory.waiting[1 - self.old, layer, :count].copy_(state.residual[rows])
+        state.residual[rows].copy_(memory.waiting[self.old, layer, :count])
+        state.attention[rows].copy_(memory.out[self.old, layer, :count], non_blocking=True)
+        if layer == 0:  # of all layers at once
+            positions = self.positions.flatten()
+            self.stages.rotate(positions, memory.cos[: len(positions)], memory.sin[: len(positions)])
+        if layer + 1 < len(self.positions):
+            next_one = slice((layer + 1) * count, (layer + 2) * count)
+            state.cos[rows].copy_(memory.cos[next_one])
+            state.sin[rows].copy_(memory.sin[next_one])
