@@ -20,6 +20,7 @@ from pipeline_case import (
 )
 
 from neo_desktop.engine.batch import (
+    MAX_STAGGERED,
     BlockCopy,
     IterationPlan,
     SamplingInput,
@@ -345,9 +346,12 @@ def test_attention_in_too_many_pieces_is_not_kept_in_graphs(
         ),
         min_size=1,
         max_size=2,
-    )
+    ),
+    st.integers(0, MAX_STAGGERED),
 )
-def test_a_bucket_holds_its_plan_and_not_much_more(parts: list[list[tuple[Place, int, int]]]) -> None:
+def test_a_bucket_holds_its_plan_and_not_much_more(
+    parts: list[list[tuple[Place, int, int]]], num_slots: int
+) -> None:
     sub_batches = tuple(
         SubBatch(
             tuple(
@@ -359,18 +363,20 @@ def test_a_bucket_holds_its_plan_and_not_much_more(parts: list[list[tuple[Place,
         )
         for i, part in enumerate(parts)
     )
-    plan = IterationPlan(sub_batches)
-    members = [Members.of(each, PLACES) for each in sub_batches if each.sequences]
+    plan = IterationPlan(sub_batches, staggered=((None,) * num_slots,) * 3 if num_slots else ())
+    members = Members.of_all(plan, PLACES)
     exact = Bucket.of(plan, members, PLACES)
     bucket = exact.rounded()
     assert bucket.rounded() == bucket
     has_prompts = not exact.is_whole
     for rows, padded in zip(exact.sub_batches, bucket.sub_batches, strict=True):
-        for count, room in zip(rows.decodes, padded.decodes, strict=True):
+        counts = (*rows.decodes, rows.staggered), (*padded.decodes, padded.staggered)
+        for count, room in zip(*counts, strict=True):
             assert (
                 count <= room <= (max(2 * count, 8) if has_prompts else max(count * 1.5, count)) * bool(count)
             )
         assert rows.prompts <= padded.prompts <= rows.prompts + max(64, padded.count / 16)
+    assert sum(rows.staggered for rows in exact.sub_batches) == num_slots
     longest = exact.max_blocks
     assert longest <= bucket.max_blocks <= max(2 * longest, 64)
 
