@@ -38,6 +38,19 @@ float to_float(uint16_t bits) {
 bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
 uint16_t negated(uint16_t half) { return half ^ 0x8000; }
 
+// Four bytes, and the same in each of them.
+uint32_t word(const int8_t* bytes) {
+  uint32_t of_four;
+  std::memcpy(&of_four, bytes, sizeof of_four);
+  return of_four;
+}
+constexpr uint32_t each(int byte) { return 0x01010101u * static_cast<uint32_t>(byte); }
+
+// Adds bytes: nothing is carried from one to the next.
+uint32_t plus(uint32_t a, uint32_t b) {
+  return ((a & each(0x7f)) + (b & each(0x7f))) ^ ((a ^ b) & each(0x80));
+}
+
 // Numbers of so many bits, from runs of bytes: the low bits of a run are its first numbers. They come above
 // the lowest `up` bits of what is there already.
 template <int bits, int run, int up = 0>
@@ -73,7 +86,11 @@ void put_block_of_32(const uint8_t* stored, Unit& unit) {
   if constexpr (bits == 5) {
     uint32_t fifth;
     std::memcpy(&fifth, stored, sizeof fifth);
-    for (int i = 0; i < kBlockColumns; ++i) unit.numbers[i] |= static_cast<int8_t>((fifth >> i & 1) << 4);
+    for (int i = 0; i < kBlockColumns; i += 4) {  // the product has bit j of four at bit 8 * j
+      const uint32_t high = ((fifth >> i & 15) * 0x00204081u & each(1)) << 4;
+      const uint32_t number = word(unit.numbers + i) | high;
+      std::memcpy(unit.numbers + i, &number, sizeof number);
+    }
   }
   if constexpr (offset != 0) subtract(offset, kBlockColumns, unit.numbers);
 }
@@ -203,26 +220,28 @@ struct HighBits {
 
 template <int bits>
 void pack_block(const int8_t* numbers, int offset, const RowPlace& place, int i) {
+  uint8_t* const groups = place.group(i, 0);
+  constexpr int kGroupBytes = 4 * kTileRows;
   if constexpr (bits == 8) {
-    for (int g = 0; g < 8; ++g) std::memcpy(place.group(i, g), numbers + 4 * g, 4);
+    for (int g = 0; g < 8; ++g) std::memcpy(groups + g * kGroupBytes, numbers + 4 * g, 4);
     return;
   }
   constexpr int kHigh = bits == 4 ? 0 : bits == 5 ? 1 : 2;  // groups
-  uint8_t high[2][4]{};
+  uint32_t high[2]{};
   for (int g = 0; g < 4; ++g) {
-    uint8_t low[4];
-    for (int j = 0; j < 4; ++j) {
-      const int first = numbers[4 * g + j] + offset, second = numbers[16 + 4 * g + j] + offset;
-      low[j] = static_cast<uint8_t>((first & 15) | (second & 15) << 4);
-      if constexpr (bits == 5) high[0][j] |= static_cast<uint8_t>(first >> 4 << g | second >> 4 << (4 + g));
-      if constexpr (bits == 6) {
-        const int shift = 4 * (g % 2);
-        high[g / 2][j] |= static_cast<uint8_t>(first >> 4 << shift | second >> 4 << (2 + shift));
-      }
+    const uint32_t first = plus(word(numbers + 4 * g), each(offset));
+    const uint32_t second = plus(word(numbers + 16 + 4 * g), each(offset));
+    const uint32_t low = (first & each(15)) | (second & each(15)) << 4;
+    if constexpr (bits == 5) {
+      high[0] |= (first >> 4 & each(1)) << g | (second >> 4 & each(1)) << (4 + g);
     }
-    std::memcpy(place.group(i, g), low, 4);
+    if constexpr (bits == 6) {
+      const int shift = 4 * (g % 2);
+      high[g / 2] |= (first >> 4 & each(3)) << shift | (second >> 4 & each(3)) << (2 + shift);
+    }
+    std::memcpy(groups + g * kGroupBytes, &low, sizeof low);
   }
-  for (int g = 0; g < kHigh; ++g) std::memcpy(place.group(i, 4 + g), high[g], 4);
+  for (int g = 0; g < kHigh; ++g) std::memcpy(groups + (4 + g) * kGroupBytes, &high[g], sizeof high[g]);
 }
 
 template <int bits>
