@@ -57,7 +57,8 @@ RowError attend(const std::vector<double>& query, const Rows& rows, double scale
   }
   double total = 0;
   for (double& weight : weights) total += weight = std::exp(weight - max);
-  std::fill(out, out + dim, 0.0);
+  // The row of a request that is not there keeps what it is made of: no numbers.
+  std::fill(out, out + dim, rows.tokens > 0 ? 0.0 : std::numeric_limits<double>::quiet_NaN());
   double squares = 0;
   for (int64_t i = 0; i < dim; ++i) {
     double sum = 0;

@@ -15,7 +15,7 @@ double largest_error = 0;
 bool valid(const DecodeProblem& problem) {
   for (int64_t b = 0; b < problem.batch(); ++b) {
     const int64_t length = problem.context_len(b);
-    if (length < 1 || length > problem.block_tables.view().shape[1] * problem.block_tokens) return false;
+    if (length < 0 || length > problem.block_tables.view().shape[1] * problem.block_tokens) return false;
     for (int64_t token = problem.first_token(b); token < length; ++token) {
       const int64_t block = problem.block(b, token / problem.block_tokens);
       if (block < 0 || block >= problem.num_blocks()) return false;
