@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -78,6 +79,24 @@ def test_attention_may_take_as_long_as_the_turn(model: Decoder) -> None:
         has_passed.clear()
         check_result(model, plan, contexts, executor.execute(plan))
     assert num_waited == 8 * NUM_LAYERS
+    executor.close()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_lanes_of_any_speed_change_no_token(model: Decoder, seed: int) -> None:
+    rng = random.Random(seed)
+    slow = rng.choice(tuple(Lane))
+
+    def hesitate(lane: str, stage: Stage) -> None:
+        if lane == slow or rng.random() < 0.1:
+            time.sleep(0.001)
+
+    iterations, executor = StaggeredIterations(100 + seed, NUM_BLOCKS, 16), hooked_executor(model, hesitate)
+    for plan, contexts in iterations.plans(16):
+        result = executor.execute(plan)
+        check_result(model, plan, contexts, result)
+        iterations.take_in(result)
+    assert iterations.num_ended > 0
     executor.close()
 
 

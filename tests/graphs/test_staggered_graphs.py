@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from graph_case import BLOCK_SIZE, NUM_BLOCKS, make_executor, prompts
+from graph_case import BLOCK_SIZE, GREEDY, NUM_BLOCKS, make_executor, prompts
 from imitated_streams import ImitatedBackend, Operation
 from ladder_rungs import Rungs
 from pipeline_case import check_result, make_storage, tiny_model
@@ -16,7 +16,9 @@ from neo_desktop.engine.execute import plan_executor
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.host import HostBatch, Relays
 from neo_desktop.engine.execute.lane import Lane
+from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.program import Part
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.waiting import Patience
@@ -60,6 +62,47 @@ def test_turns_are_graphs(model: Decoder, num_queues: int | None, beside: tuple[
         assert backend.num_graphs_launched == (turn > 1)
         backend.check_flags(model.config.num_layers)
     assert backend.num_programs == 2
+    executor.close()
+
+
+def test_greedy_tokens_come_without_reading_logits(model: Decoder) -> None:
+    executor, backend = make_executor(model)
+    executor.execute(prompts("abcdeg"))
+    for plan, context in Conveyor(model.config.num_layers, "cd", ("ab", "g"), GREEDY).turns(9):
+        check_result(model, plan, context, executor.execute(plan))
+    assert backend.was_graph
+    executor.close()
+
+
+def test_turns_that_are_too_large_take_memory_of_their_own(model: Decoder) -> None:
+    """But for what lasts from one turn to the next."""
+    capacities = Capacity(tokens=4, decodes=2, blocks=1), Capacity(tokens=256, decodes=1, blocks=64)
+    for capacity in capacities:
+        executor, backend = make_executor(model, capacity=capacity)
+        executor.execute(prompts("abcdef"))
+        for plan, context in Conveyor(model.config.num_layers, beside=("abf",)).turns(6):
+            check_result(model, plan, context, executor.execute(plan))
+        assert not backend.was_graph
+        executor.close()
+
+
+def test_no_memory_for_a_turns_graph_loses_nothing(model: Decoder) -> None:
+    class Short(ImitatedBackend):
+        num_captured = 0
+
+        def _capture(self, part: Part) -> list[Operation]:
+            self.num_captured += 1
+            if self.num_captured == 2:
+                raise torch.OutOfMemoryError("no room")
+            return super()._capture(part)
+
+    backend = Short()
+    executor, _ = make_executor(model, backend=backend)
+    executor.execute(prompts("abcde"))
+    for plan, context in Conveyor(model.config.num_layers).turns(10):
+        check_result(model, plan, context, executor.execute(plan))
+    assert backend.num_captured == 2
+    assert not backend.was_graph
     executor.close()
 
 

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field, replace
 from graph_case import TOKENS, decodes
 from pipeline_case import NUM_LAYERS, RandomIterations, Request, sampling_input
 
-from neo_desktop.engine.batch import Cohort, IterationPlan, IterationResult, ScheduledSequence
+from neo_desktop.engine.batch import (
+    Cohort,
+    IterationPlan,
+    IterationResult,
+    SamplingInput,
+    ScheduledSequence,
+)
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.placement import Place
 
@@ -97,11 +103,13 @@ class Conveyor:
         num_layers: of the model.
         names: who goes through the layers at their own pace, of `graph_case.HOMES`.
         beside: who decodes in sub-batches meanwhile, a token in each turn.
+        sampling: how all tokens are chosen; None: greedily, with probabilities.
     """
 
     num_layers: int
     names: str = "cde"
     beside: tuple[str, ...] = ("ab",)
+    sampling: SamplingInput | None = None
     num_turns: int = 0
     line: list[str | None] = field(default_factory=list)  # by stage
     steps: Counter[str] = field(default_factory=Counter)  # decodes that each has made
@@ -113,7 +121,9 @@ class Conveyor:
             before = self.line or [None] * (self.num_layers + 1)
             self.line = [min(free, key=lambda name: self.steps[name], default=None), *before[:-1]]
             cohorts = tuple(self._cohort(stage, name) for stage, name in enumerate(self.line))
-            plan = replace(decodes(*self.beside, step=self.num_turns), staggered=cohorts)
+            plan = replace(
+                decodes(*self.beside, step=self.num_turns, sampling=self.sampling), staggered=cohorts
+            )
             yield plan, {s.request_id: TOKENS[s.request_id][: s.context_len] for s in plan.all_sequences}
             self.num_turns += 1
             if (ended := self.line[-1]) is not None:
@@ -122,7 +132,7 @@ class Conveyor:
     def _cohort(self, stage: int, name: str | None) -> Cohort:
         slots: list[ScheduledSequence | None] = [None] * len(self.names)
         if name is not None:
-            (one,) = decodes(name, step=self.steps[name]).sequences
+            (one,) = decodes(name, step=self.steps[name], sampling=self.sampling).sequences
             is_last = stage == self.num_layers
             slots[self.names.index(name)] = one if is_last else one._replace(sampling=None)
         return tuple(slots)
