@@ -8,6 +8,10 @@ Per layer, with sub-batches 0 and 1 (NEO, section 3.2; `device_i` is T_pf + T_ga
 
 With one sub-batch its attention on the host runs beside its own attention on the device, and the linear
 stages wait for both.
+
+Decodes at their own pace (`schedule.cohorts`) stand at all layers. Their rows join the linear stages of
+sub-batch 0, and the host attends for those of layer l once it has attended for sub-batch 0: nobody waits for
+that within the iteration, but what takes longer than the host has time delays its other work.
 """
 
 from collections.abc import Mapping, Sequence
@@ -99,43 +103,102 @@ class Times(NamedTuple):
 
 
 def times_ms(
-    cost: CostModel, first: Times, second: Times | None, rows: int, swapped_tokens: int = 0
+    cost: CostModel,
+    first: Times,
+    second: Times | None,
+    rows: int,
+    swapped_tokens: int = 0,
+    staggered_ms: float = 0.0,
 ) -> float:
-    """Return what an iteration takes whose sub-batches take these times."""
+    """Return what an iteration takes whose sub-batches take these times.
+
+    Args:
+        rows: to be sampled.
+        swapped_tokens: see `iteration_ms`.
+        staggered_ms: what decodes at their own pace take the host in a layer; their rows are part of the
+            linear stages of `first`.
+    """
     both = max if cost.overlaps else _sum
+    head_ms = cost.head_ms(rows)
+    # Between the attention that sub-batch 0 waits for and that which sub-batch 1 waits for, in turn, the host
+    # has as long as the device takes for the linear stages of the other.
     if second is None:
-        layer = first.linear + both(first.on_device, first.on_host)
+        late_ms = max(staggered_ms - first.linear, 0.0) if cost.overlaps else staggered_ms
+        layer = first.linear + both(first.on_device, first.on_host + late_ms)
     else:
-        stage_a = both(first.linear + second.on_device, second.on_host)
-        layer = stage_a + both(second.linear + first.on_device, first.on_host)
+        stage_b = second.linear + first.on_device
+        late_ms = (
+            max(staggered_ms - max(stage_b - first.on_host, 0.0), 0.0) if cost.overlaps else staggered_ms
+        )
+        layer = both(first.linear + second.on_device, second.on_host + late_ms)
+        layer += both(stage_b, first.on_host)
     if swapped_tokens:
         layer = both(layer, cost.transfer_ms(swapped_tokens))
-    return cost.num_layers * layer + cost.head_ms(rows) + cost.iteration_ms
+    # The last layer's is done beside the head, or after it.
+    end_ms = max(head_ms, staggered_ms) if cost.overlaps else head_ms
+    return cost.num_layers * layer + end_ms + cost.iteration_ms
 
 
-def iteration_ms(cost: CostModel, *loads: Load, swapped_tokens: int = 0) -> float:
+def staggered_ms(cost: CostModel, staggered: Mapping[Place, Decodes]) -> float:
+    """Return what decodes at their own pace take the host in a layer, on average."""
+    ms = 0.0
+    for place, (requests, context_tokens) in staggered.items():
+        layers = min(requests, cost.num_layers)  # where any of them stand
+        each = -(-requests // layers)
+        here_ms = cost.attention_ms(place, each, each * context_tokens // requests) + cost.hand_off_ms(each)
+        ms += here_ms * requests / (each * cost.num_layers)
+    return ms
+
+
+def staggered_rows(cost: CostModel, staggered: Mapping[Place, Decodes]) -> int:
+    """Return how many rows of decodes at their own pace join each linear stage."""
+    return -(-sum(requests for requests, _ in staggered.values()) // cost.num_layers)
+
+
+def iteration_ms(
+    cost: CostModel,
+    *loads: Load,
+    swapped_tokens: int = 0,
+    staggered: Mapping[Place, Decodes] = NO_DECODES,
+) -> float:
     """Predict an iteration.
 
     Args:
         loads: of sub-batch 0, and of sub-batch 1 if there is one.
         swapped_tokens: tokens whose KV crosses the bus, layer by layer, beside the computation.
+        staggered: decodes that it takes one layer further.
     """
+    more_rows = staggered_rows(cost, staggered)
+    tokens = [load.tokens for load in loads]
+    tokens[0] += more_rows
     times = [
-        Times(cost.linear_ms(load.tokens), device_attention_ms(cost, load), host_ms(cost, load.decodes))
-        for load in loads
+        Times(cost.linear_ms(count), device_attention_ms(cost, load), host_ms(cost, load.decodes))
+        for count, load in zip(tokens, loads, strict=True)
     ]
-    rows = sum(load.rows for load in loads)
-    return times_ms(cost, times[0], times[1] if len(times) > 1 else None, rows, swapped_tokens)
+    rows = sum(load.rows for load in loads) + more_rows
+    second = times[1] if len(times) > 1 else None
+    return times_ms(cost, times[0], second, rows, swapped_tokens, staggered_ms(cost, staggered))
 
 
-def predict(cost: CostModel, *loads: Load, swapped_tokens: int = 0) -> IterationTiming:
+def predict(
+    cost: CostModel,
+    *loads: Load,
+    swapped_tokens: int = 0,
+    staggered: Mapping[Place, Decodes] = NO_DECODES,
+) -> IterationTiming:
     """Predict an iteration and its attention on the host; see `iteration_ms`."""
-    return timing_of(cost, iteration_ms(cost, *loads, swapped_tokens=swapped_tokens), loads)
+    total_ms = iteration_ms(cost, *loads, swapped_tokens=swapped_tokens, staggered=staggered)
+    return timing_of(cost, total_ms, loads, staggered)
 
 
-def timing_of(cost: CostModel, total_ms: float, loads: Sequence[Load]) -> IterationTiming:
+def timing_of(
+    cost: CostModel, total_ms: float, loads: Sequence[Load], staggered: Mapping[Place, Decodes] = NO_DECODES
+) -> IterationTiming:
     """Return the prediction of an iteration that is known to take so long in all."""
-    attention_ms = 0.0
+    attention_ms = sum(
+        cost.attention_ms(place, requests, context_tokens) / cost.num_layers
+        for place, (requests, context_tokens) in staggered.items()
+    )
     for load in loads:
         for place, (requests, context_tokens) in load.decodes.items():
             if place.host_attends:

@@ -1,6 +1,7 @@
 """What an iteration does: which tokens of whom it computes, where their KV lies, in which sub-batch."""
 
 from bisect import bisect_right
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, TypeVar
@@ -9,14 +10,20 @@ from neo_desktop.engine.batch import BlockCopy, IterationTiming
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel, ZeroCostModel
-from neo_desktop.engine.predict.estimate import Decodes, Load, timing_of
+from neo_desktop.engine.predict.estimate import NO_DECODES, Decodes, Load, predict, timing_of
+from neo_desktop.engine.predict.estimate import joined as joined_decodes
 from neo_desktop.engine.request import RequestState
+from neo_desktop.engine.schedule.cohorts import MAX_SLOTS, Cohorts
 from neo_desktop.engine.schedule.draft import Draft, HostQueue, SchedulerLimits
+from neo_desktop.engine.schedule.mix import Mix
 from neo_desktop.engine.schedule.policies import Policy
+from neo_desktop.engine.schedule.regime import Demand, Regime, RegimeFinder
 from neo_desktop.engine.schedule.residency import Residency
 from neo_desktop.engine.schedule.split import Split
 
 PATIENCE = 128  # iterations that a decode on the host waits before it joins at any price
+MOST_WAITS = 16  # iterations that take nobody along who goes at their own pace; then their tokens begin again
+USED_SHARE = 0.95  # of a place's memory: requests leave room for others to grow
 BUDGET_GROWTH = 1 + 1 / 32  # of the tokens of an iteration, after the device had no memory for more
 
 R = TypeVar("R", bound=RequestState)
@@ -33,6 +40,9 @@ class Decision(Generic[R]):
     loads: tuple[Load, ...]  # of the sub-batches
     swapped_tokens: int  # whose KV crosses the bus beside them
     predicted: IterationTiming
+    is_turn: bool = False  # whether decodes at their own pace go on by a layer
+    beginners: list[R] = field(default_factory=list)  # who joins those
+    staggered: Mapping[Place, Decodes] = field(default_factory=dict)  # all of them
 
 
 @dataclass(slots=True)
@@ -59,7 +69,8 @@ class Decider(Generic[R]):
        at least one.
     3. Prompts join sub-batch 0, in the order of their arrival, cut into chunks by the token budget. Their KV
        stays in the preferred place if it fits, else it goes to another one layer by layer.
-    4. Decodes that the host attends for join sub-batch 0 or 1, or wait. Those that waited longest come first.
+    4. Decodes that the host attends for join sub-batch 0 or 1, or go on at their own pace (see `Cohorts`), or
+       wait. Those that waited longest come first.
     5. As long as the host has more decodes than it can do, no prompt joins it.
     6. The plan is compared with others by predicted throughput: the device alone, a single batch, …
 
@@ -78,10 +89,13 @@ class Decider(Generic[R]):
         cost_model: CostModel | None = None,
     ) -> None:
         self.residency: Residency[R] = Residency(kv_cache, policy.places)
+        self.cohorts: Cohorts[R] = Cohorts(1 if cost_model is None else cost_model.num_layers)
+        self._mix = Mix()
         self._kv = kv_cache
         self._policy = policy
         self._limits = limits
         self._cost: CostModel = ZeroCostModel() if cost_model is None else cost_model
+        self._regimes = RegimeFinder(self._cost)
         self._batch_tokens: float = limits.max_batch_tokens  # less while memory is short
         self._refused: tuple[int, ...] | None = None  # whom the policy admits nowhere, and in which situation
         self._host_is_loaded = False  # whether its decodes had to wait in the last iteration
@@ -90,6 +104,17 @@ class Decider(Generic[R]):
     def is_short_of_memory(self) -> bool:
         """Whether iterations are smaller than they may be, since the device had no memory for more."""
         return self._batch_tokens < self._limits.max_batch_tokens
+
+    def add(self, request: R) -> None:
+        """Let a request wait for memory."""
+        self.residency.add(request)
+        self._mix.add(request.num_prompt_tokens)
+
+    def remove(self, request: R) -> None:
+        """Forget a request that has ended, and free its blocks."""
+        self.residency.remove(request)
+        self.cohorts.drop(request)
+        self._mix.end()
 
     def shrink_to(self, num_tokens: int) -> None:
         """Make iterations smaller for a while: the device had no memory for more."""
@@ -105,10 +130,14 @@ class Decider(Generic[R]):
         # Requests that wait take free room first, unless the host has more to do than it can.
         if has_room and (self._host_is_loaded or not residency.waiting):
             self._promote()  # 2
+        self._check_cohorts()
         chosen, draft = self._collect_decodes()
         self._join_chunks(chosen, draft, may_admit=has_room)  # 3, 5
         if not draft.load.tokens and not chosen.queue:
-            return None
+            if not len(self.cohorts):
+                return None
+            self.cohorts.clear()  # nothing is left that they could go along with
+            chosen, draft = self._collect_decodes()
         return self._decision(chosen, draft, self._policy.divide(draft))  # 4, 6
 
     def advance(self, decision: Decision[R]) -> list[R]:
@@ -118,6 +147,7 @@ class Decider(Generic[R]):
             request.num_skipped += 1
         for request in decision.host_decodes:
             request.num_skipped = 0
+        self.cohorts.num_waits += 1
         self._host_is_loaded = bool(decision.waiting_decodes)
         counters = self.residency.counters
         counters.num_cpu_decodes += len(decision.host_decodes)
@@ -129,8 +159,53 @@ class Decider(Generic[R]):
                 if request.num_computed_tokens == request.num_tokens:
                     request.num_tokens += 1
                     sampled.append(request)
+        for request in self.cohorts.turn(decision.beginners) if decision.is_turn else ():
+            request.num_skipped = 0
+            request.num_computed_tokens += 1
+            request.num_tokens += 1
+            sampled.append(request)
+            counters.num_cpu_decodes += 1
+            counters.num_staggered_decodes += 1
+        self._mix.count_tokens(len(sampled))
         self._grow_budget()
         return sampled
+
+    def _check_cohorts(self) -> None:
+        """Let the tokens of those begin again whose KV is elsewhere now, or of all who nobody takes along."""
+        if self.cohorts.num_waits >= MOST_WAITS:
+            self.cohorts.clear()
+        for request in list(self.cohorts):
+            if request.request_id not in self._kv or not self.residency.place_of(request).host_attends:
+                self.cohorts.drop(request)
+
+    def _regime(self) -> Regime:
+        """Return what is best in the long run for requests like those that there were."""
+        residency, capacity_tokens = self.residency, self._kv.capacity_tokens
+        context_tokens = self._mix.context_tokens
+        there = min(residency.num_running + len(residency.waiting), self._limits.max_batch_requests)
+
+        def most(place: Place | None) -> int:
+            return 0 if place is None else int(USED_SHARE * capacity_tokens(place) / context_tokens)
+
+        device = next((place for place in residency.places if not place.host_attends), None)
+        host = next((place for place in residency.places if place.host_attends), None)
+        most_on_device = min(most(device), there)
+        return self._regimes.best(
+            Demand(
+                device,
+                host,
+                most_on_device,
+                min(most(host), there - most_on_device),
+                context_tokens,
+                self._mix.prompt_tokens / self._mix.output_tokens,
+                self._limits.max_batch_tokens,
+                self._limits.max_token_ms,
+            )
+        )
+
+    def _num_on_host(self) -> int:
+        running = self.residency.running
+        return sum(len(requests) for place, requests in running.items() if place.host_attends)
 
     def _may_spill(self, victim: R, place: Place) -> bool:
         """Whether a request may go on in a less preferred place; one that fits nowhere else must."""
@@ -160,6 +235,10 @@ class Decider(Generic[R]):
             load,
             swapped_tokens=swapped_tokens,
             num_waiting=len(self.residency.waiting),
+            mean_prompt_tokens=self._mix.prompt_tokens,
+            num_running=self.residency.num_running,
+            num_on_host=self._num_on_host(),
+            regime=self._regime() if self._policy.needs_regime else None,
         )
 
     def _collect_decodes(self) -> tuple[_Chosen[R], Draft]:
@@ -172,12 +251,13 @@ class Decider(Generic[R]):
             if len(decodes) < len(running):
                 chosen.unfinished += [r for r in running if r.num_uncomputed_tokens > 1]
             if place.host_attends:
-                queue += [(place, request) for request in decodes]
+                queue += [(place, r) for r in decodes if r not in self.cohorts]
             elif decodes:
                 decodes = decodes[: int(self._batch_tokens) - len(chosen.decodes)]
                 chosen.decodes += decodes
                 at_device[place] = Decodes(len(decodes), sum([request.num_tokens for request in decodes]))
         draft = self._draft(at_device)
+        draft.staggered = self._decodes_of(self.cohorts)
         queue.sort(key=_num_skipped, reverse=True)  # stable
         del queue[draft.budget :]
         chosen.queue = [request for _, request in queue]
@@ -204,6 +284,8 @@ class Decider(Generic[R]):
 
     def _join_chunk(self, chosen: _Chosen[R], draft: Draft, request: R) -> None:
         num_tokens = min(request.num_uncomputed_tokens, draft.budget)
+        if draft.most_per_prompt is not None:
+            num_tokens = min(num_tokens, draft.most_per_prompt)
         if num_tokens:
             chosen.chunks.append((request, num_tokens))
             place = self.residency.place_of(request)
@@ -212,11 +294,12 @@ class Decider(Generic[R]):
     def _admit(self, draft: Draft, request: R) -> bool:
         """Let the request that waited longest live in the first place that has room for it."""
         draft.num_waiting = len(self.residency.waiting)
+        draft.num_on_host = self._num_on_host()
         best, *others = self.residency.places
         if self.residency.admit(best):
             return True
         if request.num_tokens < self._kv.capacity_tokens(best):  # it can wait
-            state = request.arrival, self.residency.num_running, len(draft.queue), len(draft.prompts)
+            state = request.arrival, self.residency.num_running, len(draft.queue), len(draft.chunks)
             if state == self._refused:
                 return False
             others = [place for place in others if self._policy.admits(draft, place, request.num_tokens)]
@@ -226,19 +309,46 @@ class Decider(Generic[R]):
     def _decision(self, chosen: _Chosen[R], draft: Draft, split: Split) -> Decision[R]:
         first, second = ([chosen.queue[i] for i in part] for part in (split.first, split.second))
         joined = {*split.first, *split.second}
-        sub_batches = [chosen.chunks + [(r, 1) for r in chosen.decodes] + [(r, 1) for r in first]]
-        if second:
-            sub_batches.append([(r, 1) for r in second])
+        rest = [request for i, request in enumerate(chosen.queue) if i not in joined]
+        num_first_chunks = len(chosen.chunks) - split.num_chunks_second
+        chunks, second_chunks = chosen.chunks[:num_first_chunks], chosen.chunks[num_first_chunks:]
+        sub_batches = [chunks + [(r, 1) for r in chosen.decodes] + [(r, 1) for r in first]]
+        if second or second_chunks:
+            sub_batches.append(second_chunks + [(r, 1) for r in second])
+        beginners = rest[: self._num_beginners(split.num_staggered)]
+        staggered = joined_decodes(draft.staggered, self._decodes_of(beginners))
         loads = split.loads
         return Decision(
+            is_turn=split.num_staggered > 0,
+            beginners=beginners,
+            staggered=staggered if split.num_staggered else NO_DECODES,
             sub_batches=sub_batches,
             host_decodes=[*second, *first],
-            waiting_decodes=[request for i, request in enumerate(chosen.queue) if i not in joined],
+            waiting_decodes=rest[len(beginners) :],
             copies=self.residency.copies,
             loads=loads,
             swapped_tokens=draft.swapped_tokens,
-            predicted=timing_of(self._cost, split.predicted_ms, loads),
+            predicted=self._predicted(split, draft, staggered if split.num_staggered else NO_DECODES),
         )
+
+    def _predicted(self, split: Split, draft: Draft, staggered: Mapping[Place, Decodes]) -> IterationTiming:
+        """Predict it as it is: a split reckons with as many at their own pace as there could be."""
+        if staggered:
+            return predict(self._cost, *split.loads, swapped_tokens=draft.swapped_tokens, staggered=staggered)
+        return timing_of(self._cost, split.predicted_ms, split.loads)
+
+    def _num_beginners(self, num_staggered: int) -> int:
+        """Return how many join those at their own pace, so that all layers have about as many of them."""
+        room = num_staggered - len(self.cohorts)
+        return max(min(room, -(-num_staggered // self.cohorts.num_layers), MAX_SLOTS), 0)
+
+    def _decodes_of(self, requests: Iterable[R]) -> Mapping[Place, Decodes]:
+        found: dict[Place, Decodes] = {}
+        for request in requests:
+            place = self.residency.place_of(request)
+            count, context_tokens = found.get(place, (0, 0))
+            found[place] = Decodes(count + 1, context_tokens + request.num_tokens)
+        return found
 
     def _grow_budget(self) -> None:
         """After memory was short, return to the full budget: in 23 steps to twice as much.

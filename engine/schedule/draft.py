@@ -1,12 +1,14 @@
 """An iteration in the making, in numbers: what it may hold, what it holds, who could still join."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.predict.estimate import Decodes, Load
+from neo_desktop.engine.schedule.regime import Regime
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +17,7 @@ class SchedulerLimits:
 
     max_batch_tokens: int  # tokens in the linear stages; longer prompts are prefilled in chunks
     max_batch_requests: int  # requests that run at the same time
+    max_token_ms: float = 2000.0  # of a CPU decode at its own pace, per token, as predicted
 
     def __post_init__(self) -> None:
         if self.max_batch_requests < 1 or self.max_batch_tokens < self.max_batch_requests:
@@ -22,6 +25,8 @@ class SchedulerLimits:
                 "max_batch_requests must be at least 1 and max_batch_tokens at least max_batch_requests, got "
                 f"{self.max_batch_requests} and {self.max_batch_tokens}"
             )
+        if not self.max_token_ms >= 0:
+            raise ValueError(f"max_token_ms must be at least 0, got {self.max_token_ms}")
 
 
 class HostQueue:
@@ -86,6 +91,14 @@ class HostQueue:
         return HostQueue([*self.contexts, *[(place, context_tokens)] * count])
 
 
+class Chunk(NamedTuple):
+    """Some tokens of a prompt."""
+
+    tokens: int
+    prefill_ms: float  # T_pf of one layer; 0 where a single token is a decode
+    rows: int  # to be sampled: 1 if it is the prompt's last
+
+
 @dataclass(slots=True)
 class Draft:
     """What an iteration holds so far."""
@@ -98,8 +111,13 @@ class Draft:
     num_due: int = 0  # how many at the front of the queue waited so long that they join at any price
     swapped_tokens: int = 0  # whose KV crosses the bus
     num_waiting: int = 0  # prompts that live nowhere yet
-    prompts: list[tuple[Place, int]] = field(default_factory=list)  # (place, tokens) of those with a chunk
-    num_chunk_tokens: int = 0
+    mean_prompt_tokens: float = 0.0
+    num_running: int = 0  # requests that live somewhere
+    num_on_host: int = 0  # those whose decodes the host attends for
+    staggered: Mapping[Place, Decodes] = field(default_factory=dict)  # decodes at their own pace, under way
+    regime: Regime | None = None  # what is best in the long run; None: nobody asked
+    chunks: list[Chunk] = field(default_factory=list)
+    most_per_prompt: int | None = None  # tokens of a prompt; None: any number
 
     def add_chunk(self, place: Place, tokens: int, start: int, num_tokens: int) -> None:
         """Add tokens of a request.
@@ -112,24 +130,20 @@ class Draft:
         """
         load = self.load
         is_last = start + tokens == num_tokens
+        prefill_ms = 0.0
         if tokens > 1:
-            prefill_ms = load.prefill_ms + self.cost.prefill_attention_ms(tokens, start)
-            self.load = Load(load.tokens + tokens, load.rows + is_last, prefill_ms, load.decodes)
+            prefill_ms = self.cost.prefill_attention_ms(tokens, start)
+            self.load = Load(
+                load.tokens + tokens, load.rows + is_last, load.prefill_ms + prefill_ms, load.decodes
+            )
         else:  # for the kernels, a single token is a decode
             self.load = load.plus({place: Decodes(1, start + 1)})._replace(rows=load.rows + is_last)
         self.budget -= tokens
-        self.num_chunk_tokens += tokens
-        self.prompts.append((place, num_tokens))
+        self.chunks.append(Chunk(tokens, prefill_ms, int(is_last)))
         if place.in_host_memory:
             self.swapped_tokens += tokens
 
-    def when_prefilled(self) -> tuple[Load, HostQueue]:
-        """Return the decodes once these prompts are computed: the device's, and the host's."""
-        decodes = dict(self.load.decodes)
-        load, queue = Load().plus(decodes), list(self.queue.contexts)
-        for place, num_tokens in self.prompts:
-            if place.host_attends:
-                queue.append((place, num_tokens))
-            else:
-                load = load.plus({place: Decodes(1, num_tokens)})
-        return load, HostQueue(queue)
+    @property
+    def num_chunk_tokens(self) -> int:
+        """Of prompts."""
+        return sum(chunk.tokens for chunk in self.chunks)

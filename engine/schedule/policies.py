@@ -6,17 +6,19 @@ pace     how many tokens of prompts join an iteration beside the host's decodes
 divide   which decodes of the queue join which sub-batch
 """
 
+import math
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from neo_desktop.engine.placement import PLACES, Place
-from neo_desktop.engine.predict.estimate import Decodes, Load, device_attention_ms, iteration_ms
-from neo_desktop.engine.schedule.draft import Draft, HostQueue
+from neo_desktop.engine.schedule.draft import Draft
+from neo_desktop.engine.schedule.regime import Kind, Regime
 from neo_desktop.engine.schedule.split import Outlook, Split, Worth
 
 SMALLEST_CHUNK_TOKENS = 64  # of a prompt, where CPU decodes set the pace
-MAX_REREAD_SHARE = 0.12  # of an iteration with prompts that reading the weights again may take
+FILLING_ITERATIONS = 8  # in which the device's free memory gets its prompts
+MAX_READING_SHARE = 0.15  # by which tokens of an iteration with prompts may take longer than in a large one
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Policy:
     name: str
     places: tuple[Place, ...]
     needs_predictions = False  # whether its decisions depend on a cost model
+    needs_regime = False  # whether drafts tell what is best in the long run
 
     def admits(self, draft: Draft, place: Place, num_tokens: int) -> bool:
         """Whether a prompt of so many tokens may live in a place that is not the preferred one."""
@@ -77,110 +80,93 @@ class Hidden(Policy):
             return split if split.num_taken else outlook.halves()
         if draft.num_due or not split.num_taken:
             return split
-        num_prompts = sum(1 for _ in draft.prompts)
-        worth = Worth(decode=1.0, rest=draft.load.num_decodes + num_prompts)
+        worth = Worth(decode=1.0, rest=draft.load.num_decodes + len(draft.chunks))
         return worth.best((split, outlook.front(0, 0)))[0]
+
+
+class Apart(Hidden):
+    """APEX: NEO's two sub-batches, or one, beside which the host's decodes go at their own pace.
+
+    Beside prompts as NEO. Without them, whatever brings more requests forward per time.
+    """
+
+    def divide(self, draft: Draft) -> Split:
+        """Compare the two, for decodes alone."""
+        pipelined = super().divide(draft)
+        if draft.chunks or draft.num_due or not draft.load.tokens:
+            return pipelined
+        outlook = _outlook(draft)
+        apart = outlook.with_staggered(outlook.front(0, 0), draft.limits.max_token_ms)
+        worth = Worth(1.0, draft.load.num_decodes, draft.cost.num_layers)
+        return worth.best((pipelined, *apart))[0]
 
 
 class Fastest(Policy):
     """Whatever is predicted to bring the most per time, the device alone included.
 
-    The worth of an iteration is the time that its work would take on the device alone: a decode has its share
-    of an iteration of the device's decodes, a prompt's token what it adds to a large batch. (NEO's step 6
-    compares requests over time; that cannot tell how much of a prompt is right.)
+    What lasts, who lives where and how much of prompts an iteration computes, follows from the regime that is
+    best for the load; which decodes join an iteration, from what tokens are worth in that regime. (NEO's step
+    6 compares requests over time; that cannot tell how much of a prompt is right.)
     """
 
     needs_predictions = True
+    needs_regime = True
 
     def admits(self, draft: Draft, place: Place, num_tokens: int) -> bool:
-        """Compare what follows once it is prefilled, beside chunks of further prompts if there are any."""
-        load, queue = draft.when_prefilled()
-        num_chunk_tokens = _least_chunk_tokens(draft) if draft.num_waiting > 1 else 0
-        tokens = min(num_tokens, draft.budget)
-        bus_ms = draft.cost.transfer_ms(draft.swapped_tokens + tokens)
-        if bus_ms > draft.cost.linear_ms(draft.load.tokens + tokens):  # it would hold the device up
-            return False
-        return self._pays(draft, load, queue, place, num_tokens, num_chunk_tokens)
+        """As many as the regime has there."""
+        return not place.host_attends or draft.num_on_host < _regime(draft).num_on_host
 
     def spills(self, draft: Draft, place: Place, num_tokens: int) -> bool:
-        """Compare what the preferred place does with what the host adds; a full host still saves the KV."""
-        return self._pays(draft, draft.load, HostQueue(()), place, num_tokens, 0)
+        """Wherever the regime has anybody: a full host still saves the KV."""
+        return not place.host_attends or _regime(draft).num_on_host > 0
 
     def pace(self, draft: Draft) -> int:
-        """As many as keep the device busy for as long as the host is, but not so few that weights are most.
-
-        Worth over time must not decide this: where the device has few decodes, each is worth so much that
-        prompts would starve, and with them the decodes to come.
-        """
-        if not len(draft.queue):
-            return draft.budget
-        cost = draft.cost
-        missing_ms = (
-            draft.queue.host_ms(cost, 0, len(draft.queue))
-            - cost.linear_ms(len(draft.queue))
-            - device_attention_ms(cost, draft.load)
-        )
-        paces = range(_least_chunk_tokens(draft), draft.budget, SMALLEST_CHUNK_TOKENS)
-        enough = bisect_left(paces, missing_ms, key=lambda tokens: cost.linear_ms(draft.load.tokens + tokens))
-        return paces[enough] if enough < len(paces) else draft.budget
+        """As much of prompts as the regime has, and no less than makes up for reading the weights."""
+        regime = _regime(draft)
+        least = max(_worthwhile_tokens(draft) - draft.load.tokens, SMALLEST_CHUNK_TOKENS)
+        missing = min(regime.num_device - (draft.num_running - draft.num_on_host), draft.num_waiting)
+        room = max(missing, 0) * draft.mean_prompt_tokens / FILLING_ITERATIONS
+        tokens = math.ceil(max(regime.chunk_tokens, least, room))
+        if regime.kind is Kind.PROMPTS_IN_BOTH:
+            draft.most_per_prompt = -(-tokens // 2)
+        return min(tokens, draft.budget)
 
     def divide(self, draft: Draft) -> Split:
         """Take the best of all candidates."""
-        splits: Iterable[Split] = _outlook(draft).candidates()
+        regime, num_layers = _regime(draft), draft.cost.num_layers
+        worth = Worth(1.0, draft.load.num_decodes, num_layers)
+        if draft.chunks:
+            rest = draft.load.num_decodes * regime.decode_ms + draft.num_chunk_tokens * regime.prompt_ms
+            worth = Worth(max(regime.decode_ms, regime.prompt_ms), rest, num_layers)
+        splits = self._candidates(draft)
         if draft.num_due:
             splits = (split for split in splits if split.num_taken)
-        _, tokens = draft.queue.contexts[0] if len(draft.queue) else (None, 1)
-        return self._worth(draft, draft.load, draft.num_chunk_tokens, tokens).best(splits)[0]
+        return worth.best(splits)[0]
 
-    def _pays(
-        self, draft: Draft, load: Load, queue: HostQueue, place: Place, num_tokens: int, num_chunk_tokens: int
-    ) -> bool:
-        """Whether the best plan would take more than the queue, if there were any number of such decodes.
-
-        A few decodes alone never make up for reading the weights a second time, but they must come before
-        the many.
-        """
-        load = load._replace(tokens=load.tokens + num_chunk_tokens)
-        worth = self._worth(draft, load, num_chunk_tokens, num_tokens)
-        num_more = max(draft.limits.max_batch_requests - len(queue), 1)
-        mean_tokens = (queue.tokens(0, len(queue)) + num_tokens) // (len(queue) + 1)
-        full = Outlook(draft.cost, load, queue.followed_by(place, mean_tokens, num_more))
-        return worth.best(full.candidates())[0].num_taken > len(queue)
-
-    def _worth(self, draft: Draft, load: Load, num_chunk_tokens: int, other_context_tokens: int) -> Worth:
-        """Return what the device's part and each decode of the queue are worth.
-
-        Args:
-            other_context_tokens: the context of the single decode in it where the device has none.
-        """
-        cost = draft.cost
-        alone = Load().plus(load.decodes)
-        if not alone.tokens:
-            alone = Load().plus({self.places[0]: Decodes(1, other_context_tokens)})
-        decode_ms = iteration_ms(cost, alone) / alone.tokens
-        prompts_ms = cost.num_layers * (num_chunk_tokens * _token_ms(draft) + load.prefill_ms)
-        return Worth(decode_ms, load.num_decodes * decode_ms + prompts_ms)
+    def _candidates(self, draft: Draft) -> Iterator[Split]:
+        outlook = _outlook(draft)
+        yield from outlook.with_prompts_in_both()
+        may_begin = _regime(draft).num_staggered > 0 or not draft.chunks
+        for split in outlook.candidates():
+            yield split
+            if may_begin or draft.staggered:
+                yield from outlook.with_staggered(split, draft.limits.max_token_ms if may_begin else 0.0)
 
 
 def _outlook(draft: Draft) -> Outlook:
-    return Outlook(draft.cost, draft.load, draft.queue, draft.swapped_tokens)
+    return Outlook(draft.cost, draft.load, draft.queue, draft.swapped_tokens, draft.chunks, draft.staggered)
 
 
-def _token_ms(draft: Draft) -> float:
-    """Return what one more token adds to the linear stages of a layer in a large batch."""
-    large = draft.limits.max_batch_tokens
-    return (draft.cost.linear_ms(large) - draft.cost.linear_ms(large // 2)) / (large - large // 2)
+def _regime(draft: Draft) -> Regime:
+    assert draft.regime is not None
+    return draft.regime
 
 
-def _least_chunk_tokens(draft: Draft) -> int:
-    """Return how many tokens of prompts should join at least beside the host's decodes.
-
-    A second sub-batch reads the weights once more: next to a large chunk that costs little.
-    """
-    token_ms = _token_ms(draft)
-    if token_ms <= 0:
-        return draft.limits.max_batch_tokens
-    return min(int(draft.cost.linear_ms(1) / token_ms / MAX_REREAD_SHARE), draft.limits.max_batch_tokens)
+def _worthwhile_tokens(draft: Draft) -> int:
+    """Return how many tokens an iteration should have, so that reading the weights is not most of it."""
+    large, linear_ms = draft.limits.max_batch_tokens, draft.cost.linear_ms
+    token_ms = linear_ms(large) / large * (1 + MAX_READING_SHARE)
+    return bisect_left(range(1, large), 1, key=lambda tokens: linear_ms(tokens) <= token_ms * tokens) + 1
 
 
 POLICIES = {
@@ -189,6 +175,7 @@ POLICIES = {
         Policy("gpu-only", (Place.DEVICE,)),
         Halves("fastdecode", (Place.HOST,)),
         Hidden("neo", PLACES),
+        Apart("apex", PLACES),
         Fastest("auto", PLACES),
     )
 }

@@ -25,6 +25,7 @@ class SchedulerCounters:
     num_cached_tokens: int = 0  # reused
     num_output_tokens: int = 0
     num_cpu_decodes: int = 0  # output tokens whose attention the host computed
+    num_staggered_decodes: int = 0  # those of them that came at their own pace
     num_double_iterations: int = 0  # with two sub-batches
 
 

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel
@@ -14,10 +14,14 @@ from neo_desktop.engine.predict.estimate import (
     device_attention_ms,
     host_ms,
     joined,
+    staggered_ms,
+    staggered_rows,
     times_ms,
 )
-from neo_desktop.engine.schedule.draft import HostQueue
+from neo_desktop.engine.schedule.cohorts import MAX_SLOTS
+from neo_desktop.engine.schedule.draft import Chunk, HostQueue
 
+NOTHING = Load()
 # A plan that is predicted to be this little better is not worth being different: predictions err by more.
 TOLERANCE = 0.01
 MOST_GUESSES = 6
@@ -33,6 +37,9 @@ class Split:
     queue: HostQueue
     load: Load  # of sub-batch 0 without them
     predicted_ms: float
+    num_chunks_second: int = 0  # chunks of prompts, the last ones, that are in sub-batch 1
+    load_second: Load = NOTHING  # theirs
+    num_staggered: int = 0  # decodes at their own pace that this iteration could take along
 
     @property
     def num_taken(self) -> int:
@@ -43,7 +50,8 @@ class Split:
     def loads(self) -> tuple[Load, ...]:
         """What the sub-batches hold."""
         load = self.load.plus(self.queue.decodes(self.first))
-        return (load, Load().plus(self.queue.decodes(self.second))) if self.second else (load,)
+        second = self.load_second.plus(self.queue.decodes(self.second))
+        return (load, second) if second.tokens else (load,)
 
 
 class Outlook:
@@ -53,10 +61,22 @@ class Outlook:
         load: of sub-batch 0 without the queue.
         queue: decodes that the host attends for.
         swapped_tokens: see `iteration_ms`.
+        chunks: of prompts, which are part of the load.
+        staggered: decodes at their own pace that are under way.
     """
 
-    def __init__(self, cost: CostModel, load: Load, queue: HostQueue, swapped_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        load: Load,
+        queue: HostQueue,
+        swapped_tokens: int = 0,
+        chunks: Sequence[Chunk] = (),
+        staggered: Mapping[Place, Decodes] = NO_DECODES,
+    ) -> None:
         self.load = load
+        self._chunks = chunks
+        self._staggered = staggered
         self.queue = queue
         self._cost = cost
         self._swapped_tokens = swapped_tokens
@@ -148,6 +168,94 @@ class Outlook:
             if tokens:
                 yield self.front(n, n)
 
+    def with_prompts_in_both(self) -> Iterator[Split]:
+        """Yield ways to give each sub-batch about half of the prompts' tokens, and some of the decodes.
+
+        Chunks stay whole: those of a prompt may follow each other only within a sub-batch.
+        """
+        chunks, count = self._chunks, len(self.queue)
+        if count < 2 or len(chunks) < 2 or self._at_host:
+            return
+        half = (self.load.tokens + count) / 2
+        second, num_chunks = Load(), 0
+        while num_chunks < len(chunks) - 1:
+            tokens, prefill_ms, rows = chunks[-1 - num_chunks]
+            if tokens == 1 or second.tokens + tokens / 2 > half:
+                break
+            second = Load(second.tokens + tokens, second.rows + rows, second.prefill_ms + prefill_ms)
+            num_chunks += 1
+        if not num_chunks:
+            return
+        load = self.load._replace(
+            tokens=self.load.tokens - second.tokens,
+            rows=self.load.rows - second.rows,
+            prefill_ms=max(self.load.prefill_ms - second.prefill_ms, 0.0),
+        )
+        linear_ms, attention_ms = self._cost.linear_ms, device_attention_ms(self._cost, load)
+        for num_taken in {count, 3 * count // 4, count // 2, count // 4} - {0, 1}:
+            # The host attends for each sub-batch while the device works for the other.
+            first_ms = linear_ms(load.tokens + num_taken // 2) + second.prefill_ms
+            second_ms = linear_ms(second.tokens + num_taken // 2) + attention_ms
+            num_second = round(num_taken * first_ms / (first_ms + second_ms)) if first_ms else num_taken // 2
+            in_second, in_first = range(num_second), range(num_second, num_taken)
+            times = Times(linear_ms(load.tokens + len(in_first)), attention_ms, self._host_ms(in_first))
+            others = Times(linear_ms(second.tokens + num_second), second.prefill_ms, self._host_ms(in_second))
+            rows = self.load.rows + num_taken
+            predicted_ms = times_ms(self._cost, times, others, rows, self._swapped_tokens)
+            yield Split(in_second, in_first, self.queue, load, predicted_ms, num_chunks, second)
+
+    def with_staggered(self, split: Split, max_token_ms: float) -> Iterator[Split]:
+        """Yield a split with decodes at their own pace beside it: as many as the host has time for.
+
+        Those that are under way can always go on, whatever that takes.
+
+        Args:
+            max_token_ms: see `SchedulerLimits`.
+        """
+        cost = self._cost
+        taken = {*split.first, *split.second}
+        rest = self.queue.decodes([i for i in range(len(self.queue)) if i not in taken])
+        all_of_them = joined(self._staggered, rest)
+        most = sum(requests for requests, _ in all_of_them.values())
+        if not most or not cost.overlaps or split.num_chunks_second:
+            return
+        under_way = sum(requests for requests, _ in self._staggered.values())
+        tokens = self.load.tokens + len(split.first)
+        on_host = self._host_ms(split.first, self._at_host)
+        second = None
+        if split.second:
+            second = Times(cost.linear_ms(len(split.second)), 0.0, self._host_ms(split.second))
+
+        def scaled(count: int) -> Mapping[Place, Decodes]:
+            """The same mix of decodes, of another number; where there are few, the first place's."""
+            share = count / most
+            return {
+                place: Decodes(max(round(requests * share), 1), max(int(context_tokens * share), 1))
+                for place, (requests, context_tokens) in all_of_them.items()
+            }
+
+        def predicted_ms(count: int) -> tuple[float, float]:
+            decodes = scaled(count)
+            rows = staggered_rows(cost, decodes)
+            times = Times(cost.linear_ms(tokens + rows), self._attention_ms, on_host)
+            host_ms = staggered_ms(cost, decodes)
+            sampled = split.load.rows + split.num_taken + rows
+            return times_ms(cost, times, second, sampled, self._swapped_tokens, host_ms), host_ms
+
+        idle_ms = (split.predicted_ms - cost.head_ms(split.load.rows + split.num_taken)) / cost.num_layers
+        idle_ms -= on_host + (second.on_host if second else 0.0)
+        low, high = 0, min(most, MAX_SLOTS * cost.num_layers)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if predicted_ms(middle)[1] <= idle_ms:
+                low = middle
+            else:
+                high = middle - 1
+        if low > under_way and (cost.num_layers + 1) * predicted_ms(low)[0] <= max_token_ms:
+            yield replace(split, predicted_ms=predicted_ms(low)[0], num_staggered=low)
+        elif under_way:
+            yield replace(split, predicted_ms=predicted_ms(under_way)[0], num_staggered=under_way)
+
     def _split(self, second: Sequence[int], first: Sequence[int]) -> Split:
         """Predict a split; sub-batch 0 is never empty."""
         load = self.load
@@ -201,10 +309,11 @@ class Worth:
 
     decode: float
     rest: float  # of what is in the iteration anyway
+    num_layers: int = 1
 
     def rate(self, split: Split) -> float:
-        """Return the worth per ms."""
-        worth = self.rest + split.num_taken * self.decode
+        """Return the worth per ms; of a decode at its own pace, a layer's share of it."""
+        worth = self.rest + (split.num_taken + split.num_staggered / self.num_layers) * self.decode
         return worth / split.predicted_ms if split.predicted_ms else float(split.num_taken)
 
     def best(self, splits: Iterable[Split]) -> tuple[Split, float]:

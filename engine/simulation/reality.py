@@ -1,12 +1,14 @@
 """A machine that is not what the cost tables say: what becomes of decisions on wrong predictions."""
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from neo_desktop.engine.batch import IterationTiming
+from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import CostModel
-from neo_desktop.engine.predict.estimate import Load, predict
+from neo_desktop.engine.predict.estimate import Decodes, Load, predict
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +40,25 @@ class Reality:
         self._noise = mismatch.noise
         self._random = random.Random(seed)
 
-    def carry_out(self, predicted: IterationTiming, *loads: Load, swapped_tokens: int) -> float:
+    def carry_out(
+        self,
+        predicted: IterationTiming,
+        *loads: Load,
+        swapped_tokens: int,
+        staggered: Mapping[Place, Decodes],
+    ) -> float:
         """Return how long an iteration truly takes, in ms; the scheduler's beliefs are corrected by it.
 
         Args:
             predicted: what the scheduler believes.
             loads: of its sub-batches.
             swapped_tokens: see `iteration_ms`.
+            staggered: likewise.
         """
         # The time of prompts is in the loads already, as the scheduler believes it.
         factor = self._true.device_factor / self.believed.device_factor
         truly = [load._replace(prefill_ms=load.prefill_ms * factor) for load in loads]
-        timing = predict(self._true, *truly, swapped_tokens=swapped_tokens)
+        timing = predict(self._true, *truly, swapped_tokens=swapped_tokens, staggered=staggered)
         noise = self._random.lognormvariate(0.0, self._noise) if self._noise else 1.0
         total_ms = timing.total_ms * noise
         measured = IterationTiming(total_ms, timing.host_attention_ms * noise)

@@ -76,7 +76,7 @@ def simulate(
     num_added = 0
     while len(finished) < len(coming):
         while num_added < len(coming) and coming[num_added].arrival_ms <= clock_ms:
-            residency.add(coming[num_added])
+            decider.add(coming[num_added])
             num_added += 1
         decision = decider.decide()
         if decision is None:
@@ -90,7 +90,10 @@ def simulate(
             clock_ms += decision.predicted.total_ms
         else:
             clock_ms += reality.carry_out(
-                decision.predicted, *decision.loads, swapped_tokens=decision.swapped_tokens
+                decision.predicted,
+                *decision.loads,
+                swapped_tokens=decision.swapped_tokens,
+                staggered=decision.staggered,
             )
         _count(totals, decision, cost)
         for request in decider.advance(decision):
@@ -99,7 +102,7 @@ def simulate(
                 request.first_token_ms = clock_ms
             if request.is_complete:
                 request.finish_reason = FinishReason.LENGTH
-                residency.remove(request)
+                decider.remove(request)
                 finished.append(
                     FinishedRequest(
                         request.arrival_ms,

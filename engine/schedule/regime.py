@@ -1,0 +1,179 @@
+"""What serves a load best in the long run: where requests live, how much of prompts an iteration computes.
+
+In the long run each token that is decoded brings some tokens of prompts with it, of the requests to come. A
+regime is an iteration that computes as much of both. Which one has the highest rate depends on where time is
+lost otherwise:
+
+- iterations without enough tokens read weights for little: prompts fill them up, in small chunks;
+- the CPU attends only beside the device's work: with the prompts of an iteration in two sub-batches, each of
+  which is large enough to be worth reading the weights for, both always have something to do;
+- where two sub-batches are too small for that, decodes at their own pace (see `cohorts`) keep the CPU busy
+  beside a single one.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.estimate import Decodes, Times, staggered_ms, staggered_rows, times_ms
+
+COUNT_STEP = 1.3  # between the numbers of CPU decodes that are tried
+STAGGERED_SHARES = (0.0, 0.5, 1.0)  # of the requests in host memory that are left
+KEY_STEP = 1.1  # a load that has changed by less has the same regime
+WORTH_CHANGING = 1.005
+
+
+class Kind(Enum):
+    """How an iteration divides its work."""
+
+    ONE = auto()  # one sub-batch
+    DECODES_APART = auto()  # NEO's two: all prompts in sub-batch 0, the CPU's decodes in sub-batch 1
+    PROMPTS_IN_BOTH = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A load, and the memory for it. Counts are of requests."""
+
+    device: Place | None  # the first place whose decodes the device attends for; None: there is none
+    host: Place | None  # likewise the host
+    most_on_device: int
+    most_on_host: int
+    context_tokens: float  # of one
+    prompts_per_decode: float  # tokens
+    max_chunk_tokens: int
+    max_token_ms: float  # see `SchedulerLimits`
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What similar ones have in common."""
+        sizes = (self.most_on_device, self.most_on_host, self.context_tokens, self.prompts_per_decode)
+        return tuple(round(math.log(max(size, 1e-3), KEY_STEP)) for size in sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """An iteration that could go on for ever; see above."""
+
+    kind: Kind
+    num_device: int  # decodes
+    num_host: int  # decodes that the host attends for within the iteration
+    num_staggered: int  # decodes at their own pace
+    chunk_tokens: float
+    ms: float
+    num_decoded: float  # tokens
+    # What a token is worth, in ms: prompts what more of them would take, decodes the rest.
+    prompt_ms: float = field(default=0.0)
+    decode_ms: float = field(default=1.0)
+
+    @property
+    def num_on_host(self) -> int:
+        """Requests that live in host memory."""
+        return self.num_host + self.num_staggered
+
+    @property
+    def rate(self) -> float:
+        """Tokens decoded per ms."""
+        return self.num_decoded / self.ms if self.ms else self.num_decoded
+
+
+class RegimeFinder:
+    """Finds the best regime, again when the load has changed.
+
+    Args:
+        cost: predicts.
+    """
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self._key: tuple[int, ...] | None = None
+        self._best: Regime | None = None
+
+    def best(self, demand: Demand) -> Regime:
+        """Return the regime with the highest rate; the simplest one of those that are about as good."""
+        if self._best is None or self._key != demand.key:
+            self._key, self._best = demand.key, self._find(demand)
+        return self._best
+
+    def _find(self, demand: Demand) -> Regime:
+        best = self._regime(demand, Kind.ONE, 0, 0)
+        for regime in self._others(demand):
+            if regime.rate > best.rate * WORTH_CHANGING:
+                best = regime
+        return self._priced(demand, best)
+
+    def _others(self, demand: Demand) -> Iterator[Regime]:
+        for num_host in _counts(demand.most_on_host):
+            left = demand.most_on_host - num_host
+            for share in STAGGERED_SHARES if self._cost.overlaps else STAGGERED_SHARES[:1]:
+                regime = self._regime(demand, Kind.ONE, num_host, int(left * share))
+                if (self._cost.num_layers + 1) * regime.ms <= demand.max_token_ms or not regime.num_staggered:
+                    yield regime
+            if num_host > 1:
+                yield self._regime(demand, Kind.PROMPTS_IN_BOTH, num_host, 0)
+                yield self._regime(demand, Kind.DECODES_APART, num_host, 0)
+
+    def _regime(self, demand: Demand, kind: Kind, num_host: int, num_staggered: int) -> Regime:
+        num_decoded = demand.most_on_device + num_host + num_staggered / self._cost.num_layers
+        chunk_tokens = num_decoded * demand.prompts_per_decode
+        regime = Regime(kind, demand.most_on_device, num_host, num_staggered, chunk_tokens, 0.0, num_decoded)
+        return replace(regime, ms=self._ms(demand, regime))
+
+    def _priced(self, demand: Demand, regime: Regime) -> Regime:
+        """Find out what tokens are worth: together as much as the iteration takes."""
+        chunk_tokens, ms = regime.chunk_tokens, regime.ms
+        if not regime.num_decoded or not ms:
+            return regime
+        prompt_ms = 0.0
+        if chunk_tokens:
+            more = 1.02 * chunk_tokens + 8
+            longer_ms = self._ms(demand, replace(regime, chunk_tokens=more))
+            prompt_ms = min((longer_ms - ms) / (more - chunk_tokens), ms / chunk_tokens)
+        decode_ms = (ms - prompt_ms * chunk_tokens) / regime.num_decoded
+        return replace(regime, prompt_ms=prompt_ms, decode_ms=decode_ms)
+
+    def _ms(self, demand: Demand, regime: Regime) -> float:
+        """Predict the iteration; what exceeds the longest chunk makes another one."""
+        cost, num_device, num_host = self._cost, regime.num_device, regime.num_host
+        chunk_tokens = min(regime.chunk_tokens, demand.max_chunk_tokens)
+        others = (regime.chunk_tokens - chunk_tokens) / demand.max_chunk_tokens
+        more_ms = others * (cost.num_layers * cost.linear_ms(demand.max_chunk_tokens) + cost.iteration_ms)
+        context_tokens = int(demand.context_tokens)
+        attention_ms = 0.0
+        if demand.device is not None:
+            attention_ms = cost.attention_ms(demand.device, num_device, num_device * context_tokens)
+        staggered: dict[Place, Decodes] = {}
+        if demand.host is not None and regime.num_staggered:
+            staggered[demand.host] = Decodes(regime.num_staggered, regime.num_staggered * context_tokens)
+        rows = staggered_rows(cost, staggered)
+
+        def host_ms(count: int) -> float:
+            if demand.host is None or not count:
+                return 0.0
+            return cost.attention_ms(demand.host, count, count * context_tokens) + cost.hand_off_ms(count)
+
+        tokens = num_device + int(chunk_tokens)
+        second: Times | None = None
+        if regime.kind is Kind.ONE:
+            first = Times(cost.linear_ms(tokens + num_host + rows), attention_ms, host_ms(num_host))
+        elif regime.kind is Kind.DECODES_APART:
+            first = Times(cost.linear_ms(tokens), attention_ms, 0.0)
+            second = Times(cost.linear_ms(num_host), 0.0, host_ms(num_host))
+        else:
+            half_ms = cost.linear_ms((tokens + num_host) // 2)
+            first = Times(half_ms, attention_ms, host_ms(num_host - num_host // 2))
+            second = Times(half_ms, 0.0, host_ms(num_host // 2))
+        sampled = num_device + num_host + rows
+        return times_ms(cost, first, second, sampled, 0, staggered_ms(cost, staggered)) + more_ms
+
+
+def _counts(most: int) -> Iterator[int]:
+    """Yield 0, 1, 2, ... up to `most`, in growing steps."""
+    count = 0
+    while count < most:
+        yield count
+        count = max(count + 1, int(count * COUNT_STEP))
+    yield most
