@@ -164,7 +164,7 @@ class Engine:
             decoder, storage, limits.max_batch_tokens, limits.max_batch_requests, timeline, streams
         )
         corrected = None if cost_model is None else CorrectedCostModel(cost_model)
-        scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected)
+        scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected, decoder.config.num_layers)
         return cls(parts.model, scheduler, kv_cache, executor, policy, corrected, timeline)
 
     @property

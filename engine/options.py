@@ -11,6 +11,7 @@ from typing import Annotated, TypedDict, get_type_hints
 
 BUILTIN = "builtin"  # the model that comes with the program
 MAX_BATCH_REQUESTS = 256
+MAX_TOKEN_MS = 2000.0  # see `EngineOptions`
 MAX_BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # a chunk of prefill must not hold decodes up for long
 
 
@@ -60,9 +61,9 @@ class EngineOptions:
         str,
         Option(
             flag="--policy",
-            choices=("auto", "neo", "fastdecode", "gpu-only"),
+            choices=("auto", "neo", "apex", "fastdecode", "gpu-only"),
             help="Where requests may live: in GPU memory (gpu-only), in host memory (fastdecode), in both "
-            "(neo); auto does what is predicted to be fastest.",
+            "(neo, apex); auto does what is predicted to be fastest.",
         ),
     ] = "auto"
     device: Annotated[
@@ -150,6 +151,16 @@ class EngineOptions:
     max_batch_requests: Annotated[
         int, Option(least=1, help="Requests that run at the same time at most.")
     ] = MAX_BATCH_REQUESTS
+    max_token_ms: Annotated[
+        float,
+        Option(
+            flag="--max-token-ms",
+            metavar="MS",
+            least=0,
+            help="CPU decodes may take as long as this per token, as predicted, where going at their own "
+            "pace brings more tokens per second in all; 0: they never do.",
+        ),
+    ] = MAX_TOKEN_MS
 
     def __post_init__(self) -> None:
         for name, option in OPTIONS.items():

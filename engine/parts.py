@@ -65,6 +65,7 @@ def limits_of(options: EngineOptions, device: torch.device) -> SchedulerLimits:
     return SchedulerLimits(
         max_batch_tokens=options.max_batch_tokens or max(MAX_BATCH_TOKENS[device.type], most),
         max_batch_requests=most,
+        max_token_ms=options.max_token_ms,
     )
 
 

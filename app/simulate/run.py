@@ -67,7 +67,7 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
 
 def _limits(options: SimulationOptions) -> SchedulerLimits:
     try:
-        return SchedulerLimits(options.max_batch_tokens, options.max_batch_requests)
+        return SchedulerLimits(options.max_batch_tokens, options.max_batch_requests, options.max_token_ms)
     except ValueError as error:
         raise UsageError(str(error)) from None
 

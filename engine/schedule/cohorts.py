@@ -5,8 +5,6 @@ from typing import Generic, TypeVar
 
 from neo_desktop.engine.request import RequestState
 
-MAX_SLOTS = 16  # decodes that stand at the same layer; executors keep memory for so many
-
 R = TypeVar("R", bound=RequestState)
 
 
@@ -43,7 +41,7 @@ class Cohorts(Generic[R]):
 
     def stages(self, beginners: Sequence[R]) -> list[tuple[R | None, ...]]:
         """Return who would join each linear stage in a turn: first who begins, last who gets a token."""
-        stages = [list(beginners), *self._at]
+        stages: list[list[R | None]] = [list(beginners), *self._at]
         num_slots = max(map(len, stages))
         return [(*stage, *[None] * (num_slots - len(stage))) for stage in stages]
 

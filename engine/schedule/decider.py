@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, TypeVar
 
-from neo_desktop.engine.batch import BlockCopy, IterationTiming
+from neo_desktop.engine.batch import MAX_STAGGERED, BlockCopy, IterationTiming
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel, ZeroCostModel
 from neo_desktop.engine.predict.estimate import NO_DECODES, Decodes, Load, predict, timing_of
 from neo_desktop.engine.predict.estimate import joined as joined_decodes
 from neo_desktop.engine.request import RequestState
-from neo_desktop.engine.schedule.cohorts import MAX_SLOTS, Cohorts
+from neo_desktop.engine.schedule.cohorts import Cohorts
 from neo_desktop.engine.schedule.draft import Draft, HostQueue, SchedulerLimits
 from neo_desktop.engine.schedule.mix import Mix
 from neo_desktop.engine.schedule.policies import Policy
@@ -79,6 +79,9 @@ class Decider(Generic[R]):
 
     Pure bookkeeping: no tensors here, and blocks are counted by `KVCache` alone. `Scheduler` gives it the
     form that executors need; the simulator uses it as it is.
+
+    Args:
+        num_layers: of the model; None: as many as the cost model was measured with.
     """
 
     def __init__(
@@ -87,14 +90,15 @@ class Decider(Generic[R]):
         policy: Policy,
         limits: SchedulerLimits,
         cost_model: CostModel | None = None,
+        num_layers: int | None = None,
     ) -> None:
+        self._cost: CostModel = ZeroCostModel() if cost_model is None else cost_model
         self.residency: Residency[R] = Residency(kv_cache, policy.places)
-        self.cohorts: Cohorts[R] = Cohorts(1 if cost_model is None else cost_model.num_layers)
+        self.cohorts: Cohorts[R] = Cohorts(num_layers or self._cost.num_layers)
         self._mix = Mix()
         self._kv = kv_cache
         self._policy = policy
         self._limits = limits
-        self._cost: CostModel = ZeroCostModel() if cost_model is None else cost_model
         self._regimes = RegimeFinder(self._cost)
         self._batch_tokens: float = limits.max_batch_tokens  # less while memory is short
         self._refused: tuple[int, ...] | None = None  # whom the policy admits nowhere, and in which situation
@@ -185,7 +189,9 @@ class Decider(Generic[R]):
         there = min(residency.num_running + len(residency.waiting), self._limits.max_batch_requests)
 
         def most(place: Place | None) -> int:
-            return 0 if place is None else int(USED_SHARE * capacity_tokens(place) / context_tokens)
+            if place is None or not capacity_tokens(place):
+                return 0
+            return max(int(USED_SHARE * capacity_tokens(place) / context_tokens), 1)
 
         device = next((place for place in residency.places if not place.host_attends), None)
         host = next((place for place in residency.places if place.host_attends), None)
@@ -315,7 +321,9 @@ class Decider(Generic[R]):
         sub_batches = [chunks + [(r, 1) for r in chosen.decodes] + [(r, 1) for r in first]]
         if second or second_chunks:
             sub_batches.append(second_chunks + [(r, 1) for r in second])
-        beginners = rest[: self._num_beginners(split.num_staggered)]
+        # What a prompt's last token is asked for may be more than the next one.
+        may_begin = [request for request in rest if request.num_tokens > request.num_prompt_tokens]
+        beginners = may_begin[: self._num_beginners(split.num_staggered)]
         staggered = joined_decodes(draft.staggered, self._decodes_of(beginners))
         loads = split.loads
         return Decision(
@@ -324,7 +332,7 @@ class Decider(Generic[R]):
             staggered=staggered if split.num_staggered else NO_DECODES,
             sub_batches=sub_batches,
             host_decodes=[*second, *first],
-            waiting_decodes=rest[len(beginners) :],
+            waiting_decodes=[request for request in rest if request not in beginners],
             copies=self.residency.copies,
             loads=loads,
             swapped_tokens=draft.swapped_tokens,
@@ -340,7 +348,7 @@ class Decider(Generic[R]):
     def _num_beginners(self, num_staggered: int) -> int:
         """Return how many join those at their own pace, so that all layers have about as many of them."""
         room = num_staggered - len(self.cohorts)
-        return max(min(room, -(-num_staggered // self.cohorts.num_layers), MAX_SLOTS), 0)
+        return max(min(room, -(-num_staggered // self.cohorts.num_layers), MAX_STAGGERED), 0)
 
     def _decodes_of(self, requests: Iterable[R]) -> Mapping[Place, Decodes]:
         found: dict[Place, Decodes] = {}

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+from neo_desktop.engine.options import MAX_TOKEN_MS
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.predict.estimate import Decodes, Load
@@ -17,7 +18,7 @@ class SchedulerLimits:
 
     max_batch_tokens: int  # tokens in the linear stages; longer prompts are prefilled in chunks
     max_batch_requests: int  # requests that run at the same time
-    max_token_ms: float = 2000.0  # of a CPU decode at its own pace, per token, as predicted
+    max_token_ms: float = MAX_TOKEN_MS  # of a CPU decode at its own pace, per token, as predicted
 
     def __post_init__(self) -> None:
         if self.max_batch_requests < 1 or self.max_batch_tokens < self.max_batch_requests:

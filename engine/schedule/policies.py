@@ -17,7 +17,8 @@ from neo_desktop.engine.schedule.regime import Kind, Regime
 from neo_desktop.engine.schedule.split import Outlook, Split, Worth
 
 SMALLEST_CHUNK_TOKENS = 64  # of a prompt, where CPU decodes set the pace
-FILLING_ITERATIONS = 8  # in which the device's free memory gets its prompts
+SURPLUS = 1.25  # how many more requests than it needs may live in host memory
+FILLING_ITERATIONS = 32  # in which the device's free memory gets its prompts
 MAX_READING_SHARE = 0.15  # by which tokens of an iteration with prompts may take longer than in a large one
 
 
@@ -113,16 +114,21 @@ class Fastest(Policy):
     needs_regime = True
 
     def admits(self, draft: Draft, place: Place, num_tokens: int) -> bool:
-        """As many as the regime has there."""
-        return not place.host_attends or draft.num_on_host < _regime(draft).num_on_host
+        """As many as the regime has there, and some more, so that there are always prompts to compute."""
+        return not place.host_attends or draft.num_on_host < SURPLUS * _regime(draft).num_on_host
 
     def spills(self, draft: Draft, place: Place, num_tokens: int) -> bool:
         """Wherever the regime has anybody: a full host still saves the KV."""
         return not place.host_attends or _regime(draft).num_on_host > 0
 
     def pace(self, draft: Draft) -> int:
-        """As much of prompts as the regime has, and no less than makes up for reading the weights."""
+        """As much of prompts as the regime has, and no less than makes up for reading the weights.
+
+        Where the device has memory for everybody, what counts is that answers begin.
+        """
         regime = _regime(draft)
+        if draft.num_running + draft.num_waiting <= regime.num_device:
+            return draft.budget
         least = max(_worthwhile_tokens(draft) - draft.load.tokens, SMALLEST_CHUNK_TOKENS)
         missing = min(regime.num_device - (draft.num_running - draft.num_on_host), draft.num_waiting)
         room = max(missing, 0) * draft.mean_prompt_tokens / FILLING_ITERATIONS
@@ -164,9 +170,12 @@ def _regime(draft: Draft) -> Regime:
 
 def _worthwhile_tokens(draft: Draft) -> int:
     """Return how many tokens an iteration should have, so that reading the weights is not most of it."""
-    large, linear_ms = draft.limits.max_batch_tokens, draft.cost.linear_ms
-    token_ms = linear_ms(large) / large * (1 + MAX_READING_SHARE)
-    return bisect_left(range(1, large), 1, key=lambda tokens: linear_ms(tokens) <= token_ms * tokens) + 1
+    cost, large = draft.cost, draft.limits.max_batch_tokens
+    fixed_ms = cost.iteration_ms / cost.num_layers
+    token_ms = (cost.linear_ms(large) + fixed_ms) / large * (1 + MAX_READING_SHARE)
+    return bisect_left(
+        range(1, large), 1, key=lambda tokens: cost.linear_ms(tokens) + fixed_ms <= token_ms * tokens
+    )
 
 
 POLICIES = {

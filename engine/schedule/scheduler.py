@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from neo_desktop.engine.batch import (
     UNKNOWN_TOKEN,
+    Cohort,
     IterationPlan,
     IterationResult,
     ScheduledSequence,
@@ -32,6 +33,7 @@ class _Scheduled(NamedTuple):
     sequence: ScheduledSequence
     num_preemptions: int  # of the request, when the iteration started
     is_last: bool  # whether it computes the last of the tokens there are, so that something new comes of it
+    is_on_its_way: bool  # whether its tokens go on in later iterations, at their own pace
 
 
 class Scheduler:
@@ -43,9 +45,10 @@ class Scheduler:
         policy: Policy,
         limits: SchedulerLimits,
         cost_model: CostModel | None = None,
+        num_layers: int | None = None,
     ) -> None:
         self._kv = kv_cache
-        self._decider: Decider[Request] = Decider(kv_cache, policy, limits, cost_model)
+        self._decider: Decider[Request] = Decider(kv_cache, policy, limits, cost_model, num_layers)
         self._residency: Residency[Request] = self._decider.residency
         self.counters = self._residency.counters
         self._requests: dict[str, Request] = {}
@@ -88,13 +91,13 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request."""
         self._requests[request.request_id] = request
-        self._residency.add(request)
+        self._decider.add(request)
         self._ahead = None  # so that it need not wait for the iteration after that
 
     def remove(self, request: Request) -> None:
         """Forget a request and free its blocks."""
         del self._requests[request.request_id]
-        self._residency.remove(request)
+        self._decider.remove(request)
 
     def schedule(self) -> IterationPlan | None:
         """Plan the iteration that starts next; None when there is nothing to do.
@@ -130,6 +133,7 @@ class Scheduler:
         return (
             self._stays_on_device
             and not decision.copies
+            and not decision.is_turn
             and all(
                 num_tokens == 1
                 and request.num_uncomputed_tokens == 1
@@ -145,8 +149,12 @@ class Scheduler:
             tuple(decision.copies),
             decision.predicted,
             is_ahead,
+            self._staggered(decision) if decision.is_turn else (),
         )
-        requests = [self._requests[sequence.request_id] for sequence in plan.sequences]
+        on_their_way = {
+            each.request_id for stage in plan.staggered[:-1] for each in stage if each is not None
+        }
+        requests = [self._requests[sequence.request_id] for sequence in plan.all_sequences]
         self._under_way.append(
             [
                 _Scheduled(
@@ -155,8 +163,9 @@ class Scheduler:
                     request.num_preemptions,
                     is_last=sequence.sampling is not None
                     or (sequence.num_pooled > 0 and sequence.context_len == request.num_tokens),
+                    is_on_its_way=sequence.request_id in on_their_way,
                 )
-                for request, sequence in zip(requests, plan.sequences, strict=True)
+                for request, sequence in zip(requests, plan.all_sequences, strict=True)
             ]
         )
         self._stays_on_device = plan.stays_on_device
@@ -170,35 +179,53 @@ class Scheduler:
         batches = [[item for item in batch if not item[0].is_finished] for batch in decision.sub_batches]
         decision.sub_batches = [batch for batch in batches if batch]
         decision.host_decodes = [request for request in decision.host_decodes if not request.is_finished]
+        decision.beginners = [request for request in decision.beginners if not request.is_finished]
+        if not decision.sub_batches and decision.is_turn:
+            decision.sub_batches = [[]]
         return decision if decision.sub_batches else None
+
+    def _staggered(self, decision: Decision[Request]) -> tuple[Cohort, ...]:
+        """Return those who go on by a layer, by the linear stage that they join."""
+        stages = self._decider.cohorts.stages(decision.beginners)
+        return tuple(
+            tuple(
+                None if request is None else self._sequence(request, 1, is_sampled=stage is stages[-1])
+                for request in stage
+            )
+            for stage in stages
+        )
 
     def _sequences(self, batch: Iterable[tuple[Request, int]]) -> Iterator[ScheduledSequence]:
         """Yield a sub-batch in the one order for all readers: by place; there, prompts before decodes."""
         rank = {place: index for index, place in enumerate(self._residency.places)}
         placed = [(self._residency.place_of(request), request, num_tokens) for request, num_tokens in batch]
         placed.sort(key=lambda item: (rank[item[0]], item[2] == 1))
-        for place, request, num_tokens in placed:
-            start = request.num_computed_tokens
-            is_pooled = request.is_pooled
-            is_sampled = not is_pooled and start + num_tokens == request.num_tokens
-            is_known = start + num_tokens <= len(request.token_ids)
-            token_ids = request.token_ids[start : start + num_tokens]
-            yield ScheduledSequence(
-                request_id=request.request_id,
-                token_ids=tuple(token_ids) if is_known else (*token_ids, UNKNOWN_TOKEN),
-                start=start,
-                place=place,
-                block_table=self._kv.block_table(request.request_id),
-                sampling=request.sampling_input() if is_sampled else None,
-                num_pooled=request.num_pooled(num_tokens) if is_pooled else 0,
-            )
+        for _, request, num_tokens in placed:
+            is_last = request.num_computed_tokens + num_tokens == request.num_tokens
+            yield self._sequence(request, num_tokens, is_sampled=is_last and not request.is_pooled)
+
+    def _sequence(self, request: Request, num_tokens: int, *, is_sampled: bool) -> ScheduledSequence:
+        start = request.num_computed_tokens
+        is_known = start + num_tokens <= len(request.token_ids)
+        token_ids = request.token_ids[start : start + num_tokens]
+        return ScheduledSequence(
+            request_id=request.request_id,
+            token_ids=tuple(token_ids) if is_known else (*token_ids, UNKNOWN_TOKEN),
+            start=start,
+            place=self._residency.place_of(request),
+            block_table=self._kv.block_table(request.request_id),
+            sampling=request.sampling_input() if is_sampled else None,
+            num_pooled=request.num_pooled(num_tokens) if request.is_pooled else 0,
+        )
 
     def update(self, result: IterationResult) -> list[Request]:
         """Take in what the first iteration under way brought; return those who gained something by it."""
         gained = []
         moving = {request.request_id for request in self._residency.moved}  # their KV has not arrived yet
         block_size = self._kv.block_size
-        for request, sequence, num_preemptions, is_last in self._end_iteration():
+        for request, sequence, num_preemptions, is_last, is_on_its_way in self._end_iteration():
+            if is_on_its_way:
+                continue
             if sequence.request_id in result.failed:
                 self._finish(request, FinishReason.ERROR, result.failed[sequence.request_id])
                 gained.append(request)
@@ -258,7 +285,10 @@ class Scheduler:
 
     def take_back(self) -> None:
         """Book the newest iteration under way as not done: its requests are where they were before it."""
-        for request, sequence, num_preemptions, is_last in self._under_way.pop():
+        undone = self._under_way.pop()
+        if any(scheduled.is_on_its_way for scheduled in undone):
+            self._decider.cohorts.clear()
+        for request, sequence, num_preemptions, is_last, _ in undone:
             if is_last:
                 request.num_tokens -= 1
             if request.num_preemptions == num_preemptions:

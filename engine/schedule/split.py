@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from neo_desktop.engine.batch import MAX_STAGGERED
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.predict.estimate import (
@@ -18,7 +19,6 @@ from neo_desktop.engine.predict.estimate import (
     staggered_rows,
     times_ms,
 )
-from neo_desktop.engine.schedule.cohorts import MAX_SLOTS
 from neo_desktop.engine.schedule.draft import Chunk, HostQueue
 
 NOTHING = Load()
@@ -244,7 +244,7 @@ class Outlook:
 
         idle_ms = (split.predicted_ms - cost.head_ms(split.load.rows + split.num_taken)) / cost.num_layers
         idle_ms -= on_host + (second.on_host if second else 0.0)
-        low, high = 0, min(most, MAX_SLOTS * cost.num_layers)
+        low, high = 0, min(most, MAX_STAGGERED * cost.num_layers)
         while low < high:
             middle = (low + high + 1) // 2
             if predicted_ms(middle)[1] <= idle_ms:

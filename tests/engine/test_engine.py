@@ -1,6 +1,7 @@
 """The whole engine against transformers, on small random checkpoints of every family."""
 
 import logging
+import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from checkpoints import FAMILIES, VOCAB_SIZE
 from cost_models import machine
 from idle import assert_is_idle
+from own_pace import OwnPace
 from torch_layer import TorchLayer
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +23,7 @@ from neo_desktop.engine.execute.executor import Wait
 from neo_desktop.engine.execute.plan_executor import PlanExecutor
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.request import FinishReason
 from neo_desktop.engine.schedule.policies import POLICIES
 
@@ -147,6 +149,34 @@ def test_predictions_measured_here_change_nothing_but_the_speed(
         outputs = engine.generate(batch, GREEDY)
         assert [list(output.token_ids) for output in outputs] == expected
         assert_is_idle(engine)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_decodes_at_their_own_pace_give_the_same_tokens(
+    checkpoints: dict[str, Path], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With chunked prompts, moves and preemptions between the turns."""
+    rng = random.Random(seed)
+    batch = prompts(8)
+    lengths = [rng.randint(10, 64) for _ in batch]
+    expected = [transformers_greedy(checkpoints["llama"], prompt, 64) for prompt in batch]
+    monkeypatch.setitem(POLICIES, "auto", OwnPace("auto", PLACES))
+    with Engine.from_pretrained(
+        checkpoints["llama"],
+        device="cpu",
+        gpu_cache_tokens=rng.randint(200, 400),
+        cpu_cache_tokens=rng.randint(300, 2000),
+        max_batch_tokens=rng.randint(24, 200),
+        max_batch_requests=8,
+        cost_model=machine(),
+    ) as engine:
+        params = [replace(GREEDY, max_tokens=length) for length in lengths]
+        outputs = engine.generate(batch, params)
+        assert [list(output.token_ids) for output in outputs] == [
+            tokens[:length] for tokens, length in zip(expected, lengths, strict=True)
+        ]
+        assert_is_idle(engine)
+        assert engine._scheduler.counters.num_staggered_decodes > 0
 
 
 @pytest.mark.parametrize("cpu_cache_dtype", ["auto", "int8"])

@@ -9,6 +9,7 @@ from cost_models import THIRD, cost_models, machine
 from engine_fakes import FakeExecutor, free_blocks, make_request, reference_output
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_pace import OwnPace
 
 from neo_desktop.engine.batch import IterationPlan
 from neo_desktop.engine.kv.cache import KVCache
@@ -34,6 +35,7 @@ ALL_POLICIES = POLICIES | {
         Hidden("neo in three places", ALL_PLACES),
         Fastest("auto in three places", ALL_PLACES),
         Fastest("the host's memory first", (THIRD, Place.DEVICE, Place.HOST)),
+        OwnPace("own pace", ALL_PLACES),
     )
 }
 
@@ -76,7 +78,7 @@ class Harness:
         if plan is None:
             return None
         assert self.scheduler.num_running <= self.max_batch_requests
-        names = [sequence.request_id for sequence in plan.sequences]
+        names = [sequence.request_id for sequence in plan.all_sequences]
         assert len(names) == len(set(names)), "a request is scheduled twice"
         for name in running:
             if name in self.kv and name not in names and not self.was_short:
@@ -194,6 +196,41 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
         harness.kv.check()
     harness.run(look_ahead=data.draw(st.booleans()))
     harness.assert_all_answered()
+
+
+def test_decodes_at_their_own_pace_have_a_token_in_as_many_turns_as_there_are_layers() -> None:
+    """Beside a long request on the device; who ends gives way, and none of them waits for ever."""
+    cost = machine(num_layers=5)
+    harness = Harness({Place.DEVICE: 30, Place.HOST: 60}, "own pace", max_batch_tokens=64, cost_model=cost)
+    harness.add([1] * 20, 90)
+    others = [harness.add([2] * (90 + i), 4) for i in range(3)]
+    harness.run()
+    harness.assert_all_answered()
+    counters = harness.scheduler.counters
+    assert counters.num_staggered_decodes == counters.num_cpu_decodes >= 3 * (len(others) - 1)
+    assert harness.executor.num_turns >= 3 * 6  # a token passes six stages
+
+
+def test_a_failed_turn_ends_those_who_took_part_and_an_abort_leaves_a_gap() -> None:
+    harness = Harness(
+        {Place.DEVICE: 30, Place.HOST: 90}, "own pace", max_batch_tokens=256, cost_model=machine(num_layers=4)
+    )
+    harness.add([1] * 20, 90)
+    names = [harness.add([2] * 105, 9) for _ in range(3)]
+    for _ in range(4):
+        harness.step()
+    assert harness.executor.num_turns > 1
+    harness.collect(harness.scheduler.abort(names[1]))
+    for _ in range(12):
+        harness.step()
+    assert len(harness.tokens(names[2])) > 1
+    plan = harness.start()
+    assert plan is not None
+    assert {each.request_id for each in plan.staggered_sequences} == {f"{names[0]}#0", f"{names[2]}#0"}
+    outputs = harness.scheduler.fail("the card fell out")
+    assert {output.finish_reason for output in outputs} == {FinishReason.ERROR}
+    assert len(outputs) == 3
+    assert free_blocks(harness.kv) == harness.num_blocks
 
 
 def test_many_long_requests_in_two_scarce_places_never_hold_each_other_up() -> None:
@@ -415,14 +452,16 @@ def test_no_request_in_the_cpu_cache_waits_for_ever(policy: str, cpu_token_ms: f
     assert longest <= PATIENCE * LIMITS.max_batch_requests
 
 
-def test_prompts_are_as_long_as_the_cpu_needs_and_no_shorter_than_pays() -> None:
+def test_prompts_fill_what_reads_the_weights_and_no_more_while_the_device_is_full() -> None:
     """Beside CPU decodes, a chunk neither makes them wait long nor reads the weights for little work."""
     cost = machine()
-    chunks = [
-        sum(tokens for r, tokens in decision.sub_batches[0] if tokens > 1)
+    tokens = [
+        [sum(tokens for _, tokens in batch) for batch in decision.sub_batches]
         for residency, decision in decisions("auto", cost, num_requests=60)
-        if len(decision.loads) == 2 and len(residency.waiting) > 2
+        if len(residency.waiting) > 2 and any(n > 1 for batch in decision.sub_batches for _, n in batch)
     ]
-    assert len(chunks) > 5
+    assert len(tokens) > 5
     weights_ms = cost.linear_ms(1)
-    assert all(weights_ms <= cost.linear_ms(tokens) <= 12 * weights_ms for tokens in chunks)
+    full = [sum(each) for each in tokens if cost.linear_ms(max(each)) > weights_ms]
+    assert len(full) > 0.8 * len(tokens)
+    assert max(full) <= LIMITS.max_batch_tokens

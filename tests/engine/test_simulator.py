@@ -25,7 +25,7 @@ from neo_desktop.models.shapes import shape
 
 BLOCK_SIZE = 16
 LIMITS = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=256)
-SHARES_OF_CPU = {"gpu-only": (0.0, 0.0), "fastdecode": (1.0, 1.0), "neo": (0.0, 1.0), "auto": (0.0, 1.0)}
+SHARES_OF_CPU = dict.fromkeys(POLICIES, (0.0, 1.0)) | {"gpu-only": (0.0, 0.0), "fastdecode": (1.0, 1.0)}
 
 
 def flat_cost(linear_ms: float = 1.0, iteration_ms: float = 0.0) -> TableCostModel:

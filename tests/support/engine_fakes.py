@@ -1,11 +1,11 @@
 """Parts that stand in for a model, so that scheduling is tested in milliseconds."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from neo_desktop.engine.batch import IterationPlan, IterationResult, SampledToken
+from neo_desktop.engine.batch import IterationPlan, IterationResult, SampledToken, ScheduledSequence
 from neo_desktop.engine.detokenizer import IncrementalText
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.int_array import IntView
@@ -63,12 +63,17 @@ class FakeExecutor(Executor):
     block_size: int
     max_batch_tokens: int
     slots: dict[Place, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    # (stage, slot) -> the decode that stands there, at its own pace, as of the last turn.
+    standing: dict[tuple[int, int], ScheduledSequence] = field(default_factory=dict)
+    num_turns: int = 0
 
     def start(self, plan: IterationPlan) -> Wait:
         return partial(self._carry_out, plan)
 
     def _carry_out(self, plan: IterationPlan) -> IterationResult:
-        assert 0 < sum(sub_batch.num_tokens for sub_batch in plan.sub_batches) <= self.max_batch_tokens
+        num_tokens = sum(sub_batch.num_tokens for sub_batch in plan.sub_batches)
+        assert num_tokens <= self.max_batch_tokens
+        assert num_tokens or plan.staggered
         for copy in plan.copies:
             for offset in range(self.block_size):
                 source = copy.source_block * self.block_size + offset
@@ -76,7 +81,7 @@ class FakeExecutor(Executor):
                     target = copy.target_block * self.block_size + offset
                     self.slots[copy.target][target] = self.slots[copy.source][source]
         sampled = {}
-        for sequence in plan.sequences:
+        for sequence in (*plan.sequences, *self._turn(plan)):
             assert sequence.token_ids, "a request is scheduled to compute nothing"
             slots = self.slots[sequence.place]
 
@@ -89,6 +94,27 @@ class FakeExecutor(Executor):
                 context = [slots[slot(position)] for position in range(sequence.context_len)]
                 sampled[sequence.request_id] = SampledToken(next_token(context))
         return IterationResult(sampled, {})
+
+    def _turn(self, plan: IterationPlan) -> Iterator[ScheduledSequence]:
+        """Check that all who go at their own pace go on by one stage; yield those who pass the last one."""
+        if not plan.staggered:
+            return
+        self.num_turns += 1
+        before, self.standing = self.standing, {}
+        last = len(plan.staggered) - 1
+        for stage, cohort in enumerate(plan.staggered):
+            for slot, sequence in enumerate(cohort):
+                if sequence is None:
+                    continue
+                assert sequence.place.host_attends
+                if stage:
+                    was = before[stage - 1, slot]
+                    assert was[:4] == sequence[:4], "somebody else's hidden states are there"
+                assert (sequence.sampling is not None) == (stage == last)
+                if stage == last:
+                    yield sequence
+                else:
+                    self.standing[stage, slot] = sequence
 
     def close(self) -> None:
         pass

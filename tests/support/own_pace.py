@@ -1,0 +1,22 @@
+"""A policy whose CPU decodes go at their own pace whenever the device has anything else to do."""
+
+from dataclasses import replace
+
+from neo_desktop.engine.schedule.draft import Draft
+from neo_desktop.engine.schedule.policies import Policy
+from neo_desktop.engine.schedule.split import Outlook, Split
+
+
+class OwnPace(Policy):
+    """No prediction is asked; now and then, by the number of those who wait, nobody is taken along."""
+
+    def divide(self, draft: Draft) -> Split:
+        """Let all go at their own pace."""
+        outlook = Outlook(draft.cost, draft.load, draft.queue, draft.swapped_tokens)
+        under_way = sum(requests for requests, _ in draft.staggered.values())
+        count = under_way + len(draft.queue)
+        if not draft.load.tokens or not count:
+            return outlook.together()
+        if draft.num_waiting % 3 == 2:
+            return outlook.front(0, len(draft.queue) // 2)
+        return replace(outlook.front(0, 0), num_staggered=count)
