@@ -175,11 +175,12 @@ class Decider(Generic[R]):
         return sampled
 
     def _check_cohorts(self) -> None:
-        """Let the tokens of those begin again whose KV is elsewhere now, or of all who nobody takes along."""
+        """Let the tokens of those begin again whose KV is elsewhere now, or of all whom nobody takes along."""
         if self.cohorts.num_waits >= MOST_WAITS:
             self.cohorts.clear()
+        moved = {request.request_id for request in self.residency.moved}
         for request in list(self.cohorts):
-            if request.request_id not in self._kv or not self.residency.place_of(request).host_attends:
+            if request.request_id not in self._kv or request.request_id in moved:
                 self.cohorts.drop(request)
 
     def _regime(self) -> Regime:
