@@ -195,3 +195,4 @@ class EngineKeywords(TypedDict, total=False):
     trace_timeline: Path | None
     max_batch_tokens: int | None
     max_batch_requests: int
+    max_token_ms: float

@@ -26,7 +26,10 @@ def test_every_choice_exists_and_every_default_is_one() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"policy": "magic"}, "policy 'magic' is unknown; choose one of: auto, neo, fastdecode, gpu-only"),
+        (
+            {"policy": "magic"},
+            "policy 'magic' is unknown; choose one of: auto, neo, apex, fastdecode, gpu-only",
+        ),
         ({"gpu_cache_tokens": -1}, "gpu_cache_tokens must be at least 0, got -1"),
         ({"gpu_memory_gib": 0.0}, "gpu_memory_gib must be at least 0.001, got 0"),
         ({"cpu_memory_gib": float("nan")}, "cpu_memory_gib must be at least 0.001, got nan"),
