@@ -175,7 +175,7 @@ class Decider(Generic[R]):
         return sampled
 
     def _check_cohorts(self) -> None:
-        """Let the tokens of those begin again whose KV is elsewhere now, or of all whom nobody takes along."""
+        """Let tokens begin again of those whose KV is elsewhere now, or of all if nobody takes them along."""
         if self.cohorts.num_waits >= MOST_WAITS:
             self.cohorts.clear()
         moved = {request.request_id for request in self.residency.moved}
