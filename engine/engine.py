@@ -301,6 +301,7 @@ class Engine:
             num_preemptions=counters.num_preemptions,
             num_moves=counters.num_moves,
             num_cpu_decodes=counters.num_cpu_decodes,
+            num_staggered_decodes=counters.num_staggered_decodes,
             num_double_iterations=counters.num_double_iterations,
             outside_s=self._iterations.outside_s,
             pools=self._kv_cache.usage(),

@@ -86,6 +86,12 @@ class LiveIteration:
                 num_prompt_tokens += num_tokens
                 prompt_context += num_tokens * (sequence.start + num_tokens / 2)
                 longest_prompt = max(longest_prompt, sequence.start + num_tokens)
+        for sequence in plan.staggered_sequences:  # each by a layer; the last one brings the token
+            decoded.append(sequence.request_id)
+            num_cpu += 1
+            if sequence.sampling is not None:
+                num_outputs += 1
+                decode_context += sequence.start + 1
         return cls(
             total_ms=timing.total_ms,
             predicted_ms=plan.predicted.total_ms,

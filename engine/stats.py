@@ -31,6 +31,7 @@ class EngineStats:
     num_preemptions: int  # requests whose KV had to be given up and computed again
     num_moves: int  # requests whose KV was brought to another place
     num_cpu_decodes: int  # output tokens whose attention the CPU computed
+    num_staggered_decodes: int  # those of them that went through the layers at their own pace
     num_double_iterations: int  # iterations with two sub-batches
     outside_s: float  # between one iteration's end and the next one's start, when nothing is computed
     pools: Mapping[Place, PoolUsage]

@@ -125,6 +125,7 @@ class Counters(_Json):
     double_iterations: int = Field(description="with two sub-batches")
     output_tokens: int
     cpu_decodes: int = Field(description="output tokens whose attention the CPU computed")
+    staggered_decodes: int = Field(description="of these, those that came at their own pace")
     prompt_tokens: int = Field(description="computed or reused")
     cached_tokens: int = Field(description="of these, reused from earlier requests with the same beginning")
     moves: int = Field(description="requests whose KV was brought to another place")

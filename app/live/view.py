@@ -81,6 +81,7 @@ def _running(view: LiveView) -> Running:
             double_iterations=stats.num_double_iterations,
             output_tokens=stats.num_output_tokens,
             cpu_decodes=stats.num_cpu_decodes,
+            staggered_decodes=stats.num_staggered_decodes,
             prompt_tokens=stats.num_prompt_tokens,
             cached_tokens=stats.num_cached_tokens,
             moves=stats.num_moves,

@@ -182,6 +182,7 @@ class LlamaCppEngine:
             num_preemptions=0,
             num_moves=0,
             num_cpu_decodes=0,
+            num_staggered_decodes=0,
             num_double_iterations=0,
             outside_s=0.0,
             pools={self._place: pool},

@@ -120,6 +120,7 @@ class EngineCollector(Collector):
             ("output_tokens", "Output tokens", stats.num_output_tokens),
             ("cpu_decodes", "Output tokens whose attention the CPU computed", stats.num_cpu_decodes),
             ("iterations", "Iterations of the engine", stats.num_iterations),
+            ("staggered_decodes", "Those of them that came at their own pace", stats.num_staggered_decodes),
             ("double_iterations", "Iterations with two sub-batches", stats.num_double_iterations),
             ("preemptions", "Requests whose KV had to be given up", stats.num_preemptions),
             ("moves", "Requests whose KV was brought to another place", stats.num_moves),

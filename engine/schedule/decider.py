@@ -203,6 +203,7 @@ class Decider(Generic[R]):
                 host,
                 most_on_device,
                 min(most(host), there - most_on_device),
+                self._mix.prompt_tokens,
                 context_tokens,
                 self._mix.prompt_tokens / self._mix.output_tokens,
                 self._limits.max_batch_tokens,

@@ -42,7 +42,8 @@ class Demand:
     host: Place | None  # likewise the host
     most_on_device: int
     most_on_host: int
-    context_tokens: float  # of one
+    prompt_tokens: float  # of one
+    context_tokens: float  # of one, as a decode
     prompts_per_decode: float  # tokens
     max_chunk_tokens: int
     max_token_ms: float  # see `SchedulerLimits`
@@ -50,7 +51,13 @@ class Demand:
     @property
     def key(self) -> tuple[int, ...]:
         """What similar ones have in common."""
-        sizes = (self.most_on_device, self.most_on_host, self.context_tokens, self.prompts_per_decode)
+        sizes = (
+            self.most_on_device,
+            self.most_on_host,
+            self.prompt_tokens,
+            self.context_tokens,
+            self.prompts_per_decode,
+        )
         return tuple(round(math.log(max(size, 1e-3), KEY_STEP)) for size in sizes)
 
 
@@ -139,8 +146,6 @@ class RegimeFinder:
         """Predict the iteration; what exceeds the longest chunk makes another one."""
         cost, num_device, num_host = self._cost, regime.num_device, regime.num_host
         chunk_tokens = min(regime.chunk_tokens, demand.max_chunk_tokens)
-        others = (regime.chunk_tokens - chunk_tokens) / demand.max_chunk_tokens
-        more_ms = others * (cost.num_layers * cost.linear_ms(demand.max_chunk_tokens) + cost.iteration_ms)
         context_tokens = int(demand.context_tokens)
         attention_ms = 0.0
         if demand.device is not None:
@@ -155,19 +160,26 @@ class RegimeFinder:
                 return 0.0
             return cost.attention_ms(demand.host, count, count * context_tokens) + cost.hand_off_ms(count)
 
+        prompt_tokens = max(int(demand.prompt_tokens), 1)
+        prefill_ms = chunk_tokens * cost.prefill_attention_ms(prompt_tokens, 0) / prompt_tokens
+        others = (regime.chunk_tokens - chunk_tokens) / demand.max_chunk_tokens
+        other_ms = (
+            cost.num_layers * (cost.linear_ms(demand.max_chunk_tokens) + prefill_ms) + cost.iteration_ms
+        )
         tokens = num_device + int(chunk_tokens)
         second: Times | None = None
         if regime.kind is Kind.ONE:
-            first = Times(cost.linear_ms(tokens + num_host + rows), attention_ms, host_ms(num_host))
+            linear_ms = cost.linear_ms(tokens + num_host + rows)
+            first = Times(linear_ms, attention_ms + prefill_ms, host_ms(num_host))
         elif regime.kind is Kind.DECODES_APART:
-            first = Times(cost.linear_ms(tokens), attention_ms, 0.0)
+            first = Times(cost.linear_ms(tokens), attention_ms + prefill_ms, 0.0)
             second = Times(cost.linear_ms(num_host), 0.0, host_ms(num_host))
         else:
             half_ms = cost.linear_ms((tokens + num_host) // 2)
-            first = Times(half_ms, attention_ms, host_ms(num_host - num_host // 2))
-            second = Times(half_ms, 0.0, host_ms(num_host // 2))
+            first = Times(half_ms, attention_ms + prefill_ms / 2, host_ms(num_host - num_host // 2))
+            second = Times(half_ms, prefill_ms / 2, host_ms(num_host // 2))
         sampled = num_device + num_host + rows
-        return times_ms(cost, first, second, sampled, 0, staggered_ms(cost, staggered)) + more_ms
+        return times_ms(cost, first, second, sampled, 0, staggered_ms(cost, staggered)) + others * other_ms
 
 
 def _counts(most: int) -> Iterator[int]:

@@ -62,6 +62,7 @@ def make_view(
         num_preemptions=1,
         num_moves=2,
         num_cpu_decodes=20,
+        num_staggered_decodes=1,
         num_double_iterations=3,
         outside_s=0.1,
         pools=pools,

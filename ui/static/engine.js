@@ -292,6 +292,7 @@ function showFacts(running) {
     ["with two sub-batches", `${count(counters.double_iterations)}${share(counters.double_iterations, counters.iterations)}`],
     ["Tokens written", count(counters.output_tokens)],
     ["attended to by the CPU", `${count(counters.cpu_decodes)}${share(counters.cpu_decodes, counters.output_tokens)}`],
+    ["at their own pace", `${count(counters.staggered_decodes)}${share(counters.staggered_decodes, counters.output_tokens)}`],
     ["Prompt tokens", count(counters.prompt_tokens)],
     ["reused, not read again", `${count(counters.cached_tokens)}${share(counters.cached_tokens, counters.prompt_tokens)}`],
     ["Moved / begun again", `${count(counters.moves)} / ${count(counters.preemptions)}`],
