@@ -179,7 +179,11 @@ class RegimeFinder:
             first = Times(half_ms, attention_ms + prefill_ms / 2, host_ms(num_host - num_host // 2))
             second = Times(half_ms, prefill_ms / 2, host_ms(num_host // 2))
         sampled = num_device + num_host + rows
-        return times_ms(cost, first, second, sampled, 0, staggered_ms(cost, staggered)) + others * other_ms
+        # Prompts of those who will live in host memory go there over the bus.
+        on_host = num_host + regime.num_staggered / cost.num_layers
+        swapped_tokens = int(chunk_tokens * on_host / regime.num_decoded) if on_host else 0
+        own_ms = staggered_ms(cost, staggered)
+        return times_ms(cost, first, second, sampled, swapped_tokens, own_ms) + others * other_ms
 
 
 def _counts(most: int) -> Iterator[int]:

@@ -192,7 +192,7 @@ class Outlook:
             prefill_ms=max(self.load.prefill_ms - second.prefill_ms, 0.0),
         )
         linear_ms, attention_ms = self._cost.linear_ms, device_attention_ms(self._cost, load)
-        for num_taken in {count, 3 * count // 4, count // 2, count // 4} - {0, 1}:
+        for num_taken in sorted({count, 3 * count // 4, count // 2, count // 4} - {0, 1}, reverse=True):
             # The host attends for each sub-batch while the device works for the other.
             first_ms = linear_ms(load.tokens + num_taken // 2) + second.prefill_ms
             second_ms = linear_ms(second.tokens + num_taken // 2) + attention_ms
