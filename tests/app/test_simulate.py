@@ -235,6 +235,9 @@ def test_the_price_stands_beside_the_gain() -> None:
     assert f"Each chat gets its tokens at {slow:.0f} ms instead of {quick:.0f} ms" in said
     row = next(line for line in told(options).split("auto ")[1:])
     assert f"{slow / quick:.2f}x" in row
+    share = figures["auto"]["bound_share"]
+    assert 0.5 < share <= 1
+    assert f"{share:.0%}" in row
 
 
 def test_where_all_fits_the_answer_says_so() -> None:
