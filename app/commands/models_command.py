@@ -71,10 +71,11 @@ def recommended(debug: opt.Debug = False) -> None:
     from neo_desktop.app.shelf.recommended import RECOMMENDED
 
     loader = _loader(None)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("Model", no_wrap=True)  # it is there to be copied
+    # 80 columns hold it: names are there to be copied.
+    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
+    table.add_column("Model", no_wrap=True)
     for heading in ("Download", "Licence", "Chats", "tokens/s"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for model in RECOMMENDED:
         fit = model.fit(loader)
         speed = "" if fit.speed is None else f"{fit.speed.one_chat_tokens_per_s:.3g}"

@@ -231,7 +231,8 @@ async def test_weights_and_caches_are_free_after_unloading() -> None:
 
     host = ModelHost(load=load)
     await host.begin("tiny")
-    async with await host.service.submit(["hi"], SamplingParams(max_tokens=3)) as generation:
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    async with await host.service.submit(["hi"], params) as generation:
         outputs = [output async for _, output in generation]
     assert outputs[-1].finish_reason is FinishReason.LENGTH
     assert all(each() is not None for each in watched)

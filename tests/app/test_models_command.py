@@ -32,8 +32,8 @@ def data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def run(*arguments: str, answer: str | None = None) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["models", *arguments], input=answer, env={"COLUMNS": "200"})
+def run(*arguments: str, answer: str | None = None, columns: int = 200) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["models", *arguments], input=answer, env={"COLUMNS": str(columns)})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         return 1, str(result.exception)
     return result.exit_code, result.output
@@ -64,7 +64,8 @@ def test_models_to_pull_are_recommended_with_what_fits(monkeypatch: pytest.Monke
     assert code == 0
     assert all(each.name in shown and each.licence in shown for each in RECOMMENDED)
     monkeypatch.setattr(ModelLoader, "_free", lambda *_: FreeMemory(4 * GIB, None))
-    rows = {line.split()[0]: line for line in run("recommended")[1].splitlines() if "Apache" in line}
+    shown = run("recommended", columns=80)[1]
+    rows = {line.split()[0]: line for line in shown.splitlines() if "Apache" in line}
     assert "does not fit" in rows["Qwen/Qwen3-32B-GGUF:Q4_K_M"]
     assert "does not fit" not in rows["smollm2-135m-instruct"]
 
