@@ -16,8 +16,9 @@ from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.gguf.types import Blocks
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.protocol import Linear
-from neo_desktop.models.linear.quantised import TILE_ROWS, Quantised
+from neo_desktop.models.linear.quantised import Quantised
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
+from neo_desktop.models.linear.tiles import TILE_ROWS
 
 BytesRead = Callable[[int, int], None]  # (bytes read so far, bytes in total)
 """Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""

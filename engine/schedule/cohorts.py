@@ -34,11 +34,6 @@ class Cohorts(Generic[R]):
     def __iter__(self) -> Iterator[R]:
         return iter(self._members.values())
 
-    @property
-    def context_tokens(self) -> int:
-        """Theirs, summed."""
-        return sum([request.num_tokens for request in self])
-
     def stages(self, beginners: Sequence[R]) -> list[tuple[R | None, ...]]:
         """Return who would join each linear stage in a turn: first who begins, last who gets a token."""
         stages: list[list[R | None]] = [list(beginners), *self._at]

@@ -40,9 +40,13 @@ class Decision(Generic[R]):
     loads: tuple[Load, ...]  # of the sub-batches
     swapped_tokens: int  # whose KV crosses the bus beside them
     predicted: IterationTiming
-    is_turn: bool = False  # whether decodes at their own pace go on by a layer
-    beginners: list[R] = field(default_factory=list)  # who joins those
-    staggered: Mapping[Place, Decodes] = field(default_factory=dict)  # all of them
+    beginners: list[R] = field(default_factory=list)  # who begins to go at his own pace
+    staggered: Mapping[Place, Decodes] = field(default_factory=dict)  # all who go on by a layer
+
+    @property
+    def is_turn(self) -> bool:
+        """Whether anybody does."""
+        return bool(self.staggered)
 
 
 @dataclass(slots=True)
@@ -326,19 +330,20 @@ class Decider(Generic[R]):
         # What a prompt's last token is asked for may be more than the next one.
         may_begin = [request for request in rest if request.num_tokens > request.num_prompt_tokens]
         beginners = may_begin[: self._num_beginners(split.num_staggered)]
-        staggered = joined_decodes(draft.staggered, self._decodes_of(beginners))
+        staggered = NO_DECODES
+        if split.num_staggered:
+            staggered = joined_decodes(draft.staggered, self._decodes_of(beginners))
         loads = split.loads
         return Decision(
-            is_turn=split.num_staggered > 0,
             beginners=beginners,
-            staggered=staggered if split.num_staggered else NO_DECODES,
+            staggered=staggered,
             sub_batches=sub_batches,
             host_decodes=[*second, *first],
             waiting_decodes=[request for request in rest if request not in beginners],
             copies=self.residency.copies,
             loads=loads,
             swapped_tokens=draft.swapped_tokens,
-            predicted=self._predicted(split, draft, staggered if split.num_staggered else NO_DECODES),
+            predicted=self._predicted(split, draft, staggered),
         )
 
     def _predicted(self, split: Split, draft: Draft, staggered: Mapping[Place, Decodes]) -> IterationTiming:

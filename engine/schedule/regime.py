@@ -13,7 +13,7 @@ lost otherwise:
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from neo_desktop.engine.placement import Place
@@ -73,8 +73,8 @@ class Regime:
     ms: float
     num_decoded: float  # tokens
     # What a token is worth, in ms: prompts what more of them would take, decodes the rest.
-    prompt_ms: float = field(default=0.0)
-    decode_ms: float = field(default=1.0)
+    prompt_ms: float = 0.0
+    decode_ms: float = 1.0
 
     @property
     def num_on_host(self) -> int:

@@ -180,6 +180,8 @@ class Scheduler:
         decision.sub_batches = [batch for batch in batches if batch]
         decision.host_decodes = [request for request in decision.host_decodes if not request.is_finished]
         decision.beginners = [request for request in decision.beginners if not request.is_finished]
+        if not decision.beginners and not len(self._decider.cohorts):
+            decision.staggered = {}
         if not decision.sub_batches and decision.is_turn:
             decision.sub_batches = [[]]
         return decision if decision.sub_batches else None

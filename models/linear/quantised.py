@@ -12,8 +12,8 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.models.gguf.types import TYPES, StoredType
+from neo_desktop.models.linear.tiles import TILE_ROWS
 
-TILE_ROWS = 16
 KERNEL_TYPES = native.STORED_TYPES
 WIDENED = {"Q2_K": 4, "Q3_K": 6, "IQ4_NL": 8, "IQ4_XS": 8}  # -> bits that they are kept in
 _TYPES = {stored.name: stored for stored in TYPES.values() if stored.name in KERNEL_TYPES}

@@ -9,7 +9,6 @@ from torch import Tensor
 from neo_desktop import native
 
 TILE_ROWS = 16
-_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 def fits_tiles(columns: int) -> bool:

@@ -211,6 +211,25 @@ def test_decodes_at_their_own_pace_have_a_token_in_as_many_turns_as_there_are_la
     assert harness.executor.num_turns >= 3 * 6  # a token passes six stages
 
 
+def test_nobody_begins_a_turn_that_nobody_is_left_for() -> None:
+    """Who waits is a prompt's last token, which may be asked for more; or the only beginner is aborted."""
+    cost = machine(num_layers=3)
+    harness = Harness({Place.DEVICE: 20, Place.HOST: 40}, "own pace", max_batch_tokens=32, cost_model=cost)
+    harness.add([1] * 20, 50)
+    waiting = harness.add([2] * 64, 9)
+    for _ in range(40):
+        plan = harness.start()
+        assert plan is not None
+        harness.scheduler.look_ahead()
+        if harness.scheduler._ahead is not None and harness.scheduler._ahead.beginners:
+            harness.finish(plan)
+            harness.collect(harness.scheduler.abort(waiting))
+            break
+        harness.finish(plan)
+    harness.run()
+    harness.assert_all_answered()
+
+
 def test_a_failed_turn_ends_those_who_took_part_and_an_abort_leaves_a_gap() -> None:
     harness = Harness(
         {Place.DEVICE: 30, Place.HOST: 90}, "own pace", max_batch_tokens=256, cost_model=machine(num_layers=4)

@@ -99,6 +99,7 @@ class FakeExecutor(Executor):
         """Check that all who go at their own pace go on by one stage; yield those who pass the last one."""
         if not plan.staggered:
             return
+        assert all(plan.staggered), "a turn without slots"
         self.num_turns += 1
         before, self.standing = self.standing, {}
         last = len(plan.staggered) - 1
