@@ -316,7 +316,8 @@ class Engine:
         weights_bytes = self._decoder.nbytes
         cost_model = None if self._cost_model is None else self._cost_model.base
         running, device = self._scheduler.running, self._decoder.device
-        return LiveView.of(self.stats(), running, self._notes, device, weights_bytes, cost_model)
+        own_pace = self._scheduler.own_pace
+        return LiveView.of(self.stats(), running, self._notes, device, weights_bytes, cost_model, own_pace)
 
     def close(self) -> None:
         """End all threads, drop weights and caches; nothing can be generated afterwards."""

@@ -9,7 +9,7 @@ whoever reads a `LiveView`.
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean
@@ -46,7 +46,7 @@ class LiveRequest:
     phase: Phase
     num_tokens: int  # prompt and output so far
     num_computed_tokens: int  # of them, those whose KV is in the cache
-    num_skipped: int  # iterations in a row that it had to wait for the CPU
+    is_held: bool  # it waits for a later iteration, since the CPU has too much to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +158,7 @@ class LiveView:
         device: torch.device,
         weights_bytes: int,
         cost_model: CostModel | None,
+        own_pace: Collection[str] = (),
     ) -> Self:
         """Copy what is there.
 
@@ -165,13 +166,14 @@ class LiveView:
             running: the requests that own KV.
             device: the model's.
             cost_model: what the scheduler predicts with.
+            own_pace: see `live_requests`.
         """
         is_cuda = device.type == "cuda"
         gpu_cache = next((pool for place, pool in stats.pools.items() if not place.in_host_memory), None)
         requests = [request for _, request in running]
         return cls(
             stats=stats,
-            requests=live_requests(running),
+            requests=live_requests(running, own_pace),
             num_gpu_alone=(
                 num_fitting(requests, gpu_cache.num_blocks, stats.block_size) if gpu_cache else None
             ),
@@ -309,8 +311,15 @@ class Notes:
         return time.perf_counter() - max(span.end_ns for span in spans) / 1e9 if spans else 0.0
 
 
-def live_requests(running: Iterable[tuple[Place, RequestState]]) -> tuple[LiveRequest, ...]:
-    """Return what is to be told of requests that own KV, by arrival."""
+def live_requests(
+    running: Iterable[tuple[Place, RequestState]], own_pace: Collection[str] = ()
+) -> tuple[LiveRequest, ...]:
+    """Return what is to be told of requests that own KV, by arrival.
+
+    Args:
+        running: where each lives.
+        own_pace: whose next token is under way at its own pace; the CPU works on it between turns, too.
+    """
     requests = [
         LiveRequest(
             arrival=request.arrival,
@@ -318,7 +327,7 @@ def live_requests(running: Iterable[tuple[Place, RequestState]]) -> tuple[LiveRe
             phase=Phase.PREFILLING if request.num_uncomputed_tokens > 1 else Phase.DECODING,
             num_tokens=request.num_tokens,
             num_computed_tokens=request.num_computed_tokens,
-            num_skipped=request.num_skipped,
+            is_held=request.num_skipped > 0 and request.request_id not in own_pace,
         )
         for place, request in running
     ]

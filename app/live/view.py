@@ -58,7 +58,7 @@ def _running(view: LiveView) -> Running:
                 progress=request.phase,
                 tokens=request.num_tokens,
                 computed_tokens=request.num_computed_tokens,
-                is_held=request.num_skipped > 0,
+                is_held=request.is_held,
             )
             for request in view.requests
         ],

@@ -20,7 +20,7 @@ def sentence(view: LiveView) -> str:
     parts = [_running(view)] if num_running else []
     if stats.num_waiting:
         parts.append(_waiting(view))
-    if behind := sum(request.num_skipped > 0 for request in view.requests):
+    if behind := sum(request.is_held for request in view.requests):
         it_waits = "one of them waits" if behind == 1 else f"{behind} of them wait"
         parts.append(f"The CPU has more to do than fits beside the GPU's work: {it_waits} for a later round.")
     return " ".join(parts)

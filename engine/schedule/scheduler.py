@@ -88,6 +88,11 @@ class Scheduler:
         running = self._residency.running
         return [(place, request) for place, requests in running.items() for request in requests]
 
+    @property
+    def own_pace(self) -> frozenset[str]:
+        """The ids of the requests whose next token is under way at its own pace."""
+        return frozenset(request.request_id for request in self._decider.cohorts)
+
     def add(self, request: Request) -> None:
         """Queue a request."""
         self._requests[request.request_id] = request

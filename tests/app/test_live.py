@@ -30,7 +30,7 @@ GPU, CPU = Place.DEVICE, Place.HOST
 
 def request(arrival: int, place: Place, *, held: bool = False, prefilling: bool = False) -> LiveRequest:
     phase = Phase.PREFILLING if prefilling else Phase.DECODING
-    return LiveRequest(arrival, place, phase, 100, 40 if prefilling else 99, 3 if held else 0)
+    return LiveRequest(arrival, place, phase, 100, 40 if prefilling else 99, is_held=held)
 
 
 def make_view(

@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, save_checkpoint
 from cost_models import machine
+from own_pace import OwnPace
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.batch import IterationPlan, IterationTiming, ScheduledSequence, SubBatch
@@ -14,9 +15,10 @@ from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.block_pool import BlockHash, extend_hashes
 from neo_desktop.engine.live import RATE_S, WATCH_S, LiveView, Notes, Phase, num_fitting
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.request import RequestState
+from neo_desktop.engine.schedule.policies import POLICIES
 
 NUM_REQUESTS = 6
 PARAMS = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -121,6 +123,28 @@ def test_the_timeline_of_the_last_iteration_has_both_sub_batches_and_all_lanes(c
         alone = list(views(engine))[-1]
     assert {span.lane for span in alone.spans} == {"device"}
     assert alone.overlap is None
+
+
+def test_a_decode_at_its_own_pace_is_not_told_to_wait(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited before it began, and waits between the turns that take it along; the CPU works for it."""
+    monkeypatch.setitem(POLICIES, "auto", OwnPace("auto", PLACES))
+    waited = 0
+    with make_engine(checkpoint, "auto") as engine:
+        for index, prompt in enumerate(prompts()):
+            engine.add(str(index), engine.prepare(prompt, PARAMS))
+        while engine.has_work:
+            requests = {request.arrival: request for _, request in engine._scheduler.running}
+            own_pace = engine._scheduler.own_pace
+            for told in engine.live_view().requests:
+                request = requests[told.arrival]
+                is_under_way = request.request_id in own_pace
+                assert told.is_held == (request.num_skipped > 0 and not is_under_way)
+                waited += is_under_way and request.num_skipped > 0
+            engine.step()
+        assert engine.stats().num_staggered_decodes > 0
+    assert waited > 0
 
 
 def test_predictions_and_the_bound_are_told_where_there_are_tables(checkpoint: Path) -> None:
