@@ -16,6 +16,14 @@ from neo_desktop.models.linear.protocol import Linear, LinearForm
 
 
 @dataclass(slots=True)
+class GatedMLP:
+    """Weights of a feed-forward network."""
+
+    gate_up: Linear  # [2 * intermediate, hidden]: gates, then ups
+    down: Linear  # [hidden, intermediate]
+
+
+@dataclass(slots=True)
 class LayerWeights:
     """Weights of one layer, all in the model's dtype; matrices are `[out, in]`."""
 
@@ -24,8 +32,7 @@ class LayerWeights:
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: a row per head, so that one norm serves both
     output: Linear  # [hidden, heads * head_dim]
     post_attention_norm: Tensor  # [hidden]
-    gate_up: Linear  # [2 * intermediate, hidden]: gates, then ups
-    down: Linear  # [hidden, intermediate]
+    mlp: GatedMLP
 
 
 class Decoder:
@@ -63,8 +70,7 @@ class Decoder:
                 qk_norm=empty(normed_heads, config.head_dim) if config.qk_norm else None,
                 output=linear("output", index),
                 post_attention_norm=empty(config.hidden_size),
-                gate_up=linear("gate_up", index),
-                down=linear("down", index),
+                mlp=GatedMLP(linear("gate_up", index), linear("down", index)),
             )
             for index in range(config.num_layers)
         ]
@@ -110,5 +116,5 @@ class Decoder:
     def linears(self) -> Iterator[Linear]:
         """Yield all matrices that are multiplied with: those of the layers, and the head."""
         for weights in self.layers:
-            yield from (weights.qkv, weights.output, weights.gate_up, weights.down)
+            yield from (weights.qkv, weights.output, weights.mlp.gate_up, weights.mlp.down)
         yield self.lm_head

@@ -15,7 +15,7 @@ def packed_layers(decoder: Decoder) -> list[PackedLayer] | None:
     """Return the layers as `native.advance` takes them; None: not all of their matrices are packed."""
     layers = []
     for layer in decoder.layers:
-        qkv, output, gate_up, down = layer.qkv, layer.output, layer.gate_up, layer.down
+        qkv, output, gate_up, down = layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down
         if not (
             isinstance(qkv, Quantised | Tiles)
             and isinstance(output, Quantised | Tiles)

@@ -232,9 +232,9 @@ class Stages:
         weights, scratch = self.decoder.layers[layer], state.scratch
         norm = weights.post_attention_norm
         self._operators.add_rms_norm(state.x, state.residual, norm, self._eps, scratch.normed)
-        gate_up = weights.gate_up.multiply(scratch.normed, scratch.gate_up)
+        gate_up = weights.mlp.gate_up.multiply(scratch.normed, scratch.gate_up)
         self._operators.silu_mul(gate_up, scratch.gated)
-        state.x = weights.down.multiply(scratch.gated, state.x)
+        state.x = weights.mlp.down.multiply(scratch.gated, state.x)
 
     def final_norm(self, state: State, out: Tensor) -> None:
         """Put what the head reads, and what stands for a text, into `out` [rows, hidden]."""

@@ -63,8 +63,8 @@ def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:
         yield from _parts(prefix + "self_attn.", layer.qkv, hidden, qkv)
         yield from _parts(prefix + "self_attn.", layer.output, q_rows, {"o_proj": hidden})
         gate_up = {"gate_proj": intermediate, "up_proj": intermediate}
-        yield from _parts(prefix + "mlp.", layer.gate_up, hidden, gate_up)
-        yield from _parts(prefix + "mlp.", layer.down, intermediate, {"down_proj": hidden})
+        yield from _parts(prefix + "mlp.", layer.mlp.gate_up, hidden, gate_up)
+        yield from _parts(prefix + "mlp.", layer.mlp.down, intermediate, {"down_proj": hidden})
     yield _tensor("model.norm.weight", decoder.final_norm)
     if not config.tie_word_embeddings:
         yield from _parts("", decoder.lm_head, hidden, {"lm_head": config.vocab_size})

@@ -246,7 +246,7 @@ def test_groups_of_whole_blocks_stay_in_their_bits(name: str, make_checkpoint: A
     exact = quantise(path, config, make)
     kept = load(path, keep=True)
     for layer in kept.layers:
-        for linear in (layer.qkv, layer.output, layer.gate_up, layer.down):
+        for linear in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down):
             assert (linear.form == form) == (form is not None)
             assert linear.form.startswith("Q") == (form is not None)
     if form is None:
@@ -337,8 +337,8 @@ def test_modules_that_were_left_out_stay_floats(make_checkpoint: Any) -> None:
 
     edit(path, put_back)
     kept = load(path, keep=True)
-    assert torch.equal(kept.layers[1].down.dense(), left_out)
-    assert kept.layers[0].down.form == "Q4_1"
+    assert torch.equal(kept.layers[1].mlp.down.dense(), left_out)
+    assert kept.layers[0].mlp.down.form == "Q4_1"
     assert not kept.lm_head.form.startswith("Q")
 
 

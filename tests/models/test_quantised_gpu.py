@@ -67,7 +67,7 @@ def test_types_without_a_kernel_are_dequantised_and_it_is_said(
     assert "a: weights in Q4_0, BF16 and Q8_0, MXFP4 and Q4_0 dequantised to float32, " in caplog.text
     for layer, other in zip(kept.layers, dequantised.layers, strict=True):
         assert (layer.qkv.form, layer.output.form) == ("Q4_0+Q8_0", "Q4_0")
-        assert layer.gate_up.form == other.gate_up.form
+        assert layer.mlp.gate_up.form == other.mlp.gate_up.form
     assert kept.lm_head.form == "Q4_0"
 
 
