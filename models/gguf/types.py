@@ -14,7 +14,7 @@ from torch import Tensor
 # Dequantised at once: what is computed in between should stay in the processor's caches.
 PIECE_ELEMENTS = 2**20
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values, whose scales are halved
+FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values, whose scales are halved
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +152,15 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
     return _scaled(_looked_up(unpacked(blocks[:, 8:], 4, 16), _IQ4), scales)
 
 
+def fp4_scales(blocks: Tensor) -> Tensor:
+    """Of MXFP4, `[blocks, 1]` float32; NaN where there is none."""
+    exponents = blocks[:, :1].float()
+    return torch.exp2(exponents - 128).masked_fill(exponents == 255, torch.nan)
+
+
 def _mxfp4(blocks: Tensor) -> Tensor:
     """The scale is a power of two alone, its exponent in a byte."""
-    scales = torch.exp2(blocks[:, :1].float() - 128)
-    return _scaled(_looked_up(unpacked(blocks[:, 1:], 4, 16), _FP4), scales)
+    return _scaled(_looked_up(unpacked(blocks[:, 1:], 4, 16), FP4), fp4_scales(blocks))
 
 
 def _plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

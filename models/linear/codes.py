@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from neo_desktop.models.gguf.types import five_bits, six_bits, unpacked
+from neo_desktop.models.gguf.types import FP4, five_bits, fp4_scales, six_bits, unpacked
 
 UNIT = 256  # numbers of a block of K types, which share what their scales are multiplied by
 
@@ -25,7 +25,7 @@ class Coding:
     @property
     def has_units(self) -> bool:
         """Whether scales are whole numbers, to be multiplied by others."""
-        return self.scale_dtype is not torch.float16
+        return not self.scale_dtype.is_floating_point
 
 
 CODINGS = {
@@ -38,6 +38,7 @@ CODINGS = {
     "Q4_K": Coding(4, 0, has_minima=True, scale_dtype=torch.uint8),
     "Q5_K": Coding(8, 0, has_minima=True, scale_dtype=torch.uint8, is_wider=True),
     "Q6_K": Coding(8, 32, group=16, scale_dtype=torch.int8, is_wider=True),
+    "MXFP4": Coding(8, 16, scale_dtype=torch.bfloat16, is_wider=True),
 }
 """By the names of types of GGUF files."""
 
@@ -72,6 +73,10 @@ def decode(type_name: str, blocks: Tensor) -> Sequence[Tensor]:  # noqa: PLR0911
         case "Q6_K":
             codes = unpacked(b[:, :128], 4, 64) | (unpacked(b[:, 128:192], 2, 32) << 4)
             return codes, b[:, 192:208].view(torch.int8), _half(b, 208)
+        case "MXFP4":
+            table = torch.tensor(FP4, dtype=torch.uint8, device=b.device) + 16  # what is below 0 goes round
+            places = unpacked(b[:, 1:], 4, 16)
+            return table[places.int()], fp4_scales(b).bfloat16()
     raise ValueError(f"{type_name} has no coding")
 
 

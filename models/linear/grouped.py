@@ -4,7 +4,8 @@ A number is `(code - centre) * scale + minimum`. Codes are packed into words of 
 lowest bits, and 64 rows lie side by side, so that neighbouring threads read neighbouring words:
 
     words             [tiles of 64 rows, columns / numbers of a word, 64] int32
-    scales, minima    [tiles, columns / numbers of a group, 64] float16; of K types whole numbers of 8 bits
+    scales, minima    [tiles, columns / numbers of a group, 64] float16; of K types whole numbers of 8
+                      bits, of MXFP4 bfloat16
     scale_units, minimum_units    of K types: [tiles, columns / 256, 64] float16, what they are multiplied by
 
 These operators are those of torch; `engine.kernels` has faster ones.

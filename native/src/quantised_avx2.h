@@ -38,12 +38,20 @@ struct Registers256 {
   static __m256i either(__m256i a, __m256i b) { return _mm256_or_si256(a, b); }
   static __m256i low(__m256i bytes) { return masked<15>(bytes); }
   static __m256i high(__m256i bytes) { return masked<15>(shifted<-4>(bytes)); }
+  static __m256i looked_up(__m256i bytes) {
+    const __m128i numbers = _mm_loadu_si128((const __m128i*)kFp4Numbers);
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), bytes);
+  }
   static __m256i four_columns(const int8_t* columns) {
     int32_t four;
     std::memcpy(&four, columns, sizeof four);
     return _mm256_set1_epi32(four);
   }
   static __m256 load_half(const uint8_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+  static __m256 load_bfloat(const uint8_t* p) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+  }
   static __m256 to_floats(__m256i x) { return _mm256_cvtepi32_ps(x); }
   static __m256i add(__m256i a, __m256i b) { return _mm256_add_epi32(a, b); }
   static __m256i multiply(__m256i a, __m256i b) { return _mm256_mullo_epi32(a, b); }

@@ -42,6 +42,7 @@ struct NeonRegisters {
   static uint8x16_t either(uint8x16_t a, uint8x16_t b) { return vorrq_u8(a, b); }
   static uint8x16_t low(uint8x16_t bytes) { return masked<15>(bytes); }
   static uint8x16_t high(uint8x16_t bytes) { return vshrq_n_u8(bytes, 4); }
+  static uint8x16_t looked_up(uint8x16_t bytes) { return vqtbl1q_u8(vld1q_u8(kFp4Numbers), bytes); }
   static int8x16_t four_columns(const int8_t* columns) {
     int32_t four;
     std::memcpy(&four, columns, sizeof four);
@@ -51,6 +52,11 @@ struct NeonRegisters {
     uint16_t halves[4];
     std::memcpy(halves, p, sizeof halves);
     return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(halves)));
+  }
+  static float32x4_t load_bfloat(const uint8_t* p) {
+    uint16_t numbers[4];
+    std::memcpy(numbers, p, sizeof numbers);
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(numbers), 16));
   }
   static float32x4_t to_floats(int32x4_t x) { return vcvtq_f32_s32(x); }
   static int32x4_t add(int32x4_t a, int32x4_t b) { return vaddq_s32(a, b); }

@@ -35,7 +35,10 @@ float to_float(uint16_t bits) {
   return to_float(half);
 }
 
+float bfloat_to_float(uint16_t bits) { return to_float(BFloat16{bits}); }
+
 bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+bool is_finite_bfloat(uint16_t bits) { return (bits & 0x7f80) != 0x7f80; }
 uint16_t negated(uint16_t half) { return half ^ 0x8000; }
 
 // Four bytes, and the same in each of them.
@@ -168,6 +171,17 @@ void put_iq4_xs(const uint8_t* stored, Unit& unit) {
   look_up(256, unit.numbers);
 }
 
+// A scale is a power of two, its exponent in a byte; half of it, since numbers are doubled.
+void put_mxfp4(const uint8_t* stored, Unit& unit) {
+  const int exponent = stored[0];
+  if (exponent == 255) {
+    unit.scale = 0x7fc0;  // NaN
+  } else {
+    unit.scale = static_cast<uint16_t>(exponent > 1 ? (exponent - 1) << 7 : 0x20 << exponent);
+  }
+  put_bits<4, 16>(stored + 1, kBlockColumns, unit.numbers);
+}
+
 struct Stored {
   WeightType kept_as;
   int columns;  // of a block in the file
@@ -188,6 +202,7 @@ constexpr Stored kStored[kStoredTypes] = {
     {WeightType::kQ6_K, 256, 210, put_q6_k},
     {WeightType::kQ8_0, 32, 18, put_iq4_nl},
     {WeightType::kIq4Xs, 256, 136, put_iq4_xs},
+    {WeightType::kMxfp4, 32, 17, put_mxfp4},
 };
 
 const Stored& stored_as(StoredType type) { return kStored[static_cast<int>(type)]; }
@@ -270,7 +285,8 @@ Pack* pack_of(int bits) {
 
 void to_floats(const RowPlace& place, float* out) {
   const WeightLayout& of = place.of;
-  const float scale = to_float(half_at(place.scale()));
+  const uint16_t scale_bits = half_at(place.scale());
+  const float scale = of.is_fp4 ? bfloat_to_float(scale_bits) : to_float(scale_bits);
   const float minimum = of.has_minima ? to_float(half_at(place.minimum())) : 0.0f;
   for (int i = 0; i < unit_blocks(of); ++i) {
     for (int column = 0; column < kBlockColumns; ++column) {
@@ -284,7 +300,7 @@ void to_floats(const RowPlace& place, float* out) {
           const HighBits high(place, i, column);
           number |= (*high.at >> high.shift & (of.bits == 5 ? 1 : 3)) << 4;
         }
-        number -= of.offset;
+        number = (of.is_fp4 ? kFp4Numbers[number] : number) - of.offset;
       }
       float of_column = scale, added = minimum;
       if (of.scales) {
@@ -345,7 +361,8 @@ bool pack_rows(StoredType type, const uint8_t* stored, int64_t first, int64_t co
       for (int64_t column = 0; column < columns; column += as.columns, from += as.bytes) {
         Unit unit;
         as.put(from, unit);
-        if (!is_finite(unit.scale) || !is_finite(unit.minimum)) all_finite = false;
+        const bool has_scale = of.is_fp4 ? is_finite_bfloat(unit.scale) : is_finite(unit.scale);
+        if (!has_scale || !is_finite(unit.minimum)) all_finite = false;
         put_into_tile(unit, place);
         place.unit += unit_bytes(of);
       }

@@ -47,6 +47,9 @@ struct Scalar {
   static Bytes high(const Bytes& bytes) {
     return each(bytes, [](int32_t x) { return x >> 4; });
   }
+  static Bytes looked_up(const Bytes& bytes) {
+    return each(bytes, [](int32_t x) { return static_cast<int32_t>(kFp4Numbers[x]); });
+  }
   static int32_t dot(int32_t sum, const Bytes& weights, const int8_t* columns) {
     for (int i = 0; i < 4; ++i) sum += weights.of[i] * columns[i];
     return sum;
@@ -58,6 +61,11 @@ struct Scalar {
     Half half;
     std::memcpy(&half, p, sizeof half);
     return to_float(half);
+  }
+  static float load_bfloat(const uint8_t* p) {
+    BFloat16 number;
+    std::memcpy(&number, p, sizeof number);
+    return to_float(number);
   }
   static float to_floats(int32_t x) { return static_cast<float>(x); }
   static int32_t add(int32_t a, int32_t b) { return a + b; }

@@ -3,6 +3,7 @@
 // V has registers of kLanes rows (a divisor of 16):
 //   Ints, Floats, Bytes  registers; a lane of Bytes is 4 numbers of one row
 //   dot                  adds 4 weights times 4 activations to each lane; dot_signed takes what prepare gave
+//   looked_up            replaces numbers below 16 by those of kFp4Numbers
 //   shifted<n>           moves the bits of each byte up by n (down if it is negative); others may come in
 #pragma once
 
@@ -28,16 +29,28 @@ inline void for_each_group(Body body) {
 }
 
 // The numbers of a group that has fewer than 8 bits: of the first 16 columns (half 0), or of the others.
-template <class V, int bits, int group, int half>
+template <class V, WeightType type, int group, int half>
 inline auto numbers_of(const typename V::Bytes& bytes, const typename V::Bytes* high) {
+  constexpr WeightLayout of = layout_of(type);
   const auto low = half ? V::high(bytes) : V::low(bytes);
-  if constexpr (bits == 5) {
+  if constexpr (of.is_fp4) {
+    return V::looked_up(low);
+  } else if constexpr (of.bits == 5) {
     return V::either(low, V::template masked<16>(V::template shifted<4 - group - 4 * half>(*high)));
-  } else if constexpr (bits == 6) {
+  } else if constexpr (of.bits == 6) {
     constexpr int place = 4 * (group % 2) + 2 * half;
     return V::either(low, V::template masked<48>(V::template shifted<4 - place>(high[group / 2])));
   } else {
     return low;
+  }
+}
+
+template <class V, WeightType type>
+inline auto load_scales(const uint8_t* p) {
+  if constexpr (layout_of(type).is_fp4) {
+    return V::load_bfloat(p);
+  } else {
+    return V::load_half(p);
   }
 }
 
@@ -102,8 +115,8 @@ inline void multiply_rows(const uint8_t* tile, const QuantisedRows& x, float* ou
         for_each_group<4>([&](auto at) {
           constexpr int kGroup = decltype(at)::value;
           const auto bytes = V::load(of_part + kGroup * kTileRows * 4);
-          const auto first = numbers_of<V, of.bits, kGroup, 0>(bytes, high);
-          const auto second = numbers_of<V, of.bits, kGroup, 1>(bytes, high);
+          const auto first = numbers_of<V, type, kGroup, 0>(bytes, high);
+          const auto second = numbers_of<V, type, kGroup, 1>(bytes, high);
 #pragma GCC unroll 8
           for (int row = 0; row < count; ++row) {
             const int8_t* columns = numbers + row * kBlockColumns + 4 * kGroup;
@@ -112,7 +125,7 @@ inline void multiply_rows(const uint8_t* tile, const QuantisedRows& x, float* ou
           }
         });
       }
-      auto scale = V::load_half(unit + 2 * part * V::kLanes);
+      auto scale = load_scales<V, type>(unit + 2 * part * V::kLanes);
       const uint8_t* small = scales + part * V::kLanes;
       if constexpr (of.scales == 1) scale = V::multiply(scale, V::to_floats(V::load_small(small)));
 #pragma GCC unroll 8

@@ -38,6 +38,10 @@ struct Vnni {
   static __m512i either(__m512i a, __m512i b) { return _mm512_or_si512(a, b); }
   static __m512i low(__m512i bytes) { return masked<15>(bytes); }
   static __m512i high(__m512i bytes) { return masked<15>(shifted<-4>(bytes)); }
+  static __m512i looked_up(__m512i bytes) {
+    const __m128i numbers = _mm_loadu_si128((const __m128i*)kFp4Numbers);
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(numbers), bytes);
+  }
   static __m512i dot(__m512i sum, __m512i weights, const int8_t* columns) {
     int32_t four;
     std::memcpy(&four, columns, sizeof four);
@@ -47,6 +51,10 @@ struct Vnni {
     return dot(sum, prepared, columns);
   }
   static __m512 load_half(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+  static __m512 load_bfloat(const uint8_t* p) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+  }
   static __m512 to_floats(__m512i x) { return _mm512_cvtepi32_ps(x); }
   static __m512i add(__m512i a, __m512i b) { return _mm512_add_epi32(a, b); }
   static __m512i multiply(__m512i a, __m512i b) { return _mm512_mullo_epi32(a, b); }

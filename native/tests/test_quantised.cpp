@@ -14,8 +14,8 @@ namespace neo_desktop::testing {
 namespace {
 
 // Where blocks have numbers in float16; -1: nowhere else.
-constexpr int kHalves[kStoredTypes][2] = {{0, -1},   {0, -1}, {0, 2}, {0, -1},   {0, 2},  {80, 82},
-                                          {108, -1}, {0, 2},  {0, 2}, {208, -1}, {0, -1}, {0, -1}};
+constexpr int kHalves[kStoredTypes][2] = {{0, -1}, {0, -1}, {0, 2},    {0, -1}, {0, 2},  {80, 82}, {108, -1},
+                                          {0, 2},  {0, 2},  {208, -1}, {0, -1}, {0, -1}, {-1, -1}};
 
 struct Part {
   StoredType type;
@@ -38,6 +38,7 @@ Part random_part(StoredType type, int64_t rows, int64_t columns, Random& random)
     for (const int half : kHalves[static_cast<int>(type)]) {
       if (half >= 0) bytes[at + half + 1] &= 0xbf;  // an exponent that is not the largest
     }
+    if (type == StoredType::kMxfp4) bytes[at] = static_cast<uint8_t>(random.between(100, 140));
   }
   Part part{type, rows, bytes_of("packed", packed_bytes(type, rows, columns), random)};
   std::memset(part.packed.as<char>(), 0, packed_bytes(type, rows, columns));

@@ -82,7 +82,8 @@ def stored_rows(name: str, rows: int, columns: int, seed: int = 0) -> Tensor:
         halves = torch.randn(*shape[:2], 1, generator=generator).half()
         blocks[:, :, start : start + 2] = halves.view(torch.uint8)
     if name == "MXFP4":
-        blocks[:, :, 0] = 120  # the exponent
+        exponents = torch.randint(117, 122, shape[:2], dtype=torch.uint8, generator=generator)
+        blocks[:, :, 0] = exponents
     return blocks.flatten(1)
 
 

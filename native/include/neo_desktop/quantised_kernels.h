@@ -5,7 +5,7 @@
 // blocks: units of 1 or 8 blocks follow each other in a tile. What one row has in a unit is spread so that
 // one register takes the same part of all rows:
 //
-//   scales    [16] float16
+//   scales    [16] float16; of MXFP4 bfloat16, which holds all its powers of two
 //   minima    [16] float16, where there are some: what numbers are added to, once multiplied
 //   then, of each block:
 //     scales  [scales, 16] int8, what the unit's scale is multiplied with: of all columns, or of 16 each
@@ -18,6 +18,7 @@
 // halves, the bits above are in byte i of a row:
 //   of 5 bits: bits g and 4 + g, for the i-th columns of group g
 //   of 6 bits: in high group g / 2, the two bits from 4 * (g % 2) on, and from 2 + 4 * (g % 2)
+// Numbers of MXFP4 are places in kFp4Numbers.
 #pragma once
 
 #include <cstdint>
@@ -28,19 +29,37 @@ namespace neo_desktop {
 
 // What there are kernels for. Of those of GGUF, Q2_K is kept in 4 bits and IQ4_XS, whose numbers come from a
 // table, in 8. kDense + DType: plain numbers, see DenseKernels.
-enum class WeightType { kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ2_K, kQ4_K, kQ5_K, kQ6_K, kIq4Xs, kDense };
+enum class WeightType {
+  kQ8_0,
+  kQ4_0,
+  kQ4_1,
+  kQ5_0,
+  kQ5_1,
+  kQ2_K,
+  kQ4_K,
+  kQ5_K,
+  kQ6_K,
+  kIq4Xs,
+  kMxfp4,
+  kDense
+};
 
 struct WeightLayout {
   int bits;    // of a number; 8 are signed
   int offset;  // what is taken off a number
   bool has_minima;
   int scales;  // of a block in 8 bits: 0, 1 or 2; where there are some, a unit has 8 blocks
+  bool is_fp4 = false;
 };
 
-constexpr int kWeightTypes = 10;
+constexpr int kWeightTypes = 11;
 constexpr WeightLayout kWeightLayouts[kWeightTypes] = {
-    {8, 0, false, 0}, {4, 8, false, 0}, {4, 0, true, 0}, {5, 16, false, 0}, {5, 0, true, 0},
-    {4, 0, true, 2},  {4, 0, true, 1},  {5, 0, true, 1}, {6, 32, false, 2}, {8, 0, false, 1}};
+    {8, 0, false, 0},  {4, 8, false, 0}, {4, 0, true, 0},        {5, 16, false, 0},
+    {5, 0, true, 0},   {4, 0, true, 2},  {4, 0, true, 1},        {5, 0, true, 1},
+    {6, 32, false, 2}, {8, 0, false, 1}, {4, 16, false, 0, true}};
+
+// Twice the numbers of MXFP4, and the offset.
+constexpr uint8_t kFp4Numbers[16] = {16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4};
 
 constexpr int kTileRows = 16;
 constexpr int kBlockColumns = 32;

@@ -20,10 +20,11 @@ enum class StoredType {
   kQ5_K,
   kQ6_K,
   kIq4Nl,
-  kIq4Xs
+  kIq4Xs,
+  kMxfp4
 };
 
-constexpr int kStoredTypes = 12;
+constexpr int kStoredTypes = 13;
 
 // What it is kept as: the same numbers, perhaps in more bits.
 WeightType weight_type_of(StoredType type);

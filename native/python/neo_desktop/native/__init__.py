@@ -76,6 +76,7 @@ _DTYPE_CODES = {
 
 STORED_TYPES = (
     "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
+    "MXFP4",
 )  # fmt: skip
 """Of GGUF files, that there are kernels for: the numbers are kept, some in more bits (Q3_K in 6)."""
 
