@@ -262,7 +262,7 @@ def test_parts_of_one_matrix_may_be_stored_differently(make_checkpoint: Any, tmp
     kept, dequantised = kept_and_dequantised(path)
     for layer in kept.layers:
         assert (layer.qkv.form, layer.output.form) == ("Q4_0+Q8_0", "Q4_0")
-        assert layer.mlp.gate_up.form == dequantised.layers[0].gate_up.form
+        assert layer.mlp.gate_up.form == dequantised.layers[0].mlp.gate_up.form
         assert layer.mlp.down.form == dequantised.layers[0].mlp.down.form
     found, expected = (logits_of_all(each, TOKENS) for each in (kept, dequantised))
     assert 0 < (found - expected).norm() < 0.03 * expected.norm()
