@@ -49,6 +49,10 @@ class CorrectedCostModel:
         """See `CostModel`."""
         return self._base.linear_ms(tokens) * self.device_factor
 
+    def host_linear_ms(self, tokens: int) -> float:
+        """See `CostModel`."""
+        return self._base.host_linear_ms(tokens) * self.host_factor
+
     def prefill_attention_ms(self, tokens: int, start: int) -> float:
         """See `CostModel`."""
         return self._base.prefill_attention_ms(tokens, start) * self.device_factor

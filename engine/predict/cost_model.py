@@ -3,14 +3,15 @@
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.models.linear.shares import UNMEASURED, StreamedShares
 
-FILE_VERSION = 5  # of the JSON form of the tables
+FILE_VERSION = 6  # of the JSON form of the tables
 
 
 class CostModel(Protocol):
@@ -33,6 +34,9 @@ class CostModel(Protocol):
 
     def linear_ms(self, tokens: int) -> float:
         """T_l: everything in a layer but attention, for this many tokens."""
+
+    def host_linear_ms(self, tokens: int) -> float:
+        """What of T_l the host multiplies; 0 where the device has all weights, and where nothing overlaps."""
 
     def prefill_attention_ms(self, tokens: int, start: int) -> float:
         """T_pf: attention of a prompt chunk of `tokens` tokens that `start` tokens precede."""
@@ -64,6 +68,10 @@ class ZeroCostModel:
         """Return 0."""
         return 0.0
 
+    def host_linear_ms(self, tokens: int) -> float:
+        """Return 0."""
+        return 0.0
+
     def prefill_attention_ms(self, tokens: int, start: int) -> float:
         """Return 0."""
         return 0.0
@@ -83,6 +91,18 @@ class ZeroCostModel:
     def head_ms(self, rows: int) -> float:
         """Return 0."""
         return 0.0
+
+
+def _check_axis(axis: Sequence[float]) -> None:
+    if not axis or axis[0] <= 0 or any(b <= a for a, b in pairwise(axis)):
+        raise ValueError(f"the points of an axis must be positive and rising, got {list(axis)}")
+
+
+def _checked_times(times: Iterable[float]) -> Iterable[float]:
+    for ms in times:
+        if not 0 <= ms < float("inf"):
+            raise ValueError(f"a time must be at least 0 and finite, got {ms}")
+        yield float(ms)
 
 
 class Curve:
@@ -175,6 +195,9 @@ class Surface:
         return ms if ms > least else least
 
 
+NOTHING = Curve((1,), (0,))
+
+
 @dataclass(frozen=True)
 class TableCostModel:
     """Interpolates in measured tables; see `Curve` and `Surface` for what happens outside them.
@@ -195,10 +218,17 @@ class TableCostModel:
     first_chunk_attention: Curve
     later_chunk_attention: Surface
     attention: Mapping[Place, Surface]
+    host_linear: Curve = NOTHING
+    # How split matrices were divided when this was measured.
+    streamed_shares: StreamedShares = UNMEASURED
 
     def linear_ms(self, tokens: int) -> float:
         """See `CostModel`."""
         return self.linear(tokens)
+
+    def host_linear_ms(self, tokens: int) -> float:
+        """See `CostModel`."""
+        return self.host_linear(tokens)
 
     def prefill_attention_ms(self, tokens: int, start: int) -> float:
         """See `CostModel`."""
@@ -231,6 +261,8 @@ class TableCostModel:
                 value = {"x": value.x, "ms": value.ms}
             elif isinstance(value, Surface):
                 value = value.to_json()
+            elif isinstance(value, StreamedShares):
+                value = asdict(value)
             elif isinstance(value, Mapping):
                 value = {place.name: surface.to_json() for place, surface in value.items()}
             data[each.name] = value
@@ -262,6 +294,7 @@ class TableCostModel:
             Curve: curve,
             Surface: surface,
             Mapping[Place, Surface]: by_place,
+            StreamedShares: lambda value: StreamedShares(tuple(value["rows"]), tuple(value["shares"])),
         }
         try:
             if missing := places.keys() - data["attention"].keys():
@@ -278,15 +311,3 @@ class TableCostModel:
     def load(cls, path: Path) -> Self:
         """Read tables from a file; see `from_json`."""
         return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
-
-
-def _check_axis(axis: Sequence[float]) -> None:
-    if not axis or axis[0] <= 0 or any(b <= a for a, b in pairwise(axis)):
-        raise ValueError(f"the points of an axis must be positive and rising, got {list(axis)}")
-
-
-def _checked_times(times: Iterable[float]) -> Iterable[float]:
-    for ms in times:
-        if not 0 <= ms < float("inf"):
-            raise ValueError(f"a time must be at least 0 and finite, got {ms}")
-        yield float(ms)

@@ -9,6 +9,9 @@ Per layer, with sub-batches 0 and 1 (NEO, section 3.2; `device_i` is T_pf + T_ga
 With one sub-batch its attention on the host runs beside its own attention on the device, and the linear
 stages wait for both.
 
+Where a part of the weights lies in host memory, the host multiplies in the linear stages, too. It does all in
+order: its attention for one sub-batch, and then its products for the other.
+
 Decodes at their own pace (`schedule.cohorts`) stand at all layers. Their rows join the linear stages of
 sub-batch 0, and the host attends for those of layer l once it has attended for sub-batch 0: nobody waits for
 that within the iteration, but what takes longer than the host has time delays its other work.
@@ -100,6 +103,12 @@ class Times(NamedTuple):
     linear: float
     on_device: float  # attention there
     on_host: float
+    host_linear: float = 0.0  # the host's part in the linear stages, which they wait for
+
+
+def times_of(cost: CostModel, tokens: int, on_device_ms: float, on_host_ms: float) -> Times:
+    """Return the times of a layer of a sub-batch of so many tokens, with attention that takes so long."""
+    return Times(cost.linear_ms(tokens), on_device_ms, on_host_ms, cost.host_linear_ms(tokens))
 
 
 def times_ms(
@@ -123,15 +132,14 @@ def times_ms(
     # Between the attention that sub-batch 0 waits for and that which sub-batch 1 waits for, in turn, the host
     # has as long as the device takes for the linear stages of the other.
     if second is None:
-        late_ms = max(staggered_ms - first.linear, 0.0) if cost.overlaps else staggered_ms
+        idle_ms = first.linear - first.host_linear
+        late_ms = max(staggered_ms - idle_ms, 0.0) if cost.overlaps else staggered_ms
         layer = first.linear + both(first.on_device, first.on_host + late_ms)
     else:
-        stage_b = second.linear + first.on_device
-        late_ms = (
-            max(staggered_ms - max(stage_b - first.on_host, 0.0), 0.0) if cost.overlaps else staggered_ms
-        )
-        layer = both(first.linear + second.on_device, second.on_host + late_ms)
-        layer += both(stage_b, first.on_host)
+        stage_b, on_host_b = second.linear + first.on_device, first.on_host + second.host_linear
+        late_ms = max(staggered_ms - max(stage_b - on_host_b, 0.0), 0.0) if cost.overlaps else staggered_ms
+        layer = both(first.linear + second.on_device, second.on_host + late_ms + first.host_linear)
+        layer += both(stage_b, on_host_b)
     if swapped_tokens:
         layer = both(layer, cost.transfer_ms(swapped_tokens))
     # The last layer's is done beside the head, or after it.
@@ -172,7 +180,7 @@ def iteration_ms(
     tokens = [load.tokens for load in loads]
     tokens[0] += more_rows
     times = [
-        Times(cost.linear_ms(count), device_attention_ms(cost, load), host_ms(cost, load.decodes))
+        times_of(cost, count, device_attention_ms(cost, load), host_ms(cost, load.decodes))
         for count, load in zip(tokens, loads, strict=True)
     ]
     rows = sum(load.rows for load in loads) + more_rows

@@ -18,7 +18,14 @@ from enum import Enum, auto
 
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel
-from neo_desktop.engine.predict.estimate import Decodes, Times, staggered_ms, staggered_rows, times_ms
+from neo_desktop.engine.predict.estimate import (
+    Decodes,
+    Times,
+    staggered_ms,
+    staggered_rows,
+    times_ms,
+    times_of,
+)
 
 COUNT_STEP = 1.3  # between the numbers of CPU decodes that are tried
 STAGGERED_SHARES = (0.0, 0.5, 1.0)  # of the requests in host memory that are left
@@ -169,15 +176,15 @@ class RegimeFinder:
         tokens = num_device + int(chunk_tokens)
         second: Times | None = None
         if regime.kind is Kind.ONE:
-            linear_ms = cost.linear_ms(tokens + num_host + rows)
-            first = Times(linear_ms, attention_ms + prefill_ms, host_ms(num_host))
+            all_tokens = tokens + num_host + rows
+            first = times_of(cost, all_tokens, attention_ms + prefill_ms, host_ms(num_host))
         elif regime.kind is Kind.DECODES_APART:
-            first = Times(cost.linear_ms(tokens), attention_ms + prefill_ms, 0.0)
-            second = Times(cost.linear_ms(num_host), 0.0, host_ms(num_host))
+            first = times_of(cost, tokens, attention_ms + prefill_ms, 0.0)
+            second = times_of(cost, num_host, 0.0, host_ms(num_host))
         else:
-            half_ms = cost.linear_ms((tokens + num_host) // 2)
-            first = Times(half_ms, attention_ms + prefill_ms / 2, host_ms(num_host - num_host // 2))
-            second = Times(half_ms, prefill_ms / 2, host_ms(num_host // 2))
+            half, of_host = (tokens + num_host) // 2, num_host - num_host // 2
+            first = times_of(cost, half, attention_ms + prefill_ms / 2, host_ms(of_host))
+            second = times_of(cost, half, prefill_ms / 2, host_ms(num_host // 2))
         sampled = num_device + num_host + rows
         # Prompts of those who will live in host memory go there over the bus.
         on_host = num_host + regime.num_staggered / cost.num_layers

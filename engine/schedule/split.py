@@ -11,13 +11,13 @@ from neo_desktop.engine.predict.estimate import (
     NO_DECODES,
     Decodes,
     Load,
-    Times,
     device_attention_ms,
     host_ms,
     joined,
     staggered_ms,
     staggered_rows,
     times_ms,
+    times_of,
 )
 from neo_desktop.engine.schedule.draft import Chunk, HostQueue
 
@@ -191,17 +191,18 @@ class Outlook:
             rows=self.load.rows - second.rows,
             prefill_ms=max(self.load.prefill_ms - second.prefill_ms, 0.0),
         )
-        linear_ms, attention_ms = self._cost.linear_ms, device_attention_ms(self._cost, load)
+        cost, attention_ms = self._cost, device_attention_ms(self._cost, load)
         for num_taken in sorted({count, 3 * count // 4, count // 2, count // 4} - {0, 1}, reverse=True):
             # The host attends for each sub-batch while the device works for the other.
-            first_ms = linear_ms(load.tokens + num_taken // 2) + second.prefill_ms
-            second_ms = linear_ms(second.tokens + num_taken // 2) + attention_ms
+            first_ms = cost.linear_ms(load.tokens + num_taken // 2) + second.prefill_ms
+            second_ms = cost.linear_ms(second.tokens + num_taken // 2) + attention_ms
             num_second = round(num_taken * first_ms / (first_ms + second_ms)) if first_ms else num_taken // 2
             in_second, in_first = range(num_second), range(num_second, num_taken)
-            times = Times(linear_ms(load.tokens + len(in_first)), attention_ms, self._host_ms(in_first))
-            others = Times(linear_ms(second.tokens + num_second), second.prefill_ms, self._host_ms(in_second))
+            times = times_of(cost, load.tokens + len(in_first), attention_ms, self._host_ms(in_first))
+            of_second = second.tokens + num_second
+            others = times_of(cost, of_second, second.prefill_ms, self._host_ms(in_second))
             rows = self.load.rows + num_taken
-            predicted_ms = times_ms(self._cost, times, others, rows, self._swapped_tokens)
+            predicted_ms = times_ms(cost, times, others, rows, self._swapped_tokens)
             yield Split(in_second, in_first, self.queue, load, predicted_ms, num_chunks, second)
 
     def with_staggered(self, split: Split, max_token_ms: float) -> Iterator[Split]:
@@ -224,7 +225,7 @@ class Outlook:
         on_host = self._host_ms(split.first, self._at_host)
         second = None
         if split.second:
-            second = Times(cost.linear_ms(len(split.second)), 0.0, self._host_ms(split.second))
+            second = times_of(cost, len(split.second), 0.0, self._host_ms(split.second))
 
         def scaled(count: int) -> Mapping[Place, Decodes]:
             """The same mix of decodes, of another number; where there are few, the first place's."""
@@ -237,13 +238,14 @@ class Outlook:
         def predicted_ms(count: int) -> tuple[float, float]:
             decodes = scaled(count)
             rows = staggered_rows(cost, decodes)
-            times = Times(cost.linear_ms(tokens + rows), self._attention_ms, on_host)
+            times = times_of(cost, tokens + rows, self._attention_ms, on_host)
             host_ms = staggered_ms(cost, decodes)
             sampled = split.load.rows + split.num_taken + rows
             return times_ms(cost, times, second, sampled, self._swapped_tokens, host_ms), host_ms
 
         idle_ms = (split.predicted_ms - cost.head_ms(split.load.rows + split.num_taken)) / cost.num_layers
-        idle_ms -= on_host + (second.on_host if second else 0.0)
+        idle_ms -= on_host + cost.host_linear_ms(tokens)
+        idle_ms -= second.on_host + second.host_linear if second else 0.0
         low, high = 0, min(most, MAX_STAGGERED * cost.num_layers)
         while low < high:
             middle = (low + high + 1) // 2
@@ -263,11 +265,11 @@ class Outlook:
         if second and not tokens:
             second, first = (), second
             tokens = len(first)
-        linear_ms = self._cost.linear_ms
-        times = Times(linear_ms(tokens), self._attention_ms, self._host_ms(first, self._at_host))
-        others = Times(linear_ms(len(second)), 0.0, self._host_ms(second)) if second else None
+        cost = self._cost
+        times = times_of(cost, tokens, self._attention_ms, self._host_ms(first, self._at_host))
+        others = times_of(cost, len(second), 0.0, self._host_ms(second)) if second else None
         rows = load.rows + len(first) + len(second)
-        predicted_ms = times_ms(self._cost, times, others, rows, self._swapped_tokens)
+        predicted_ms = times_ms(cost, times, others, rows, self._swapped_tokens)
         return Split(second, first, self.queue, load, predicted_ms)
 
     def _host_ms(self, positions: Sequence[int], others: Mapping[Place, Decodes] = NO_DECODES) -> float:

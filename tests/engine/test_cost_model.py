@@ -19,6 +19,7 @@ from neo_desktop.engine.predict.cost_model import (
     TableCostModel,
 )
 from neo_desktop.engine.predict.estimate import Decodes, Load, iteration_ms
+from neo_desktop.models.linear.shares import StreamedShares
 
 times = st.floats(0, 1e3, allow_nan=False)
 
@@ -87,11 +88,13 @@ def test_damaged_measurements_are_refused(x: list[float], ms: list[float], messa
 
 
 def test_tables_survive_a_file(tmp_path: Path) -> None:
-    tables = machine()
+    shares = StreamedShares((1, 64), (0.2, 1.0))
+    tables = replace(machine(), host_linear=Curve((1, 8), (0.5, 0.75)), streamed_shares=shares)
     tables.save(tmp_path / "tables.json")
     again = TableCostModel.load(tmp_path / "tables.json")
     assert again.to_json() == tables.to_json()
     assert again.attention_ms(Place.HOST, 7, 3000) == tables.attention_ms(Place.HOST, 7, 3000)
+    assert again.streamed_shares == shares
 
 
 @pytest.mark.parametrize(
@@ -192,6 +195,29 @@ def test_two_sub_batches_take_what_the_papers_formula_says() -> None:
     )
     extra = cost.head_ms(30) + cost.iteration_ms
     assert iteration_ms(cost, load_0, load_1) == pytest.approx(expected + extra)
+
+
+def test_the_hosts_attention_does_not_hide_behind_its_own_products() -> None:
+    """The host does all in order: attention for one sub-batch, then products for the other."""
+    products = Curve((1, 64), (0.3, 0.5))
+    cost = replace(machine(hand_off_ms=0.0), host_linear=products)
+    load_0 = Load().plus({Place.DEVICE: Decodes(6, 5000)})
+    load_1 = Load().plus({Place.HOST: Decodes(2, 900)})
+    expected = 32 * (
+        max(cost.linear_ms(6), cost.attention_ms(Place.HOST, 2, 900) + products(6))
+        + max(cost.linear_ms(2) + cost.attention_ms(Place.DEVICE, 6, 5000), products(2))
+    )
+    extra = cost.head_ms(8) + cost.iteration_ms
+    assert iteration_ms(cost, load_0, load_1) == pytest.approx(expected + extra)
+    assert iteration_ms(cost, load_0) == iteration_ms(replace(cost, host_linear=Curve((1,), (0,))), load_0)
+
+
+def test_shares_are_those_of_the_next_larger_number_of_rows() -> None:
+    shares = StreamedShares((1, 4, 64), (0.1, 0.25, 1.0))
+    assert [shares.of(rows) for rows in (1, 2, 4, 5, 64, 1000)] == [0.1, 0.25, 0.25, 1.0, 1.0, 1.0]
+    for rows, each in (((), ()), ((0,), (0.5,)), ((2, 2), (0.1, 0.1)), ((1,), (1.5,)), ((1, 2), (0.1,))):
+        with pytest.raises(ValueError, match=r"rows|shares"):
+            StreamedShares(rows, each)
 
 
 def test_predictions_follow_a_machine_that_became_slower() -> None:
