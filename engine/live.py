@@ -22,7 +22,7 @@ from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel, TableCostModel
 from neo_desktop.engine.request import RequestState
-from neo_desktop.engine.simulation.bound import Work, least_ms
+from neo_desktop.engine.simulation.bound import Room, Work, least_ms
 from neo_desktop.engine.stats import EngineStats
 
 WATCH_S = 30.0  # how long notes are taken after somebody asked: longer than an iteration takes
@@ -66,13 +66,13 @@ class LiveIteration:
     prompt_context: float  # what the chunks' tokens attend to, summed over them
     longest_prompt: int  # tokens up to the end of a chunk
     decode_context: int  # what the decodes attend to, summed over them
-    decoded: tuple[str, ...]  # which requests
+    decoded: tuple[str, ...]  # requests that got a token as decodes
 
     @classmethod
     def of(cls, plan: IterationPlan, timing: IterationTiming) -> "LiveIteration":
         """Sum an iteration up."""
         decoded: list[str] = []
-        num_cpu = num_prompts = num_prompt_tokens = num_outputs = decode_context = 0
+        num_gpu = num_cpu = num_prompts = num_prompt_tokens = num_outputs = decode_context = 0
         prompt_context, longest_prompt = 0.0, 1
         for sequence in plan.sequences:  # one pass: the engine's thread does it in every iteration
             num_tokens = len(sequence.token_ids)
@@ -80,6 +80,7 @@ class LiveIteration:
             if num_tokens == 1:
                 decoded.append(sequence.request_id)
                 num_cpu += sequence.place.host_attends
+                num_gpu += not sequence.place.host_attends
                 decode_context += sequence.start + 1
             else:
                 num_prompts += 1
@@ -87,9 +88,9 @@ class LiveIteration:
                 prompt_context += num_tokens * (sequence.start + num_tokens / 2)
                 longest_prompt = max(longest_prompt, sequence.start + num_tokens)
         for sequence in plan.staggered_sequences:  # each by a layer; the last one brings the token
-            decoded.append(sequence.request_id)
             num_cpu += 1
             if sequence.sampling is not None:
+                decoded.append(sequence.request_id)
                 num_outputs += 1
                 decode_context += sequence.start + 1
         return cls(
@@ -97,7 +98,7 @@ class LiveIteration:
             predicted_ms=plan.predicted.total_ms,
             host_attention_ms=timing.host_attention_ms,
             num_sub_batches=len(plan.sub_batches),
-            num_gpu_decodes=len(decoded) - num_cpu,
+            num_gpu_decodes=num_gpu,
             num_cpu_decodes=num_cpu,
             num_prompts=num_prompts,
             num_prompt_tokens=num_prompt_tokens,
@@ -217,16 +218,15 @@ class LiveView:
             outputs=sum(one.num_outputs for one in self.iterations),
             prompt_context=sum(one.prompt_context for one in self.iterations),
             longest_prompt=max(one.longest_prompt for one in self.iterations),
+            decodes=sum(chains.values()),
             decode_context=sum(one.decode_context for one in self.iterations),
             longest_chain=max(chains.values(), default=0),
         )
-        gpu_tokens, cpu_tokens = (self.capacity_tokens(in_host) for in_host in (False, True))
+        room = Room(self.capacity_tokens(False), self.capacity_tokens(True))
         return LeastTime(
             real_ms=sum(one.total_ms for one in self.iterations),
-            least_ms=least_ms(
-                self.tables, work, gpu_tokens, 0.0 if gpu_tokens else 1.0, 1.0 if cpu_tokens else 0.0
-            ),
-            gpu_alone_ms=least_ms(self.tables, work, gpu_tokens, 0.0, 0.0) if gpu_tokens else None,
+            least_ms=least_ms(self.tables, work, room),
+            gpu_alone_ms=least_ms(self.tables, work, room, 0.0, 0.0) if room.gpu_tokens else None,
         )
 
     def capacity_tokens(self, in_host_memory: bool) -> int:

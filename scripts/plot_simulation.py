@@ -22,7 +22,7 @@ from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
-from neo_desktop.engine.simulation.bound import Bound
+from neo_desktop.engine.simulation.bound import Bound, Room
 from neo_desktop.engine.simulation.metrics import SimulationResult
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.engine.simulation.simulator import simulate
@@ -78,6 +78,10 @@ class Machine:
         if gpu_tokens is not None:
             budget = KVBudget(gpu_tokens, budget.cpu_tokens)
         return cls(analytic_cost_model(gpu, host, config, DTYPE), budget, config)
+
+    @property
+    def room(self) -> Room:
+        return Room(self.budget.gpu_tokens, self.budget.cpu_tokens, LIMITS.max_batch_requests)
 
     def run(self, policy: str, requests: Sequence[WorkloadRequest]) -> SimulationResult:
         # What the GPU-cache can never hold is left out everywhere: all policies get the same requests.
@@ -151,7 +155,7 @@ def draw_output(out: Path, num_requests: int) -> None:
         base = machine.run("gpu-only", requests).output_tokens_per_s
         for name in names:
             ratios[name].append(machine.run(name, requests).output_tokens_per_s / base)
-        bound = Bound(machine.cost, requests, machine.budget.gpu_tokens).output_tokens_per_s()
+        bound = Bound(machine.cost, requests, machine.room).output_tokens_per_s()
         ratios["bound"].append(bound / base)
         print(
             f"| {length} | {base:.0f} | "
@@ -229,7 +233,7 @@ def print_ratios(traces: Sequence[Path], num_requests: int) -> None:
             ratios = [other.output_tokens_per_s / base.output_tokens_per_s for other in others]
             longest = min(machine.config.max_context_tokens, machine.budget.gpu_tokens)
             fitting = [request for request in requests if request.total_tokens <= longest]
-            bound = Bound(machine.cost, fitting, machine.budget.gpu_tokens).output_tokens_per_s()
+            bound = Bound(machine.cost, fitting, machine.room).output_tokens_per_s()
             lowest = min(lowest, ratios[-1])
             print(
                 f"| {gpu} | {model} | {trace.stem} | {machine.budget.gpu_tokens:,} "

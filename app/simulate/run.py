@@ -7,7 +7,7 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
-from neo_desktop.engine.simulation.bound import Bound
+from neo_desktop.engine.simulation.bound import Bound, Room
 from neo_desktop.engine.simulation.reality import Mismatch
 from neo_desktop.engine.simulation.simulator import simulate
 from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic, with_rate
@@ -54,7 +54,8 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
             progress=report,
         )
     fitting = [r for r in requests if r.total_tokens <= context]
-    bound = Bound(where.cost, fitting, where.budget.gpu_tokens)
+    room = Room(where.budget.gpu_tokens, where.budget.cpu_tokens, limits.max_batch_requests)
+    bound = Bound(where.cost, fitting, room)
     return SimulationReport(
         machine=where,
         options=options,

@@ -1,26 +1,41 @@
 """How fast any schedule can be: a closed bound from the same cost tables, without simulating anything.
 
 Every token passes the linear stages; each decode reads its context once, on the GPU or on the CPU; an
-iteration that decodes on the GPU reads all weights once and serves no more context than the GPU-cache holds.
-With `x` the share of decode attention done on the CPU, `C` the context tokens of all decodes together and `N`
-those that the GPU-cache holds, a run takes at least
+iteration reads all weights at least once, serves no more context than GPU-cache and CPU-cache hold, and
+brings each request no more than one token. With `x` the share of decode attention done on the CPU, `C` the
+context tokens of all decodes together, `N` those that the GPU-cache holds and `M` the CPU-cache, a run takes
+at least the least over x of
 
-    min over x of max( linear + prefill attention + (1 - x) * C * gpu,  x * C * cpu )
-    where linear = max( tokens * cheapest linear per token,  (1 - x) * C / N * linear of one token )
+    max( linear + head + iterations * fixed + prefill attention + (1 - x) * C * gpu,  x * C * cpu )
 
-with perfect overlap and no waiting, no hand-off, no moves. Where it is known that some tokens come one
-after the other, the weights are read as often, whoever attends.
+    where iterations = max( (1 - x) * C / N,  x * C / M,  decodes / requests at a time,  longest output )
+          linear     = max( tokens * cheapest linear per token,  iterations * linear of one token )
+          head       = max( outputs * cheapest head per output,  iterations * head of one output )
+
+with perfect overlap and no waiting, no hand-off, no moves. And it takes at least as long as any of its
+requests would alone: what a single one needs comes one after the other.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from math import inf
 from typing import Self
 
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.simulation.workload import WorkloadRequest
 
 STEPS = 1000  # of x; the error is on the safe side, see `least_ms`
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What there is room for at a time."""
+
+    gpu_tokens: int  # in the GPU-cache
+    cpu_tokens: int  # in the CPU-cache
+    requests: float = inf  # that run
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +46,9 @@ class Work:
     outputs: int  # through the head
     prompt_context: float  # what prompts' tokens attend to, summed over these tokens
     longest_prompt: int
-    decode_context: int  # what decodes attend to, summed over them
-    longest_chain: int = 0  # decodes that come one after the other; 0: not known
+    decodes: int
+    decode_context: int  # what they attend to, summed over them
+    longest_chain: int  # iterations that come one after the other, since each brings one request a token
 
     @classmethod
     def of(cls, requests: Sequence[WorkloadRequest]) -> Self:
@@ -43,14 +59,63 @@ class Work:
             # However a prompt is cut, its tokens see half of it on average.
             prompt_context=sum(r.prompt_tokens**2 / 2 for r in requests),
             longest_prompt=max((r.prompt_tokens for r in requests), default=1),
+            decodes=sum(r.output_tokens - 1 for r in requests),
             decode_context=sum(_decode_context(r) for r in requests),
+            longest_chain=max((r.output_tokens for r in requests), default=0),
         )
+
+
+class LeastTimes:
+    """The least that the tables allow, per unit of work: what bounds are made of.
+
+    Args:
+        longest_prompt: in tokens.
+    """
+
+    def __init__(self, cost: TableCostModel, longest_prompt: int) -> None:
+        layers = cost.num_layers
+        self._overlaps = cost.overlaps
+        self._token = layers * _least_per_unit(cost.linear)
+        self._output = _least_per_unit(cost.head)
+        self._reading, self._head, self._fixed = layers * cost.linear(1), cost.head(1), cost.iteration_ms
+        self._prompt = layers * min(
+            _least_per_first(cost.first_chunk_attention, longest_prompt),
+            _least_per_later(cost.later_chunk_attention),
+        )
+        self._gpu, self._cpu = (
+            layers
+            * min(
+                _least_per_product(surface)
+                for place, surface in cost.attention.items()
+                if place.host_attends is host_attends
+            )
+            for host_attends in (False, True)
+        )
+
+    def ms(self, work: Work, room: Room, on_gpu: float, on_cpu: float, *, is_serial: bool = False) -> float:
+        """Return the least time with these shares of decode attention on either side.
+
+        Args:
+            is_serial: whether nothing overlaps, since each step needs the one before.
+        """
+        gpu_context, cpu_context = on_gpu * work.decode_context, on_cpu * work.decode_context
+        iterations = max(work.longest_chain, work.decodes / room.requests)
+        if gpu_context:
+            iterations = max(iterations, gpu_context / room.gpu_tokens)
+        if cpu_context:
+            iterations = max(iterations, cpu_context / room.cpu_tokens)
+        linear_ms = max(work.linear_tokens * self._token, iterations * self._reading)
+        head_ms = max(work.outputs * self._output, iterations * self._head)
+        others_ms = iterations * self._fixed + work.prompt_context * self._prompt
+        device_ms = linear_ms + head_ms + others_ms + gpu_context * self._gpu
+        cpu_ms = cpu_context * self._cpu
+        return max(device_ms, cpu_ms) if self._overlaps and not is_serial else device_ms + cpu_ms
 
 
 def least_ms(
     cost: TableCostModel,
     work: Work,
-    gpu_tokens: int,
+    room: Room,
     smallest_cpu_share: float = 0.0,
     largest_cpu_share: float = 1.0,
 ) -> float:
@@ -58,64 +123,59 @@ def least_ms(
 
     Args:
         cost: the tables.
-        gpu_tokens: what the GPU-cache holds.
+        room: at least one cache has some.
         smallest_cpu_share: of decode attention: x above.
         largest_cpu_share: likewise; (0, 0) for gpu-only, (1, 1) for fastdecode.
     """
-    linear = cost.num_layers * _least_per_unit(cost.linear)
-    prefill = cost.num_layers * min(
-        _least_per_first(cost.first_chunk_attention, work.longest_prompt),
-        _least_per_later(cost.later_chunk_attention),
-    )
-    fixed_ms = work.outputs * _least_per_unit(cost.head) + prefill * work.prompt_context
-    gpu, cpu = (
-        cost.num_layers
-        * min(
-            _least_per_product(surface)
-            for place, surface in cost.attention.items()
-            if place.host_attends is host_attends
-        )
-        for host_attends in (False, True)
-    )
-    weights = cost.num_layers * cost.linear(1) + cost.iteration_ms
-
-    def at_least(on_gpu: float, on_cpu: float) -> float:
-        iterations = on_gpu * work.decode_context / gpu_tokens if gpu_tokens else 0.0
-        iterations = max(iterations, work.longest_chain)
-        linear_ms = max(work.linear_tokens * linear, iterations * weights)
-        device_ms = fixed_ms + linear_ms + on_gpu * work.decode_context * gpu
-        cpu_ms = on_cpu * work.decode_context * cpu
-        return max(device_ms, cpu_ms) if cost.overlaps else device_ms + cpu_ms
-
-    low, high = smallest_cpu_share, largest_cpu_share if gpu_tokens else 1.0
+    least = LeastTimes(cost, work.longest_prompt)
+    low, high = _shares(room, smallest_cpu_share, largest_cpu_share)
     width = (high - low) / STEPS
     # Over a step of x, what falls with x is taken at its end, what rises at its start: never too long.
-    return min(at_least(1 - min(low + (step + 1) * width, high), low + step * width) for step in range(STEPS))
+    return min(
+        least.ms(work, room, 1 - min(low + (step + 1) * width, high), low + step * width)
+        for step in range(STEPS)
+    )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bound:
     """The bound for one workload on one machine.
 
     Args:
         cost: the tables.
         requests: arrival times are ignored: waiting only makes a run longer.
-        gpu_tokens: what the GPU-cache holds.
+        room: at least one cache has some.
     """
 
     cost: TableCostModel
     requests: Sequence[WorkloadRequest]
-    gpu_tokens: int
+    room: Room
 
     def makespan_ms(self, smallest_cpu_share: float = 0.0, largest_cpu_share: float = 1.0) -> float:
         """Return the least time; see `least_ms`."""
-        work = Work.of(self.requests)
-        return least_ms(self.cost, work, self.gpu_tokens, smallest_cpu_share, largest_cpu_share)
+        shares = smallest_cpu_share, largest_cpu_share
+        least = LeastTimes(self.cost, self._work.longest_prompt)
+        alone_ms = (
+            min(
+                least.ms(work, self.room, 1 - share, share, is_serial=True)
+                for share in _shares(self.room, *shares)
+            )
+            for work in (Work.of([request]) for request in self.requests)
+        )
+        return max(least_ms(self.cost, self._work, self.room, *shares), *alone_ms)
 
     def output_tokens_per_s(self, smallest_cpu_share: float = 0.0, largest_cpu_share: float = 1.0) -> float:
         """Return the most output tokens per second; see `makespan_ms`."""
-        outputs = sum(request.output_tokens for request in self.requests)
-        return outputs / self.makespan_ms(smallest_cpu_share, largest_cpu_share) * 1e3
+        return self._work.outputs / self.makespan_ms(smallest_cpu_share, largest_cpu_share) * 1e3
+
+    @cached_property
+    def _work(self) -> Work:
+        return Work.of(self.requests)
+
+
+def _shares(room: Room, smallest: float, largest: float) -> tuple[float, float]:
+    """Return between which shares the CPU's lies, where a cache may have no room."""
+    return smallest if room.gpu_tokens else 1.0, largest if room.cpu_tokens else 0.0
 
 
 def _decode_context(request: WorkloadRequest) -> int:

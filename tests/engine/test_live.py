@@ -10,11 +10,17 @@ from cost_models import machine
 from own_pace import OwnPace
 
 from neo_desktop import Engine, SamplingParams
-from neo_desktop.engine.batch import IterationPlan, IterationTiming, ScheduledSequence, SubBatch
+from neo_desktop.engine.batch import (
+    IterationPlan,
+    IterationTiming,
+    SamplingInput,
+    ScheduledSequence,
+    SubBatch,
+)
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.block_pool import BlockHash, extend_hashes
-from neo_desktop.engine.live import RATE_S, WATCH_S, LiveView, Notes, Phase, num_fitting
+from neo_desktop.engine.live import RATE_S, WATCH_S, LiveIteration, LiveView, Notes, Phase, num_fitting
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.request import RequestState
@@ -216,6 +222,18 @@ def plan(num_prompt_tokens: int, num_decodes: int) -> IterationPlan:
     chunk = ScheduledSequence("p", tuple(range(num_prompt_tokens)), 0, Place.DEVICE, table, None)
     decodes = [ScheduledSequence(str(i), (1,), 5, Place.HOST, table, None) for i in range(num_decodes)]
     return IterationPlan((SubBatch((chunk, *decodes)),), predicted=IterationTiming(3.0, 0.0))
+
+
+def test_a_decode_at_its_own_pace_counts_as_a_token_once() -> None:
+    """It is taken along in every turn; only the last stage of the last one brings a token."""
+    table = IntArray((0,)).view()
+    on_its_way = ScheduledSequence("w", (1,), 5, Place.HOST, table, None)
+    sampling = SamplingInput(SamplingParams(), 0, 0, 8, table, table)
+    ended = ScheduledSequence("e", (1,), 7, Place.HOST, table, sampling)
+    step = IterationPlan((SubBatch(()),), staggered=((on_its_way,), (None,), (ended,)))
+    noted = LiveIteration.of(step, IterationTiming(4.0, 1.0))
+    assert (noted.num_cpu_decodes, noted.num_gpu_decodes, noted.num_outputs) == (2, 0, 1)
+    assert (noted.decoded, noted.decode_context) == (("e",), 8)
 
 
 def test_rates_are_of_the_last_seconds_and_notes_end_by_themselves() -> None:

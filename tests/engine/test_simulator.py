@@ -15,7 +15,7 @@ from neo_desktop.engine.profiling.budget import activation_bytes
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
-from neo_desktop.engine.simulation.bound import Bound
+from neo_desktop.engine.simulation.bound import Bound, Room
 from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult, Totals, percentile
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS, get_gpu, get_host
 from neo_desktop.engine.simulation.reality import Mismatch
@@ -118,15 +118,25 @@ def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
     gpu_blocks=st.integers(4, 60),
     cpu_blocks=st.integers(4, 200),
     rate=st.sampled_from([0.5, 5.0, inf]),
+    where=st.sampled_from([("t4", "llama-2-7b"), ("rtx-4090", "llama-3.1-8b"), ("h100", "llama-2-7b")]),
+    most_requests=st.sampled_from([1, 3, 256]),
 )
 def test_every_request_ends_with_all_its_tokens_or_is_refused_and_no_bound_is_broken(
-    policy: str, lengths: list[tuple[int, int]], gpu_blocks: int, cpu_blocks: int, rate: float
+    policy: str,
+    lengths: list[tuple[int, int]],
+    gpu_blocks: int,
+    cpu_blocks: int,
+    rate: float,
+    where: tuple[str, str],
+    most_requests: int,
 ) -> None:
     """`simulate` itself checks that no block is left. Refused is what fits no place; nothing else is."""
     requests = with_rate([WorkloadRequest(0.0, *pair) for pair in lengths], rate)
-    cost = machine()
+    cost = machine(*where)
     gpu_tokens, cpu_tokens = gpu_blocks * BLOCK_SIZE, cpu_blocks * BLOCK_SIZE
-    result = run(requests, policy, cost, gpu_tokens, cpu_tokens)
+    blocks = {Place.DEVICE: gpu_blocks, Place.HOST: cpu_blocks}
+    limits = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=most_requests)
+    result = simulate(requests, POLICIES[policy], cost, blocks, BLOCK_SIZE, limits)
     capacity = {Place.DEVICE: gpu_tokens, Place.HOST: cpu_tokens}
     longest = max(capacity[place] for place in POLICIES[policy].places)
     fitting = [request for request in requests if request.total_tokens <= longest]
@@ -137,7 +147,8 @@ def test_every_request_ends_with_all_its_tokens_or_is_refused_and_no_bound_is_br
     for request in result.finished:
         assert request.arrival_ms < request.first_token_ms <= request.finish_ms
     if fitting:
-        bound_ms = Bound(cost, fitting, gpu_tokens).makespan_ms(*SHARES_OF_CPU[policy])
+        room = Room(gpu_tokens, cpu_tokens, most_requests)
+        bound_ms = Bound(cost, fitting, room).makespan_ms(*SHARES_OF_CPU[policy])
         assert result.makespan_ms >= bound_ms * (1 - 1e-9)
         assert result.totals.gpu_busy_ms <= result.makespan_ms
         assert result.totals.cpu_busy_ms <= result.makespan_ms
@@ -287,20 +298,45 @@ def test_the_bound_equals_the_formula_of_the_roofline() -> None:
     )
     context = 10 * sum(range(101, 111))  # of the decodes: the first token comes with the prompt
     tokens = 10 * (100 + 10)
-    gpu_tokens = 150
+    gpu_tokens, room = 150, Room(150, 10_000)
 
     def at(x: float) -> float:
         linear = max(2 * 0.5 * tokens, (1 - x) * context / gpu_tokens * 2 * 5.0)
         return max(linear + 2 * 0.01 * (1 - x) * context, 2 * 0.1 * x * context)
 
     expected = min(at(step / 10_000) for step in range(10_001))
-    assert Bound(cost, requests, gpu_tokens).makespan_ms() == pytest.approx(expected, rel=2e-3)
-    assert Bound(cost, requests, gpu_tokens).makespan_ms() <= expected
-    assert Bound(cost, requests, gpu_tokens).makespan_ms(0, 0) == pytest.approx(at(0))
+    assert Bound(cost, requests, room).makespan_ms() == pytest.approx(expected, rel=2e-3)
+    assert Bound(cost, requests, room).makespan_ms() <= expected
+    assert Bound(cost, requests, room).makespan_ms(0, 0) == pytest.approx(at(0))
     shared = replace(cost, overlaps=False)
-    assert Bound(shared, requests, gpu_tokens).makespan_ms(1, 1) == pytest.approx(
+    assert Bound(shared, requests, room).makespan_ms(1, 1) == pytest.approx(
         2 * 0.5 * tokens + 2 * 0.1 * context
     )
+
+
+def test_the_bound_knows_what_an_iteration_costs_and_holds() -> None:
+    """By hand, one limit after the other: an iteration takes 1 ms, and 4 ms to read the weights."""
+    cost = flat_cost(4.0, iteration_ms=1.0)
+
+    def least(count: int, output_tokens: int, room: Room, *shares: float) -> float:
+        return Bound(cost, [WorkloadRequest(0.0, 60, output_tokens)] * count, room).makespan_ms(*shares)
+
+    assert least(1, 5, Room(1000, 1000)) == pytest.approx(5 * 5.0)  # one token after the other
+    context = 8 * (61 + 62 + 63 + 64)
+    assert least(8, 5, Room(64, 0)) == pytest.approx(context / 64 * 5.0)  # one decode at a time
+    assert least(8, 5, Room(0, 128)) == pytest.approx(context / 128 * 5.0)
+    assert least(8, 5, Room(64, 128)) == pytest.approx(context / (64 + 128) * 5.0, rel=0.01)
+    assert least(8, 5, Room(64, 128), 0.0, 0.0) == least(8, 5, Room(64, 0))
+    assert least(8, 5, Room(10_000, 10_000, requests=2)) == pytest.approx(8 * 4 / 2 * 5.0)
+
+
+def test_a_request_alone_gains_nothing_from_overlap() -> None:
+    cost = machine()
+    requests = [WorkloadRequest(0.0, 1000, 200)]
+    bound_ms = Bound(cost, requests, Room(2000, 65_536)).makespan_ms()
+    assert bound_ms >= 200 * (cost.num_layers * cost.linear_ms(1) + cost.iteration_ms)
+    real_ms = run(requests, "gpu-only", cost, 2000).makespan_ms
+    assert 0.95 * real_ms <= bound_ms <= real_ms
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -309,7 +345,8 @@ def test_no_policy_exceeds_its_bound(policy: str, gpu_tokens: int) -> None:
     requests = synthetic(200, 370, 60)
     cost = machine()
     result = run(requests, policy, cost, gpu_tokens)
-    bound = Bound(cost, requests, gpu_tokens).output_tokens_per_s(*SHARES_OF_CPU[policy])
+    room = Room(gpu_tokens, 65_536, LIMITS.max_batch_requests)
+    bound = Bound(cost, requests, room).output_tokens_per_s(*SHARES_OF_CPU[policy])
     assert result.output_tokens_per_s <= bound
 
 
@@ -321,7 +358,7 @@ def test_no_way_to_cut_a_prompt_is_cheaper_than_the_bound_says(chunks: list[int]
     for tokens in chunks:
         ms += cost.num_layers * (cost.linear_ms(tokens) + cost.prefill_attention_ms(tokens, start))
         start += tokens
-    assert Bound(cost, [WorkloadRequest(0.0, start, 1)], 3008).makespan_ms() <= ms * (1 + 1e-9)
+    assert Bound(cost, [WorkloadRequest(0.0, start, 1)], Room(3008, 0)).makespan_ms() <= ms * (1 + 1e-9)
 
 
 # ---- machines ----

@@ -36,7 +36,7 @@ from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.profiler import profile
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.policies import get_policy
-from neo_desktop.engine.simulation.bound import Bound
+from neo_desktop.engine.simulation.bound import Bound, Room
 from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic
 
 # Tokens in and out of a synthetic request, unless they are given. On a GPU as in summaries, the case that NEO
@@ -336,7 +336,8 @@ def _median(values: Iterable[float]) -> float | None:
 def _bound(policy: _Policy, workload: Workload, tables: TableCostModel) -> float:
     """Return the most output tokens per second under this policy."""
     places = get_policy(policy.name).places
-    bound = Bound(tables, workload.requests, policy.parts.tokens_in(host_memory=False))
+    gpu_tokens, cpu_tokens = (policy.parts.tokens_in(host_memory) for host_memory in (False, True))
+    bound = Bound(tables, workload.requests, Room(gpu_tokens, cpu_tokens))
     attends = {place.host_attends for place in places}
     return bound.output_tokens_per_s(float(False not in attends), float(True in attends))
 
