@@ -162,6 +162,7 @@ def doctor(
             "gpu_cache_tokens",
             "cpu_cache_tokens",
             "gpu_memory_gib",
+            "gpu_weights_gib",
             "cpu_memory_gib",
             "cpu_cache_dtype",
             "trace_timeline",

@@ -109,6 +109,17 @@ class EngineOptions:
             "the imitated GPU-cache. Default: what is free.",
         ),
     ] = None
+    gpu_weights_gib: Annotated[
+        float | None,
+        Option(
+            flag="--gpu-weights",
+            metavar="GIB",
+            least=0.001,
+            help="The most GPU memory for weights: what is beyond it lives in host memory, and CPU and GPU "
+            "compute it together. Default: all of them where they fit beside KV, else what is predicted to "
+            "be fastest.",
+        ),
+    ] = None
     gpu_slice: Annotated[
         int | None,
         Option(
@@ -189,6 +200,7 @@ class EngineKeywords(TypedDict, total=False):
     gpu_cache_tokens: int | None
     cpu_cache_tokens: int | None
     gpu_memory_gib: float | None
+    gpu_weights_gib: float | None
     gpu_slice: int | None
     cpu_memory_gib: float | None
     cpu_cache_dtype: str

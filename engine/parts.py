@@ -4,16 +4,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from neo_desktop import native
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.loading import CPU_CACHE_DTYPES, LoadedModel, load
-from neo_desktop.engine.options import MAX_BATCH_TOKENS, EngineOptions
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.profiling.budget import FreeMemory, MemoryCaps, pool_blocks
+from neo_desktop.engine.profiling.budget import FreeMemory, MemoryCaps, limits_of, pool_blocks
 from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.policies import get_policy
@@ -57,16 +55,6 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
 def cache_tokens_of(options: EngineOptions) -> dict[Place, int | None]:
     """Return `place -> tokens asked for`; None: what fits."""
     return {Place.DEVICE: options.gpu_cache_tokens, Place.HOST: options.cpu_cache_tokens}
-
-
-def limits_of(options: EngineOptions, device: torch.device) -> SchedulerLimits:
-    """Return what an iteration may hold."""
-    most = options.max_batch_requests
-    return SchedulerLimits(
-        max_batch_tokens=options.max_batch_tokens or max(MAX_BATCH_TOKENS[device.type], most),
-        max_batch_requests=most,
-        max_token_ms=options.max_token_ms,
-    )
 
 
 def take_memory(

@@ -12,12 +12,13 @@ from neo_desktop.engine.loading import (
     kept_form,
 )
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.parts import cache_tokens_of, limits_of
+from neo_desktop.engine.parts import cache_tokens_of
 from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.profiling.budget import (
     FreeMemory,
     MemoryCaps,
     check_weights_fit,
+    limits_of,
     pool_blocks,
     smaller_form,
 )

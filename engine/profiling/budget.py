@@ -23,7 +23,7 @@ from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.options import MAX_BATCH_TOKENS, EngineOptions
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
 from neo_desktop.engine.sampler import MOST_COPIES, PIECE_ELEMENTS
@@ -58,6 +58,16 @@ class MemoryCaps:
         """Return what was asked for."""
         asked = (options.gpu_memory_gib, options.cpu_memory_gib)
         return cls(*(None if gib is None else int(gib * GIB) for gib in asked))
+
+
+def limits_of(options: EngineOptions, device: torch.device) -> SchedulerLimits:
+    """Return what an iteration may hold."""
+    most = options.max_batch_requests
+    return SchedulerLimits(
+        max_batch_tokens=options.max_batch_tokens or max(MAX_BATCH_TOKENS[device.type], most),
+        max_batch_requests=most,
+        max_token_ms=options.max_token_ms,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,188 @@
+"""Where the weights of a model go: one plan of memory for them and for KV.
+
+    GPU memory                                                    host memory
+    | others | resident weights | streaming | KV | iteration | reserve |   | others | other weights | KV ... |
+
+If all weights fit beside the iteration and a little KV, they are all resident. Otherwise one chat of 4,096
+tokens decides: its KV is either where the GPU attends to it, or in host memory, where the CPU does, and then
+more weights are resident. Whichever is predicted to be faster says how much memory weights get.
+"""
+
+import torch
+
+from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.predict.weight_plan import (
+    Rates,
+    WeightPlan,
+    layer_matrices,
+    plan_weights,
+    weight_times,
+)
+from neo_desktop.engine.profiling.budget import (
+    DEVICE_RESERVE_BYTES,
+    GIB,
+    MOST_HOST_SHARE,
+    SHORT_TOKENS,
+    FreeMemory,
+    MemoryCaps,
+    activation_bytes,
+    check_weights_fit,
+    host_buffer_bytes,
+    limits_of,
+    smaller_form,
+)
+from neo_desktop.engine.schedule.policies import get_policy
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.linear.protocol import LinearForm
+
+CHAT_TOKENS = 4096  # of the chat that a plan is made for
+PIECE_BYTES = 32 * 1024**2  # streamed rows come in pieces that take at most this when they are unpacked
+STREAMING_BYTES = 4 * PIECE_BYTES  # two pieces on their way, and room to unpack one
+
+
+def plan_memory(
+    config: ModelConfig,
+    form: LinearForm,
+    dtype: torch.dtype,
+    device: torch.device,
+    options: EngineOptions,
+    rates: Rates,
+    free: FreeMemory | None = None,
+) -> WeightPlan | None:
+    """Decide before a model is loaded where its weights go; None: all of them where the device computes.
+
+    Args:
+        form: of matrices on that device.
+        rates: of this machine.
+        free: memory, with no model loaded; None: what is.
+
+    Raises:
+        MemoryError: there is no room, with what would help.
+    """
+    free = free or FreeMemory.now(device)
+    caps = MemoryCaps.of(options)
+    weights = config.weight_bytes(dtype, form)
+    forced = None if options.gpu_weights_gib is None else int(options.gpu_weights_gib * GIB)
+    if free.gpu_bytes is None:  # the GPU is imitated: all is host memory
+        check_weights_fit(config, dtype, device, caps, free, form)
+        if forced is None or forced >= weights:
+            return None
+        return plan_weights(config, form, dtype, forced, rates)
+    memory = _Memory(config, form, dtype, device, options, rates, free)
+    if forced is None:
+        plan = memory.best_plan()
+    elif forced >= weights:
+        plan = None
+    else:
+        plan = memory.forced_plan(forced)
+    if plan is None or not plan.is_split:
+        check_weights_fit(config, dtype, device, caps, free, form)
+        return None
+    memory.check_host(plan)
+    return plan
+
+
+class _Memory:
+    """What there is, and what a plan makes of it; see `plan_memory`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        form: LinearForm,
+        dtype: torch.dtype,
+        device: torch.device,
+        options: EngineOptions,
+        rates: Rates,
+        free: FreeMemory,
+    ) -> None:
+        self._config, self._form, self._dtype, self._device = config, form, dtype, device
+        self._options, self._rates = options, rates
+        limits = limits_of(options, device)
+        cap = MemoryCaps.of(options).gpu_bytes
+        assert free.gpu_bytes is not None
+        self._gpu_bytes = free.gpu_bytes if cap is None else min(free.gpu_bytes, cap)
+        needed = activation_bytes(config, limits, dtype) + DEVICE_RESERVE_BYTES
+        self._room = self._gpu_bytes - needed  # for weights and KV
+        self._buffers = host_buffer_bytes(config, limits, dtype)
+        self._host_bytes = free.host_bytes
+        self._weights = config.weight_bytes(dtype, form)
+        self._places = get_policy(options.policy).places
+
+    def best_plan(self) -> WeightPlan | None:
+        """Return the fastest for one chat; None: all weights fit."""
+        if self._weights + self._least_gpu_kv() <= self._room:
+            return None
+        plans: list[tuple[float, WeightPlan]] = []
+        matrices = layer_matrices(self._config, self._form, self._dtype)
+        for place in self._places:
+            gpu_kv = self._gpu_kv(place)
+            try:
+                plan = self._planned(self._room - STREAMING_BYTES - gpu_kv)
+            except MemoryError:
+                if place is self._places[-1] and not plans:
+                    raise
+                continue
+            ms = weight_times(matrices, plan, self._rates, 1).ms + self._attention_ms(place)
+            plans.append((ms, plan))
+        return min(plans, key=lambda each: each[0])[1]
+
+    def forced_plan(self, gpu_bytes: int) -> WeightPlan:
+        """Return the one with so many bytes of weights at most."""
+        most = self._room - STREAMING_BYTES - (0 if Place.HOST in self._places else self._least_gpu_kv())
+        if gpu_bytes > most:
+            raise MemoryError(
+                f"{gpu_bytes / GIB:.2f} GiB of weights were asked for in GPU memory, but beside iterations "
+                f"and KV it has room for {max(most, 0) / GIB:.2f} GiB: ask for less, or for nothing: then "
+                "what is predicted to be fastest is taken"
+            )
+        return self._planned(gpu_bytes)
+
+    def check_host(self, plan: WeightPlan) -> None:
+        """Check that host memory holds the others, and some KV where it is to be there."""
+        kv = self._short_kv() + self._buffers if Place.HOST in self._places else 0
+        free = int(self._host_bytes * MOST_HOST_SHARE)
+        if plan.host_bytes + kv > free:
+            smaller = smaller_form(
+                self._config, self._dtype, self._device, max(self._gpu_bytes, 0), self._weights
+            )
+            raise MemoryError(
+                f"of {self._weights / 1e9:.1f} GB of weights, GPU memory has room for "
+                f"{plan.gpu_bytes / 1e9:.1f} GB, and the other {plan.host_bytes / 1e9:.1f} GB and KV do not "
+                f"fit into the {free / 1e9:.1f} GB of host memory that may be taken: {smaller}close other "
+                "programs or choose a smaller model"
+            )
+
+    def _planned(self, gpu_bytes: int) -> WeightPlan:
+        return plan_weights(self._config, self._form, self._dtype, gpu_bytes, self._rates)
+
+    def _gpu_kv(self, place: Place) -> int:
+        """What KV takes on the GPU if the chat is in this place."""
+        if self._options.gpu_cache_tokens is not None:
+            return self._options.gpu_cache_tokens * self._token_bytes
+        if place.in_host_memory:
+            return 0
+        tokens = min(CHAT_TOKENS, self._config.max_context_tokens)
+        run = BLOCK_SIZE * BLOCKS_PER_RUN
+        return -(-tokens // run) * run * self._token_bytes
+
+    def _least_gpu_kv(self) -> int:
+        if self._options.gpu_cache_tokens is not None:
+            return self._options.gpu_cache_tokens * self._token_bytes
+        return self._short_kv()
+
+    def _short_kv(self) -> int:
+        return min(SHORT_TOKENS, self._config.max_context_tokens) * self._token_bytes
+
+    def _attention_ms(self, place: Place) -> float:
+        """What reading the chat's KV takes per token of its answer."""
+        nbytes = min(CHAT_TOKENS, self._config.max_context_tokens) * self._token_bytes
+        if not place.host_attends:
+            return 1e3 * nbytes / self._rates.gpu_bytes_per_s
+        hand_offs_ms = self._config.num_layers * self._rates.hand_off_ms
+        return 1e3 * nbytes / self._rates.cpu_bytes_per_s + hand_offs_ms
+
+    @property
+    def _token_bytes(self) -> int:
+        return self._config.kv_bytes_per_token(self._dtype)

@@ -1,0 +1,99 @@
+"""One plan of memory for weights and KV, and what is told where there is no room."""
+
+import pytest
+import torch
+
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.predict.weight_plan import Rates, WeightPlan
+from neo_desktop.engine.profiling import budget
+from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, GIB, FreeMemory, activation_bytes
+from neo_desktop.engine.profiling.weight_memory import STREAMING_BYTES, plan_memory
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.shapes import shape
+
+CONFIG, DTYPE = shape("llama-2-13b"), torch.float16
+WEIGHTS = CONFIG.weight_bytes(DTYPE)
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+RATES = Rates(40e9, 8e11, 20e9, 300e9, 3e13, hand_off_ms=0.03)
+TOKEN = CONFIG.kv_bytes_per_token(DTYPE)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "find_gpus", lambda: ((), "", ()))
+
+
+def needed(options: EngineOptions) -> int:
+    limits = budget.limits_of(options, CUDA)
+    return activation_bytes(CONFIG, limits, DTYPE) + DEVICE_RESERVE_BYTES
+
+
+def plan(
+    gpu_gib: float | None, host_gib: float = 64, device: torch.device = CUDA, **given: object
+) -> WeightPlan | None:
+    free = FreeMemory(int(host_gib * GIB), None if gpu_gib is None else int(gpu_gib * GIB))
+    return plan_memory(CONFIG, DENSE, DTYPE, device, EngineOptions(**given), RATES, free)  # type: ignore[arg-type]
+
+
+def test_weights_that_fit_beside_a_little_kv_all_stay_on_the_gpu() -> None:
+    least = (WEIGHTS + needed(EngineOptions()) + 1000 * TOKEN) / GIB
+    assert plan(least + 0.01) is None
+    assert plan(least - 0.01) is not None
+    assert plan(40) is None
+
+
+def test_a_model_that_does_not_fit_leaves_room_for_what_runs_beside_it() -> None:
+    options = EngineOptions()
+    found = plan(12)
+    assert found is not None
+    assert found.is_split
+    assert 0.2 * WEIGHTS < found.gpu_bytes <= 12 * GIB - needed(options) - STREAMING_BYTES
+    alone = plan(12, policy="gpu-only")
+    assert alone is not None
+    assert alone.gpu_bytes <= 12 * GIB - needed(options) - STREAMING_BYTES - 4096 * TOKEN
+
+
+def test_a_cap_on_gpu_memory_holds_for_weights_too() -> None:
+    found, capped = plan(12), plan(80, gpu_memory_gib=12.0)
+    assert found == capped
+
+
+def test_kv_that_was_asked_for_is_left_room() -> None:
+    found = plan(12, gpu_cache_tokens=6000)
+    assert found is not None
+    assert found.gpu_bytes <= 12 * GIB - needed(EngineOptions()) - STREAMING_BYTES - 6000 * TOKEN
+
+
+def test_weights_beyond_what_was_asked_for_live_in_host_memory() -> None:
+    found = plan(40, gpu_weights_gib=5.0)
+    assert found is not None
+    assert 4.5 * GIB < found.gpu_bytes <= 5 * GIB
+    assert found.host_bytes == WEIGHTS - found.gpu_bytes
+    assert plan(40, gpu_weights_gib=30.0) is None
+
+
+def test_without_a_gpu_weights_are_divided_only_where_it_was_asked_for() -> None:
+    assert plan(None, device=CPU) is None
+    found = plan(None, device=CPU, gpu_weights_gib=5.0)
+    assert found is not None
+    assert found.gpu_bytes <= 5 * GIB
+
+
+@pytest.mark.parametrize(
+    ("memory", "given", "message"),
+    [
+        ((12, 16), {}, r"other 1\d\.\d GB and KV do not fit into the 15\.5 GB of host memory .* Q8_0|in Q"),
+        ((1, 64), {}, "embeddings, head and norms of this model take 0.66 GB"),
+        ((12, 64), {"gpu_weights_gib": 11.9}, r"11\.90 GiB of weights were asked for .* ask for less"),
+        ((12, 64), {"gpu_weights_gib": 0.2}, "embeddings, head and norms"),
+        ((12, 64), {"gpu_weights_gib": 30.0}, "weights takes 26.0 GB"),
+        ((None, 16), {}, "16|of host memory are free"),
+    ],
+)
+def test_a_model_that_fits_nowhere_is_refused_with_what_would_help(
+    memory: tuple[float | None, float], given: dict[str, object], message: str
+) -> None:
+    device = CPU if memory[0] is None else CUDA
+    with pytest.raises(MemoryError, match=message) as caught:
+        plan(*memory, device=device, **given)
+    assert any(word in str(caught.value) for word in ("choose", "ask for less"))

@@ -1,0 +1,189 @@
+"""Weights that do not fit the GPU: who computes which rows, and which ones stay."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from neo_desktop.engine.kernels import dispatch
+from neo_desktop.engine.predict.weight_plan import (
+    RESIDENT_ROWS,
+    Rates,
+    Sizes,
+    WeightPlan,
+    bound_ms,
+    crossing_share,
+    host_form,
+    layer_matrices,
+    least_gpu_bytes,
+    plan_weights,
+    product_time,
+    streamed_share,
+    weight_times,
+)
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.shapes import shape
+from neo_desktop.models.stored_form import uniform_form
+
+CONFIG, DTYPE = shape("llama-3.1-8b"), torch.float16
+WEIGHTS = CONFIG.weight_bytes(DTYPE)
+MATRICES = layer_matrices(CONFIG, DENSE, DTYPE)
+# A desktop, decimal.
+RATES = Rates(40e9, 8e11, 20e9, 300e9, 3e13, hand_off_ms=0.03)
+GATE_UP = MATRICES["0.gate_up"]
+
+rates = st.builds(
+    Rates,
+    cpu_bytes_per_s=st.floats(1e9, 3e11),
+    cpu_flops=st.floats(1e10, 1e13),
+    bus_bytes_per_s=st.floats(1e9, 6e10),
+    gpu_bytes_per_s=st.floats(5e10, 3e12),
+    gpu_flops=st.floats(1e12, 1e15),
+    hand_off_ms=st.floats(0, 0.2),
+    host_bytes_per_s=st.floats(1e9, 5e11),
+)
+
+
+def test_for_one_row_bus_and_cpu_divide_the_weights_by_their_speed() -> None:
+    """The paper's α = T_cpu / (T_cpu + T_trans)."""
+    share = streamed_share(RATES, 120e6, 60e6, rows=1)
+    assert share == pytest.approx(20 / (20 + 40))
+
+
+def test_for_a_prompt_all_weights_are_streamed() -> None:
+    shares = [streamed_share(RATES, 120e6, 60e6, rows) for rows in (1, 8, 64, 256, 2048)]
+    assert shares == sorted(shares)
+    assert shares[-1] > 0.95
+
+
+def test_where_host_memory_is_the_limit_the_bus_is_left_alone() -> None:
+    """CPU and bus read from the same memory: what the CPU can read itself need not be sent."""
+    shared = replace(RATES, host_bytes_per_s=40e9)
+    assert streamed_share(shared, 120e6, 60e6, rows=1) == 0
+    assert streamed_share(shared, 120e6, 60e6, rows=2048) > 0.95
+
+
+@given(rates, st.integers(1, 4096), st.floats(0, 50))
+def test_no_other_share_is_faster(machine: Rates, rows: int, resident_share: float) -> None:
+    """Of a matrix with some rows resident; compared with shares all over the range."""
+    resident = int(resident_share / 50 * GATE_UP.rows) // RESIDENT_ROWS * RESIDENT_ROWS
+    best = product_time(machine, GATE_UP, resident, rows)
+    assert 0 <= best.streamed_share <= 1
+    if resident == GATE_UP.rows:
+        return
+    part = 1 - resident / GATE_UP.rows
+    cpu_s = part * max(
+        GATE_UP.host_bytes / machine.cpu_bytes_per_s, 2 * GATE_UP.parameters * rows / machine.cpu_flops
+    )
+    bus_s = part * GATE_UP.host_bytes / machine.bus_bytes_per_s
+    least = min(max((1 - share / 200) * cpu_s, share / 200 * bus_s) for share in range(201))
+    # With a GPU and a host memory that take no time it would be as fast as the best share.
+    free = replace(machine, gpu_bytes_per_s=1e30, gpu_flops=1e30, host_bytes_per_s=1e30, hand_off_ms=0.0)
+    ideal = product_time(free, GATE_UP, resident, rows)
+    assert ideal.ms <= 1e3 * least * (1 + 1e-9)
+    assert best.ms >= ideal.ms * (1 - 1e-9)
+
+
+def test_measured_times_cross_where_two_lines_through_them_do() -> None:
+    shares = [0.2, 0.3, 0.4, 0.5]
+    host = [10 - 12 * share for share in shares]
+    device = [1 + 15 * share for share in shares]
+    assert crossing_share(shares, host, device) == pytest.approx(9 / 27)
+    noisy = [ms + error for ms, error in zip(host, (0.2, -0.2, -0.2, 0.2), strict=True)]
+    assert crossing_share(shares, noisy, device) == pytest.approx(9 / 27, abs=0.02)
+    assert crossing_share(shares, [1.0] * 4, [2.0] * 4) == 0
+    assert crossing_share(shares, [90 - share for share in shares], device) == 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(rates, st.floats(0.15, 1.1))
+def test_a_plan_keeps_its_budget_and_forgets_no_row(machine: Rates, share: float) -> None:
+    plan = plan_weights(CONFIG, DENSE, DTYPE, int(share * WEIGHTS), machine)
+    assert plan.gpu_bytes <= share * WEIGHTS
+    assert plan.gpu_bytes + plan.host_bytes == pytest.approx(WEIGHTS, rel=1e-9)
+    assert plan.resident_rows.keys() == MATRICES.keys()
+    for name, rows in plan.resident_rows.items():
+        assert rows == MATRICES[name].rows or (rows % RESIDENT_ROWS == 0 and 0 <= rows < MATRICES[name].rows)
+
+
+@settings(deadline=None, max_examples=40)
+@given(rates, st.floats(0.15, 1.0), st.floats(0.0, 0.3))
+def test_more_memory_is_never_slower(machine: Rates, share: float, more: float) -> None:
+    load = {1: 1.0}
+    small, large = (
+        plan_weights(CONFIG, DENSE, DTYPE, int(each * WEIGHTS), machine, load)
+        for each in (share, share + more)
+    )
+    slack = 1.02  # steps are whole, and gains that are nearly the same count as one
+    assert (
+        weight_times(MATRICES, large, machine, 1).ms <= slack * weight_times(MATRICES, small, machine, 1).ms
+    )
+
+
+def test_all_layers_have_as_many_rows_on_the_gpu_so_that_nobody_waits() -> None:
+    plan = plan_weights(CONFIG, DENSE, DTYPE, WEIGHTS // 2, RATES)
+    for name in ("qkv", "output", "gate_up", "down"):
+        rows = [plan.resident_rows[f"{layer}.{name}"] for layer in range(CONFIG.num_layers)]
+        assert max(rows) - min(rows) <= RESIDENT_ROWS
+        assert 0.3 < rows[0] / MATRICES[f"0.{name}"].rows < 0.6
+
+
+def test_half_of_the_weights_nearly_reach_what_cpu_and_bus_can_read() -> None:
+    plan = plan_weights(CONFIG, DENSE, DTYPE, WEIGHTS // 2, RATES)
+    times = weight_times(MATRICES, plan, RATES, 1)
+    assert times.ms == pytest.approx(bound_ms(plan, RATES), rel=0.1)
+    assert times.host_ms <= times.ms
+    assert times.streamed_bytes == pytest.approx(plan.host_bytes / 3, rel=0.01)
+
+
+def test_matrices_become_wholly_resident_where_a_hand_off_costs_more_than_rows_save() -> None:
+    """Some of them, at even distances, instead of some rows of all."""
+    config = shape("qwen2.5-0.5b")
+    slow = replace(RATES, hand_off_ms=0.3)
+    always = least_gpu_bytes(config, DENSE, DTYPE)
+    budget = always + (config.weight_bytes(DTYPE) - always) * 2 // 3
+    plan = plan_weights(config, DENSE, DTYPE, budget, slow)
+    rows = layer_matrices(config, DENSE, DTYPE)["0.gate_up"].rows
+    whole = [layer for layer in range(config.num_layers) if plan.resident_rows[f"{layer}.gate_up"] == rows]
+    assert 6 <= len(whole) <= 14
+    assert max(b - a for a, b in pairwise(whole)) <= 4
+
+
+def test_what_the_cpu_does_faster_beside_the_gpu_stays_with_it() -> None:
+    """A server's CPU beside a slow card: with all weights on the card, both would take longer."""
+    equal = Rates(200e9, 4e12, 20e9, 220e9, 3e13, hand_off_ms=0.01)
+    plan = plan_weights(CONFIG, DENSE, DTYPE, 2 * WEIGHTS, equal)
+    assert 0.3 * WEIGHTS < plan.host_bytes < 0.6 * WEIGHTS
+    on_gpu = WeightPlan({name: sizes.rows for name, sizes in MATRICES.items()}, WEIGHTS, 0)
+    assert weight_times(MATRICES, plan, equal, 1).ms < 0.7 * weight_times(MATRICES, on_gpu, equal, 1).ms
+
+
+def test_what_must_be_on_the_gpu_is_told_when_it_does_not_fit() -> None:
+    least = least_gpu_bytes(CONFIG, DENSE, DTYPE)
+    assert plan_weights(CONFIG, DENSE, DTYPE, least, RATES).gpu_bytes == least
+    with pytest.raises(
+        MemoryError, match=r"embeddings, head and norms of this model take 2\.10 GB .* smaller"
+    ):
+        plan_weights(CONFIG, DENSE, DTYPE, least - 1, RATES)
+
+
+def test_quantised_rows_are_counted_as_they_are_kept_on_each_side() -> None:
+    on_host = uniform_form(CONFIG, "Q3_K")
+    on_gpu = on_host.on_gpu(dispatch)
+    assert host_form(on_gpu) == on_host
+    sizes = layer_matrices(CONFIG, on_gpu, DTYPE)["0.down"]
+    assert sizes.device_bytes == on_gpu.named("0.down").nbytes(sizes.rows, sizes.columns, DTYPE)
+    assert sizes.host_bytes == on_host.named("0.down").nbytes(sizes.rows, sizes.columns, DTYPE)
+    assert sizes.unpacked_bytes == 2 * sizes.parameters
+    plan = plan_weights(CONFIG, on_gpu, DTYPE, least_gpu_bytes(CONFIG, on_gpu, DTYPE), RATES)
+    assert plan.host_bytes == sum(each.host_bytes for each in layer_matrices(CONFIG, on_gpu, DTYPE).values())
+
+
+def test_streamed_rows_cost_the_gpu_time_too() -> None:
+    """A GPU that is slow at unpacking gets fewer of them."""
+    sizes = Sizes(4096, 4096, 10_000_000, 10_000_000, 33_554_432)
+    slow = replace(RATES, gpu_bytes_per_s=60e9)
+    assert product_time(slow, sizes, 0, 1).streamed_share < product_time(RATES, sizes, 0, 1).streamed_share
