@@ -13,8 +13,8 @@ import torch
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.predict.split_product import Rates
 from neo_desktop.engine.predict.weight_plan import (
-    Rates,
     WeightPlan,
     layer_matrices,
     plan_weights,

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.predict.weight_plan import Rates, WeightPlan
+from neo_desktop.engine.predict.split_product import Rates
+from neo_desktop.engine.predict.weight_plan import WeightPlan
 from neo_desktop.engine.profiling import budget
 from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, GIB, FreeMemory, activation_bytes
 from neo_desktop.engine.profiling.weight_memory import STREAMING_BYTES, plan_memory
