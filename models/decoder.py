@@ -34,6 +34,19 @@ class LayerWeights:
     post_attention_norm: Tensor  # [hidden]
     mlp: GatedMLP
 
+    def linear(self, name: str) -> Linear:
+        """Return one of `TURN`."""
+        return {
+            "output": self.output,
+            "gate_up": self.mlp.gate_up,
+            "down": self.mlp.down,
+            "qkv": self.qkv,
+        }[name]
+
+
+TURN = ("output", "gate_up", "down", "qkv")
+"""The matrices between the attention of two layers, in order; the last one is of the next layer."""
+
 
 class Decoder:
     """A decoder-only transformer on one device and in one dtype; filled by `weights.named_weights`.

@@ -4,8 +4,7 @@ Threads are woken once for it. The numbers are those of the single products and 
 """
 
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.linear.quantised import Quantised
-from neo_desktop.models.linear.tiles import Tiles
+from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.native import PackedLayer, packed_layer
 
 MAX_ROWS = 32  # whose quantised form stays in a core's caches; of more, single products are as fast
@@ -17,10 +16,10 @@ def packed_layers(decoder: Decoder) -> list[PackedLayer] | None:
     for layer in decoder.layers:
         qkv, output, gate_up, down = layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down
         if not (
-            isinstance(qkv, Quantised | Tiles)
-            and isinstance(output, Quantised | Tiles)
-            and isinstance(gate_up, Quantised | Tiles)
-            and isinstance(down, Quantised | Tiles)
+            isinstance(qkv, PackedMatrix)
+            and isinstance(output, PackedMatrix)
+            and isinstance(gate_up, PackedMatrix)
+            and isinstance(down, PackedMatrix)
         ):
             return None
         layers.append(

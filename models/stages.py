@@ -13,7 +13,9 @@ An iteration over a sub-batch of n tokens, of any requests:
 Between stages, `residual + x` are the hidden states: the sum is part of the next normalisation.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +24,8 @@ from neo_desktop import native
 from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.decoder import TURN, Decoder
+from neo_desktop.models.linear.split import Split
 from neo_desktop.models.operators import Operators, Store, rotation
 from neo_desktop.models.packed_layers import MAX_ROWS, packed_layers
 
@@ -117,6 +120,25 @@ class State:
         torch.index_select(self.attention, 0, rows, out=into.attention[of_them])
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product with a matrix that is split, to be computed by whoever overlaps its parts."""
+
+    name: str  # one of `TURN`
+    layer: int
+    linear: Split
+    x: Tensor  # [n, columns], contiguous
+    out: Tensor  # [n, rows]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is computed up to a product that is split, and that product; None: there is none."""
+
+    work: Callable[[], object] | None
+    product: Product | None
+
+
 class Stages:
     """The stages of a decoder.
 
@@ -137,6 +159,17 @@ class Stages:
     def writes_in_place(self) -> bool:
         """Whether all results lie in the memory that was given, as CUDA graphs need it."""
         return all(linear.writes_in_place for linear in self.decoder.linears())
+
+    @property
+    def splits(self) -> list[str]:
+        """Those of `TURN` that are split in any layer."""
+        layers = self.decoder.layers
+        return [name for name in TURN if any(isinstance(each.linear(name), Split) for each in layers)]
+
+    @property
+    def has_splits(self) -> bool:
+        """Whether any matrix is split."""
+        return bool(self.splits)
 
     def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:
         """Begin: embeddings of the tokens [rows], and the rotation at their positions [rows]."""
@@ -172,6 +205,40 @@ class Stages:
         if begun is not None:
             self.pre_attention(begun, state, store)
 
+    def steps(
+        self, finished: int | None, begun: int | None, state: State, store: Store | None = None
+    ) -> Iterator[Step]:
+        """Yield the arithmetic of `advance`, cut where a product with a matrix that is split stands.
+
+        Whoever takes them runs the work of a step, then sees to its product, one step after the other. All
+        products have to be written in place.
+        """
+        work: list[Callable[[], object]] = []
+        if finished is not None:
+            scratch = state.scratch
+            yield from self._cut(work, "output", finished, state.attention.flatten(1), state.x)
+            work.append(partial(self._norm_for_mlp, finished, state))
+            yield from self._cut(work, "gate_up", finished, scratch.normed, scratch.gate_up)
+            work.append(partial(self._operators.silu_mul, scratch.gate_up, scratch.gated))
+            yield from self._cut(work, "down", finished, scratch.gated, state.x)
+        if begun is not None:
+            work.append(partial(self._norm_for_attention, begun, state))
+            yield from self._cut(work, "qkv", begun, state.scratch.normed, state.qkv)
+            work.append(partial(self._rotate_heads, begun, state, store))
+        if work:
+            yield Step(partial(_run, tuple(work)), None)
+
+    def _cut(
+        self, work: list[Callable[[], object]], name: str, layer: int, x: Tensor, out: Tensor
+    ) -> Iterator[Step]:
+        """Yield what was to be done before a product that is split; another becomes work."""
+        linear = self.decoder.layers[layer].linear(name)
+        if isinstance(linear, Split):
+            yield Step(partial(_run, tuple(work)) if work else None, Product(name, layer, linear, x, out))
+            work.clear()
+        else:
+            work.append(partial(linear.multiply, x, out))
+
     def _seen_by_native(self, state: State) -> native.LayerState:
         if state.seen_by_native is None:
             scratch, config = state.scratch, self.config
@@ -192,15 +259,20 @@ class Stages:
 
     def pre_attention(self, layer: int, state: State, store: Store | None = None) -> None:
         """Compute queries, keys and values; with `store`, put keys and values into a cache."""
-        weights, operators = self.decoder.layers[layer], self._operators
-        normed = state.scratch.normed
-        operators.add_rms_norm(state.x, state.residual, weights.input_norm, self._eps, normed)
-        state.qkv = weights.qkv.multiply(normed, state.qkv)
-        rest = weights.qk_norm, self._eps
+        self._norm_for_attention(layer, state)
+        state.qkv = self.decoder.layers[layer].qkv.multiply(state.scratch.normed, state.qkv)
+        self._rotate_heads(layer, state, store)
+
+    def _norm_for_attention(self, layer: int, state: State) -> None:
+        norm = self.decoder.layers[layer].input_norm
+        self._operators.add_rms_norm(state.x, state.residual, norm, self._eps, state.scratch.normed)
+
+    def _rotate_heads(self, layer: int, state: State, store: Store | None) -> None:
+        rest = self.decoder.layers[layer].qk_norm, self._eps
         if store is None:
-            operators.rope(state.qkv, state.cos, state.sin, self.config.num_kv_heads, *rest)
+            self._operators.rope(state.qkv, state.cos, state.sin, self.config.num_kv_heads, *rest)
         else:
-            operators.rope_append(state.qkv, state.cos, state.sin, *store, *rest)
+            self._operators.rope_append(state.qkv, state.cos, state.sin, *store, *rest)
 
     def heads(self, state: State) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [rows, heads, head_dim], keys and values [rows, kv_heads, head_dim], as views.
@@ -230,11 +302,14 @@ class Stages:
     def mlp(self, layer: int, state: State) -> None:
         """Compute the feed-forward network."""
         weights, scratch = self.decoder.layers[layer], state.scratch
-        norm = weights.post_attention_norm
-        self._operators.add_rms_norm(state.x, state.residual, norm, self._eps, scratch.normed)
+        self._norm_for_mlp(layer, state)
         gate_up = weights.mlp.gate_up.multiply(scratch.normed, scratch.gate_up)
         self._operators.silu_mul(gate_up, scratch.gated)
         state.x = weights.mlp.down.multiply(scratch.gated, state.x)
+
+    def _norm_for_mlp(self, layer: int, state: State) -> None:
+        norm = self.decoder.layers[layer].post_attention_norm
+        self._operators.add_rms_norm(state.x, state.residual, norm, self._eps, state.scratch.normed)
 
     def final_norm(self, state: State, out: Tensor) -> None:
         """Put what the head reads, and what stands for a text, into `out` [rows, hidden]."""
@@ -248,3 +323,8 @@ class Stages:
             out: [m, vocab]
         """
         return self.decoder.lm_head.multiply(normed, out)
+
+
+def _run(work: tuple[Callable[[], object], ...]) -> None:
+    for each in work:
+        each()

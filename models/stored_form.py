@@ -40,6 +40,14 @@ class StoredForm(Dense):
         """See `LinearForm`, likewise the others."""
         return replace(self, name=name)
 
+    def of_rows(self, rows: slice) -> "StoredForm":  # noqa: D102
+        parts, first = [], 0
+        for part in self.parts:  # none: what is not kept as a whole is not kept in part
+            count = min(rows.stop - first, part.rows) - max(rows.start - first, 0)
+            parts += [PartShape(part.type_name, count)] if count > 0 else []
+            first += part.rows
+        return replace(self, stored={self.name: tuple(parts)})
+
     @property
     def parts(self) -> tuple[PartShape, ...]:
         """Of the one that is meant; none: it is dequantised."""
@@ -87,7 +95,7 @@ class StoredForm(Dense):
         self, columns: int, bias: Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> Quantised | QuantisedOnGPU:
         if self.kernels is None:
-            return Quantised(self.parts, columns, bias, dtype)
+            return Quantised(self.parts, columns, bias, dtype, self.room)
         return QuantisedOnGPU(self.parts, columns, bias, dtype, device, self.kernels)
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:  # noqa: D102

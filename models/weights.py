@@ -15,10 +15,11 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.gguf.types import Blocks
 from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.linear.packed import TILE_ROWS
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.quantised import Quantised
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
-from neo_desktop.models.linear.tiles import TILE_ROWS
+from neo_desktop.models.linear.split import Split
 
 BytesRead = Callable[[int, int], None]  # (bytes read so far, bytes in total)
 """Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""
@@ -91,8 +92,19 @@ def _parts(prefix: str, linear: Linear, columns: int, rows: dict[str, int]) -> I
         load = partial(_load_rows, linear, first)
         yield NamedWeight(f"{prefix}{name}.weight", (count, columns), load, dense, stored)
     if linear.bias is not None:
-        for name, bias in zip(rows, torch.split(linear.bias, list(rows.values())), strict=True):
-            yield _tensor(f"{prefix}{name}.bias", bias)
+        for (name, count), end in zip(rows.items(), ends, strict=True):
+            yield _bias(f"{prefix}{name}.bias", linear, linear.bias, slice(end - count, end))
+
+
+def _bias(name: str, linear: Linear, bias: Tensor, rows: slice) -> NamedWeight:
+    weight = _tensor(name, bias[rows])
+    return (
+        replace(weight, load=partial(_load_bias, linear, rows.start)) if isinstance(linear, Split) else weight
+    )
+
+
+def _load_bias(linear: Split, first: int, row: int, values: Tensor) -> None:
+    linear.load_bias(first + row, values)
 
 
 def _load_rows(linear: Linear, first: int, row: int, values: Tensor) -> None:

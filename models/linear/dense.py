@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from neo_desktop.models.linear.packed import Room, huge_pages
 from neo_desktop.models.linear.plain import Plain
 from neo_desktop.models.linear.protocol import Embedding, Linear
 from neo_desktop.models.linear.tiles import Tiles, fits_tiles, tiles_bytes
@@ -16,19 +17,24 @@ class Dense:
 
     Args:
         uses_tiles: on a CPU, where they serve.
+        room: where packed matrices of a CPU lie.
     """
 
     uses_tiles: bool = True
+    room: Room = huge_pages
 
     def named(self, name: str) -> "Dense":
         """See `LinearForm`, likewise the others: all are alike."""
+        return self
+
+    def of_rows(self, rows: slice) -> "Dense":  # noqa: D102
         return self
 
     def embedding(  # noqa: D102
         self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor | Embedding:
         if self._is_tiled(columns, device):
-            return Tiles(rows, columns, None, dtype)
+            return Tiles(rows, columns, None, dtype, self.room)
         return torch.empty(rows, columns, dtype=dtype, device=device)
 
     def embedding_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:  # noqa: D102
@@ -39,7 +45,7 @@ class Dense:
     ) -> Linear:
         bias = torch.empty(rows, dtype=dtype, device=device) if has_bias else None
         if self._is_tiled(columns, device):
-            return Tiles(rows, columns, bias, dtype)
+            return Tiles(rows, columns, bias, dtype, self.room)
         return Plain(torch.empty(rows, columns, dtype=dtype, device=device), bias)
 
     def tied(self, weight: Tensor) -> Linear:  # noqa: D102

@@ -56,6 +56,9 @@ class LinearForm(Protocol):
     def named(self, name: str) -> "LinearForm":
         """Return the form of one matrix: "3.qkv", or "head"; all may have the same."""
 
+    def of_rows(self, rows: slice) -> "LinearForm":
+        """Return the form of some rows of the matrix that is meant, from the first to the last of them."""
+
     def embedding(
         self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
     ) -> "Tensor | Embedding":

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.models.gguf.types import TYPES, StoredType
-from neo_desktop.models.linear.tiles import TILE_ROWS
+from neo_desktop.models.linear.packed import PackedMatrix, PackedRows, Room, huge_pages
 
 KERNEL_TYPES = native.STORED_TYPES
 WIDENED = {"Q2_K": 4, "Q3_K": 6, "IQ4_NL": 8, "IQ4_XS": 8}  # -> bits that they are kept in
@@ -37,17 +37,19 @@ class PartShape:
     rows: int
 
 
-class Part:
-    """Packed rows, as native/include/neo_desktop/quantised_kernels.h draws them."""
+class Part(PackedRows):
+    """Packed rows, as native/include/neo_desktop/quantised_kernels.h draws them.
 
-    def __init__(self, shape: PartShape, columns: int) -> None:
-        self.rows, self.columns = shape.rows, columns
+    Args:
+        shape: what they are.
+        columns: of the matrix.
+        room: where they lie.
+    """
+
+    def __init__(self, shape: PartShape, columns: int, room: Room = huge_pages) -> None:
+        packed = room(packed_bytes(shape.type_name, shape.rows, columns))
+        super().__init__(KERNEL_TYPES.index(shape.type_name), shape.rows, columns, packed)
         self.type: StoredType = _TYPES[shape.type_name]
-        nbytes = packed_bytes(shape.type_name, shape.rows, columns)
-        self.packed = torch.empty(nbytes, dtype=torch.uint8)
-        native.advise_huge_pages(self.packed)  # read faster where the system agrees
-        tile = nbytes // -(-shape.rows // TILE_ROWS)
-        self.packed[nbytes - tile :].zero_()  # it may have rows that are none
 
     def load(self, row: int, raw: Tensor) -> None:
         """Take rows as they are stored, `[rows, bytes of a row]`; each once.
@@ -64,7 +66,7 @@ class Part:
         return floats
 
 
-class Quantised:
+class Quantised(PackedMatrix):
     """See `protocol.Linear`.
 
     Args:
@@ -72,29 +74,25 @@ class Quantised:
         columns: a multiple of the blocks of all parts.
         bias: [out]
         dtype: of the model.
+        room: where it lies.
     """
 
-    writes_in_place = True
-
     def __init__(
-        self, parts: Sequence[PartShape], columns: int, bias: Tensor | None, dtype: torch.dtype
+        self,
+        parts: Sequence[PartShape],
+        columns: int,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        room: Room = huge_pages,
     ) -> None:
-        self.bias = bias
         self._dtype = dtype
-        self.parts = [Part(part, columns) for part in parts]
-        self._native = [
-            (KERNEL_TYPES.index(part.type.name), part.packed.data_ptr(), part.packed.nbytes, part.rows)
-            for part in self.parts
-        ]
+        self.parts = [Part(part, columns, room) for part in parts]
+        super().__init__(self.parts, bias)
 
     @property
     def form(self) -> str:
         """See `Linear`, likewise the others."""
         return "+".join(sorted({part.type.name for part in self.parts}))
-
-    def memory(self) -> dict[torch.device, int]:  # noqa: D102
-        nbytes = sum(part.packed.nbytes for part in self.parts)
-        return {torch.device("cpu"): nbytes + (0 if self.bias is None else self.bias.nbytes)}
 
     def load(self, row: int, weight: Tensor) -> None:
         """Floats are not taken: see `load_stored`."""
@@ -113,15 +111,6 @@ class Quantised:
 
     def dense(self) -> Tensor:  # noqa: D102
         return torch.cat([part.rows_of(torch.arange(part.rows)) for part in self.parts]).to(self._dtype)
-
-    @property
-    def native(self) -> native.Matrix:
-        """What `native.packed_layer` takes."""
-        return self._native, self.bias
-
-    def multiply(self, x: Tensor, out: Tensor) -> Tensor:  # noqa: D102
-        native.packed_linear(x if x.stride(1) == 1 else x.contiguous(), self._native, self.bias, out)
-        return out
 
     def look_up(self, rows: Tensor, out: Tensor) -> None:
         """Put some rows `[n]` into `out` `[n, columns]`; of matrices of one part."""

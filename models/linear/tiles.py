@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop import native
-
-TILE_ROWS = 16
+from neo_desktop.models.linear.packed import TILE_ROWS, PackedMatrix, PackedRows, Room, huge_pages
 
 
 def fits_tiles(columns: int) -> bool:
@@ -21,7 +20,27 @@ def tiles_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
     return -(-rows // TILE_ROWS) * TILE_ROWS * columns * dtype.itemsize
 
 
-class Tiles:
+def rows_of_tiles(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return packed bytes as numbers `[tiles, 16, columns / width, width]`: a view.
+
+    Of bfloat16, dot products take two columns at a time: its width is 2, of others 1.
+    """
+    width = 2 if dtype is torch.bfloat16 else 1
+    return packed.view(dtype).view(-1, columns // width, TILE_ROWS, width).transpose(1, 2)
+
+
+def unpack_tiles(packed: Tensor, out: Tensor) -> None:
+    """Put the first rows of some tiles into `out` `[rows, columns]`, contiguous and of their dtype."""
+    tiles = rows_of_tiles(packed, out.shape[1], out.dtype)
+    whole, rest = divmod(len(out), TILE_ROWS)
+    torch.unflatten(out[: whole * TILE_ROWS], 0, (whole, TILE_ROWS)).view(whole, *tiles.shape[1:]).copy_(
+        tiles[:whole]
+    )
+    if rest:
+        out[-rest:].view(rest, *tiles.shape[2:]).copy_(tiles[whole, :rest])
+
+
+class Tiles(PackedMatrix):
     """See `protocol.Embedding`.
 
     Args:
@@ -29,29 +48,19 @@ class Tiles:
         columns: an even number.
         bias: [out]
         dtype: of the model.
+        room: where it lies.
     """
 
-    writes_in_place = True
     form = "tiles"
 
-    def __init__(self, rows: int, columns: int, bias: Tensor | None, dtype: torch.dtype) -> None:
-        self.bias = bias
-        self.rows = rows
-        tiles = -(-rows // TILE_ROWS)
-        # Of bfloat16, dot products take two columns at a time.
-        width = 2 if dtype is torch.bfloat16 else 1
-        self._packed = torch.empty(tiles, columns // width, TILE_ROWS, width, dtype=dtype)
-        native.advise_huge_pages(self._packed)
-        self._packed[-1] = 0  # it may have rows that are none
-        # [tiles, 16, columns / width, width]
-        self._rows = self._packed.transpose(1, 2)
+    def __init__(
+        self, rows: int, columns: int, bias: Tensor | None, dtype: torch.dtype, room: Room = huge_pages
+    ) -> None:
+        packed = room(tiles_bytes(rows, columns, dtype))
+        kind = native.DENSE_TYPES.index(dtype) + len(native.STORED_TYPES)
+        super().__init__([PackedRows(kind, rows, columns, packed)], bias)
+        self._rows = rows_of_tiles(packed, columns, dtype)
         self._columns = columns
-        code = native.DENSE_TYPES.index(dtype) + len(native.STORED_TYPES)
-        self._native = [(code, self._packed.data_ptr(), self._packed.nbytes, rows)]
-
-    def memory(self) -> dict[torch.device, int]:
-        """See `Linear`, likewise the others."""
-        return {torch.device("cpu"): self._packed.nbytes + (0 if self.bias is None else self.bias.nbytes)}
 
     def load(self, row: int, weight: Tensor) -> None:  # noqa: D102
         shape = self._rows.shape[2:]
@@ -68,15 +77,6 @@ class Tiles:
 
     def dense(self) -> Tensor:  # noqa: D102
         return self._rows.reshape(-1, self._columns)[: self.rows]
-
-    @property
-    def native(self) -> native.Matrix:
-        """What `native.packed_layer` takes."""
-        return self._native, self.bias
-
-    def multiply(self, x: Tensor, out: Tensor) -> Tensor:  # noqa: D102
-        native.packed_linear(x if x.stride(1) == 1 else x.contiguous(), self._native, self.bias, out)
-        return out
 
     def look_up(self, rows: Tensor, out: Tensor) -> None:
         """Put some rows `[n]` into `out` `[n, columns]`."""

@@ -1,0 +1,295 @@
+"""Matrices of which a device keeps some rows, while the others lie in host memory: HeteGen, section 4.
+
+A product takes three ways at once, divided by the rows of the matrix, which are columns of the result:
+
+    | resident on the device | streamed to it for each product | computed by the CPU |
+    0                        resident_rows                     + streamed rows       rows
+
+Host memory holds its rows once, in tiles of 16 as the native kernels read them; what is streamed becomes rows
+of numbers on the device. How much is streamed is chosen for each product.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from neo_desktop import native
+from neo_desktop.models.linear.dense import Dense
+from neo_desktop.models.linear.packed import TILE_ROWS
+from neo_desktop.models.linear.protocol import Embedding, Linear, LinearForm
+from neo_desktop.models.linear.tiles import Tiles, unpack_tiles
+
+CPU = torch.device("cpu")
+PIECE_BYTES = 32 * 1024**2  # of a piece, once it is unpacked
+RESIDENT_STEP = 64  # rows of a tile of `grouped`
+FEW_ROWS = 16  # of x: for so many, reading the weights takes the time
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some rows that are streamed at once, of one part of the matrix."""
+
+    rows: slice  # of the matrix
+    packed: Tensor  # [bytes] uint8: whole tiles, a view of host memory
+    columns: int
+    part: int  # of the host's rows
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it unpacks to."""
+        rows: int = self.rows.stop - self.rows.start
+        return rows * self.columns
+
+
+class Split:
+    """See `protocol.Linear`.
+
+    Args:
+        resident: the first rows, on the device, with their part of the bias; None: no rows.
+        resident_rows: how many these are.
+        host: the other rows, in host memory; its bias becomes a part of the other.
+        bias: [rows] on the device
+        dtype: of the model.
+        device: of x and of products.
+    """
+
+    form = "split"
+    writes_in_place = True
+
+    def __init__(
+        self,
+        resident: Linear | None,
+        resident_rows: int,
+        host: Tiles,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.resident, self.resident_rows = resident, resident_rows
+        self.host, self.host_rows = host, host.rows
+        self.rows, self.columns = resident_rows + host.rows, host.packed_parts[0].columns
+        self.bias = bias
+        self._dtype, self._device = dtype, device
+        if bias is not None:
+            of_host = bias[resident_rows:]
+            host.bias = of_host if device.type == "cpu" else torch.empty_like(of_host, device=CPU)
+            if resident is not None:
+                resident.bias = bias[:resident_rows]
+
+    def memory(self) -> dict[torch.device, int]:
+        """See `Linear`, likewise the others."""
+        memory = Counter(self.host.memory())
+        if self.resident is not None:
+            memory.update(self.resident.memory())
+        if self.bias is not None and self._device.type != "cpu":
+            memory[self._device] += self.bias[self.resident_rows :].nbytes
+        return dict(memory)
+
+    def load(self, row: int, weight: Tensor) -> None:  # noqa: D102
+        count = max(self.resident_rows - row, 0)
+        if self.resident is not None and count:
+            self.resident.load(row, weight[:count])
+        if count < len(weight):
+            self.host.load(max(row - self.resident_rows, 0), weight[count:])
+
+    def load_bias(self, row: int, bias: Tensor) -> None:
+        """Take some numbers of the bias from a checkpoint.
+
+        Args:
+            row: the first of them.
+            bias: [rows], of any floating-point dtype and on any device.
+        """
+        assert self.bias is not None
+        self.bias[row : row + len(bias)].copy_(bias)
+        if self.host.bias is not None and row + len(bias) > self.resident_rows:
+            first = max(row, self.resident_rows)
+            of_host = slice(first - self.resident_rows, row + len(bias) - self.resident_rows)
+            self.host.bias[of_host].copy_(bias[first - row :])
+
+    def dense(self) -> Tensor:  # noqa: D102
+        of_host = self.host.dense().to(self._device)
+        return of_host if self.resident is None else torch.cat((self.resident.dense(), of_host))
+
+    def streamed(self, share: float) -> int:
+        """Return how many rows to stream, about a share of the host's: whole tiles of each part."""
+        if not 0 <= share <= 1:
+            raise ValueError(f"a share of {share} cannot be streamed: give a number from 0 to 1")
+        wanted, rows = share * self.host_rows, 0
+        for part in self.host.packed_parts:
+            if wanted - rows < part.rows:
+                return rows + min(round((wanted - rows) / TILE_ROWS) * TILE_ROWS, part.rows)
+            rows += part.rows
+        return rows
+
+    def pieces(self, streamed_rows: int) -> list[Piece]:
+        """Return what is streamed, in order.
+
+        Args:
+            streamed_rows: of the host's, see `streamed`.
+        """
+        row_bytes = self.columns * self._dtype.itemsize
+        step = max(PIECE_BYTES // row_bytes // TILE_ROWS, 1) * TILE_ROWS
+        pieces, before = [], 0
+        for index, part in enumerate(self.host.packed_parts):
+            last = min(part.rows, streamed_rows - before)
+            for first in range(0, last, step):
+                rows = slice(first, min(first + step, last))
+                start = self.resident_rows + before
+                of_all = slice(start + rows.start, start + rows.stop)
+                pieces.append(Piece(of_all, part.tiles_of(rows), self.columns, index))
+            before += part.rows
+        return pieces
+
+    def host_matrix(self, streamed_rows: int) -> native.Matrix | None:
+        """Return what the CPU computes, and its bias; None: nothing."""
+        parts, before = [], 0
+        for part in self.host.packed_parts:
+            first = max(streamed_rows - before, 0)
+            if first < part.rows:
+                parts.append(part.native_from(first))
+            before += part.rows
+        bias = self.host.bias
+        return (parts, None if bias is None else bias[streamed_rows:]) if parts else None
+
+    def multiply_resident(self, x: Tensor, out: Tensor) -> None:
+        """Compute the columns of the resident rows.
+
+        Args:
+            x: [n, columns] on the device
+            out: [n, rows] likewise, of which these columns are filled.
+        """
+        if self.resident is not None:
+            self.resident.multiply(x, out[:, : self.resident_rows])
+
+    def multiply_piece(self, piece: Piece, staged: Tensor, room: Tensor, x: Tensor, out: Tensor) -> None:
+        """Compute the columns of a piece.
+
+        Args:
+            piece: one of `pieces`.
+            staged: its bytes on the device, `[bytes]` uint8.
+            room: `[at least piece.elements]` on the device, of the model's dtype: scratch.
+            x: [n, columns] on the device
+            out: [n, rows] likewise, of which these columns are filled.
+        """
+        weight = room[: piece.elements].view(-1, self.columns)
+        unpack_tiles(staged, weight)
+        if self.bias is None:
+            torch.mm(x, weight.t(), out=out[:, piece.rows])
+        else:
+            torch.addmm(self.bias[piece.rows], x, weight.t(), out=out[:, piece.rows])
+
+    def multiply_host(self, x: Tensor, out: Tensor, streamed_rows: int) -> None:
+        """Compute the CPU's part.
+
+        Args:
+            x: [n, columns] in host memory, rows are contiguous.
+            out: [n, host_rows - streamed_rows] likewise.
+            streamed_rows: see `streamed`.
+        """
+        matrix = self.host_matrix(streamed_rows)
+        if matrix is not None:
+            native.packed_linear(x, *matrix, out)
+
+    def multiply(self, x: Tensor, out: Tensor) -> Tensor:
+        """Do all of it, one after the other: the CPU computes for few rows, others are streamed."""
+        self.multiply_share(x, out, 0.0 if len(x) <= FEW_ROWS else 1.0)
+        return out
+
+    def multiply_share(self, x: Tensor, out: Tensor, share: float) -> None:
+        """Do all of it, one after the other, with about this share of the host's rows streamed."""
+        streamed_rows = self.streamed(share)
+        self.multiply_resident(x, out)
+        pieces = self.pieces(streamed_rows)
+        room = x.new_empty(max((piece.elements for piece in pieces), default=0))
+        for piece in pieces:
+            self.multiply_piece(piece, piece.packed.to(self._device), room, x, out)
+        if streamed_rows < self.host_rows:
+            of_host = out[:, self.resident_rows + streamed_rows :]
+            product = of_host if self._device.type == "cpu" else torch.empty_like(of_host, device=CPU)
+            self.multiply_host(x.contiguous().cpu(), product, streamed_rows)
+            if product is not of_host:
+                of_host.copy_(product)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitForm:
+    """See `protocol.LinearForm`: some matrices of a model are split.
+
+    Args:
+        device_form: how rows lie on the device.
+        host_form: how they lie in host memory, and where.
+        resident_rows: by the names of `LinearForm.named`: how many rows of a matrix stay on the device, a
+            multiple of 64 or all. All rows of others do, and of embeddings and head.
+        name: of the one that is meant.
+    """
+
+    device_form: LinearForm
+    host_form: Dense
+    resident_rows: Mapping[str, int]
+    name: str = ""
+
+    def named(self, name: str) -> "SplitForm":
+        """See `LinearForm`, likewise the others."""
+        forms = self.device_form.named(name), self.host_form.named(name)
+        return replace(self, device_form=forms[0], host_form=forms[1], name=name)
+
+    def of_rows(self, rows: slice) -> LinearForm:
+        """A part of a matrix is not split any more."""
+        return self.device_form.of_rows(rows)
+
+    def embedding(  # noqa: D102
+        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor | Embedding:
+        return self.device_form.embedding(rows, columns, dtype, device)
+
+    def embedding_bytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:  # noqa: D102
+        return self.device_form.embedding_bytes(rows, columns, dtype)
+
+    def tied(self, weight: Tensor) -> Linear:  # noqa: D102
+        return self.device_form.tied(weight)
+
+    def empty(
+        self, rows: int, columns: int, *, has_bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> Linear:
+        """See `LinearForm`. Raises ValueError for rows that cannot be resident, or cannot be split."""
+        resident, device_form, host_form = self._split(rows)
+        if resident == rows:
+            return self.device_form.empty(rows, columns, has_bias=has_bias, dtype=dtype, device=device)
+        host = host_form.empty(rows - resident, columns, has_bias=False, dtype=dtype, device=CPU)
+        if not isinstance(host, Tiles):
+            raise ValueError(f"{self.name} cannot be split: its {columns} columns cannot lie in tiles")
+        on_device = (
+            device_form.empty(resident, columns, has_bias=False, dtype=dtype, device=device)
+            if resident
+            else None
+        )
+        bias = torch.empty(rows, dtype=dtype, device=device) if has_bias else None
+        return Split(on_device, resident, host, bias, dtype, device)
+
+    def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
+        """Of the device."""
+        resident, device_form, _ = self._split(rows)
+        return device_form.nbytes(resident, columns, dtype) if resident else 0
+
+    def host_nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
+        """Return the bytes of host memory that a weight takes."""
+        resident, _, host_form = self._split(rows)
+        return host_form.nbytes(rows - resident, columns, dtype) if resident < rows else 0
+
+    def loading_bytes(  # noqa: D102
+        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device
+    ) -> int:
+        return self.device_form.loading_bytes(rows, columns, dtype, device)
+
+    def _split(self, rows: int) -> tuple[int, LinearForm, Dense]:
+        resident = self.resident_rows.get(self.name, rows)
+        if not 0 <= resident <= rows or (resident % RESIDENT_STEP and resident < rows):
+            raise ValueError(
+                f"{resident} of the {rows} rows of {self.name} cannot stay on the device: it has to be "
+                f"a multiple of {RESIDENT_STEP}, or all of them"
+            )
+        of_device = self.device_form.of_rows(slice(0, resident))
+        return resident, of_device, self.host_form.of_rows(slice(resident, rows))
