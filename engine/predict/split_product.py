@@ -6,9 +6,9 @@ the CPU computes the rest next to where it lies:
 
     GPU    | resident rows | streamed rows, as they come |
     bus    | streamed rows, ahead of the product         |
-    CPU    | the other rows                              |
-    memory | both of them, read once                     |
-           <------------- time of the product ---------->  and the hand-off to the CPU and back
+    CPU    | inputs | the other rows           | outputs |
+    memory | streamed and other rows, read once          |
+           <------------- time of the product ---------->
 
 The share that is streamed, the paper's α, is where the CPU's time and that of bus and GPU cross. For one row
 both read weights only, and the faster one gets more of them. For a prompt the CPU would have to multiply far
@@ -30,7 +30,7 @@ class Rates:
     bus_bytes_per_s: float  # from pinned host memory to the GPU
     gpu_bytes_per_s: float  # of weights in its own memory, in products of few rows
     gpu_flops: float  # in products of many rows
-    hand_off_ms: float  # what a product takes longer because the CPU takes part
+    hand_off_ms: float  # that few inputs take to the CPU and its outputs back
     host_bytes_per_s: float = inf  # what host memory gives to CPU and bus together
 
 
@@ -43,6 +43,7 @@ class Sizes:
     device_bytes: int
     host_bytes: int
     unpacked_bytes: int  # in the model's dtype, which streamed rows become before they are multiplied
+    itemsize: int = 2  # of inputs and outputs
 
     @property
     def parameters(self) -> int:
@@ -66,6 +67,7 @@ def streamed_share(
     *,
     resident_ms: float = 0.0,
     unpacked_bytes: float = 0.0,
+    handed_bytes: float = 0.0,
 ) -> float:
     """Return α: which share of the weights in host memory is to cross the bus for a product, 0 to 1.
 
@@ -75,9 +77,10 @@ def streamed_share(
         rows: of the product.
         resident_ms: what the GPU needs for resident rows, before it can begin with streamed ones.
         unpacked_bytes: of them in the model's dtype; 0: nothing is unpacked.
+        handed_bytes: of inputs and outputs of the CPU's part.
     """
-    times = _Times.of(rates, host_bytes, parameters, rows, resident_ms, unpacked_bytes)
-    return times.best_share(rates.hand_off_ms)
+    times = _Times.of(rates, host_bytes, parameters, rows, resident_ms, unpacked_bytes, handed_bytes)
+    return times.best_share()
 
 
 def product_time(rates: Rates, sizes: Sizes, resident_rows: int, rows: int) -> ProductTime:
@@ -97,10 +100,10 @@ def product_time(rates: Rates, sizes: Sizes, resident_rows: int, rows: int) -> P
         rows,
         device_ms,
         others * sizes.unpacked_bytes,
+        rows * (sizes.columns + others * sizes.rows) * sizes.itemsize,
     )
-    share = times.best_share(rates.hand_off_ms)
-    hand_off_ms = rates.hand_off_ms if share < 1 else 0.0
-    return ProductTime(times.ms(share) + hand_off_ms, (1 - share) * times.cpu, share)
+    share = times.best_share()
+    return ProductTime(times.ms(share), (1 - share) * times.cpu, share)
 
 
 def crossing_share(shares: Sequence[float], host_ms: Sequence[float], device_ms: Sequence[float]) -> float:
@@ -131,6 +134,7 @@ def crossing_share(shares: Sequence[float], host_ms: Sequence[float], device_ms:
 class _Times(NamedTuple):
     """What the sides take for all of the weights in host memory, in ms."""
 
+    hand_off: float  # to the CPU and back, beside its computing
     cpu: float
     bus: float
     gpu: float
@@ -146,12 +150,14 @@ class _Times(NamedTuple):
         rows: int,
         resident_ms: float,
         unpacked_bytes: float,
+        handed_bytes: float,
     ) -> "_Times":
         # The GPU reads what came, writes it unpacked, and reads it again to multiply.
         packed = host_bytes + unpacked_bytes if unpacked_bytes else 0.0
         reading = (unpacked_bytes or host_bytes) / rates.gpu_bytes_per_s
         gpu = packed / rates.gpu_bytes_per_s + max(reading, 2 * parameters * rows / rates.gpu_flops)
         return cls(
+            hand_off=rates.hand_off_ms + 1e3 * handed_bytes / rates.bus_bytes_per_s,
             cpu=1e3 * max(host_bytes / rates.cpu_bytes_per_s, 2 * parameters * rows / rates.cpu_flops),
             bus=1e3 * host_bytes / rates.bus_bytes_per_s,
             gpu=1e3 * gpu,
@@ -160,17 +166,17 @@ class _Times(NamedTuple):
         )
 
     def ms(self, share: float) -> float:
-        """Return the time of the product if this share is streamed, without a hand-off."""
-        return max((1 - share) * self.cpu, share * self.bus, self.resident + share * self.gpu, self.memory)
+        """Return the time of the product if this share is streamed."""
+        on_cpu = self.hand_off + (1 - share) * self.cpu if share < 1 else 0.0
+        return max(on_cpu, share * self.bus, self.resident + share * self.gpu, self.memory)
 
-    def best_share(self, hand_off_ms: float) -> float:
+    def best_share(self) -> float:
         """Return the share that takes the least time."""
-        if self.cpu <= 0:
-            return 0.0
-        by_bus = self.cpu / (self.cpu + self.bus)
-        by_gpu = (self.cpu - self.resident) / (self.cpu + self.gpu)
+        on_cpu = self.hand_off + self.cpu
+        by_bus = on_cpu / (self.cpu + self.bus)
+        by_gpu = (on_cpu - self.resident) / (self.cpu + self.gpu)
         crossing = max(min(by_bus, by_gpu), 0.0)
+        if crossing >= 1:
+            return 1.0
         # Where others hold the product up, the CPU has time for more, and the bus is left to KV.
-        held_up = self.ms(crossing)
-        share = min(crossing, max(1 - held_up / self.cpu, 0.0))
-        return share if self.ms(share) + hand_off_ms < self.ms(1.0) else 1.0
+        return min(crossing, max((on_cpu - self.ms(crossing)) / self.cpu, 0.0))

@@ -4,10 +4,9 @@ See its paper's section 4.5, and `split_product` for what becomes of the others.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
-from math import log
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,8 @@ from neo_desktop.models.stored_form import StoredForm
 
 RESIDENT_ROWS = 64  # resident rows come in multiples of this, or all
 _STEPS = 16  # in which a matrix is looked at
-_STRAIGHT = 0.02  # gains that differ by less are one step
+_ALIKE = 0.1  # gains that differ by less count as the same
+_STRAIGHT = 0.12  # likewise of one matrix: they are one step
 
 # What a plan is made for: rows of a product -> how often it occurs. A chat of one person: each token of an
 # answer is one row, and for some 200 of them a prompt of about 1,000 tokens is read.
@@ -63,6 +63,7 @@ def layer_matrices(config: ModelConfig, form: LinearForm, dtype: torch.dtype) ->
             form.named(name).nbytes(matrix.rows, matrix.columns, dtype),
             on_host.named(name).nbytes(matrix.rows, matrix.columns, dtype),
             matrix.rows * matrix.columns * dtype.itemsize,
+            dtype.itemsize,
         )
         for name, matrix in config.each_matrix()
         if name != "head"
@@ -111,7 +112,7 @@ def plan_weights(
     resident = dict.fromkeys(matrices, 0)
     left: float = gpu_bytes - always
     steps = [step for sizes in alike for step in _worthwhile_steps(rates, sizes, load)]
-    for _, equal in groupby(sorted(steps, key=_Step.turn), key=_Step.turn):
+    for equal in _by_gain(steps):
         # Those that bring the same have equal parts in what is left.
         takers = [
             (step, [name for name in alike[step.sizes] if resident[name] == step.start]) for step in equal
@@ -158,10 +159,6 @@ class _Step(NamedTuple):
     gain: float  # ms per byte
     is_whole: bool  # a part of it would bring less per byte: it would not save a hand-off
 
-    def turn(self) -> tuple[int, bool]:
-        """Whose turn it is, by gains on a scale where a hundredth more is the same."""
-        return -round(100 * log(self.gain)), self.is_whole
-
     @property
     def nbytes(self) -> float:
         return (self.end - self.start) * self.row_bytes
@@ -169,6 +166,16 @@ class _Step(NamedTuple):
     @property
     def row_bytes(self) -> float:
         return self.sizes.device_bytes / self.sizes.rows
+
+
+def _by_gain(steps: Iterable[_Step]) -> Iterator[list[_Step]]:
+    """Yield steps that bring about the same, the best first; of these, those that can be divided."""
+    left = sorted(steps, key=lambda step: -step.gain)
+    while left:
+        alike = [step for step in left if step.gain > (1 - _ALIKE) * left[0].gain]
+        left = left[len(alike) :]
+        parted = [step for step in alike if not step.is_whole]
+        yield from (group for group in (parted, [step for step in alike if step.is_whole]) if group)
 
 
 def _worthwhile_steps(rates: Rates, sizes: Sizes, load: Mapping[int, float]) -> list[_Step]:
@@ -181,7 +188,7 @@ def _worthwhile_steps(rates: Rates, sizes: Sizes, load: Mapping[int, float]) -> 
     hull: list[tuple[int, float]] = []  # convex from below; what is nearly straight is one step
     for rows, ms in points:
         straight = 1.0 if rows == sizes.rows else 1 - _STRAIGHT
-        while len(hull) > 1 and _slope(hull[-2], (rows, ms)) <= straight * _slope(hull[-2], hull[-1]):
+        while len(hull) > 1 and _slope(hull[-1], (rows, ms)) <= straight * _slope(hull[-2], hull[-1]):
             hull.pop()
         hull.append((rows, ms))
     bytes_per_row = sizes.device_bytes / sizes.rows

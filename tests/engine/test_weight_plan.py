@@ -51,8 +51,9 @@ rates = st.builds(
 
 def test_for_one_row_bus_and_cpu_divide_the_weights_by_their_speed() -> None:
     """The paper's α = T_cpu / (T_cpu + T_trans)."""
-    share = streamed_share(RATES, 120e6, 60e6, rows=1)
+    share = streamed_share(replace(RATES, hand_off_ms=0.0), 120e6, 60e6, rows=1)
     assert share == pytest.approx(20 / (20 + 40))
+    assert share < streamed_share(RATES, 120e6, 60e6, rows=1) < 1.05 * share  # handing over takes time, too
 
 
 def test_for_a_prompt_all_weights_are_streamed() -> None:
@@ -63,30 +64,37 @@ def test_for_a_prompt_all_weights_are_streamed() -> None:
 
 def test_where_host_memory_is_the_limit_the_bus_is_left_alone() -> None:
     """CPU and bus read from the same memory: what the CPU can read itself need not be sent."""
-    shared = replace(RATES, host_bytes_per_s=40e9)
+    shared = replace(RATES, host_bytes_per_s=40e9, hand_off_ms=0.0)
     assert streamed_share(shared, 120e6, 60e6, rows=1) == 0
     assert streamed_share(shared, 120e6, 60e6, rows=2048) > 0.95
 
 
-@given(rates, st.integers(1, 4096), st.floats(0, 50))
-def test_no_other_share_is_faster(machine: Rates, rows: int, resident_share: float) -> None:
-    """Of a matrix with some rows resident; compared with shares all over the range."""
-    resident = int(resident_share / 50 * GATE_UP.rows) // RESIDENT_ROWS * RESIDENT_ROWS
-    best = product_time(machine, GATE_UP, resident, rows)
-    assert 0 <= best.streamed_share <= 1
-    if resident == GATE_UP.rows:
-        return
-    part = 1 - resident / GATE_UP.rows
-    cpu_s = part * max(
-        GATE_UP.host_bytes / machine.cpu_bytes_per_s, 2 * GATE_UP.parameters * rows / machine.cpu_flops
-    )
-    bus_s = part * GATE_UP.host_bytes / machine.bus_bytes_per_s
-    least = min(max((1 - share / 200) * cpu_s, share / 200 * bus_s) for share in range(201))
-    # With a GPU and a host memory that take no time it would be as fast as the best share.
-    free = replace(machine, gpu_bytes_per_s=1e30, gpu_flops=1e30, host_bytes_per_s=1e30, hand_off_ms=0.0)
-    ideal = product_time(free, GATE_UP, resident, rows)
-    assert ideal.ms <= 1e3 * least * (1 + 1e-9)
-    assert best.ms >= ideal.ms * (1 - 1e-9)
+@given(rates, st.integers(1, 4096), st.floats(0, 0.99))
+def test_no_other_share_is_faster(machine: Rates, rows: int, resident: float) -> None:
+    """The CPU's time and that of bus and GPU, written down once more, for shares all over the range."""
+    sizes, others = GATE_UP, 1 - int(resident * GATE_UP.rows) / GATE_UP.rows
+    nbytes, flop = others * sizes.host_bytes, 2 * others * sizes.parameters * rows
+    on_gpu = [
+        max(share * sizes.device_bytes / machine.gpu_bytes_per_s, share * flop / others / machine.gpu_flops)
+        for share in (1 - others, others)
+    ]
+    unpacking_s = 2 * nbytes / machine.gpu_bytes_per_s
+    handed = rows * (sizes.columns + others * sizes.rows) * 2
+    hand_off_s = machine.hand_off_ms / 1e3 + handed / machine.bus_bytes_per_s
+
+    def ms(share: float) -> float:
+        cpu_s = (1 - share) * max(nbytes / machine.cpu_bytes_per_s, flop / machine.cpu_flops)
+        return 1e3 * max(
+            cpu_s + hand_off_s if share < 1 else 0.0,
+            share * nbytes / machine.bus_bytes_per_s,
+            on_gpu[0] + share * (on_gpu[1] + unpacking_s),
+            nbytes / machine.host_bytes_per_s,
+        )
+
+    best = product_time(machine, sizes, sizes.rows - round(others * sizes.rows), rows)
+    assert best.ms == pytest.approx(ms(best.streamed_share))
+    assert best.ms <= min(ms(step / 200) for step in range(201)) * (1 + 1e-9)
+    assert best.host_ms <= best.ms * (1 + 1e-9)
 
 
 def test_measured_times_cross_where_two_lines_through_them_do() -> None:
@@ -119,7 +127,7 @@ def test_more_memory_is_never_slower(machine: Rates, share: float, more: float) 
         plan_weights(CONFIG, DENSE, DTYPE, int(each * WEIGHTS), machine, load)
         for each in (share, share + more)
     )
-    slack = 1.02  # steps are whole, and gains that are nearly the same count as one
+    slack = 1.1  # steps are whole, and gains that are nearly the same count as one
     assert (
         weight_times(MATRICES, large, machine, 1).ms <= slack * weight_times(MATRICES, small, machine, 1).ms
     )
@@ -138,7 +146,7 @@ def test_half_of_the_weights_nearly_reach_what_cpu_and_bus_can_read() -> None:
     times = weight_times(MATRICES, plan, RATES, 1)
     assert times.ms == pytest.approx(bound_ms(plan, RATES), rel=0.1)
     assert times.host_ms <= times.ms
-    assert times.streamed_bytes == pytest.approx(plan.host_bytes / 3, rel=0.01)
+    assert times.streamed_bytes == pytest.approx(plan.host_bytes / 3, rel=0.05)
 
 
 def test_matrices_become_wholly_resident_where_a_hand_off_costs_more_than_rows_save() -> None:
