@@ -57,56 +57,6 @@ DecodeArguments arguments(const Decode& decode) {
           scale};
 }
 
-using Layer = std::tuple<Tensor, Tensor, std::optional<Tensor>, std::optional<Tensor>, int64_t>;
-
-std::unique_ptr<Relay> make_relay(const std::vector<Layer>& layers, int num_threads, const std::string& isa) {
-  std::vector<RelayLayer> views;
-  for (const auto& [k_cache, v_cache, k_scale, v_scale, window] : layers) {
-    views.push_back({view("k_cache", k_cache), view("v_cache", v_cache), view("k_scale", k_scale),
-                     view("v_scale", v_scale), window});
-  }
-  return std::make_unique<Relay>(views, num_threads, isa_from_name(isa));
-}
-
-// And flags, index. The tensors of decodes by layer have a dimension of layers before the others.
-using Batch = std::tuple<Decode, Tensor, int>;
-
-// what, whether it goes to the host, whether it is behind, slots, (k, v) of even and of odd layers, flags
-using Rows = std::tuple<Tensor, Tensor>;
-using Transfer = std::tuple<std::string, bool, bool, Tensor, Rows, Rows, Tensor>;
-
-RelayItem relay_item(const Batch& batch) {
-  const auto& [decode, flags, index] = batch;
-  const DecodeArguments all = arguments(decode);
-  if (all.q.shape.size() > 3) return RelayBatch::by_layer(all, view("flags", flags), index);
-  return RelayBatch{{all}, view("flags", flags), index};
-}
-
-RelayItem relay_item(const Transfer& transfer) {
-  const auto& [what, to_host, is_behind, slots, even, odd, flags] = transfer;
-  const auto rows = [&](const Rows& buffer) {
-    return KVRows{view("k", std::get<0>(buffer)), view("v", std::get<1>(buffer)), view("slots", slots)};
-  };
-  return RelayTransfer{what, to_host, is_behind, {rows(even), rows(odd)}, view("flags", flags)};
-}
-
-void start(Relay& relay, const std::vector<std::variant<Batch, Transfer>>& items, double patience_s) {
-  std::vector<RelayItem> views;
-  for (const auto& item : items) {
-    views.push_back(std::visit([](const auto& each) { return relay_item(each); }, item));
-  }
-  relay.start(std::move(views), std::chrono::nanoseconds(static_cast<int64_t>(patience_s * 1e9)));
-}
-
-// [(layer, item, start, end)], times in nanoseconds of the monotonic clock.
-std::vector<std::tuple<int, int, int64_t, int64_t>> finish(Relay& relay) {
-  std::vector<std::tuple<int, int, int64_t, int64_t>> steps;
-  for (const RelayStep& step : relay.finish()) {
-    steps.emplace_back(step.layer, step.item, step.start_ns, step.end_ns);
-  }
-  return steps;
-}
-
 // type, address, bytes, rows
 StoredType stored_type(int type) {
   if (type < 0 || type >= kStoredTypes) throw std::invalid_argument("there is no such type of weights");
@@ -126,16 +76,83 @@ std::vector<PackedPart> quantised_parts(const std::vector<Part>& parts) {
   return views;
 }
 
-void multiply_quantised(const Tensor& x, const std::vector<Part>& parts, const std::optional<Tensor>& bias,
-                        const Tensor& out, int num_threads, const std::string& isa) {
-  packed_linear(view("x", x), quantised_parts(parts), view("bias", bias), view("out", out), num_threads,
-                isa_from_name(isa));
-}
-
 using Matrix = std::pair<std::vector<Part>, std::optional<Tensor>>;
 
 PackedMatrix quantised_matrix(const Matrix& matrix) {
   return {quantised_parts(matrix.first), view("bias", matrix.second)};
+}
+
+using Layer = std::tuple<Tensor, Tensor, std::optional<Tensor>, std::optional<Tensor>, int64_t>;
+
+// num_layers: of a relay for products alone, which has no caches.
+std::unique_ptr<Relay> make_relay(const std::vector<Layer>& layers, int64_t num_layers, int num_threads,
+                                  const std::string& isa) {
+  if (layers.empty()) return std::make_unique<Relay>(num_layers, num_threads, isa_from_name(isa));
+  std::vector<RelayLayer> views;
+  for (const auto& [k_cache, v_cache, k_scale, v_scale, window] : layers) {
+    views.push_back({view("k_cache", k_cache), view("v_cache", v_cache), view("k_scale", k_scale),
+                     view("v_scale", v_scale), window});
+  }
+  return std::make_unique<Relay>(views, num_threads, isa_from_name(isa));
+}
+
+// And flags, index. The tensors of decodes by layer have a dimension of layers before the others.
+using Batch = std::tuple<Decode, Tensor, int>;
+
+// what, whether it goes to the host, whether it is behind, slots, (k, v) of even and of odd layers, flags
+using Rows = std::tuple<Tensor, Tensor>;
+using Transfer = std::tuple<std::string, bool, bool, Tensor, Rows, Rows, Tensor>;
+
+// what, lag, a matrix of each turn, x, out, flags, index
+using Product = std::tuple<std::string, int, std::vector<std::optional<Matrix>>, Tensor, Tensor, Tensor, int>;
+
+RelayItem relay_item(const Batch& batch) {
+  const auto& [decode, flags, index] = batch;
+  const DecodeArguments all = arguments(decode);
+  if (all.q.shape.size() > 3) return RelayBatch::by_layer(all, view("flags", flags), index);
+  return RelayBatch{{all}, view("flags", flags), index};
+}
+
+RelayItem relay_item(const Transfer& transfer) {
+  const auto& [what, to_host, is_behind, slots, even, odd, flags] = transfer;
+  const auto rows = [&](const Rows& buffer) {
+    return KVRows{view("k", std::get<0>(buffer)), view("v", std::get<1>(buffer)), view("slots", slots)};
+  };
+  return RelayTransfer{what, to_host, is_behind, {rows(even), rows(odd)}, view("flags", flags)};
+}
+
+RelayItem relay_item(const Product& product) {
+  const auto& [what, lag, matrices, x, out, flags, index] = product;
+  std::vector<std::optional<PackedMatrix>> views;
+  for (const auto& matrix : matrices) {
+    views.push_back(matrix ? std::optional(quantised_matrix(*matrix)) : std::nullopt);
+  }
+  return RelayProduct{what, lag, std::move(views), view("x", x), view("out", out), view("flags", flags),
+                      index};
+}
+
+void start(Relay& relay, const std::vector<std::variant<Batch, Transfer, Product>>& items,
+           double patience_s) {
+  std::vector<RelayItem> views;
+  for (const auto& item : items) {
+    views.push_back(std::visit([](const auto& each) { return relay_item(each); }, item));
+  }
+  relay.start(std::move(views), std::chrono::nanoseconds(static_cast<int64_t>(patience_s * 1e9)));
+}
+
+// [(layer, item, start, end)], times in nanoseconds of the monotonic clock.
+std::vector<std::tuple<int, int, int64_t, int64_t>> finish(Relay& relay) {
+  std::vector<std::tuple<int, int, int64_t, int64_t>> steps;
+  for (const RelayStep& step : relay.finish()) {
+    steps.emplace_back(step.layer, step.item, step.start_ns, step.end_ns);
+  }
+  return steps;
+}
+
+void multiply_quantised(const Tensor& x, const std::vector<Part>& parts, const std::optional<Tensor>& bias,
+                        const Tensor& out, int num_threads, const std::string& isa) {
+  packed_linear(view("x", x), quantised_parts(parts), view("bias", bias), view("out", out), num_threads,
+                isa_from_name(isa));
 }
 
 PackedLayer packed_layer(const Tensor& input_norm, const Matrix& qkv, const std::optional<Tensor>& qk_norm,

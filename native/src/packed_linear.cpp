@@ -44,8 +44,36 @@ int64_t tile_bytes(WeightType type, int64_t columns) {
 
 int64_t tiles_of(const PackedPart& part) { return (part.rows + kTileRows - 1) / kTileRows; }
 
-void check(const TensorView& x, const std::vector<PackedPart>& parts, const std::optional<TensorView>& bias,
-           const TensorView& out) {
+void multiply_rows(PackedProduct& product, int64_t first, int64_t count, uint8_t* memory, float* floats,
+                   int num_threads) {
+  product.begin(first, count, memory);
+  const int64_t passes = (count + product.rows_at_once() - 1) / product.rows_at_once();
+  const int threads = useful_threads(passes * product.weight_bytes(), product.tiles(), num_threads);
+  const int quantising = count * product.columns() <= kSerialElements ? 1 : threads;
+  std::atomic<int64_t> next_row{0}, next_tile{0};
+  ThreadPool::shared().run(quantising, [&](int participant) {
+    for (int64_t row; (row = next_row.fetch_add(1, std::memory_order_relaxed)) < count;) {
+      product.prepare(row, floats + participant * product.columns());
+    }
+  });
+  const int64_t tiles = product.tiles(), take = tiles_at_a_time(tiles, threads);
+  ThreadPool::shared().run(threads, [&](int) {
+    for (int64_t begin; (begin = next_tile.fetch_add(take, std::memory_order_relaxed)) < tiles;) {
+      for (int64_t tile = begin; tile < std::min(begin + take, tiles); ++tile) product.multiply(tile);
+    }
+  });
+}
+
+}  // namespace
+
+int64_t PackedMatrix::rows() const {
+  int64_t rows = 0;
+  for (const PackedPart& part : parts) rows += part.rows;
+  return rows;
+}
+
+void check_packed_linear(const TensorView& x, const std::vector<PackedPart>& parts,
+                         const std::optional<TensorView>& bias, const TensorView& out) {
   check_dims(x, "[n, columns]", 2);
   check_dtype(x, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
   check_packed(x, 1);
@@ -74,28 +102,6 @@ void check(const TensorView& x, const std::vector<PackedPart>& parts, const std:
   }
 }
 
-void multiply_rows(PackedProduct& product, int64_t first, int64_t count, uint8_t* memory, float* floats,
-                   int num_threads) {
-  product.begin(first, count, memory);
-  const int64_t passes = (count + product.rows_at_once() - 1) / product.rows_at_once();
-  const int threads = useful_threads(passes * product.weight_bytes(), product.tiles(), num_threads);
-  const int quantising = count * product.columns() <= kSerialElements ? 1 : threads;
-  std::atomic<int64_t> next_row{0}, next_tile{0};
-  ThreadPool::shared().run(quantising, [&](int participant) {
-    for (int64_t row; (row = next_row.fetch_add(1, std::memory_order_relaxed)) < count;) {
-      product.prepare(row, floats + participant * product.columns());
-    }
-  });
-  const int64_t tiles = product.tiles(), take = tiles_at_a_time(tiles, threads);
-  ThreadPool::shared().run(threads, [&](int) {
-    for (int64_t begin; (begin = next_tile.fetch_add(take, std::memory_order_relaxed)) < tiles;) {
-      for (int64_t tile = begin; tile < std::min(begin + take, tiles); ++tile) product.multiply(tile);
-    }
-  });
-}
-
-}  // namespace
-
 PackedProduct::PackedProduct(const TensorView& x, const std::vector<PackedPart>& parts,
                              const std::optional<TensorView>& bias, const TensorView& out, Isa isa)
     : x_(x),
@@ -104,7 +110,7 @@ PackedProduct::PackedProduct(const TensorView& x, const std::vector<PackedPart>&
       out_(out),
       quantised_(quantised_kernels_for(isa)),
       kernels_(kernels_for(isa)),
-      blocks_((check(x, parts, bias, out), x.size(1) / kBlockColumns)),
+      blocks_((check_packed_linear(x, parts, bias, out), x.size(1) / kBlockColumns)),
       is_dense_(is_dense(parts[0].type)),
       keeps_bf16_(is_dense_ && x.dtype == DType::kBFloat16 && kernels_.bf16.multiply_dense != nullptr) {
   for (const PackedPart& part : parts) {

@@ -49,7 +49,7 @@ bool alike(const PagedCache& a, const PagedCache& b) {
 
 class Relay::State {
  public:
-  State(const std::vector<RelayLayer>& layers, int num_threads, Isa isa);
+  State(const std::vector<RelayLayer>& layers, int64_t num_layers, int num_threads, Isa isa);
   void start(std::vector<RelayItem> items, std::chrono::nanoseconds patience);
   std::vector<RelayStep> finish();
   void cancel();
@@ -77,7 +77,8 @@ class Relay::State {
   bool wait_until_ready(const RelayItem& item, size_t layer) const;
   void release_all();
 
-  std::vector<Layer> layers_;
+  std::vector<Layer> layers_;  // none: for products alone
+  const size_t num_layers_;
   const int num_threads_;
   const Isa isa_;
 
@@ -107,7 +108,12 @@ class Relay::State {
 };
 
 Relay::Relay(const std::vector<RelayLayer>& layers, int num_threads, Isa isa)
-    : state_(std::make_shared<State>(layers, num_threads, isa)) {
+    : Relay(std::make_shared<State>(layers, layers.size(), num_threads, isa)) {}
+
+Relay::Relay(int64_t num_layers, int num_threads, Isa isa)
+    : Relay(std::make_shared<State>(std::vector<RelayLayer>{}, num_layers, num_threads, isa)) {}
+
+Relay::Relay(std::shared_ptr<State> made) : state_(std::move(made)) {
   // Detached, since nobody can wait for a step that does not end. The guard gives iterations up; with one
   // after the other nobody wakes it.
   std::thread([state = state_] { state->work(); }).detach();
@@ -134,9 +140,9 @@ bool Relay::close() {
   return state_->end();
 }
 
-Relay::State::State(const std::vector<RelayLayer>& layers, int num_threads, Isa isa)
-    : num_threads_(check_num_threads(num_threads)), isa_(isa) {
-  if (layers.empty()) fail("a relay needs at least one layer");
+Relay::State::State(const std::vector<RelayLayer>& layers, int64_t num_layers, int num_threads, Isa isa)
+    : num_layers_(num_layers), num_threads_(check_num_threads(num_threads)), isa_(isa) {
+  if (num_layers < 1) fail("a relay needs at least one layer");
   for (const RelayLayer& layer : layers) {
     if (layer.window < 0) fail("window is ", layer.window, "; expected 0 (all tokens) or a number of tokens");
     check_no_overlap(layer.k_cache, 2);
@@ -160,9 +166,10 @@ void Relay::State::start(std::vector<RelayItem> items, std::chrono::nanoseconds 
   std::unique_lock lock(mutex_);
   if (closed_) throw std::logic_error("the relay is closed");
   if (running_) throw std::logic_error("the relay's last iteration has not ended");
-  for (const RelayItem& item : items) check(item, layers_.front().cache, layers_.size());
+  const PagedCache* cache = layers_.empty() ? nullptr : &layers_.front().cache;
+  for (const RelayItem& item : items) check(item, cache, num_layers_);
   items_ = std::move(items);
-  rests_ = std::none_of(items_.begin(), items_.end(), attends);
+  rests_ = std::none_of(items_.begin(), items_.end(), is_urgent);
   steps_.clear();
   error_ = nullptr;
   cancelled_ = false;
@@ -171,7 +178,7 @@ void Relay::State::start(std::vector<RelayItem> items, std::chrono::nanoseconds 
   doing_ = Doing::kWaiting;
   goes_on(0, 0, Doing::kWaiting);
   for (const RelayItem& item : items_) {
-    for (size_t layer = 0; layer < layers_.size(); ++layer) {
+    for (size_t layer = 0; layer < turns_of(item, num_layers_); ++layer) {
       flag(item, kReady, layer) = 0;
       flag(item, kDone, layer) = 0;
     }
@@ -224,11 +231,14 @@ void Relay::State::serve() {
   std::optional<ThreadPool::Awake> awake;
   if (!rests_) awake.emplace(ThreadPool::shared());
   try {
-    for (size_t turn = 0; turn <= layers_.size(); ++turn) {
+    for (size_t turn = 0; turn <= num_layers_; ++turn) {
       for (const bool behind : {false, true}) {
-        if (behind ? turn == 0 : turn == layers_.size()) continue;
+        if (behind && turn == 0) continue;
+        const size_t layer = turn - (behind ? 1 : 0);
         for (size_t i = 0; i < items_.size(); ++i) {
-          if (is_behind(items_[i]) == behind && !step(turn - (behind ? 1 : 0), i)) return;
+          const RelayItem& item = items_[i];
+          if (is_behind(item) != behind || layer >= turns_of(item, num_layers_)) continue;
+          if (takes_part(item, layer) && !step(layer, i)) return;
         }
       }
     }
@@ -244,7 +254,9 @@ bool Relay::State::step(size_t layer, size_t index) {
   if (!goes_on(layer, index, Doing::kWaiting) || !wait_until_ready(item, layer)) return false;
   const int64_t start_ns = now_ns();
   if (!goes_on(layer, index, Doing::kWorking)) return false;
-  run(item, layers_[layer].cache, layers_[layer].window, layer, num_threads_, isa_);
+  const Layer* of_layer = layer < layers_.size() ? &layers_[layer] : nullptr;
+  run(item, of_layer ? &of_layer->cache : nullptr, of_layer ? of_layer->window : 0, layer, num_threads_,
+      isa_);
   flag(item, kDone, layer).store(1, std::memory_order_release);
   steps_.push_back({static_cast<int>(layer), static_cast<int>(index), start_ns, now_ns()});
   return true;
@@ -315,7 +327,7 @@ bool Relay::State::wait_until_ready(const RelayItem& item, size_t layer) const {
 
 void Relay::State::release_all() {
   for (const RelayItem& item : items_) {
-    for (size_t layer = 0; layer < layers_.size(); ++layer) {
+    for (size_t layer = 0; layer < turns_of(item, num_layers_); ++layer) {
       flag(item, kDone, layer).store(1, std::memory_order_release);
     }
   }

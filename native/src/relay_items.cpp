@@ -34,13 +34,38 @@ void check_arguments(const RelayBatch& batch, const PagedCache& cache, size_t nu
   for (const DecodeArguments& arguments : batch.layers) arguments.check(cache, 0);
 }
 
-void check_arguments(const RelayTransfer& transfer, const PagedCache& cache, size_t) {
+void check_arguments(const RelayTransfer& transfer, const PagedCache& cache) {
   for (const KVRows& rows : transfer.rows) {
     rows.check(cache);
     if (transfer.to_host) continue;
     check_no_overlap(rows.k, 2);
     check_no_overlap(rows.v, 2);
   }
+}
+
+void check_arguments(const RelayProduct& product, size_t num_layers) {
+  if (product.matrices.size() != num_layers + 1) {
+    fail("there are matrices for ", product.matrices.size(), " turns; expected ", num_layers + 1);
+  }
+  if (product.lag != 0 && product.lag != 1) fail("lag is ", product.lag, "; expected 0 or 1");
+  check_dims(product.x, "[n, columns]", 2);
+  check_dims(product.out, "[elements]", 1);
+  check_packed(product.out, 1);
+  for (size_t turn = 0; turn < product.matrices.size(); ++turn) {
+    const auto& matrix = product.matrices[turn];
+    if (!matrix) continue;
+    const TensorView out = product.out_of(turn);
+    check_packed_linear(product.x, matrix->parts, matrix->bias, out);
+    if (product.out.size(0) < out.size(0) * out.size(1)) {
+      fail("out has ", product.out.size(0), " elements; turn ", turn, " needs ", out.size(0) * out.size(1));
+    }
+  }
+}
+
+void check_flags(const TensorView& flags, size_t turns) {
+  check_shape(flags, "[2, layers, ints of a cache line]", {2, static_cast<int64_t>(turns), kFlagInts});
+  check_dtype(flags, {DType::kInt32});
+  check_packed(flags, 3);
 }
 
 void move(const RelayTransfer& transfer, const PagedCache& cache, size_t layer, int num_threads, Isa isa) {
@@ -80,19 +105,38 @@ std::atomic_ref<int32_t> flag(const RelayItem& item, FlagKind kind, size_t layer
       static_cast<int32_t*>(flags.data)[(kind * flags.shape[1] + layer) * kFlagInts]);
 }
 
-void check(const RelayItem& item, const PagedCache& cache, size_t num_layers) {
-  std::visit(
-      [&](const auto& each) {
-        check_arguments(each, cache, num_layers);
-        check_shape(each.flags, "[2, layers, ints of a cache line]",
-                    {2, static_cast<int64_t>(num_layers), kFlagInts});
-        check_dtype(each.flags, {DType::kInt32});
-        check_packed(each.flags, 3);
-      },
-      item);
+TensorView RelayProduct::out_of(size_t turn) const {
+  const int64_t rows = matrices[turn] ? matrices[turn]->rows() : 0;
+  return {out.name, out.data, out.dtype, {x.size(0), rows}, {rows, 1}};
 }
 
-bool attends(const RelayItem& item) { return std::holds_alternative<RelayBatch>(item); }
+void check(const RelayItem& item, const PagedCache* cache, size_t num_layers) {
+  if (const auto* product = std::get_if<RelayProduct>(&item)) {
+    check_arguments(*product, num_layers);
+    check_flags(product->flags, num_layers + 1);
+    return;
+  }
+  if (cache == nullptr) fail("a relay without caches computes products alone");
+  if (const auto* batch = std::get_if<RelayBatch>(&item)) {
+    check_arguments(*batch, *cache, num_layers);
+    check_flags(batch->flags, num_layers);
+  } else {
+    const auto& transfer = std::get<RelayTransfer>(item);
+    check_arguments(transfer, *cache);
+    check_flags(transfer.flags, num_layers);
+  }
+}
+
+bool is_urgent(const RelayItem& item) { return !std::holds_alternative<RelayTransfer>(item); }
+
+size_t turns_of(const RelayItem& item, size_t num_layers) {
+  return num_layers + (std::holds_alternative<RelayProduct>(item) ? 1 : 0);
+}
+
+bool takes_part(const RelayItem& item, size_t turn) {
+  if (const auto* product = std::get_if<RelayProduct>(&item)) return product->matrices[turn].has_value();
+  return true;
+}
 
 bool is_behind(const RelayItem& item) {
   const auto* transfer = std::get_if<RelayTransfer>(&item);
@@ -104,12 +148,16 @@ bool is_awaited(const RelayItem& item, size_t layer) {
   return transfer == nullptr || transfer->to_host || layer >= transfer->rows.size();
 }
 
-void run(const RelayItem& item, const PagedCache& cache, int64_t window, size_t layer, int num_threads,
+void run(const RelayItem& item, const PagedCache* cache, int64_t window, size_t layer, int num_threads,
          Isa isa) {
   if (const auto* batch = std::get_if<RelayBatch>(&item)) {
-    batch->of(layer).run(cache, window, num_threads, isa);
+    batch->of(layer).run(*cache, window, num_threads, isa);
+  } else if (const auto* transfer = std::get_if<RelayTransfer>(&item)) {
+    move(*transfer, *cache, layer, num_threads, isa);
   } else {
-    move(std::get<RelayTransfer>(item), cache, layer, num_threads, isa);
+    const auto& product = std::get<RelayProduct>(item);
+    const PackedMatrix& matrix = *product.matrices[layer];
+    packed_linear(product.x, matrix.parts, matrix.bias, product.out_of(layer), num_threads, isa);
   }
 }
 
@@ -122,6 +170,12 @@ std::string words(const RelayItem& item, size_t layer, bool is_waiting) {
     return (is_waiting ? "the GPU did not hand over q, k and v for layer "
                        : "the CPU did not end its attention for layer ") +
            place;
+  }
+  if (const auto* product = std::get_if<RelayProduct>(&item)) {
+    const std::string place = std::to_string(static_cast<int64_t>(layer) - product->lag) + " of sub-batch " +
+                              std::to_string(product->index);
+    return (is_waiting ? "the GPU did not hand over the inputs of " : "the CPU did not end its part of ") +
+           product->what + " of layer " + place;
   }
   const auto& transfer = std::get<RelayTransfer>(item);
   if (!is_waiting) {

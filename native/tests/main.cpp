@@ -31,6 +31,7 @@ constexpr Suite kSuites[] = {
     {"concurrent calls", test_concurrent_calls, 10},
     {"relay", test_relay, 4},
     {"transfers", test_transfers, 4},
+    {"products of the relay", test_products, 4},
     {"schedule", test_schedule, 2},
     {"quantised products", test_quantised, 2},
     {"dense products", test_dense, 2},

@@ -30,6 +30,9 @@ void test_relay(Random& random, Report& report);
 // Rows that the relay moves between buffers and caches arrive, in the order that is promised.
 void test_transfers(Random& random, Report& report);
 
+// Products that the relay computes between layers are right, and nobody waits for those of no matrix.
+void test_products(Random& random, Report& report);
+
 // Products with quantised weights are as exact as inputs in 8 bits, and the same bits on every ISA.
 void test_quantised(Random& random, Report& report);
 

@@ -9,11 +9,6 @@
 
 namespace neo_desktop {
 
-struct PackedMatrix {
-  std::vector<PackedPart> parts;
-  std::optional<TensorView> bias;
-};
-
 // A layer's weights; tensors are of the model's dtype.
 struct PackedLayer {
   TensorView input_norm;  // [hidden]

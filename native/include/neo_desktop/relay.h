@@ -14,6 +14,10 @@
 //
 //   relay   |ahead 0|ahead 1|behind 0|ahead 2|behind 1|ahead 3|behind 2|..
 //
+// Products with matrices that lie in host memory go the same way, between the attention of two layers: turn t
+// has those of layer t - 1 that follow its attention, and those of layer t that precede its own. There is one
+// turn more than there are layers.
+//
 // The GPU never waits in vain: an error and a cancelled iteration raise all flags that it may still wait for.
 #pragma once
 
@@ -27,6 +31,7 @@
 #include <variant>
 #include <vector>
 
+#include "neo_desktop/packed_linear.h"
 #include "neo_desktop/paged_attention.h"
 
 namespace neo_desktop {
@@ -74,13 +79,29 @@ struct RelayTransfer {
   TensorView flags;
 };
 
+// A product in every turn, with the same rows of memory.
+struct RelayProduct {
+  std::string what;  // the matrix is, for people: "gate_up"
+  int lag;           // in turn t it is of layer t - lag: 0 or 1
+  // Of every turn, one more than layers; none: nothing is done in it, and no flag looked at.
+  std::vector<std::optional<PackedMatrix>> matrices;
+  TensorView x;    // [n, columns]
+  TensorView out;  // [elements]: products [n, rows of the turn's matrix] lie at its beginning, without gaps
+  // [2, layers + 1, kFlagInts] int32: flags[0, turn, 0] becomes 1 when x is there, flags[1, turn, 0] when the
+  // product is.
+  TensorView flags;
+  int index = 0;  // of the sub-batch, for people
+
+  TensorView out_of(size_t turn) const;
+};
+
 // What is done in every layer.
-using RelayItem = std::variant<RelayBatch, RelayTransfer>;
+using RelayItem = std::variant<RelayBatch, RelayTransfer, RelayProduct>;
 
 // When an item of a layer was done; times are those of std::chrono::steady_clock.
 struct RelayStep {
-  int layer;
-  int item;  // of those that were started
+  int layer;  // of products: the turn
+  int item;   // of those that were started
   int64_t start_ns;
   int64_t end_ns;
 };
@@ -92,14 +113,18 @@ class RelayStalledError : public std::runtime_error {
 };
 
 // Items are done in order, layer by layer: of each layer those that go ahead, then of the layer before those
-// that come behind. With attention among them flags are looked at without a rest, from the thread pool's
-// first CPU, while the pool's workers stay awake; transfers alone have time, and leave the CPUs to others.
+// that come behind. With attention or products among them flags are looked at without a rest, from the thread
+// pool's first CPU, while the pool's workers stay awake; transfers alone have time, and leave the CPUs to
+// others.
 //
 // One thread makes the calls; any may cancel.
 class Relay {
  public:
   // Throws std::invalid_argument unless all layers' caches are alike and well-formed.
   Relay(const std::vector<RelayLayer>& layers, int num_threads, Isa isa);
+
+  // One for products alone.
+  Relay(int64_t num_layers, int num_threads, Isa isa);
 
   // As `close`.
   ~Relay();
@@ -132,6 +157,7 @@ class Relay {
 
  private:
   class State;
+  explicit Relay(std::shared_ptr<State> made);
   std::shared_ptr<State> state_;  // the threads' own, too: one that is left behind goes on using it
 };
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from neo_desktop.native import _native, default_isa, view_of
+from neo_desktop.native import Matrix, _native, default_isa, view_of
 
 FLAG_INTS = 16  # a flag has a cache line to itself
 READY, DONE = 0, 1  # kinds of flags
@@ -67,13 +67,38 @@ class RelayTransfer:
     flags: Tensor  # see `empty_flags`
 
 
-RelayItem: TypeAlias = RelayBatch | RelayTransfer
+@dataclass(frozen=True, slots=True)
+class RelayProduct:
+    """A product in every turn between the attention of two layers; see `native.packed_linear`.
+
+    There is one turn more than there are layers: turn t has what follows the attention of layer t - 1, and
+    what precedes that of layer t. All turns share x and out.
+    """
+
+    what: str  # the matrices are, for people: "gate_up"
+    lag: int  # in turn t it is of layer t - lag: 0 or 1
+    # [layers + 1]; None: nothing is done in that turn, and its flags are not looked at.
+    matrices: Sequence[Matrix | None]
+    x: Tensor  # [n, columns]
+    out: Tensor  # [elements]: see `out_of`
+    flags: Tensor  # see `empty_flags`: of layers + 1
+    owners: object = None  # of the matrices' memory
+    index: int = 0  # of the sub-batch, for people
+
+    def out_of(self, turn: int) -> Tensor:
+        """Return where the product of a turn lies, [n, rows of its matrix]: at the beginning of `out`."""
+        matrix = self.matrices[turn]
+        rows = 0 if matrix is None else sum(part[3] for part in matrix[0])
+        return self.out[: len(self.x) * rows].view(len(self.x), rows)
+
+
+RelayItem: TypeAlias = RelayBatch | RelayTransfer | RelayProduct
 
 
 class RelayStep(NamedTuple):
     """When an item of a layer was done; times are those of `time.perf_counter_ns`."""
 
-    layer: int
+    layer: int  # of products: the turn
     item: int  # of those that were started
     start_ns: int
     end_ns: int
@@ -90,22 +115,23 @@ def empty_flags(num_layers: int, *, pinned: bool) -> Tensor:
 
 
 class Relay:
-    """A thread that attends and moves KV when told so through memory: there is no Python between two layers.
+    """A thread that attends, multiplies and moves KV when told so through memory, without Python in between.
 
-    Items are done in the order in which they are given, layer by layer; those that are behind come after the
-    next layer's others:
+    Items are done in the order in which they are given, layer by layer, or turn by turn; those that are
+    behind come after the next layer's others:
 
         ahead 0 | ahead 1 | behind 0 | ahead 2 | behind 1 | ..
 
-    With attention among them the thread looks at the flags without sleeping, on a CPU of its own, and the
-    thread pool's workers stay awake. Transfers alone have time: it looks at their flags with short rests, and
-    moves rows in small pieces, so that the pool's threads are soon free for another relay's attention.
-    Between iterations it sleeps. One thread makes the calls; any may cancel.
+    With attention or products among them the thread looks at the flags without sleeping, on a CPU of its own,
+    and the thread pool's workers stay awake. Transfers alone have time: it looks at their flags with short
+    rests, and moves rows in small pieces, so that the pool's threads are soon free for another relay's
+    attention. Between iterations it sleeps. One thread makes the calls; any may cancel.
 
     Args:
         layers: all alike but for their windows.
         block_size: tokens of an entry of the block tables.
         scale: multiplies q·k.
+        num_layers: of a relay for products alone, which is given no layers.
         num_threads: 0 means `default_num_threads()`.
         isa: one of `available_isas()`; None means `default_isa()`.
 
@@ -117,8 +143,9 @@ class Relay:
         self,
         layers: Sequence[RelayLayer],
         *,
-        block_size: int,
-        scale: float,
+        block_size: int = 1,
+        scale: float = 1.0,
+        num_layers: int = 0,
         num_threads: int = 0,
         isa: str | None = None,
     ) -> None:
@@ -136,7 +163,7 @@ class Relay:
             )
             for layer in layers
         ]
-        self._relay = _native.Relay(views, num_threads, isa or default_isa())
+        self._relay = _native.Relay(views, num_layers, num_threads, isa or default_isa())
 
     def start(self, items: Sequence[RelayItem], patience_s: float = 0.0) -> None:
         """Clear the flags and begin an iteration; to be called before whoever raises flags begins.
@@ -151,8 +178,7 @@ class Relay:
             ValueError: something in the items is wrong; nothing was begun.
             RuntimeError: an iteration is under way, or the relay is closed.
         """
-        views = [self._batch(item) if isinstance(item, RelayBatch) else _transfer(item) for item in items]
-        self._relay.start(views, patience_s)
+        self._relay.start([self._seen(item) for item in items], patience_s)
         self._items = tuple(items)
 
     def finish(self) -> list[RelayStep]:
@@ -188,6 +214,15 @@ class Relay:
         if hasattr(self, "_relay"):
             self.close()
 
+    def _seen(self, item: RelayItem) -> "_native.Batch | _native.Transfer | _native.Product":
+        match item:
+            case RelayBatch():
+                return self._batch(item)
+            case RelayTransfer():
+                return _transfer(item)
+            case RelayProduct():
+                return _product(item)
+
     def _batch(self, batch: RelayBatch) -> "_native.Batch":
         decode = (
             view_of("q", batch.q),
@@ -206,3 +241,12 @@ def _transfer(item: RelayTransfer) -> "_native.Transfer":
     slots, flags = view_of("slots", item.slots), view_of("flags", item.flags)
     even, odd = ((view_of("k", k), view_of("v", v)) for k, v in item.buffers)
     return item.what, item.to_host, item.is_behind, slots, even, odd, flags
+
+
+def _product(item: RelayProduct) -> "_native.Product":
+    matrices = [
+        None if matrix is None else (matrix[0], None if matrix[1] is None else view_of("bias", matrix[1]))
+        for matrix in item.matrices
+    ]
+    x, out, flags = view_of("x", item.x), view_of("out", item.out), view_of("flags", item.flags)
+    return item.what, item.lag, matrices, x, out, flags, item.index

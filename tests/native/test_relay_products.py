@@ -1,0 +1,166 @@
+"""The relay's products with matrices in host memory, between the attention of two layers."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from paged_case import make_case
+from relay_case import NUM_LAYERS, batch_of, hand_over, relay_of
+from torch import Tensor
+
+from neo_desktop.models.linear.tiles import Tiles
+from neo_desktop.native.relay import Relay, RelayProduct, RelayStalledError, RelayTransfer, empty_flags
+
+COLUMNS = 64
+
+
+class Case:
+    """One item whose turns have matrices of other heights; those of 0 rows are none."""
+
+    def __init__(self, name: str, lag: int, heights: list[int], count: int = 3, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        self.inputs = numbers(len(heights), count, COLUMNS)
+        self.linears = [
+            Tiles(rows, COLUMNS, numbers(rows), torch.float32) if rows else None for rows in heights
+        ]
+        for linear in self.linears:
+            if linear is not None:
+                linear.load(0, numbers(linear.rows, COLUMNS))
+        self.item = RelayProduct(
+            name,
+            lag,
+            [None if linear is None else linear.native for linear in self.linears],
+            x=torch.empty(count, COLUMNS),
+            out=torch.full((count * max(heights),), torch.nan),
+            flags=empty_flags(len(heights), pinned=False),
+            owners=self.linears,
+        )
+
+    def expected(self, turn: int) -> Tensor:
+        linear = self.linears[turn]
+        assert linear is not None
+        x = self.inputs[turn]
+        return linear.multiply(x, torch.empty(len(x), linear.rows))
+
+    def hand_over(self, turn: int) -> Tensor:
+        """Do what a GPU does: bring x, raise the flag, wait for the other, take the product."""
+        self.item.x.copy_(self.inputs[turn])
+        self.item.flags[0, turn, 0] = 1
+        while self.item.flags[1, turn, 0].item() == 0:
+            time.sleep(0)
+        return self.item.out_of(turn).clone()
+
+    def run(self) -> None:
+        for turn, linear in enumerate(self.linears):
+            if linear is not None:
+                assert torch.equal(self.hand_over(turn), self.expected(turn))
+
+
+def turn_of_a_decoder() -> list[Case]:
+    """Of two layers: qkv has no matrix in the last turn, the others none in the first one."""
+    return [
+        Case("output", 1, [0, 32, 40], seed=1),
+        Case("gate_up", 1, [0, 64, 0], seed=2),
+        Case("qkv", 0, [48, 100, 0], seed=3),
+    ]
+
+
+def test_products_come_in_order_in_every_turn_that_has_them() -> None:
+    relay, cases = Relay([], num_layers=2, num_threads=2), turn_of_a_decoder()
+    for _ in range(2):  # flags and buffers are used again
+        relay.start([case.item for case in cases])
+        for turn in range(3):
+            for case in cases:
+                if case.linears[turn] is not None:
+                    assert torch.equal(case.hand_over(turn), case.expected(turn))
+        steps = [(step.layer, step.item) for step in relay.finish()]
+        assert steps == [(0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
+
+
+def test_products_take_turns_with_attention_and_transfers() -> None:
+    attention = make_case([400, 120, 77], group=2)
+    relay, batch = relay_of(attention), batch_of(attention)
+    before, after = Case("qkv", 0, [32, 0, 48, 0]), Case("output", 1, [0, 40, 16, 80], seed=1)
+    rows = torch.randn(2, 2, *attention.k_cache.shape[1::2])
+    stored = RelayTransfer(
+        "a prompt's KV",
+        to_host=True,
+        is_behind=True,
+        slots=torch.tensor([3, 5]),
+        buffers=(rows, rows),
+        flags=empty_flags(NUM_LAYERS, pinned=False),
+    )
+    relay.start([after.item, before.item, batch, stored])
+    stored.flags[0] = 1
+    for turn in range(NUM_LAYERS + 1):
+        for case in (after, before):
+            if case.linears[turn] is not None:
+                assert torch.equal(case.hand_over(turn), case.expected(turn))
+        if turn < NUM_LAYERS:
+            out = hand_over(batch, turn)
+            assert bool(out.isfinite().all())
+    steps = [(step.layer, step.item) for step in relay.finish()]
+    assert steps == [
+        *[(0, 1), (0, 2)],
+        *[(1, 0), (1, 2), (0, 3)],
+        *[(2, 0), (2, 1), (2, 2), (1, 3)],
+        *[(3, 0), (2, 3)],
+    ]
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "failed"])
+def test_nobody_is_left_waiting(ends: str) -> None:
+    relay, cases = Relay([], num_layers=2, num_threads=2), turn_of_a_decoder()
+    relay.start([case.item for case in cases], patience_s=0.3 if ends == "failed" else 0.0)
+    cases[2].hand_over(0)
+    if ends == "cancelled":
+        relay.cancel()
+    waiting = threading.Thread(
+        target=lambda: [case.hand_over(turn) for turn in (1, 2) for case in cases if case.linears[turn]]
+    )
+    if ends == "cancelled":
+        waiting.start()
+        with pytest.raises(RuntimeError, match="the iteration was cancelled"):
+            relay.finish()
+    else:
+        said = r"the GPU did not hand over the inputs of output of layer 0 of sub-batch 0 within 0.3 s"
+        with pytest.raises(RelayStalledError, match=said):
+            relay.finish()
+        assert all(bool((case.item.flags[1, :, 0] == 1).all()) for case in cases)
+        waiting.start()
+    waiting.join(timeout=20)
+    assert not waiting.is_alive()
+    relay.start([case.item for case in cases])
+    for turn in range(3):
+        for case in cases:
+            if case.linears[turn] is not None:
+                assert torch.equal(case.hand_over(turn), case.expected(turn))
+    relay.finish()
+
+
+def test_what_does_not_fit_is_refused_before_anything_begins() -> None:
+    relay, item = Relay([], num_layers=2, num_threads=1), turn_of_a_decoder()[2].item
+    wrong = {
+        "there are matrices for 2 turns; expected 3": replace(item, matrices=item.matrices[:2]),
+        "lag is 2; expected 0 or 1": replace(item, lag=2),
+        r"flags has shape .2, 2, 16.": replace(item, flags=empty_flags(2, pinned=False)),
+        "out has 299 elements; turn 1 needs 300": replace(item, out=item.out[:299]),
+        r"out has dtype": replace(item, out=item.out.half()),
+        "a part of 48 rows has 12288 bytes; expected": replace(item, x=torch.empty(3, 32)),
+    }
+    for said, each in wrong.items():
+        with pytest.raises(ValueError, match=said):
+            relay.start([each])
+    case = make_case([40])
+    with pytest.raises(ValueError, match="a relay without caches computes products alone"):
+        relay.start([batch_of(case)])
+    with pytest.raises(ValueError, match="a relay needs at least one layer"):
+        Relay([])
+    relay.start([])
+    assert relay.finish() == []
