@@ -7,24 +7,23 @@ from typing import NamedTuple
 
 import torch
 
+from neo_desktop.models.experts_config import ExpertsConfig
+from neo_desktop.models.families import experts_of, family_of, layer_windows, refuse_unsupported, stored_dtype
 from neo_desktop.models.json_file import JsonFile, ModelError
+from neo_desktop.models.limits import (
+    MAX_CONTEXT_TOKENS,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_HIDDEN_SIZE,
+    MAX_INTERMEDIATE_SIZE,
+    MAX_LAYERS,
+    MAX_VOCAB_SIZE,
+)
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.rope import RopeConfig, YarnScaling
-from neo_desktop.models.safetensors.scheme import read_scheme
 
 __all__ = ["GenerationDefaults", "ModelConfig", "ModelError", "RopeConfig"]
-
-
-# Several times what any model has. A number that is beyond is refused before anything is made of that size;
-# the others are compared with the weights (`registry.check_model`).
-MAX_LAYERS = 1024
-MAX_HIDDEN_SIZE = 2**18
-MAX_INTERMEDIATE_SIZE = 2**20
-MAX_HEADS = 2**12
-MAX_HEAD_DIM = 2**12
-MAX_VOCAB_SIZE = 2**23
-MAX_CONTEXT_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +55,23 @@ class GenerationDefaults:
 
 
 class Matrix(NamedTuple):
-    """The sizes of matrices of one name."""
+    """The sizes of matrices of one name; those of a layer's experts lie one after the other in one."""
 
     rows: int
     columns: int
     has_bias: bool
-    copies: int  # one in each layer; one head
+    layers: tuple[int, ...] | None  # that have one; None: it is the head
+    experts: int = 0  # whose matrices it consists of; 0: it is no expert's
+
+    @property
+    def copies(self) -> int:
+        """How many there are."""
+        return 1 if self.layers is None else len(self.layers)
+
+    @property
+    def weights(self) -> int:
+        """Numbers of one."""
+        return self.rows * (self.columns + self.has_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +96,7 @@ class ModelConfig:
     output_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm over each head of q and k, before the rotation
+    experts: ExpertsConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     generation: GenerationDefaults = GenerationDefaults()
@@ -99,8 +110,8 @@ class ModelConfig:
         if not path.is_dir():
             raise ModelError(f"{path} is not a folder: point at a downloaded Hugging Face model folder.")
         file = JsonFile.read(path / "config.json")
-        family = _family(file)
-        _refuse_unsupported(file)
+        family = family_of(file)
+        refuse_unsupported(file)
 
         num_layers = file.integer("num_hidden_layers", maximum=MAX_LAYERS)
         hidden_size = file.integer("hidden_size", maximum=MAX_HIDDEN_SIZE)
@@ -126,19 +137,20 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_context_tokens=max_context_tokens,
-            rms_norm_eps=file.number("rms_norm_eps", 1e-6),
+            rms_norm_eps=file.number("rms_norm_eps", family.rms_norm_eps),
             rope=rope,
             tie_word_embeddings=file.boolean("tie_word_embeddings", False),
             # A window as long as the context hides nothing.
             layer_windows=tuple(
                 window if window is not None and window < max_context_tokens else None
-                for window in _layer_windows(file, family, num_layers)
+                for window in layer_windows(file, family, num_layers)
             ),
-            dtype=_dtype(file),
+            dtype=stored_dtype(file),
             qkv_bias=family.qkv_bias or attention_bias,
             output_bias=attention_bias,
             mlp_bias=family.reads_mlp_bias and file.boolean("mlp_bias", False),
             qk_norm=family.qk_norm,
+            experts=experts_of(file, family, num_layers, hidden_size),
             eos_token_ids=generation.token_ids("eos_token_id", eos_token_ids) or eos_token_ids,
             bos_token_id=next(iter(file.token_ids("bos_token_id", family.bos_token_ids)), None),
             generation=GenerationDefaults.from_json(generation),
@@ -162,28 +174,47 @@ class ModelConfig:
     @property
     def matrices(self) -> dict[str, Matrix]:
         """Those of all layers, and the head; tied embeddings are the head, there is none in this table."""
-        hidden, intermediate, layers = self.hidden_size, self.intermediate_size, self.num_layers
+        hidden, intermediate, layers = self.hidden_size, self.intermediate_size, tuple(range(self.num_layers))
         table = {
             "qkv": Matrix(self.qkv_rows, hidden, self.qkv_bias, layers),
             "output": Matrix(hidden, self.num_heads * self.head_dim, self.output_bias, layers),
-            "gate_up": Matrix(2 * intermediate, hidden, self.mlp_bias, layers),
-            "down": Matrix(hidden, intermediate, self.mlp_bias, layers),
         }
-        head = {} if self.tie_word_embeddings else {"head": Matrix(self.vocab_size, hidden, False, 1)}
+        experts = self.experts
+        with_experts = () if experts is None else experts.layers
+        dense = tuple(layer for layer in layers if layer not in with_experts)
+        if dense:
+            table["gate_up"] = Matrix(2 * intermediate, hidden, self.mlp_bias, dense)
+            table["down"] = Matrix(hidden, intermediate, self.mlp_bias, dense)
+        if experts is not None:
+            count, rows = experts.count, experts.count * experts.intermediate_size
+            table["router"] = Matrix(count, hidden, experts.router_bias, with_experts)
+            table["experts_gate"] = Matrix(rows, hidden, experts.bias, with_experts, count)
+            table["experts_up"] = Matrix(rows, hidden, experts.bias, with_experts, count)
+            down = count * hidden, experts.intermediate_size
+            table["experts_down"] = Matrix(*down, experts.bias, with_experts, count)
+        head = {} if self.tie_word_embeddings else {"head": Matrix(self.vocab_size, hidden, False, None)}
         return table | head
 
     def each_matrix(self) -> Iterator[tuple[str, Matrix]]:
         """Yield the name of each, "3.qkv" or "head", and what it is like."""
         for name, matrix in self.matrices.items():
-            names = ["head"] if name == "head" else [f"{layer}.{name}" for layer in range(matrix.copies)]
+            names = [name] if matrix.layers is None else [f"{layer}.{name}" for layer in matrix.layers]
             yield from ((each, matrix) for each in names)
 
     @property
     def num_parameters(self) -> int:
         """Distinct weights; tied embeddings count once."""
         norms = self.num_layers * (2 * self.hidden_size + self.qk_norm * 2 * self.head_dim) + self.hidden_size
-        matrices = sum(m.copies * m.rows * (m.columns + m.has_bias) for m in self.matrices.values())
+        matrices = sum(m.copies * m.weights for m in self.matrices.values())
         return self.vocab_size * self.hidden_size + norms + matrices
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token meets: of experts, only those of the ones that it takes."""
+        if self.experts is None:
+            return self.num_parameters
+        of_experts = sum(m.copies * m.weights for m in self.matrices.values() if m.experts)
+        return self.num_parameters - of_experts + of_experts * self.experts.per_token // self.experts.count
 
     def weight_bytes(self, dtype: torch.dtype, form: LinearForm = DENSE) -> int:
         """Bytes that the weights take in `dtype`, with matrices of this form."""
@@ -222,105 +253,6 @@ def stretched_tokens(trained_tokens: int, rope: RopeConfig) -> int:
         return trained_tokens
     stretched = int(rope.scaling.factor * rope.scaling.original_max_tokens)
     return min(max(trained_tokens, stretched), MAX_CONTEXT_TOKENS)
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """What an architecture fixes, and what its config.json means where it is silent."""
-
-    architecture: str
-    model_type: str
-    max_position_embeddings: int
-    head_dim: int | None = None
-    reads_attention_bias: bool = False
-    reads_mlp_bias: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    bos_token_ids: tuple[int, ...] = ()
-    eos_token_ids: tuple[int, ...] = ()
-
-
-_FAMILIES = (
-    _Family(
-        "LlamaForCausalLM",
-        "llama",
-        max_position_embeddings=2048,
-        reads_attention_bias=True,
-        reads_mlp_bias=True,
-        bos_token_ids=(1,),
-        eos_token_ids=(2,),
-    ),
-    _Family(
-        "MistralForCausalLM",
-        "mistral",
-        max_position_embeddings=131_072,
-        bos_token_ids=(1,),
-        eos_token_ids=(2,),
-    ),
-    _Family("Qwen2ForCausalLM", "qwen2", max_position_embeddings=32_768, qkv_bias=True),
-    _Family(
-        "Qwen3ForCausalLM",
-        "qwen3",
-        max_position_embeddings=32_768,
-        head_dim=128,
-        reads_attention_bias=True,
-        qk_norm=True,
-    ),
-)
-_DEFAULT_WINDOW_TOKENS = 4096
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
-def _family(file: JsonFile) -> _Family:
-    names = file.raw("architectures") or [file.raw("model_type")]
-    for family in _FAMILIES:
-        if names in ([family.architecture], [family.model_type]):
-            return family
-    supported = ", ".join(family.architecture for family in _FAMILIES)
-    raise ModelError(f"{file.path} describes {names}, which is not supported: choose a model of {supported}.")
-
-
-def _refuse_unsupported(file: JsonFile) -> None:
-    read_scheme(file)  # complains of what is not supported
-    activation = file.text("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelError(
-            f"{file.path} has hidden_act {activation!r}, which is not supported: choose a model with 'silu'."
-        )
-
-
-def _dtype(file: JsonFile) -> torch.dtype:
-    name = file.text("dtype", file.text("torch_dtype", "float32")).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ModelError(
-            f"{file.path} names the dtype {name!r}, which is not supported: {', '.join(_DTYPES)} are."
-        )
-    return _DTYPES[name]
-
-
-def _layer_windows(file: JsonFile, family: _Family, num_layers: int) -> tuple[int | None, ...]:
-    """Mistral: one window for all layers. Qwen: only with `use_sliding_window`, on the layers named."""
-    full: tuple[int | None, ...] = (None,) * num_layers
-    if family.model_type == "llama":
-        return full
-    if family.model_type == "mistral":
-        # `null` switches the window off; silence means the first Mistral's.
-        window = file.raw("sliding_window") if "sliding_window" in file else _DEFAULT_WINDOW_TOKENS
-        return full if window is None else (file.integer("sliding_window", window),) * num_layers
-    if not file.boolean("use_sliding_window", False):
-        return full
-    window = file.integer("sliding_window", _DEFAULT_WINDOW_TOKENS)
-    kinds = file.raw("layer_types")
-    if kinds is None:
-        first = file.integer("max_window_layers", 28, minimum=0)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
-        raise ModelError(
-            f"{file.path} needs {num_layers} layer_types of 'full_attention' or 'sliding_attention': "
-            "correct the file."
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _generation_file(path: Path) -> JsonFile:

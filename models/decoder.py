@@ -5,7 +5,7 @@ What is computed with them is in `stages`.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -24,6 +24,19 @@ class GatedMLP:
 
 
 @dataclass(slots=True)
+class Experts:
+    """Weights of several feed-forward networks; a token takes those that the router gives the most.
+
+    Matrices of all experts lie one after the other, in one that is loaded like any other.
+    """
+
+    router: Linear  # [experts, hidden]
+    gate: Linear  # [experts * intermediate, hidden]
+    up: Linear  # likewise
+    down: Linear  # [experts * hidden, intermediate]
+
+
+@dataclass(slots=True)
 class LayerWeights:
     """Weights of one layer, all in the model's dtype; matrices are `[out, in]`."""
 
@@ -32,16 +45,13 @@ class LayerWeights:
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: a row per head, so that one norm serves both
     output: Linear  # [hidden, heads * head_dim]
     post_attention_norm: Tensor  # [hidden]
-    mlp: GatedMLP
+    mlp: GatedMLP | Experts
 
-    def linear(self, name: str) -> Linear:
-        """Return one of `TURN`."""
-        return {
-            "output": self.output,
-            "gate_up": self.mlp.gate_up,
-            "down": self.mlp.down,
-            "qkv": self.qkv,
-        }[name]
+    def linear(self, name: str) -> Linear | None:
+        """Return one of `TURN`; None: the feed-forward network has experts, and no such matrix."""
+        if name in ("gate_up", "down"):
+            return None if isinstance(self.mlp, Experts) else getattr(self.mlp, name)
+        return {"output": self.output, "qkv": self.qkv}[name]
 
 
 TURN = ("output", "gate_up", "down", "qkv")
@@ -66,10 +76,20 @@ class Decoder:
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
+        matrices = config.matrices
+
         def linear(name: str, layer: int | None = None) -> Linear:
-            rows, columns, has_bias, _ = config.matrices[name]
+            matrix = matrices[name]
             of_it = form.named(name if layer is None else f"{layer}.{name}")
-            return of_it.empty(rows, columns, has_bias=has_bias, dtype=dtype, device=device)
+            return of_it.empty(
+                matrix.rows, matrix.columns, has_bias=matrix.has_bias, dtype=dtype, device=device
+            )
+
+        def mlp(layer: int) -> GatedMLP | Experts:
+            if config.experts is None or layer not in config.experts.layers:
+                return GatedMLP(linear("gate_up", layer), linear("down", layer))
+            names = ("router", "experts_gate", "experts_up", "experts_down")
+            return Experts(*(linear(name, layer) for name in names))
 
         self.config = config
         self.dtype = dtype
@@ -83,7 +103,7 @@ class Decoder:
                 qk_norm=empty(normed_heads, config.head_dim) if config.qk_norm else None,
                 output=linear("output", index),
                 post_attention_norm=empty(config.hidden_size),
-                mlp=GatedMLP(linear("gate_up", index), linear("down", index)),
+                mlp=mlp(index),
             )
             for index in range(config.num_layers)
         ]
@@ -129,5 +149,7 @@ class Decoder:
     def linears(self) -> Iterator[Linear]:
         """Yield all matrices that are multiplied with: those of the layers, and the head."""
         for weights in self.layers:
-            yield from (weights.qkv, weights.output, weights.mlp.gate_up, weights.mlp.down)
+            mlp = weights.mlp
+            yield from (weights.qkv, weights.output)
+            yield from (getattr(mlp, each.name) for each in fields(mlp))
         yield self.lm_head

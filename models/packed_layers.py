@@ -3,7 +3,7 @@
 Threads are woken once for it. The numbers are those of the single products and operators.
 """
 
-from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.decoder import Decoder, GatedMLP
 from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.native import PackedLayer, packed_layer
 
@@ -14,6 +14,8 @@ def packed_layers(decoder: Decoder) -> list[PackedLayer] | None:
     """Return the layers as `native.advance` takes them; None: not all of their matrices are packed."""
     layers = []
     for layer in decoder.layers:
+        if not isinstance(layer.mlp, GatedMLP):
+            return None
         qkv, output, gate_up, down = layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down
         if not (
             isinstance(qkv, PackedMatrix)

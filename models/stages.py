@@ -24,7 +24,8 @@ from neo_desktop import native
 from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.decoder import TURN, Decoder
+from neo_desktop.models.decoder import TURN, Decoder, Experts
+from neo_desktop.models.experts import ExpertScratch, mixtures
 from neo_desktop.models.linear.split import Split
 from neo_desktop.models.operators import Operators, Store, rotation
 from neo_desktop.models.packed_layers import MAX_ROWS, packed_layers
@@ -37,16 +38,23 @@ class Scratch:
     normed: Tensor  # [rows, hidden]
     gate_up: Tensor  # [rows, 2 * intermediate]
     gated: Tensor  # [rows, intermediate]
+    experts: ExpertScratch | None = None  # where a model has some
 
     @classmethod
     def empty(cls, config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device) -> "Scratch":
         """Return room for so many rows, with any content."""
-        widths = (config.hidden_size, 2 * config.intermediate_size, config.intermediate_size)
-        return cls(*(torch.empty(rows, width, dtype=dtype, device=device) for width in widths))
+        intermediate = config.intermediate_size if "gate_up" in config.matrices else 0
+
+        def room(width: int) -> Tensor:
+            return torch.empty(rows, width, dtype=dtype, device=device)
+
+        experts = ExpertScratch.empty(config, rows, dtype, device)
+        return cls(room(config.hidden_size), room(2 * intermediate), room(intermediate), experts)
 
     def first(self, rows: int) -> "Scratch":
         """Return views of the first rows."""
-        return Scratch(self.normed[:rows], self.gate_up[:rows], self.gated[:rows])
+        experts = None if self.experts is None else self.experts.first(rows)
+        return Scratch(self.normed[:rows], self.gate_up[:rows], self.gated[:rows], experts)
 
 
 @dataclass(slots=True)
@@ -154,6 +162,7 @@ class Stages:
         self._eps = decoder.config.rms_norm_eps
         is_native = operators is None and decoder.device.type == "cpu"
         self._layers = packed_layers(decoder) if is_native else None
+        self._mixtures = mixtures(decoder)
 
     @property
     def writes_in_place(self) -> bool:
@@ -217,10 +226,13 @@ class Stages:
         if finished is not None:
             scratch = state.scratch
             yield from self._cut(work, "output", finished, state.attention.flatten(1), state.x)
-            work.append(partial(self._norm_for_mlp, finished, state))
-            yield from self._cut(work, "gate_up", finished, scratch.normed, scratch.gate_up)
-            work.append(partial(self._operators.silu_mul, scratch.gate_up, scratch.gated))
-            yield from self._cut(work, "down", finished, scratch.gated, state.x)
+            if isinstance(self.decoder.layers[finished].mlp, Experts):
+                work.append(partial(self.mlp, finished, state))
+            else:
+                work.append(partial(self._norm_for_mlp, finished, state))
+                yield from self._cut(work, "gate_up", finished, scratch.normed, scratch.gate_up)
+                work.append(partial(self._operators.silu_mul, scratch.gate_up, scratch.gated))
+                yield from self._cut(work, "down", finished, scratch.gated, state.x)
         if begun is not None:
             work.append(partial(self._norm_for_attention, begun, state))
             yield from self._cut(work, "qkv", begun, state.scratch.normed, state.qkv)
@@ -236,7 +248,7 @@ class Stages:
         if isinstance(linear, Split):
             yield Step(partial(_run, tuple(work)) if work else None, Product(name, layer, linear, x, out))
             work.clear()
-        else:
+        elif linear is not None:
             work.append(partial(linear.multiply, x, out))
 
     def _seen_by_native(self, state: State) -> native.LayerState:
@@ -303,6 +315,10 @@ class Stages:
         """Compute the feed-forward network."""
         weights, scratch = self.decoder.layers[layer], state.scratch
         self._norm_for_mlp(layer, state)
+        if isinstance(weights.mlp, Experts):
+            assert scratch.experts is not None
+            self._mixtures[layer].apply(scratch.normed, scratch.experts, state.x)
+            return
         gate_up = weights.mlp.gate_up.multiply(scratch.normed, scratch.gate_up)
         self._operators.silu_mul(gate_up, scratch.gated)
         state.x = weights.mlp.down.multiply(scratch.gated, state.x)

@@ -141,10 +141,11 @@ def stored_form(weights: Weights, config: ModelConfig) -> StoredForm:
     for name, tensors in matrix_names(config).items():
         parts = [weights.tensors[tensor] for tensor in tensors]
         if any(part.is_quantised for part in parts):
-            matrices[name] = tuple(
+            shapes = [
                 PartShape(part.blocks.type_name if part.blocks else part.type_name, part.shape[0])
                 for part in parts
-            )
+            ]
+            matrices[name] = tuple(merged(shapes) if ".experts_" in name else shapes)
     return StoredForm(stored=matrices)
 
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.decoder import Decoder, Experts
 from neo_desktop.models.gguf.types import Blocks
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.packed import TILE_ROWS
@@ -63,12 +63,50 @@ def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:
         qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
         yield from _parts(prefix + "self_attn.", layer.qkv, hidden, qkv)
         yield from _parts(prefix + "self_attn.", layer.output, q_rows, {"o_proj": hidden})
+        if isinstance(layer.mlp, Experts):
+            yield from _expert_weights(prefix, layer.mlp, config)
+            continue
         gate_up = {"gate_proj": intermediate, "up_proj": intermediate}
         yield from _parts(prefix + "mlp.", layer.mlp.gate_up, hidden, gate_up)
         yield from _parts(prefix + "mlp.", layer.mlp.down, intermediate, {"down_proj": hidden})
     yield _tensor("model.norm.weight", decoder.final_norm)
     if not config.tie_word_embeddings:
         yield from _parts("", decoder.lm_head, hidden, {"lm_head": config.vocab_size})
+
+
+class ExpertNames(NamedTuple):
+    """What a family calls a layer's mixture of experts."""
+
+    block: str
+    router: str
+    gate: str
+    up: str
+    down: str
+
+    def of_each(self, kind: str, experts: int) -> list[str]:
+        """Return the modules of one matrix of all experts: `gate`, `up` or `down`."""
+        return [f"{self.block}.experts.{expert}.{getattr(self, kind)}" for expert in range(experts)]
+
+
+def expert_names(architecture: str) -> ExpertNames:
+    """Return what checkpoints of Hugging Face call them."""
+    if architecture == "MixtralForCausalLM":
+        return ExpertNames("block_sparse_moe", "gate", "w1", "w3", "w2")
+    return ExpertNames("mlp", "gate", "gate_proj", "up_proj", "down_proj")
+
+
+def _expert_weights(prefix: str, experts: Experts, config: ModelConfig) -> Iterator[NamedWeight]:
+    assert config.experts is not None
+    names, count = expert_names(config.architecture), config.experts.count
+    hidden, intermediate = config.hidden_size, config.experts.intermediate_size
+    yield from _parts(prefix, experts.router, hidden, {f"{names.block}.{names.router}": count})
+    for kind, rows, columns in (
+        ("gate", intermediate, hidden),
+        ("up", intermediate, hidden),
+        ("down", hidden, intermediate),
+    ):
+        of_each = dict.fromkeys(names.of_each(kind, count), rows)
+        yield from _parts(prefix, getattr(experts, kind), columns, of_each)
 
 
 def _tensor(name: str, weight: Tensor) -> NamedWeight:
@@ -124,6 +162,11 @@ def matrix_names(config: ModelConfig) -> dict[str, list[str]]:
         attention, mlp = (f"model.layers.{index}.{part}." for part in ("self_attn", "mlp"))
         names[f"{index}.qkv"] = [f"{attention}{part}_proj.weight" for part in "qkv"]
         names[f"{index}.output"] = [f"{attention}o_proj.weight"]
+        if config.experts is not None and index in config.experts.layers:
+            for kind in ("gate", "up", "down"):
+                modules = expert_names(config.architecture).of_each(kind, config.experts.count)
+                names[f"{index}.experts_{kind}"] = [f"model.layers.{index}.{each}.weight" for each in modules]
+            continue
         names[f"{index}.gate_up"] = [f"{mlp}{part}_proj.weight" for part in ("gate", "up")]
         names[f"{index}.down"] = [f"{mlp}down_proj.weight"]
     return names

@@ -279,6 +279,7 @@ def device_bytes(config: ModelConfig, dtype: torch.dtype, capacity: Capacity, nu
     states = [State.empty(config, n, dtype, nowhere, scratch) for n in (capacity.tokens, capacity.decodes)]
     parts_of: tuple[Scratch | State, ...] = (scratch, *states)
     values = [getattr(part, field.name) for part in parts_of for field in fields(part)]
+    values += scratch.experts or ()
     taken = sum(value.nbytes for value in values if isinstance(value, Tensor))
     return taken + head + staggered + 4 * (parts + ints)
 

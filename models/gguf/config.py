@@ -6,13 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from neo_desktop.models.config import (
-    MAX_CONTEXT_TOKENS,
-    MAX_HEAD_DIM,
-    MAX_HEADS,
-    MAX_HIDDEN_SIZE,
-    MAX_INTERMEDIATE_SIZE,
-    MAX_LAYERS,
-    MAX_VOCAB_SIZE,
     GenerationDefaults,
     ModelConfig,
     check_heads,
@@ -22,6 +15,15 @@ from neo_desktop.models.gguf.container import GGUFFile
 from neo_desktop.models.gguf.tensors import ROPE_FACTORS, GGUFTensor
 from neo_desktop.models.gguf.vocabulary import Vocabulary
 from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelError
+from neo_desktop.models.limits import (
+    MAX_CONTEXT_TOKENS,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_HIDDEN_SIZE,
+    MAX_INTERMEDIATE_SIZE,
+    MAX_LAYERS,
+    MAX_VOCAB_SIZE,
+)
 from neo_desktop.models.rope import (
     FactorScaling,
     LinearScaling,

@@ -5,9 +5,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from neo_desktop.models.config import MAX_VOCAB_SIZE
 from neo_desktop.models.gguf.container import GGUFFile, NumberArray, StringArray
 from neo_desktop.models.json_file import JsonFile, ModelError
+from neo_desktop.models.limits import MAX_VOCAB_SIZE
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # types of tokens
 _PREFIX = "tokenizer.ggml."

@@ -16,6 +16,7 @@
 #include "neo_desktop/cpu.h"
 #include "neo_desktop/memory.h"
 #include "neo_desktop/operators.h"
+#include "neo_desktop/packed_experts.h"
 #include "neo_desktop/packed_layer.h"
 #include "neo_desktop/packed_linear.h"
 #include "neo_desktop/paged_attention.h"
@@ -176,6 +177,19 @@ LayerState layer_state(const std::array<Tensor, 10>& tensors) {
   return {views[0], views[1], views[2], views[3], views[4], views[5], views[6], views[7], views[8], views[9]};
 }
 
+PackedExperts experts_of(int64_t count, const Matrix& gate, const Matrix& up, const Matrix& down) {
+  return packed_experts(count, quantised_matrix(gate), quantised_matrix(up), quantised_matrix(down));
+}
+
+void multiply_experts_of(const PackedExperts& experts, const std::array<Tensor, 7>& tensors, int num_threads,
+                         const std::string& isa) {
+  constexpr const char* kNames[] = {"x", "ids", "weights", "gate_up", "gated", "products", "out"};
+  std::array<TensorView, 7> views;
+  for (size_t i = 0; i < views.size(); ++i) views[i] = view(kNames[i], tensors[i]);
+  multiply_experts(experts, {views[0], views[1], views[2], views[3], views[4], views[5], views[6]},
+                   num_threads, isa_from_name(isa));
+}
+
 bool pack_quantised(int type, uintptr_t stored, int64_t first, int64_t count, int64_t columns,
                     uintptr_t packed) {
   return pack_rows(stored_type(type), reinterpret_cast<const uint8_t*>(stored), first, count, columns,
@@ -268,6 +282,8 @@ PYBIND11_MODULE(_native, m) {
       [](const PackedLayer* finished, const PackedLayer* begun, const LayerState& state, int num_threads,
          const std::string& isa) { advance(finished, begun, state, num_threads, isa_from_name(isa)); },
       without_gil);
+  py::class_<PackedExperts>(m, "PackedExperts").def(py::init(&experts_of));
+  m.def("multiply_experts", &multiply_experts_of, without_gil);
   m.def("packed_linear", &multiply_quantised, without_gil);
   m.def("packed_bytes", [](int type, int64_t rows, int64_t columns) {
     return packed_bytes(stored_type(type), rows, columns);

@@ -36,6 +36,7 @@ constexpr Suite kSuites[] = {
     {"quantised products", test_quantised, 2},
     {"dense products", test_dense, 2},
     {"quantised layers", test_quantised_layer, 4},
+    {"experts", test_experts, 4},
 };
 
 }  // namespace

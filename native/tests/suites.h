@@ -42,6 +42,9 @@ void test_dense(Random& random, Report& report);
 // What lies between two layers is the same bits in one call and in single ones, with any number of threads.
 void test_quantised_layer(Random& random, Report& report);
 
+// What experts make of rows is the same bits as by single products, with any number of rows and threads.
+void test_experts(Random& random, Report& report);
+
 // The largest error that test_decode has seen, as a share of what it allows.
 double largest_decode_error();
 

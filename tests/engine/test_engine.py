@@ -101,8 +101,10 @@ def test_64_greedy_tokens_are_those_of_transformers_alone_and_batched(
         ("fastdecode", None, 2000, "num_double_iterations"),
     ],
 )
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
 def test_every_policy_and_memory_gives_the_same_tokens(
     checkpoints: dict[str, Path],
+    family: str,
     policy: str,
     gpu_cache_tokens: int | None,
     cpu_cache_tokens: int | None,
@@ -115,10 +117,10 @@ def test_every_policy_and_memory_gives_the_same_tokens(
     those for an imaginary machine, so that what is tested happens on any.
     """
     batch = prompts(8)
-    expected = [transformers_greedy(checkpoints["llama"], prompt, 64) for prompt in batch]
+    expected = [transformers_greedy(checkpoints[family], prompt, 64) for prompt in batch]
     with (
         Engine.from_pretrained(
-            checkpoints["llama"],
+            checkpoints[family],
             device="cpu",
             policy=policy,
             gpu_cache_tokens=gpu_cache_tokens,

@@ -18,6 +18,8 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+
 MakeCheckpoint = Callable[..., tuple[Path, Any]]
 
 
@@ -33,7 +35,9 @@ def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
         **settings: Any,
     ) -> tuple[Path, Any]:
         config_class = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
-        config = config_class(**SIZES | {"attn_implementation": "eager"} | settings)
+        config = config_class(
+            **SIZES | {"attn_implementation": "eager", "experts_implementation": "eager"} | settings
+        )
         model = getattr(transformers, architecture)(config).eval()
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():

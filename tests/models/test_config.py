@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from neo_desktop.models.config import GenerationDefaults, ModelConfig, ModelError
+from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.rope import Llama3Scaling, RopeConfig, YarnScaling
 
 BASE: dict[str, Any] = {
@@ -158,3 +159,60 @@ def test_a_missing_folder_or_file_is_named(tmp_path):
 def test_a_bad_generation_config_is_named(tmp_path):
     with pytest.raises(ModelError, match=r"generation_config\.json has 'temperature' = 'hot'"):
         read(tmp_path, generation={"temperature": "hot"})
+
+
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+}
+
+
+def test_experts_are_read_as_transformers_means_them(tmp_path):
+    experts = read(tmp_path, **MOE).experts
+    assert experts == ExpertsConfig(8, 2, 128, (0, 1, 2, 3), normalises=False)
+    for settings, layers in (
+        ({"mlp_only_layers": [1, 7], "norm_topk_prob": True}, (0, 2, 3)),
+        ({"decoder_sparse_step": 2}, (1, 3)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (1,)),
+    ):
+        found = read(tmp_path, **MOE | settings).experts
+        assert found is not None
+        assert found.layers == layers
+        assert found.normalises == ("norm_topk_prob" in settings)
+    for settings in ({"num_experts": 0}, {"decoder_sparse_step": 5}, {"mlp_only_layers": [0, 1, 2, 3]}):
+        assert read(tmp_path, **MOE | settings).experts is None
+    config = read(tmp_path, architectures=["MixtralForCausalLM"], intermediate_size=192)
+    assert config.experts == ExpertsConfig(8, 2, 192, (0, 1, 2, 3), normalises=True)
+    assert (config.rms_norm_eps, config.layer_windows) == (1e-5, (None,) * 4)
+
+
+def test_parameters_that_a_token_meets(tmp_path):
+    config = read(tmp_path, **MOE | {"mlp_only_layers": [0]})
+    of_one = 3 * 64 * 128
+    assert config.num_parameters - config.active_parameters == 3 * (8 - 2) * of_one
+    assert read(tmp_path).active_parameters == read(tmp_path).num_parameters
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_experts": 1025}, "'num_experts' = 1025"),
+        ({"num_experts": -1}, "'num_experts' = -1"),
+        ({"num_experts": 10**20}, "'num_experts' = 1000"),
+        ({"num_experts_per_tok": 9}, "8 experts, of which no token can take 9"),
+        ({"num_experts_per_tok": 0}, "'num_experts_per_tok' = 0"),
+        ({"moe_intermediate_size": 2**30}, "'moe_intermediate_size'"),
+        ({"moe_intermediate_size": None}, "lacks 'moe_intermediate_size'"),
+        ({"moe_intermediate_size": 96}, "experts of 96 numbers; .* multiples of 64"),
+        ({"hidden_size": 96}, "hidden states of 96 numbers"),
+        ({"decoder_sparse_step": 0}, "'decoder_sparse_step' = 0"),
+        ({"mlp_only_layers": 3}, "'mlp_only_layers'"),
+        ({"mlp_only_layers": [True]}, "'mlp_only_layers'"),
+        ({"norm_topk_prob": 1}, "'norm_topk_prob' = 1"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused(tmp_path, settings, message):
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, **MOE | settings)

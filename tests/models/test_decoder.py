@@ -16,7 +16,10 @@ from neo_desktop.models.stages import Scratch, Stages, State
 CPU = torch.device("cpu")
 NUM_TOKENS = 80
 
-LLAMA, MISTRAL, QWEN2, QWEN3 = (f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3"))
+LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE = (
+    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
+)
+EXPERTS = {"hidden_size": 64, "num_experts": 6}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -66,6 +69,34 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "mixtral": (MIXTRAL, {"hidden_size": 64, "intermediate_size": 128}),
+    "mixtral-window": (
+        MIXTRAL,
+        {"hidden_size": 64, "intermediate_size": 64, "sliding_window": 9, "num_experts_per_tok": 3},
+    ),
+    "qwen3-moe": (QWEN3_MOE, EXPERTS | {"moe_intermediate_size": 64, "num_experts_per_tok": 2}),
+    "qwen3-moe-normalised": (
+        QWEN3_MOE,
+        EXPERTS | {"moe_intermediate_size": 128, "num_experts_per_tok": 5, "norm_topk_prob": True},
+    ),
+    "qwen3-moe-few-layers": (
+        QWEN3_MOE,
+        EXPERTS | {"moe_intermediate_size": 64, "num_experts_per_tok": 1, "mlp_only_layers": [1]},
+    ),
+    "qwen3-moe-step": (
+        QWEN3_MOE,
+        EXPERTS | {"moe_intermediate_size": 64, "num_experts_per_tok": 6, "decoder_sparse_step": 2},
+    ),
+    "qwen3-moe-window": (
+        QWEN3_MOE,
+        EXPERTS
+        | {
+            "moe_intermediate_size": 64,
+            "num_experts_per_tok": 2,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+        },
+    ),
     "qwen3": (QWEN3, {"head_dim": 16}),
     "qwen3-tied": (QWEN3, {"head_dim": 32, "tie_word_embeddings": True}),
     "qwen3-biases": (QWEN3, {"head_dim": 16, "attention_bias": True}),
@@ -107,7 +138,7 @@ def test_logits_agree_with_transformers(variant, make_checkpoint):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("variant", ["llama3-rope", "qwen2", "qwen3"])
+@pytest.mark.parametrize("variant", ["llama3-rope", "qwen2", "qwen3", "qwen3-moe", "mixtral"])
 def test_16_bit_logits_are_as_exact_as_those_of_transformers(variant, dtype, make_checkpoint):
     architecture, settings = VARIANTS[variant]
     path, reference = make_checkpoint(architecture, dtype=dtype, **settings)
@@ -120,7 +151,9 @@ def test_16_bit_logits_are_as_exact_as_those_of_transformers(variant, dtype, mak
         exact = reference.double()(token_ids[None]).logits[0]
     ours = logits_of_all(load_model(open_checkpoint(path), config, dtype=dtype, device=CPU), token_ids)
 
-    assert (ours - exact).square().mean() <= 1.5 * (theirs - exact).square().mean()
+    # The median of the tokens: one whose experts were a near thing may take others.
+    errors, of_theirs = ((logits - exact).square().mean(1).median() for logits in (ours, theirs))
+    assert errors <= 1.5 * of_theirs
 
 
 def test_tokens_of_a_sub_batch_do_not_influence_each_other():

@@ -71,6 +71,29 @@ def test_absurd_and_inconsistent_numbers_are_refused(folder: Path, changes: dict
     assert len(str(error.value)) < 1000
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_local_experts": 1024},
+        {"num_local_experts": 7},
+        {"moe_intermediate_size": 128},
+        {"moe_intermediate_size": 2**20},
+        {"mlp_only_layers": []},
+        {"mlp_only_layers": [0, 1, 2]},
+        {"decoder_sparse_step": 3},
+        {"num_experts_per_tok": 9},
+        {"architectures": ["Qwen3ForCausalLM"]},
+        {"architectures": ["MixtralForCausalLM"]},
+    ],
+)
+def test_experts_that_the_weights_do_not_have_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = save_checkpoint(tmp_path / "model", "qwen3-moe")
+    edit_json(folder / "config.json", **changes)
+    with pytest.raises(ModelError) as error:
+        Engine.from_pretrained(folder, device="cpu")
+    assert len(str(error.value)) < 1000
+
+
 def test_a_long_context_costs_nothing_in_itself(folder: Path) -> None:
     edit_json(
         folder / "config.json",

@@ -9,12 +9,16 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB_SIZE = 320
@@ -57,6 +61,18 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type, dict[str, object]]] = {
     "mistral-window": (MistralForCausalLM, MistralConfig, {"sliding_window": 40}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
+    "mixtral": (MixtralForCausalLM, MixtralConfig, {"intermediate_size": 128, "num_local_experts": 4}),
+    "qwen3-moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    ),
 }
 FAMILIES = tuple(_FAMILIES)
 

@@ -18,6 +18,7 @@ import torch
 from neo_desktop.native import _native
 from neo_desktop.native._native import (
     LayerState,
+    PackedExperts,
     PackedLayer,
     available_isas,
     bind_threads,
@@ -33,6 +34,7 @@ __all__ = [
     "STORED_TYPES",
     "LayerState",
     "Matrix",
+    "PackedExperts",
     "PackedLayer",
     "add_rms_norm",
     "advance",
@@ -47,10 +49,12 @@ __all__ = [
     "follow_isa",
     "interleave_numa_nodes",
     "layer_state",
+    "multiply_experts",
     "num_threads_beside_gpu",
     "num_usable_cpus",
     "pack_quantised",
     "packed_bytes",
+    "packed_experts",
     "packed_layer",
     "packed_linear",
     "paged_attention_decode",
@@ -434,20 +438,21 @@ def packed_layer(
         eps: of the norms.
     """
 
-    def seen(matrix: Matrix) -> tuple[Sequence[tuple[int, int, int, int]], _View | None]:
-        parts, bias = matrix
-        return parts, None if bias is None else view_of("bias", bias)
-
     return PackedLayer(
         view_of("input_norm", input_norm),
-        seen(qkv),
+        _seen(qkv),
         None if qk_norm is None else view_of("qk_norm", qk_norm),
-        seen(output),
+        _seen(output),
         view_of("post_attention_norm", post_attention_norm),
-        seen(gate_up),
-        seen(down),
+        _seen(gate_up),
+        _seen(down),
         eps,
     )
+
+
+def _seen(matrix: Matrix) -> tuple[Sequence[tuple[int, int, int, int]], "_View | None"]:
+    parts, bias = matrix
+    return parts, None if bias is None else view_of("bias", bias)
 
 
 def layer_state(
@@ -503,6 +508,65 @@ def advance(
         ValueError: shapes or dtypes do not fit together; nothing was written.
     """
     _native.advance(finished, begun, state, num_threads, isa or default_isa())
+
+
+def packed_experts(count: int, gate: Matrix, up: Matrix, down: Matrix) -> PackedExperts:
+    """Return what `multiply_experts` takes for a layer's feed-forward networks; it owns none of the memory.
+
+    Args:
+        count: of experts.
+        gate: [count * intermediate, hidden], one expert after the other; up likewise.
+        up: see gate.
+        down: [count * hidden, intermediate]
+
+    Raises:
+        ValueError: an expert's rows are no multiple of 16, or lie in two parts; or gates and ups are of
+            different float types.
+    """
+    return PackedExperts(count, _seen(gate), _seen(up), _seen(down))
+
+
+def multiply_experts(
+    experts: PackedExperts,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    gated: torch.Tensor,
+    products: torch.Tensor,
+    out: torch.Tensor,
+    num_threads: int = 0,
+    *,
+    isa: str | None = None,
+) -> None:
+    """Put the weighted sum of what a row's experts make of it into its row of `out`.
+
+    Each expert's weights are read once, whatever the number of rows. Products are those of `packed_linear`,
+    sums over a row's experts are fp32, in the order of its ids. A row's result depends neither on other rows
+    nor on threads.
+
+    Args:
+        experts: see `packed_experts`.
+        x: [n, hidden], fp32, fp16 or bf16; may be strided in n.
+        ids: [n, k] int32, contiguous: which experts.
+        weights: [n, k] fp32: of their results.
+        gate_up: [n * k, 2 * intermediate] of x's dtype, with any content, likewise the next two.
+        gated: [n * k, intermediate]
+        products: [n * k, hidden]
+        out: [n, hidden] of x's dtype.
+        num_threads: 0 means `default_num_threads()`.
+        isa: as in `paged_attention_decode`.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape, stride or value is wrong; nothing was written.
+    """
+    tensors = (x, ids, weights, gate_up, gated, products, out)
+    _native.multiply_experts(
+        experts,
+        [view_of("a tensor of experts", tensor) for tensor in tensors],
+        num_threads,
+        isa or default_isa(),
+    )
 
 
 def packed_bytes(stored_type: str, rows: int, columns: int) -> int:

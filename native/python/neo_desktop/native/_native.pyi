@@ -107,6 +107,13 @@ def advance(
     isa: str,
     /,
 ) -> None: ...
+
+class PackedExperts:
+    def __init__(self, count: int, gate: Matrix, up: Matrix, down: Matrix, /) -> None: ...
+
+def multiply_experts(
+    experts: PackedExperts, tensors: Sequence[Tensor], num_threads: int, isa: str, /
+) -> None: ...
 def packed_linear(
     x: Tensor,
     parts: Sequence[tuple[int, int, int, int]],

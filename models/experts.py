@@ -1,0 +1,173 @@
+"""Mixtures of experts: which of them a token takes, and what they make of it.
+
+On a CPU with packed weights that is one native call, for which rows are grouped by expert. Elsewhere
+operators of torch do it without reading back which experts were chosen, so that CUDA graphs can hold it.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from neo_desktop import native
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.decoder import Decoder, Experts
+from neo_desktop.models.experts_config import ExpertsConfig
+from neo_desktop.models.linear.packed import PackedMatrix
+from neo_desktop.models.linear.plain import Plain
+from neo_desktop.models.linear.protocol import Linear
+
+ROWS_AT_ONCE = 1024  # enough that most experts have many; the room that they need is bounded
+
+
+class ExpertScratch(NamedTuple):
+    """Memory for what experts make of some rows: `pairs` of rows and their experts, at most."""
+
+    logits: Tensor  # [rows, experts]
+    gate_up: Tensor  # [pairs, 2 * intermediate]
+    gated: Tensor  # [pairs, intermediate]
+    products: Tensor  # [pairs, hidden]
+
+    per_token: int
+
+    @classmethod
+    def empty(
+        cls, config: ModelConfig, rows: int, dtype: torch.dtype, device: torch.device
+    ) -> "ExpertScratch | None":
+        """Return room for so many rows, with any content; None for a model without experts."""
+        experts = config.experts
+        if experts is None:
+            return None
+        pairs, of_each = min(rows, ROWS_AT_ONCE) * experts.per_token, experts.intermediate_size
+
+        def room(rows: int, columns: int) -> Tensor:
+            return torch.empty(rows, columns, dtype=dtype, device=device)
+
+        return cls(
+            room(rows, experts.count),
+            room(pairs, 2 * of_each),
+            room(pairs, of_each),
+            room(pairs, config.hidden_size),
+            experts.per_token,
+        )
+
+    def first(self, rows: int) -> "ExpertScratch":
+        """Return views for the first rows."""
+        pairs = min(rows, ROWS_AT_ONCE) * self.per_token
+        gate_up, gated, products = (each[:pairs] for each in (self.gate_up, self.gated, self.products))
+        return ExpertScratch(self.logits[:rows], gate_up, gated, products, self.per_token)
+
+
+class Products(Protocol):
+    """What the experts of a layer compute."""
+
+    def multiply(self, x: Tensor, ids: Tensor, weights: Tensor, room: ExpertScratch, out: Tensor) -> None:
+        """Put the weighted sum of what each row's experts make of it into its row of `out`.
+
+        Args:
+            x: [n, hidden], n at most `ROWS_AT_ONCE`.
+            ids: [n, k] int32: which experts.
+            weights: [n, k] float32: of their results.
+            room: of n rows.
+            out: [n, hidden], not x.
+        """
+
+
+class Mixture:
+    """A layer's experts, and the choice among them."""
+
+    def __init__(self, weights: Experts, config: ExpertsConfig) -> None:
+        self._router, self._config = weights.router, config
+        self._products = _products(weights, config)
+
+    def apply(self, x: Tensor, room: ExpertScratch, out: Tensor) -> None:
+        """Put what the network makes of x `[n, hidden]` into `out` `[n, hidden]`, which is not x."""
+        logits = self._router.multiply(x, room.logits)
+        ids, weights = choose(logits, self._config)
+        for first in range(0, len(x), ROWS_AT_ONCE):
+            rows = slice(first, first + ROWS_AT_ONCE)
+            of_rows = room.first(len(x[rows]))
+            self._products.multiply(x[rows], ids[rows], weights[rows], of_rows, out[rows])
+
+
+def mixtures(decoder: Decoder) -> dict[int, Mixture]:
+    """Return `layer -> its experts`, of the layers that have some."""
+    config, layers = decoder.config.experts, enumerate(decoder.layers)
+    if config is None:
+        return {}
+    return {index: Mixture(layer.mlp, config) for index, layer in layers if isinstance(layer.mlp, Experts)}
+
+
+def choose(logits: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
+    """Return the experts of each row, int32, and the weights of their results, float32; both `[n, k]`.
+
+    Args:
+        logits: [n, experts], of the router.
+        config: of the experts.
+    """
+    scores = logits.float()
+    if config.normalises:  # a softmax over the chosen ones alone is the same
+        scores, ids = scores.topk(config.per_token)
+        return ids.int(), scores.softmax(-1)
+    weights, ids = scores.softmax(-1).topk(config.per_token)
+    return ids.int(), weights
+
+
+def _products(weights: Experts, config: ExpertsConfig) -> Products:
+    gate, up, down = weights.gate, weights.up, weights.down
+    if isinstance(gate, PackedMatrix) and isinstance(up, PackedMatrix) and isinstance(down, PackedMatrix):
+        return _Native(native.packed_experts(config.count, gate.native, up.native, down.native))
+    return _InTorch(weights, config)
+
+
+class _Native:
+    def __init__(self, experts: native.PackedExperts) -> None:
+        self._experts = experts
+
+    def multiply(self, x: Tensor, ids: Tensor, weights: Tensor, room: ExpertScratch, out: Tensor) -> None:
+        """See `Products`."""
+        native.multiply_experts(self._experts, x, ids, weights, room.gate_up, room.gated, room.products, out)
+
+
+class _InTorch:
+    """For any form and device. Few rows meet their experts, of more all meet all."""
+
+    def __init__(self, weights: Experts, config: ExpertsConfig) -> None:
+        self._weights, self._count = weights, config.count
+
+    def multiply(self, x: Tensor, ids: Tensor, weights: Tensor, room: ExpertScratch, out: Tensor) -> None:
+        """See `Products`."""
+        each = self._weights
+        if ids.numel() < self._count // 2:
+            for row in range(len(x)):
+                total = torch.zeros_like(x[row], dtype=torch.float32)
+                for slot in range(ids.shape[1]):
+                    made = self._network(each, ids[row, slot : slot + 1], x[row : row + 1])
+                    total += made[0] * weights[row, slot]
+                out[row].copy_(total)
+            return
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for expert in range(self._count):
+            is_chosen = ids == expert
+            share = torch.where(is_chosen, weights, 0).sum(1, keepdim=True)
+            made = self._network(each, expert, x)
+            # What an expert makes of others' rows may be infinite.
+            total += torch.where(is_chosen.any(1, keepdim=True), made * share, 0)
+        out.copy_(total)
+
+    def _network(self, each: Experts, expert: int | Tensor, x: Tensor) -> Tensor:
+        gate, up = (linear(x, *self._of(matrix, expert)) for matrix in (each.gate, each.up))
+        return linear(silu(gate) * up, *self._of(each.down, expert))
+
+    def _of(self, matrix: Linear, expert: int | Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return an expert's weight and bias; its number may lie on the device, [1] int32."""
+        weight = matrix.weight if isinstance(matrix, Plain) else matrix.dense()
+        parts = [weight, matrix.bias]
+        found = [None if part is None else self._at(part, expert) for part in parts]
+        assert found[0] is not None
+        return found[0], found[1]
+
+    def _at(self, stacked: Tensor, expert: int | Tensor) -> Tensor:
+        of_each = stacked.view(self._count, -1, *stacked.shape[1:])
+        return of_each[expert] if isinstance(expert, int) else of_each.index_select(0, expert)[0]

@@ -1,0 +1,38 @@
+"""The sizes of a mixture of experts."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from neo_desktop.models.json_file import ModelError
+
+MAX_EXPERTS = 2**10
+EXPERT_UNIT = 64  # rows of experts' matrices are multiples of it: each begins at a whole tile, in any form
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Feed-forward networks of layers that have several, of which each token takes some."""
+
+    count: int
+    per_token: int
+    intermediate_size: int  # of one of them
+    layers: tuple[int, ...]  # that have them; the others have a network for all tokens
+    # Whether the weights of those that a token takes sum to 1; else they are their share of all experts'.
+    normalises: bool = True
+    router_bias: bool = False
+    bias: bool = False
+
+
+def check_experts(path: Path, experts: ExpertsConfig, hidden_size: int) -> None:
+    """Raise ModelError for experts that cannot be computed."""
+    if experts.per_token > experts.count:
+        raise ModelError(
+            f"{path} has {experts.count} experts, of which no token can take {experts.per_token}: "
+            "correct the file."
+        )
+    for size, what in ((hidden_size, "hidden states"), (experts.intermediate_size, "experts")):
+        if size % EXPERT_UNIT:
+            raise ModelError(
+                f"{path} has {what} of {size} numbers; with a mixture of experts only multiples of "
+                f"{EXPERT_UNIT} are supported."
+            )

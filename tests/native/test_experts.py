@@ -1,0 +1,151 @@
+"""What experts make of rows, in one native call, against float64."""
+
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import silu
+
+from neo_desktop import native
+from neo_desktop.models.linear.tiles import Tiles
+
+DTYPES = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+class Layer(NamedTuple):
+    """Some experts, and the same as floats."""
+
+    packed: native.PackedExperts
+    matrices: list[Tensor]  # gate, up and down [experts, out, in], of the dtype
+    biases: list[Tensor]
+    kept: list[Tiles]  # what `packed` refers to
+
+
+def layer(experts: int, hidden: int, intermediate: int, dtype: torch.dtype, seed: int = 0) -> Layer:
+    generator = torch.Generator().manual_seed(seed)
+    kept, matrices, biases = [], [], []
+    for rows, columns in ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate)):
+        weight = torch.randn(experts * rows, columns, generator=generator) / columns**0.5
+        bias = torch.randn(experts * rows, generator=generator).to(dtype)
+        tiles = Tiles(experts * rows, columns, bias, dtype)
+        tiles.load(0, weight)
+        kept.append(tiles)
+        matrices.append(weight.to(dtype).view(experts, rows, columns))
+        biases.append(bias.view(experts, rows))
+    packed = native.packed_experts(experts, *(tiles.native for tiles in kept))
+    return Layer(packed, matrices, biases, kept)
+
+
+def given_rows(n: int, k: int, experts: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(n, hidden, generator=generator).to(dtype)
+    ids = torch.rand(n, experts, generator=generator).argsort(1)[:, :k].int().contiguous()
+    return x, ids, torch.rand(n, k, generator=generator)
+
+
+def multiply(of: Layer, x: Tensor, ids: Tensor, weights: Tensor, **how: object) -> Tensor:
+    pairs, intermediate = ids.numel(), of.matrices[0].shape[1]
+    room = [x.new_full((pairs, width), torch.nan) for width in (2 * intermediate, intermediate, x.shape[1])]
+    out = torch.full(x.shape, torch.nan, dtype=x.dtype)
+    native.multiply_experts(of.packed, x, ids, weights, *room, out, **how)  # type: ignore[arg-type]
+    return out
+
+
+def exact(of: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    gate, up, down = (
+        [(matrix[e].double(), bias[e].double()) for e in range(len(matrix))]
+        for matrix, bias in zip(of.matrices, of.biases, strict=True)
+    )
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for row, slot in product(range(len(x)), range(ids.shape[1])):
+        e, one = int(ids[row, slot]), x[row].double()
+        gated = silu(gate[e][0] @ one + gate[e][1]) * (up[e][0] @ one + up[e][1])
+        out[row] += weights[row, slot].double() * (down[e][0] @ gated + down[e][1])
+    return out
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n=st.integers(1, 40),
+    experts=st.integers(1, 9),
+    sizes=st.tuples(st.sampled_from([16, 32, 112, 1040]), st.sampled_from([16, 48, 208])),
+    dtype=st.sampled_from(list(DTYPES)),
+    data=st.data(),
+)
+def test_sums_are_those_of_float64_and_rows_do_not_know_of_each_other(
+    n: int, experts: int, sizes: tuple[int, int], dtype: torch.dtype, data: st.DataObject
+) -> None:
+    k = data.draw(st.integers(1, experts))
+    of = layer(experts, *sizes, dtype)
+    x, ids, weights = given_rows(n, k, experts, sizes[0], dtype)
+    expected, allowed = exact(of, x, ids, weights), DTYPES[dtype]
+    for isa in native.available_isas():
+        found = multiply(of, x, ids, weights, isa=isa, num_threads=1)
+        torch.testing.assert_close(found.double(), expected, rtol=allowed, atol=allowed * k)
+        assert torch.equal(multiply(of, x, ids, weights, isa=isa, num_threads=3), found)
+        row = data.draw(st.integers(0, n - 1))
+        one = slice(row, row + 1)
+        assert torch.equal(multiply(of, x[one], ids[one], weights[one], isa=isa), found[one])
+
+
+def test_rows_may_be_strided_none_and_all_of_one_expert() -> None:
+    of = layer(4, 32, 16, torch.float32)
+    x, ids, weights = given_rows(6, 2, 4, 32, torch.float32)
+    wide = torch.cat((x, x), 1)
+    assert torch.equal(multiply(of, wide[:, :32], ids, weights), multiply(of, x, ids, weights))
+    assert multiply(of, x[:0], ids[:0], weights[:0]).shape == (0, 32)
+    alike = torch.full_like(ids, 3)
+    torch.testing.assert_close(
+        multiply(of, x, alike, weights).double(), exact(of, x, alike, weights), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_what_is_not_finite_stays_with_its_row() -> None:
+    of = layer(4, 32, 16, torch.float32)
+    x, ids, weights = given_rows(6, 2, 4, 32, torch.float32)
+    expected = multiply(of, x, ids, weights)
+    x[2, 3] = torch.nan
+    found = multiply(of, x, ids, weights)
+    assert found[2].isnan().all()
+    others = [row for row in range(6) if row != 2]
+    assert torch.equal(found[others], expected[others])
+
+
+@pytest.mark.parametrize(
+    ("position", "change", "complaint"),
+    [
+        (0, lambda t: t[:, :24], r"has shape"),
+        (0, lambda t: t.double(), "dtype"),
+        (1, lambda t: t.long(), "dtype int64; expected int32"),
+        (1, lambda t: t.fill_(4), "ids has 4; there are 4 experts"),
+        (1, lambda t: t.fill_(-1), "ids has -1"),
+        (1, lambda t: t[:3], "has shape"),
+        (2, lambda t: t.half(), "dtype"),
+        (2, lambda t: t[:, :1], "has shape"),
+        (3, lambda t: t[:, :16], "has shape"),
+        (4, lambda t: t[:3], "has shape"),
+        (5, lambda t: t.half(), "dtype"),
+        (6, lambda t: t[:1].expand(6, 32), "expanded"),
+    ],
+)
+def test_wrong_arguments_are_refused(position: int, change: object, complaint: str) -> None:
+    of = layer(4, 32, 16, torch.float32)
+    x, ids, weights = given_rows(6, 2, 4, 32, torch.float32)
+    tensors = [x, ids, weights, *(torch.empty(12, width) for width in (32, 16, 32)), torch.zeros(6, 32)]
+    tensors[position] = change(tensors[position].clone())  # type: ignore[operator]
+    with pytest.raises(ValueError, match=complaint):
+        native.multiply_experts(of.packed, *tensors)
+
+
+def test_matrices_that_cannot_be_divided_among_experts_are_refused() -> None:
+    (gate, up, down), half = layer(4, 32, 16, torch.float32).kept, layer(4, 32, 16, torch.float16).kept
+    with pytest.raises(ValueError, match="64 rows cannot be those of 3 experts"):
+        native.packed_experts(3, gate.native, up.native, down.native)
+    with pytest.raises(ValueError, match="cannot be those of 8 experts"):
+        native.packed_experts(8, gate.native, up.native, down.native)
+    with pytest.raises(ValueError, match="different forms"):
+        native.packed_experts(4, gate.native, half[1].native, down.native)
