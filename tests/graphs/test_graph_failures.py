@@ -1,14 +1,13 @@
 """Whatever fails in an iteration on a GPU is told, worked around, or ends the engine; nothing is lost."""
 
 import threading
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
 import torch
 from graph_case import contexts, decodes, make_executor, prompts
-from imitated_streams import ImitatedBackend, Operation
+from imitated_streams import ImitatedBackend, StallingBackend
 from ladder_rungs import Rungs
 from pipeline_case import check_result, tiny_model
 
@@ -112,17 +111,7 @@ def test_without_memory_and_graphs_whoever_plans_is_told(model: Decoder) -> None
 def test_an_iteration_that_stands_still_is_done_again_without_flags(
     model: Decoder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Stalling(ImitatedBackend):
-        is_stalling = False
-
-        def enqueue(self, operations: Sequence[Operation]) -> None:
-            """The GPU never comes to hand the second layer over; whoever waits for flags goes on."""
-            raised = [o for o in operations if o.flag is not None and not o.is_wait]
-            for lost in raised[1:2] if self.is_stalling else ():
-                lost.work = lambda: None
-            super().enqueue(operations)
-
-    backend = Stalling()
+    backend = StallingBackend()
     executor, _ = make_executor(model, backend=backend, patience=Patience(1.0, 0.0))
     executor.execute(prompts("ac"))
     backend.is_stalling = True

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from graph_case import BLOCK_SIZE, GREEDY, NUM_BLOCKS, make_executor, prompts
-from imitated_streams import ImitatedBackend, Operation
+from imitated_streams import ImitatedBackend, Operation, StallingBackend
 from ladder_rungs import Rungs
 from pipeline_case import check_result, make_storage, tiny_model
 from staggered_case import Conveyor, StaggeredIterations
@@ -160,16 +160,7 @@ def test_a_turn_that_is_done_again_finds_what_the_last_one_left(
 def test_a_cohort_that_is_never_handed_over_is_told_and_done_again(
     model: Decoder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Stalling(ImitatedBackend):
-        is_stalling = False
-
-        def enqueue(self, operations: Sequence[Operation]) -> None:
-            raised = [o for o in operations if o.flag is not None and not o.is_wait]
-            for lost in raised[1:2] if self.is_stalling else ():
-                lost.work = lambda: None
-            super().enqueue(operations)
-
-    backend = Stalling()
+    backend = StallingBackend()
     executor, _ = make_executor(model, backend=backend, patience=Patience(1.0, 0.0))
     executor.execute(prompts("abcde"))
     for turn, (plan, context) in enumerate(Conveyor(model.config.num_layers).turns(10)):
