@@ -155,8 +155,9 @@ class Engine:
         decoder, limits, storage = parts.model.decoder, parts.limits, parts.storage
         streams = parts.model.streams
         kv_cache = KVCache(parts.num_blocks, BLOCK_SIZE)
-        # With a single place to live there is nothing to predict.
-        if cost_model is None and chosen_policy.needs_predictions and all(parts.num_blocks.values()):
+        # With a single place to live nothing has to be predicted; but weights in host memory are divided.
+        predicts = chosen_policy.needs_predictions and all(parts.num_blocks.values())
+        if cost_model is None and (predicts or decoder.has_splits):
             cost_model = load_or_profile(decoder, storage, limits, progress, streams=streams)
         # Without a trace, single iterations are recorded for those who look.
         timeline = timeline or Timeline(max_spans=0, is_continuous=False)

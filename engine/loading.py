@@ -2,26 +2,31 @@
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import neo_desktop.models
+from neo_desktop.engine.cuda.pinned import pinned_bytes
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kernels.toolchain import limit_kernels
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.options import BUILTIN, EngineOptions
-from neo_desktop.engine.profiling.budget import MemoryCaps, check_weights_fit
+from neo_desktop.engine.predict.weight_plan import host_form
 from neo_desktop.engine.profiling.hardware import host_memory
+from neo_desktop.engine.profiling.rates import measured_rates
+from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.engine.progress import Progress
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.split import SplitForm
 from neo_desktop.models.registry import check_model, load_model, random_model
 from neo_desktop.models.shapes import shape as published_shape
 from neo_desktop.models.stored_form import StoredForm, stored_form
@@ -59,13 +64,12 @@ def load(options: EngineOptions, progress: Progress | None = None) -> LoadedMode
     progress(0.0, LOADING)
     device = choose_device(options.device)
     streams = open_streams(device, options.gpu_slice)
-    caps = MemoryCaps.of(options)
     if options.shape is not None:
         config = published_shape(options.shape)
         dtype = choose_dtype(options.dtype, config, device)
-        check_weights_fit(config, dtype, device, caps)
         with streams.on_device():
-            decoder = random_model(config, dtype=dtype, device=device)
+            form = placed_form(DENSE, config, dtype, device, options)
+            decoder = random_model(config, dtype=dtype, device=device, form=form)
         return LoadedModel(f"{options.shape} (random weights)", config, decoder, ByteTokenizer(), streams)
 
     started_s = time.perf_counter()
@@ -76,17 +80,39 @@ def load(options: EngineOptions, progress: Progress | None = None) -> LoadedMode
     tokenizer = checkpoint.tokenizer()
     form = kept_form(stored_form(weights, config), options, device)
     dtype = choose_dtype(asked_dtype(options), config, device, form=form)
-    check_weights_fit(config, dtype, device, caps, form=form)
 
     def loaded(done_bytes: int, total_bytes: int) -> None:
         progress(done_bytes / max(total_bytes, 1), LOADING)
 
     with streams.on_device():
+        form = placed_form(form, config, dtype, device, options)
         decoder = load_model(checkpoint, config, dtype=dtype, device=device, progress=loaded, form=form)
     name = BUILTIN_NAME if options.model == BUILTIN else checkpoint.name
     seconds, gb = time.perf_counter() - started_s, weights.nbytes / 1e9
     logger.info("%s: loaded in %.2f s, %.2f GB of files, %.2f GB/s", name, seconds, gb, gb / seconds)
     return LoadedModel(name, config, decoder, tokenizer, streams)
+
+
+def placed_form(
+    form: LinearForm, config: ModelConfig, dtype: torch.dtype, device: torch.device, options: EngineOptions
+) -> LinearForm:
+    """Return a form of matrices of which those that find no room on the device lie in host memory.
+
+    Raises:
+        MemoryError: the weights do not fit, not even together.
+    """
+    plan = plan_memory(config, form, dtype, device, options, partial(measured_rates, device, dtype))
+    if plan is None:
+        return form
+    logger.info(
+        "weights: %.2f GB on the device, %.2f GB in host memory, computed by the CPU and the device together",
+        plan.gpu_bytes / 1e9,
+        plan.host_bytes / 1e9,
+    )
+    of_host = host_form(form)
+    if device.type == "cuda":
+        of_host = replace(of_host, room=pinned_bytes)
+    return SplitForm(form, of_host, plan.resident_rows)
 
 
 def model_path(model: str | Path) -> Path:

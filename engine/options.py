@@ -114,7 +114,7 @@ class EngineOptions:
         Option(
             flag="--gpu-weights",
             metavar="GIB",
-            least=0.001,
+            least=0.0001,
             help="The most GPU memory for weights: what is beyond it lives in host memory, and CPU and GPU "
             "compute it together. Default: all of them where they fit beside KV, else what is predicted to "
             "be fastest.",

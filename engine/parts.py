@@ -93,7 +93,7 @@ def take_memory(
         MemoryCaps.of(options),
         cpu_cache_dtype,
         free,
-        decoder.nbytes,
+        decoder.memory()[decoder.device],
     )
     num_blocks = {place: fitting[place] for place in places}
     if not any(num_blocks.values()):

@@ -13,6 +13,8 @@ from torch import Tensor
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import Linear, LinearForm
+from neo_desktop.models.linear.shares import UNMEASURED
+from neo_desktop.models.linear.split import Split
 
 
 @dataclass(slots=True)
@@ -115,6 +117,7 @@ class Decoder:
             self.lm_head = form.tied(self.embedding)
         else:
             self.lm_head = self.embedding
+        self.streamed_shares = UNMEASURED  # of split matrices; replaced once it is measured
         self.inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
 
     def memory(self) -> dict[torch.device, int]:
@@ -145,6 +148,11 @@ class Decoder:
     def nbytes(self) -> int:
         """Bytes that the weights take."""
         return sum(self.memory().values())
+
+    @property
+    def has_splits(self) -> bool:
+        """Whether a part of some matrices lies in host memory, beside the device's."""
+        return any(isinstance(linear, Split) for linear in self.linears())
 
     def linears(self) -> Iterator[Linear]:
         """Yield all matrices that are multiplied with: those of the layers, and the head."""

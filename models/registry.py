@@ -50,9 +50,16 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> Weights:
     return weights
 
 
-def random_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Decoder:
+def random_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    form: LinearForm = DENSE,
+) -> Decoder:
     """A decoder with norms of one and all else from normal(0, 0.02), the same for a seed and device."""
-    decoder = Decoder(config, dtype=dtype, device=device)
+    decoder = Decoder(config, dtype=dtype, device=device, form=form)
     generator = torch.Generator(device).manual_seed(seed)
     for weight in named_weights(decoder):
         values = torch.ones(weight.shape, dtype=dtype, device=device)

@@ -204,15 +204,16 @@ class StreamBackend:
         self._used = self._lanes[with_flags]
         self._has_failed = False
         self._fork()
-        key, spans = program.key, []
-        is_graph = with_graphs and key in self._seen
+        key, spans, parts = program.key, [], program.parts()
+        is_new = key not in self._seen
+        is_graph = with_graphs and not is_new and any(part.is_fixed for part in parts)
         if with_graphs:
             self._seen.add(key)
         if is_graph and key not in self._graphs and len(self._graphs) >= MAX_GRAPHS:
             self.forget()
         graphs = self._graphs.setdefault(key, {}) if is_graph else {}
-        is_new = not graphs
-        for number, part in enumerate(program.parts()):
+        is_new = is_new or (is_graph and not graphs)
+        for number, part in enumerate(parts):
             if not (is_graph and part.is_fixed):
                 part(self._used)
                 continue

@@ -107,6 +107,7 @@ class ProgramBuilder:
         if memory.table is not None:
             self._find_tokens(memory, members, rows_of_tokens)
         rows, inputs, places = memory.rows, memory.inputs, self._storage.places
+        split, num_layers = self._workspace.split, self._model.config.num_layers
         hand_offs, decodes, first = [], [], 0
         for index, place in enumerate(places):
             count = rows.decodes[index]
@@ -137,6 +138,7 @@ class ProgramBuilder:
             self._prompts(memory, members),
             partial(self._store, memory),
             last_rows,
+            None if split is None else split.of_rows(memory.index, rows.count, range(num_layers)),
             self._staggered(memory, members) if members.staggered else None,
         )
 

@@ -1,4 +1,5 @@
-"""The CPU's part in an iteration: attention over KV in host memory, and rows in and out of its pages.
+"""The CPU's part in an iteration: attention over KV in host memory, products with weights there, and rows of
+KV in and out of pages.
 
 Where there is a GPU, relays carry it out: native threads that are told by flags, so that neither Python nor a
 thread that launches work stands between the GPU and the CPU.
@@ -13,6 +14,7 @@ from functools import partial
 from torch import Tensor
 
 from neo_desktop.engine.execute.lane import HostStep, Lane
+from neo_desktop.engine.execute.split_products import HostProduct
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.execute.transfers import HostTransfer
 from neo_desktop.engine.execute.workspace import HandOver
@@ -41,7 +43,7 @@ class HostBatch:
     hand_over: HandOver  # with room for padding
     block_tables: Tensor  # [decodes, max_blocks] int32
     context_lens: Tensor  # [decodes] int32
-    attention_ns: int = 0  # how long a thread attended, in all layers
+    busy_ns: int = 0  # how long the CPU attended, in all layers
 
     @property
     def arguments(self) -> RelayBatch:
@@ -64,6 +66,11 @@ class HostBatch:
     def is_staggered(self) -> bool:
         """Whether each of its decodes is in a layer of its own."""
         return self.context_lens.dim() > 1
+
+    @property
+    def flags(self) -> Tensor:
+        """See `native.relay.empty_flags`."""
+        return self.hand_over.flags
 
     def stage(self, layer: int) -> Stage:
         """Return what is to be done in a layer, for people."""
@@ -92,7 +99,7 @@ class HostBatch:
             config.attention_scale,
             config.layer_windows[layer],
         )
-        self.attention_ns += time.perf_counter_ns() - started_ns
+        self.busy_ns += time.perf_counter_ns() - started_ns
 
 
 class Relays:
@@ -104,8 +111,8 @@ class Relays:
     """
 
     def __init__(self, config: ModelConfig, storage: KVStorage) -> None:
-        self._attention: dict[Place, Relay] = {}
         self._transfers: dict[KVPool, Relay] = {}
+        computing: Relay | None = None  # that attends and multiplies
         for place in storage.places:
             pool = storage[place]
             if not place.in_host_memory:
@@ -118,31 +125,31 @@ class Relays:
             make = partial(Relay, layers, block_size=pool.block_size, scale=config.attention_scale)
             self._transfers[pool] = make()
             if place.host_attends:
-                self._attention[place] = make()
-        self._batches: dict[Place, list[HostBatch]] = {}
+                computing = make()
+        self._computing = computing or Relay((), num_layers=config.num_layers)
+        self._computed: Sequence[HostBatch | HostProduct] = ()
         self._swaps: dict[KVPool, list[HostTransfer]] = {}
 
     def start(
         self,
-        batches: Sequence[HostBatch],
+        computed: Sequence[HostBatch | HostProduct],
         transfers: Sequence[HostTransfer],
         watch: Watch,
     ) -> None:
         """Begin an iteration; to be called before the device begins.
 
         Args:
-            batches: decodes, those of a place in the order in which the device has them in each layer.
+            computed: what the CPU attends for or multiplies, in the order in which the device has it in each
+                turn.
             transfers: in the order in which the device has them in each layer.
             watch: takes in what goes on.
         """
-        flags = [batch.hand_over.flags for batch in batches]
+        flags = [each.flags for each in computed]
         flags += [each.transfer.flags for each in transfers]
-        self._batches, self._swaps = {}, {}
-        for place, relay in self._attention.items():
-            mine = [batch for batch in batches if batch.place == place]
-            if mine:
-                relay.start([batch.arguments for batch in mine], watch.patience_s)
-                self._batches[place] = mine
+        self._computed, self._swaps = (), {}
+        if computed:
+            self._computing.start([each.arguments for each in computed], watch.patience_s)
+            self._computed = computed
         for pool, swap in self._transfers.items():
             of_pool = [each for each in transfers if each.pool is pool]
             if of_pool:
@@ -151,54 +158,49 @@ class Relays:
         if flags:
             watch.follow(partial(_num_raised, flags))
 
-    def finish(self, timeline: Timeline | None) -> int:
-        """Wait until all that was handed over is done; return for how many nanoseconds the CPU attended.
+    def finish(self, timeline: Timeline | None) -> None:
+        """Wait until all that was handed over is done; what was computed takes in how long that took.
 
         Raises:
             RelayStalledError: a relay was given up.
             RuntimeError: a relay was cancelled, or a step failed.
         """
-        attention_ns = 0
         recorder = timeline if timeline is not None and timeline.is_recording else None
-        for place, batches in self._batches.items():
-            for step in self._attention[place].finish():
-                attention_ns += step.end_ns - step.start_ns
-                if recorder is not None:
-                    stage = batches[step.item].stage(step.layer)
-                    recorder.add(Lane.CPU, stage, step.start_ns, step.end_ns)
+        for step in self._computing.finish() if self._computed else ():
+            each = self._computed[step.item]
+            each.busy_ns += step.end_ns - step.start_ns
+            if recorder is not None:
+                recorder.add(Lane.CPU, each.stage(step.layer), step.start_ns, step.end_ns)
         for pool, transfers in self._swaps.items():
             for step in self._transfers[pool].finish():
                 if recorder is not None:
                     stage = transfers[step.item].stage(step.layer)
                     recorder.add(Lane.HOST_SWAP, stage, step.start_ns, step.end_ns)
-        self._batches, self._swaps = {}, {}
-        return attention_ns
+        self._computed, self._swaps = (), {}
 
     def break_off(self) -> RelayStalledError | None:
         """End an iteration early; return why a step may still be under way, and store KV, if so."""
         stalled: RelayStalledError | None = None
         self.cancel()  # they may wait for what no longer comes, and the device for them
-        for relay in (
-            *(self._attention[place] for place in self._batches),
-            *(self._transfers[pool] for pool in self._swaps),
-        ):
+        under_way = [self._computing] if self._computed else []
+        for relay in (*under_way, *(self._transfers[pool] for pool in self._swaps)):
             try:
                 relay.finish()
             except RelayStalledError as error:
                 stalled = stalled or error
             except Exception:
                 logger.debug("a relay's step failed, too", exc_info=True)
-        self._batches, self._swaps = {}, {}
+        self._computed, self._swaps = (), {}
         return stalled
 
     def cancel(self) -> None:
         """Let nobody wait for the CPU any more."""
-        for relay in (*self._attention.values(), *self._transfers.values()):
+        for relay in (self._computing, *self._transfers.values()):
             relay.cancel()
 
     def close(self) -> bool:
         """End the threads; return whether they have ended."""
-        has_ended = [relay.close() for relay in (*self._attention.values(), *self._transfers.values())]
+        has_ended = [relay.close() for relay in (self._computing, *self._transfers.values())]
         return all(has_ended)
 
 

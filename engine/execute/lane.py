@@ -19,10 +19,11 @@ class Lane(StrEnum):
 
     DEVICE = "device"  # the model's: linear stages, and attention next to the device's KV
     TO_HOST = "to-host"  # q, k and v of decodes that the CPU attends for
-    CPU = "cpu"  # their attention
+    CPU = "cpu"  # their attention, and its rows of split matrices
     TO_DEVICE = "to-device"  # its output
     STORE = "store"  # prompts' KV that leaves for host memory: the device's part
     SWAP = "swap"  # likewise of KV that comes from there, and of blocks that move
+    WEIGHTS = "weights"  # rows of matrices that come from host memory for a product
     HOST_SWAP = "host-swap"  # the host's part: rows into its pages, and out of them
 
 

@@ -30,7 +30,7 @@ from neo_desktop.engine.cuda.errors import (
 from neo_desktop.engine.execute.backend import Backend
 from neo_desktop.engine.execute.build_program import ProgramBuilder
 from neo_desktop.engine.execute.executor import Executor, Wait
-from neo_desktop.engine.execute.host import Relays
+from neo_desktop.engine.execute.host import HostBatch, Relays
 from neo_desktop.engine.execute.layout import MIN_BLOCKS, Bucket, Capacity, Rows
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.execute.workspace import Workspace
@@ -99,17 +99,11 @@ class PlanExecutor(Executor):
         self._has_graphs = uses_gpu and stages.writes_in_place and ladder.rung("graphs") != "eager"
         with self._backend.on_device():
             self._workspace = Workspace(
-                model.config,
-                model.dtype,
-                model.device,
-                storage.places,
-                capacity,
-                num_programs,
-                has_graphs=self._has_graphs,
+                model, storage.places, capacity, num_programs, has_graphs=self._has_graphs
             )
         self._has_graphs = self._has_graphs and self._workspace.fits_graphs
         self._builder = ProgramBuilder(stages, storage, self._workspace)
-        has_host = any(place.in_host_memory for place in storage.places)
+        has_host = model.has_splits or any(place.in_host_memory for place in storage.places)
         self._relays = Relays(model.config, storage) if has_host and self._may_use_flags else None
         self._pause = 0  # iterations for which graphs are not tried
         self._ladder_changes = ladder.changes  # when graphs were captured
@@ -131,7 +125,8 @@ class PlanExecutor(Executor):
     def runs_ahead(self) -> bool:
         """See `Executor`; spans of an iteration that is recorded are read before the next one starts."""
         is_recorded = self._timeline is not None and self._timeline.is_recording_next
-        return self._tries_graphs and bool(self._rows_of_tokens) and not self._void and not is_recorded
+        is_possible = self._tries_graphs and not self._model.has_splits
+        return is_possible and bool(self._rows_of_tokens) and not self._void and not is_recorded
 
     def warm_up(self) -> None:
         """Compile the kernels of decodes, which takes seconds, by iterations in which nobody decodes."""
@@ -330,13 +325,13 @@ class PlanExecutor(Executor):
         self._pause = max(self._pause - 1, 0)
         rows_of_tokens = self._rows_of_tokens if plan.is_ahead else {}
         program = self._builder.build(plan, rows_of_tokens, for_graphs=with_graphs)
-        batches, transfers = program.batches, program.transfers
+        on_host, transfers = program.on_host, program.transfers
         with_flags = self._relays is not None and self._may_use_flags
-        if (batches or transfers) and not with_flags:
+        if (on_host or transfers) and not with_flags:
             with_graphs = False  # threads do the CPU's part, and Python is needed between layers
-        relays = self._relays if with_flags and (batches or transfers) else None
+        relays = self._relays if with_flags and (on_host or transfers) else None
         if relays is not None:
-            relays.start(batches, transfers, watch)
+            relays.start(on_host, transfers, watch)
         is_first = self._backend.start(
             program,
             with_flags=with_flags,
@@ -346,9 +341,9 @@ class PlanExecutor(Executor):
 
         def wait() -> IterationResult:
             self._backend.wait()
-            attention_ns = sum(batch.attention_ns for batch in batches)
             if relays is not None:
-                attention_ns += relays.finish(self._timeline)
+                relays.finish(self._timeline)
+            attention_ns = sum(each.busy_ns for each in on_host if isinstance(each, HostBatch))
             if self._is_closed:
                 raise RuntimeError("the executor was closed in the middle of an iteration")
             now_ns = time.perf_counter_ns()

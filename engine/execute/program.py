@@ -28,6 +28,8 @@ Who waits for whom, besides the chain linear → to-host → cpu → to-device �
 Each sub-batch has one set of buffers for q, k, v and o, used by all layers: the chain orders all its uses.
 
 Staggered decodes join the linear stages of sub-batch 0; nobody waits for their attention. See `staggered`.
+
+Of matrices that lie in host memory, too, the CPU has a part in the linear stages: see `split_products`.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,6 +45,7 @@ from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
 from neo_desktop.engine.execute.layout import Bucket
 from neo_desktop.engine.execute.outputs import Outputs
 from neo_desktop.engine.execute.prompts import Prompts
+from neo_desktop.engine.execute.split_products import HostProduct, SplitPass, WeightStream
 from neo_desktop.engine.execute.staggered import Staggered
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.execute.transfers import HostTransfer, Moves
@@ -117,6 +120,7 @@ class SubBatchPass:
     prompts: Sequence[Prompts]
     store: Callable[[int], Store | None]  # where k and v of a layer go with the rotation
     last_rows: Sequence[int]  # whose hidden states are needed after all layers
+    split: SplitPass | None = None  # its products with split matrices; None: the model has none
     staggered: Staggered | None = None
 
 
@@ -152,6 +156,9 @@ class Program:
         self._moves = moves
         self.outputs = outputs
         self._chooses = chooses
+        # What ends the last layer: for the rows of each sub-batch, or for those of all that are needed.
+        self._finishing = self._finishing_passes()
+        self._stream = self._weight_stream()
         self._moved: dict[int, tuple[Signal, ...]] = {}  # by layer
         self._last_states: Tensor | None = None  # [rows, hidden], of each sequence what it needs
 
@@ -171,6 +178,32 @@ class Program:
         """Whether its fixed parts can be graphs."""
         return self._memory.is_fixed and self._stages.writes_in_place
 
+    def _finishing_passes(self) -> list[SplitPass]:
+        products, turns = self._workspace.split, range(self._config.num_layers, self._config.num_layers + 1)
+        if products is None:
+            return []
+        if self._chooses:
+            return [products.of_rows(p.memory.index, p.memory.rows.count, turns) for p in self._passes]
+        count = sum(len(each.last_rows) for each in self._passes)
+        return [products.of_rows(0, count, turns)] if count else []
+
+    def _weight_stream(self) -> WeightStream | None:
+        if self._workspace.split is None:
+            return None
+        splits = [each.split for each in self._passes if each.split is not None]
+        pieces = [
+            piece
+            for turn in range(self._config.num_layers + 1)
+            for each in (*splits, *self._finishing)
+            for piece in each.pieces(turn)
+        ]
+        return WeightStream(pieces, self._workspace.split.buffers)
+
+    @property
+    def _has_fixed_layers(self) -> bool:
+        """Whether layers are fixed: all or none, since pieces of weights flow through them."""
+        return self._stream is None or self._chooses
+
     @property
     def _has_cuts(self) -> bool:
         """Whether something has to happen before each layer that is not fixed."""
@@ -186,13 +219,19 @@ class Program:
         return [*self._moves.transfers, *ahead, *(t for each in prompts for t in each.transfers_behind)]
 
     @property
-    def batches(self) -> list[HostBatch]:
-        """The decodes that the CPU attends for, by sub-batch; staggered ones behind those of theirs."""
-        batches = []
+    def on_host(self) -> list[HostBatch | HostProduct]:
+        """What the CPU multiplies and attends for, in the order in which the device has it.
+
+        That is by sub-batch; staggered decodes come behind the others of theirs.
+        """
+        found: list[HostBatch | HostProduct] = []
         for each in self._passes:
-            batches += [hand_off.batch for hand_off in each.hand_offs]
-            batches += [] if each.staggered is None else [each.staggered.batch]
-        return batches
+            found += [] if each.split is None else each.split.hosts.values()
+            found += [hand_off.batch for hand_off in each.hand_offs]
+            found += [] if each.staggered is None else [each.staggered.batch]
+        for finishing in self._finishing:
+            found += finishing.hosts.values()
+        return found
 
     def end(self) -> None:
         """Take in that the iteration has ended well."""
@@ -210,10 +249,10 @@ class Program:
             if self._has_cuts:
                 build.add(partial(self._begin_layer, layer), is_fixed=False)
             for each in self._passes:
-                build.add(partial(self._step, each, layer), is_fixed=True)
+                build.add(partial(self._step, each, layer), is_fixed=self._has_fixed_layers)
                 if each.prompts:
                     build.add(partial(self._attend_to_prompts, each, layer), is_fixed=False)
-        build.add(self._collect_last, is_fixed=True)
+        build.add(self._collect_last, is_fixed=self._has_fixed_layers)
         if self._chooses:
             build.add(self._choose, is_fixed=True)
         else:
@@ -250,12 +289,7 @@ class Program:
     def _step(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:
         """Go from the attention of the layer before to that of this one; prompts' follows."""
         memory = each.memory
-        linear = recorder.run(
-            Lane.DEVICE,
-            Stage("linear", layer, memory.index, memory.rows.count),
-            partial(self._linear, each, layer),
-            self._collect(each, layer - 1, recorder),
-        )
+        linear = self._advance(each, layer, recorder)
         for hand_off in each.hand_offs:
             count = len(hand_off.batch.hand_over.qkv)
             stage = Stage("q, k, v", layer, memory.index, count)
@@ -268,6 +302,20 @@ class Program:
             stage = Stage("attention", layer, memory.index, count)
             recorder.run(Lane.DEVICE, stage, partial(self._attend, each, layer))
         recorder.wait(exchanged)
+
+    def _advance(self, each: SubBatchPass, layer: int, recorder: Recorder) -> Signal:
+        """Give the linear stages to the lanes; return their end."""
+        memory, finished = each.memory, layer - 1 if layer else None
+        stage = Stage("linear", layer, memory.index, memory.rows.count)
+        after = self._collect(each, layer - 1, recorder)
+        if each.split is None or self._stream is None:
+            return recorder.run(Lane.DEVICE, stage, partial(self._linear, each, layer), after)
+        if layer == 0:
+            self._stream.bring(recorder)
+            recorder.run(Lane.DEVICE, stage, partial(self._embed, each))
+        steps = self._stages.steps(finished, layer, memory.state, each.store(layer))
+        (end,) = each.split.advance(recorder, self._stream, stage, steps, after)
+        return end
 
     def _collect(self, each: SubBatchPass, layer: int, recorder: Recorder) -> list[Signal]:
         """Bring what the CPU attended to in a layer back; return what ends then."""
@@ -304,11 +352,11 @@ class Program:
     def _choose(self, recorder: Recorder) -> None:
         """Finish all rows, and choose tokens greedily; whoever samples in another way reads the logits."""
         num_layers, first_row = self._config.num_layers, 0
-        for each in self._passes:
+        for number, each in enumerate(self._passes):
             rows = each.memory.rows.count
             stage = Stage("linear", num_layers, each.memory.index, rows)
             out = self._workspace.last_hidden[first_row : first_row + rows]
-            recorder.run(Lane.DEVICE, stage, partial(self._finish_all, each.memory.state, out))
+            self._finish_all(recorder, stage, each.memory.state, out, number)
             first_row += rows
         stage = Stage("most probable", num_layers, NO_SUB_BATCH, first_row)
         recorder.run(Lane.DEVICE, stage, partial(self._most_probable, first_row))
@@ -322,7 +370,26 @@ class Program:
         wanted = [each for each in self._passes if each.last_rows]
         index = wanted[0].memory.index if len(wanted) == 1 else NO_SUB_BATCH
         stage = Stage("linear", self._config.num_layers, index, count)
-        recorder.run(Lane.DEVICE, stage, partial(self._finish_rows, wanted, self._last_states))
+        state = wanted[0].memory.state
+        if len(wanted) > 1 or list(wanted[0].last_rows) != list(range(state.rows)):
+            scratch = Scratch.empty(self._config, count, state.residual.dtype, state.residual.device)
+            state = State.empty(self._config, count, state.residual.dtype, state.residual.device, scratch)
+            recorder.run(Lane.DEVICE, stage, partial(self._select, wanted, state))
+        self._finish_all(recorder, stage, state, self._last_states, 0)
+
+    def _finish_all(
+        self, recorder: Recorder, stage: Stage, state: State, out: Tensor, finishing: int
+    ) -> None:
+        """End the last layer for all rows of a state.
+
+        Args:
+            finishing: which of the split products'.
+        """
+        after: Sequence[Signal] = ()
+        if self._stream is not None:
+            steps = self._stages.steps(self._config.num_layers - 1, None, state)
+            after = self._finishing[finishing].advance(recorder, self._stream, stage, steps)
+        recorder.run(Lane.DEVICE, stage, partial(self._end, state, out), after)
 
     def _sample(self, recorder: Recorder) -> None:
         stage = Stage("sample", self._config.num_layers, NO_SUB_BATCH, self.outputs.count)
@@ -330,13 +397,16 @@ class Program:
 
     # What the lanes run.
 
+    def _embed(self, each: SubBatchPass) -> None:
+        memory = each.memory
+        if memory.table is not None:
+            torch.index_select(memory.table, 0, memory.inputs.sources, out=memory.token_ids)
+        self._stages.embed(memory.token_ids, memory.inputs.positions, memory.state)
+
     def _linear(self, each: SubBatchPass, layer: int) -> None:
-        stages, state, memory = self._stages, each.memory.state, each.memory
         if layer == 0:
-            if memory.table is not None:
-                torch.index_select(memory.table, 0, memory.inputs.sources, out=memory.token_ids)
-            stages.embed(memory.token_ids, memory.inputs.positions, state)
-        stages.advance(layer - 1 if layer else None, layer, state, each.store(layer))
+            self._embed(each)
+        self._stages.advance(layer - 1 if layer else None, layer, each.memory.state, each.store(layer))
 
     def _send(self, each: SubBatchPass, hand_off: HandOff) -> None:
         target = hand_off.batch.hand_over.qkv
@@ -362,24 +432,21 @@ class Program:
                 partial(self._workspace.partials, len(decodes.context_lens)),
             )
 
-    def _finish_all(self, state: State, out: Tensor) -> None:
-        self._stages.advance(self._config.num_layers - 1, None, state)
+    def _end(self, state: State, out: Tensor) -> None:
+        if self._stream is None:
+            self._stages.advance(self._config.num_layers - 1, None, state)
         self._stages.final_norm(state, out)
 
-    def _finish_rows(self, passes: Sequence[SubBatchPass], out: Tensor) -> None:
-        """Finish the last rows of all these sub-batches at once: weights are read once."""
-        state, count = passes[0].memory.state, len(out)
-        if len(passes) > 1 or list(passes[0].last_rows) != list(range(state.rows)):
-            scratch = Scratch.empty(self._config, count, out.dtype, out.device)
-            room = State.empty(self._config, count, out.dtype, out.device, scratch)
-            last_rows = upload([row for each in passes for row in each.last_rows], torch.int64, out.device)
-            parts = torch.split(last_rows, [len(each.last_rows) for each in passes])
-            first = 0
-            for each, rows in zip(passes, parts, strict=True):
-                each.memory.state.select(rows, room, first)
-                first += len(rows)
-            state = room
-        self._finish_all(state, out)
+    def _select(self, passes: Sequence[SubBatchPass], into: State) -> None:
+        """Bring the last rows of all these sub-batches together: weights are read once for them."""
+        device = into.residual.device
+        last_rows = upload([row for each in passes for row in each.last_rows], torch.int64, device)
+        first = 0
+        for each, rows in zip(
+            passes, torch.split(last_rows, [len(each.last_rows) for each in passes]), strict=True
+        ):
+            each.memory.state.select(rows, into, first)
+            first += len(rows)
 
     def _most_probable(self, rows: int) -> None:
         workspace = self._workspace

@@ -10,11 +10,13 @@ from torch import Tensor
 from neo_desktop.engine.batch import MAX_STAGGERED
 from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.layout import Bucket, Capacity, Rows
+from neo_desktop.engine.execute.split_products import SplitProducts
 from neo_desktop.engine.execute.staggered_memory import StaggeredMemory
 from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.engine.kv.layer import Partials
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.stages import Scratch, State
 from neo_desktop.native.relay import empty_flags
 
@@ -80,9 +82,7 @@ class Workspace:
     One more may be filled in while one runs: so there are two sets of what is filled in.
 
     Args:
-        config: the model's.
-        dtype: likewise.
-        device: likewise.
+        model: whose.
         places: whose KV decodes attend to.
         capacity: the largest iteration's sizes.
         num_programs: of decode attention, that the GPU runs at once.
@@ -91,15 +91,14 @@ class Workspace:
 
     def __init__(
         self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device,
+        model: Decoder,
         places: Sequence[Place],
         capacity: Capacity,
         num_programs: int,
         *,
         has_graphs: bool,
     ) -> None:
+        config, dtype, device = model.config, model.dtype, model.device
         self._config, self._dtype, self._device = config, dtype, device
         self._places, self._capacity = tuple(places), capacity
         self._num_programs = num_programs
@@ -130,6 +129,10 @@ class Workspace:
         self.staggered: StaggeredMemory | None = None
         if any(place.host_attends for place in places):
             self.staggered = StaggeredMemory(config, dtype, device)
+        # What products with split matrices have; None: there are none.
+        self.split: SplitProducts | None = None
+        if model.has_splits:
+            self.split = SplitProducts(model, (decodes + MAX_STAGGERED, decodes))
         # Where contexts are cut at all, parts are at most as many as keep the GPU busy (see `num_splits`).
         parts = heads * max(num_programs // config.num_kv_heads, 1)
         self._partial_out = torch.empty(parts * head_dim, dtype=torch.float32, device=device)
@@ -144,6 +147,7 @@ class Workspace:
         on_host = [tensor for each in handed_over for tensor in (each.qkv, each.out, each.flags)]
         on_host += self._staged
         on_host += () if self.staggered is None else self.staggered.on_host
+        on_host += () if self.split is None else self.split.on_host
         self.fits_graphs = device.type == "cpu" or all(tensor.is_pinned() for tensor in on_host)
         self._known: dict[tuple[Bucket, int], BatchMemory] = {}
 

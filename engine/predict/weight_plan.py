@@ -13,6 +13,7 @@ import torch
 
 from neo_desktop.engine.predict.split_product import Rates, Sizes, product_time
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.linear.dense import DENSE, Dense
 from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.stored_form import StoredForm
 
@@ -48,9 +49,9 @@ class WeightPlan:
         return self.host_bytes > 0
 
 
-def host_form(form: LinearForm) -> LinearForm:
+def host_form(form: LinearForm) -> Dense:
     """Return the form that rows in host memory have if others have this one on a GPU."""
-    return replace(form, kernels=None) if isinstance(form, StoredForm) else form
+    return replace(form, kernels=None) if isinstance(form, StoredForm) else DENSE
 
 
 def layer_matrices(config: ModelConfig, form: LinearForm, dtype: torch.dtype) -> dict[str, Sizes]:
@@ -144,16 +145,10 @@ def weight_times(matrices: Mapping[str, Sizes], plan: WeightPlan, rates: Rates, 
     return WeightTimes(ms, host_ms, streamed)
 
 
-def bound_ms(matrices: Mapping[str, Sizes], plan: WeightPlan, rates: Rates) -> float:
-    """Return what the products of one row take at least, for all layers.
-
-    That is weights in host memory over what CPU and bus read together, or the others over what the GPU does.
-    """
+def bound_ms(plan: WeightPlan, rates: Rates) -> float:
+    """Return the least time of one row: weights in host memory over what CPU and bus read together."""
     together = min(rates.cpu_bytes_per_s + rates.bus_bytes_per_s, rates.host_bytes_per_s)
-    resident = sum(
-        plan.resident_rows[name] / sizes.rows * sizes.device_bytes for name, sizes in matrices.items()
-    )
-    return 1e3 * max(plan.host_bytes / together, resident / rates.gpu_bytes_per_s)
+    return 1e3 * max(plan.host_bytes / together, plan.gpu_bytes / rates.gpu_bytes_per_s)
 
 
 class _Step(NamedTuple):

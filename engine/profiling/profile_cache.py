@@ -66,6 +66,7 @@ def load_or_profile(
         logger.debug("measured this computer in %.1f s", time.perf_counter() - started)
         trouble = "the measurements of this computer cannot be kept, so the next start repeats them"
         write_json(path, {"key": key, "tables": tables.to_json()}, trouble)
+    decoder.streamed_shares = tables.streamed_shares
     return tables
 
 
@@ -96,6 +97,7 @@ def profile_key(
         "device": decoder.device.type,
         "dtype": str(decoder.dtype).removeprefix("torch."),
         "linear": sorted({linear.form for linear in decoder.linears()}),
+        "in_host_memory": _share_in_host_memory(decoder),
         "cpu_cache_dtype": str(host.dtype if host else decoder.dtype).removeprefix("torch."),
         "block_size": BLOCK_SIZE,
         "model": _model_key(config),
@@ -106,6 +108,14 @@ def profile_key(
             place.name: measured_blocks(decoder, storage, place).bit_length() for place in PLACES
         },
     }
+
+
+def _share_in_host_memory(decoder: Decoder) -> float:
+    """Return the share of a GPU model's weights that lies in host memory: roughly, as the sizes of pools."""
+    if not decoder.has_splits:
+        return 0.0
+    memory = decoder.memory()
+    return round(memory.get(torch.device("cpu"), 0) / sum(memory.values()), 1)
 
 
 def _model_key(config: ModelConfig) -> dict[str, Any]:

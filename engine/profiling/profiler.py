@@ -29,9 +29,10 @@ from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import PLACES
-from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
+from neo_desktop.engine.predict.cost_model import NOTHING, Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling.grids import Grid, stage_grids
 from neo_desktop.engine.profiling.points import Point, Stage
+from neo_desktop.engine.profiling.shares import measured_shares
 from neo_desktop.engine.profiling.stage_timer import StageTimer
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -97,6 +98,9 @@ def profile(
     report = progress or (lambda share, what: None)
     report(0.0, "memory")
     with closing(StageTimer(decoder, storage, limits, streams)) as timer:
+        if decoder.has_splits:
+            report(0.0, "weights in host memory")
+            decoder.streamed_shares = measured_shares(timer, limits.max_batch_tokens, seconds / 2)
         return _tables(timer, decoder, limits, started, seconds, report)
 
 
@@ -134,6 +138,11 @@ def _tables(
         found = sorted((point.x, ms) for point, ms in times.items() if point.stage is stage)
         return Curve([x for x, _ in found], rising([ms for _, ms in found]))
 
+    host_linear = NOTHING
+    if timer.is_cuda and timer.host_linear_ms:
+        host_ms = {point: typical_ms(values) for point, values in timer.host_linear_ms.items()}
+        found = sorted((point.x, ms) for point, ms in host_ms.items() if point in times)
+        host_linear = Curve([x for x, _ in found], rising([ms for _, ms in found]))
     attention = dict.fromkeys(PLACES, _surface(Stage.CPU_ATTENTION, times))
     attention |= {stage.place: _surface(stage, times) for stage in grids if stage.place is not None}
     return TableCostModel(
@@ -147,6 +156,8 @@ def _tables(
         first_chunk_attention=curve(Stage.FIRST_CHUNK_ATTENTION),
         later_chunk_attention=_surface(Stage.LATER_CHUNK_ATTENTION, times),
         attention=attention,
+        host_linear=host_linear,
+        streamed_shares=decoder.streamed_shares,
     )
 
 

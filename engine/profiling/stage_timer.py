@@ -19,11 +19,13 @@ from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.execute.backend import Backend, open_backend
 from neo_desktop.engine.execute.build_program import padded_block_tables
 from neo_desktop.engine.execute.host import Relays
-from neo_desktop.engine.execute.lane import Lane, Recorder, Work
+from neo_desktop.engine.execute.lane import Lane, Recorder, Signal, Work
+from neo_desktop.engine.execute.layout import MAX_DECODES
 from neo_desktop.engine.execute.prefill import Prefill
 from neo_desktop.engine.execute.program import Record
 from neo_desktop.engine.execute.prompts import DevicePrompts
 from neo_desktop.engine.execute.round_trips import SmallProgram
+from neo_desktop.engine.execute.split_products import HostProduct, SplitProducts
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, timed_event
 from neo_desktop.engine.execute.timeline import Stage as LaneStage
 from neo_desktop.engine.execute.transfers import HostTransfer, Moves, TransferMemory
@@ -42,6 +44,7 @@ from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.waiting import Watch
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.linear.shares import StreamedShares
 from neo_desktop.models.stages import Scratch, Stages, State
 
 LAYERS_AT_ONCE = 4  # on a GPU: what runs ahead of the GPU hides the launch of the first kernel
@@ -51,6 +54,7 @@ FEW_ROWS = 8
 PATIENCE_S = 60.0  # with a few layers, of which nothing is seen within a graph
 
 _TIMED_ON_CPU = (Stage.HEAD, Stage.CPU_ATTENTION)  # since it waits for the GPU
+_NOTHING: Sequence[Signal] = ()
 _MEASURED = LaneStage("measured", 0, NO_SUB_BATCH, 0)
 
 
@@ -59,8 +63,9 @@ class StageTimer:
 
     On a GPU, what iterations have as graphs is timed in one, where launching costs nothing: linear stages,
     decode attention, and the way to the CPU and back, if flags tell it. Prompts' attention and transfers are
-    launched. The head is what whoever samples waits for, from the last hidden states to the tokens; a graph
-    of greedy requests alone saves its launches.
+    launched, and so are linear stages of many rows with weights in host memory. The head is what whoever
+    samples waits for, from the last hidden states to the tokens; a graph of greedy requests alone saves its
+    launches.
 
     The KV pools of `storage` are used where they lie (whatever they held is lost), so this must happen before
     the first request. A pool that the policy does not have is imitated by a small one.
@@ -99,6 +104,9 @@ class StageTimer:
         self._kv = normal(2, rows, config.num_kv_heads, config.head_dim)
         row_shape = config.num_kv_heads, config.head_dim
         self._transfers = TransferMemory(config.num_layers, row_shape, decoder.dtype, decoder.device)
+        self._split = SplitProducts(decoder, (FEW_ROWS,)) if decoder.has_splits else None
+        # The CPU's part in a layer's linear stages, as often as they were measured.
+        self.host_linear_ms: dict[Point, list[float]] = {}
         self._random = random.Random(0)
         # An engine that has run for a while uses the memory of intermediate results again. Until malloc has
         # seen a large piece freed, every such piece is new from the system, page fault by page fault.
@@ -128,6 +136,10 @@ class StageTimer:
             return self._hand_off_ms(point.x)
         if point.stage is Stage.TRANSFER:
             return self._transfer_ms(point.x, turn)
+        if point.stage is Stage.LINEAR and self._split is not None:
+            ms, host_ms = self._split_linear_ms(self._split, point.x)
+            self.host_linear_ms.setdefault(point, []).append(host_ms)
+            return ms
         call = self._prepare(point, turn)
         if self._uses_gpu and point.stage not in _TIMED_ON_CPU:
             return self._on_gpu_ms(call, self._is_graph(point))
@@ -136,6 +148,13 @@ class StageTimer:
         call(0)
         self._synchronize()
         return (time.perf_counter() - start) * 1e3
+
+    @torch.inference_mode()
+    def split_linear_ms(self, tokens: int, shares: StreamedShares) -> float:
+        """Measure a layer's linear stages once, with split matrices divided like this from now on."""
+        assert self._split is not None
+        self._decoder.streamed_shares = shares
+        return self._split_linear_ms(self._split, tokens)[0]
 
     @torch.inference_mode()
     def iteration_ms(self) -> float:
@@ -186,22 +205,26 @@ class StageTimer:
         in_graph: bool = False,
         relays: Relays | None = None,
         transfers: Sequence[HostTransfer] = (),
+        products: Sequence[HostProduct] = (),
     ) -> Iterator[float]:
         """Run a program; give the seconds until its end was seen.
 
         Args:
             relays: do the CPU's part; None: threads do.
             transfers: the CPU's part.
+            products: likewise.
         """
         program, backend = SmallProgram("measured", record), self._backend
         try:
             for _ in range(3 if in_graph else 1):  # at once, captured, and launched again
                 watch = Watch(PATIENCE_S)
+                for product in products:
+                    product.busy_ns = 0
                 backend.begin(watch)
                 self._synchronize()
                 start = time.perf_counter()
                 if relays is not None:
-                    relays.start((), transfers, watch)
+                    relays.start(products, transfers, watch)
                 with backend.on_device():
                     backend.start(program, with_flags=relays is not None, with_graphs=in_graph)
                 backend.wait()
@@ -265,10 +288,7 @@ class StageTimer:
 
     def _linear(self, tokens: int, turn: int) -> Callable[[int], object]:
         device, state, region = self._decoder.device, self._state(tokens), self._regions[NEAR]
-        positions = torch.arange(tokens, dtype=torch.int32, device=device)
-        self._stages.embed(torch.zeros_like(positions), positions, state)
-        state.residual.copy_(self._hidden[:tokens])
-        state.attention.copy_(self._q[:tokens])
+        self._fill(state, tokens)
         slots = region.slots(tokens, turn).to(device, torch.int32)
 
         def call(step: int) -> None:
@@ -281,9 +301,47 @@ class StageTimer:
 
         return call
 
+    def _split_linear_ms(self, split: SplitProducts, tokens: int) -> tuple[float, float]:
+        """The linear stages of all layers, which differ in what the device has of them: the mean of one.
+
+        Returns:
+            What they take, and the CPU's part of that.
+        """
+        num_layers, state = self._config.num_layers, self._state(tokens)
+        in_graph = self._has_graphs and tokens <= MAX_DECODES
+        start, end = (timed_event(in_graph=in_graph) if self.is_cuda else None for _ in range(2))
+        self._fill(state, tokens)
+        products = split.of_rows(0, tokens, range(num_layers + 1))
+
+        def record(recorder: Recorder) -> None:
+            stream, after = products.stream(), _NOTHING
+            stream.bring(recorder)
+            if start is not None:
+                recorder.run(Lane.DEVICE, _MEASURED, start.record)
+            for turn in range(num_layers + 1):
+                begun = turn if turn < num_layers else None
+                steps = self._stages.steps(turn - 1 if turn else None, begun, state)
+                stage = LaneStage("linear", turn, NO_SUB_BATCH, tokens)
+                after = products.advance(recorder, stream, stage, steps, after)
+            recorder.wait(after)
+            if end is not None:
+                recorder.run(Lane.DEVICE, _MEASURED, end.record)
+
+        relays = Relays(self._config, KVStorage({})) if self._has_flags else None
+        hosts = list(products.hosts.values())
+        with self._run(record, in_graph=in_graph, relays=relays, products=hosts) as seconds:
+            ms = seconds * 1e3 if start is None or end is None else float(start.elapsed_time(end))
+            return ms / num_layers, sum(host.busy_ns for host in hosts) / 1e6 / num_layers
+
     def _state(self, tokens: int) -> State:
         of = self._config, tokens, self._decoder.dtype, self._decoder.device
         return State.empty(*of, Scratch.empty(*of))
+
+    def _fill(self, state: State, tokens: int) -> None:
+        positions = torch.arange(tokens, dtype=torch.int32, device=self._decoder.device)
+        self._stages.embed(torch.zeros_like(positions), positions, state)
+        state.residual.copy_(self._hidden[:tokens])
+        state.attention.copy_(self._q[:tokens])
 
     def _head(self, rows: int) -> Callable[[int], object]:
         params, no_tokens = SamplingParams(temperature=0.0), IntArray().view()

@@ -6,7 +6,8 @@ they run once the weights are loaded, with a KV cache of a few blocks, and what 
     weights | kernels, libraries | what an iteration takes, given back |    free    |
                                                                          ^ KV, and what iterations take
 
-One layer of each kind stands for all: layers follow each other in the same memory.
+One layer of each kind stands for all: layers follow each other in the same memory. Layers differ in what they
+attend to, and in what of their matrices lies in host memory.
 """
 
 import copy
@@ -23,6 +24,7 @@ from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.layout import MAX_DECODES
+from neo_desktop.engine.execute.split_products import splits_of
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
@@ -159,7 +161,11 @@ def _sequence(index: int, place: Place, start: int, tokens: int) -> ScheduledSeq
 
 def _one_layer_of_each_kind(decoder: Decoder) -> Decoder:
     windows = decoder.config.layer_windows
-    chosen = [windows.index(window) for window in dict.fromkeys(windows)]
+    kinds = [
+        (window, *((name, split.resident_rows) for name, split in splits_of(weights)))
+        for window, weights in zip(windows, decoder.layers, strict=True)
+    ]
+    chosen = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     part = copy.copy(decoder)
     part.layers = [decoder.layers[index] for index in chosen]
     part.config = replace(

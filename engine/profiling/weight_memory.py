@@ -8,6 +8,9 @@ tokens decides: its KV is either where the GPU attends to it, or in host memory,
 more weights are resident. Whichever is predicted to be faster says how much memory weights get.
 """
 
+from collections.abc import Callable
+from functools import cached_property
+
 import torch
 
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
@@ -48,14 +51,14 @@ def plan_memory(
     dtype: torch.dtype,
     device: torch.device,
     options: EngineOptions,
-    rates: Rates,
+    rates: Callable[[], Rates],
     free: FreeMemory | None = None,
 ) -> WeightPlan | None:
     """Decide before a model is loaded where its weights go; None: all of them where the device computes.
 
     Args:
         form: of matrices on that device.
-        rates: of this machine.
+        rates: gives those of this machine, if they matter.
         free: memory, with no model loaded; None: what is.
 
     Raises:
@@ -69,7 +72,7 @@ def plan_memory(
         check_weights_fit(config, dtype, device, caps, free, form)
         if forced is None or forced >= weights:
             return None
-        return plan_weights(config, form, dtype, forced, rates)
+        return plan_weights(config, form, dtype, forced, rates())
     memory = _Memory(config, form, dtype, device, options, rates, free)
     if forced is None:
         plan = memory.best_plan()
@@ -94,11 +97,11 @@ class _Memory:
         dtype: torch.dtype,
         device: torch.device,
         options: EngineOptions,
-        rates: Rates,
+        rates: Callable[[], Rates],
         free: FreeMemory,
     ) -> None:
         self._config, self._form, self._dtype, self._device = config, form, dtype, device
-        self._options, self._rates = options, rates
+        self._options, self._find_rates = options, rates
         limits = limits_of(options, device)
         cap = MemoryCaps.of(options).gpu_bytes
         assert free.gpu_bytes is not None
@@ -109,6 +112,10 @@ class _Memory:
         self._host_bytes = free.host_bytes
         self._weights = config.weight_bytes(dtype, form)
         self._places = get_policy(options.policy).places
+
+    @cached_property
+    def _rates(self) -> Rates:
+        return self._find_rates()
 
     def best_plan(self) -> WeightPlan | None:
         """Return the fastest for one chat; None: all weights fit."""
@@ -130,7 +137,7 @@ class _Memory:
 
     def forced_plan(self, gpu_bytes: int) -> WeightPlan:
         """Return the one with so many bytes of weights at most."""
-        most = self._room - STREAMING_BYTES - self._least_gpu_kv()
+        most = self._room - STREAMING_BYTES - (0 if Place.HOST in self._places else self._least_gpu_kv())
         if gpu_bytes > most:
             raise MemoryError(
                 f"{gpu_bytes / GIB:.2f} GiB of weights were asked for in GPU memory, but beside iterations "
@@ -162,14 +169,12 @@ class _Memory:
         if self._options.gpu_cache_tokens is not None:
             return self._options.gpu_cache_tokens * self._token_bytes
         if place.in_host_memory:
-            return self._least_gpu_kv()
+            return 0
         tokens = min(CHAT_TOKENS, self._config.max_context_tokens)
         run = BLOCK_SIZE * BLOCKS_PER_RUN
         return -(-tokens // run) * run * self._token_bytes
 
     def _least_gpu_kv(self) -> int:
-        if Place.DEVICE not in self._places:
-            return 0
         if self._options.gpu_cache_tokens is not None:
             return self._options.gpu_cache_tokens * self._token_bytes
         return self._short_kv()

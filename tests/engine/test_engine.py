@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import FAMILIES, VOCAB_SIZE
+from checkpoints import FAMILIES, VOCAB_SIZE, transformers_greedy
 from cost_models import machine
 from idle import assert_is_idle
 from own_pace import OwnPace
@@ -35,22 +35,6 @@ def prompts(count: int, seed: int = 1) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = [1, 16, 17, 33, 7, 150, 64, 90][:count]
     return [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
-
-
-@torch.inference_mode()
-def transformers_greedy(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    token_ids = torch.tensor([prompt])
-    output = model.generate(
-        token_ids,
-        attention_mask=torch.ones_like(token_ids),
-        max_new_tokens=num_tokens,
-        min_new_tokens=num_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return output[0, len(prompt) :].tolist()
 
 
 def test_a_start_tells_how_long_loading_and_the_first_token_took(

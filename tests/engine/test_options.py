@@ -32,7 +32,7 @@ def test_every_choice_exists_and_every_default_is_one() -> None:
         ),
         ({"gpu_cache_tokens": -1}, "gpu_cache_tokens must be at least 0, got -1"),
         ({"gpu_memory_gib": 0.0}, "gpu_memory_gib must be at least 0.001, got 0"),
-        ({"gpu_weights_gib": 0.0}, "gpu_weights_gib must be at least 0.001, got 0"),
+        ({"gpu_weights_gib": 0.0}, "gpu_weights_gib must be at least 0.0001, got 0"),
         ({"cpu_memory_gib": float("nan")}, "cpu_memory_gib must be at least 0.001, got nan"),
         ({"gpu_memory_gib": float("inf")}, "gpu_memory_gib must be finite, got inf"),
         ({"max_batch_tokens": 0}, "max_batch_tokens must be at least 1, got 0"),

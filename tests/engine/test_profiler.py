@@ -31,7 +31,9 @@ from neo_desktop.engine.profiling.profiler import fill, measure, profile, rising
 from neo_desktop.engine.profiling.stage_timer import MIN_ROWS, StageTimer
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.linear.dense import Dense
+from neo_desktop.models.linear.dense import DENSE, Dense
+from neo_desktop.models.linear.shares import UNMEASURED
+from neo_desktop.models.linear.split import SplitForm
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.shapes import shape
 from neo_desktop.native.relay import RelayStalledError
@@ -431,3 +433,26 @@ def test_on_a_gpu_every_stage_is_measured_and_keeps_no_memory() -> None:
         gc.collect()
         taken.append(torch.cuda.memory_allocated())
     assert taken[2] <= taken[1]
+
+
+@pytest.mark.parametrize("is_gpu", [False, True])
+def test_a_model_with_weights_in_host_memory(
+    is_gpu: bool, rungs: Rungs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its matrices are divided by what was measured, and the tables are those of that division."""
+    rungs(**dict.fromkeys(KERNELS, "torch"))
+    monkeypatch.setattr(stage_timer, "timed_event", WallClock)
+    names = {name: 64 for name, _ in CONFIG.each_matrix() if name != "head"}
+    model = tiny_model((None,) * CONFIG.num_layers, form=SplitForm(Dense(uses_tiles=False), DENSE, names))
+    limits = SchedulerLimits(max_batch_tokens=16, max_batch_requests=4)
+    storage = storage_of(device=16, host=16)
+    with closing(StageTimer(model, storage, limits, gpu=ImitatedBackend() if is_gpu else None)) as timer:
+        ms = [timer.time_ms(Point(Stage.LINEAR, rows), 0) for rows in (1, 3, 16)]
+        assert all(each > 0 for each in ms)
+        assert all(each > 0 for values in timer.host_linear_ms.values() for each in values)
+        assert len(timer.host_linear_ms) == 3
+    if not is_gpu:
+        tables = profile(model, storage, limits, seconds=0.2)
+        check(tables)
+        assert tables.streamed_shares == model.streamed_shares != UNMEASURED
+        assert tables.host_linear_ms(1) == 0  # where it is no GPU, nothing overlaps

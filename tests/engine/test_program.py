@@ -42,7 +42,7 @@ from neo_desktop.models.decoder import Decoder
 CPU = torch.device("cpu")
 PATIENCE_S = 20.0  # for what must come at once; only a defect waits for so long
 NUM_BLOCKS = 24
-LANES = tuple(Lane)
+LANES = tuple(lane for lane in Lane if lane is not Lane.WEIGHTS)  # which models in host memory use
 
 
 def make_executor(

@@ -33,7 +33,7 @@ def plan(
     gpu_gib: float | None, host_gib: float = 64, device: torch.device = CUDA, **given: object
 ) -> WeightPlan | None:
     free = FreeMemory(int(host_gib * GIB), None if gpu_gib is None else int(gpu_gib * GIB))
-    return plan_memory(CONFIG, DENSE, DTYPE, device, EngineOptions(**given), RATES, free)  # type: ignore[arg-type]
+    return plan_memory(CONFIG, DENSE, DTYPE, device, EngineOptions(**given), lambda: RATES, free)  # type: ignore[arg-type]
 
 
 def test_weights_that_fit_beside_a_little_kv_all_stay_on_the_gpu() -> None:

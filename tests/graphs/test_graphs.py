@@ -94,7 +94,7 @@ def test_iterations_with_prompts_are_graphs_between_their_attention(
     for step in range(4):
         plan = mixed(step, start)
         check_result(model, plan, contexts(plan), executor.execute(plan))
-        backend.check_flags(model.config.num_layers)
+        backend.check_flags()
         assert backend.was_graph == (step > 0)
     assert backend.num_programs == 1
     assert backend.num_graphs_launched == num_graphs  # of two layers
@@ -121,7 +121,7 @@ def test_random_plans_on_streams_of_any_order(model: Decoder, seed: int) -> None
     for plan, context in iterations.plans(8):
         result = executor.execute(plan)
         check_result(model, plan, context, result)
-        backend.check_flags(model.config.num_layers)
+        backend.check_flags()
         iterations.take_in(result)
     executor.close()
 
@@ -153,7 +153,7 @@ def test_every_wait_for_a_flag_comes_after_its_question_for_cuda_too(model: Deco
     for parts, waits in ((("abcd", "fe"), 2), (("ce",), 1), (("ac", "d"), 2)):
         for _ in range(2):
             executor.execute(decodes(*parts))
-            assert backend.check_flags(model.config.num_layers) == 2 * waits
+            assert backend.check_flags() == 2 * waits
     executor.close()
 
 
@@ -384,9 +384,8 @@ def test_a_bucket_holds_its_plan_and_not_much_more(
 def test_the_memory_of_a_workspace_is_known_beforehand() -> None:
     config = tiny_config((None,))
     for capacity in (Capacity(64, 8, 64), Capacity(2112, 256, 1024)):
-        workspace = Workspace(
-            config, torch.float16, torch.device("cpu"), PLACES, capacity, 32, has_graphs=True
-        )
+        model = Decoder(config, dtype=torch.float16, device=torch.device("cpu"))
+        workspace = Workspace(model, PLACES, capacity, 32, has_graphs=True)
         states = workspace._states
         tensors = [getattr(state, name) for state in states for name in type(state).__slots__]
         tensors += [getattr(states[0].scratch, name) for name in type(states[0].scratch).__slots__]

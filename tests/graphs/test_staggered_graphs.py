@@ -43,7 +43,7 @@ def test_random_paces_on_streams_of_any_order(model: Decoder, seed: int) -> None
     for plan, context in iterations.plans(16):
         result = executor.execute(plan)
         check_result(model, plan, context, result)
-        backend.check_flags(model.config.num_layers)
+        backend.check_flags()
         iterations.take_in(result)
     assert iterations.num_ended > 0
     executor.close()
@@ -60,7 +60,7 @@ def test_turns_are_graphs(model: Decoder, num_queues: int | None, beside: tuple[
         result = executor.execute(plan)
         check_result(model, plan, context, result)
         assert backend.num_graphs_launched == (turn > 1)
-        backend.check_flags(model.config.num_layers)
+        backend.check_flags()
     assert backend.num_programs == 2
     executor.close()
 

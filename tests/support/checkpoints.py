@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -88,6 +89,23 @@ def save_checkpoint(folder: Path, family: str, seed: int = 0, with_template: boo
     model.eval().save_pretrained(folder)
     save_tokenizer(folder, with_template)
     return folder
+
+
+@torch.inference_mode()
+def transformers_greedy(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
+    """Return what transformers chooses, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    token_ids = torch.tensor([prompt])
+    output = model.generate(
+        token_ids,
+        attention_mask=torch.ones_like(token_ids),
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return output[0, len(prompt) :].tolist()
 
 
 def save_tokenizer(folder: Path, with_template: bool = True) -> None:

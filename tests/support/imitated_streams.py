@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.errors import EngineLostError
-from neo_desktop.engine.execute.backend import AnyProgram
+from neo_desktop.engine.execute.backend import NEVER_FIXED, AnyProgram
 from neo_desktop.engine.execute.lane import HostStep, Lane, Signal
 from neo_desktop.engine.execute.lanes import TOLD_BY
 from neo_desktop.engine.execute.program import Part
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.waiting import Watch
-from neo_desktop.native.relay import DONE, FLAG_INTS, READY
+from neo_desktop.native.relay import DONE, READY
 
 PATIENCE_S = 20.0  # for a flag that must come; only a defect waits for so long
 LANES = tuple(lane for lane in Lane if lane not in TOLD_BY)
+FIXED = tuple(lane for lane in LANES if lane not in NEVER_FIXED)
 NOTHING = Stage("nothing", 0, NO_SUB_BATCH, 0)
 
 Hook = Callable[[Lane, Stage], None]
@@ -33,7 +34,7 @@ class Operation:
     work: Callable[[], object]
     after: tuple["Operation", ...]  # the one before it on its lane, and those that it waits for
     is_ready: Callable[[], bool] = lambda: True
-    flag: int | None = None  # address of the flag that is raised or waited for
+    flag: int | None = None  # address of the flag that is raised, or of the one behind what is waited for
     is_wait: bool = False
 
     def wait(self) -> None:
@@ -116,7 +117,7 @@ class ImitatedRecorder:
                         lambda: None,
                         before,
                         lambda done=done: done.item() == 1,  # type: ignore[misc]
-                        flag=done.data_ptr(),
+                        flag=signal.raised.flag,
                         is_wait=True,
                     )
                 )
@@ -218,7 +219,7 @@ class ImitatedBackend:
             after = (*(known[each] for each in operation.after), *filter(None, (before,)))
             known[operation] = replace(operation, after=after)
             recorder.operations.append(known[operation])
-        recorder.last |= dict.fromkeys((Lane.DEVICE, Lane.TO_HOST, Lane.TO_DEVICE), known[graph[-1]])
+        recorder.last |= dict.fromkeys(FIXED, known[graph[-1]])
 
     def wait(self) -> None:
         self._carry_out(self._runs.popleft())
@@ -258,18 +259,14 @@ class ImitatedBackend:
     def close(self) -> None:
         self.is_closed = True
 
-    def check_flags(self, num_layers: int) -> int:
-        """Check that each wait follows its raise along what CUDA is told of; return how many waits there are.
-
-        Args:
-            num_layers: of the flags, which lie as `empty_flags` makes them.
-        """
+    def check_flags(self) -> int:
+        """Check that each wait follows its raise along what CUDA is told of; return how many there are."""
         num_waits = 0
         operations = self.operations
         raised = {o.flag: o for o in operations if o.flag is not None and not o.is_wait}
         for wait in (o for o in operations if o.is_wait):
             assert wait.flag is not None
-            assert wait.follows(raised[wait.flag - num_layers * FLAG_INTS * torch.int32.itemsize])
+            assert wait.follows(raised[wait.flag])
             num_waits += 1
         return num_waits
 

@@ -1,0 +1,340 @@
+"""Products with matrices of which a part lies in host memory (HeteGen, section 4.2).
+
+Rows of such a matrix lie on the device, or in host memory. Of the latter some are brought to the device for
+each product; with the others the CPU multiplies. All three at the same time:
+
+    device     |norm|rows of the device|piece 0|piece 1|        |activation|rows of the device|piece 2|..
+    weights    |piece 0|piece 1|piece 2|..        |piece 3|..
+    to-host         |x|                                         |x|
+    cpu               |rows of the CPU         |                  |rows of the CPU ..
+    to-device                                  |its product|
+
+Pieces come in the order of their use, as far ahead as there are buffers for them: nothing of the computation
+holds them up but that.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from neo_desktop import native
+from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.execute.lane import HostStep, Lane, Recorder, Signal
+from neo_desktop.engine.execute.timeline import Stage
+from neo_desktop.models.decoder import Decoder, LayerWeights
+from neo_desktop.models.linear.split import PIECE_BYTES, Piece, Split
+from neo_desktop.models.stages import Product, Step
+from neo_desktop.native.relay import RelayProduct, empty_flags
+
+NAMES = ("output", "gate_up", "down", "qkv")  # of matrices, in the order of a turn
+NUM_BUFFERS = 3  # of pieces on their way
+
+
+def splits_of(weights: LayerWeights) -> Iterator[tuple[str, Split]]:
+    """Yield the split matrices of a layer and their names."""
+    linears = ((name, weights.linear(name)) for name in NAMES)
+    yield from ((name, linear) for name, linear in linears if isinstance(linear, Split))
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """A matrix whose rows in host memory are divided between bus and CPU."""
+
+    split: Split
+    first_row: int  # of those of the CPU
+    pieces: Sequence[Piece]
+    matrix: native.Matrix | None  # the CPU's; None: it has no rows
+
+    @property
+    def host_rows(self) -> int:
+        """How many rows the CPU has."""
+        return self.split.rows - self.first_row
+
+
+@dataclass
+class HostProduct:
+    """The CPU's part in the products with the matrices of one name, in each turn of a sub-batch.
+
+    A turn is what lies between the attention of two layers: it ends a layer and begins the next one.
+    """
+
+    name: str
+    index: int  # of the sub-batch
+    rows: int
+    divided: Mapping[int, Divided]  # by turn
+    num_turns: int
+    room: "HostRoom"
+    busy_ns: int = 0  # how long the CPU multiplied, in all turns
+
+    @property
+    def flags(self) -> Tensor:
+        """See `native.relay.empty_flags`."""
+        return self.room.flags[self.name]
+
+    def x(self, turn: int) -> Tensor:
+        """Return where the turn's input goes, [rows, columns]."""
+        columns = self.divided[turn].split.columns
+        return self.room.x[: self.rows * columns].view(self.rows, columns)
+
+    def out(self, turn: int) -> Tensor:
+        """Return where its product comes, [rows, rows of the matrix that the CPU has]."""
+        width = self.divided[turn].host_rows
+        return self.room.out[: self.rows * width].view(self.rows, width)
+
+    @property
+    def arguments(self) -> RelayProduct:
+        """What relays are told."""
+        matrices = [
+            None if (divided := self.divided.get(turn)) is None else divided.matrix
+            for turn in range(self.num_turns)
+        ]
+        x, lag = self.x(min(self.divided)), int(self.name != "qkv")
+        return RelayProduct(self.name, lag, matrices, x, self.room.out, self.flags, self.divided, self.index)
+
+    def stage(self, turn: int) -> Stage:
+        """Return what is to be done in a turn, for people."""
+        return Stage(f"{self.name} on the CPU", turn, self.index, self.rows)
+
+    def step(self, turn: int) -> HostStep:
+        """Return what is to be done in a turn."""
+        return HostStep(partial(self._multiply, turn), self.flags[:, turn])
+
+    def _multiply(self, turn: int) -> None:
+        started_ns = time.perf_counter_ns()
+        divided = self.divided[turn]
+        streamed = divided.first_row - divided.split.resident_rows
+        divided.split.multiply_host(self.x(turn), self.out(turn), streamed)
+        self.busy_ns += time.perf_counter_ns() - started_ns
+
+
+class HostRoom:
+    """Host memory through which a sub-batch and the CPU give each other inputs and products.
+
+    The products of a sub-batch follow each other, so that all use the same memory.
+
+    Args:
+        rows: of a sub-batch.
+        splits: the matrices.
+        flags: of the sub-batch, by the matrices' names.
+        dtype: of the model.
+        device: likewise.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        splits: Iterable[Split],
+        flags: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        columns = max(split.columns for split in splits)
+        width = max(split.host_rows for split in splits)
+
+        def room(numbers: int) -> Tensor:
+            return host_memory(lambda pin: torch.empty(numbers, dtype=dtype, pin_memory=pin), device)
+
+        self.rows = rows
+        self.flags = flags
+        self.x = room(rows * columns)
+        self.out = room(rows * width)
+
+    @property
+    def on_host(self) -> Iterator[Tensor]:
+        """What a graph copies from and to."""
+        yield from (self.x, self.out, *self.flags.values())
+
+
+class SplitProducts:
+    """The split matrices of a model, and what products with them work in: kept for all iterations.
+
+    Args:
+        decoder: the model; it has split matrices.
+        rows: of each sub-batch: with so many its memory is the same in each iteration.
+    """
+
+    def __init__(self, decoder: Decoder, rows: Sequence[int]) -> None:
+        self._decoder = decoder
+        self.num_turns = decoder.config.num_layers + 1
+        self.splits = {
+            (layer + (name != "qkv"), name): split
+            for layer, weights in enumerate(decoder.layers)
+            for name, split in splits_of(weights)
+        }
+        self._names = [name for name in NAMES if any(name == each for _, each in self.splits)]
+        self._divided: dict[float, dict[tuple[int, str], Divided]] = {}
+        device, dtype = decoder.device, decoder.dtype
+        flags = [
+            {
+                name: host_memory(lambda pin: empty_flags(self.num_turns, pinned=pin), device)
+                for name in self._names
+            }
+            for _ in rows
+        ]
+        self._rooms = [
+            HostRoom(count, self.splits.values(), of_it, dtype, device)
+            for count, of_it in zip(rows, flags, strict=True)
+        ]
+        self._large_rooms = list(self._rooms)  # of more rows, that no graph knows
+        pieces = [piece for split in self.splits.values() for piece in split.pieces(split.host_rows)]
+        most = max(len(piece.packed) for piece in pieces)
+        self.on_host = [
+            tensor for room in self._rooms for tensor in room.on_host
+        ]  # what graphs copy from and to
+        self.on_host += [piece.packed for piece in pieces]
+        self.buffers = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
+        self.room = torch.empty(PIECE_BYTES // dtype.itemsize, dtype=dtype, device=device)
+
+    def divided(self, rows: int) -> Mapping[tuple[int, str], Divided]:
+        """Return how the matrices are divided for so many rows, by turn and name, in the order of a turn."""
+        share = self._decoder.streamed_shares.of(rows)
+        if share not in self._divided:
+            self._divided[share] = {key: _divide(self.splits[key], share) for key in self._in_order}
+        return self._divided[share]
+
+    def of_rows(self, index: int, rows: int, turns: range) -> "SplitPass":
+        """Return the products of a sub-batch, or of rows of several, in some turns.
+
+        One after the other: those of a sub-batch share memory.
+        """
+        room = self._rooms[index]
+        if rows > room.rows:
+            room = self._large_rooms[index]
+        if rows > room.rows:
+            of_it = self.splits.values()
+            room = HostRoom(rows, of_it, room.flags, self._decoder.dtype, self._decoder.device)
+            self._large_rooms[index] = room
+        divided = {key: each for key, each in self.divided(rows).items() if key[0] in turns}
+        hosts = {}
+        for name in self._names:
+            of_host = {turn: each for (turn, other), each in divided.items() if other == name and each.matrix}
+            if of_host:
+                hosts[name] = HostProduct(name, index, rows, of_host, self.num_turns, room)
+        return SplitPass(self, index, rows, divided, hosts)
+
+    @property
+    def _in_order(self) -> list[tuple[int, str]]:
+        return sorted(self.splits, key=lambda key: (key[0], NAMES.index(key[1])))
+
+
+def _divide(split: Split, share: float) -> Divided:
+    streamed = split.streamed(share)
+    matrix = split.host_matrix(streamed)
+    return Divided(split, split.resident_rows + streamed, split.pieces(streamed), matrix)
+
+
+class WeightStream:
+    """The pieces of an iteration's matrices on their way to the device.
+
+    Args:
+        pieces: in the order in which they are taken, with what each belongs to.
+        buffers: where they come.
+    """
+
+    def __init__(self, pieces: Iterable[tuple[Stage, Piece]], buffers: Sequence[Tensor]) -> None:
+        self._waiting = deque(pieces)
+        self._buffers = buffers
+        self._arrived: deque[Signal] = deque()
+        self._free: list[tuple[Signal, ...]] = [()] * len(buffers)  # when each may be filled
+        self._asked = self._taken = self._given_back = 0
+
+    def bring(self, recorder: Recorder) -> None:
+        """Have pieces brought, as far as there is room."""
+        while self._waiting and self._asked < self._given_back + len(self._buffers):
+            stage, piece = self._waiting.popleft()
+            index = self._asked % len(self._buffers)
+            target = self._buffers[index][: len(piece.packed)]
+            copy = partial(target.copy_, piece.packed, non_blocking=True)
+            self._arrived.append(recorder.run(Lane.WEIGHTS, stage, copy, self._free[index]))
+            self._asked += 1
+
+    def take(self) -> tuple[Tensor, Signal]:
+        """Return the buffer of the next piece, and when that is there."""
+        buffer = self._buffers[self._taken % len(self._buffers)]
+        self._taken += 1
+        return buffer, self._arrived.popleft()
+
+    def give_back(self, recorder: Recorder, used: Signal) -> None:
+        """Take in that the oldest piece that was taken will have been used."""
+        self._free[self._given_back % len(self._buffers)] = (used,)
+        self._given_back += 1
+        self.bring(recorder)
+
+
+@dataclass
+class SplitPass:
+    """The products of rows of a sub-batch, on their way through the turns."""
+
+    products: SplitProducts
+    index: int
+    rows: int
+    divided: Mapping[tuple[int, str], Divided]  # by turn and name, in order
+    hosts: Mapping[str, HostProduct]
+
+    def stream(self) -> WeightStream:
+        """Return what brings the pieces of all turns."""
+        turns = dict.fromkeys(turn for turn, _ in self.divided)
+        return WeightStream((piece for turn in turns for piece in self.pieces(turn)), self.products.buffers)
+
+    def pieces(self, turn: int) -> Iterator[tuple[Stage, Piece]]:
+        """Yield what comes to the device in a turn."""
+        for (of_turn, _), divided in self.divided.items():
+            if of_turn == turn:
+                stage = Stage("weights", turn, self.index, self.rows)
+                yield from ((stage, piece) for piece in divided.pieces)
+
+    def advance(
+        self,
+        recorder: Recorder,
+        stream: WeightStream,
+        stage: Stage,
+        steps: Iterable[Step],
+        after: Sequence[Signal] = (),
+    ) -> Sequence[Signal]:
+        """Give the steps of a stage to the lanes; return what ends with them.
+
+        Args:
+            stage: of the device.
+            steps: all until the next attention.
+            after: what they wait for.
+        """
+        for step in steps:
+            if step.work is None:
+                recorder.wait(after)
+                made = recorder.mark()
+            else:
+                made = recorder.run(Lane.DEVICE, stage, step.work, after)
+            after = (made,)
+            if step.product is not None:
+                after = self._multiply(recorder, stream, stage, step.product, made)
+        return after
+
+    def _multiply(
+        self, recorder: Recorder, stream: WeightStream, stage: Stage, product: Product, made: Signal
+    ) -> list[Signal]:
+        """Give a product to the lanes; return what ends with it, beside the device's lane."""
+        turn, x, out = stage.layer, product.x, product.out
+        divided = self.divided[turn, product.name]
+        split, first = divided.split, divided.first_row
+        brought = []
+        if divided.matrix is not None:
+            host = self.hosts[product.name]
+            what = Stage(product.name, turn, self.index, self.rows)
+            send = partial(host.x(turn).copy_, x, non_blocking=True)
+            sent = recorder.run(Lane.TO_HOST, what, send, (made,))
+            multiplied = recorder.host(Lane.CPU, host.stage(turn), host.step(turn), (sent,))
+            bring = partial(out[:, first:].copy_, host.out(turn), non_blocking=True)
+            brought.append(recorder.run(Lane.TO_DEVICE, what, bring, (multiplied,)))
+        if split.resident is not None:
+            recorder.run(Lane.DEVICE, stage, partial(split.multiply_resident, x, out))
+        for piece in divided.pieces:
+            buffer, arrived = stream.take()
+            staged = buffer[: len(piece.packed)]
+            multiply = partial(split.multiply_piece, piece, staged, self.products.room, x, out)
+            stream.give_back(recorder, recorder.run(Lane.DEVICE, stage, multiply, (arrived,)))
+        return brought

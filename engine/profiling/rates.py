@@ -1,0 +1,88 @@
+"""How fast this computer is at products, before a model is loaded: found with random weights, in a second."""
+
+import time
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from neo_desktop import native
+from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.predict.split_product import Rates
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.linear.protocol import Linear
+
+COLUMNS = 4096
+ROWS = 8192  # of weights: enough that no cache holds them
+MANY = 64  # rows of a product that is arithmetic
+COPY_BYTES = 64 * 1024**2
+HAND_OFF_MS = 0.03  # with flags, as measured on a GPU; a product has time to spare
+_REPEATS = 2
+_CPU = torch.device("cpu")
+
+
+@cache
+def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Measure products of this dtype on the CPU and on a device; of quantised ones, about as many bytes.
+
+    Once in a process.
+    """
+    few_s, many_s, nbytes = _products(_CPU, dtype)
+    read_bytes_per_s = native.read_bandwidth(256 << 20, repeats=_REPEATS) * 1e9
+    cpu_flops, cpu_bytes_per_s = 2 * ROWS * COLUMNS * MANY / many_s, nbytes / few_s
+    if device.type != "cuda":
+        copied_s = _least_s(_copy(_CPU))
+        return Rates(
+            cpu_bytes_per_s,
+            cpu_flops,
+            COPY_BYTES / copied_s,
+            cpu_bytes_per_s,
+            cpu_flops,
+            HAND_OFF_MS,
+            read_bytes_per_s,
+        )
+    gpu_few_s, gpu_many_s, gpu_bytes = _products(device, dtype)
+    return Rates(
+        cpu_bytes_per_s,
+        cpu_flops,
+        COPY_BYTES / _least_s(_copy(device), device),
+        gpu_bytes / gpu_few_s,
+        2 * ROWS * COLUMNS * MANY / gpu_many_s,
+        HAND_OFF_MS,
+        read_bytes_per_s,
+    )
+
+
+def _products(device: torch.device, dtype: torch.dtype) -> tuple[float, float, int]:
+    """Return the seconds of a product of one row and of many, and the bytes of the weights."""
+    linear: Linear = DENSE.empty(ROWS, COLUMNS, has_bias=False, dtype=dtype, device=device)
+    piece = torch.randn(ROWS // 16, COLUMNS, device=device)
+    for first in range(0, ROWS, len(piece)):
+        linear.load(first, piece)
+    seconds = []
+    for rows in (1, MANY):
+        x = torch.randn(rows, COLUMNS, device=device).to(dtype)
+        out = torch.empty(rows, ROWS, dtype=dtype, device=device)
+        seconds.append(_least_s(partial(linear.multiply, x, out), device))
+    return seconds[0], seconds[1], sum(linear.memory().values())
+
+
+def _copy(device: torch.device) -> Callable[[], Tensor]:
+    source = host_memory(lambda pin: torch.ones(COPY_BYTES, dtype=torch.uint8, pin_memory=pin), device)
+    target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    return lambda: target.copy_(source, non_blocking=True)
+
+
+def _least_s(work: Callable[[], object], device: torch.device = _CPU) -> float:
+    """Return the least seconds that it takes, without the first time."""
+
+    def once() -> float:
+        started_s = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - started_s
+
+    once()
+    return min(once() for _ in range(_REPEATS))
