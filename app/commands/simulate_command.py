@@ -122,8 +122,9 @@ class SimulationOptions:
             "--model",
             "-m",
             metavar="SHAPE",
-            help="A published shape (--list), a model folder or a GGUF file. Default: the largest of some "
-            "well-known ones that leaves room in the GPU's memory; llama-2-7b with --tables.",
+            help="A published shape (--list), also quantised (llama-3.1-70b:Q4_K_M), a model folder or a "
+            "GGUF file. Default: the largest of some well-known ones that leaves room in the GPU's memory; "
+            "llama-2-7b with --tables.",
             rich_help_panel=_MACHINE,
         ),
     ] = None
@@ -191,6 +192,7 @@ class SimulationOptions:
             min=2, help="Refuse longer requests under every policy alike.", rich_help_panel=_WORKLOAD
         ),
     ] = None
+    gpu_weights_gib: Annotated[float | None, OPTIONS["gpu_weights_gib"]] = None
     policy: Annotated[
         str | None,
         typer.Option(

@@ -8,9 +8,13 @@ from neo_desktop.app.commands.simulate_command import SimulationOptions, UsageEr
 from neo_desktop.app.simulate.own import blank_gpu, check_own, own_gpu, own_host, read_gpu, read_object
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.loading import DTYPES, model_path
+from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.profiling.budget import QUANTISATIONS, FreeMemory
+from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, bytes_read, kv_budget
+from neo_desktop.engine.simulation.divided import DividedWeights, machine_rates
 from neo_desktop.engine.simulation.machine import GpuPreset, HostPreset
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.models.checkpoint import open_checkpoint
@@ -19,7 +23,7 @@ from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.registry import check_model
 from neo_desktop.models.shapes import SHAPES, shape
-from neo_desktop.models.stored_form import stored_form
+from neo_desktop.models.stored_form import stored_form, uniform_form
 
 # What is taken where nobody says which model: well known, from large to small.
 USUAL_MODELS = ("qwen3-14b", "llama-3.1-8b", "qwen3-4b", "llama-3.2-3b", "qwen3-1.7b", "qwen2.5-0.5b")
@@ -40,6 +44,7 @@ class Machine:
     dtype: torch.dtype
     cost: TableCostModel
     budget: KVBudget
+    divided: DividedWeights | None = None  # weights of which some are in host memory; None: none are
 
 
 def machine(options: SimulationOptions, limits: SchedulerLimits) -> Machine:
@@ -55,14 +60,15 @@ def machine(options: SimulationOptions, limits: SchedulerLimits) -> Machine:
     name = options.model or (_usual_model(gpu, host, limits) if gpu and host else _TABLES_MODEL)
     config, form = _config(name)
     dtype = _dtype(options, config, gpu)
-    cost = _cost_model(options, gpu, host, name, config, dtype, form)
     try:
-        budget = _budget(options, gpu, host, config, dtype, limits, form)
+        divided = _divided(options, gpu, host, config, dtype, limits, form)
+        budget = _budget(options, gpu, host, config, dtype, limits, form, divided)
     except MemoryError as error:
         if options.model is None or gpu is None or host is None:
             raise
         raise MemoryError(f"{error} ({_usual_model(gpu, host, limits)} would leave room)") from None
-    return Machine(gpu, host, name, options.model is None, config, form, dtype, cost, budget)
+    cost = _cost_model(options, gpu, host, name, config, dtype, form, divided)
+    return Machine(gpu, host, name, options.model is None, config, form, dtype, cost, budget, divided)
 
 
 def _gpu_and_host(options: SimulationOptions) -> tuple[GpuPreset | None, HostPreset | None]:
@@ -123,6 +129,12 @@ def _usual_model(gpu: GpuPreset, host: HostPreset, limits: SchedulerLimits) -> s
 def _config(name: str) -> tuple[ModelConfig, LinearForm]:
     if name in SHAPES:
         return shape(name), DENSE
+    published, _, quantisation = name.partition(":")
+    if published in SHAPES:
+        if quantisation not in QUANTISATIONS:
+            raise UsageError(f"{quantisation!r} is no quantisation: choose one of {', '.join(QUANTISATIONS)}")
+        config = shape(published)
+        return config, uniform_form(config, QUANTISATIONS[quantisation]).on_gpu(dispatch)
     path = model_path(name)
     if path.exists():
         checkpoint = open_checkpoint(path)
@@ -141,6 +153,36 @@ def _dtype(options: SimulationOptions, config: ModelConfig, gpu: GpuPreset | Non
     return DTYPES[options.dtype]
 
 
+def _divided(
+    options: SimulationOptions,
+    gpu: GpuPreset | None,
+    host: HostPreset | None,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    limits: SchedulerLimits,
+    form: LinearForm,
+) -> DividedWeights | None:
+    """Return what the engine would do with weights on such a machine, None if all are on the GPU."""
+    if options.tables is not None or gpu is None or host is None:
+        if options.gpu_weights_gib is not None:
+            raise UsageError("--gpu-weights needs a machine from datasheets: measured tables have their own")
+        return None
+    rates = machine_rates(gpu, host)
+    try:
+        engine = EngineOptions(
+            gpu_weights_gib=options.gpu_weights_gib,
+            gpu_cache_tokens=options.gpu_cache_tokens,
+            max_batch_tokens=limits.max_batch_tokens,
+            max_batch_requests=limits.max_batch_requests,
+            policy=options.policy or "auto",
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    free = FreeMemory(host.memory_bytes, gpu.memory_bytes)
+    plan = plan_memory(config, form, dtype, torch.device("cuda"), engine, rates, free)
+    return None if plan is None else DividedWeights.of(plan, rates, config, form, dtype)
+
+
 def _cost_model(
     options: SimulationOptions,
     gpu: GpuPreset | None,
@@ -149,11 +191,12 @@ def _cost_model(
     config: ModelConfig,
     dtype: torch.dtype,
     form: LinearForm,
+    divided: DividedWeights | None,
 ) -> TableCostModel:
     if options.tables is None:
         assert gpu is not None
         assert host is not None
-        return analytic_cost_model(gpu, host, config, dtype, bytes_read(config, dtype, form))
+        return analytic_cost_model(gpu, host, config, dtype, bytes_read(config, dtype, form), divided)
     try:
         data = read_object(options.tables)
         cost = TableCostModel.from_json(data.get("tables", data))  # a profile has more around them
@@ -177,12 +220,14 @@ def _budget(
     dtype: torch.dtype,
     limits: SchedulerLimits,
     form: LinearForm,
+    divided: DividedWeights | None,
 ) -> KVBudget:
     gpu_tokens, cpu_tokens = options.gpu_cache_tokens, options.cpu_cache_tokens
     if gpu_tokens is None or cpu_tokens is None:
         if gpu is None or host is None:
             raise UsageError("without --gpu, --gpu-cache-tokens and --cpu-cache-tokens must say what fits")
-        derived = kv_budget(gpu, host, config, dtype, limits, form)
+        plan = divided.plan if divided else None
+        derived = kv_budget(gpu, host, config, dtype, limits, form, plan)
         gpu_tokens = derived.gpu_tokens if gpu_tokens is None else gpu_tokens
         cpu_tokens = derived.cpu_tokens if cpu_tokens is None else cpu_tokens
     return KVBudget(gpu_tokens, cpu_tokens)

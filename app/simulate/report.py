@@ -165,6 +165,16 @@ class SimulationReport:
                 "host memory (CPU-cache)",
             ),
         ]
+        if machine.divided is not None:
+            plan, most = machine.divided.plan, machine.divided.bound_tokens_per_s
+            lines.append(
+                (
+                    "weights",
+                    f"{plan.gpu_bytes / 1e9:.1f} GB in GPU memory, {plan.host_bytes / 1e9:.1f} GB in host "
+                    "memory, computed by CPU and GPU together: reading them bounds one chat to "
+                    f"{most:,.3g} tokens/s; --gpu-weights takes another share",
+                )
+            )
         if options.tables is not None or machine.gpu is None or machine.host is None:
             return [("machine", f"measured tables, {options.tables}"), *lines]
         gpu, host = machine.gpu, machine.host

@@ -145,10 +145,16 @@ def weight_times(matrices: Mapping[str, Sizes], plan: WeightPlan, rates: Rates, 
     return WeightTimes(ms, host_ms, streamed)
 
 
-def bound_ms(plan: WeightPlan, rates: Rates) -> float:
-    """Return the least time of one row: weights in host memory over what CPU and bus read together."""
+def bound_ms(matrices: Mapping[str, Sizes], plan: WeightPlan, rates: Rates) -> float:
+    """Return what the products of one row take at least, for all layers.
+
+    That is weights in host memory over what CPU and bus read together, or the others over what the GPU does.
+    """
     together = min(rates.cpu_bytes_per_s + rates.bus_bytes_per_s, rates.host_bytes_per_s)
-    return 1e3 * max(plan.host_bytes / together, plan.gpu_bytes / rates.gpu_bytes_per_s)
+    resident = sum(
+        plan.resident_rows[name] / sizes.rows * sizes.device_bytes for name, sizes in matrices.items()
+    )
+    return 1e3 * max(plan.host_bytes / together, resident / rates.gpu_bytes_per_s)
 
 
 class _Step(NamedTuple):

@@ -137,7 +137,7 @@ class _Memory:
 
     def forced_plan(self, gpu_bytes: int) -> WeightPlan:
         """Return the one with so many bytes of weights at most."""
-        most = self._room - STREAMING_BYTES - (0 if Place.HOST in self._places else self._least_gpu_kv())
+        most = self._room - STREAMING_BYTES - self._least_gpu_kv()
         if gpu_bytes > most:
             raise MemoryError(
                 f"{gpu_bytes / GIB:.2f} GiB of weights were asked for in GPU memory, but beside iterations "
@@ -169,12 +169,14 @@ class _Memory:
         if self._options.gpu_cache_tokens is not None:
             return self._options.gpu_cache_tokens * self._token_bytes
         if place.in_host_memory:
-            return 0
+            return self._least_gpu_kv()
         tokens = min(CHAT_TOKENS, self._config.max_context_tokens)
         run = BLOCK_SIZE * BLOCKS_PER_RUN
         return -(-tokens // run) * run * self._token_bytes
 
     def _least_gpu_kv(self) -> int:
+        if Place.DEVICE not in self._places:
+            return 0
         if self._options.gpu_cache_tokens is not None:
             return self._options.gpu_cache_tokens * self._token_bytes
         return self._short_kv()

@@ -7,9 +7,12 @@ import torch
 
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.placement import PLACES, Place
-from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
+from neo_desktop.engine.predict.cost_model import NOTHING, Curve, Surface, TableCostModel
+from neo_desktop.engine.predict.weight_plan import WeightPlan
 from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, HOST_SHARE, activation_bytes
+from neo_desktop.engine.profiling.weight_memory import STREAMING_BYTES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.engine.simulation.divided import CPU_CALL_MS, HAND_OFF_MS, DividedWeights
 from neo_desktop.engine.simulation.presets import GpuPreset, HostPreset
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
@@ -19,9 +22,7 @@ from neo_desktop.models.linear.protocol import LinearForm
 # hand-off GPU -> CPU -> GPU by stream memory operations takes 22 µs, any small copy over the bus 10.7 µs.
 KERNEL_MS = 0.002
 LINEAR_KERNELS = 10  # of a layer: norms, products, rotation, cache write, activation
-HAND_OFF_MS = 0.022
 BUS_LATENCY_MS = 0.0107
-CPU_CALL_MS = 0.005  # waking the pool's threads
 ITERATION_MS = 1.0  # scheduling, launching the graph, copying sampled tokens back
 HEAD_KERNELS = 12
 SAMPLING_PASSES = 6  # over the float32 logits
@@ -53,13 +54,17 @@ def kv_budget(
     dtype: torch.dtype,
     limits: SchedulerLimits,
     form: LinearForm = DENSE,
+    plan: WeightPlan | None = None,
 ) -> KVBudget:
     """Return what is left for KV beside weights of this form, activations and reserve, and the host's share.
+
+    Args:
+        plan: of weights of which some are in host memory; None: none are.
 
     Raises:
         MemoryError: the weights do not fit, or nothing is left for KV.
     """
-    weights = config.weight_bytes(dtype, form)
+    weights = config.weight_bytes(dtype, form) if plan is None else plan.gpu_bytes + STREAMING_BYTES
     rest = gpu.memory_bytes - weights - DEVICE_RESERVE_BYTES - activation_bytes(config, limits, dtype)
     tokens = rest // config.kv_bytes_per_token(dtype)
     if tokens < BLOCK_SIZE:
@@ -69,7 +74,8 @@ def kv_budget(
             f"{(gpu.memory_bytes - weights - rest) / 1e9:.1f} GB are needed for activations and the driver: "
             "choose a smaller model or a larger GPU"
         )
-    host_tokens = int(host.memory_bytes * HOST_SHARE) // config.kv_bytes_per_token(dtype)
+    host_bytes = host.memory_bytes - (0 if plan is None else plan.host_bytes)
+    host_tokens = int(host_bytes * HOST_SHARE) // config.kv_bytes_per_token(dtype)
     return KVBudget(tokens // BLOCK_SIZE * BLOCK_SIZE, host_tokens // BLOCK_SIZE * BLOCK_SIZE)
 
 
@@ -88,10 +94,12 @@ def analytic_cost_model(
     config: ModelConfig,
     dtype: torch.dtype,
     read: tuple[float, float] | None = None,
+    divided: DividedWeights | None = None,
 ) -> TableCostModel:
     """Build the tables that a profiler would have measured on an ideal machine of these figures.
 
-    `read` is what `bytes_read` returns; None: all weights are of `dtype`.
+    `read` is what `bytes_read` returns; None: all weights are of `dtype`. `divided` are the weights of which
+    some are in host memory; None: none are.
 
     Linear stages take the longer of reading the weights and of multiplying; decode attention is bound by
     reading KV, on the CPU also by arithmetic, once for every query head of a group.
@@ -142,11 +150,17 @@ def analytic_cost_model(
     most = LONGEST_CHUNK
     device_token_ms = kv_bytes / (gpu.memory_bytes_per_s * gpu.attention_share) * 1e3
     on_device, on_host = attention(2 * KERNEL_MS, device_token_ms), attention(CPU_CALL_MS, host_token_ms)
+    kernels_ms = LINEAR_KERNELS * KERNEL_MS
+    if divided is None:
+        linear, host_linear = roofline(layer_parameters, layer_bytes, LONGEST_CHUNK, kernels_ms), NOTHING
+    else:
+        linear, host_linear = divided.curves(config.num_layers, kernels_ms, LONGEST_CHUNK)
     return TableCostModel(
         num_layers=config.num_layers,
         overlaps=True,
         iteration_ms=ITERATION_MS,
-        linear=roofline(layer_parameters, layer_bytes, LONGEST_CHUNK, LINEAR_KERNELS * KERNEL_MS),
+        linear=linear,
+        host_linear=host_linear,
         head=roofline(head_parameters, head_bytes, 1024, HEAD_KERNELS * KERNEL_MS, logits_ms),
         hand_off=Curve((1, 1024), [HAND_OFF_MS + n * hand_off_bytes / bus * 1e3 for n in (1, 1024)]),
         transfer=Curve((1, most), [BUS_LATENCY_MS + n * kv_bytes / bus * 1e3 for n in (1, most)]),

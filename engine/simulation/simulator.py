@@ -127,6 +127,8 @@ def _count(totals: Totals, decision: Decision[SimulatedRequest], cost: CostModel
     totals.num_pipelined += len(loads) == 2
     totals.iterating_ms += predicted.total_ms
     totals.cpu_busy_ms += predicted.host_attention_ms
+    products_ms = sum(cost.host_linear_ms(load.tokens) for load in loads)
+    totals.cpu_busy_ms += cost.num_layers * products_ms
     layer_ms = sum(cost.linear_ms(load.tokens) + device_attention_ms(cost, load) for load in loads)
     totals.gpu_busy_ms += cost.num_layers * layer_ms + cost.head_ms(sum(load.rows for load in loads))
 

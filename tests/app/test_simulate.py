@@ -119,11 +119,38 @@ def test_wrong_use_ends_with_2_and_failure_with_1(
         ({"rate": float("nan")}, "above 0"),
         ({"max_batch_tokens": 100}, "max_batch_tokens"),
         ({"cpu_slowdown": 0.0}, "slowdown"),
+        ({"gpu_weights_gib": 0.0}, "gpu_weights_gib must be at least"),
+        ({"model": "qwen3-4b:Q4"}, "'Q4' is no quantisation: choose one of Q8_0"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         run_simulation(replace(SMALL, **changes), ignore)
+
+
+def test_weights_that_do_not_fit_are_computed_by_both() -> None:
+    options = replace(SMALL, model="llama-2-13b")
+    report = run_simulation(options, ignore)
+    assert report.machine.divided is not None
+    console = Console(width=80, record=True, file=StringIO())
+    report.print(console)
+    shown = " ".join(console.export_text().split())
+    assert "GB in host memory, computed by CPU and GPU together" in shown
+    auto = report.results["auto"]
+    assert auto.num_refused == 0
+    assert 0 < auto.output_tokens_per_s <= report.bound_output_tokens_per_s
+    fewer = run_simulation(replace(options, gpu_weights_gib=3.0, policy="auto"), ignore)
+    assert fewer.results["auto"].output_tokens_per_s < auto.output_tokens_per_s
+    assert fewer.budget.gpu_tokens > report.budget.gpu_tokens  # what weights leave is for KV
+
+
+def test_a_quantised_shape_takes_less() -> None:
+    whole, quantised = (
+        run_simulation(replace(SMALL, model=name, policy="gpu-only", num_requests=1), ignore)
+        for name in ("llama-2-7b", "llama-2-7b:Q4_K_M")
+    )
+    assert quantised.machine.divided is None
+    assert quantised.budget.gpu_tokens > 2 * whole.budget.gpu_tokens
 
 
 def test_one_policy_can_be_named() -> None:
@@ -309,8 +336,9 @@ def test_own_figures_come_from_a_file(tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_answered_with_one_that_does() -> None:
-    with pytest.raises(MemoryError, match=r"RTX 3060 .*qwen3-4b would leave room"):
-        run_simulation(SimulationOptions(gpu="rtx-3060", model="llama-2-7b"), ignore)
+    """Not even with a part of its weights in host memory."""
+    with pytest.raises(MemoryError, match=r"do not fit into the .* of host memory .*qwen3-4b would leave"):
+        run_simulation(SimulationOptions(gpu="rtx-3060", model="llama-2-70b"), ignore)
 
 
 def test_the_list_shows_all_that_can_be_named(

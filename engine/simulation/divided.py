@@ -1,0 +1,76 @@
+"""Weights that are divided between GPU and host memory, on a machine from its datasheet."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from neo_desktop.engine.predict.cost_model import Curve
+from neo_desktop.engine.predict.split_product import Rates, Sizes
+from neo_desktop.engine.predict.weight_plan import (
+    WeightPlan,
+    bound_ms,
+    layer_matrices,
+    weight_times,
+)
+from neo_desktop.engine.simulation.presets import GpuPreset, HostPreset
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.linear.protocol import LinearForm
+
+HAND_OFF_MS = 0.022  # GPU -> CPU -> GPU by stream memory operations, measured on an H200
+CPU_CALL_MS = 0.005  # waking the pool's threads
+ROWS_STEP = 1.1  # between the points of a curve
+
+
+def machine_rates(gpu: GpuPreset, host: HostPreset) -> Rates:
+    """Return how fast products are: the CPU reads weights as fast as its attention reads KV.
+
+    Host memory gives CPU and bus together what the channels give to readers.
+    """
+    return Rates(
+        cpu_bytes_per_s=host.attention_bytes_per_s,
+        cpu_flops=host.attention_flops,
+        bus_bytes_per_s=gpu.bus_bytes_per_s * gpu.bus_share,
+        gpu_bytes_per_s=gpu.memory_bytes_per_s * gpu.streaming_share,
+        gpu_flops=gpu.tensor_flops * gpu.matmul_share,
+        hand_off_ms=HAND_OFF_MS + CPU_CALL_MS,
+        host_bytes_per_s=host.memory_bytes_per_s * host.read_share,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DividedWeights:
+    """Of one model on one machine."""
+
+    matrices: Mapping[str, Sizes]  # of all layers
+    plan: WeightPlan
+    rates: Rates
+
+    @classmethod
+    def of(
+        cls, plan: WeightPlan, rates: Rates, config: ModelConfig, form: LinearForm, dtype: torch.dtype
+    ) -> Self:
+        """Return those of a model whose matrices have this form on a GPU."""
+        return cls(layer_matrices(config, form, dtype), plan, rates)
+
+    @property
+    def bound_tokens_per_s(self) -> float:
+        """What one chat cannot exceed, whoever computes."""
+        return 1e3 / bound_ms(self.matrices, self.plan, self.rates)
+
+    def curves(self, num_layers: int, fixed_ms: float, most_rows: int) -> tuple[Curve, Curve]:
+        """Return the linear stages of a layer by rows, and what the CPU computes in them.
+
+        Args:
+            fixed_ms: what a layer takes beside its products.
+            most_rows: the last point.
+        """
+        rows = [1]
+        while rows[-1] < most_rows:
+            rows.append(min(max(round(rows[-1] * ROWS_STEP), rows[-1] + 1), most_rows))
+        times = [weight_times(self.matrices, self.plan, self.rates, n) for n in rows]
+        return (
+            Curve(rows, [fixed_ms + each.ms / num_layers for each in times]),
+            Curve(rows, [each.host_ms / num_layers for each in times]),
+        )
