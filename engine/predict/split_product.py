@@ -83,8 +83,13 @@ def streamed_share(
     return times.best_share()
 
 
-def product_time(rates: Rates, sizes: Sizes, resident_rows: int, rows: int) -> ProductTime:
-    """Predict the product of some rows with a matrix of which so many rows are resident."""
+def product_time(
+    rates: Rates, sizes: Sizes, resident_rows: int, rows: int, share: float | None = None
+) -> ProductTime:
+    """Predict the product of some rows with a matrix of which so many rows are resident.
+
+    `share` is that of the others that is streamed; None: the best.
+    """
     resident = resident_rows / sizes.rows
     device_ms = 1e3 * max(
         resident * sizes.device_bytes / rates.gpu_bytes_per_s,
@@ -102,7 +107,7 @@ def product_time(rates: Rates, sizes: Sizes, resident_rows: int, rows: int) -> P
         others * sizes.unpacked_bytes,
         rows * (sizes.columns + others * sizes.rows) * sizes.itemsize,
     )
-    share = times.best_share()
+    share = times.best_share() if share is None else share
     return ProductTime(times.ms(share), (1 - share) * times.cpu, share)
 
 

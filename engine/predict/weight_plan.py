@@ -131,14 +131,16 @@ def plan_weights(
     )
 
 
-def weight_times(matrices: Mapping[str, Sizes], plan: WeightPlan, rates: Rates, rows: int) -> WeightTimes:
-    """Predict the products of all layers for so many rows; see `layer_matrices`."""
+def weight_times(
+    matrices: Mapping[str, Sizes], plan: WeightPlan, rates: Rates, rows: int, share: float | None = None
+) -> WeightTimes:
+    """Predict the products of all layers for so many rows; see `layer_matrices` and `product_time`."""
     alike: dict[tuple[Sizes, int], int] = defaultdict(int)
     for name, sizes in matrices.items():
         alike[sizes, plan.resident_rows[name]] += 1
     ms = host_ms = streamed = 0.0
     for (sizes, resident), count in alike.items():
-        time = product_time(rates, sizes, resident, rows)
+        time = product_time(rates, sizes, resident, rows, share)
         ms += count * time.ms
         host_ms += count * time.host_ms
         streamed += count * time.streamed_share * (1 - resident / sizes.rows) * sizes.host_bytes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scripts import engine_overhead, plot_timeline
+from scripts import engine_overhead, plot_timeline, weights_simulation
 
 
 @pytest.mark.parametrize("policy", ["neo", "auto"])
@@ -21,3 +21,19 @@ def test_the_engines_own_time_is_told_part_by_part(
     parts, beside = capsys.readouterr().out.split("|")
     assert len(parts.split()) == 4 + len(engine_overhead.PARTS) + 1
     assert all(float(part) > 0 for part in beside.split())
+
+
+@pytest.mark.parametrize("gpu", weights_simulation.MACHINES)
+@pytest.mark.parametrize("share", [0.1, 0.6])
+def test_divided_weights_are_the_fastest_and_below_their_bound(gpu: str, share: float) -> None:
+    case = weights_simulation.Case.of(gpu, "Llama-2-13B", share)
+    *others, divided = (case.rung(name) for name in weights_simulation.RUNGS)
+    assert max(others) < divided <= case.bound()
+    ablated = weights_simulation.ablated(case)
+    assert ablated["all"] == pytest.approx(divided)
+    assert max(ablated.values()) <= 1.001 * divided
+
+
+def test_every_card_runs_something_larger_than_its_memory() -> None:
+    for card in weights_simulation.CARDS:
+        assert "GB)" in weights_simulation.on_card(card, *weights_simulation.quantised("llama-3.1-70b"))
