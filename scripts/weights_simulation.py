@@ -277,7 +277,7 @@ def on_card(name: str, config: ModelConfig, form: LinearForm) -> str:
     dtype = config.dtype
     free = FreeMemory(host.memory_bytes, gpu.memory_bytes)
     try:
-        plan = plan_memory(config, form, dtype, torch.device("cuda"), EngineOptions(), rates, free)
+        plan = plan_memory(config, form, dtype, torch.device("cuda"), EngineOptions(), lambda: rates, free)
     except MemoryError:
         return "does not fit"
     divided = None if plan is None else DividedWeights.of(plan, rates, config, form, dtype)

@@ -179,7 +179,7 @@ def _divided(
     except ValueError as error:
         raise UsageError(str(error)) from None
     free = FreeMemory(host.memory_bytes, gpu.memory_bytes)
-    plan = plan_memory(config, form, dtype, torch.device("cuda"), engine, rates, free)
+    plan = plan_memory(config, form, dtype, torch.device("cuda"), engine, lambda: rates, free)
     return None if plan is None else DividedWeights.of(plan, rates, config, form, dtype)
 
 
