@@ -109,6 +109,7 @@ def take_memory(
                 BLOCK_SIZE,
                 (cpu_cache_dtype if place.in_host_memory else None) or decoder.dtype,
                 memory_of(place, decoder.device),
+                sinks=decoder.sinks,
             )
             for place, count in num_blocks.items()
         }

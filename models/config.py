@@ -96,6 +96,7 @@ class ModelConfig:
     output_bias: bool = False  # of the attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm over each head of q and k, before the rotation
+    attention_sinks: bool = False  # each head attends to one more token, of a score that was learned
     experts: ExpertsConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -205,8 +206,9 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Distinct weights; tied embeddings count once."""
         norms = self.num_layers * (2 * self.hidden_size + self.qk_norm * 2 * self.head_dim) + self.hidden_size
+        sinks = self.num_layers * self.num_heads if self.attention_sinks else 0
         matrices = sum(m.copies * m.weights for m in self.matrices.values())
-        return self.vocab_size * self.hidden_size + norms + matrices
+        return self.vocab_size * self.hidden_size + norms + sinks + matrices
 
     @property
     def active_parameters(self) -> int:

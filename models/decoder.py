@@ -45,6 +45,7 @@ class LayerWeights:
     input_norm: Tensor  # [hidden]
     qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]: queries, keys, values
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: a row per head, so that one norm serves both
+    sinks: Tensor | None  # [heads]: the score of one more token of each head, whose value is zero
     output: Linear  # [hidden, heads * head_dim]
     post_attention_norm: Tensor  # [hidden]
     mlp: GatedMLP | Experts
@@ -103,6 +104,7 @@ class Decoder:
                 input_norm=empty(config.hidden_size),
                 qkv=linear("qkv", index),
                 qk_norm=empty(normed_heads, config.head_dim) if config.qk_norm else None,
+                sinks=empty(config.num_heads) if config.attention_sinks else None,
                 output=linear("output", index),
                 post_attention_norm=empty(config.hidden_size),
                 mlp=mlp(index),
@@ -133,9 +135,15 @@ class Decoder:
                 memory.update(self.embedding.memory())
         for weights in self.layers:
             tensors += [weights.input_norm, weights.post_attention_norm]
-            tensors += [] if weights.qk_norm is None else [weights.qk_norm]
+            tensors += [each for each in (weights.qk_norm, weights.sinks) if each is not None]
         memory[self.device] += sum(tensor.nbytes for tensor in tensors)
         return dict(memory)
+
+    @property
+    def sinks(self) -> list[Tensor] | None:
+        """Those of the layers, if there are some."""
+        found = [weights.sinks for weights in self.layers if weights.sinks is not None]
+        return found or None
 
     def embed(self, token_ids: Tensor, out: Tensor) -> None:
         """Put the embeddings of tokens `[n]` into `out` `[n, hidden]`."""

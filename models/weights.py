@@ -60,6 +60,8 @@ def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:
                 yield replace(
                     _tensor(f"{prefix}self_attn.{name}.weight", rows[0]), load=partial(_copy_to_all, rows)
                 )
+        if layer.sinks is not None:
+            yield _tensor(prefix + "self_attn.sinks", layer.sinks)
         qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
         yield from _parts(prefix + "self_attn.", layer.qkv, hidden, qkv)
         yield from _parts(prefix + "self_attn.", layer.output, q_rows, {"o_proj": hidden})

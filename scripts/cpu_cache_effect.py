@@ -56,7 +56,9 @@ def answers(cases: Sequence[Case], dtype: str) -> tuple[Decoder, list[Chat], lis
 def next_token_logits(decoder: Decoder, chats: Sequence[Chat], dtype: torch.dtype) -> Tensor:
     """Return the logits after each token of the answers but the last, [tokens, vocabulary]."""
     width = max(-(-(len(chat.prompt) + len(chat.answer)) // BLOCK_SIZE) for chat in chats)
-    pool = KVPool(decoder.config, width * len(chats), BLOCK_SIZE, dtype, torch.device("cpu"))
+    pool = KVPool(
+        decoder.config, width * len(chats), BLOCK_SIZE, dtype, torch.device("cpu"), sinks=decoder.sinks
+    )
     executor = PlanExecutor(decoder, KVStorage({Place.HOST: pool}))
     compute, seen = decoder.logits, []
 

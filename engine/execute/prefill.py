@@ -116,7 +116,15 @@ class PrefillGroup:
             parts.append(kv[:, chunk.rows])
         return torch.cat(parts, dim=1)
 
-    def attend(self, q: Tensor, contexts: Rows, out: Tensor, scale: float, window: int | None) -> None:
+    def attend(
+        self,
+        q: Tensor,
+        contexts: Rows,
+        out: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> None:
         """Attend from the chunks to their contexts, all of it on q's device.
 
         Args:
@@ -124,6 +132,8 @@ class PrefillGroup:
             contexts: K and V [2, contexts, kv_heads, head_dim].
             scale: the factor on q·k.
             window: how many of the last tokens each query sees, itself included; None: all.
+            sinks: [heads]: the score of one more token for each head, whose value is zero; None: there is
+                no such token.
 
         Raises:
             RuntimeError: no kernel can do it, or the GPU failed or has no memory left.
@@ -133,7 +143,7 @@ class PrefillGroup:
             rung = ladder.rung("prompt_attention")
             kernel = kernel_on(q.device, q.dtype, q.shape[2], windowed, rung)
             try:
-                self._attend_with(kernel, q, contexts, out, scale, window)
+                self._attend_with(kernel, q, contexts, out, scale, window, sinks)
                 return
             except RuntimeError as error:
                 below = BELOW.get(kernel)
@@ -149,23 +159,26 @@ class PrefillGroup:
         out: Tensor,
         scale: float,
         window: int | None,
+        sinks: Tensor | None,
     ) -> None:
         context_lens = [chunk.context_len for chunk in self.chunks]
         if window is not None and window >= max(context_lens):
             window = None
         if kernel is PrefillKernel.FLASH:
             queries = max(chunk.num_queries for chunk in self.chunks)
-            out[self.rows] = _flash(
+            found, lse = _flash(
                 q[self.rows], contexts[0], contexts[1], self.ends, queries, max(context_lens), scale, window
             )
+            out[self.rows] = found if sinks is None else with_sinks(found, lse.t(), sinks)
             return
         for chunk, (k, v) in zip(self.chunks, torch.split(contexts, context_lens, dim=1), strict=True):
             if kernel is PrefillKernel.EFFICIENT:
-                out[chunk.rows] = _efficient(q[chunk.rows], k, v, scale)
+                found, lse = _efficient(q[chunk.rows], k, v, scale, needs_lse=sinks is not None)
+                out[chunk.rows] = found if sinks is None else with_sinks(found, lse, sinks)
             elif kernel is PrefillKernel.MATH:
-                out[chunk.rows] = _by_products(q[chunk.rows], k, v, scale, window)
+                out[chunk.rows] = _by_products(q[chunk.rows], k, v, scale, window, sinks)
             else:
-                out[chunk.rows] = causal_attention(q[chunk.rows], k, v, scale, window)
+                out[chunk.rows] = causal_attention(q[chunk.rows], k, v, scale, window, sinks)
 
 
 def groups_of(chunks: Sequence[Prefill]) -> Iterator[PrefillGroup]:
@@ -255,10 +268,11 @@ def _flash(
     max_context: int,
     scale: float,
     window: int | None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
+    """Return the output [queries, heads, head_dim] and log(sum(exp(scores))) [heads, queries]."""
     # What torch.nn.attention.varlen calls. That must be told of grouped queries from 2.12 on and cannot be
     # before, and importing it takes a second.
-    out: Tensor = torch.ops.aten._flash_attention_forward(
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q,
         k,
         v,
@@ -272,14 +286,17 @@ def _flash(
         scale=scale,
         window_size_left=-1 if window is None else window - 1,
         window_size_right=0,
-    )[0]
-    return out
+    )
+    return out, lse
 
 
-def _efficient(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _efficient(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, needs_lse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the output [queries, heads, head_dim] and, if needed, log(sum(exp(scores))) [queries, heads]."""
     # What SDPA calls, which has no way to say that the last query sees the last key without a mask.
     queries, keys, values = _by_kv_head(q, k, v)
-    out: Tensor = torch.ops.aten._efficient_attention_forward(
+    out, lse, *_ = torch.ops.aten._efficient_attention_forward(
         queries.transpose(1, 2),
         keys.transpose(1, 2),
         values.transpose(1, 2),
@@ -290,12 +307,27 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         None,
         0.0,  # dropout
         BOTTOM_RIGHT,
+        needs_lse,
         scale=scale,
-    )[0]
-    return out.transpose(0, 1).flatten(1, 2)
+    )
+    # Of each KV head it has those of its query heads, for queries up to a multiple of 32.
+    return out.transpose(0, 1).flatten(1, 2), lse[:, :, : len(q)].permute(2, 0, 1).flatten(1, 2)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Let one more token, whose value is zero, take part in attention.
+
+    Args:
+        out: [queries, heads, head_dim], without it.
+        lse: [queries, heads]: log(sum(exp(scores))), without it.
+        sinks: [heads]: its score.
+    """
+    return out * torch.sigmoid(lse.float() - sinks.float()).unsqueeze(-1).to(out.dtype)
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor | None = None
+) -> Tensor:
     """Attend from the last `len(q)` tokens of a context to all tokens up to each of them.
 
     Args:
@@ -304,23 +336,40 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int 
         v: [context, kv_heads, head_dim]
         scale: the factor on q·k.
         window: how many of the last tokens each query sees, itself included; None: all.
+        sinks: see `PrefillGroup.attend`.
     """
+    if sinks is not None and q.device.type != "cpu":
+        return _by_products(q, k, v, scale, window, sinks)
     is_whole = len(q) == len(k) and (window is None or window >= len(k))
     if is_whole:
-        out = F.scaled_dot_product_attention(*_by_kv_head(q, k, v), is_causal=True, scale=scale)
-        return out.permute(2, 0, 1, 3).flatten(1, 2)
+        return _sdpa(q, k, v, None, scale, sinks)
     parts = []
     # On a CPU torch writes no scores to memory; on a GPU it may.
     most = len(q) * len(k) if q.device.type == "cpu" else PIECE_SCORES // q.shape[1]
     for piece in _pieces(len(q), len(k), most, window):
         mask = piece.mask(window, q.device)
-        queries, keys, values = _by_kv_head(q[piece.queries], k[piece.keys], v[piece.keys])
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
-        parts.append(out.permute(2, 0, 1, 3).flatten(1, 2))
+        parts.append(_sdpa(q[piece.queries], k[piece.keys], v[piece.keys], mask, scale, sinks))
     return torch.cat(parts)
 
 
-def _by_products(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
+    """Attend where a mask [queries, keys] allows it; None: to all tokens up to the query's."""
+    heads, is_causal = _by_kv_head(q, k, v), mask is None
+    if sinks is None:
+        out = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=is_causal, scale=scale)
+        return out.permute(2, 0, 1, 3).flatten(1, 2)
+    # What SDPA calls on a CPU, which does not tell of the sum.
+    bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *heads, is_causal=is_causal, attn_mask=bias, scale=scale
+    )
+    out, lse = out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2)
+    return with_sinks(out, lse, sinks)
+
+
+def _by_products(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor | None = None
+) -> Tensor:
     """The same by torch's products alone, in fp32; see `causal_attention`."""
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads
@@ -332,7 +381,10 @@ def _by_products(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | No
             queries = q[piece.queries, heads].float().transpose(0, 1)  # [group, queries, head_dim]
             scores = (queries @ keys[piece.keys].t()).mul_(scale)
             scores.masked_fill_(piece.mask(window, q.device).logical_not_(), -torch.inf)
-            weights = torch.softmax(scores, dim=-1)
+            if sinks is not None:
+                sink = sinks[heads].float().view(group, 1, 1).expand(-1, scores.shape[1], 1)
+                scores = torch.cat((scores, sink), dim=-1)
+            weights = torch.softmax(scores, dim=-1)[:, :, : len(keys[piece.keys])]
             out[piece.queries, heads] = (weights @ values[piece.keys]).transpose(0, 1).to(q.dtype)
     return out
 

@@ -336,10 +336,11 @@ class Program:
             recorder.wait(prompts.store(recorder, layer, kv))
         config, memory = self._config, each.memory
         out, window = memory.state.attention, config.layer_windows[layer]
+        sinks = self._stages.decoder.layers[layer].sinks
 
         def attend() -> None:
             for prompts in each.prompts:
-                prompts.attend(layer, q, kv, out, config.attention_scale, window)
+                prompts.attend(layer, q, kv, out, config.attention_scale, window, sinks)
 
         recorder.run(Lane.DEVICE, Stage("attention", layer, memory.index, memory.rows.prompts), attend)
         for prompts in each.prompts:

@@ -25,7 +25,7 @@ class Prompts(Protocol):
 
     q [tokens, heads, head_dim], kv [2, tokens, kv_heads, head_dim] and out (as q) are those of the sub-batch;
     `scale` is the factor on q·k, and with a `window` each token sees only the last `window` tokens, itself
-    included.
+    included. `sinks` [heads]: see `PrefillGroup.attend`.
     """
 
     @property
@@ -42,7 +42,16 @@ class Prompts(Protocol):
     def store(self, recorder: Recorder, layer: int, kv: Rows) -> Sequence[Signal]:
         """Start to store K and V where they live; return what the attention has to wait for."""
 
-    def attend(self, layer: int, q: Tensor, kv: Rows, out: Tensor, scale: float, window: int | None) -> None:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        kv: Rows,
+        out: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> None:
         """Attend from the chunks to their contexts: work for the device."""
 
     def attended(self, recorder: Recorder) -> None:
@@ -73,7 +82,16 @@ class DevicePrompts:
         """Do nothing: `attend` does it, or it was done with the rotation."""
         return ()
 
-    def attend(self, layer: int, q: Tensor, kv: Rows, out: Tensor, scale: float, window: int | None) -> None:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        kv: Rows,
+        out: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> None:
         """See `Prompts`."""
         cache = self._pool.layer(layer)
         if not cache.stores_early:
@@ -83,7 +101,7 @@ class DevicePrompts:
             if group.has_earlier:
                 contexts = kv.new_empty(2, len(group.slots), *kv.shape[2:])
                 cache.read(group.slots, contexts)
-            group.attend(q, contexts, out, scale, window)
+            group.attend(q, contexts, out, scale, window, sinks)
 
     def attended(self, recorder: Recorder) -> None:
         """Do nothing."""
@@ -166,14 +184,23 @@ class HostPrompts:
         fetched = self._fetched[layer % NUM_BUFFERS]
         return () if fetched is None else (fetched,)
 
-    def attend(self, layer: int, q: Tensor, kv: Rows, out: Tensor, scale: float, window: int | None) -> None:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        kv: Rows,
+        out: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> None:
         """See `Prompts`."""
         ends = pairwise(self._ends)
         for group in self._groups:
             earlier: list[Rows | None] = []
             for _, (begin, end) in zip(group.chunks, ends, strict=False):
                 earlier.append(self._earlier[layer % NUM_BUFFERS][:, begin:end] if end > begin else None)
-            group.attend(q, group.pack(kv, earlier), out, scale, window)
+            group.attend(q, group.pack(kv, earlier), out, scale, window, sinks)
 
     def attended(self, recorder: Recorder) -> None:
         """See `Prompts`."""

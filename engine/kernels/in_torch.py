@@ -39,6 +39,7 @@ def paged_decode(
     partial_lse: Tensor,
     scale: float,
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attend from one new token per request to its whole context, whose KV is in the cache already.
 
@@ -57,6 +58,8 @@ def paged_decode(
         partial_lse: [requests, heads, num_splits] fp32, contiguous: likewise.
         scale: the factor on q·k.
         window: how many of the last tokens are attended to; None: all.
+        sinks: [heads] fp32: the score of one more token for each head, whose value is zero; None: there is
+            no such token.
     """
     requests, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
@@ -91,6 +94,8 @@ def paged_decode(
         total = total * decay + weights.sum(-1, keepdim=True)
         weighted = weighted * decay + weights @ values
         top = new_top
+    if sinks is not None:
+        total = total + (sinks.view(1, kv_heads, -1, 1) - top).exp()
     is_padding = (ends == 0).view(-1, 1, 1, 1)
     out.copy_((weighted / total).masked_fill(is_padding, 0.0).view(out.shape))
 

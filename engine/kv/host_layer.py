@@ -35,8 +35,8 @@ class HostLayer(KVLayer):
 
     __slots__ = ("_k", "_k_scale", "_v", "_v_scale")
 
-    def __init__(self, parts: tuple[Tensor, ...], block_size: int) -> None:
-        super().__init__(parts, block_size)
+    def __init__(self, parts: tuple[Tensor, ...], block_size: int, sinks: Tensor | None = None) -> None:
+        super().__init__(parts, block_size, sinks)
         k, self._v, *scales = parts
         in_pairs = k.dim() > self._v.dim()
         self._k = k.transpose(-3, -2) if in_pairs else k  # as the kernels see it: tokens before pairs
@@ -71,7 +71,7 @@ class HostLayer(KVLayer):
 
     def for_relay(self, window: int | None) -> RelayLayer:
         """Return the layer as `native.relay` takes it."""
-        return RelayLayer(self._k, self._v, self._k_scale, self._v_scale, window or 0)
+        return RelayLayer(self._k, self._v, self._k_scale, self._v_scale, window or 0, self.sinks)
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Put rows into slots."""
@@ -109,6 +109,7 @@ class HostLayer(KVLayer):
             window=window or 0,
             k_scale=self._k_scale,
             v_scale=self._v_scale,
+            sinks=self.sinks,
         )
 
 

@@ -29,15 +29,17 @@ class KVLayer(ABC):
     Args:
         parts: the memory: one layer of what `allocate` returned.
         block_size: tokens per block.
+        sinks: [heads] fp32, of the layer: see `decode`; None: it has none.
     """
 
-    __slots__ = ("block_size", "device")
+    __slots__ = ("block_size", "device", "sinks")
 
     stores_early = False  # whether rows are stored where they are made, and not by `decode`
 
-    def __init__(self, parts: tuple[Tensor, ...], block_size: int) -> None:
+    def __init__(self, parts: tuple[Tensor, ...], block_size: int, sinks: Tensor | None = None) -> None:
         self.block_size = block_size
         self.device = parts[0].device
+        self.sinks = sinks
 
     @classmethod
     @abstractmethod
@@ -77,6 +79,8 @@ class KVLayer(ABC):
         partials: Callable[[int], Partials] | None = None,
     ) -> None:
         """Store one new token per request, and attend from it to the request's whole context.
+
+        A head of a layer with sinks attends to one more token, with that score and a value of zero.
 
         Args:
             q: [requests, heads, head_dim]; out likewise.

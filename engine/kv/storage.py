@@ -38,6 +38,7 @@ class KVPool:
         dtype: of K and V; int8 is for host memory only.
         device: whose memory it is.
         kind: how it is used; None: as fits the device.
+        sinks: those of each layer `[heads]`, of a model that has some; see `KVLayer.decode`.
 
     Raises:
         ValueError: int8 was asked for where it cannot be.
@@ -51,7 +52,9 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         kind: type[KVLayer] | None = None,
+        sinks: Sequence[Tensor] | None = None,
     ) -> None:
+        assert (sinks is not None) == config.attention_sinks
         self.kind = kind or layer_kind(device)
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -59,7 +62,11 @@ class KVPool:
         self.device = device
         self.parts = self.kind.allocate(config, num_blocks, block_size, dtype, device)
         self._layers = [
-            self.kind(tuple(part[index] for part in self.parts), block_size)
+            self.kind(
+                tuple(part[index] for part in self.parts),
+                block_size,
+                None if sinks is None else sinks[index].to(device, torch.float32),
+            )
             for index in range(config.num_layers)
         ]
 

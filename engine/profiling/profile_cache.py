@@ -133,6 +133,7 @@ def _model_key(config: ModelConfig) -> dict[str, Any]:
         "output_bias": config.output_bias,
         "mlp_bias": config.mlp_bias,
         "qk_norm": config.qk_norm,
+        "attention_sinks": config.attention_sinks,
     }
 
 

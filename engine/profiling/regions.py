@@ -91,7 +91,7 @@ def choose_region(decoder: Decoder, storage: KVStorage, place: Place) -> Region:
         bytes_per_block = config.num_layers * block_bytes(config, BLOCK_SIZE, decoder.dtype)
         num_runs = min(max(region_bytes // 4 // (BLOCKS_PER_RUN * bytes_per_block), 1), 1024)
         num_blocks = num_runs * BLOCKS_PER_RUN
-        pool = KVPool(config, num_blocks, BLOCK_SIZE, decoder.dtype, device)
+        pool = KVPool(config, num_blocks, BLOCK_SIZE, decoder.dtype, device, sinks=decoder.sinks)
     num_layers = max(region_bytes // (num_blocks * block_bytes(config, BLOCK_SIZE, pool.dtype)), 1)
     if len(set(config.layer_windows)) > 1:
         num_layers = max(num_layers, 8)  # layers of both kinds, in about their proportion

@@ -364,7 +364,11 @@ class StageTimer:
         prompts = DevicePrompts(region.pool, [chunk])
         q, kv = self._q[:tokens], self._kv[:, :tokens]
         out = torch.empty_like(q)
-        return self._in_layers(region, turn, lambda layer, *how: prompts.attend(layer, q, kv, out, *how))
+
+        def attend(layer: int, scale: float, window: int | None) -> None:
+            prompts.attend(layer, q, kv, out, scale, window, region.pool.layer(layer).sinks)
+
+        return self._in_layers(region, turn, attend)
 
     def _decode(self, place: Place, requests: int, mean_context: int, turn: int) -> Callable[[int], object]:
         region = self._regions[place]

@@ -110,7 +110,12 @@ def _carry_out(decoder: Decoder, places: Sequence[Place], limits: SchedulerLimit
         storage = KVStorage(
             {
                 place: KVPool(
-                    decoder.config, NUM_BLOCKS, BLOCK_SIZE, decoder.dtype, memory_of(place, decoder.device)
+                    decoder.config,
+                    NUM_BLOCKS,
+                    BLOCK_SIZE,
+                    decoder.dtype,
+                    memory_of(place, decoder.device),
+                    sinks=decoder.sinks,
                 )
                 for place in places
             }

@@ -251,7 +251,15 @@ def check_swap(rig: Rig) -> Figures:
     """KV of the device comes back from host memory as it was, in other blocks."""
     config, (near, far) = rig.one_layer(), PLACES
     pools = {
-        place: KVPool(config, 16, BLOCK_SIZE, rig.dtype, memory_of(place, rig.device)) for place in PLACES
+        place: KVPool(
+            config,
+            16,
+            BLOCK_SIZE,
+            rig.dtype,
+            memory_of(place, rig.device),
+            sinks=None if rig.sinks is None else [rig.sinks],
+        )
+        for place in PLACES
     }
     row_shape = (config.num_kv_heads, config.head_dim)
     given = torch.randn(2, 8 * BLOCK_SIZE, *row_shape).to(rig.dtype).to(rig.device)

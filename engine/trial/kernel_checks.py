@@ -16,7 +16,7 @@ from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.ladder import MECHANISMS
 from neo_desktop.engine.trial.check import Check
-from neo_desktop.engine.trial.kv_checks import BOUNDS, check_decode, check_rows, error_of
+from neo_desktop.engine.trial.kv_checks import BOUNDS, check_decode, check_rows, error_of, weights_of
 from neo_desktop.engine.trial.rig import Rig, on_rungs, require
 from neo_desktop.models.linear import grouped
 from neo_desktop.models.linear.codes import UNIT
@@ -201,23 +201,25 @@ def check_prompts(rig: Rig) -> Figures:
     rows_given = _random(rig, 2, sum(lengths), config.num_kv_heads, config.head_dim)
     q, contexts = given_q.to(rig.device), rows_given.to(rig.device)
     (group,) = groups_of(chunks)
-    errors = [0.0]
+    errors, scale = [0.0], config.attention_scale
+    sinks = None if rig.sinks is None else rig.sinks.to(rig.device)
     out = torch.empty_like(q)
     for window in rig.windows:
         out.fill_(torch.nan)
-        group.attend(q, contexts, out, config.attention_scale, window)
+        group.attend(q, contexts, out, scale, window, sinks)
         found = out.cpu()
         by_chunk = torch.split(rows_given, lengths, dim=1)
         for chunk, (k, v) in zip(chunks, by_chunk, strict=True):
-            errors.append(
-                error_of(found[chunk.rows], _dense(given_q[chunk.rows], k, v, config.attention_scale, window))
-            )
+            expected = _dense(given_q[chunk.rows], k, v, scale, window, rig.sinks)
+            errors.append(error_of(found[chunk.rows], expected))
     require(_worst(errors), BOUNDS[rig.dtype], figures)
-    work = partial(group.attend, q, contexts, out, config.attention_scale, None)
+    work = partial(group.attend, q, contexts, out, scale, None, sinks)
     return {**figures, "ms": rig.milliseconds(work), "bytes": 2 * q.nbytes + contexts.nbytes}
 
 
-def _dense(q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+def _dense(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, sinks: Tensor | None
+) -> Tensor:
     """Attention in float64; the last query sees the last key."""
     group = q.shape[1] // keys.shape[1]
     k, v = (part.double().repeat_interleave(group, 1) for part in (keys, values))
@@ -225,7 +227,8 @@ def _dense(q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | 
     positions = torch.arange(len(k), device=q.device)
     distance = positions[-len(q) :, None] - positions
     hidden = (distance < 0) | (distance >= (window or len(k)))
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    weights = weights_of(scores.masked_fill(hidden, -torch.inf), sinks)
+    return torch.einsum("hqk,khd->qhd", weights, v)
 
 
 def _random(rig: Rig, *shape: int) -> Tensor:

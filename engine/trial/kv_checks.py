@@ -36,7 +36,9 @@ class LayerCase:
         self.scale = config.attention_scale
         generator = torch.Generator().manual_seed(len(lengths))
         blocks = [-(-length // BLOCK_SIZE) for length in lengths]
-        pool = KVPool(config, sum(blocks) + 3, BLOCK_SIZE, dtype, self.device, kind)
+        self.sinks = rig.sinks
+        sinks = None if self.sinks is None else [self.sinks]
+        pool = KVPool(config, sum(blocks) + 3, BLOCK_SIZE, dtype, self.device, kind, sinks)
         self.layer: KVLayer = pool.layer(0)
         order = torch.randperm(sum(blocks) + 3, generator=generator)[: sum(blocks)].int()
         self.tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
@@ -88,11 +90,19 @@ class LayerCase:
             length = min(self.lengths[request], window or self.lengths[request])
             k, v = (part[end - length : end].repeat_interleave(group, 1) for part in (keys, values))
             scores = torch.einsum("hd,thd->ht", self.q[request].double(), k) * self.scale
-            out[request] = torch.einsum("ht,thd->hd", scores.softmax(-1), v)
+            out[request] = torch.einsum("ht,thd->hd", weights_of(scores, self.sinks), v)
         return out
 
     def _there(self, *tensors: Tensor) -> list[Tensor]:
         return [tensor.to(self.device) for tensor in tensors]
+
+
+def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """The softmax of scores [heads, ..., tokens], in which sinks [heads] take part."""
+    if sinks is None:
+        return scores.softmax(-1)
+    sink = sinks.to(scores).view(-1, *[1] * (scores.dim() - 1)).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:

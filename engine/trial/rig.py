@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from neo_desktop.engine.doctor.outcome import CheckError
 from neo_desktop.engine.doctor.trials import Subject
@@ -52,6 +53,12 @@ class Rig:
         """The different windows of the model's layers, and one that hides something in any case."""
         of_model = {window for window in self.config.layer_windows if window is not None}
         return (None, *sorted(of_model)[:1]) if of_model else (None, 100)
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """Any [heads] on the CPU, if the model has some; None: it has none."""
+        heads = self.config.num_heads
+        return torch.linspace(-2.0, 4.0, heads) if self.config.attention_sinks else None
 
     def one_layer(self) -> ModelConfig:
         """Return the shape with a single layer."""

@@ -83,16 +83,18 @@ PackedMatrix quantised_matrix(const Matrix& matrix) {
   return {quantised_parts(matrix.first), view("bias", matrix.second)};
 }
 
-using Layer = std::tuple<Tensor, Tensor, std::optional<Tensor>, std::optional<Tensor>, int64_t>;
+// k_cache, v_cache, k_scale, v_scale, window, sinks
+using Layer =
+    std::tuple<Tensor, Tensor, std::optional<Tensor>, std::optional<Tensor>, int64_t, std::optional<Tensor>>;
 
 // num_layers: of a relay for products alone, which has no caches.
 std::unique_ptr<Relay> make_relay(const std::vector<Layer>& layers, int64_t num_layers, int num_threads,
                                   const std::string& isa) {
   if (layers.empty()) return std::make_unique<Relay>(num_layers, num_threads, isa_from_name(isa));
   std::vector<RelayLayer> views;
-  for (const auto& [k_cache, v_cache, k_scale, v_scale, window] : layers) {
+  for (const auto& [k_cache, v_cache, k_scale, v_scale, window, sinks] : layers) {
     views.push_back({view("k_cache", k_cache), view("v_cache", v_cache), view("k_scale", k_scale),
-                     view("v_scale", v_scale), window});
+                     view("v_scale", v_scale), window, view("sinks", sinks)});
   }
   return std::make_unique<Relay>(views, num_threads, isa_from_name(isa));
 }
@@ -240,12 +242,13 @@ PYBIND11_MODULE(_native, m) {
       "paged_attention_decode",
       [](const Decode& decode, const Tensor& k_cache, const Tensor& v_cache,
          const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale, int64_t window,
-         int num_threads, const std::string& isa) {
+         const std::optional<Tensor>& sinks, int num_threads, const std::string& isa) {
+        const auto sinks_view = view("sinks", sinks);
         const auto k_scale_view = view("k_scale", k_scale);
         const auto v_scale_view = view("v_scale", v_scale);
         paged_attention_decode(arguments(decode), view("k_cache", k_cache), view("v_cache", v_cache),
-                               pointer(k_scale_view), pointer(v_scale_view), window, num_threads,
-                               isa_from_name(isa));
+                               pointer(k_scale_view), pointer(v_scale_view), window, pointer(sinks_view),
+                               num_threads, isa_from_name(isa));
       },
       without_gil);
   m.def(

@@ -77,13 +77,14 @@ class Scratch {
 class DecodeCall {
  public:
   DecodeCall(const DecodeArguments& arguments, const PagedCache& cache, int64_t block_tokens, int64_t window,
-             int num_threads, const Kernels& kernels)
+             const float* sinks, int num_threads, const Kernels& kernels)
       : q_(arguments.q),
         cache_(cache),
         block_tables_(arguments.block_tables),
         block_tokens_(block_tokens),
         out_(arguments.out),
         new_rows_(arguments.new_rows),
+        sinks_(sinks),
         kernels_(kernels),
         q_scale_(arguments.scale * std::numbers::log2e_v<float>),
         group_(static_cast<int>(q_.size(1) / cache.kv_heads)),
@@ -260,7 +261,8 @@ class DecodeCall {
 
   void merge(const DecodeItem& item, int row, const Partial& result) const {
     const int64_t chunks = item.request->chunks;
-    float max = partial_of(item, 0).max[row];
+    float& max = result.max[row];
+    max = partial_of(item, 0).max[row];
     for (int64_t c = 1; c < chunks; ++c) max = std::max(max, partial_of(item, c).max[row]);
     float* acc = result.acc + row * padded_head_dim_;
     std::fill(acc, acc + cache_.head_dim, 0.0f);
@@ -280,8 +282,13 @@ class DecodeCall {
         const int row = h * padded_group_ + g;
         const float* acc = result.acc + row * padded_head_dim_;
         const int64_t at = b * out_.stride(0) + ((head + h) * group_ + g) * out_.stride(1);
+        float sum = result.sum[row];
+        if (sinks_ != nullptr) {
+          const float score = sinks_[(head + h) * group_ + g] * std::numbers::log2e_v<float>;
+          sum += std::exp2(score - result.max[row]);
+        }
         kernels_.narrow[static_cast<int>(out_.dtype)](acc, offset(out_.data, out_.dtype, at), cache_.head_dim,
-                                                      1.0f / result.sum[row]);
+                                                      1.0f / sum);
       }
     }
   }
@@ -292,6 +299,7 @@ class DecodeCall {
   const int64_t block_tokens_;
   const TensorView& out_;
   const std::optional<NewRows>& new_rows_;
+  const float* const sinks_;  // null: none
   const Kernels& kernels_;
   const float q_scale_;
   const int group_;
@@ -315,8 +323,8 @@ class DecodeCall {
 }  // namespace
 
 void run_decode(const DecodeArguments& arguments, const PagedCache& cache, int64_t block_tokens,
-                int64_t window, int num_threads, const Kernels& kernels) {
-  DecodeCall(arguments, cache, block_tokens, window, num_threads, kernels).run();
+                int64_t window, const float* sinks, int num_threads, const Kernels& kernels) {
+  DecodeCall(arguments, cache, block_tokens, window, sinks, num_threads, kernels).run();
 }
 
 }  // namespace neo_desktop

@@ -50,7 +50,7 @@ void check_context(const TensorView& block_tables, const TensorView& context_len
 
 }  // namespace
 
-void DecodeArguments::check(const PagedCache& cache, int64_t window) const {
+void DecodeArguments::check(const PagedCache& cache, int64_t window, const TensorView* sinks) const {
   check_dims(q, "[batch, heads, head_dim]", 3);
   check_shape(q, "[batch, heads, head_dim of the cache]", {q.size(0), q.size(1), cache.head_dim});
   if (q.size(1) < 1 || q.size(1) % cache.kv_heads != 0) {
@@ -71,6 +71,11 @@ void DecodeArguments::check(const PagedCache& cache, int64_t window) const {
   check_packed(context_lens, 1);
   if (!std::isfinite(scale)) fail("scale is ", scale, "; expected a finite number");
   if (window < 0) fail("window is ", window, "; expected 0 (all tokens) or a number of tokens");
+  if (sinks != nullptr) {
+    check_shape(*sinks, "[heads of q]", {q.size(1)});
+    check_dtype(*sinks, {DType::kFloat32});
+    check_packed(*sinks, 1);
+  }
   check_context(block_tables, context_lens, cache, check_block_size(block_size, cache), window);
   if (new_rows) {
     check_rows(new_rows->k, "[batch of q, kv_heads, head_dim]", q.size(0), cache);
@@ -78,22 +83,25 @@ void DecodeArguments::check(const PagedCache& cache, int64_t window) const {
   }
 }
 
-void DecodeArguments::run(const PagedCache& cache, int64_t window, int num_threads, Isa isa) const {
+void DecodeArguments::run(const PagedCache& cache, int64_t window, const TensorView* sinks, int num_threads,
+                          Isa isa) const {
   if (q.size(0) == 0) return;
-  run_decode(*this, cache, check_block_size(block_size, cache), window, num_threads, kernels_for(isa));
+  const auto* of_heads = sinks == nullptr ? nullptr : static_cast<const float*>(sinks->data);
+  run_decode(*this, cache, check_block_size(block_size, cache), window, of_heads, num_threads,
+             kernels_for(isa));
 }
 
 void paged_attention_decode(const DecodeArguments& arguments, const TensorView& k_cache,
                             const TensorView& v_cache, const TensorView* k_scale, const TensorView* v_scale,
-                            int64_t window, int num_threads, Isa isa) {
+                            int64_t window, const TensorView* sinks, int num_threads, Isa isa) {
   const PagedCache cache = check_cache(k_cache, v_cache, k_scale, v_scale);
   const int threads = check_num_threads(num_threads);
-  arguments.check(cache, window);
+  arguments.check(cache, window, sinks);
   if (arguments.new_rows) {
     check_no_overlap(k_cache, 2);
     check_no_overlap(v_cache, 2);
   }
-  arguments.run(cache, window, threads, isa);
+  arguments.run(cache, window, sinks, threads, isa);
 }
 
 }  // namespace neo_desktop

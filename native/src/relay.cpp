@@ -61,6 +61,7 @@ class Relay::State {
   struct Layer {
     PagedCache cache;
     int64_t window;
+    std::optional<TensorView> sinks;
   };
 
   // From waiting to working and back by the thread that serves, to given up by the guard: one of them is
@@ -149,7 +150,9 @@ Relay::State::State(const std::vector<RelayLayer>& layers, int64_t num_layers, i
     check_no_overlap(layer.v_cache, 2);
     layers_.push_back(
         {check_cache(layer.k_cache, layer.v_cache, pointer(layer.k_scale), pointer(layer.v_scale)),
-         layer.window});
+         layer.window, layer.sinks});
+    const auto heads = [](const auto& sinks) { return sinks ? sinks->shape : std::vector<int64_t>{}; };
+    if (heads(layer.sinks) != heads(layers.front().sinks)) fail("all layers must have as many sinks");
     if (!alike(layers_.back().cache, layers_.front().cache)) fail("the caches of all layers must be alike");
   }
 }
@@ -166,8 +169,10 @@ void Relay::State::start(std::vector<RelayItem> items, std::chrono::nanoseconds 
   std::unique_lock lock(mutex_);
   if (closed_) throw std::logic_error("the relay is closed");
   if (running_) throw std::logic_error("the relay's last iteration has not ended");
-  const PagedCache* cache = layers_.empty() ? nullptr : &layers_.front().cache;
-  for (const RelayItem& item : items) check(item, cache, num_layers_);
+  const Layer* first = layers_.empty() ? nullptr : &layers_.front();
+  for (const RelayItem& item : items) {
+    check(item, first ? &first->cache : nullptr, first ? pointer(first->sinks) : nullptr, num_layers_);
+  }
   items_ = std::move(items);
   rests_ = std::none_of(items_.begin(), items_.end(), is_urgent);
   steps_.clear();
@@ -254,9 +259,9 @@ bool Relay::State::step(size_t layer, size_t index) {
   if (!goes_on(layer, index, Doing::kWaiting) || !wait_until_ready(item, layer)) return false;
   const int64_t start_ns = now_ns();
   if (!goes_on(layer, index, Doing::kWorking)) return false;
-  const Layer* of_layer = layer < layers_.size() ? &layers_[layer] : nullptr;
-  run(item, of_layer ? &of_layer->cache : nullptr, of_layer ? of_layer->window : 0, layer, num_threads_,
-      isa_);
+  const Layer* of = layer < layers_.size() ? &layers_[layer] : nullptr;
+  run(item, of ? &of->cache : nullptr, of ? of->window : 0, of ? pointer(of->sinks) : nullptr, layer,
+      num_threads_, isa_);
   flag(item, kDone, layer).store(1, std::memory_order_release);
   steps_.push_back({static_cast<int>(layer), static_cast<int>(index), start_ns, now_ns()});
   return true;

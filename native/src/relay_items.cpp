@@ -27,11 +27,12 @@ DecodeArguments part_of(const DecodeArguments& whole, int64_t layer) {
   return part;
 }
 
-void check_arguments(const RelayBatch& batch, const PagedCache& cache, size_t num_layers) {
+void check_arguments(const RelayBatch& batch, const PagedCache& cache, const TensorView* sinks,
+                     size_t num_layers) {
   if (batch.layers.size() != 1 && batch.layers.size() != num_layers) {
     fail("there are decodes of ", batch.layers.size(), " layers; expected ", num_layers);
   }
-  for (const DecodeArguments& arguments : batch.layers) arguments.check(cache, 0);
+  for (const DecodeArguments& arguments : batch.layers) arguments.check(cache, 0, sinks);
 }
 
 void check_arguments(const RelayTransfer& transfer, const PagedCache& cache) {
@@ -110,7 +111,7 @@ TensorView RelayProduct::out_of(size_t turn) const {
   return {out.name, out.data, out.dtype, {x.size(0), rows}, {rows, 1}};
 }
 
-void check(const RelayItem& item, const PagedCache* cache, size_t num_layers) {
+void check(const RelayItem& item, const PagedCache* cache, const TensorView* sinks, size_t num_layers) {
   if (const auto* product = std::get_if<RelayProduct>(&item)) {
     check_arguments(*product, num_layers);
     check_flags(product->flags, num_layers + 1);
@@ -118,7 +119,7 @@ void check(const RelayItem& item, const PagedCache* cache, size_t num_layers) {
   }
   if (cache == nullptr) fail("a relay without caches computes products alone");
   if (const auto* batch = std::get_if<RelayBatch>(&item)) {
-    check_arguments(*batch, *cache, num_layers);
+    check_arguments(*batch, *cache, sinks, num_layers);
     check_flags(batch->flags, num_layers);
   } else {
     const auto& transfer = std::get<RelayTransfer>(item);
@@ -148,10 +149,10 @@ bool is_awaited(const RelayItem& item, size_t layer) {
   return transfer == nullptr || transfer->to_host || layer >= transfer->rows.size();
 }
 
-void run(const RelayItem& item, const PagedCache* cache, int64_t window, size_t layer, int num_threads,
-         Isa isa) {
+void run(const RelayItem& item, const PagedCache* cache, int64_t window, const TensorView* sinks,
+         size_t layer, int num_threads, Isa isa) {
   if (const auto* batch = std::get_if<RelayBatch>(&item)) {
-    batch->of(layer).run(*cache, window, num_threads, isa);
+    batch->of(layer).run(*cache, window, sinks, num_threads, isa);
   } else if (const auto* transfer = std::get_if<RelayTransfer>(&item)) {
     move(*transfer, *cache, layer, num_threads, isa);
   } else {

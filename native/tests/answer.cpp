@@ -37,11 +37,12 @@ Rows attended_rows(const DecodeProblem& problem, int64_t b, int64_t head) {
   return rows;
 }
 
-// Attention of one query, [dim], to `out`, [dim], and what rounding may do to it.
-RowError attend(const std::vector<double>& query, const Rows& rows, double scale, double* out) {
+// Attention of one query, [dim], to `out`, [dim], and what rounding may do to it. A sink of -infinity is
+// none.
+RowError attend(const std::vector<double>& query, const Rows& rows, double scale, double sink, double* out) {
   const auto dim = static_cast<int64_t>(query.size());
   std::vector<double> weights(rows.tokens);
-  double max = -std::numeric_limits<double>::infinity();
+  double max = sink;
   double terms = 0;  // the largest sum of |query * key|
   for (int64_t t = 0; t < rows.tokens; ++t) {
     double score = 0;
@@ -57,6 +58,7 @@ RowError attend(const std::vector<double>& query, const Rows& rows, double scale
   }
   double total = 0;
   for (double& weight : weights) total += weight = std::exp(weight - max);
+  if (std::isfinite(sink)) total += std::exp(sink - max);
   // The row of a request that is not there keeps what it is made of: no numbers.
   std::fill(out, out + dim, rows.tokens > 0 ? 0.0 : std::numeric_limits<double>::quiet_NaN());
   double squares = 0;
@@ -101,7 +103,8 @@ Answer right_answer(const DecodeProblem& problem) {
       for (int64_t h = head * group; h < (head + 1) * group; ++h) {
         for (int64_t i = 0; i < dim; ++i) query[i] = problem.q.get(problem.q.at({b, h, i}));
         const int64_t at = b * problem.heads() + h;
-        answer.errors[at] = attend(query, rows, problem.scale, answer.out.data() + at * dim);
+        const double sink = problem.sinks ? problem.sinks->get(h) : -std::numeric_limits<double>::infinity();
+        answer.errors[at] = attend(query, rows, problem.scale, sink, answer.out.data() + at * dim);
       }
     }
   }

@@ -325,6 +325,14 @@ DecodeProblem::DecodeProblem(const DecodePlan& plan, Random& random, bool filled
     for (int64_t head = 0; head < shape.kv_heads; ++head) filler.fill(slot, head);
   }
   fill_queries(*this, random);
+  if (random.chance(0.3)) {
+    sinks.emplace("sinks", DType::kFloat32, std::vector<int64_t>{plan.heads}, std::vector<int64_t>{1},
+                  random);
+    // About as large as scores, far below, or far above.
+    for (int64_t h = 0; h < plan.heads; ++h) {
+      sinks->set(h, random.pick({1, 1, 40}) * *random.noise(1));
+    }
+  }
   if (kind == Kind::kOneDominates) add_dominant_tokens(*this, random);
   if (kind == Kind::kNotANumber) add_not_a_number(*this, random);
   if (kind == Kind::kOrdinary && random.chance(0.5)) write_new_rows(random);
@@ -375,7 +383,7 @@ DecodeArguments DecodeProblem::arguments() const {
 
 void DecodeProblem::call(Isa isa, int threads) const {
   paged_attention_decode(arguments(), cache.k.view(), cache.v.view(), cache.k_scale_view(),
-                         cache.v_scale_view(), window, threads, isa);
+                         cache.v_scale_view(), window, sinks_view(), threads, isa);
 }
 
 std::string DecodeProblem::text() const {
@@ -384,7 +392,7 @@ std::string DecodeProblem::text() const {
   std::ostringstream text;
   text << kKinds[static_cast<int>(kind)] << "; cache " << cache.text() << "; blocks of " << block_tokens
        << "; q " << dtype_text(q.dtype()) << " " << to_string(q.view().shape) << (new_k ? ", new rows" : "")
-       << ", out " << dtype_text(out.dtype()) << "; lengths";
+       << (sinks ? ", sinks" : "") << ", out " << dtype_text(out.dtype()) << "; lengths";
   for (int64_t b = 0; b < batch(); ++b) text << " " << context_len(b);
   text << "; window " << window << ", scale " << scale << ", " << num_threads << " threads";
   return text.str();

@@ -79,6 +79,7 @@ struct DecodeProblem {
   Tensor context_lens;
   std::optional<Tensor> new_k;  // the newest tokens' rows, where the call is to write them
   std::optional<Tensor> new_v;
+  std::optional<Tensor> sinks;
   float scale;
   int64_t window;
   int num_threads;
@@ -100,6 +101,7 @@ struct DecodeProblem {
     return block(b, token / block_tokens) * block_tokens + token % block_tokens;
   }
 
+  const TensorView* sinks_view() const { return sinks ? &sinks->view() : nullptr; }
   DecodeArguments arguments() const;
   void call(Isa isa, int threads) const;
 

@@ -74,9 +74,10 @@ class Gpu {
 
 RelayLayer layer_of(const DecodeProblem& problem) {
   const Cache& cache = problem.cache;
-  RelayLayer layer{cache.k.view(), cache.v.view(), std::nullopt, std::nullopt, problem.window};
+  RelayLayer layer{cache.k.view(), cache.v.view(), std::nullopt, std::nullopt, problem.window, std::nullopt};
   if (cache.k_scale) layer.k_scale = cache.k_scale->view();
   if (cache.v_scale) layer.v_scale = cache.v_scale->view();
+  if (problem.sinks) layer.sinks = problem.sinks->view();
   return layer;
 }
 

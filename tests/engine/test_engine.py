@@ -172,7 +172,7 @@ def test_kv_moves_between_memories_of_two_kinds_as_with_a_gpu(
     batch = prompts(8)
     kinds = iter([TorchLayer, HostLayer])
     assert POLICIES["neo"].places == (Place.DEVICE, Place.HOST)
-    monkeypatch.setattr(parts, "KVPool", lambda *args: KVPool(*args, kind=next(kinds)))
+    monkeypatch.setattr(parts, "KVPool", lambda *args, **named: KVPool(*args, kind=next(kinds), **named))
     with Engine.from_pretrained(
         checkpoints["llama"],
         device="cpu",

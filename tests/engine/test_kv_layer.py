@@ -39,9 +39,12 @@ KINDS = [
 each_kind = pytest.mark.parametrize(("kind", "dtype", "block_size"), KINDS)
 
 
-def make_pool(kind: type[KVLayer], dtype: torch.dtype, block_size: int, group: int = 2) -> KVPool:
-    config = replace(CONFIG, num_heads=group * KV_HEADS)
-    return spoiled(KVPool(config, NUM_BLOCKS, block_size, dtype, CPU, kind))
+def make_pool(
+    kind: type[KVLayer], dtype: torch.dtype, block_size: int, group: int = 2, sinks: Tensor | None = None
+) -> KVPool:
+    config = replace(CONFIG, num_heads=group * KV_HEADS, attention_sinks=sinks is not None)
+    each = None if sinks is None else [sinks, sinks + 1]
+    return spoiled(KVPool(config, NUM_BLOCKS, block_size, dtype, CPU, kind, each))
 
 
 def some_rows(count: int, dtype: torch.dtype = torch.float32) -> Rows:
@@ -152,8 +155,9 @@ def test_decode_attention_stores_the_new_token_and_attends_to_what_is_stored(
     kind: type[KVLayer], dtype: torch.dtype, block_size: int, window: int | None, group: int
 ) -> None:
     torch.manual_seed(4)
-    pool, rows_dtype = make_pool(kind, dtype, block_size, group), model_dtype(dtype)
-    layer = pool.layer(0)
+    rows_dtype = model_dtype(dtype)
+    sinks = torch.randn(group * KV_HEADS).to(rows_dtype) if window is None else None
+    layer = make_pool(kind, dtype, block_size, group, sinks).layer(0)
     tables = torch.randperm(NUM_BLOCKS).view(2, -1).int()
     lens = torch.tensor([1, 2 * block_size + 3], dtype=torch.int32)
     contexts = [
@@ -169,7 +173,7 @@ def test_decode_attention_stores_the_new_token_and_attends_to_what_is_stored(
 
     for row, context in enumerate(contexts):
         keys, values = read(layer, context, rows_dtype)
-        expected = dense(q[row : row + 1], keys, values, CONFIG.attention_scale, window)
+        expected = dense(q[row : row + 1], keys, values, CONFIG.attention_scale, window, sinks)
         tolerance = 1e-5 if rows_dtype is torch.float32 else 4 * torch.finfo(rows_dtype).eps
         torch.testing.assert_close(out[row : row + 1].double(), expected, atol=tolerance, rtol=tolerance)
 

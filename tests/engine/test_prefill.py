@@ -24,6 +24,7 @@ from neo_desktop.engine.ladder import ladder
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 SCALE = 0.3
+SDPA_OF_CPUS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
 
@@ -52,27 +53,41 @@ def flash_as_documented(
     scale: float,
     window_size_left: int,
     window_size_right: int,
-) -> tuple[Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Sequences lie one after the other; each last query sees the last key, and so many keys to its left."""
     assert q_ends.dtype == k_ends.dtype == torch.int32
     assert (dropout, return_debug_mask, window_size_right) == (0.0, False, 0)
     assert is_causal == (window_size_left == -1)
-    parts = []
+    parts, sums = [], []
     for (q_begin, q_end), (k_begin, k_end) in zip(
         pairwise(q_ends.tolist()), pairwise(k_ends.tolist()), strict=True
     ):
         assert q_end - q_begin <= max_q
         assert k_end - k_begin <= max_k
         window = None if is_causal else window_size_left + 1
-        parts.append(dense(q[q_begin:q_end], k[k_begin:k_end], v[k_begin:k_end], scale, window))
-    return (torch.cat(parts).to(q.dtype),)
+        rows = q[q_begin:q_end], k[k_begin:k_end], v[k_begin:k_end]
+        parts.append(dense(*rows, scale, window))
+        sums.append(lse_of(*rows, scale, window))
+    return torch.cat(parts).to(q.dtype), torch.cat(sums, 1)
 
 
-def efficient_as_documented(q: Tensor, k: Tensor, v: Tensor, *others: object, scale: float) -> tuple[Tensor]:
+def lse_of(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
+    """log(sum(exp(scores))) [heads, queries] float32: from the share that a sink takes of values of one."""
+    kept = dense(q, k, torch.ones_like(v), scale, window, torch.zeros(q.shape[1]))
+    return kept[:, :, 0].logit().t().float()
+
+
+def efficient_as_documented(
+    q: Tensor, k: Tensor, v: Tensor, *others: object, scale: float
+) -> tuple[Tensor, Tensor]:
     """Tensors are [batch, tokens, heads, head_dim]; masks of type 2 are causal, the last query sees all."""
-    assert others == (None, None, None, None, None, 0.0, 2)
+    assert others[:-1] == (None, None, None, None, None, 0.0, 2)
     assert q.shape[2] == k.shape[2] == v.shape[2], "this kernel knows no grouped queries"
-    return (torch.stack([dense(*rows, scale, None) for rows in zip(q, k, v, strict=True)]).to(q.dtype),)
+    found = torch.stack([dense(*rows, scale, None) for rows in zip(q, k, v, strict=True)]).to(q.dtype)
+    if not others[-1]:
+        return found, found.new_empty(len(q), q.shape[2], 0)
+    sums = torch.stack([lse_of(*rows, scale, None) for rows in zip(q, k, v, strict=True)])
+    return found, torch.nn.functional.pad(sums, (0, -q.shape[1] % 32), value=torch.inf)
 
 
 @given(data=st.data())
@@ -83,6 +98,7 @@ def test_every_kernel_is_asked_for_the_same(kernel: PrefillKernel, data: st.Data
     lengths = data.draw(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=4))
     window = data.draw(st.none() | st.integers(1, 12))
     piece_scores = data.draw(st.sampled_from([1, 20, prefill.PIECE_SCORES]))
+    sinks = torch.randn(HEADS) * 3 if data.draw(st.booleans()) else None
     if kernel is PrefillKernel.EFFICIENT:
         window = None  # not chosen otherwise
     first_row = data.draw(st.integers(0, 3))
@@ -95,20 +111,23 @@ def test_every_kernel_is_asked_for_the_same(kernel: PrefillKernel, data: st.Data
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill, "kernel_on", lambda *_: kernel)
         operators = SimpleNamespace(
-            _flash_attention_forward=flash_as_documented, _efficient_attention_forward=efficient_as_documented
+            _flash_attention_forward=flash_as_documented,
+            _efficient_attention_forward=efficient_as_documented,
+            _scaled_dot_product_flash_attention_for_cpu=SDPA_OF_CPUS,
         )
         patch.setattr(torch.ops, "aten", operators)
         patch.setattr(prefill, "PIECE_SCORES", piece_scores)
         patch.setattr(prefill, "PACKED_TOKENS", data.draw(st.sampled_from([1, 20, 1000])))
         before = iter(earlier)
         for group in groups_of(chunks):
-            group.attend(q, group.pack(kv, [next(before) for _ in group.chunks]), out, SCALE, window)
+            contexts = group.pack(kv, [next(before) for _ in group.chunks])
+            group.attend(q, contexts, out, SCALE, window, sinks)
 
     for chunk, rows in zip(chunks, earlier, strict=True):
         keys, values = (
             x[chunk.rows] if rows is None else torch.cat((rows[i], x[chunk.rows])) for i, x in enumerate(kv)
         )
-        expected = dense(q[chunk.rows], keys, values, SCALE, window)
+        expected = dense(q[chunk.rows], keys, values, SCALE, window, sinks)
         torch.testing.assert_close(out[chunk.rows].double(), expected, atol=1e-5, rtol=1e-4)
         untouched[chunk.rows] = out[chunk.rows]
     assert torch.equal(out, untouched)
@@ -123,9 +142,11 @@ def test_causal_attention_equals_dense(
     torch.manual_seed(2)
     q = torch.randn(num_queries, HEADS, HEAD_DIM).to(dtype)
     k, v = torch.randn(2, num_keys, KV_HEADS, HEAD_DIM).to(dtype)
-    out = causal_attention(q, k, v, SCALE, window)
-    tolerance = 4 * torch.finfo(dtype).eps
-    torch.testing.assert_close(out.double(), dense(q, k, v, SCALE, window), atol=tolerance, rtol=tolerance)
+    for sinks in (None, torch.randn(HEADS).to(dtype)):
+        out = causal_attention(q, k, v, SCALE, window, sinks)
+        tolerance = 4 * torch.finfo(dtype).eps
+        expected = dense(q, k, v, SCALE, window, sinks)
+        torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(

@@ -112,13 +112,24 @@ def model() -> Decoder:
     return tiny_model()
 
 
+@pytest.fixture(scope="module")
+def model_with_sinks() -> Decoder:
+    return tiny_model(attention_sinks=True)
+
+
 @pytest.mark.parametrize("device_kind", [TorchLayer, None])  # as with a GPU, and as without one
 @pytest.mark.parametrize("block_size", [8, 16])  # K of host memory in rows, and in pairs
 @pytest.mark.parametrize("seed", range(12))
 def test_random_plans_give_the_tokens_of_a_plain_computation(
-    model: Decoder, seed: int, block_size: int, device_kind: type[KVLayer] | None
+    model: Decoder,
+    model_with_sinks: Decoder,
+    seed: int,
+    block_size: int,
+    device_kind: type[KVLayer] | None,
 ) -> None:
     """Prompts in chunks, decodes, moves both ways, in one or two sub-batches: the logits are right."""
+    if seed % 3 == 0:
+        model = model_with_sinks
     iterations = RandomIterations(seed, NUM_BLOCKS * BLOCK_SIZE // block_size, block_size=block_size)
     executor = make_executor(model, block_size=block_size, device_kind=device_kind)
     for plan, contexts in iterations.plans(12):

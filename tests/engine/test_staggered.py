@@ -26,7 +26,7 @@ NUM_BLOCKS = 24
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    return tiny_model()
+    return tiny_model(attention_sinks=True)
 
 
 def make_executor(

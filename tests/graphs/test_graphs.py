@@ -52,7 +52,7 @@ both_kernels = pytest.mark.parametrize("kernels", ["triton", "torch"], indirect=
 @pytest.fixture(scope="module")
 def model() -> Decoder:
     """Two layers, one with a window."""
-    return tiny_model((None, 5), form=PLAIN)
+    return tiny_model((None, 5), form=PLAIN, attention_sinks=True)
 
 
 @both_kernels
@@ -202,8 +202,9 @@ def test_every_kind_of_model(monkeypatch: pytest.MonkeyPatch) -> None:
         mlp_bias=True,
         qk_norm=True,
         tie_word_embeddings=False,
+        attention_sinks=True,
     )
-    monkeypatch.setattr("pipeline_case.tiny_config", lambda windows: config)
+    monkeypatch.setattr("pipeline_case.tiny_config", lambda windows, **others: config)
     model = tiny_model((None,), form=PLAIN)
     executor, _ = make_executor(model)
     executor.execute(prompts("abcd"))

@@ -39,9 +39,14 @@ def make_config(kv_heads: int = 2, group: int = 2, head_dim: int = 64) -> ModelC
 
 
 def make_pool(
-    config: ModelConfig, kind: type[KVLayer], num_blocks: int, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    kind: type[KVLayer],
+    num_blocks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    sinks: list[torch.Tensor] | None = None,
 ) -> KVPool:
-    return spoiled(KVPool(config, num_blocks, 16, dtype, device, kind))
+    return spoiled(KVPool(config, num_blocks, 16, dtype, device, kind, sinks))
 
 
 def some_rows(config: ModelConfig, count: int, dtype: torch.dtype) -> Rows:
@@ -55,6 +60,10 @@ def test_decode_attention_equals_the_hosts_and_float64(data: st.DataObject, devi
     dtype = data.draw(st.sampled_from(FLOATS))
     config = make_config(*data.draw(st.sampled_from([(1, 1, 64), (2, 3, 80), (1, 8, 64), (3, 4, 32)])))
     window = data.draw(st.none() | st.integers(1, 300))
+    sinks = None
+    if data.draw(st.booleans()):
+        config = replace(config, attention_sinks=True)
+        sinks = list(torch.randn(2, config.num_heads).to(dtype) * 3)
     lengths = data.draw(st.lists(st.integers(1, 60) | st.integers(200, 280), min_size=1, max_size=3))
     width = -(-max(lengths) // 16)
     num_blocks = width * len(lengths) + 2
@@ -72,16 +81,15 @@ def test_decode_attention_equals_the_hosts_and_float64(data: st.DataObject, devi
     )
     outs = []
     for kind, where in ((DeviceLayer, device), (HostLayer, CPU)):
-        layer = make_pool(config, kind, num_blocks, dtype, where).layer(1)
+        layer = make_pool(config, kind, num_blocks, dtype, where, sinks).layer(1)
         for context, (k, v) in zip(contexts, rows, strict=True):
             layer.write(k[:-1].to(where), v[:-1].to(where), context[:-1].to(where))
         out = torch.full_like(q, torch.nan, device=where)
         moved = (tensor.to(where) for tensor in arguments)
         layer.decode(*moved, out, config.attention_scale, window)  # type: ignore[call-arg]
         outs.append(out.cpu())
-    expected = torch.cat(
-        [dense(q[i : i + 1], k, v, config.attention_scale, window) for i, (k, v) in enumerate(rows)]
-    )
+    how = config.attention_scale, window, None if sinks is None else sinks[1]
+    expected = torch.cat([dense(q[i : i + 1], k, v, *how) for i, (k, v) in enumerate(rows)])
     for out in outs:
         error = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert (error < TOLERANCE[dtype]).all()

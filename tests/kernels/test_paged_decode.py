@@ -60,6 +60,7 @@ def attend(case: PagedCase, splits: int, device: torch.device) -> Tensor:
         partial_lse,
         case.scale,
         case.window or None,
+        None if case.sinks is None else case.sinks.to(device),
     )
     return out.cpu()
 
@@ -108,6 +109,9 @@ def test_equals_float64_for_random_batches(data: st.DataObject, device: torch.de
         window=data.draw(st.just(0) | st.integers(1, 140)),
         seed=data.draw(st.integers(0, 2**16)),
     )
+    if data.draw(st.booleans()):
+        generator = torch.Generator().manual_seed(len(lengths))
+        case.sinks = 5 * torch.randn(case.q.shape[1], generator=generator)
     check(case, attend(case, data.draw(st.integers(1, 20)), device))
 
 

@@ -48,6 +48,7 @@ class Int8Case:
             case.scale,
             block_size=case.block_size,
             window=case.window,
+            sinks=case.sinks,
             k_scale=self.scales[0],
             v_scale=self.scales[1],
             isa=isa,
@@ -69,6 +70,14 @@ def test_attention_over_the_stored_rows_is_exact(
 def test_window(isa: str) -> None:
     case = Int8Case([40, 700], group=2, window=100)
     assert case.stored.error(case.run(isa)) < TOLERANCE[torch.float32]
+
+
+@each_isa
+def test_sinks(isa: str) -> None:
+    case = Int8Case([1, 40, 700], group=2)
+    sinks = torch.tensor([-3.0, 0.0, 1.0, 20.0])
+    case.exact, stored = replace(case.exact, sinks=sinks), replace(case.stored, sinks=sinks)
+    assert stored.error(case.run(isa)) < TOLERANCE[torch.float32]
 
 
 def test_stored_rows_are_within_half_a_step() -> None:

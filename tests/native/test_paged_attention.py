@@ -82,6 +82,20 @@ def test_where_blocks_lie_does_not_matter(isa: str, paired: bool) -> None:
 
 @each_layout
 @each_isa
+@each_dtype
+@pytest.mark.parametrize("window", [0, 20])
+def test_sinks_take_part_in_the_softmax(isa: str, paired: bool, dtype: torch.dtype, window: int) -> None:
+    """In contexts of one part and of several; far below all scores, like them, and far above."""
+    case = make_case([1, 40, 1100], group=3, dtype=dtype, paired=paired, window=window)
+    large = [30.0, 80.0] if dtype is torch.float32 else [4.0, 6.0]  # little is left, which has few bits
+    with_sinks = replace(case, sinks=torch.tensor([-1e30, -1.0, 0.0, 2.5, *large]))
+    assert with_sinks.error(with_sinks.run(isa=isa)) < TOLERANCE[dtype]
+    none = torch.full((6,), -torch.inf)
+    assert torch.equal(replace(case, sinks=none).run(isa=isa), case.run(isa=isa))
+
+
+@each_layout
+@each_isa
 @pytest.mark.parametrize("group", [2, 3, 5, 12, 71])
 def test_any_group_size(isa: str, paired: bool, group: int) -> None:
     case = make_case([2, 50, 260 * group], kv_heads=1, group=group, dtype=torch.bfloat16, paired=paired)

@@ -121,6 +121,21 @@ def test_what_is_wrong_is_refused_before_anything_begins() -> None:
         )
 
 
+def test_each_layer_has_sinks_of_its_own() -> None:
+    case = make_case([400, 120], group=2)
+    sinks = [torch.full((4,), value) for value in (-2.0, 0.0, 5.0)]
+    layers = [RelayLayer(case.k_cache, case.v_cache, None, None, 0, each) for each in sinks]
+    relay, batch = Relay(layers, block_size=16, scale=case.scale), batch_of(case)
+    relay.start([batch])
+    for layer, each in enumerate(sinks):
+        assert torch.equal(hand_over(batch, layer), replace(case, sinks=each).run())
+    relay.finish()
+    with pytest.raises(ValueError, match="all layers must have as many sinks"):
+        Relay([layers[0], replace(layers[1], sinks=None)], block_size=16, scale=1.0)
+    with pytest.raises(ValueError, match=r"sinks has shape \[6\]; expected \[4\]"):
+        Relay([replace(layers[0], sinks=torch.zeros(6))] * 3, block_size=16, scale=1.0).start([batch])
+
+
 def test_the_relay_sleeps_between_iterations() -> None:
     case = make_case([2000, 700])
     relay, batch = relay_of(case), batch_of(case)

@@ -21,7 +21,11 @@ def logits_of_all(model: Decoder, token_ids: Tensor) -> Tensor:
         k, v = (heads.repeat_interleave(config.group_size, dim=1) for heads in (k, v))
         unseen = (distance < 0) | (distance >= (window or len(token_ids)))
         scores = torch.einsum("qhd,khd->hqk", q, k) * config.attention_scale
-        weights = scores.masked_fill(unseen, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(unseen, -torch.inf)
+        sinks = model.layers[layer].sinks
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(token_ids), 1)), 2)
+        weights = scores.softmax(-1)[:, :, : len(token_ids)]
         state.attention.copy_(torch.einsum("hqk,khd->qhd", weights, v))
         stages.post_attention(layer, state)
     normed = torch.empty_like(state.residual)

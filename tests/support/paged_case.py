@@ -25,6 +25,7 @@ class PagedCase:
     scale: float
     window: int = 0
     block_size: int | None = None  # None: a page of the caches
+    sinks: Tensor | None = None  # [heads]
 
     def run(self, *, num_threads: int = 0, isa: str | None = None, out: Tensor | None = None) -> Tensor:
         """The native kernel's answer."""
@@ -39,6 +40,7 @@ class PagedCase:
             num_threads,
             block_size=self.block_size,
             window=self.window,
+            sinks=self.sinks,
             isa=isa,
         )
 
@@ -61,7 +63,10 @@ class PagedCase:
         out = torch.empty(self.q.shape, dtype=torch.float64)
         for request, q in enumerate(self.q.double()):
             scores = torch.einsum("hd,thd->ht", q, self.context(self.k_cache, request)) * self.scale
-            out[request] = torch.einsum("ht,thd->hd", scores.softmax(-1), self.context(self.v_cache, request))
+            if self.sinks is not None:
+                scores = torch.cat((scores, self.sinks.double()[:, None]), 1)
+            values = self.context(self.v_cache, request)
+            out[request] = torch.einsum("ht,thd->hd", scores.softmax(-1)[:, : len(values)], values)
         return out
 
     def error_from_scores(self) -> Tensor:

@@ -37,9 +37,13 @@ NUM_LAYERS = 4
 PARAMS = SamplingParams(temperature=0.0, logprobs=3)
 
 
-def tiny_config(windows: tuple[int | None, ...] = (None, 11, None, 3)) -> ModelConfig:
+def tiny_config(
+    windows: tuple[int | None, ...] = (None, 11, None, 3), *, attention_sinks: bool = False
+) -> ModelConfig:
     """Grouped-query attention, and a sliding window in some layers."""
-    return replace(shape("tiny"), num_layers=len(windows), layer_windows=windows)
+    return replace(
+        shape("tiny"), num_layers=len(windows), layer_windows=windows, attention_sinks=attention_sinks
+    )
 
 
 def tiny_model(
@@ -47,12 +51,16 @@ def tiny_model(
     device: str = "cpu",
     seed: int = 0,
     form: LinearForm = DENSE,
+    *,
+    attention_sinks: bool = False,
 ) -> Decoder:
-    model = random_model(tiny_config(windows), dtype=torch.float32, device=torch.device("cpu"), seed=seed)
+    config = tiny_config(windows, attention_sinks=attention_sinks)
+    model = random_model(config, dtype=torch.float32, device=torch.device("cpu"), seed=seed)
     wide = Decoder(model.config, dtype=torch.float32, device=torch.device(device), form=form)
     for target, source in zip(named_weights(wide), named_weights(model), strict=True):
         # Wide enough that attention decides which token comes next.
-        target.load(0, source.dense() * (8.0 if "_proj" in source.name else 1.0))
+        factor = 8.0 if "_proj" in source.name else 100.0 if "sinks" in source.name else 1.0
+        target.load(0, source.dense() * factor)
     return wide
 
 
@@ -74,7 +82,17 @@ def make_storage(
     kinds = {Place.DEVICE: device_kind, Place.HOST: None}
     return KVStorage(
         {
-            place: spoiled(KVPool(model.config, count, block_size, model.dtype, devices[place], kinds[place]))
+            place: spoiled(
+                KVPool(
+                    model.config,
+                    count,
+                    block_size,
+                    model.dtype,
+                    devices[place],
+                    kinds[place],
+                    model.sinks,
+                )
+            )
             for place, count in num_blocks.items()
         }
     )

@@ -15,8 +15,8 @@ class TorchLayer(KVLayer):
 
     __slots__ = ("_k", "_v")
 
-    def __init__(self, parts: tuple[Tensor, ...], block_size: int) -> None:
-        super().__init__(parts, block_size)
+    def __init__(self, parts: tuple[Tensor, ...], block_size: int, sinks: Tensor | None = None) -> None:
+        super().__init__(parts, block_size, sinks)
         self._k, self._v = parts
 
     @classmethod
@@ -56,5 +56,7 @@ class TorchLayer(KVLayer):
                 cache[table].flatten(0, 1)[first:end].double().transpose(0, 1) for cache in (self._k, self._v)
             )
             queries = q[row].double().unflatten(0, (keys.shape[0], -1))
-            weights = (queries @ keys.transpose(1, 2) * scale).softmax(-1)
-            out[row] = (weights @ values).flatten(0, 1).to(out.dtype)
+            scores = queries @ keys.transpose(1, 2) * scale
+            if self.sinks is not None:
+                scores = torch.cat((scores, self.sinks.double().view(*queries.shape[:2], 1)), 2)
+            out[row] = (scores.softmax(-1)[:, :, : end - first] @ values).flatten(0, 1).to(out.dtype)

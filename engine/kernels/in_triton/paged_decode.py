@@ -6,6 +6,8 @@ once. A second kernel merges the parts in fp32, unless there is only one; nothin
     part      out_p = softmax(scores of p) @ V of p          lse_p = log2(sum(exp(scores of p)))
     request   out   = sum(w_p * out_p) / sum(w_p)            w_p   = 2 ** (lse_p - max(lse))
 
+A head's sink, where there is one, joins the last sum of weights.
+
 How many parts there may be, and with it the grid, follows from shapes alone (`num_splits`), so that one CUDA
 graph serves all batches of these shapes. Where the parts begin is decided on the device, from each request's
 length; programs for which nothing is left end at once, and what they would have written is never read.
@@ -25,6 +27,7 @@ from triton.runtime.driver import driver
 
 from neo_desktop.engine.kernels import occupancy
 from neo_desktop.engine.kernels.in_triton.plain_decode import (
+    LOG2_E_IN_KERNEL,
     MAX_GROUP,
     NUM_WARPS,
     attend_plain,
@@ -49,12 +52,13 @@ def paged_decode(
     partial_lse: Tensor,
     scale: float,
     window: int | None,
+    sinks: Tensor | None = None,
 ) -> None:
     """See `in_torch.paged_decode`; what lies beyond a context, in tables and in the cache, is not read."""
     requests, heads, head_dim = q.shape
     window = EVERYTHING if window is None else window
     tile, _ = _launch(
-        q, k_cache, v_cache, block_tables, context_lens, out, partial_out, partial_lse, scale, window
+        q, k_cache, v_cache, block_tables, context_lens, out, partial_out, partial_lse, scale, window, sinks
     )
     splits = partial_lse.shape[2]
     if splits == 1:
@@ -64,9 +68,11 @@ def paged_decode(
         partial_lse,
         context_lens,
         out,
+        out if sinks is None else sinks,
         window,
         splits,
         out.stride(0),
+        HAS_SINKS=sinks is not None,
         HEAD_DIM=head_dim,
         HEAD_PAD=triton.next_power_of_2(head_dim),
         TILE=tile,
@@ -88,7 +94,7 @@ def programs_per_sm(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int | None:
         row, partial_lse = torch.empty_like(q[:1]), torch.empty(0, heads, 1, device=q.device)
         partial_out = torch.empty(0, heads, 1, head_dim, device=q.device)
         _, compiled = _launch(
-            row, k_cache, v_cache, nothing.view(1, 1), nothing, row, partial_out, partial_lse, 1.0, 1
+            row, k_cache, v_cache, nothing.view(1, 1), nothing, row, partial_out, partial_lse, 1.0, 1, None
         )
         major, minor = torch.cuda.get_device_capability(q.device)
         _programs_per_sm[key] = programs_of(compiled, 10 * major + minor)
@@ -118,6 +124,7 @@ def _launch(
     partial_lse: Tensor,
     scale: float,
     window: int,
+    sinks: Tensor | None,
 ) -> tuple[int, Any]:
     """Attend to each part; return its tile, in tokens, and the compiled kernel."""
     requests, heads, head_dim = q.shape
@@ -137,6 +144,7 @@ def _launch(
         out,
         partial_out,
         partial_lse,
+        out if sinks is None else sinks,
         scale * LOG2_E,
         window,
         splits,
@@ -153,6 +161,7 @@ def _launch(
         tile = shape["STEPS"] * shape["LANES"]
         return tile, attend_plain[grid](
             *arguments,
+            HAS_SINKS=sinks is not None,
             GROUP=group,
             HEAD_DIM=head_dim,
             HEAD_PAD=head_pad,
@@ -166,6 +175,7 @@ def _launch(
     tile = min(32, 4096 // head_pad)  # more tokens at once spill registers on 7.5
     return tile, _attend[grid](
         *arguments,
+        HAS_SINKS=sinks is not None,
         GROUP=group,
         GROUP_PAD=triton.next_power_of_2(group),
         HEAD_DIM=head_dim,
@@ -192,7 +202,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 # What differs from batch to batch or from layer to layer, alignment included, must not make another variant.
-@triton.jit(do_not_specialize=("block_tables", "context_lens", "max_blocks", "window", "num_splits"))
+@triton.jit(do_not_specialize=("block_tables", "context_lens", "max_blocks", "window", "num_splits", "sinks"))
 def _attend(
     q,
     k_cache,
@@ -202,6 +212,7 @@ def _attend(
     out,
     partial_out,
     partial_lse,
+    sinks,
     scale,
     window,
     num_splits,
@@ -211,6 +222,7 @@ def _attend(
     token_stride,
     head_stride,
     max_blocks,
+    HAS_SINKS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -262,6 +274,9 @@ def _attend(
         summed = summed * decay[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
         top = new_top
 
+    if HAS_SINKS and num_splits == 1:
+        sink = tl.load(sinks + heads, mask=group < GROUP, other=0.0)
+        total += tl.exp2(sink * LOG2_E_IN_KERNEL - top)
     result = summed / total[:, None]
     if num_splits == 1:
         tl.store(out_rows, result.to(out.dtype.element_ty), mask=in_heads)
@@ -271,15 +286,17 @@ def _attend(
         tl.store(partial_out + parts[:, None] * HEAD_DIM + dims[None, :], result, mask=in_heads)
 
 
-@triton.jit(do_not_specialize=("context_lens", "window", "num_splits"))
+@triton.jit(do_not_specialize=("context_lens", "window", "num_splits", "sinks"))
 def _merge(
     partial_out,
     partial_lse,
     context_lens,
     out,
+    sinks,
     window,
     num_splits,
     out_stride,
+    HAS_SINKS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     TILE: tl.constexpr,
@@ -315,4 +332,6 @@ def _merge(
         total = total * decay + tl.sum(weights, axis=0)
         merged = merged * decay + tl.sum(weights[:, None] * outs, axis=0)
         top = new_top
+    if HAS_SINKS:
+        total += tl.exp2(tl.load(sinks + head) * LOG2_E_IN_KERNEL - top)
     tl.store(out_row, (merged / total).to(out.dtype.element_ty), mask=in_head)

@@ -20,6 +20,7 @@ import triton.language as tl
 MAX_GROUP = 8  # more query heads have more arithmetic than plain FMAs should do
 NUM_WARPS = 4
 HEADS_PER_SHARE = 4
+LOG2_E_IN_KERNEL: tl.constexpr = tl.constexpr(1.4426950408889634)
 NO_SCORE: tl.constexpr = tl.constexpr(-3e38)  # below every score, but finite: a lane may have no token
 
 
@@ -52,7 +53,7 @@ def cut(context_len, window, num_splits, TILE: tl.constexpr):
     return first, tl.cdiv(tl.cdiv(context_len - first, num_splits), TILE) * TILE
 
 
-@triton.jit(do_not_specialize=("block_tables", "context_lens", "max_blocks", "window", "num_splits"))
+@triton.jit(do_not_specialize=("block_tables", "context_lens", "max_blocks", "window", "num_splits", "sinks"))
 def attend_plain(  # noqa: PLR0915
     q,
     k_cache,
@@ -62,6 +63,7 @@ def attend_plain(  # noqa: PLR0915
     out,
     partial_out,
     partial_lse,
+    sinks,
     scale,
     window,
     num_splits,
@@ -71,6 +73,7 @@ def attend_plain(  # noqa: PLR0915
     token_stride,
     head_stride,
     max_blocks,
+    HAS_SINKS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
@@ -145,6 +148,9 @@ def attend_plain(  # noqa: PLR0915
     new_top = tl.max(top, axis=3, keep_dims=True)
     decay = tl.exp2(top - new_top)
     total = tl.sum(total * decay, axis=3, keep_dims=True)
+    if HAS_SINKS and num_splits == 1:
+        sink = tl.load(sinks + heads, mask=group < GROUP, other=0.0)
+        total += tl.exp2(sink * LOG2_E_IN_KERNEL - new_top)
     result = tl.sum(summed * decay, axis=3, keep_dims=True) / total
     if num_splits == 1:
         tl.store(out_rows, result.to(out.dtype.element_ty), mask=in_heads)

@@ -17,7 +17,8 @@ struct NewRows {
 };
 
 // out[b, h] = softmax(scale * q[b, h] · K) V over request b's tokens; with a `window` (0: none) over the last
-// ones alone.
+// ones alone; with `sinks` (null: none), [heads] fp32, as if there were one more token with the score
+// sinks[h] and a value of zero.
 //
 // Query head h reads KV head h / (heads / kv_heads). Accumulates in fp32. The result does not depend on the
 // number of threads nor on the other requests of the batch. A non-finite key, value or query makes the heads
@@ -36,11 +37,11 @@ struct DecodeArguments {
   float scale;
 
   // Throws std::invalid_argument if any shape, dtype, stride, length or block id is wrong for that cache.
-  void check(const PagedCache& cache, int64_t window) const;
+  void check(const PagedCache& cache, int64_t window, const TensorView* sinks) const;
 
-  // Attends, on num_threads threads. Must have been checked, with a cache of the same shape and dtype, and
-  // with this window or none.
-  void run(const PagedCache& cache, int64_t window, int num_threads, Isa isa) const;
+  // Attends, on num_threads threads. Must have been checked, with a cache of the same shape and dtype, with
+  // this window or none, and with as many sinks.
+  void run(const PagedCache& cache, int64_t window, const TensorView* sinks, int num_threads, Isa isa) const;
 };
 
 // Checks and runs.
@@ -51,7 +52,7 @@ struct DecodeArguments {
 // num_threads 0 means default_num_threads(). Throws std::invalid_argument before anything is read or written.
 void paged_attention_decode(const DecodeArguments& arguments, const TensorView& k_cache,
                             const TensorView& v_cache, const TensorView* k_scale, const TensorView* v_scale,
-                            int64_t window, int num_threads, Isa isa);
+                            int64_t window, const TensorView* sinks, int num_threads, Isa isa);
 
 // Rows of keys and values, [n, kv_heads, head_dim] fp32, fp16 or bf16, and their slots in a cache, [n] int64.
 struct KVRows {

@@ -42,7 +42,8 @@ struct RelayLayer {
   TensorView v_cache;
   std::optional<TensorView> k_scale;
   std::optional<TensorView> v_scale;
-  int64_t window;  // 0: all
+  int64_t window;                                  // 0: all
+  std::optional<TensorView> sinks = std::nullopt;  // [heads] fp32; all layers have them, or none
 };
 
 constexpr int64_t kFlagInts = 16;  // a flag has a cache line to itself

@@ -109,6 +109,7 @@ def paged_attention_decode(
     window: int = 0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     isa: str | None = None,
 ) -> torch.Tensor:
     """Attention of one new token per request over its paged context; returns `out`.
@@ -144,6 +145,8 @@ def paged_attention_decode(
         k_scale: [num_pages, kv_heads, page_tokens] fp32, what each row of an int8 cache is multiplied with;
             None for other dtypes.
         v_scale: as k_scale.
+        sinks: [heads] fp32: the score of one more token for each head, whose value is zero; None: there is
+            no such token.
         isa: one of `available_isas()`; None means `default_isa()`.
 
     Raises:
@@ -173,6 +176,7 @@ def paged_attention_decode(
         None if k_scale is None else view_of("k_scale", k_scale),
         None if v_scale is None else view_of("v_scale", v_scale),
         window,
+        None if sinks is None else view_of("sinks", sinks),
         num_threads,
         isa or default_isa(),
     )

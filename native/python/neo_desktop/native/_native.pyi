@@ -15,8 +15,8 @@ Transfer: TypeAlias = tuple[str, bool, bool, Tensor, Rows, Rows, Tensor]
 # what, lag, a matrix of each turn, x, out, flags, index
 Product: TypeAlias = tuple[str, int, Sequence[Matrix | None], Tensor, Tensor, Tensor, int]
 
-# k_cache, v_cache, k_scale, v_scale, window
-Layer: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None, int]
+# k_cache, v_cache, k_scale, v_scale, window, sinks
+Layer: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Tensor | None, int, Tensor | None]
 
 def cpu_features() -> dict[str, bool]: ...
 def num_usable_cpus() -> int: ...
@@ -32,6 +32,7 @@ def paged_attention_decode(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     window: int,
+    sinks: Tensor | None,
     num_threads: int,
     isa: str,
     /,

@@ -26,6 +26,7 @@ class RelayLayer:
     k_scale: Tensor | None
     v_scale: Tensor | None
     window: int  # 0: all
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class Relay:
     attention. Between iterations it sleeps. One thread makes the calls; any may cancel.
 
     Args:
-        layers: all alike but for their windows.
+        layers: all alike but for their windows and the numbers of their sinks.
         block_size: tokens of an entry of the block tables.
         scale: multiplies q·k.
         num_layers: of a relay for products alone, which is given no layers.
@@ -160,6 +161,7 @@ class Relay:
                 None if layer.k_scale is None else view_of("k_scale", layer.k_scale),
                 None if layer.v_scale is None else view_of("v_scale", layer.v_scale),
                 layer.window,
+                None if layer.sinks is None else view_of("sinks", layer.sinks),
             )
             for layer in layers
         ]
