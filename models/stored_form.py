@@ -13,6 +13,7 @@ from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.linear.protocol import Embedding, Linear, LinearForm
 from neo_desktop.models.linear.quantised import PartShape, Quantised
 from neo_desktop.models.linear.quantised_gpu import Kernels, QuantisedOnGPU, merged
+from neo_desktop.models.linear.split import SplitForm
 from neo_desktop.models.weights import Weights, matrix_names
 
 FLOATS = {stored.name for stored in TYPES.values() if stored.dtype is not None}
@@ -123,6 +124,8 @@ def what_becomes(form: LinearForm, dtype: torch.dtype) -> str:
         form: of a model some of whose matrices are quantised.
         dtype: of the model.
     """
+    if isinstance(form, SplitForm):
+        form = form.host_form
     dequantised = f"dequantised to {str(dtype).removeprefix('torch.')}"
     if not isinstance(form, StoredForm) or not form.kept_types:
         return dequantised
@@ -167,6 +170,8 @@ def uniform_form(config: ModelConfig, type_name: str) -> StoredForm:
 
 def forms_of(form: LinearForm, config: ModelConfig) -> set[str]:
     """Return what the quantised linear layers of a model would call their forms (`Linear.form`)."""
+    if isinstance(form, SplitForm):
+        return forms_of(form.device_form, config) | forms_of(form.host_form, config)
     if not isinstance(form, StoredForm):
         return set()
     names = [name for name, _ in config.each_matrix()]

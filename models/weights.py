@@ -23,7 +23,7 @@ from neo_desktop.models.linear.split import Split
 
 BytesRead = Callable[[int, int], None]  # (bytes read so far, bytes in total)
 """Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""
-Packed = Quantised | QuantisedOnGPU
+Packed = Quantised | QuantisedOnGPU | Split
 SMALL_SHARE = 0.02  # of the bytes; norms have less
 
 
@@ -128,7 +128,9 @@ def _parts(prefix: str, linear: Linear, columns: int, rows: dict[str, int]) -> I
     for (name, count), end in zip(rows.items(), ends, strict=True):
         first = end - count
         dense = partial(_dense_rows, linear, slice(first, end))
-        stored = partial(_load_stored, linear, first) if isinstance(linear, Packed) else None
+        stored = None
+        if isinstance(linear, Packed) and (not isinstance(linear, Split) or linear.takes_stored):
+            stored = partial(_load_stored, linear, first)
         load = partial(_load_rows, linear, first)
         yield NamedWeight(f"{prefix}{name}.weight", (count, columns), load, dense, stored)
     if linear.bias is not None:

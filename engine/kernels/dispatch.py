@@ -18,14 +18,14 @@ from neo_desktop.engine.kernels.in_torch import num_pieces
 from neo_desktop.engine.kernels.occupancy import PROGRAMS_ELSEWHERE, usual_programs
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.models import operators
-from neo_desktop.models.linear import grouped
+from neo_desktop.models.linear import grouped, unpack
 
 MAX_PIECES_IN_GRAPH = 16  # of decode attention by torch, in each layer
 P = ParamSpec("P")
 
 
-def _kernel(mechanism: str, in_torch: Callable[P, None]) -> Callable[P, None]:
-    """Return what calls a kernel: Triton's is called like torch's, its module like the mechanism.
+def _kernel(mechanism: str, in_torch: Callable[P, None], module: str | None = None) -> Callable[P, None]:
+    """Return what calls a kernel: Triton's is called like torch's, its module like the mechanism or as given.
 
     It raises RuntimeError if the GPU failed, or has no memory left.
     """
@@ -34,7 +34,7 @@ def _kernel(mechanism: str, in_torch: Callable[P, None]) -> Callable[P, None]:
     def serve(*arguments: P.args, **named: P.kwargs) -> None:
         if ladder.rung(mechanism) == "triton":
             try:
-                _in_triton(mechanism, in_torch.__name__)(*arguments, **named)
+                _in_triton(module or mechanism, in_torch.__name__)(*arguments, **named)
                 return
             except Exception as error:  # compilers, linkers and drivers: each fails in ways of its own
                 _give_up(mechanism, error)
@@ -53,6 +53,7 @@ write_rows = _kernel("row_copy", operators.write_rows)
 read_rows = _kernel("row_copy", operators.read_rows)
 multiply_few = _kernel("quantised", grouped.multiply_few)
 dequantise = _kernel("quantised", grouped.dequantise)
+unpack_quantised = _kernel("quantised", unpack.unpack_quantised, "host_tiles")
 
 
 def programs_per_sm(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int:

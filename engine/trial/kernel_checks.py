@@ -11,16 +11,24 @@ from torch import Tensor
 
 from neo_desktop.engine.doctor.outcome import CheckError, Figure, Figures
 from neo_desktop.engine.execute.prefill import Prefill, groups_of
-from neo_desktop.engine.kernels.dispatch import add_rms_norm, dequantise, multiply_few, rope_append, silu_mul
+from neo_desktop.engine.kernels.dispatch import (
+    add_rms_norm,
+    dequantise,
+    multiply_few,
+    rope_append,
+    silu_mul,
+    unpack_quantised,
+)
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.ladder import MECHANISMS
 from neo_desktop.engine.trial.check import Check
 from neo_desktop.engine.trial.kv_checks import BOUNDS, check_decode, check_rows, error_of, weights_of
 from neo_desktop.engine.trial.rig import Rig, on_rungs, require
-from neo_desktop.models.linear import grouped
+from neo_desktop.models.linear import grouped, unpack
 from neo_desktop.models.linear.codes import UNIT
 from neo_desktop.models.linear.grouped import MOST_ROWS, Grouped
+from neo_desktop.models.linear.quantised import packed_bytes
 
 DEADLINE_S = 90.0  # the first launch compiles, on a computer that may be slow
 ROWS = (1, 3, 32, 250)
@@ -174,9 +182,24 @@ def check_quantised(rig: Rig) -> Figures:
         found = torch.empty(rows, hidden, dtype=rig.dtype, device=rig.device)
         dequantise(weight, 0, found)
         errors.append(error_of(found.cpu(), exact.double()))
+        packed = _host_tiles(name, rows, hidden)
+        unpack.unpack_quantised(name, packed, exact)
+        unpack_quantised(name, packed.to(rig.device), found)
+        errors.append(error_of(found.cpu(), exact.double()))
     assert work is not None
     require(_worst(errors), BOUNDS[rig.dtype], figures)
     return {**figures, "ms": rig.milliseconds(work), "bytes": weight.nbytes + x.nbytes + out.nbytes}
+
+
+def _host_tiles(type_name: str, rows: int, columns: int) -> Tensor:
+    """Return tiles of any codes, whose scales are small."""
+    layout = unpack.LAYOUTS[type_name]
+    packed = torch.empty(packed_bytes(type_name, rows, columns), dtype=torch.uint8)
+    packed.random_(generator=torch.Generator().manual_seed(0))
+    header = packed.view(-1, layout.unit_bytes)[:, : layout.header_bytes]
+    scales = torch.linspace(0.001, 0.002, header.shape[1] // 2, dtype=layout.scale_dtype)
+    header.copy_(scales.view(torch.uint8).expand_as(header))
+    return packed
 
 
 def _check_stored(slots: Tensor, caches: list[Tensor], rows: tuple[Tensor, Tensor]) -> None:

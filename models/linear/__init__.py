@@ -7,5 +7,6 @@ tiles       numbers of 16 rows side by side, multiplied by the native kernels: o
 quantised   packed blocks of 4 to 8 bits with the numbers of GGUF files, multiplied by the native kernels
 quantised_gpu   the same on a GPU; grouped and codes: how they lie there
 split       rows on a device, the others in host memory: streamed to it, or computed by the CPU
+unpack      quantised tiles of a CPU as numbers on a device
 dense       the form that models have so far: numbers of the model's dtype, by whichever of these is faster
 """

@@ -8,6 +8,7 @@ from torch import Tensor
 from neo_desktop.models.linear.packed import Room, huge_pages
 from neo_desktop.models.linear.plain import Plain
 from neo_desktop.models.linear.protocol import Embedding, Linear
+from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.linear.tiles import Tiles, fits_tiles, tiles_bytes
 
 
@@ -29,6 +30,11 @@ class Dense:
 
     def of_rows(self, rows: slice) -> "Dense":  # noqa: D102
         return self
+
+    @property
+    def parts(self) -> tuple[PartShape, ...]:
+        """Of the one that is meant, where it is quantised."""
+        return ()
 
     def embedding(  # noqa: D102
         self, rows: int, columns: int, dtype: torch.dtype, device: torch.device

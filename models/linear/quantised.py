@@ -24,6 +24,11 @@ def has_kernel(type_name: str) -> bool:
     return type_name in _TYPES
 
 
+def dequantised(type_name: str, raw: Tensor) -> Tensor:
+    """Return rows as they are stored, `[rows, bytes of a row]`, as float32 `[rows, columns]`."""
+    return _TYPES[type_name].dequantised(raw)
+
+
 def packed_bytes(type_name: str, rows: int, columns: int) -> int:
     """Return the bytes of a packed matrix: about those of the file, or of the bits that it is kept in."""
     return native.packed_bytes(type_name, rows, columns)

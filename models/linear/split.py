@@ -10,22 +10,34 @@ of numbers on the device. How much is streamed is chosen for each product.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from neo_desktop import native
+from neo_desktop.models.linear import unpack
 from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.linear.packed import TILE_ROWS
 from neo_desktop.models.linear.protocol import Embedding, Linear, LinearForm
+from neo_desktop.models.linear.quantised import Part, PartShape, Quantised, dequantised
+from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
 from neo_desktop.models.linear.tiles import Tiles, unpack_tiles
 
 CPU = torch.device("cpu")
 PIECE_BYTES = 32 * 1024**2  # of a piece, once it is unpacked
 RESIDENT_STEP = 64  # rows of a tile of `grouped`
 FEW_ROWS = 16  # of x: for so many, reading the weights takes the time
+
+
+class Kernels(Protocol):
+    """What unpacks: `models.linear.unpack`, or something that is faster."""
+
+    def unpack_quantised(self, type_name: str, packed: Tensor, out: Tensor, /) -> None:
+        """See `unpack.unpack_quantised`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +63,11 @@ class Split:
         resident: the first rows, on the device, with their part of the bias; None: no rows.
         resident_rows: how many these are.
         host: the other rows, in host memory; its bias becomes a part of the other.
+        parts: of all rows, where they are quantised in host memory.
         bias: [rows] on the device
         dtype: of the model.
         device: of x and of products.
+        kernels: what unpacks quantised rows.
     """
 
     form = "split"
@@ -63,16 +77,20 @@ class Split:
         self,
         resident: Linear | None,
         resident_rows: int,
-        host: Tiles,
+        host: Tiles | Quantised,
+        parts: Sequence[PartShape],
         bias: Tensor | None,
         dtype: torch.dtype,
         device: torch.device,
+        kernels: Kernels,
     ) -> None:
         self.resident, self.resident_rows = resident, resident_rows
         self.host, self.host_rows = host, host.rows
         self.rows, self.columns = resident_rows + host.rows, host.packed_parts[0].columns
         self.bias = bias
-        self._dtype, self._device = dtype, device
+        self._parts, self._dtype, self._device, self._kernels = parts, dtype, device, kernels
+        if device.type == "cuda":
+            self.launch_all()
         if bias is not None:
             of_host = bias[resident_rows:]
             host.bias = of_host if device.type == "cpu" else torch.empty_like(of_host, device=CPU)
@@ -88,12 +106,39 @@ class Split:
             memory[self._device] += self.bias[self.resident_rows :].nbytes
         return dict(memory)
 
+    @property
+    def takes_stored(self) -> bool:
+        """Whether rows are taken as they are stored: by `load_stored`, not by `load`."""
+        return isinstance(self.host, Quantised)
+
     def load(self, row: int, weight: Tensor) -> None:  # noqa: D102
         count = max(self.resident_rows - row, 0)
         if self.resident is not None and count:
             self.resident.load(row, weight[:count])
         if count < len(weight):
             self.host.load(max(row - self.resident_rows, 0), weight[count:])
+
+    def load_stored(self, row: int, raw: Tensor) -> None:
+        """Take rows of a part as they are stored, `[rows, bytes of a row]`; each once.
+
+        Raises ValueError for scales that are not finite.
+        """
+        assert isinstance(self.host, Quantised)
+        count = max(self.resident_rows - row, 0)
+        if count and isinstance(self.resident, QuantisedOnGPU | Quantised):
+            self.resident.load_stored(row, raw[:count])
+        elif count and self.resident is not None:
+            ends = accumulate(part.rows for part in self._parts)
+            part = next(part for part, end in zip(self._parts, ends, strict=True) if row < end)
+            self.resident.load(row, dequantised(part.type_name, raw[:count]))
+        if count < len(raw):
+            self.host.load_stored(max(row - self.resident_rows, 0), raw[count:])
+
+    def launch_all(self) -> None:
+        """Launch what unpacks pieces, so that no iteration waits for a compiler."""
+        room = torch.empty(TILE_ROWS, self.columns, dtype=self._dtype, device=self._device)
+        for index, part in enumerate(self.host.packed_parts):
+            self._unpack(index, torch.zeros(part.tile_bytes, dtype=torch.uint8, device=self._device), room)
 
     def load_bias(self, row: int, bias: Tensor) -> None:
         """Take some numbers of the bias from a checkpoint.
@@ -175,11 +220,18 @@ class Split:
             out: [n, rows] likewise, of which these columns are filled.
         """
         weight = room[: piece.elements].view(-1, self.columns)
-        unpack_tiles(staged, weight)
+        self._unpack(piece.part, staged, weight)
         if self.bias is None:
             torch.mm(x, weight.t(), out=out[:, piece.rows])
         else:
             torch.addmm(self.bias[piece.rows], x, weight.t(), out=out[:, piece.rows])
+
+    def _unpack(self, part: int, staged: Tensor, weight: Tensor) -> None:
+        packed = self.host.packed_parts[part]
+        if isinstance(packed, Part):
+            self._kernels.unpack_quantised(packed.type.name, staged, weight)
+        else:
+            unpack_tiles(staged, weight)
 
     def multiply_host(self, x: Tensor, out: Tensor, streamed_rows: int) -> None:
         """Compute the CPU's part.
@@ -223,12 +275,14 @@ class SplitForm:
         host_form: how they lie in host memory, and where.
         resident_rows: by the names of `LinearForm.named`: how many rows of a matrix stay on the device, a
             multiple of 64 or all. All rows of others do, and of embeddings and head.
+        kernels: what unpacks quantised rows on the device.
         name: of the one that is meant.
     """
 
     device_form: LinearForm
     host_form: Dense
     resident_rows: Mapping[str, int]
+    kernels: Kernels = unpack
     name: str = ""
 
     def named(self, name: str) -> "SplitForm":
@@ -259,7 +313,7 @@ class SplitForm:
         if resident == rows:
             return self.device_form.empty(rows, columns, has_bias=has_bias, dtype=dtype, device=device)
         host = host_form.empty(rows - resident, columns, has_bias=False, dtype=dtype, device=CPU)
-        if not isinstance(host, Tiles):
+        if not isinstance(host, Tiles | Quantised):
             raise ValueError(f"{self.name} cannot be split: its {columns} columns cannot lie in tiles")
         on_device = (
             device_form.empty(resident, columns, has_bias=False, dtype=dtype, device=device)
@@ -267,7 +321,8 @@ class SplitForm:
             else None
         )
         bias = torch.empty(rows, dtype=dtype, device=device) if has_bias else None
-        return Split(on_device, resident, host, bias, dtype, device)
+        parts = self.host_form.parts
+        return Split(on_device, resident, host, parts, bias, dtype, device, self.kernels)
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:
         """Of the device."""

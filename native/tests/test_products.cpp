@@ -47,10 +47,11 @@ struct Problem {
     return std::atomic_ref<int32_t>(flags.as<int32_t>()[flags.at({kind, turn, 0})]);
   }
 
-  // Does what the GPU does in a turn.
+  // Does what the GPU does in a turn; without checks it writes nothing, as after a cancelled iteration, whose
+  // step may still be under way.
   void run(int64_t turn, bool checks, Isa isa, Random& random, std::string& wrong) const {
     if (!matrices[turn]) return;
-    for (int64_t i = 0; i < rows * columns; ++i) x.as<float>()[i] = inputs[turn].as<float>()[i];
+    for (int64_t i = 0; checks && i < rows * columns; ++i) x.as<float>()[i] = inputs[turn].as<float>()[i];
     flag(0, turn).store(1, std::memory_order_release);
     while (flag(1, turn).load(std::memory_order_acquire) == 0) std::this_thread::yield();
     if (!checks) return;

@@ -21,6 +21,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from neo_desktop.engine.kernels.in_triton.activation import silu_mul
+from neo_desktop.engine.kernels.in_triton.host_tiles import unpack_quantised
 from neo_desktop.engine.kernels.in_triton.norm import add_rms_norm
 from neo_desktop.engine.kernels.in_triton.paged_decode import paged_decode
 from neo_desktop.engine.kernels.in_triton.quantised import dequantise, multiply_few
@@ -28,6 +29,7 @@ from neo_desktop.engine.kernels.in_triton.rope_append import rope_append
 from neo_desktop.engine.kernels.in_triton.row_copy import read_rows, write_rows
 from neo_desktop.engine.kernels.occupancy import programs_per_sm
 from neo_desktop.models.linear.grouped import Grouped
+from neo_desktop.models.linear.quantised import packed_bytes
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -129,6 +131,11 @@ def floats(type_name: str, dtype: torch.dtype) -> None:
     dequantise(weight, 4096, empty(1024, 4096, dtype=dtype))
 
 
+def host_tiles(type_name: str, dtype: torch.dtype) -> None:
+    packed = empty(packed_bytes(type_name, 1024, 4096), dtype=torch.uint8)
+    unpack_quantised(type_name, packed, empty(1024, 4096, dtype=dtype))
+
+
 ATTENTION = ("_attend", "attend_plain")
 ANYTHING = re.compile("")
 FP16_GPUS = (75, 80, 86, 89, 90, 120)
@@ -178,6 +185,10 @@ VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
     "16 rows fp32, Q4_1": (lambda: product("Q4_1", FP32, 16), (75, 86)),
     "floats fp16, Q4_1": (lambda: floats("Q4_1", FP16), FP16_GPUS),
     "floats bf16, Q8_0": (lambda: floats("Q8_0", BF16), (80,)),
+    "host tiles fp16, Q4_K": (lambda: host_tiles("Q4_K", FP16), FP16_GPUS),
+    "host tiles fp16, Q6_K": (lambda: host_tiles("Q6_K", FP16), (75, 86)),
+    "host tiles fp16, Q8_0": (lambda: host_tiles("Q8_0", FP16), (75, 86)),
+    "host tiles bf16, MXFP4": (lambda: host_tiles("MXFP4", BF16), (80, 90)),
 }
 
 

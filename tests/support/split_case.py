@@ -4,12 +4,20 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.linear import unpack
 from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.linear.protocol import LinearForm
-from neo_desktop.models.linear.split import Split, SplitForm
+from neo_desktop.models.linear.split import Kernels, Split, SplitForm
 
 
-def random_split(config: ModelConfig, seed: int, *, device_form: LinearForm, host_form: Dense) -> SplitForm:
+def random_split(
+    config: ModelConfig,
+    seed: int,
+    *,
+    device_form: LinearForm,
+    host_form: Dense,
+    kernels: Kernels = unpack,
+) -> SplitForm:
     """Each matrix of the layers is resident up to any row, or as a whole, or not at all."""
     generator = torch.Generator().manual_seed(seed)
     resident = {}
@@ -18,7 +26,7 @@ def random_split(config: ModelConfig, seed: int, *, device_form: LinearForm, hos
             steps = -(-matrix.rows // 64)
             chosen = int(torch.randint(0, steps + 1, (1,), generator=generator))
             resident[name] = min(64 * chosen, matrix.rows)
-    return SplitForm(device_form, host_form, resident)
+    return SplitForm(device_form, host_form, resident, kernels)
 
 
 def multiply_in_parts(linear: Split, x: Tensor, out: Tensor, share: float) -> None:

@@ -1,0 +1,125 @@
+"""Quantised tiles of a CPU as rows of floats, which are then multiplied.
+
+A program makes 16 rows of some blocks: it reads words of 4 bytes of 16 neighbouring rows, and what they hold
+lies apart in the result.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from neo_desktop.models.linear.packed import TILE_ROWS
+from neo_desktop.models.linear.unpack import BLOCK, LAYOUTS
+
+BLOCKS = 8  # of 32 columns, for a program
+
+
+def unpack_quantised(type_name: str, packed: Tensor, out: Tensor) -> None:
+    """See `models.linear.unpack.unpack_quantised`."""
+    layout = LAYOUTS[type_name]
+    assert out.is_contiguous()
+    assert packed.is_contiguous()
+    assert out.shape[1] % (BLOCK * layout.unit_blocks) == 0
+    rows, blocks = len(out), out.shape[1] // BLOCK
+    if not rows:
+        return
+    _unpack[triton.cdiv(rows, TILE_ROWS), triton.cdiv(blocks, BLOCKS)](
+        packed.view(torch.int32),
+        packed.view(layout.scale_dtype),
+        packed.view(torch.int8),
+        out,
+        rows,
+        blocks,
+        BITS=layout.bits,
+        OFFSET=layout.offset,
+        HAS_MINIMA=layout.has_minima,
+        SCALES=layout.scales,
+        IS_FP4=layout.is_fp4,
+        UNIT_BLOCKS=layout.unit_blocks,
+        UNIT_BYTES=layout.unit_bytes,
+        HEADER_BYTES=layout.header_bytes,
+        BLOCK_BYTES=layout.block_bytes,
+        SCALE_BYTES=layout.scale_bytes,
+        GROUPS=layout.groups,
+        ROWS=TILE_ROWS,
+        BLOCK=BLOCK,
+        BLOCKS=BLOCKS,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit(do_not_specialize=("count", "blocks"))
+def _unpack(
+    words,
+    halves,
+    bytes_of_scales,
+    out,
+    count,
+    blocks,
+    BITS: tl.constexpr,
+    OFFSET: tl.constexpr,
+    HAS_MINIMA: tl.constexpr,
+    SCALES: tl.constexpr,
+    IS_FP4: tl.constexpr,
+    UNIT_BLOCKS: tl.constexpr,
+    UNIT_BYTES: tl.constexpr,
+    HEADER_BYTES: tl.constexpr,
+    BLOCK_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    QUADS: tl.constexpr = BLOCK // 4  # of columns, in a block
+    tile_bytes = (blocks // UNIT_BLOCKS).to(tl.int64) * UNIT_BYTES
+    start = tl.program_id(0) * tile_bytes
+    row = tl.arange(0, ROWS)[None, :]
+    quad = tl.arange(0, BLOCKS * QUADS)[:, None]
+    block = tl.program_id(1) * BLOCKS + quad // QUADS
+    in_row = block < blocks
+    unit = block // UNIT_BLOCKS * UNIT_BYTES
+    at = HEADER_BYTES + unit + block % UNIT_BLOCKS * BLOCK_BYTES  # in the tile
+    group = quad % GROUPS
+    half = quad % QUADS // GROUPS  # 1: in the high halves of bytes
+    numbers_at = at + SCALE_BYTES + group * (ROWS * 4)
+    word = tl.load(words + start // 4 + numbers_at // 4 + row, mask=in_row, other=0)[:, :, None]
+    byte = 8 * tl.arange(0, 4)[None, None, :]
+    if BITS == 8:  # noqa: SIM108 - the branch that is not taken must not be compiled
+        code = ((word >> byte) & 255 ^ 128) - 128
+    else:
+        code = (word >> (byte + 4 * half[:, :, None])) & 15
+    if BITS > 4 and BITS < 8:
+        HIGH: tl.constexpr = BITS - 4
+        high_at = at + SCALE_BYTES + (GROUPS + group // 2 * (HIGH - 1)) * (ROWS * 4)
+        high = tl.load(words + start // 4 + high_at // 4 + row, mask=in_row, other=0)[:, :, None]
+        from_bit = 4 * half + group if HIGH == 1 else 2 * half + 4 * (group % 2)
+        code |= ((high >> (byte + from_bit[:, :, None])) & (2**HIGH - 1)) << 4
+    if IS_FP4:  # 0, 1, 2, 3, 4, 6, 8, 12, and the same below zero
+        exponent = (code >> 1) & 3
+        size = tl.where(exponent > 0, (2 + (code & 1)) << tl.maximum(exponent - 1, 0), code & 1)
+        code = tl.where(code > 7, -size, size)
+    number = (code - OFFSET).to(tl.float32)
+
+    halves += (start + unit) // 2 + row
+    scale = tl.load(halves, mask=in_row, other=0.0).to(tl.float32)
+    small = bytes_of_scales + start + at + row
+    if SCALES == 2:
+        small += quad % QUADS // (QUADS // 2) * ROWS
+    if SCALES:
+        scale *= tl.load(small, mask=in_row, other=0).to(tl.float32)
+    number *= scale[:, :, None]
+    if HAS_MINIMA:
+        minimum = tl.load(halves + ROWS, mask=in_row, other=0.0).to(tl.float32)
+        if SCALES:
+            # None of them needs the eighth bit.
+            minimum *= tl.load(small + SCALES * ROWS, mask=in_row, other=0).to(tl.float32)
+        number += minimum[:, :, None]
+
+    lines = tl.permute(number.to(out.dtype.element_ty), (1, 0, 2)).reshape(ROWS, BLOCKS * BLOCK)
+    into = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * (BLOCKS * BLOCK) + tl.arange(0, BLOCKS * BLOCK)[None, :]
+    columns = blocks * BLOCK
+    tl.store(out + into.to(tl.int64) * columns + column, lines, mask=(into < count) & (column < columns))

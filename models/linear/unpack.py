@@ -1,0 +1,145 @@
+"""Quantised tiles of a CPU as numbers, on any device.
+
+How they lie is drawn in native/include/neo_desktop/quantised_kernels.h. These operators are those of torch;
+`engine.kernels` has a faster one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from neo_desktop.models.linear.packed import TILE_ROWS
+
+BLOCK = 32  # columns
+AT_ONCE = 2**22  # numbers, which take some twenty times as many bytes on the way
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values, whose scales are halved
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a type's rows are kept by a CPU: numbers are `(code - offset) * scale + minimum`."""
+
+    bits: int  # of a code; 8 are signed
+    offset: int = 0
+    has_minima: bool = False
+    scales: int = 0  # of a block, in 8 bits: 0, 1 or 2; where there are some, a unit has 8 blocks
+    is_fp4: bool = False  # codes stand for these numbers, and scales are bfloat16
+
+    @property
+    def unit_blocks(self) -> int:
+        """Blocks that share a scale in 16 bits."""
+        return 8 if self.scales else 1
+
+    @property
+    def groups(self) -> int:
+        """Of 4 bytes of each row, in a block: they hold the lowest 4 bits of codes, or all 8."""
+        return 8 if self.bits == 8 else 4
+
+    @property
+    def high_groups(self) -> int:
+        """Likewise, of the bits above."""
+        return 0 if self.bits == 8 else self.bits - 4
+
+    @property
+    def header_bytes(self) -> int:
+        """Of a unit: scales and minima in 16 bits."""
+        return 2 * TILE_ROWS * (1 + self.has_minima)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a block: scales and minima in 8 bits."""
+        return TILE_ROWS * self.scales * (1 + self.has_minima)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a tile's rows."""
+        return self.scale_bytes + 4 * TILE_ROWS * (self.groups + self.high_groups)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Likewise."""
+        return self.header_bytes + self.unit_blocks * self.block_bytes
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Of scales in 16 bits."""
+        return torch.bfloat16 if self.is_fp4 else torch.float16
+
+
+_Q6_K = Layout(6, 32, scales=2)
+LAYOUTS = {
+    "Q8_0": Layout(8),
+    "Q4_0": Layout(4, 8),
+    "Q4_1": Layout(4, has_minima=True),
+    "Q5_0": Layout(5, 16),
+    "Q5_1": Layout(5, has_minima=True),
+    "Q2_K": Layout(4, has_minima=True, scales=2),
+    "Q3_K": _Q6_K,
+    "Q4_K": Layout(4, has_minima=True, scales=1),
+    "Q5_K": Layout(5, has_minima=True, scales=1),
+    "Q6_K": _Q6_K,
+    "IQ4_NL": Layout(8),
+    "IQ4_XS": Layout(8, scales=1),
+    "MXFP4": Layout(4, is_fp4=True),
+}
+"""By the names of `native.STORED_TYPES`."""
+
+
+def unpack_quantised(type_name: str, packed: Tensor, out: Tensor) -> None:
+    """Put the first rows of some tiles into `out`: rounded once, from float32.
+
+    Args:
+        type_name: one of `LAYOUTS`.
+        packed: [bytes] uint8, of whole tiles.
+        out: [rows, columns], contiguous, of any floating-point dtype.
+    """
+    layout = LAYOUTS[type_name]
+    tile_bytes = out.shape[1] // BLOCK // layout.unit_blocks * layout.unit_bytes
+    step = max(AT_ONCE // (out.shape[1] * TILE_ROWS), 1)
+    tiles = packed.view(-1, layout.unit_bytes)
+    units = tile_bytes // layout.unit_bytes
+    for first in range(0, len(tiles) // units, step):
+        some = tiles[first * units : (first + step) * units].view(-1, units, layout.unit_bytes)
+        rows = out[first * TILE_ROWS : (first + step) * TILE_ROWS]
+        rows.copy_(_numbers(layout, some).flatten(0, 1)[: len(rows)])
+
+
+def _numbers(layout: Layout, tiles: Tensor) -> Tensor:
+    """Return numbers `[tiles, rows, columns]` float32 of tiles `[tiles, units, bytes]`."""
+    header = tiles[..., : layout.header_bytes].contiguous().view(layout.scale_dtype).float()
+    blocks = torch.unflatten(tiles[..., layout.header_bytes :], 2, (layout.unit_blocks, layout.block_bytes))
+    codes = _codes(layout, blocks[..., layout.scale_bytes :])
+    # [tiles, units, blocks, scales of a block, rows]
+    scales, minima = header[:, :, None, None, :TILE_ROWS], header[:, :, None, None, TILE_ROWS:]
+    if layout.scales:
+        small = torch.unflatten(blocks[..., : layout.scale_bytes], 3, (-1, TILE_ROWS))
+        scales = scales * small[..., : layout.scales, :].view(torch.int8).float()
+        if layout.has_minima:
+            minima = minima * small[..., layout.scales :, :].float()
+    numbers = torch.unflatten(codes, 4, (scales.shape[3], -1)) * scales.transpose(3, 4)[..., None]
+    if layout.has_minima:
+        numbers += minima.transpose(3, 4)[..., None]
+    return numbers.flatten(4).permute(0, 3, 1, 2, 4).flatten(2)
+
+
+def _codes(layout: Layout, blocks: Tensor) -> Tensor:
+    """Return codes without their offsets `[tiles, units, blocks, rows, 32]` float32 of blocks' bytes."""
+    bytes_of_four = torch.unflatten(blocks, 3, (-1, TILE_ROWS, 4))
+    low, high = bytes_of_four[:, :, :, : layout.groups], bytes_of_four[:, :, :, layout.groups :]
+    if layout.bits == 8:
+        return low.view(torch.int8).transpose(3, 4).flatten(4).float()
+    codes = torch.stack((low & 15, low >> 4), 3)
+    if layout.high_groups:
+        half, group = torch.arange(2, device=blocks.device)[:, None], torch.arange(4, device=blocks.device)
+        if layout.high_groups == 1:
+            above, shifts = high, 4 * half + group
+        else:
+            above, shifts = high.repeat_interleave(2, 3), 4 * (group % 2) + 2 * half
+        above = above[:, :, :, None] >> shifts.to(torch.uint8)[:, :, None, None]
+        codes |= (above & (2**layout.high_groups - 1)) << 4
+    if layout.is_fp4:
+        numbers = torch.tensor(_FP4, dtype=torch.float32, device=blocks.device)[codes.int()]
+    else:
+        numbers = codes.float() - layout.offset
+    return numbers.movedim(5, 3).flatten(4)
