@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 class _Place(NamedTuple):
     name: str
     label: str  # what metrics and reports call it
-    in_host_memory: bool  # whether its KV lies there, even where there is a GPU
+    in_host_memory: bool  # whether its KV lies there between iterations, even where there is a GPU
     host_attends: bool  # whether its decodes cross the bus: the native CPU kernels attend for them
 
 
@@ -21,6 +21,7 @@ class Place(_Place):
 
     DEVICE: ClassVar["Place"]  # the GPU-cache, imitated in host memory where there is no GPU
     HOST: ClassVar["Place"]  # the CPU-cache
+    SWAPPED: ClassVar["Place"]  # host memory whose KV comes to the device, layer by layer, to be attended to
 
     def __str__(self) -> str:
         return self.name
@@ -31,6 +32,11 @@ class Place(_Place):
         return f"{self.label.upper()}-cache"
 
     @property
+    def is_swapped(self) -> bool:
+        """Whether its KV comes from host memory to the device for each layer: the device attends to it."""
+        return self.in_host_memory and not self.host_attends
+
+    @property
     def stays_on_device(self) -> bool:
         """Whether the host has no part in its decodes."""
         return not self.host_attends and not self.in_host_memory
@@ -38,4 +44,5 @@ class Place(_Place):
 
 Place.DEVICE = Place("device", label="gpu", in_host_memory=False, host_attends=False)
 Place.HOST = Place("host", label="cpu", in_host_memory=True, host_attends=True)
+Place.SWAPPED = Place("swapped", label="swap", in_host_memory=True, host_attends=False)
 PLACES = (Place.DEVICE, Place.HOST)  # those that set-up knows how to make
