@@ -114,8 +114,8 @@ def _unpack(
     if HAS_MINIMA:
         minimum = tl.load(halves + ROWS, mask=in_row, other=0.0).to(tl.float32)
         if SCALES:
-            # None of them needs the eighth bit.
-            minimum *= tl.load(small + SCALES * ROWS, mask=in_row, other=0).to(tl.float32)
+            unsigned = tl.load(small + SCALES * ROWS, mask=in_row, other=0).to(tl.int32) & 255
+            minimum *= unsigned.to(tl.float32)
         number += minimum[:, :, None]
 
     lines = tl.permute(number.to(out.dtype.element_ty), (1, 0, 2)).reshape(ROWS, BLOCKS * BLOCK)
