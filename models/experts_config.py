@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from neo_desktop.models.json_file import ModelError
 
@@ -23,8 +24,10 @@ class ExpertsConfig:
     bias: bool = False
 
 
-def check_experts(path: Path, experts: ExpertsConfig, hidden_size: int) -> None:
-    """Raise ModelError for experts that cannot be computed."""
+def check_experts(
+    path: Path, experts: ExpertsConfig, hidden_size: int, unsupported: type[ModelError] = ModelError
+) -> None:
+    """Raise ModelError for experts that cannot be, and another one for those that cannot be computed here."""
     if experts.per_token > experts.count:
         raise ModelError(
             f"{path} has {experts.count} experts, of which no token can take {experts.per_token}: "
@@ -32,7 +35,28 @@ def check_experts(path: Path, experts: ExpertsConfig, hidden_size: int) -> None:
         )
     for size, what in ((hidden_size, "hidden states"), (experts.intermediate_size, "experts")):
         if size % EXPERT_UNIT:
-            raise ModelError(
+            raise unsupported(
                 f"{path} has {what} of {size} numbers; with a mixture of experts only multiples of "
                 f"{EXPERT_UNIT} are supported."
             )
+
+
+class ExpertNames(NamedTuple):
+    """What a family calls a layer's mixture of experts."""
+
+    block: str
+    router: str
+    gate: str
+    up: str
+    down: str
+
+    def of_each(self, kind: str, experts: int) -> list[str]:
+        """Return the modules of one matrix of all experts: `gate`, `up` or `down`."""
+        return [f"{self.block}.experts.{expert}.{getattr(self, kind)}" for expert in range(experts)]
+
+
+def expert_names(architecture: str) -> ExpertNames:
+    """Return what checkpoints of Hugging Face call them."""
+    if architecture == "MixtralForCausalLM":
+        return ExpertNames("block_sparse_moe", "gate", "w1", "w3", "w2")
+    return ExpertNames("mlp", "gate", "gate_proj", "up_proj", "down_proj")

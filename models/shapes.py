@@ -3,6 +3,7 @@
 import torch
 
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.rope import Llama3Scaling, RopeConfig
 
 
@@ -28,6 +29,7 @@ def _shape(
     rms_norm_eps: float = 1e-5,
     tied: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    experts: ExpertsConfig | None = None,
 ) -> ModelConfig:
     # No end-of-sequence tokens: random weights would stop by chance.
     return ModelConfig(
@@ -46,7 +48,8 @@ def _shape(
         layer_windows=(None,) * num_layers,
         dtype=dtype,
         qkv_bias=architecture == "Qwen2ForCausalLM",
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        experts=experts,
     )
 
 
@@ -95,6 +98,29 @@ def _qwen3(*sizes: int, tied: bool = False) -> ModelConfig:
     )
 
 
+def _mixtral(*sizes: int, max_context_tokens: int = 32_768) -> ModelConfig:
+    _, _, intermediate, num_layers, *_ = sizes
+    return _shape(
+        "MixtralForCausalLM",
+        *sizes,
+        max_context_tokens=max_context_tokens,
+        rope=RopeConfig(1e6),
+        experts=ExpertsConfig(8, 2, intermediate, tuple(range(num_layers))),
+    )
+
+
+def _qwen3_moe(*sizes: int, of_each: int) -> ModelConfig:
+    num_layers = sizes[3]
+    return _shape(
+        "Qwen3MoeForCausalLM",
+        *sizes,
+        max_context_tokens=40_960,
+        rope=RopeConfig(1_000_000.0),
+        rms_norm_eps=1e-6,
+        experts=ExpertsConfig(128, 8, of_each, tuple(range(num_layers))),
+    )
+
+
 def _smollm2(*sizes: int) -> ModelConfig:
     return _shape(
         "LlamaForCausalLM",
@@ -119,6 +145,8 @@ SHAPES: dict[str, ModelConfig] = {
     "mistral-7b": _mistral(32_768, 4096, 14_336, 32, 32, 8),
     "mistral-nemo-12b": _mistral(131_072, 5120, 14_336, 40, 32, 8, max_context_tokens=131_072),
     "mistral-small-24b": _mistral(131_072, 5120, 32_768, 40, 32, 8, theta=1e8),
+    "mixtral-8x7b": _mixtral(32_000, 4096, 14_336, 32, 32, 8),
+    "mixtral-8x22b": _mixtral(32_000, 6144, 16_384, 56, 48, 8, max_context_tokens=65_536),
     "qwen2.5-0.5b": _qwen2(151_936, 896, 4864, 24, 14, 2, head_dim=64, tied=True),
     "qwen2.5-1.5b": _qwen2(151_936, 1536, 8960, 28, 12, 2, tied=True),
     "qwen2.5-3b": _qwen2(151_936, 2048, 11_008, 36, 16, 2, tied=True),
@@ -131,6 +159,8 @@ SHAPES: dict[str, ModelConfig] = {
     "qwen3-8b": _qwen3(151_936, 4096, 12_288, 36, 32, 8),
     "qwen3-14b": _qwen3(151_936, 5120, 17_408, 40, 40, 8),
     "qwen3-32b": _qwen3(151_936, 5120, 25_600, 64, 64, 8),
+    "qwen3-30b-a3b": _qwen3_moe(151_936, 2048, 6144, 48, 32, 4, of_each=768),
+    "qwen3-235b-a22b": _qwen3_moe(151_936, 4096, 12_288, 94, 64, 4, of_each=1536),
     "smollm2-135m": _smollm2(576, 1536, 30, 9, 3),
     "smollm2-360m": _smollm2(960, 2560, 32, 15, 5),
     "tiny": _llama2(257, 64, 160, 2, 4, 2, head_dim=16),  # for tests: the vocabulary of ByteTokenizer

@@ -148,7 +148,7 @@ def stored_form(weights: Weights, config: ModelConfig) -> StoredForm:
                 PartShape(part.blocks.type_name if part.blocks else part.type_name, part.shape[0])
                 for part in parts
             ]
-            matrices[name] = tuple(merged(shapes) if ".experts_" in name else shapes)
+            matrices[name] = tuple(merged(shapes) if "experts_" in name else shapes)
     return StoredForm(stored=matrices)
 
 

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder, Experts
+from neo_desktop.models.experts_config import expert_names
 from neo_desktop.models.gguf.types import Blocks
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.packed import TILE_ROWS
@@ -74,27 +75,6 @@ def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:
     yield _tensor("model.norm.weight", decoder.final_norm)
     if not config.tie_word_embeddings:
         yield from _parts("", decoder.lm_head, hidden, {"lm_head": config.vocab_size})
-
-
-class ExpertNames(NamedTuple):
-    """What a family calls a layer's mixture of experts."""
-
-    block: str
-    router: str
-    gate: str
-    up: str
-    down: str
-
-    def of_each(self, kind: str, experts: int) -> list[str]:
-        """Return the modules of one matrix of all experts: `gate`, `up` or `down`."""
-        return [f"{self.block}.experts.{expert}.{getattr(self, kind)}" for expert in range(experts)]
-
-
-def expert_names(architecture: str) -> ExpertNames:
-    """Return what checkpoints of Hugging Face call them."""
-    if architecture == "MixtralForCausalLM":
-        return ExpertNames("block_sparse_moe", "gate", "w1", "w3", "w2")
-    return ExpertNames("mlp", "gate", "gate_proj", "up_proj", "down_proj")
 
 
 def _expert_weights(prefix: str, experts: Experts, config: ModelConfig) -> Iterator[NamedWeight]:

@@ -110,6 +110,11 @@ def info(
     table.add_row("Size", _gb(summary.size_bytes))
     table.add_row("Architecture", escape(summary.architecture or "unknown"))
     table.add_row("Parameters", _count(summary.parameters))
+    if summary.config is not None and (experts := summary.config.experts) is not None:
+        active = _count(summary.config.active_parameters)
+        table.add_row(
+            "Experts", f"{experts.per_token} of {experts.count} for each token: {active} parameters"
+        )
     table.add_row("Stored as", escape(summary.dtype or "unknown"))
     table.add_row("Context", f"{summary.context_tokens:,} tokens" if summary.context_tokens else "unknown")
     if reason is not None:

@@ -1,6 +1,7 @@
 """The shape of a model from the metadata of a GGUF file."""
 
 from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from neo_desktop.models.config import (
     check_heads,
     stretched_tokens,
 )
+from neo_desktop.models.experts_config import MAX_EXPERTS, ExpertsConfig, check_experts
 from neo_desktop.models.gguf.container import GGUFFile
 from neo_desktop.models.gguf.tensors import ROPE_FACTORS, GGUFTensor
 from neo_desktop.models.gguf.vocabulary import Vocabulary
@@ -46,7 +48,9 @@ FAMILIES = {  # Mistral's and SmolLM's models are "llama", too
     "llama": _Family("LlamaForCausalLM"),
     "qwen2": _Family("Qwen2ForCausalLM"),
     "qwen3": _Family("Qwen3ForCausalLM", qk_norm=True),
+    "qwen3moe": _Family("Qwen3MoeForCausalLM", qk_norm=True),
 }
+_MIXTRAL = _Family("MixtralForCausalLM")  # "llama" with experts
 # What other architectures have; of these models, it leaves the numbers as they are.
 _NEUTRAL = (
     *(
@@ -57,6 +61,7 @@ _NEUTRAL = (
         "final_logit_softcapping",
     ),
     *("attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias", "attention.temperature_scale"),
+    *("expert_weights_scale", "expert_weights_norm", "expert_gating_func"),  # a softmax, normalised
 )
 
 
@@ -67,7 +72,7 @@ def read_config(files: list[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
     """
     path = files[0].path
     metadata = JsonFile(path, dict(files[0].metadata))
-    name, family = _family(metadata)
+    name = _architecture(metadata)
     prefix = f"{name}."
     values = {key[len(prefix) :]: value for key, value in metadata.values.items() if key.startswith(prefix)}
     own = JsonFile(path, values)
@@ -91,6 +96,8 @@ def read_config(files: list[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
     max_context_tokens = stretched_tokens(trained_tokens, rope)
     window = own.integer("attention.sliding_window", 0, minimum=0)
     is_windowed = 0 < window < max_context_tokens
+    experts = _experts(own, name, num_layers, hidden_size, places.keys())
+    family = _MIXTRAL if name == "llama" and experts is not None else FAMILIES[name]
     embedding = places.get("token_embd.weight")
     vocab_size = embedding.shape[0] if embedding is not None else len(vocabulary.tokens)
     if len(vocabulary.tokens) > vocab_size:
@@ -116,29 +123,52 @@ def read_config(files: list[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
         output_bias="blk.0.attn_output.bias" in places,
         mlp_bias="blk.0.ffn_down.bias" in places,
         qk_norm=family.qk_norm,
+        experts=experts,
         eos_token_ids=vocabulary.end_ids,
         bos_token_id=vocabulary.token_id("bos"),
         generation=_generation(metadata),
     )
 
 
-def _family(metadata: JsonFile) -> tuple[str, _Family]:
+def _architecture(metadata: JsonFile) -> str:
     name = metadata.text("general.architecture")
     if metadata.text("general.type", "model") != "model":
         raise ModelError(f"{metadata.path} is no model, but {metadata.raw('general.type')!r} for one.")
     if name not in FAMILIES:
         raise UnsupportedModelError(
             f"{metadata.path} describes a model of the architecture {name[:40]!r}, which is not supported: "
-            f"choose one of {', '.join(FAMILIES)} (Llama, Mistral, SmolLM, Qwen2, Qwen2.5, Qwen3)."
+            f"choose one of {', '.join(FAMILIES)} (Llama, Mistral, Mixtral, SmolLM, Qwen2, Qwen2.5, Qwen3, "
+            "Qwen3-MoE)."
         )
-    return name, FAMILIES[name]
+    return name
+
+
+def _experts(
+    own: JsonFile, name: str, num_layers: int, hidden_size: int, tensors: Set[str]
+) -> ExpertsConfig | None:
+    count = own.integer("expert_count", 0, minimum=0, maximum=MAX_EXPERTS)
+    if count == 0:
+        return None
+    if name not in ("llama", "qwen3moe") or own.integer("expert_shared_count", 0, minimum=0) > 0:
+        raise UnsupportedModelError(
+            f"{own.path} has a mixture of experts as Mixtral's and Qwen3's are none, which is not supported: "
+            "choose another model."
+        )
+    layers = tuple(layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate_inp.weight" in tensors)
+    size = "expert_feed_forward_length"
+    experts = ExpertsConfig(
+        count=count,
+        per_token=own.integer("expert_used_count"),
+        intermediate_size=own.integer(
+            size if size in own else "feed_forward_length", maximum=MAX_INTERMEDIATE_SIZE
+        ),
+        layers=layers or tuple(range(num_layers)),
+    )
+    check_experts(own.path, experts, hidden_size, UnsupportedModelError)
+    return experts
 
 
 def _refuse_unsupported(own: JsonFile) -> None:
-    if own.integer("expert_count", 0, minimum=0) > 0:
-        raise UnsupportedModelError(
-            f"{own.path} has a mixture of experts, which is not supported: choose a dense model."
-        )
     for key in _NEUTRAL:
         if own.raw(key) not in (None, 0, 1):
             raise UnsupportedModelError(

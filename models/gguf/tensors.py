@@ -2,13 +2,14 @@
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from neo_desktop.models.experts_config import ExpertNames, expert_names
 from neo_desktop.models.gguf.container import GGUFFile, TensorPlace
 from neo_desktop.models.gguf.types import PIECE_ELEMENTS, Blocks, StoredType
 from neo_desktop.models.json_file import ModelError
@@ -34,6 +35,8 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+ROUTER = "ffn_gate_inp"
+EXPERTS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}  # those of all in one
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +128,16 @@ def read_tensors(files: list[GGUFFile], head_dim: int) -> dict[str, GGUFTensor]:
 
     Raises ModelError for one that is there twice, and for what is no matrix or vector.
     """
-    rotated_heads = head_dim if files[0].metadata.get("general.architecture") == "llama" else None
+    is_llama = files[0].metadata.get("general.architecture") == "llama"
+    rotated_heads = head_dim if is_llama else None
+    names = expert_names("MixtralForCausalLM" if is_llama else "")
     tensors: dict[str, GGUFTensor] = {}
     for file in files:
-        for place in file.tensors.values():
+        for name, place in _named(file.tensors.values(), names):
             if place.name == ROPE_FACTORS:
                 continue
             kind = place.name.split(".")[-2:-1]
             is_rotated = rotated_heads is not None and kind in (["attn_q"], ["attn_k"])
-            name = _name(place.name)
             if name in tensors:
                 raise ModelError(
                     f"{place.name} is in {tensors[name].file} and in {file.path}: download them again."
@@ -151,9 +155,26 @@ def read_tensors(files: list[GGUFFile], head_dim: int) -> dict[str, GGUFTensor]:
     return tensors
 
 
-def _name(name: str) -> str:
+def _named(places: Iterable[TensorPlace], names: ExpertNames) -> Iterator[tuple[str, TensorPlace]]:
+    """Yield tensors with their names in Hugging Face's checkpoints, where each expert has its own."""
+    for place in places:
+        match place.name.split("."):
+            case ["blk", layer, kind, end] if kind in EXPERTS and len(place.shape) == 3:
+                count, *shape = place.shape
+                nbytes = place.nbytes // count
+                for expert, module in enumerate(names.of_each(EXPERTS[kind], count)):
+                    offset = place.offset + expert * nbytes
+                    one = TensorPlace(place.name, place.type, tuple(shape), offset, nbytes)
+                    yield f"model.layers.{layer}.{module}.{end}", one
+            case _:
+                yield _name(place.name, names), place
+
+
+def _name(name: str, names: ExpertNames) -> str:
     """The name in Hugging Face's checkpoints; that of a tensor that is not known stays."""
     match name.split("."):
+        case ["blk", layer, kind, end] if kind == ROUTER:
+            return f"model.layers.{layer}.{names.block}.{names.router}.{end}"
         case [kind, end] if kind in _NAMES:
             return f"{_NAMES[kind]}.{end}"
         case ["blk", layer, kind, end] if kind in _LAYER_NAMES:
@@ -162,10 +183,10 @@ def _name(name: str) -> str:
 
 
 def stored_name(name: str) -> str:
-    """The name in GGUF files of a tensor that is known: the inverse of what is read."""
+    """The name in GGUF files of a tensor that is known and no expert's: the inverse of what is read."""
     names = {ours: stored for stored, ours in (_NAMES | _LAYER_NAMES).items()}
     module, _, end = name.rpartition(".")
     if module in names:
         return f"{names[module]}.{end}"
     _, _, layer, part = module.split(".", 3)
-    return f"blk.{layer}.{names[part]}.{end}"
+    return f"blk.{layer}.{names.get(part, ROUTER)}.{end}"

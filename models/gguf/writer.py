@@ -14,26 +14,30 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.decoder import Decoder, Experts
 from neo_desktop.models.gguf.config import FAMILIES
-from neo_desktop.models.gguf.tensors import ROPE_FACTORS, stored_name
+from neo_desktop.models.gguf.tensors import EXPERTS, ROPE_FACTORS, stored_name
 from neo_desktop.models.rope import FactorScaling, LinearScaling, Llama3Scaling
 from neo_desktop.models.weights import named_weights
 
 _ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()}
-_ARCHITECTURES["MistralForCausalLM"] = "llama"
+_ARCHITECTURES["MistralForCausalLM"] = _ARCHITECTURES["MixtralForCausalLM"] = "llama"
 _FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # enum llama_ftype
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # of tensors
 
 
 def check_expressible(config: ModelConfig) -> None:
     """Raise ValueError for a model that llama.cpp computes otherwise, or that is not written here."""
-    scaling = config.rope.scaling
+    scaling, experts = config.rope.scaling, config.experts
     reason = None
     if config.architecture not in _ARCHITECTURES:
         reason = f"the architecture {config.architecture}"
     elif any(window is not None for window in config.layer_windows):
         reason = "sliding windows"
+    elif experts is not None and len(experts.layers) < config.num_layers:
+        reason = "layers without experts beside others with some"
+    elif experts is not None and not experts.normalises:
+        reason = "weights of experts that are not normalised"
     elif (
         isinstance(scaling, Llama3Scaling | FactorScaling) and _ARCHITECTURES[config.architecture] != "llama"
     ):
@@ -88,6 +92,10 @@ def _add_metadata(writer: Any, gguf: Any, decoder: Decoder) -> None:
         add(config.head_dim)
     writer.add_rope_freq_base(config.rope.theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if config.experts is not None:
+        writer.add_expert_count(config.experts.count)
+        writer.add_expert_used_count(config.experts.per_token)
+        writer.add_expert_feed_forward_length(config.experts.intermediate_size)
     if isinstance(config.rope.scaling, LinearScaling):
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(config.rope.scaling.factor)
@@ -99,7 +107,15 @@ def _tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights as they are stored, with their names in GGUF files."""
     config = decoder.config
     rotates_neighbours = _ARCHITECTURES[config.architecture] == "llama"
+    for index, layer in enumerate(decoder.layers):
+        if isinstance(layer.mlp, Experts):
+            assert config.experts is not None
+            for kind, of_kind in EXPERTS.items():
+                matrix = getattr(layer.mlp, of_kind).dense()
+                yield f"blk.{index}.{kind}.weight", matrix.view(config.experts.count, -1, matrix.shape[1])
     for weight in named_weights(decoder):
+        if ".experts." in weight.name:
+            continue
         name, tensor = stored_name(weight.name), weight.dense()
         if rotates_neighbours and name.split(".")[-2] in ("attn_q", "attn_k"):  # see `GGUFTensor`
             halves = tensor.reshape(-1, 2, config.head_dim // 2, *tensor.shape[1:])

@@ -84,6 +84,7 @@ class Experts {
  public:
   Experts(const PackedExperts& experts, const ExpertRows& rows, int threads, Isa isa)
       : rows_(rows),
+        alike_(experts.alike),
         kernels_(kernels_for(isa)),
         dtype_(static_cast<int>(rows.x.dtype)),
         per_row_(rows.ids.size(1)),
@@ -92,7 +93,8 @@ class Experts {
     int64_t bytes = 0, memory = 0;
     const Group& any = groups_.front();
     columns_ = std::max({any.gate.columns(), any.down.columns(), 2 * kSumColumns});
-    const int64_t row_bytes = std::max(any.gate.row_bytes(), any.down.row_bytes());
+    const int64_t both_bytes = any.gate.row_bytes() + (alike_ ? 0 : any.up.row_bytes());
+    const int64_t row_bytes = std::max(both_bytes, any.down.row_bytes()) + kLine;
     for (const Group& each : groups_) {
       bytes += each.gate.weight_bytes() + each.up.weight_bytes() + each.down.weight_bytes();
       memory += (each.count * row_bytes + kLine - 1) / kLine * kLine;
@@ -103,7 +105,8 @@ class Experts {
     floats_ = reinterpret_cast<float*>(own + memory);
     for (Group& each : groups_) {
       each.gate.begin(0, each.count, own);
-      each.up.begin(0, each.count, own);  // of the same rows
+      const int64_t gate_bytes = (each.count * each.gate.row_bytes() + kLine - 1) / kLine * kLine;
+      each.up.begin(0, each.count, alike_ ? own : own + gate_bytes);
       each.down.begin(0, each.count, own);
       own += (each.count * row_bytes + kLine - 1) / kLine * kLine;
     }
@@ -116,6 +119,7 @@ class Experts {
       std::memcpy(row_of(rows_.products, pair), row_of(rows_.x, source_[pair]),
                   rows_.x.size(1) * size_of(rows_.x.dtype));
       of.gate.prepare(pair - of.first, floats_ + participant * columns_);
+      if (!alike_) of.up.prepare(pair - of.first, floats_ + participant * columns_);
     });
     const int64_t gates = groups_.front().gate.tiles(), both = gates + groups_.front().up.tiles();
     add_tiles(steps, both, [gates](const Group& of, int64_t tile) {
@@ -181,6 +185,7 @@ class Experts {
   }
 
   const ExpertRows& rows_;
+  const bool alike_;  // gates and ups take rows in the same form
   const Kernels& kernels_;
   const int dtype_;
   const int64_t per_row_;
@@ -231,14 +236,13 @@ void check(const PackedExperts& experts, const ExpertRows& rows) {
 
 PackedExperts packed_experts(int64_t count, const PackedMatrix& gate, const PackedMatrix& up,
                              const PackedMatrix& down) {
-  PackedExperts experts{cut_all(gate, count), cut_all(up, count), cut_all(down, count)};
-  for (int64_t i = 0; i < count; ++i) {
-    const WeightType first = experts.gate[i].parts[0].type, second = experts.up[i].parts[0].type;
-    if (is_dense(first) != is_dense(second) || (is_dense(first) && first != second)) {
-      fail("gates and ups need rows of x in different forms");
+  bool alike = true;
+  for (const PackedPart& one : gate.parts) {
+    for (const PackedPart& other : up.parts) {
+      alike = alike && (one.type == other.type || (!is_dense(one.type) && !is_dense(other.type)));
     }
   }
-  return experts;
+  return {cut_all(gate, count), cut_all(up, count), cut_all(down, count), alike};
 }
 
 void multiply_experts(const PackedExperts& experts, const ExpertRows& rows, int num_threads, Isa isa) {

@@ -70,6 +70,13 @@ def test_models_to_pull_are_recommended_with_what_fits(monkeypatch: pytest.Monke
     assert "does not fit" not in rows["smollm2-135m-instruct"]
 
 
+def test_of_a_mixture_of_experts_it_is_said_what_a_token_meets(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "mine" / "experts", "qwen3-moe")
+    code, shown = run("info", "experts", "--models-dir", str(tmp_path / "mine"))
+    assert code == 0
+    assert "3 of 8 for each token" in shown
+
+
 def test_a_gguf_file_is_listed_described_and_removed(tmp_path: Path, data: Path) -> None:
     config = LlamaConfig(
         vocab_size=320,

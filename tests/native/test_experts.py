@@ -115,6 +115,20 @@ def test_what_is_not_finite_stays_with_its_row() -> None:
     assert torch.equal(found[others], expected[others])
 
 
+def test_gates_and_ups_may_be_kept_differently() -> None:
+    of, half = layer(4, 32, 16, torch.float32), layer(4, 32, 16, torch.bfloat16)
+    up = half.kept[1].native[0], of.biases[1].flatten()
+    mixed = Layer(
+        native.packed_experts(4, of.kept[0].native, up, of.kept[2].native),
+        [of.matrices[0], half.matrices[1].float(), of.matrices[2]],
+        of.biases,
+        of.kept + half.kept,
+    )
+    x, ids, weights = given_rows(9, 2, 4, 32, torch.float32)
+    found, expected = multiply(mixed, x, ids, weights), exact(mixed, x, ids, weights)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("position", "change", "complaint"),
     [
@@ -142,10 +156,8 @@ def test_wrong_arguments_are_refused(position: int, change: object, complaint: s
 
 
 def test_matrices_that_cannot_be_divided_among_experts_are_refused() -> None:
-    (gate, up, down), half = layer(4, 32, 16, torch.float32).kept, layer(4, 32, 16, torch.float16).kept
+    gate, up, down = layer(4, 32, 16, torch.float32).kept
     with pytest.raises(ValueError, match="64 rows cannot be those of 3 experts"):
         native.packed_experts(3, gate.native, up.native, down.native)
     with pytest.raises(ValueError, match="cannot be those of 8 experts"):
         native.packed_experts(8, gate.native, up.native, down.native)
-    with pytest.raises(ValueError, match="different forms"):
-        native.packed_experts(4, gate.native, half[1].native, down.native)

@@ -1,6 +1,6 @@
 """Small GGUF files of models of transformers, written as llama.cpp's converter writes them."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,9 @@ def write_gguf(
             _add(writer, key, value)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_hidden_layers)
     state = dict(model.named_parameters())  # tied ones once
+    for own_name, value in _of_experts(state):
+        kind = next((kind for part, kind in (type_names or {}).items() if part in own_name), type_name)
+        _add_tensor(writer, own_name, value.detach(), "F32" if "ffn_gate_inp" in own_name else kind)
     for name, value in state.items():
         is_permuted = architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj")
         stored = permuted(value, config.head_dim) if is_permuted else value
@@ -70,6 +73,20 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _of_experts(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Take out what belongs to a mixture of experts, under the names of llama.cpp."""
+    for name in list(state):
+        prefix = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = state.pop(name).chunk(2, dim=1)
+            yield f"{prefix}.ffn_gate_exps.weight", gate
+            yield f"{prefix}.ffn_up_exps.weight", up
+        elif name.endswith("experts.down_proj"):
+            yield f"{prefix}.ffn_down_exps.weight", state.pop(name)
+        elif name.endswith("mlp.gate.weight"):
+            yield f"{prefix}.ffn_gate_inp.weight", state.pop(name)
 
 
 def stored_rows(name: str, rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -138,6 +155,13 @@ def _entries(config: Any, architecture: str) -> dict[str, Any]:
         "rope.dimension_count": config.head_dim,
         "rope.freq_base": float(rope["rope_theta"]),
     }
+    if hasattr(config, "num_experts_per_tok"):
+        of_each = getattr(config, "moe_intermediate_size", config.intermediate_size)
+        entries |= {
+            "expert_count": config.num_local_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": of_each,
+        }
     return {f"{architecture}.{key}": value for key, value in entries.items()}
 
 
@@ -158,7 +182,8 @@ def _add(writer: Any, key: str, value: Any) -> None:
 def _add_tensor(writer: Any, name: str, value: Tensor, type_name: str) -> None:
     if type_name not in TYPES:  # nothing here rounds numbers to it
         kind = gguf.GGMLQuantizationType[type_name]
-        writer.add_tensor(name, small_rows(type_name, *value.shape).numpy(), raw_dtype=kind)
+        raw = small_rows(type_name, value.shape[:-1].numel(), value.shape[-1])
+        writer.add_tensor(name, raw.view(*value.shape[:-1], -1).numpy(), raw_dtype=kind)
         return
     kind = TYPES[type_name]
     numbers = np.ascontiguousarray(value.float().numpy())

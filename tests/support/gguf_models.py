@@ -6,6 +6,7 @@ import torch
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.rope import LinearScaling, Llama3Scaling, RopeConfig
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.weights import named_weights
@@ -13,7 +14,9 @@ from neo_desktop.models.weights import named_weights
 CPU = torch.device("cpu")
 TINY = shape("tiny")
 LLAMA3 = RopeConfig(500.0, Llama3Scaling(8.0, 1.0, 4.0, original_max_tokens=32))
-QWEN2, QWEN3, MISTRAL = (f"{name}ForCausalLM" for name in ("Qwen2", "Qwen3", "Mistral"))
+QWEN2, QWEN3, QWEN3_MOE, MISTRAL, MIXTRAL = (
+    f"{name}ForCausalLM" for name in ("Qwen2", "Qwen3", "Qwen3Moe", "Mistral", "Mixtral")
+)
 CONFIGS = {
     "llama": TINY,
     "llama-tied": replace(TINY, tie_word_embeddings=True),
@@ -25,6 +28,10 @@ CONFIGS = {
     "qwen2": replace(TINY, architecture=QWEN2, qkv_bias=True, rms_norm_eps=1e-6),
     "qwen2-linear-rope": replace(
         TINY, architecture=QWEN2, qkv_bias=True, rope=RopeConfig(1e3, LinearScaling(3.0))
+    ),
+    "mixtral": replace(TINY, architecture=MIXTRAL, experts=ExpertsConfig(4, 2, 64, (0, 1))),
+    "qwen3-moe": replace(
+        TINY, architecture=QWEN3_MOE, qk_norm=True, head_dim=32, experts=ExpertsConfig(6, 3, 128, (0, 1))
     ),
     "qwen3": replace(TINY, architecture=QWEN3, qk_norm=True, head_dim=32),
 }

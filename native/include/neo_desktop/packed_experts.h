@@ -12,6 +12,7 @@ struct PackedExperts {
   std::vector<PackedMatrix> gate;
   std::vector<PackedMatrix> up;
   std::vector<PackedMatrix> down;
+  bool alike;  // rows for gate serve for up, too
 };
 
 // Cuts matrices of all experts, one after the other, into those of each. An expert's rows are a multiple of

@@ -524,8 +524,7 @@ def packed_experts(count: int, gate: Matrix, up: Matrix, down: Matrix) -> Packed
         down: [count * hidden, intermediate]
 
     Raises:
-        ValueError: an expert's rows are no multiple of 16, or lie in two parts; or gates and ups are of
-            different float types.
+        ValueError: an expert's rows are no multiple of 16, or lie in two parts.
     """
     return PackedExperts(count, _seen(gate), _seen(up), _seen(down))
 
