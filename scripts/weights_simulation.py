@@ -11,11 +11,13 @@ figures of machine and kernels, and the same GPU memory for weights; they differ
     streaming    what is not resident crosses the bus for every token, beside the GPU's computing
     accelerate   likewise, but from memory that is not pinned, layer by layer: copies wait for products
     layer split  the first layers are on the GPU, the others on the CPU, and one waits for the other; for
-                 prompts the CPU's layers are copied to the GPU and computed there
+                 prompts the CPU's layers are copied to the GPU and computed there. Of a mixture, all but the
+                 experts is on the GPU first, and then experts layer by layer
     divided      rows of each matrix: CPU, bus and GPU work at the same time
 """
 
 import argparse
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -47,10 +49,12 @@ from neo_desktop.engine.simulation.analytic import KERNEL_MS, LINEAR_KERNELS, an
 from neo_desktop.engine.simulation.divided import DividedWeights, machine_rates
 from neo_desktop.engine.simulation.presets import GIB, GpuPreset, HostPreset, get_gpu, get_host
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.shapes import shape
-from neo_desktop.models.stored_form import uniform_form
+from neo_desktop.models.stored_form import StoredForm, uniform_form
 
 DTYPE = torch.float16
 PROMPT, OUTPUT = 512, 64
@@ -87,17 +91,44 @@ def quantised(name: str) -> tuple[ModelConfig, LinearForm]:
     return config, uniform_form(config, "Q4_K").on_gpu(dispatch)
 
 
+def gpt_oss(experts: int, layers: int) -> tuple[ModelConfig, LinearForm]:
+    """Experts in MXFP4, all else in 16 bits; windows and sinks left out."""
+    config = replace(
+        shape("llama-2-7b"),
+        vocab_size=201_088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_layers=layers,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        max_context_tokens=131_072,
+        layer_windows=(None,) * layers,
+        experts=ExpertsConfig(experts, 4, 2880, tuple(range(layers))),
+    )
+    of_experts = {
+        name: (PartShape("MXFP4", matrix.rows),) for name, matrix in config.each_matrix() if matrix.experts
+    }
+    return config, StoredForm(stored=of_experts).on_gpu(dispatch)
+
+
 MODELS: dict[str, Callable[[], tuple[ModelConfig, LinearForm]]] = {
     "Llama-2-13B": lambda: (shape("llama-2-13b"), DENSE),
     "OPT-13B": lambda: (opt(5120, 40), DENSE),
     "OPT-30B": lambda: (opt(7168, 48), DENSE),
     "Llama-3.1-70B, 4 bits": lambda: quantised("llama-3.1-70b"),
+    "Qwen3-30B-A3B, 4 bits": lambda: quantised("qwen3-30b-a3b"),
+    "gpt-oss-20b": lambda: gpt_oss(32, 24),
+    "gpt-oss-120b": lambda: gpt_oss(128, 36),
 }
 CARD_MODELS: dict[str, Callable[[], tuple[ModelConfig, LinearForm]]] = {
     "Qwen3-14B": lambda: quantised("qwen3-14b"),
     "Mistral-Small-24B": lambda: quantised("mistral-small-24b"),
     "Qwen3-32B": lambda: quantised("qwen3-32b"),
     "Llama-3.1-70B": lambda: quantised("llama-3.1-70b"),
+    "Qwen3-30B-A3B": lambda: quantised("qwen3-30b-a3b"),
+    "gpt-oss-20b (MXFP4)": lambda: gpt_oss(32, 24),
+    "gpt-oss-120b (MXFP4)": lambda: gpt_oss(128, 36),
     "Llama-3.1-8B, 16 bits": lambda: (shape("llama-3.1-8b"), DENSE),
     "Llama-2-13B, 16 bits": lambda: (shape("llama-2-13b"), DENSE),
 }
@@ -133,17 +164,27 @@ class Case:
 
     @cached_property
     def layers_plan(self) -> WeightPlan:
-        """The first layers on the GPU, as many as fit."""
-        count = self.config.num_layers
-        always = least_gpu_bytes(self.config, self.form, DTYPE)
-        layer_bytes = sum(sizes.device_bytes for sizes in self.matrices.values()) / count
-        resident = max(int((self.gpu_bytes - always) / layer_bytes), 0)
-        rows = {
-            name: sizes.rows if int(name.split(".")[0]) < resident else 0
-            for name, sizes in self.matrices.items()
-        }
-        on_host = sum(sizes.host_bytes for name, sizes in self.matrices.items() if not rows[name])
-        return WeightPlan(rows, round(always + resident * layer_bytes), on_host)
+        """The first layers on the GPU, as many as fit; of experts, after what every token needs."""
+        left = self.gpu_bytes - least_gpu_bytes(self.config, self.form, DTYPE)
+        layers: dict[tuple[bool, int], list[str]] = defaultdict(list)
+        for name, sizes in self.matrices.items():
+            layers[sizes.used_share < 1, int(name.split(".")[0])].append(name)
+        rows = dict.fromkeys(self.matrices, 0)
+        on_host = sum(sizes.host_bytes for sizes in self.matrices.values())
+        for _, names in sorted(layers.items()):
+            left -= sum(self.matrices[name].device_bytes for name in names)
+            if left < 0:
+                break
+            for name in names:
+                rows[name] = self.matrices[name].rows
+                on_host -= self.matrices[name].host_bytes
+        return WeightPlan(rows, self.gpu_bytes, on_host)
+
+    def needed_bytes(self, rows: int) -> float:
+        """What the first layers leave in host memory, as far as so many rows need it."""
+        resident = self.layers_plan.resident_rows
+        others = [sizes for name, sizes in self.matrices.items() if not resident[name]]
+        return sum(sizes.touched(rows) * sizes.host_bytes for sizes in others)
 
     def times(self, rows: int, plan: WeightPlan, rates: Rates, share: float | None = None) -> float:
         """What the products of all layers take, in ms."""
@@ -179,7 +220,7 @@ class Case:
     def _accelerate_ms(self, rows: int) -> float:
         """One core copies to where the driver fetches it; the GPU waits for a layer and computes it then."""
         copying = 1 / min(self.host.core_bytes_per_s / 2, self.rates.bus_bytes_per_s)
-        copied_ms = 1e3 * self.layers_plan.host_bytes * copying
+        copied_ms = 1e3 * self.needed_bytes(rows) * copying
         computing = replace(self.rates, bus_bytes_per_s=inf, host_bytes_per_s=inf)
         return copied_ms + self.times(rows, self.layers_plan, computing, 1.0)
 
@@ -189,7 +230,7 @@ class Case:
         on_cpu_ms = self.times(rows, self.layers_plan, rates, 0.0)
         if rows < OFFLOADED_ROWS:
             return on_cpu_ms
-        copied_ms = 1e3 * self.layers_plan.host_bytes / self.rates.bus_bytes_per_s
+        copied_ms = 1e3 * self.needed_bytes(rows) / self.rates.bus_bytes_per_s
         computing = replace(rates, bus_bytes_per_s=inf)
         return min(on_cpu_ms, copied_ms + self.times(rows, self.layers_plan, computing, 1.0))
 
@@ -280,7 +321,7 @@ def on_card(name: str, config: ModelConfig, form: LinearForm) -> str:
         plan = plan_memory(config, form, dtype, torch.device("cuda"), EngineOptions(), lambda: rates, free)
     except MemoryError:
         return "does not fit"
-    divided = None if plan is None else DividedWeights.of(plan, rates, config, form, dtype)
+    divided = DividedWeights.of(plan, rates, config, form, dtype)
     cost = analytic_cost_model(gpu, host, config, dtype, bytes_read(config, dtype, form), divided)
     ms = min(iteration_ms(cost, Load().plus({place: Decodes(1, CHAT_TOKENS)})) for place in PLACES)
     return f"{1e3 / ms:.3g}" + ("" if plan is None else f" ({plan.host_bytes / 1e9:.1f} GB)")

@@ -44,7 +44,7 @@ class Machine:
     dtype: torch.dtype
     cost: TableCostModel
     budget: KVBudget
-    divided: DividedWeights | None = None  # weights of which some are in host memory; None: none are
+    divided: DividedWeights | None = None
 
 
 def machine(options: SimulationOptions, limits: SchedulerLimits) -> Machine:
@@ -162,7 +162,7 @@ def _divided(
     limits: SchedulerLimits,
     form: LinearForm,
 ) -> DividedWeights | None:
-    """Return what the engine would do with weights on such a machine, None if all are on the GPU."""
+    """Return what the engine would do with weights on such a machine; see `DividedWeights.of`."""
     if options.tables is not None or gpu is None or host is None:
         if options.gpu_weights_gib is not None:
             raise UsageError("--gpu-weights needs a machine from datasheets: measured tables have their own")
@@ -180,7 +180,7 @@ def _divided(
         raise UsageError(str(error)) from None
     free = FreeMemory(host.memory_bytes, gpu.memory_bytes)
     plan = plan_memory(config, form, dtype, torch.device("cuda"), engine, lambda: rates, free)
-    return None if plan is None else DividedWeights.of(plan, rates, config, form, dtype)
+    return DividedWeights.of(plan, rates, config, form, dtype)
 
 
 def _cost_model(
@@ -226,7 +226,7 @@ def _budget(
     if gpu_tokens is None or cpu_tokens is None:
         if gpu is None or host is None:
             raise UsageError("without --gpu, --gpu-cache-tokens and --cpu-cache-tokens must say what fits")
-        plan = divided.plan if divided else None
+        plan = divided.plan if divided is not None and divided.plan.is_split else None
         derived = kv_budget(gpu, host, config, dtype, limits, form, plan)
         gpu_tokens = derived.gpu_tokens if gpu_tokens is None else gpu_tokens
         cpu_tokens = derived.cpu_tokens if cpu_tokens is None else cpu_tokens

@@ -165,7 +165,7 @@ class SimulationReport:
                 "host memory (CPU-cache)",
             ),
         ]
-        if machine.divided is not None:
+        if machine.divided is not None and machine.divided.plan.is_split:
             plan, most = machine.divided.plan, machine.divided.bound_tokens_per_s
             lines.append(
                 (

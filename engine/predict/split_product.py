@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
+MOST = 0.9  # of experts: if so many are needed, all of them are
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -44,11 +46,22 @@ class Sizes:
     host_bytes: int
     unpacked_bytes: int  # in the model's dtype, which streamed rows become before they are multiplied
     itemsize: int = 2  # of inputs and outputs
+    unit: int = 64  # resident rows are multiples of it, or all
+    used_share: float = 1.0  # of them by one row of inputs; less than 1: they are experts, a row for each
+    handed: int = 0  # numbers of inputs and outputs of such a row; 0: of all columns and rows
 
     @property
     def parameters(self) -> int:
         """Weights."""
         return self.rows * self.columns
+
+    def touched(self, rows: int) -> float:
+        """Return the share of the weights that any of so many rows of inputs uses, chosen at random."""
+        return 1 - (1 - self.used_share) ** rows
+
+    def handed_bytes(self, rows: int, others: float) -> float:
+        """Return the bytes of inputs and outputs, of so many rows of them, where the CPU has this share."""
+        return rows * (self.handed or self.columns + others * self.rows) * self.itemsize
 
 
 class ProductTime(NamedTuple):
@@ -90,24 +103,26 @@ def product_time(
 
     `share` is that of the others that is streamed; None: the best.
     """
-    resident = resident_rows / sizes.rows
+    resident, touched = resident_rows / sizes.rows, sizes.touched(rows)
+    rows_each = rows * sizes.used_share / touched  # that what is touched is multiplied with
     device_ms = 1e3 * max(
-        resident * sizes.device_bytes / rates.gpu_bytes_per_s,
-        2 * resident * sizes.parameters * rows / rates.gpu_flops,
+        resident * touched * sizes.device_bytes / rates.gpu_bytes_per_s,
+        2 * resident * touched * sizes.parameters * rows_each / rates.gpu_flops,
     )
     if resident_rows == sizes.rows:
         return ProductTime(device_ms, 0.0, 0.0)
-    others = 1 - resident
+    others = (1 - resident) * touched
     times = _Times.of(
         rates,
         others * sizes.host_bytes,
         others * sizes.parameters,
-        rows,
+        rows_each,
         device_ms,
         others * sizes.unpacked_bytes,
-        rows * (sizes.columns + others * sizes.rows) * sizes.itemsize,
+        sizes.handed_bytes(rows, others),
     )
-    share = times.best_share() if share is None else share
+    if share is None:  # which experts are needed is known when it is too late to send them
+        share = times.best_share() if touched >= MOST else 0.0
     return ProductTime(times.ms(share), (1 - share) * times.cpu, share)
 
 
@@ -152,7 +167,7 @@ class _Times(NamedTuple):
         rates: Rates,
         host_bytes: float,
         parameters: float,
-        rows: int,
+        rows: float,
         resident_ms: float,
         unpacked_bytes: float,
         handed_bytes: float,

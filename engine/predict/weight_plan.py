@@ -6,18 +6,20 @@ See its paper's section 4.5, and `split_product` for what becomes of the others.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import torch
 
 from neo_desktop.engine.predict.split_product import Rates, Sizes, product_time
-from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.config import Matrix, ModelConfig
 from neo_desktop.models.linear.dense import DENSE, Dense
 from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.stored_form import StoredForm
 
-RESIDENT_ROWS = 64  # resident rows come in multiples of this, or all
+EXPERTS = "experts"  # what a layer's are called together; of them some are resident
+_PARTS = ("experts_gate", "experts_up", "experts_down")  # what each of them consists of
+_ALWAYS = ("head", "router")  # on the GPU
 _STEPS = 16  # in which a matrix is looked at
 _ALIKE = 0.1  # gains that differ by less count as the same
 _STRAIGHT = 0.12  # likewise of one matrix: they are one step
@@ -39,7 +41,8 @@ class WeightTimes(NamedTuple):
 class WeightPlan:
     """Where the weights lie."""
 
-    resident_rows: Mapping[str, int]  # "3.qkv" -> the first rows, on the GPU: all, or a multiple of 64
+    # "3.qkv" -> the first rows, on the GPU: all, or a multiple of 64; "3.experts" -> the first of them
+    resident_rows: Mapping[str, int]
     gpu_bytes: int  # with embeddings, head, norms and biases
     host_bytes: int
 
@@ -55,10 +58,14 @@ def host_form(form: LinearForm) -> Dense:
 
 
 def layer_matrices(config: ModelConfig, form: LinearForm, dtype: torch.dtype) -> dict[str, Sizes]:
-    """Return `name -> sizes` of all matrices that may be divided: embeddings and head may not."""
+    """Return `name -> sizes` of all that may be divided: not embeddings, head and routers.
+
+    A layer's experts are one, "3.experts", with a row for each of them.
+    """
     on_host = host_form(form)
-    return {
-        name: Sizes(
+
+    def sizes(name: str, matrix: Matrix) -> Sizes:
+        return Sizes(
             matrix.rows,
             matrix.columns,
             form.named(name).nbytes(matrix.rows, matrix.columns, dtype),
@@ -66,13 +73,38 @@ def layer_matrices(config: ModelConfig, form: LinearForm, dtype: torch.dtype) ->
             matrix.rows * matrix.columns * dtype.itemsize,
             dtype.itemsize,
         )
-        for name, matrix in config.each_matrix()
-        if name != "head"
-    }
+
+    found = {name: sizes(name, m) for name, m in config.each_matrix() if name.split(".")[-1] not in _ALWAYS}
+    if config.experts is None:
+        return found
+    for layer in config.experts.layers:
+        parts = [found.pop(f"{layer}.{part}") for part in _PARTS]
+        found[f"{layer}.{EXPERTS}"] = Sizes(
+            config.experts.count,
+            sum(part.parameters for part in parts) // config.experts.count,
+            sum(part.device_bytes for part in parts),
+            sum(part.host_bytes for part in parts),
+            sum(part.unpacked_bytes for part in parts),
+            dtype.itemsize,
+            unit=1,
+            used_share=config.experts.per_token / config.experts.count,
+            handed=2 * config.hidden_size,
+        )
+    return found
+
+
+def _with_parts(resident: Mapping[str, int], config: ModelConfig) -> dict[str, int]:
+    """Return the rows of experts' matrices, too."""
+    rows = dict(resident)
+    if config.experts is not None:
+        for layer, part in product(config.experts.layers, _PARTS):
+            of_each = config.matrices[part].rows // config.experts.count
+            rows[f"{layer}.{part}"] = resident[f"{layer}.{EXPERTS}"] * of_each
+    return rows
 
 
 def least_gpu_bytes(config: ModelConfig, form: LinearForm, dtype: torch.dtype) -> int:
-    """Return the bytes of what is always on the GPU: embeddings, head, norms and biases."""
+    """Return the bytes of what is always on the GPU: embeddings, head, norms, routers and biases."""
     divided = sum(sizes.device_bytes for sizes in layer_matrices(config, form, dtype).values())
     return config.weight_bytes(dtype, form) - divided
 
@@ -125,7 +157,7 @@ def plan_weights(
             wanted, left = wanted - most, left - taken
     parts = [(sizes, resident[name] / sizes.rows) for name, sizes in matrices.items()]
     return WeightPlan(
-        resident,
+        _with_parts(resident, config),
         gpu_bytes=always + round(sum(share * sizes.device_bytes for sizes, share in parts)),
         host_bytes=round(sum((1 - share) * sizes.host_bytes for sizes, share in parts)),
     )
@@ -143,20 +175,24 @@ def weight_times(
         time = product_time(rates, sizes, resident, rows, share)
         ms += count * time.ms
         host_ms += count * time.host_ms
-        streamed += count * time.streamed_share * (1 - resident / sizes.rows) * sizes.host_bytes
+        sent = time.streamed_share * sizes.touched(rows)
+        streamed += count * sent * (1 - resident / sizes.rows) * sizes.host_bytes
     return WeightTimes(ms, host_ms, streamed)
 
 
 def bound_ms(matrices: Mapping[str, Sizes], plan: WeightPlan, rates: Rates) -> float:
     """Return what the products of one row take at least, for all layers.
 
-    That is weights in host memory over what CPU and bus read together, or the others over what the GPU does.
+    That is weights in host memory over what CPU and bus read together, or the others over what the GPU does;
+    of experts, as many as one row needs.
     """
     together = min(rates.cpu_bytes_per_s + rates.bus_bytes_per_s, rates.host_bytes_per_s)
-    resident = sum(
-        plan.resident_rows[name] / sizes.rows * sizes.device_bytes for name, sizes in matrices.items()
-    )
-    return 1e3 * max(plan.host_bytes / together, resident / rates.gpu_bytes_per_s)
+    on_host = resident = 0.0
+    for name, sizes in matrices.items():
+        share = plan.resident_rows[name] / sizes.rows
+        on_host += (1 - share) * sizes.used_share * sizes.host_bytes
+        resident += share * sizes.used_share * sizes.device_bytes
+    return 1e3 * max(on_host / together, resident / rates.gpu_bytes_per_s)
 
 
 class _Step(NamedTuple):
@@ -189,7 +225,7 @@ def _by_gain(steps: Iterable[_Step]) -> Iterator[list[_Step]]:
 
 def _worthwhile_steps(rates: Rates, sizes: Sizes, load: Mapping[int, float]) -> list[_Step]:
     """Return what shortens products, each step more per byte than the next."""
-    width = max(sizes.rows // _STEPS // RESIDENT_ROWS, 1) * RESIDENT_ROWS
+    width = max(sizes.rows // _STEPS // sizes.unit, 1) * sizes.unit
     points = [
         (rows, sum(times * product_time(rates, sizes, rows, n).ms for n, times in load.items()))
         for rows in (*range(0, sizes.rows, width), sizes.rows)
@@ -224,13 +260,14 @@ def _take(step: _Step, names: Sequence[str], left: float, resident: dict[str, in
         for name in _spread(names, int(left // step.nbytes)):
             resident[name] = step.end
     else:
-        pieces = (step.end - step.start) // RESIDENT_ROWS
-        each, more = divmod(int(left // (RESIDENT_ROWS * step.row_bytes)), max(len(names), 1))
+        unit = step.sizes.unit
+        pieces = (step.end - step.start) // unit
+        each, more = divmod(int(left // (unit * step.row_bytes)), max(len(names), 1))
         for name in names:
-            resident[name] += RESIDENT_ROWS * min(each, pieces)
+            resident[name] += unit * min(each, pieces)
         if each < pieces:
             for name in _spread(names, more):
-                resident[name] += RESIDENT_ROWS
+                resident[name] += unit
     return sum(resident[name] - step.start for name in names) * step.row_bytes
 
 

@@ -98,8 +98,8 @@ def analytic_cost_model(
 ) -> TableCostModel:
     """Build the tables that a profiler would have measured on an ideal machine of these figures.
 
-    `read` is what `bytes_read` returns; None: all weights are of `dtype`. `divided` are the weights of which
-    some are in host memory; None: none are.
+    `read` is what `bytes_read` returns; None: all weights are of `dtype`. `divided` are weights of which some
+    are in host memory, or of experts, of which not all are read; None: there are none.
 
     Linear stages take the longer of reading the weights and of multiplying; decode attention is bound by
     reading KV, on the CPU also by arithmetic, once for every query head of a group.

@@ -1,4 +1,4 @@
-"""Weights that are divided between GPU and host memory, on a machine from its datasheet."""
+"""Weights that are divided between GPU and host memory, or among experts, on a machine from its datasheet."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,10 +49,26 @@ class DividedWeights:
 
     @classmethod
     def of(
-        cls, plan: WeightPlan, rates: Rates, config: ModelConfig, form: LinearForm, dtype: torch.dtype
-    ) -> Self:
-        """Return those of a model whose matrices have this form on a GPU."""
-        return cls(layer_matrices(config, form, dtype), plan, rates)
+        cls,
+        plan: WeightPlan | None,
+        rates: Rates,
+        config: ModelConfig,
+        form: LinearForm,
+        dtype: torch.dtype,
+    ) -> Self | None:
+        """Return what is to be known of a model's weights; None: each product reads all, on the GPU.
+
+        Args:
+            plan: None: all are on the GPU.
+            form: of matrices there.
+        """
+        if plan is None and config.experts is None:
+            return None
+        matrices = layer_matrices(config, form, dtype)
+        if plan is None:
+            rows = {name: sizes.rows for name, sizes in matrices.items()}
+            plan = WeightPlan(rows, config.weight_bytes(dtype, form), 0)
+        return cls(matrices, plan, rates)
 
     @property
     def bound_tokens_per_s(self) -> float:

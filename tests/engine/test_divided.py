@@ -9,7 +9,12 @@ from neo_desktop.engine.predict.weight_plan import (
     plan_weights,
     weight_times,
 )
-from neo_desktop.engine.simulation.analytic import analytic_cost_model, bytes_read
+from neo_desktop.engine.simulation.analytic import (
+    KERNEL_MS,
+    LINEAR_KERNELS,
+    analytic_cost_model,
+    bytes_read,
+)
 from neo_desktop.engine.simulation.divided import DividedWeights, machine_rates
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.models.linear.dense import DENSE
@@ -23,7 +28,9 @@ def divided(gpu_name: str, share: float) -> DividedWeights:
     gpu = get_gpu(gpu_name)
     rates = machine_rates(gpu, get_host(gpu.host))
     plan = plan_weights(CONFIG, DENSE, DTYPE, int(share * CONFIG.weight_bytes(DTYPE)), rates)
-    return DividedWeights.of(plan, rates, CONFIG, DENSE, DTYPE)
+    weights = DividedWeights.of(plan, rates, CONFIG, DENSE, DTYPE)
+    assert weights is not None
+    return weights
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -52,14 +59,28 @@ def test_tables_know_what_the_cpu_has_to_do(name: str) -> None:
 
 def test_weights_of_which_all_are_resident_cost_what_they_cost_undivided() -> None:
     gpu = get_gpu("rtx-4090")
+    host, config = get_host(gpu.host), shape("qwen2.5-0.5b")
+    rates = machine_rates(gpu, host)
+    assert DividedWeights.of(None, rates, config, DENSE, DTYPE) is None
+    rows = {name: sizes.rows for name, sizes in layer_matrices(config, DENSE, DTYPE).items()}
+    all_there = DividedWeights.of(WeightPlan(rows, 0, 0), rates, config, DENSE, DTYPE)
+    for tokens in (1, 100, 2048):
+        ms = analytic_cost_model(gpu, host, config, DTYPE, None, all_there).linear_ms(tokens)
+        assert ms == pytest.approx(analytic_cost_model(gpu, host, config, DTYPE).linear_ms(tokens), rel=0.05)
+
+
+def test_a_mixture_of_experts_reads_what_its_tokens_need() -> None:
+    """One token of Qwen3-30B-A3B meets 3 of 30 billion weights; a prompt meets nearly all of them."""
+    config = shape("qwen3-30b-a3b")
+    assert config.num_parameters == pytest.approx(30.5e9, rel=0.01)
+    gpu = get_gpu("a100-80gb")
     host = get_host(gpu.host)
     rates = machine_rates(gpu, host)
-    config = shape("qwen2.5-0.5b")
-    everything = {name: sizes.rows for name, sizes in layer_matrices(config, DENSE, DTYPE).items()}
-    plan = WeightPlan(everything, config.weight_bytes(DTYPE), 0)
-    all_there = DividedWeights.of(plan, rates, config, DENSE, DTYPE)
-    for tokens in (1, 100, 2048):
-        with_plan = analytic_cost_model(gpu, host, config, DTYPE, None, all_there).linear_ms(tokens)
-        assert with_plan == pytest.approx(
-            analytic_cost_model(gpu, host, config, DTYPE).linear_ms(tokens), rel=0.05
-        )
+    weights = DividedWeights.of(None, rates, config, DENSE, DTYPE)
+    cost = analytic_cost_model(gpu, host, config, DTYPE, bytes_read(config, DTYPE, DENSE), weights)
+    assert cost.host_linear_ms(64) == 0
+    one_ms, prompt_ms = (cost.num_layers * cost.linear_ms(tokens) for tokens in (1, 512))
+    fixed_ms = cost.num_layers * LINEAR_KERNELS * KERNEL_MS
+    layers = config.active_parameters - 2 * config.vocab_size * config.hidden_size
+    assert one_ms - fixed_ms == pytest.approx(2e3 * layers / rates.gpu_bytes_per_s, rel=0.05)
+    assert prompt_ms > 5 * one_ms

@@ -17,7 +17,6 @@ from neo_desktop.engine.predict.split_product import (
     streamed_share,
 )
 from neo_desktop.engine.predict.weight_plan import (
-    RESIDENT_ROWS,
     WeightPlan,
     bound_ms,
     host_form,
@@ -26,6 +25,7 @@ from neo_desktop.engine.predict.weight_plan import (
     plan_weights,
     weight_times,
 )
+from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.stored_form import uniform_form
@@ -36,6 +36,7 @@ MATRICES = layer_matrices(CONFIG, DENSE, DTYPE)
 # A desktop, decimal.
 RATES = Rates(40e9, 8e11, 20e9, 300e9, 3e13, hand_off_ms=0.03)
 GATE_UP = MATRICES["0.gate_up"]
+UNIT = GATE_UP.unit
 
 rates = st.builds(
     Rates,
@@ -116,7 +117,7 @@ def test_a_plan_keeps_its_budget_and_forgets_no_row(machine: Rates, share: float
     assert plan.gpu_bytes + plan.host_bytes == pytest.approx(WEIGHTS, rel=1e-9)
     assert plan.resident_rows.keys() == MATRICES.keys()
     for name, rows in plan.resident_rows.items():
-        assert rows == MATRICES[name].rows or (rows % RESIDENT_ROWS == 0 and 0 <= rows < MATRICES[name].rows)
+        assert rows == MATRICES[name].rows or (rows % UNIT == 0 and 0 <= rows < MATRICES[name].rows)
 
 
 @settings(deadline=None, max_examples=40)
@@ -137,7 +138,7 @@ def test_all_layers_have_as_many_rows_on_the_gpu_so_that_nobody_waits() -> None:
     plan = plan_weights(CONFIG, DENSE, DTYPE, WEIGHTS // 2, RATES)
     for name in ("qkv", "output", "gate_up", "down"):
         rows = [plan.resident_rows[f"{layer}.{name}"] for layer in range(CONFIG.num_layers)]
-        assert max(rows) - min(rows) <= RESIDENT_ROWS
+        assert max(rows) - min(rows) <= UNIT
         assert 0.3 < rows[0] / MATRICES[f"0.{name}"].rows < 0.6
 
 
@@ -199,3 +200,45 @@ def test_streamed_rows_cost_the_gpu_time_too() -> None:
     sizes = Sizes(4096, 4096, 10_000_000, 10_000_000, 33_554_432)
     slow = replace(RATES, gpu_bytes_per_s=60e9)
     assert product_time(slow, sizes, 0, 1).streamed_share < product_time(RATES, sizes, 0, 1).streamed_share
+
+
+MIXTURE = replace(
+    shape("qwen3-4b"),
+    num_layers=6,
+    experts=ExpertsConfig(count=64, per_token=4, intermediate_size=768, layers=tuple(range(6))),
+)
+
+
+def test_what_every_token_needs_comes_to_the_gpu_before_experts() -> None:
+    matrices = layer_matrices(MIXTURE, DENSE, DTYPE)
+    least = least_gpu_bytes(MIXTURE, DENSE, DTYPE)
+    needed = sum(sizes.device_bytes for sizes in matrices.values() if sizes.used_share == 1)
+    plan = plan_weights(MIXTURE, DENSE, DTYPE, least + needed, RATES)
+    for layer in range(6):
+        for name in ("qkv", "output"):
+            assert plan.resident_rows[f"{layer}.{name}"] > 0.8 * matrices[f"{layer}.{name}"].rows
+
+
+def test_of_experts_whole_ones_are_resident_as_many_in_each_layer() -> None:
+    plan = plan_weights(MIXTURE, DENSE, DTYPE, MIXTURE.weight_bytes(DTYPE) // 2, RATES)
+    counts = [plan.resident_rows[f"{layer}.experts"] for layer in range(6)]
+    assert max(counts) - min(counts) <= 1
+    assert 10 < counts[0] < 64
+    for layer, count in enumerate(counts):
+        assert plan.resident_rows[f"{layer}.experts_gate"] == count * 768
+        assert plan.resident_rows[f"{layer}.experts_up"] == count * 768
+        assert plan.resident_rows[f"{layer}.experts_down"] == count * MIXTURE.hidden_size
+    assert "0.router" not in plan.resident_rows
+    assert plan.gpu_bytes + plan.host_bytes == pytest.approx(MIXTURE.weight_bytes(DTYPE), rel=1e-6)
+
+
+def test_a_token_reads_its_experts_alone_and_a_prompt_all_of_them() -> None:
+    matrices = layer_matrices(MIXTURE, DENSE, DTYPE)
+    experts = matrices["0.experts"]
+    one, many = product_time(RATES, experts, 0, 1), product_time(RATES, experts, 0, 1000)
+    assert one.host_ms == pytest.approx(1e3 * experts.host_bytes * 4 / 64 / RATES.cpu_bytes_per_s)
+    assert one.streamed_share == 0  # nobody knows early enough which ones
+    assert many.streamed_share > 0.5
+    assert many.ms > 0.3e3 * experts.host_bytes / RATES.bus_bytes_per_s
+    on_gpu = product_time(RATES, experts, 64, 1)
+    assert on_gpu.ms == pytest.approx(1e3 * experts.device_bytes * 4 / 64 / RATES.gpu_bytes_per_s)
