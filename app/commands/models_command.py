@@ -46,6 +46,9 @@ def list_models(
             continue
         speed = "?" if fit.speed is None else f"{fit.speed.one_chat_tokens_per_s:.3g}"
         table.add_row(escape(model.name), *cells, _chats(fit.gpu_chats, fit), _chats(fit.chats, fit), speed)
+        if fit.host_weights_bytes:
+            share = fit.host_weights_bytes / fit.weights_bytes
+            table.add_row(f"  [dim]{share:.0%} of its weights in host memory[/]")
     stdout.print(table, highlight=False)
     stdout.print(
         "\nChats of 4,096 tokens at once: with KV on the GPU alone, and in host memory, too.", style="dim"
@@ -213,7 +216,8 @@ def _fit_rows(fit: "Fit") -> list[tuple[str, str]]:
     length = f"{fit.chat_tokens:,} tokens"
     rows = [
         ("Runs as", _runs_as(fit)),
-        ("Weights", _gb(fit.weights_bytes)),
+        ("Weights", _weights(fit)),
+        *_plan_rows(fit),
         ("KV", f"{fit.kv_bytes_per_1000_tokens / 1e6:,.3g} MB per 1,000 tokens"),
         ("GPU-cache", f"{fit.gpu_tokens:,} tokens ({where}): {_chats(fit.gpu_chats, fit)} chats of {length}"),
         ("With CPU-cache", f"{fit.cpu_tokens:,} more tokens: {_chats(fit.chats, fit)} chats at once"),
@@ -230,6 +234,22 @@ def _fit_rows(fit: "Fit") -> list[tuple[str, str]]:
         ),
         ("", fit.speed.assumption),
     ]
+
+
+def _weights(fit: "Fit") -> str:
+    if not fit.host_weights_bytes:
+        return _gb(fit.weights_bytes)
+    on_host = fit.host_weights_bytes
+    where = f"{_gb(fit.weights_bytes - on_host)} in GPU memory, {_gb(on_host)} in host memory"
+    return f"{_gb(fit.weights_bytes)}: {where}, computed by CPU and GPU together"
+
+
+def _plan_rows(fit: "Fit") -> list[tuple[str, str]]:
+    """What of the matrices is where, if they do not fit."""
+    if not fit.resident_shares:
+        return []
+    kinds = [f"{share:.0%} of {kind}" for kind, share in fit.resident_shares.items()]
+    return [("On the GPU", f"{', '.join(kinds)}; embeddings and head")]
 
 
 def _runs_as(fit: "Fit") -> str:

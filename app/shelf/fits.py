@@ -1,5 +1,7 @@
 """Whether a model fits into this computer's memory, and how many chats beside it: the engine's own rules."""
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from neo_desktop.app.shelf.speed import MachineFigures, Speed, predict, predict_by
@@ -14,17 +16,21 @@ from neo_desktop.engine.loading import (
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import cache_tokens_of
 from neo_desktop.engine.placement import PLACES
+from neo_desktop.engine.predict.split_product import Rates
+from neo_desktop.engine.predict.weight_plan import WeightPlan
 from neo_desktop.engine.profiling.budget import (
     FreeMemory,
     MemoryCaps,
-    check_weights_fit,
     limits_of,
     pool_blocks,
     smaller_form,
 )
 from neo_desktop.engine.profiling.profile_cache import find_tables
+from neo_desktop.engine.profiling.weight_memory import STREAMING_BYTES, plan_memory
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.simulation.analytic import bytes_read
+from neo_desktop.engine.simulation.divided import DividedWeights, machine_rates
+from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
@@ -39,7 +45,9 @@ class Fit:
 
     reason: str | None  # why it does not fit; None: it does
     dtype: str  # of weights and KV
-    weights_bytes: int
+    weights_bytes: int  # of all
+    host_weights_bytes: int  # of those beside a GPU that lie in host memory, since they do not fit it
+    resident_shares: Mapping[str, float]  # "qkv" -> the share of its rows on the GPU; nothing: all are there
     weights_become: str  # what those of the files become: "float32", or what happens to quantised ones
     kv_bytes_per_1000_tokens: int
     gpu_tokens: int  # in the GPU-cache
@@ -72,20 +80,20 @@ def fit(
     form = kept_form(stored, options, device)
     dtype = choose_dtype(asked_dtype(options), config, device, free.host_bytes, form)
     weights = config.weight_bytes(dtype, form)
-    reason, blocks = None, dict.fromkeys(PLACES, 0)
+    rates = _rates(figures)
+    reason, plan, blocks = None, None, dict.fromkeys(PLACES, 0)
     try:
-        caps = MemoryCaps.of(options)
-        check_weights_fit(config, dtype, device, caps, free, form)
+        plan = plan_memory(config, form, dtype, device, options, lambda: rates, free)
         blocks |= pool_blocks(
             config,
             dtype,
             limits_of(options, device),
             device,
             cache_tokens_of(options),
-            caps,
+            MemoryCaps.of(options),
             CPU_CACHE_DTYPES[options.cpu_cache_dtype],
-            _beside_weights(free, weights),
-            weights,
+            _beside_weights(free, weights, plan),
+            weights if plan is None else plan.gpu_bytes,
         )
     except MemoryError as error:
         reason = str(error)
@@ -99,7 +107,8 @@ def fit(
         reason = f"the weights fit, but no memory is left for chats: {smaller}close other programs"
     speed: Speed | str = "it does not fit"
     if reason is None:
-        tables = find_tables(config, dtype, device, forms_of(form, config))
+        in_host_memory = plan.host_bytes / (plan.gpu_bytes + plan.host_bytes) if plan else 0.0
+        tables = find_tables(config, dtype, device, forms_of(form, config), in_host_memory)
         has_room = tuple(chats.items())
         if not any(chats.values()):
             speed = f"only {max(tokens.values()):,} tokens of context have room"
@@ -108,7 +117,9 @@ def fit(
         elif isinstance(figures, str):
             speed = figures
         else:
-            speed = predict(figures, config, dtype, has_room, chat_tokens, bytes_read(config, dtype, form))
+            read = bytes_read(config, dtype, form)
+            divided = DividedWeights.of(plan, rates, config, form, dtype) if figures.has_gpu else None
+            speed = predict(figures, config, dtype, has_room, chat_tokens, read, divided)
     dtype_name = str(dtype).removeprefix("torch.")
     is_quantised = isinstance(stored, StoredForm) and bool(stored.stored)
     by_label = {place.label: (tokens[place], chats[place]) for place in PLACES}
@@ -116,6 +127,8 @@ def fit(
         reason=reason,
         dtype=dtype_name,
         weights_bytes=weights,
+        host_weights_bytes=0 if plan is None else plan.host_bytes,
+        resident_shares={} if plan is None else _resident_shares(config, plan),
         weights_become=what_becomes(form, dtype) if is_quantised else dtype_name,
         kv_bytes_per_1000_tokens=1000 * config.kv_bytes_per_token(dtype),
         gpu_tokens=by_label["gpu"][0],
@@ -130,7 +143,29 @@ def fit(
     )
 
 
-def _beside_weights(free: FreeMemory, weights: int) -> FreeMemory:
+def _beside_weights(free: FreeMemory, weights: int, plan: WeightPlan | None) -> FreeMemory:
     if free.gpu_bytes is None:
         return FreeMemory(free.host_bytes - weights, None)
-    return FreeMemory(free.host_bytes, free.gpu_bytes - weights)
+    if plan is None:
+        return FreeMemory(free.host_bytes, free.gpu_bytes - weights)
+    on_gpu = plan.gpu_bytes + STREAMING_BYTES
+    return FreeMemory(free.host_bytes - plan.host_bytes, free.gpu_bytes - on_gpu)
+
+
+def _rates(figures: MachineFigures | str) -> Rates:
+    """How fast products are; where nothing is known, as on a usual desktop: plans depend on it little."""
+    if isinstance(figures, str):
+        gpu = get_gpu("rtx-3060")
+        return machine_rates(gpu, get_host(gpu.host))
+    return machine_rates(figures.gpu, figures.host)
+
+
+def _resident_shares(config: ModelConfig, plan: WeightPlan) -> dict[str, float]:
+    """Return the mean over all layers."""
+    rows: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for name, matrix in config.each_matrix():
+        if name in plan.resident_rows:
+            of_kind = rows[name.partition(".")[2]]
+            of_kind[0] += plan.resident_rows[name]
+            of_kind[1] += matrix.rows
+    return {kind: resident / count for kind, (resident, count) in rows.items()}

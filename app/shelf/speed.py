@@ -22,6 +22,7 @@ from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import Decodes, Load, iteration_ms
 from neo_desktop.engine.profiling.hardware import cpu_name, host_memory
 from neo_desktop.engine.simulation.analytic import analytic_cost_model
+from neo_desktop.engine.simulation.divided import DividedWeights
 from neo_desktop.engine.simulation.presets import GB, GpuPreset, HostPreset, get_gpu, get_host
 from neo_desktop.models.config import ModelConfig
 
@@ -86,15 +87,16 @@ def predict(
     chats: tuple[tuple[Place, int], ...],
     chat_tokens: int,
     read: tuple[float, float] | None = None,
+    divided: DividedWeights | None = None,
 ) -> Speed:
     """Predict decoding from a machine's figures.
 
     Args:
         chats: (place, how many have room there); at least one in all.
         chat_tokens: length of each in the end; on average it is half of that.
-        read: see `analytic_cost_model`.
+        read: see `analytic_cost_model`, likewise `divided`.
     """
-    cost = analytic_cost_model(figures.gpu, figures.host, config, dtype, read)
+    cost = analytic_cost_model(figures.gpu, figures.host, config, dtype, read, divided)
     if not figures.has_gpu:
         cost = replace(cost, overlaps=False)
     return predict_by(cost, chats, chat_tokens, figures.source)

@@ -28,9 +28,11 @@ from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.experts_config import ExpertsConfig
 
 logger = logging.getLogger(__name__)
 
+SHARE_DIGITS = 1  # of shares of weights: a tenth more or less changes little
 PROFILER_VERSION = 10  # raise it when what is measured, or how, changes
 
 
@@ -115,7 +117,7 @@ def _share_in_host_memory(decoder: Decoder) -> float:
     if not decoder.has_splits:
         return 0.0
     memory = decoder.memory()
-    return round(memory.get(torch.device("cpu"), 0) / sum(memory.values()), 1)
+    return round(memory.get(torch.device("cpu"), 0) / sum(memory.values()), SHARE_DIGITS)
 
 
 def _model_key(config: ModelConfig) -> dict[str, Any]:
@@ -134,16 +136,26 @@ def _model_key(config: ModelConfig) -> dict[str, Any]:
         "mlp_bias": config.mlp_bias,
         "qk_norm": config.qk_norm,
         "attention_sinks": config.attention_sinks,
+        "experts": _experts_key(config.experts),
     }
 
 
+def _experts_key(experts: ExpertsConfig | None) -> list[int] | None:
+    return None if experts is None else [experts.count, experts.per_token, *experts.layers]
+
+
 def find_tables(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, linear: Set[str]
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    linear: Set[str],
+    in_host_memory: float = 0.0,
 ) -> TableCostModel | None:
     """Return the newest tables of this model on this computer, whatever the sizes of the caches were.
 
     Args:
         linear: the forms of its quantised matrices; of others it does not matter which they are.
+        in_host_memory: the share of a GPU model's weights that lies there.
     """
     wanted = {
         "neo_desktop": __version__,
@@ -152,6 +164,7 @@ def find_tables(
         "cpu": hardware.cpu_name(),
         "device": device.type,
         "dtype": str(dtype).removeprefix("torch."),
+        "in_host_memory": round(in_host_memory, SHARE_DIGITS),
         "model": _model_key(config),
     }
     # The driver is asked, not CUDA: that would take memory of the GPU for good.

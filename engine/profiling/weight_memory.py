@@ -187,6 +187,8 @@ class _Memory:
     def _attention_ms(self, place: Place) -> float:
         """What reading the chat's KV takes per token of its answer."""
         nbytes = min(CHAT_TOKENS, self._config.max_context_tokens) * self._token_bytes
+        if place.is_swapped:
+            return 1e3 * nbytes / self._rates.bus_bytes_per_s
         if not place.host_attends:
             return 1e3 * nbytes / self._rates.gpu_bytes_per_s
         hand_offs_ms = self._config.num_layers * self._rates.hand_off_ms

@@ -39,7 +39,7 @@ def machine_rates(gpu: GpuPreset, host: HostPreset) -> Rates:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DividedWeights:
     """Of one model on one machine."""
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from neo_desktop import Engine
+from neo_desktop.app.commands.models_command import _fit_rows
 from neo_desktop.app.shelf import fits
 from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue, LocalModel, UnknownModelError
 from neo_desktop.app.shelf.checkpoint_summary import summarize
@@ -27,6 +28,7 @@ from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.profiling.budget import GIB, FreeMemory
 from neo_desktop.engine.profiling.hardware import cpu_name
+from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
@@ -278,13 +280,19 @@ def test_the_engine_takes_what_was_predicted(checkpoint: Path, policy: str, dtyp
     assert found.gpu_tokens > 0
 
 
-def of_gpu(gpu_gib: float, host_gib: float, name: str = "llama-3.1-8b", policy: str = "auto") -> Fit:
+def of_gpu(
+    gpu_gib: float,
+    host_gib: float,
+    name: str = "llama-3.1-8b",
+    policy: str = "auto",
+    known: MachineFigures | str = "nothing is known",
+) -> Fit:
     """As on a computer with such a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("neo_desktop.app.shelf.fits.choose_device", lambda _: torch.device("cuda"))
         patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
         free = FreeMemory(int(host_gib * GIB), int(gpu_gib * GIB))
-        return fit(shape(name), EngineOptions(policy=policy), free, "nothing is known")
+        return fit(shape(name), EngineOptions(policy=policy), free, known)
 
 
 def test_offloading_brings_chats_that_the_gpu_alone_has_no_room_for() -> None:
@@ -299,11 +307,35 @@ def test_offloading_brings_chats_that_the_gpu_alone_has_no_room_for() -> None:
     assert (alone.gpu_chats, alone.chats) == (found.gpu_chats, found.gpu_chats)
 
 
-def test_what_does_not_fit_says_how_much_it_needs() -> None:
-    found = of_gpu(8, 64)
+def test_what_fits_nowhere_says_how_much_it_needs() -> None:
+    found = of_gpu(8, 8)
     assert found.chats == 0
-    assert "16.1 GB" in (found.reason or "")
-    assert "only 8.6 GB of GPU memory are free" in (found.reason or "")
+    assert found.host_weights_bytes == 0
+    assert "of 16.1 GB of weights" in (found.reason or "")
+    assert "7.7 GB of host memory" in (found.reason or "")
+
+
+def test_what_the_gpu_has_no_room_for_fits_with_a_part_in_host_memory() -> None:
+    gpu = get_gpu("rtx-3060-8gb")
+    known = MachineFigures(gpu, get_host(gpu.host), True, "a datasheet")
+    found = of_gpu(8, 64, known=known)
+    assert found.reason is None
+    assert 0.4 < found.host_weights_bytes / found.weights_bytes < 0.8
+    assert set(found.resident_shares) == {"qkv", "output", "gate_up", "down"}
+    assert all(0 < share < 1 for share in found.resident_shares.values())
+    assert found.chats > 0
+    assert found.speed is not None
+    rows = dict(_fit_rows(found))
+    assert "in host memory, computed by CPU and GPU together" in rows["Weights"]
+    assert "% of gate_up" in rows["On the GPU"]
+    with_room = of_gpu(24, 64, known=known)
+    assert (with_room.host_weights_bytes, with_room.resident_shares) == (0, {})
+    assert with_room.speed is not None
+    # CPU and bus together read what is in host memory; the GPU reads faster.
+    assert 41e9 / found.host_weights_bytes * 0.7 < found.speed.one_chat_tokens_per_s
+    assert found.speed.one_chat_tokens_per_s < min(
+        41e9 / found.host_weights_bytes, with_room.speed.one_chat_tokens_per_s
+    )
 
 
 def figures(read: float) -> MachineFigures:

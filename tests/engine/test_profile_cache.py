@@ -266,5 +266,7 @@ def test_tables_of_a_model_are_found_before_it_is_loaded(
     assert find_tables(CONFIG, torch.bfloat16, CPU, set()) is None
     assert find_tables(CONFIG, torch.float32, CPU, {"Q4_0"}) is None
     assert find_tables(replace(CONFIG, num_layers=3), torch.float32, CPU, set()) is None
+    assert find_tables(CONFIG, torch.float32, CPU, set(), in_host_memory=0.3) is None
+    assert find_tables(CONFIG, torch.float32, CPU, set(), in_host_memory=0.03) is not None
     (folder / "torn.json").write_text("{")
     assert find_tables(CONFIG, torch.float32, CPU, set()) is not None

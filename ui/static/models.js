@@ -154,8 +154,11 @@ function chats(fit) {
 }
 
 function details({ fit }) {
+  const elsewhere = fit.host_weights_bytes
+    ? `, ${bytes(fit.host_weights_bytes)} of it in main memory: CPU and GPU compute it together`
+    : "";
   const rows = [
-    ["Weights", `${bytes(fit.weights_bytes)}, ${fit.weights_become}`],
+    ["Weights", `${bytes(fit.weights_bytes)}, ${fit.weights_become}${elsewhere}`],
     ["KV cache", `${bytes(fit.kv_bytes_per_1000_tokens)} per 1,000 tokens`],
   ];
   if (fit.speed) {
