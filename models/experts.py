@@ -4,6 +4,7 @@ On a CPU with packed weights that is one native call, for which rows are grouped
 operators of torch do it without reading back which experts were chosen, so that CUDA graphs can hold it.
 """
 
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,14 +18,39 @@ from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.models.linear.plain import Plain
 from neo_desktop.models.linear.protocol import Linear
+from neo_desktop.models.linear.split import Split
 
 ROWS_AT_ONCE = 1024  # enough that most experts have many; the room that they need is bounded
+
+
+class Choice(NamedTuple):
+    """Which experts rows are given to, [rows, k] int32, and what their results are worth, fp32.
+
+    Where some of a layer's experts lie in host memory, both sides have numbers of their own. What is none of
+    theirs is expert 0 of the device, which is worth nothing then, and -1 of the host.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    host_ids: Tensor
+    host_weights: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, per_token: int, device: torch.device) -> "Choice":
+        """Return room for so many rows, with any content."""
+        dtypes = (torch.int32, torch.float32) * 2
+        return cls(*(torch.empty(rows, per_token, dtype=dtype, device=device) for dtype in dtypes))
+
+    def rows(self, rows: slice) -> "Choice":
+        """Return views of some rows."""
+        return Choice(*(each[rows] for each in self))
 
 
 class ExpertScratch(NamedTuple):
     """Memory for what experts make of some rows: `pairs` of rows and their experts, at most."""
 
     logits: Tensor  # [rows, experts]
+    choice: "Choice"  # of all rows
     gate_up: Tensor  # [pairs, 2 * intermediate]
     gated: Tensor  # [pairs, intermediate]
     products: Tensor  # [pairs, hidden]
@@ -46,17 +72,26 @@ class ExpertScratch(NamedTuple):
 
         return cls(
             room(rows, experts.count),
+            Choice.empty(rows, experts.per_token, device),
             room(pairs, 2 * of_each),
             room(pairs, of_each),
             room(pairs, config.hidden_size),
             experts.per_token,
         )
 
+    def in_host_memory(self) -> "ExpertScratch":
+        """Return the same room there."""
+        choice = Choice(*(torch.empty_like(each, device="cpu") for each in self.choice))
+        tensors = (self.logits, self.gate_up, self.gated, self.products)
+        logits, *of_pairs = (torch.empty_like(each, device="cpu") for each in tensors)
+        return ExpertScratch(logits, choice, of_pairs[0], of_pairs[1], of_pairs[2], self.per_token)
+
     def first(self, rows: int) -> "ExpertScratch":
         """Return views for the first rows."""
         pairs = min(rows, ROWS_AT_ONCE) * self.per_token
         gate_up, gated, products = (each[:pairs] for each in (self.gate_up, self.gated, self.products))
-        return ExpertScratch(self.logits[:rows], gate_up, gated, products, self.per_token)
+        choice = self.choice.rows(slice(rows))
+        return ExpertScratch(self.logits[:rows], choice, gate_up, gated, products, self.per_token)
 
 
 class Products(Protocol):
@@ -75,20 +110,82 @@ class Products(Protocol):
 
 
 class Mixture:
-    """A layer's experts, and the choice among them."""
+    """A layer's experts, and the choice among them.
+
+    Some of them may lie in host memory, where the CPU computes what they make.
+    """
 
     def __init__(self, weights: Experts, config: ExpertsConfig) -> None:
         self._router, self._config = weights.router, config
-        self._products = _products(weights, config)
+        self._num_resident = config.count
+        self.on_host: native.PackedExperts | None = None
+        self._on_device: Products | None = None
+        gate, up, down = weights.gate, weights.up, weights.down
+        if isinstance(gate, Split) and isinstance(up, Split) and isinstance(down, Split):
+            self._num_resident = resident = gate.resident_rows // config.intermediate_size
+            whole = resident * config.intermediate_size, resident * (down.rows // config.count)
+            if (gate.resident_rows, down.resident_rows) != whole or up.resident_rows != gate.resident_rows:
+                raise ValueError("a part of an expert lies on the device, and a part in host memory")
+            of_host = (split.host.native for split in (gate, up, down))
+            self.on_host = native.packed_experts(config.count - resident, *of_host)
+            if gate.resident is None or up.resident is None or down.resident is None:
+                return
+            weights = Experts(weights.router, gate.resident, up.resident, down.resident)
+            config = replace(config, count=resident)
+        self._on_device = _products(weights, config)
+
+    @property
+    def has_device_part(self) -> bool:
+        """Whether the device has some of the experts."""
+        return self._on_device is not None
+
+    def route(self, x: Tensor, room: ExpertScratch) -> None:
+        """Choose experts for x `[n, hidden]`."""
+        ids, weights = choose(self._router.multiply(x, room.logits), self._config)
+        choice, resident = room.choice, self._num_resident
+        if self.on_host is None:
+            choice.ids.copy_(ids)
+            choice.weights.copy_(weights)
+            return
+        is_here = ids < resident
+        choice.ids.copy_(torch.where(is_here, ids, 0))
+        choice.weights.copy_(torch.where(is_here, weights, 0))
+        choice.host_ids.copy_(torch.where(is_here, -1, ids - resident))
+        choice.host_weights.copy_(weights)
+
+    def multiply_on_device(self, x: Tensor, room: ExpertScratch, out: Tensor) -> None:
+        """Put what the device's experts make of x into `out` `[n, hidden]`, which is not x."""
+        assert self._on_device is not None
+        for first in range(0, len(x), ROWS_AT_ONCE):
+            rows = slice(first, first + ROWS_AT_ONCE)
+            ids, weights, *_ = room.choice.rows(rows)
+            self._on_device.multiply(x[rows], ids, weights, room.first(len(x[rows])), out[rows])
+
+    def multiply_on_host(self, x: Tensor, choice: Choice, room: ExpertScratch, out: Tensor) -> None:
+        """Put what the others make of x into `out`; all lies in host memory."""
+        assert self.on_host is not None
+        for first in range(0, len(x), ROWS_AT_ONCE):
+            rows = slice(first, first + ROWS_AT_ONCE)
+            *_, ids, weights = choice.rows(rows)
+            of_rows = room.first(len(x[rows]))
+            scratch = of_rows.gate_up, of_rows.gated, of_rows.products
+            native.multiply_experts(self.on_host, x[rows], ids, weights, *scratch, out[rows])
 
     def apply(self, x: Tensor, room: ExpertScratch, out: Tensor) -> None:
         """Put what the network makes of x `[n, hidden]` into `out` `[n, hidden]`, which is not x."""
-        logits = self._router.multiply(x, room.logits)
-        ids, weights = choose(logits, self._config)
-        for first in range(0, len(x), ROWS_AT_ONCE):
-            rows = slice(first, first + ROWS_AT_ONCE)
-            of_rows = room.first(len(x[rows]))
-            self._products.multiply(x[rows], ids[rows], weights[rows], of_rows, out[rows])
+        self.route(x, room)
+        if self.has_device_part:
+            self.multiply_on_device(x, room, out)
+        if self.on_host is None:
+            return
+        on_host, choice = x.cpu(), Choice(*(each.cpu() for each in room.choice))
+        made = torch.empty_like(on_host)
+        scratch = room if x.device.type == "cpu" else room.in_host_memory()
+        self.multiply_on_host(on_host, choice, scratch, made)
+        if self.has_device_part:
+            out.add_(made.to(out.device))
+        else:
+            out.copy_(made)
 
 
 def mixtures(decoder: Decoder) -> dict[int, Mixture]:

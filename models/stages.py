@@ -25,7 +25,7 @@ from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import TURN, Decoder, Experts
-from neo_desktop.models.experts import ExpertScratch, mixtures
+from neo_desktop.models.experts import ExpertScratch, Mixture, mixtures
 from neo_desktop.models.linear.split import Split
 from neo_desktop.models.operators import Operators, Store, rotation
 from neo_desktop.models.packed_layers import MAX_ROWS, packed_layers
@@ -144,7 +144,17 @@ class Step:
     """What is computed up to a product that is split, and that product; None: there is none."""
 
     work: Callable[[], object] | None
-    product: Product | None
+    product: "Product | DividedExperts | None"
+
+
+@dataclass(frozen=True, slots=True)
+class DividedExperts:
+    """A layer's experts, of which some lie in host memory, and rows that have been given to them."""
+
+    mixture: Mixture
+    x: Tensor  # [rows, hidden]: free once the device's experts have read it
+    room: ExpertScratch  # with the choice
+    out: Tensor  # [rows, hidden]
 
 
 class Stages:
@@ -162,7 +172,7 @@ class Stages:
         self._eps = decoder.config.rms_norm_eps
         is_native = operators is None and decoder.device.type == "cpu"
         self._layers = packed_layers(decoder) if is_native else None
-        self._mixtures = mixtures(decoder)
+        self.mixtures = mixtures(decoder)  # by layer
 
     @property
     def writes_in_place(self) -> bool:
@@ -226,7 +236,15 @@ class Stages:
         if finished is not None:
             scratch = state.scratch
             yield from self._cut(work, "output", finished, state.attention.flatten(1), state.x)
-            if isinstance(self.decoder.layers[finished].mlp, Experts):
+            mixture = self.mixtures.get(finished)
+            if mixture is not None and mixture.on_host is not None:
+                assert scratch.experts is not None
+                work.append(partial(self._norm_for_mlp, finished, state))
+                work.append(partial(mixture.route, scratch.normed, scratch.experts))
+                experts = DividedExperts(mixture, scratch.normed, scratch.experts, state.x)
+                yield Step(partial(_run, tuple(work)), experts)
+                work.clear()
+            elif mixture is not None:
                 work.append(partial(self.mlp, finished, state))
             else:
                 work.append(partial(self._norm_for_mlp, finished, state))
@@ -317,7 +335,7 @@ class Stages:
         self._norm_for_mlp(layer, state)
         if isinstance(weights.mlp, Experts):
             assert scratch.experts is not None
-            self._mixtures[layer].apply(scratch.normed, scratch.experts, state.x)
+            self.mixtures[layer].apply(scratch.normed, scratch.experts, state.x)
             return
         gate_up = weights.mlp.gate_up.multiply(scratch.normed, scratch.gate_up)
         self._operators.silu_mul(gate_up, scratch.gated)

@@ -13,6 +13,7 @@ from functools import partial
 
 from torch import Tensor
 
+from neo_desktop.engine.execute.host_experts import HostExperts
 from neo_desktop.engine.execute.lane import HostStep, Lane
 from neo_desktop.engine.execute.split_products import HostProduct
 from neo_desktop.engine.execute.timeline import Stage, Timeline
@@ -127,12 +128,12 @@ class Relays:
             if place.host_attends:
                 computing = make()
         self._computing = computing or Relay((), num_layers=config.num_layers)
-        self._computed: Sequence[HostBatch | HostProduct] = ()
+        self._computed: Sequence[HostBatch | HostProduct | HostExperts] = ()
         self._swaps: dict[KVPool, list[HostTransfer]] = {}
 
     def start(
         self,
-        computed: Sequence[HostBatch | HostProduct],
+        computed: Sequence[HostBatch | HostProduct | HostExperts],
         transfers: Sequence[HostTransfer],
         watch: Watch,
     ) -> None:

@@ -99,7 +99,7 @@ class PlanExecutor(Executor):
         self._has_graphs = uses_gpu and stages.writes_in_place and ladder.rung("graphs") != "eager"
         with self._backend.on_device():
             self._workspace = Workspace(
-                model, storage.places, capacity, num_programs, has_graphs=self._has_graphs
+                stages, storage.places, capacity, num_programs, has_graphs=self._has_graphs
             )
         self._has_graphs = self._has_graphs and self._workspace.fits_graphs
         self._builder = ProgramBuilder(stages, storage, self._workspace)

@@ -41,6 +41,7 @@ from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.execute.host import HostBatch
+from neo_desktop.engine.execute.host_experts import HostExperts
 from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
 from neo_desktop.engine.execute.layout import Bucket
 from neo_desktop.engine.execute.outputs import Outputs
@@ -219,18 +220,18 @@ class Program:
         return [*self._moves.transfers, *ahead, *(t for each in prompts for t in each.transfers_behind)]
 
     @property
-    def on_host(self) -> list[HostBatch | HostProduct]:
+    def on_host(self) -> list[HostBatch | HostProduct | HostExperts]:
         """What the CPU multiplies and attends for, in the order in which the device has it.
 
         That is by sub-batch; staggered decodes come behind the others of theirs.
         """
-        found: list[HostBatch | HostProduct] = []
+        found: list[HostBatch | HostProduct | HostExperts] = []
         for each in self._passes:
-            found += [] if each.split is None else each.split.hosts.values()
+            found += [] if each.split is None else each.split.on_host
             found += [hand_off.batch for hand_off in each.hand_offs]
             found += [] if each.staggered is None else [each.staggered.batch]
         for finishing in self._finishing:
-            found += finishing.hosts.values()
+            found += finishing.on_host
         return found
 
     def end(self) -> None:

@@ -24,11 +24,12 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.execute.host_experts import ExpertRoom, HostExperts
 from neo_desktop.engine.execute.lane import HostStep, Lane, Recorder, Signal
 from neo_desktop.engine.execute.timeline import Stage
-from neo_desktop.models.decoder import Decoder, LayerWeights
+from neo_desktop.models.decoder import LayerWeights
 from neo_desktop.models.linear.split import PIECE_BYTES, Piece, Split
-from neo_desktop.models.stages import Product, Step
+from neo_desktop.models.stages import DividedExperts, Product, Stages, Step
 from neo_desktop.native.relay import RelayProduct, empty_flags
 
 NAMES = ("output", "gate_up", "down", "qkv")  # of matrices, in the order of a turn
@@ -133,8 +134,9 @@ class HostRoom:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        columns = max(split.columns for split in splits)
-        width = max(split.host_rows for split in splits)
+        splits = list(splits)
+        columns = max((split.columns for split in splits), default=0)
+        width = max((split.host_rows for split in splits), default=0)
 
         def room(numbers: int) -> Tensor:
             return host_memory(lambda pin: torch.empty(numbers, dtype=dtype, pin_memory=pin), device)
@@ -154,12 +156,12 @@ class SplitProducts:
     """The split matrices of a model, and what products with them work in: kept for all iterations.
 
     Args:
-        decoder: the model; it has split matrices.
+        stages: of a model with split matrices, be they of experts.
         rows: of each sub-batch: with so many its memory is the same in each iteration.
     """
 
-    def __init__(self, decoder: Decoder, rows: Sequence[int]) -> None:
-        self._decoder = decoder
+    def __init__(self, stages: Stages, rows: Sequence[int]) -> None:
+        self._decoder = decoder = stages.decoder
         self.num_turns = decoder.config.num_layers + 1
         self.splits = {
             (layer + (name != "qkv"), name): split
@@ -181,12 +183,20 @@ class SplitProducts:
             for count, of_it in zip(rows, flags, strict=True)
         ]
         self._large_rooms = list(self._rooms)  # of more rows, that no graph knows
+        mixtures = stages.mixtures.items()
+        self._mixtures = {layer + 1: each for layer, each in mixtures if each.on_host is not None}
+        self._expert_rooms: list[ExpertRoom] = []
+        for count in rows if self._mixtures else ():
+            of_experts = host_memory(lambda pin: empty_flags(self.num_turns, pinned=pin), device)
+            self._expert_rooms.append(ExpertRoom(count, decoder, of_experts))
+        self._large_expert_rooms = list(self._expert_rooms)
         pieces = [piece for split in self.splits.values() for piece in split.pieces(split.host_rows)]
-        most = max(len(piece.packed) for piece in pieces)
+        most = max((len(piece.packed) for piece in pieces), default=0)
         self.on_host = [
             tensor for room in self._rooms for tensor in room.on_host
         ]  # what graphs copy from and to
         self.on_host += [piece.packed for piece in pieces]
+        self.on_host += [tensor for room in self._expert_rooms for tensor in room.on_host]
         self.buffers = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
         self.room = torch.empty(PIECE_BYTES // dtype.itemsize, dtype=dtype, device=device)
 
@@ -215,7 +225,19 @@ class SplitProducts:
             of_host = {turn: each for (turn, other), each in divided.items() if other == name and each.matrix}
             if of_host:
                 hosts[name] = HostProduct(name, index, rows, of_host, self.num_turns, room)
-        return SplitPass(self, index, rows, divided, hosts)
+        return SplitPass(self, index, rows, divided, hosts, self._experts(index, rows, turns))
+
+    def _experts(self, index: int, rows: int, turns: range) -> HostExperts | None:
+        mixtures = {turn: each for turn, each in self._mixtures.items() if turn in turns}
+        if not mixtures:
+            return None
+        room = self._expert_rooms[index]
+        if rows > room.rows:
+            room = self._large_expert_rooms[index]
+        if rows > room.rows:
+            room = ExpertRoom(rows, self._decoder, room.flags)
+            self._large_expert_rooms[index] = room
+        return HostExperts(index, rows, mixtures, self.num_turns, room)
 
     @property
     def _in_order(self) -> list[tuple[int, str]]:
@@ -275,6 +297,14 @@ class SplitPass:
     rows: int
     divided: Mapping[tuple[int, str], Divided]  # by turn and name, in order
     hosts: Mapping[str, HostProduct]
+    experts: HostExperts | None
+
+    @property
+    def on_host(self) -> list[HostProduct | HostExperts]:
+        """What the CPU computes, in the order of a turn."""
+        before = [host for name, host in self.hosts.items() if name == "output"]
+        others = [host for name, host in self.hosts.items() if name != "output"]
+        return [*before, *([] if self.experts is None else [self.experts]), *others]
 
     def stream(self) -> WeightStream:
         """Return what brings the pieces of all turns."""
@@ -310,7 +340,10 @@ class SplitPass:
             else:
                 made = recorder.run(Lane.DEVICE, stage, step.work, after)
             after = (made,)
-            if step.product is not None:
+            if isinstance(step.product, DividedExperts):
+                assert self.experts is not None
+                after = self.experts.submit(recorder, stage, step.product, made)
+            elif step.product is not None:
                 after = self._multiply(recorder, stream, stage, step.product, made)
         return after
 

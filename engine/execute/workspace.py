@@ -16,8 +16,7 @@ from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.engine.kv.layer import Partials
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.stages import Scratch, State
+from neo_desktop.models.stages import Scratch, Stages, State
 from neo_desktop.native.relay import empty_flags
 
 
@@ -82,7 +81,7 @@ class Workspace:
     One more may be filled in while one runs: so there are two sets of what is filled in.
 
     Args:
-        model: whose.
+        stages: of the model.
         places: whose KV decodes attend to.
         capacity: the largest iteration's sizes.
         num_programs: of decode attention, that the GPU runs at once.
@@ -91,13 +90,14 @@ class Workspace:
 
     def __init__(
         self,
-        model: Decoder,
+        stages: Stages,
         places: Sequence[Place],
         capacity: Capacity,
         num_programs: int,
         *,
         has_graphs: bool,
     ) -> None:
+        model = stages.decoder
         config, dtype, device = model.config, model.dtype, model.device
         self._config, self._dtype, self._device = config, dtype, device
         self._places, self._capacity = tuple(places), capacity
@@ -132,7 +132,7 @@ class Workspace:
         # What products with split matrices have; None: there are none.
         self.split: SplitProducts | None = None
         if model.has_splits:
-            self.split = SplitProducts(model, (decodes + MAX_STAGGERED, decodes))
+            self.split = SplitProducts(stages, (decodes + MAX_STAGGERED, decodes))
         # Where contexts are cut at all, parts are at most as many as keep the GPU busy (see `num_splits`).
         parts = heads * max(num_programs // config.num_kv_heads, 1)
         self._partial_out = torch.empty(parts * head_dim, dtype=torch.float32, device=device)

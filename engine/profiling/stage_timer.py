@@ -19,6 +19,7 @@ from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.execute.backend import Backend, open_backend
 from neo_desktop.engine.execute.build_program import padded_block_tables
 from neo_desktop.engine.execute.host import Relays
+from neo_desktop.engine.execute.host_experts import HostExperts
 from neo_desktop.engine.execute.lane import Lane, Recorder, Signal, Work
 from neo_desktop.engine.execute.layout import MAX_DECODES
 from neo_desktop.engine.execute.prefill import Prefill
@@ -104,7 +105,7 @@ class StageTimer:
         self._kv = normal(2, rows, config.num_kv_heads, config.head_dim)
         row_shape = config.num_kv_heads, config.head_dim
         self._transfers = TransferMemory(config.num_layers, row_shape, decoder.dtype, decoder.device)
-        self._split = SplitProducts(decoder, (FEW_ROWS,)) if decoder.has_splits else None
+        self._split = SplitProducts(self._stages, (FEW_ROWS,)) if decoder.has_splits else None
         # The CPU's part in a layer's linear stages, as often as they were measured.
         self.host_linear_ms: dict[Point, list[float]] = {}
         self._random = random.Random(0)
@@ -205,7 +206,7 @@ class StageTimer:
         in_graph: bool = False,
         relays: Relays | None = None,
         transfers: Sequence[HostTransfer] = (),
-        products: Sequence[HostProduct] = (),
+        products: Sequence[HostProduct | HostExperts] = (),
     ) -> Iterator[float]:
         """Run a program; give the seconds until its end was seen.
 
@@ -328,7 +329,7 @@ class StageTimer:
                 recorder.run(Lane.DEVICE, _MEASURED, end.record)
 
         relays = Relays(self._config, KVStorage({})) if self._has_flags else None
-        hosts = list(products.hosts.values())
+        hosts = products.on_host
         with self._run(record, in_graph=in_graph, relays=relays, products=hosts) as seconds:
             ms = seconds * 1e3 if start is None or end is None else float(start.elapsed_time(end))
             return ms / num_layers, sum(host.busy_ns for host in hosts) / 1e6 / num_layers

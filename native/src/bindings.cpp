@@ -109,6 +109,16 @@ using Transfer = std::tuple<std::string, bool, bool, Tensor, Rows, Rows, Tensor>
 // what, lag, a matrix of each turn, x, out, flags, index
 using Product = std::tuple<std::string, int, std::vector<std::optional<Matrix>>, Tensor, Tensor, Tensor, int>;
 
+// experts of each turn, what `multiply_experts_of` takes, flags, index
+using ExpertsInTurns = std::tuple<std::vector<const PackedExperts*>, std::array<Tensor, 7>, Tensor, int>;
+
+ExpertRows expert_rows(const std::array<Tensor, 7>& tensors) {
+  constexpr const char* kNames[] = {"x", "ids", "weights", "gate_up", "gated", "products", "out"};
+  std::array<TensorView, 7> views;
+  for (size_t i = 0; i < views.size(); ++i) views[i] = view(kNames[i], tensors[i]);
+  return {views[0], views[1], views[2], views[3], views[4], views[5], views[6]};
+}
+
 RelayItem relay_item(const Batch& batch) {
   const auto& [decode, flags, index] = batch;
   const DecodeArguments all = arguments(decode);
@@ -134,7 +144,12 @@ RelayItem relay_item(const Product& product) {
                       index};
 }
 
-void start(Relay& relay, const std::vector<std::variant<Batch, Transfer, Product>>& items,
+RelayItem relay_item(const ExpertsInTurns& item) {
+  const auto& [experts, tensors, flags, index] = item;
+  return RelayExperts{experts, expert_rows(tensors), view("flags", flags), index};
+}
+
+void start(Relay& relay, const std::vector<std::variant<Batch, Transfer, Product, ExpertsInTurns>>& items,
            double patience_s) {
   std::vector<RelayItem> views;
   for (const auto& item : items) {
@@ -185,11 +200,7 @@ PackedExperts experts_of(int64_t count, const Matrix& gate, const Matrix& up, co
 
 void multiply_experts_of(const PackedExperts& experts, const std::array<Tensor, 7>& tensors, int num_threads,
                          const std::string& isa) {
-  constexpr const char* kNames[] = {"x", "ids", "weights", "gate_up", "gated", "products", "out"};
-  std::array<TensorView, 7> views;
-  for (size_t i = 0; i < views.size(); ++i) views[i] = view(kNames[i], tensors[i]);
-  multiply_experts(experts, {views[0], views[1], views[2], views[3], views[4], views[5], views[6]},
-                   num_threads, isa_from_name(isa));
+  multiply_experts(experts, expert_rows(tensors), num_threads, isa_from_name(isa));
 }
 
 bool pack_quantised(int type, uintptr_t stored, int64_t first, int64_t count, int64_t columns,

@@ -80,6 +80,11 @@ struct Group {
   PackedProduct gate, up, down;
 };
 
+int64_t num_pairs(const ExpertRows& rows) {
+  const auto* ids = static_cast<const int32_t*>(rows.ids.data);
+  return std::count_if(ids, ids + rows.ids.size(0) * rows.ids.size(1), [](int32_t id) { return id >= 0; });
+}
+
 class Experts {
  public:
   Experts(const PackedExperts& experts, const ExpertRows& rows, int threads, Isa isa)
@@ -88,7 +93,7 @@ class Experts {
         kernels_(kernels_for(isa)),
         dtype_(static_cast<int>(rows.x.dtype)),
         per_row_(rows.ids.size(1)),
-        pairs_(rows.x.size(0) * per_row_) {
+        pairs_(num_pairs(rows)) {
     group(experts, isa);
     int64_t bytes = 0, memory = 0;
     const Group& any = groups_.front();
@@ -146,7 +151,10 @@ class Experts {
     const int64_t count = static_cast<int64_t>(experts.gate.size());
     const auto* ids = static_cast<const int32_t*>(rows_.ids.data);
     std::vector<int64_t> next(count + 1);
-    for (int64_t pair = 0; pair < pairs_; ++pair) ++next[ids[pair] + 1];
+    const int64_t all = rows_.x.size(0) * per_row_;
+    for (int64_t pair = 0; pair < all; ++pair) {
+      if (ids[pair] >= 0) ++next[ids[pair] + 1];
+    }
     for (int64_t expert = 0; expert < count; ++expert) next[expert + 1] += next[expert];
     group_of_.resize(pairs_);
     for (int64_t expert = 0; expert < count; ++expert) {
@@ -156,8 +164,9 @@ class Experts {
       std::fill_n(group_of_.begin() + first, of_it, &groups_.back());
     }
     source_.resize(pairs_);
-    place_.resize(pairs_);
-    for (int64_t pair = 0; pair < pairs_; ++pair) {
+    place_.resize(all, -1);
+    for (int64_t pair = 0; pair < all; ++pair) {
+      if (ids[pair] < 0) continue;
       const int64_t place = next[ids[pair]]++;
       place_[pair] = place;
       source_[place] = pair / per_row_;
@@ -177,6 +186,7 @@ class Experts {
     float* sums = floats + kSumColumns;
     std::fill_n(sums, count, 0.0f);
     for (int64_t i = 0; i < per_row_; ++i) {
+      if (place_[row * per_row_ + i] < 0) continue;
       const uint8_t* product = row_of(rows_.products, place_[row * per_row_ + i]) + first * size;
       kernels_.widen[dtype_](product, floats, static_cast<int>(count), weights[i]);
       for (int64_t j = 0; j < count; ++j) sums[j] += floats[j];
@@ -193,21 +203,37 @@ class Experts {
   std::deque<Group> groups_;      // of experts that have rows
   std::vector<Group*> group_of_;  // by place
   std::vector<int64_t> source_;   // place -> row
-  std::vector<int64_t> place_;    // [n, k]
+  std::vector<int64_t> place_;    // [n, k]; -1: of no expert
   int threads_;
   int64_t columns_;
   float* floats_;  // [threads, columns]
 };
 
-// What no product checks.
-void check(const PackedExperts& experts, const ExpertRows& rows) {
+void check_ids(const ExpertRows& rows, int64_t count) {
+  const auto* ids = static_cast<const int32_t*>(rows.ids.data);
+  for (int64_t i = 0; i < rows.ids.size(0) * rows.ids.size(1); ++i) {
+    if (ids[i] < -1 || ids[i] >= count) fail("ids has ", ids[i], "; there are ", count, " experts");
+  }
+}
+
+}  // namespace
+
+ExpertRows ExpertRows::part(int64_t first, int64_t count) const {
+  const int64_t pairs = count * ids.size(1);
+  return {rows_of(x, first, count),   rows_of(ids, first, count), rows_of(weights, first, count),
+          rows_of(gate_up, 0, pairs), rows_of(gated, 0, pairs),   rows_of(products, 0, pairs),
+          rows_of(out, first, count)};
+}
+
+// But for what each product checks.
+void check_experts(const PackedExperts& experts, const ExpertRows& rows) {
   check_dims(rows.x, "[n, hidden]", 2);
   check_dtype(rows.x, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
   check_packed(rows.x, 1);
   check_dims(rows.ids, "[n, k]", 2);
   check_dims(rows.gated, "[n * k, intermediate]", 2);
   const int64_t n = rows.x.size(0), k = rows.ids.size(1), hidden = rows.x.size(1);
-  const int64_t intermediate = rows.gated.size(1), count = static_cast<int64_t>(experts.gate.size());
+  const int64_t intermediate = rows.gated.size(1);
   if (hidden % 8 != 0) fail("x has ", hidden, " columns; expected a multiple of 8");
   if (k < 1) fail("rows have no experts");
   check_shape(rows.ids, "[n, k]", {n, k});
@@ -226,13 +252,7 @@ void check(const PackedExperts& experts, const ExpertRows& rows) {
   room(rows.gated, n * k, intermediate);
   room(rows.products, n * k, hidden);
   room(rows.out, n, hidden);
-  const auto* ids = static_cast<const int32_t*>(rows.ids.data);
-  for (int64_t i = 0; i < n * k; ++i) {
-    if (ids[i] < 0 || ids[i] >= count) fail("ids has ", ids[i], "; there are ", count, " experts");
-  }
 }
-
-}  // namespace
 
 PackedExperts packed_experts(int64_t count, const PackedMatrix& gate, const PackedMatrix& up,
                              const PackedMatrix& down) {
@@ -246,7 +266,14 @@ PackedExperts packed_experts(int64_t count, const PackedMatrix& gate, const Pack
 }
 
 void multiply_experts(const PackedExperts& experts, const ExpertRows& rows, int num_threads, Isa isa) {
-  check(experts, rows);
+  check_experts(experts, rows);
+  check_ids(rows, static_cast<int64_t>(experts.gate.size()));
+  if (num_pairs(rows) == 0) {
+    for (int64_t row = 0; row < rows.out.size(0); ++row) {
+      std::memset(row_of(rows.out, row), 0, rows.out.size(1) * size_of(rows.out.dtype));
+    }
+    return;
+  }
   if (rows.x.size(0) > 0) Experts(experts, rows, check_num_threads(num_threads), isa).run();
 }
 

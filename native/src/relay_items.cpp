@@ -63,6 +63,29 @@ void check_arguments(const RelayProduct& product, size_t num_layers) {
   }
 }
 
+// How many rows are computed at a time.
+int64_t at_once(const ExpertRows& rows) {
+  return rows.gated.size(0) / std::max<int64_t>(rows.ids.size(1), 1);
+}
+
+void check_arguments(const RelayExperts& item, size_t num_layers) {
+  if (item.experts.size() != num_layers + 1) {
+    fail("there are experts for ", item.experts.size(), " turns; expected ", num_layers + 1);
+  }
+  check_dims(item.rows.x, "[n, hidden]", 2);
+  check_dims(item.rows.ids, "[n, k]", 2);
+  check_dims(item.rows.weights, "[n, k]", 2);
+  check_dims(item.rows.out, "[n, hidden]", 2);
+  check_dims(item.rows.gate_up, "[rows, 2 * intermediate]", 2);
+  check_dims(item.rows.gated, "[rows, intermediate]", 2);
+  check_dims(item.rows.products, "[rows, hidden]", 2);
+  const int64_t count = std::min(at_once(item.rows), item.rows.x.size(0));
+  if (count < 1) fail("there is room for no row of experts");
+  for (const PackedExperts* experts : item.experts) {
+    if (experts != nullptr) check_experts(*experts, item.rows.part(0, count));
+  }
+}
+
 void check_flags(const TensorView& flags, size_t turns) {
   check_shape(flags, "[2, layers, ints of a cache line]", {2, static_cast<int64_t>(turns), kFlagInts});
   check_dtype(flags, {DType::kInt32});
@@ -117,6 +140,11 @@ void check(const RelayItem& item, const PagedCache* cache, const TensorView* sin
     check_flags(product->flags, num_layers + 1);
     return;
   }
+  if (const auto* experts = std::get_if<RelayExperts>(&item)) {
+    check_arguments(*experts, num_layers);
+    check_flags(experts->flags, num_layers + 1);
+    return;
+  }
   if (cache == nullptr) fail("a relay without caches computes products alone");
   if (const auto* batch = std::get_if<RelayBatch>(&item)) {
     check_arguments(*batch, *cache, sinks, num_layers);
@@ -131,11 +159,14 @@ void check(const RelayItem& item, const PagedCache* cache, const TensorView* sin
 bool is_urgent(const RelayItem& item) { return !std::holds_alternative<RelayTransfer>(item); }
 
 size_t turns_of(const RelayItem& item, size_t num_layers) {
-  return num_layers + (std::holds_alternative<RelayProduct>(item) ? 1 : 0);
+  const bool is_in_turns =
+      std::holds_alternative<RelayProduct>(item) || std::holds_alternative<RelayExperts>(item);
+  return num_layers + (is_in_turns ? 1 : 0);
 }
 
 bool takes_part(const RelayItem& item, size_t turn) {
   if (const auto* product = std::get_if<RelayProduct>(&item)) return product->matrices[turn].has_value();
+  if (const auto* experts = std::get_if<RelayExperts>(&item)) return experts->experts[turn] != nullptr;
   return true;
 }
 
@@ -155,6 +186,12 @@ void run(const RelayItem& item, const PagedCache* cache, int64_t window, const T
     batch->of(layer).run(*cache, window, sinks, num_threads, isa);
   } else if (const auto* transfer = std::get_if<RelayTransfer>(&item)) {
     move(*transfer, *cache, layer, num_threads, isa);
+  } else if (const auto* experts = std::get_if<RelayExperts>(&item)) {
+    const int64_t n = experts->rows.x.size(0), step = at_once(experts->rows);
+    for (int64_t first = 0; first < n; first += step) {
+      const ExpertRows part = experts->rows.part(first, std::min(step, n - first));
+      multiply_experts(*experts->experts[layer], part, num_threads, isa);
+    }
   } else {
     const auto& product = std::get<RelayProduct>(item);
     const PackedMatrix& matrix = *product.matrices[layer];
@@ -177,6 +214,13 @@ std::string words(const RelayItem& item, size_t layer, bool is_waiting) {
                               std::to_string(product->index);
     return (is_waiting ? "the GPU did not hand over the inputs of " : "the CPU did not end its part of ") +
            product->what + " of layer " + place;
+  }
+  if (const auto* experts = std::get_if<RelayExperts>(&item)) {
+    const std::string place =
+        std::to_string(static_cast<int64_t>(layer) - 1) + " of sub-batch " + std::to_string(experts->index);
+    return (is_waiting ? "the GPU did not hand over the inputs of the experts of layer "
+                       : "the CPU did not end the experts of layer ") +
+           place;
   }
   const auto& transfer = std::get<RelayTransfer>(item);
   if (!is_waiting) {

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoints import VOCAB_SIZE, save_checkpoint, transformers_greedy
 from executors import Hook, HookedLanes, thread_executor
+from expert_models import expert_model
 from pipeline_case import BLOCK_SIZE, RandomIterations, check_result, make_storage, tiny_model
 from split_models import host_model, split_model
 from torch_layer import TorchLayer
@@ -117,3 +118,27 @@ def test_greedy_tokens_are_those_of_transformers(checkpoint: Path, policy: str) 
         outputs = engine.generate(prompts, params)
     expected = [transformers_greedy(checkpoint, prompt, 24) for prompt in prompts]
     assert [list(output.token_ids) for output in outputs] == expected
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_experts_in_host_memory_give_the_tokens_of_those_on_the_device(seed: int) -> None:
+    """Any number of them, in any layer, beside split matrices; prompts, decodes, moves, sub-batches."""
+    model, reference = expert_model(seed), expert_model()
+    iterations, executor = RandomIterations(seed, NUM_BLOCKS), make_executor(model)
+    for plan, contexts in iterations.plans(8):
+        result = executor.execute(plan)
+        check_result(reference, plan, contexts, result)
+        iterations.take_in(result)
+    executor.close()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+def test_experts_of_checkpoints_give_transformers_tokens(family: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, family)
+    prompts = [[(7 * i + 3 * length) % VOCAB_SIZE for i in range(length)] for length in (3, 40, 17)]
+    expected = [transformers_greedy(folder, prompt, 16) for prompt in prompts]
+    for gib in (0.0005, 0.0008):
+        with Engine.from_pretrained(folder, device="cpu", gpu_weights_gib=gib) as engine:
+            params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+            outputs = engine.generate(prompts, params)
+        assert [list(output.token_ids) for output in outputs] == expected

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
+from expert_models import expert_model
 from graph_case import BLOCK_SIZE, GREEDY, contexts, decodes, make_executor, prompts
 from imitated_streams import ImitatedBackend, Operation
 from ladder_rungs import Rungs
@@ -162,4 +163,24 @@ def test_a_gpu_that_does_not_hand_over_is_not_waited_for(
         check_result(whole, plan, contexts(plan), executor.execute(plan))
     assert "the GPU did not hand over the inputs of output of layer 1" in caplog.text
     assert not backend.was_graph
+    executor.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_experts_in_host_memory(seed: int) -> None:
+    """By relays, on streams of any order; decodes are one graph."""
+    backend = ImitatedBackend(seed, num_queues=(None, 1, 2, 8)[seed])
+    reference = expert_model(windows=WINDOWS)
+    executor, _ = make_executor(expert_model(seed, WINDOWS), backend=backend)
+    executor.execute(prompts("abcdef"))
+    for step in range(3):
+        plan = decodes("abcd", "fe", step=step)
+        check_result(reference, plan, contexts(plan), executor.execute(plan))
+        assert backend.num_graphs_launched == (step > 0)
+        backend.check_flags()
+    iterations = RandomIterations(seed, block_size=BLOCK_SIZE)
+    for plan, context in iterations.plans(5):
+        result = executor.execute(plan)
+        check_result(reference, plan, context, result)
+        iterations.take_in(result)
     executor.close()

@@ -104,6 +104,18 @@ def test_rows_may_be_strided_none_and_all_of_one_expert() -> None:
     )
 
 
+def test_experts_that_are_none_add_nothing() -> None:
+    """They are somebody else's: what is left is the same as if they were worth nothing."""
+    of = layer(4, 32, 16, torch.float32)
+    x, ids, weights = given_rows(6, 2, 4, 32, torch.float32)
+    left_out = torch.rand(6, 2) < 0.5
+    left_out[3], left_out[4] = True, False
+    expected = exact(of, x, ids, weights.masked_fill(left_out, 0.0))
+    found = multiply(of, x, ids.masked_fill(left_out, -1), weights)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert not multiply(of, x, torch.full_like(ids, -1), weights).any()
+
+
 def test_what_is_not_finite_stays_with_its_row() -> None:
     of = layer(4, 32, 16, torch.float32)
     x, ids, weights = given_rows(6, 2, 4, 32, torch.float32)
@@ -136,7 +148,7 @@ def test_gates_and_ups_may_be_kept_differently() -> None:
         (0, lambda t: t.double(), "dtype"),
         (1, lambda t: t.long(), "dtype int64; expected int32"),
         (1, lambda t: t.fill_(4), "ids has 4; there are 4 experts"),
-        (1, lambda t: t.fill_(-1), "ids has -1"),
+        (1, lambda t: t.fill_(-2), "ids has -2"),
         (1, lambda t: t[:3], "has shape"),
         (2, lambda t: t.half(), "dtype"),
         (2, lambda t: t[:, :1], "has shape"),

@@ -10,8 +10,16 @@ from paged_case import make_case
 from relay_case import NUM_LAYERS, batch_of, hand_over, relay_of
 from torch import Tensor
 
+from neo_desktop import native
 from neo_desktop.models.linear.tiles import Tiles
-from neo_desktop.native.relay import Relay, RelayProduct, RelayStalledError, RelayTransfer, empty_flags
+from neo_desktop.native.relay import (
+    Relay,
+    RelayExperts,
+    RelayProduct,
+    RelayStalledError,
+    RelayTransfer,
+    empty_flags,
+)
 
 COLUMNS = 64
 
@@ -164,3 +172,46 @@ def test_what_does_not_fit_is_refused_before_anything_begins() -> None:
         Relay([])
     relay.start([])
     assert relay.finish() == []
+
+
+def test_experts_come_in_every_turn_that_has_them_so_many_rows_at_a_time() -> None:
+    generator = torch.Generator().manual_seed(0)
+    per_layer = []
+    for _ in range(2):
+        kept = []
+        for rows, columns in ((16, 32), (16, 32), (32, 16)):
+            kept.append(Tiles(4 * rows, columns, None, torch.float32))
+            kept[-1].load(0, torch.randn(4 * rows, columns, generator=generator))
+        per_layer.append((native.packed_experts(4, *(tiles.native for tiles in kept)), kept))
+    x = torch.randn(5, 32, generator=generator)
+    ids = torch.tensor([[0, 3], [-1, 2], [1, 0], [2, -1], [-1, -1]], dtype=torch.int32)
+    weights = torch.rand(5, 2, generator=generator)
+    item = RelayExperts(
+        [None, *(packed for packed, _ in per_layer)],
+        torch.empty(5, 32),
+        ids,
+        weights,
+        torch.empty(4, 32),  # of two rows, likewise the next two
+        torch.empty(4, 16),
+        torch.empty(4, 32),
+        torch.full((5, 32), torch.nan),
+        empty_flags(3, pinned=False),
+        owners=per_layer,
+    )
+    relay = Relay([], num_layers=2, num_threads=2)
+    relay.start([item])
+    for turn, (packed, _) in enumerate(per_layer, 1):
+        item.x.copy_(x * turn)
+        item.flags[0, turn, 0] = 1
+        while item.flags[1, turn, 0].item() == 0:
+            time.sleep(0)
+        expected = torch.empty(5, 32)
+        room = [torch.empty(10, columns) for columns in (32, 16, 32)]
+        native.multiply_experts(packed, x * turn, ids, weights, *room, expected)
+        assert torch.equal(item.out, expected)
+    assert [(step.layer, step.item) for step in relay.finish()] == [(1, 0), (2, 0)]
+    with pytest.raises(ValueError, match="experts for 2 turns; expected 3"):
+        relay.start([replace(item, experts=item.experts[:2])])
+    with pytest.raises(ValueError, match="room for no row"):
+        relay.start([replace(item, gated=item.gated[:1])])
+    assert relay.close()

@@ -62,10 +62,10 @@ def write_gguf(
     for name, value in state.items():
         is_permuted = architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj")
         stored = permuted(value, config.head_dim) if is_permuted else value
-        own_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert own_name is not None
-        kind = next((kind for part, kind in (type_names or {}).items() if part in own_name), type_name)
-        _add_tensor(writer, own_name, stored.detach(), kind if value.ndim == 2 else "F32")
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert gguf_name is not None
+        kind = next((kind for part, kind in (type_names or {}).items() if part in gguf_name), type_name)
+        _add_tensor(writer, gguf_name, stored.detach(), kind if value.ndim == 2 else "F32")
     for name, value in (tensors or {}).items():
         _add_tensor(writer, name, value, "F32")
     writer.write_header_to_file(path)

@@ -24,12 +24,15 @@ PackedExperts packed_experts(int64_t count, const PackedMatrix& gate, const Pack
 // contiguous.
 struct ExpertRows {
   TensorView x;         // [n, hidden]
-  TensorView ids;       // [n, k] int32: of experts
+  TensorView ids;       // [n, k] int32: of experts; -1: of none
   TensorView weights;   // [n, k] fp32: what their results are multiplied with
   TensorView gate_up;   // [n * k, 2 * intermediate], with any content, likewise the next two
   TensorView gated;     // [n * k, intermediate]
   TensorView products;  // [n * k, hidden]
   TensorView out;       // [n, hidden]
+
+  // Some of the rows; what has any content serves all of them, one after the other.
+  ExpertRows part(int64_t first, int64_t count) const;
 };
 
 // out = sum over a row's experts of weight * (down @ (silu(gate @ x) * (up @ x))), in the order of its ids.
@@ -37,5 +40,8 @@ struct ExpertRows {
 // sum is fp32. A row's result depends neither on other rows nor on threads. Throws std::invalid_argument for
 // what does not fit together, and for an id that is no expert's; nothing was written then.
 void multiply_experts(const PackedExperts& experts, const ExpertRows& rows, int num_threads, Isa isa);
+
+// Throws what `multiply_experts` would throw whatever the ids are.
+void check_experts(const PackedExperts& experts, const ExpertRows& rows);
 
 }  // namespace neo_desktop

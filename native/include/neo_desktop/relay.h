@@ -31,6 +31,7 @@
 #include <variant>
 #include <vector>
 
+#include "neo_desktop/packed_experts.h"
 #include "neo_desktop/packed_linear.h"
 #include "neo_desktop/paged_attention.h"
 
@@ -96,8 +97,18 @@ struct RelayProduct {
   TensorView out_of(size_t turn) const;
 };
 
+// Experts of a layer in every turn, with the same rows of memory.
+struct RelayExperts {
+  // Of every turn, one more than layers; null: nothing is done in it, and no flag looked at. In turn t they
+  // are of layer t - 1.
+  std::vector<const PackedExperts*> experts;
+  ExpertRows rows;   // what has any content may be for fewer rows: they are computed so many at a time
+  TensorView flags;  // as of a RelayProduct
+  int index = 0;     // of the sub-batch, for people
+};
+
 // What is done in every layer.
-using RelayItem = std::variant<RelayBatch, RelayTransfer, RelayProduct>;
+using RelayItem = std::variant<RelayBatch, RelayTransfer, RelayProduct, RelayExperts>;
 
 // When an item of a layer was done; times are those of std::chrono::steady_clock.
 struct RelayStep {

@@ -551,7 +551,7 @@ def multiply_experts(
     Args:
         experts: see `packed_experts`.
         x: [n, hidden], fp32, fp16 or bf16; may be strided in n.
-        ids: [n, k] int32, contiguous: which experts.
+        ids: [n, k] int32, contiguous: which experts; -1: none.
         weights: [n, k] fp32: of their results.
         gate_up: [n * k, 2 * intermediate] of x's dtype, with any content, likewise the next two.
         gated: [n * k, intermediate]

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from neo_desktop.native import Matrix, _native, default_isa, view_of
+from neo_desktop.native import Matrix, PackedExperts, _native, default_isa, view_of
 
 FLAG_INTS = 16  # a flag has a cache line to itself
 READY, DONE = 0, 1  # kinds of flags
@@ -93,7 +93,28 @@ class RelayProduct:
         return self.out[: len(self.x) * rows].view(len(self.x), rows)
 
 
-RelayItem: TypeAlias = RelayBatch | RelayTransfer | RelayProduct
+@dataclass(frozen=True, slots=True)
+class RelayExperts:
+    """A layer's experts in every turn, see `RelayProduct` and `native.multiply_experts`.
+
+    gate_up, gated and products may be for fewer rows: then so many are computed at a time.
+    """
+
+    # [layers + 1], in turn t of layer t - 1; None: nothing is done in that turn.
+    experts: Sequence[PackedExperts | None]
+    x: Tensor  # [n, hidden]
+    ids: Tensor  # [n, k] int32
+    weights: Tensor  # [n, k] fp32
+    gate_up: Tensor  # [rows * k, 2 * intermediate]
+    gated: Tensor  # [rows * k, intermediate]
+    products: Tensor  # [rows * k, hidden]
+    out: Tensor  # [n, hidden]
+    flags: Tensor  # see `empty_flags`: of layers + 1
+    owners: object = None  # of the experts' memory
+    index: int = 0  # of the sub-batch, for people
+
+
+RelayItem: TypeAlias = RelayBatch | RelayTransfer | RelayProduct | RelayExperts
 
 
 class RelayStep(NamedTuple):
@@ -216,7 +237,9 @@ class Relay:
         if hasattr(self, "_relay"):
             self.close()
 
-    def _seen(self, item: RelayItem) -> "_native.Batch | _native.Transfer | _native.Product":
+    def _seen(
+        self, item: RelayItem
+    ) -> "_native.Batch | _native.Transfer | _native.Product | _native.ExpertsInTurns":
         match item:
             case RelayBatch():
                 return self._batch(item)
@@ -224,6 +247,8 @@ class Relay:
                 return _transfer(item)
             case RelayProduct():
                 return _product(item)
+            case RelayExperts():
+                return _experts(item)
 
     def _batch(self, batch: RelayBatch) -> "_native.Batch":
         decode = (
@@ -252,3 +277,9 @@ def _product(item: RelayProduct) -> "_native.Product":
     ]
     x, out, flags = view_of("x", item.x), view_of("out", item.out), view_of("flags", item.flags)
     return item.what, item.lag, matrices, x, out, flags, item.index
+
+
+def _experts(item: RelayExperts) -> "_native.ExpertsInTurns":
+    names = ("x", "ids", "weights", "gate_up", "gated", "products", "out")
+    tensors = [view_of(name, getattr(item, name)) for name in names]
+    return item.experts, tensors, view_of("flags", item.flags), item.index

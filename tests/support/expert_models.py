@@ -1,0 +1,51 @@
+"""Models with experts, of which some lie on the device and the others in host memory."""
+
+import random
+from dataclasses import replace
+
+import torch
+from pipeline_case import tiny_config
+from split_case import random_split
+from split_models import WINDOWS, divided
+
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.experts_config import ExpertsConfig
+from neo_desktop.models.linear.dense import DENSE, Dense
+from neo_desktop.models.linear.split import SplitForm
+from neo_desktop.models.registry import random_model
+from neo_desktop.models.weights import named_weights
+
+EXPERTS = ("experts_gate", "experts_up", "experts_down")
+
+
+def experts_config(windows: tuple[int | None, ...] = WINDOWS) -> ModelConfig:
+    """Six experts in all layers but one, of which a token takes two."""
+    layers = tuple(layer for layer in range(len(windows)) if layer != 1)
+    experts = ExpertsConfig(count=6, per_token=2, intermediate_size=64, layers=layers)
+    return replace(tiny_config(windows), architecture="Qwen3MoeForCausalLM", experts=experts)
+
+
+def expert_model(seed: int | None = None, windows: tuple[int | None, ...] = WINDOWS) -> Decoder:
+    """Any number of experts of a layer, and of rows of other matrices, is resident; None: all are."""
+    config = experts_config(windows)
+    model = random_model(config, dtype=torch.float32, device=torch.device("cpu"))
+    wide = Decoder(config, dtype=torch.float32, device=torch.device("cpu"), form=_form(config, seed))
+    for target, source in zip(named_weights(wide), named_weights(model), strict=True):
+        is_matrix = "_proj" in source.name or source.name.endswith("mlp.gate.weight")
+        target.load(0, source.dense() * (8.0 if is_matrix else 1.0))
+    return wide if seed is None else divided(wide, seed, None)
+
+
+def _form(config: ModelConfig, seed: int | None) -> Dense | SplitForm:
+    if seed is None:
+        return DENSE
+    rng = random.Random(seed)
+    resident = dict(random_split(config, seed, device_form=DENSE, host_form=DENSE).resident_rows)
+    assert config.experts is not None
+    for layer in config.experts.layers:
+        resident.pop(f"{layer}.router")
+        count = rng.choice((0, 1, 4, 6))
+        for name in EXPERTS:
+            resident[f"{layer}.{name}"] = count * 64  # of rows of one expert
+    return SplitForm(Dense(uses_tiles=False), DENSE, resident)
