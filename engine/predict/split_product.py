@@ -15,7 +15,6 @@ both read weights only, and the faster one gets more of them. For a prompt the C
 more than it can, and nearly everything is streamed.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -72,30 +71,6 @@ class ProductTime(NamedTuple):
     streamed_share: float  # of what is in host memory
 
 
-def streamed_share(
-    rates: Rates,
-    host_bytes: float,
-    parameters: float,
-    rows: int,
-    *,
-    resident_ms: float = 0.0,
-    unpacked_bytes: float = 0.0,
-    handed_bytes: float = 0.0,
-) -> float:
-    """Return α: which share of the weights in host memory is to cross the bus for a product, 0 to 1.
-
-    Args:
-        host_bytes: of the weights in host memory.
-        parameters: their number.
-        rows: of the product.
-        resident_ms: what the GPU needs for resident rows, before it can begin with streamed ones.
-        unpacked_bytes: of them in the model's dtype; 0: nothing is unpacked.
-        handed_bytes: of inputs and outputs of the CPU's part.
-    """
-    times = _Times.of(rates, host_bytes, parameters, rows, resident_ms, unpacked_bytes, handed_bytes)
-    return times.best_share()
-
-
 def product_time(
     rates: Rates, sizes: Sizes, resident_rows: int, rows: int, share: float | None = None
 ) -> ProductTime:
@@ -124,31 +99,6 @@ def product_time(
     if share is None:  # which experts are needed is known when it is too late to send them
         share = times.best_share() if touched >= MOST else 0.0
     return ProductTime(times.ms(share), (1 - share) * times.cpu, share)
-
-
-def crossing_share(shares: Sequence[float], host_ms: Sequence[float], device_ms: Sequence[float]) -> float:
-    """Return the share at which two measured times are the same: the paper's section 4.4.
-
-    A straight line is laid through each; neither is proportional to its part of the weights.
-
-    Args:
-        shares: that were streamed, at least two different ones.
-        host_ms: what the CPU took for the rest.
-        device_ms: what bus and GPU took.
-    """
-    mean = sum(shares) / len(shares)
-    spread = sum((share - mean) ** 2 for share in shares)
-
-    def line(times: Sequence[float]) -> tuple[float, float]:
-        level = sum(times) / len(times)
-        slope = sum((share - mean) * ms for share, ms in zip(shares, times, strict=True)) / spread
-        return level - slope * mean, slope
-
-    (host_at_0, host_slope), (device_at_0, device_slope) = line(host_ms), line(device_ms)
-    closing = device_slope - host_slope
-    if closing <= 0:  # noise alone: whoever is faster computes everything
-        return 0.0 if sum(host_ms) <= sum(device_ms) else 1.0
-    return min(max((host_at_0 - device_at_0) / closing, 0.0), 1.0)
 
 
 class _Times(NamedTuple):

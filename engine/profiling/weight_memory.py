@@ -27,6 +27,7 @@ from neo_desktop.engine.profiling.budget import (
     DEVICE_RESERVE_BYTES,
     GIB,
     MOST_HOST_SHARE,
+    QUANTISATIONS,
     SHORT_TOKENS,
     FreeMemory,
     MemoryCaps,
@@ -34,11 +35,11 @@ from neo_desktop.engine.profiling.budget import (
     check_weights_fit,
     host_buffer_bytes,
     limits_of,
-    smaller_form,
 )
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.stored_form import uniform_form
 
 CHAT_TOKENS = 4096  # of the chat that a plan is made for
 PIECE_BYTES = 32 * 1024**2  # streamed rows come in pieces that take at most this when they are unpacked
@@ -100,14 +101,14 @@ class _Memory:
         rates: Callable[[], Rates],
         free: FreeMemory,
     ) -> None:
-        self._config, self._form, self._dtype, self._device = config, form, dtype, device
+        self._config, self._form, self._dtype = config, form, dtype
         self._options, self._find_rates = options, rates
         limits = limits_of(options, device)
         cap = MemoryCaps.of(options).gpu_bytes
         assert free.gpu_bytes is not None
-        self._gpu_bytes = free.gpu_bytes if cap is None else min(free.gpu_bytes, cap)
+        gpu_bytes = free.gpu_bytes if cap is None else min(free.gpu_bytes, cap)
         needed = activation_bytes(config, limits, dtype) + DEVICE_RESERVE_BYTES
-        self._room = self._gpu_bytes - needed  # for weights and KV
+        self._room = gpu_bytes - needed  # for weights and KV
         self._buffers = host_buffer_bytes(config, limits, dtype)
         self._host_bytes = free.host_bytes
         self._weights = config.weight_bytes(dtype, form)
@@ -151,15 +152,21 @@ class _Memory:
         kv = self._short_kv() + self._buffers if Place.HOST in self._places else 0
         free = int(self._host_bytes * MOST_HOST_SHARE)
         if plan.host_bytes + kv > free:
-            smaller = smaller_form(
-                self._config, self._dtype, self._device, max(self._gpu_bytes, 0), self._weights
-            )
+            smaller = self._smaller(self._room - STREAMING_BYTES - self._least_gpu_kv() + free - kv)
             raise MemoryError(
                 f"of {self._weights / 1e9:.1f} GB of weights, GPU memory has room for "
                 f"{plan.gpu_bytes / 1e9:.1f} GB, and the other {plan.host_bytes / 1e9:.1f} GB and KV do not "
                 f"fit into the {free / 1e9:.1f} GB of host memory that may be taken: {smaller}close other "
                 "programs or choose a smaller model"
             )
+
+    def _smaller(self, room: int) -> str:
+        """Say which quantisation GPU and host memory hold together, as the beginning of a sentence."""
+        for name, type_name in QUANTISATIONS.items():
+            weights = self._config.weight_bytes(self._dtype, uniform_form(self._config, type_name))
+            if weights < min(room, self._weights):
+                return f"a GGUF file of it in {name} would fit (about {weights / 1e9:.1f} GB); or "
+        return ""
 
     def _planned(self, gpu_bytes: int) -> WeightPlan:
         return plan_weights(self._config, self._form, self._dtype, gpu_bytes, self._rates)

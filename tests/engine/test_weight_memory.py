@@ -83,12 +83,16 @@ def test_without_a_gpu_weights_are_divided_only_where_it_was_asked_for() -> None
 @pytest.mark.parametrize(
     ("memory", "given", "message"),
     [
-        ((12, 16), {}, r"other 1\d\.\d GB and KV do not fit into the 15\.5 GB of host memory .* Q8_0|in Q"),
+        (
+            (12, 16),
+            {},
+            r"other 1\d\.\d GB and KV do not .* into the 15\.5 GB of host memory .* file of it in Q8_0 would",
+        ),
         ((1, 64), {}, "embeddings, head and norms of this model take 0.66 GB"),
         ((12, 64), {"gpu_weights_gib": 11.9}, r"11\.90 GiB of weights were asked for .* ask for less"),
         ((12, 64), {"gpu_weights_gib": 0.2}, "embeddings, head and norms"),
         ((12, 64), {"gpu_weights_gib": 30.0}, "weights takes 26.0 GB"),
-        ((None, 16), {}, "16|of host memory are free"),
+        ((None, 16), {}, "GB of host memory are free"),
     ],
 )
 def test_a_model_that_fits_nowhere_is_refused_with_what_would_help(
