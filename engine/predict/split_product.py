@@ -48,6 +48,7 @@ class Sizes:
     unit: int = 64  # resident rows are multiples of it, or all
     used_share: float = 1.0  # of them by one row of inputs; less than 1: they are experts, a row for each
     handed: int = 0  # numbers of inputs and outputs of such a row; 0: of all columns and rows
+    is_streamed: bool = True  # for products of many rows, if not for few; else the CPU has all of the others
 
     @property
     def parameters(self) -> int:
@@ -97,7 +98,7 @@ def product_time(
         sizes.handed_bytes(rows, others),
     )
     if share is None:  # which experts are needed is known when it is too late to send them
-        share = times.best_share() if touched >= MOST else 0.0
+        share = times.best_share() if sizes.is_streamed and touched >= MOST else 0.0
     return ProductTime(times.ms(share), (1 - share) * times.cpu, share)
 
 

@@ -89,6 +89,7 @@ def layer_matrices(config: ModelConfig, form: LinearForm, dtype: torch.dtype) ->
             unit=1,
             used_share=config.experts.per_token / config.experts.count,
             handed=2 * config.hidden_size,
+            is_streamed=False,
         )
     return found
 

@@ -37,3 +37,8 @@ def test_divided_weights_are_the_fastest_and_below_their_bound(gpu: str, share: 
 def test_every_card_runs_something_larger_than_its_memory() -> None:
     for card in weights_simulation.CARDS:
         assert "GB)" in weights_simulation.on_card(card, *weights_simulation.quantised("llama-3.1-70b"))
+
+
+def test_streamed_experts_would_be_faster_for_prompts() -> None:
+    case = weights_simulation.Case.of("rtx-3060", "Qwen3-30B-A3B, 4 bits", 0.5)
+    assert case.with_streamed_experts.rung("divided") > 1.2 * case.rung("divided")
