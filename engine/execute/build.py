@@ -83,7 +83,7 @@ def build_executor(
 
 def _programs_per_sm(q: Tensor, storage: KVStorage) -> int:
     for place in storage.places:
-        if not place.in_host_memory:
+        if not place.host_attends:
             k_caches, v_caches = storage[place].parts
             return dispatch.programs_per_sm(q, k_caches[0], v_caches[0])
     return 1

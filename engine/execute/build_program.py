@@ -6,18 +6,29 @@ from functools import partial
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from neo_desktop.engine.batch import MAX_STAGGERED, UNKNOWN_TOKEN, IterationPlan, ScheduledSequence
 from neo_desktop.engine.execute.host import HostBatch
 from neo_desktop.engine.execute.layout import Bucket, Members
 from neo_desktop.engine.execute.outputs import Asked, Outputs
+from neo_desktop.engine.execute.prefill import Prefill
 from neo_desktop.engine.execute.program import DeviceDecodes, HandOff, Program, SubBatchPass
-from neo_desktop.engine.execute.prompts import HostPrompts, Prompts, prompts_of, slots_of
+from neo_desktop.engine.execute.prompts import DevicePrompts, HostPrompts, Prompts, prompts_of, slots_of
 from neo_desktop.engine.execute.staggered import Staggered
+from neo_desktop.engine.execute.swapping import (
+    NewRows,
+    SwapMemory,
+    SwappedPrompts,
+    WindowStream,
+    swapped_pool,
+)
 from neo_desktop.engine.execute.transfers import Moves, TransferMemory
 from neo_desktop.engine.execute.workspace import HandOver, Memory, Workspace
 from neo_desktop.engine.int_array import IntArray, IntView
-from neo_desktop.engine.kv.storage import KVStorage
+from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.kv.swapped import SwappedPool
+from neo_desktop.engine.placement import Place
 from neo_desktop.models.operators import Store
 from neo_desktop.models.stages import Stages
 
@@ -32,9 +43,10 @@ class ProgramBuilder:
         stages: the model's.
         storage: holds the KV.
         workspace: what programs work in.
+        decodes: of a place in a sub-batch, that memory is kept for.
     """
 
-    def __init__(self, stages: Stages, storage: KVStorage, workspace: Workspace) -> None:
+    def __init__(self, stages: Stages, storage: KVStorage, workspace: Workspace, decodes: int) -> None:
         self._stages = stages
         self._model = stages.decoder
         self._storage = storage
@@ -44,6 +56,17 @@ class ProgramBuilder:
         self._transfers = TransferMemory(
             config.num_layers, self._row_shape, self._model.dtype, self._model.device
         )
+        # What swapped KV has; None: there is none.
+        self._swapped = swapped_pool(storage)
+        self._swaps: SwapMemory | None = None
+        if self._swapped is not None:
+            self._swaps = SwapMemory(self._swapped, decodes, self._model.dtype, self._model.device)
+
+    @property
+    def fits_graphs(self) -> bool:
+        """Whether graphs can use what it copies from and to in host memory; see `Workspace`."""
+        on_host = () if self._swaps is None else self._swaps.on_host
+        return self._model.device.type == "cpu" or all(tensor.is_pinned() for tensor in on_host)
 
     def build(
         self, plan: IterationPlan, rows_of_tokens: Mapping[str, int] = NOWHERE, *, for_graphs: bool
@@ -69,6 +92,7 @@ class ProgramBuilder:
         chooses = memory.is_fixed and for_graphs and bucket.is_whole and not _pools(plan)
         self._transfers.begin()
         moves = Moves(self._storage.copy_groups(plan.copies), self._transfers)
+        stream = self._window_stream(plan, memory.bucket)
         passes, asked, first_row = [], [], 0
         for part, each in zip(memory.parts, members, strict=True):
             wanted = [
@@ -77,7 +101,7 @@ class ProgramBuilder:
                 if (count := num_last_rows(sequence))
             ]
             last_rows = [row for _, first, count in wanted for row in range(first, first + count)]
-            passes.append(self._pass(part, each, last_rows, rows_of_tokens))
+            passes.append(self._pass(part, each, last_rows, rows_of_tokens, stream))
             if chooses:
                 asked += [Asked(sequence, first_row + first, count) for sequence, first, count in wanted]
                 first_row += part.rows.count
@@ -86,7 +110,9 @@ class ProgramBuilder:
                     asked.append(Asked(sequence, first_row, count))
                     first_row += count
         outputs = Outputs(asked, self._stages, self._workspace, first_row if chooses else None)
-        return Program(self._stages, self._workspace, memory, passes, moves, outputs, chooses=chooses)
+        return Program(
+            self._stages, self._workspace, memory, passes, moves, outputs, chooses=chooses, window=stream
+        )
 
     def padding(self, bucket: Bucket) -> Program:
         """Return a program of these sizes in which nobody takes part."""
@@ -96,12 +122,19 @@ class ProgramBuilder:
         moves, outputs = Moves((), self._transfers), Outputs((), self._stages, self._workspace, 0)
         return Program(self._stages, self._workspace, memory, passes, moves, outputs, chooses=True)
 
+    def _window_stream(self, plan: IterationPlan, bucket: Bucket) -> WindowStream | None:
+        """Return what brings swapped KV to the device; None: nobody attends to any."""
+        if self._swapped is None or not any(sequence.place.is_swapped for sequence in plan.sequences):
+            return None
+        return WindowStream(self._swapped, bucket.swapped_blocks)
+
     def _pass(
         self,
         memory: Memory,
         members: Members,
         last_rows: Sequence[int],
         rows_of_tokens: Mapping[str, int] = NOWHERE,
+        stream: WindowStream | None = None,
     ) -> SubBatchPass:
         self._fill(memory, members)
         if memory.table is not None:
@@ -117,8 +150,16 @@ class ProgramBuilder:
             if hand_over is None:
                 of_place = slice(first, first + count)
                 first += count
-                tables, lens = inputs.block_tables[of_place], inputs.context_lens[of_place]
-                decodes.append(DeviceDecodes(rows.decodes_of(index), self._storage[place], tables, lens))
+                decodes.append(
+                    DeviceDecodes(
+                        rows.decodes_of(index),
+                        self._storage[place],
+                        inputs.block_tables[of_place],
+                        inputs.context_lens[of_place],
+                        inputs.decode_slots[of_place],
+                        self._new_rows(memory, index, members) if place.is_swapped else None,
+                    )
+                )
                 continue
             sequences = members.decodes[index]
             batch = HostBatch(
@@ -135,7 +176,7 @@ class ProgramBuilder:
             memory,
             hand_offs,
             decodes,
-            self._prompts(memory, members),
+            self._prompts(memory, members, stream),
             partial(self._store, memory),
             last_rows,
             None if split is None else split.of_rows(memory.index, rows.count, range(num_layers)),
@@ -179,23 +220,32 @@ class ProgramBuilder:
                     f"{sequence.request_id} is staggered, but no decode in the place that the CPU attends to"
                 )
 
-    def _prompts(self, memory: Memory, members: Members) -> list[Prompts]:
+    def _new_rows(self, memory: Memory, place: int, members: Members) -> NewRows:
+        """Return what the new rows of a sub-batch's swapped decodes go through."""
+        assert self._swaps is not None  # since there is such a place
+        slots = [decode_slot(sequence, self._storage.block_size) for sequence in members.decodes[place]]
+        return self._swaps.rows_of(memory.index, slots, memory.rows.decodes[place])
+
+    def _prompts(self, memory: Memory, members: Members, stream: WindowStream | None) -> list[Prompts]:
         device, dtype = self._model.device, self._model.dtype
-        return prompts_of(
-            members.prompts,
-            memory.rows.first_prompt,
-            self._storage,
-            lambda pool, chunks: HostPrompts(
-                pool, chunks, memory.index, device, self._row_shape, dtype, self._transfers
-            ),
-        )
+
+        def make(place: Place, pool: KVPool, chunks: Sequence[Prefill], slots: Tensor) -> Prompts:
+            if place.host_attends:
+                return HostPrompts(
+                    pool, chunks, memory.index, device, self._row_shape, dtype, self._transfers
+                )
+            if stream is not None and isinstance(pool, SwappedPool):
+                return SwappedPrompts(pool, chunks, slots, stream, memory.index)
+            return DevicePrompts(pool, chunks)
+
+        return prompts_of(members.prompts, memory.rows.first_prompt, self._storage, make)
 
     def _store(self, memory: Memory, layer: int) -> Store | None:
         """Where k and v go with the rotation; there is one such place at most."""
         for place in self._storage.places:
-            store = self._storage[place].layer(layer).store(memory.inputs.slots)
-            if store is not None:
-                return store
+            pool = self._storage[place]
+            if pool.stores_early:
+                return pool.layer(layer).store(memory.inputs.slots)
         return None
 
     def _fill(self, memory: Memory, members: Members) -> None:
@@ -203,7 +253,9 @@ class ProgramBuilder:
         staged, rows = memory.staged, memory.rows
         token_ids, positions, slots = (x.numpy() for x in (staged.token_ids, staged.positions, staged.slots))
         context_lens, block_tables = staged.context_lens.numpy(), staged.block_tables.numpy()
+        decode_slots = staged.decode_slots.numpy()
         token_ids[:], positions[:], slots[:], context_lens[:], block_tables[:] = 0, 0, -1, 0, 0
+        decode_slots[:] = -1
         block_size, first_table = self._storage.block_size, 0
         for index, (place, sequences) in enumerate(zip(self._storage.places, members.decodes, strict=True)):
             start, count = rows.starts[index], len(sequences)
@@ -212,9 +264,11 @@ class ProgramBuilder:
             if place.host_attends:
                 continue
             context_lens[first_table : first_table + count] = [s.context_len for s in sequences]
-            slots[start : start + count] = [
-                s.block_table[s.start // block_size] * block_size + s.start % block_size for s in sequences
-            ]
+            stored = [decode_slot(sequence, block_size) for sequence in sequences]
+            if self._storage[place].stores_early:
+                slots[start : start + count] = stored
+            else:
+                decode_slots[first_table : first_table + count] = stored
             for row, sequence in zip(block_tables[first_table:], sequences, strict=False):
                 row[: len(sequence.block_table)] = sequence.block_table
             first_table += rows.decodes[index]
@@ -229,7 +283,7 @@ class ProgramBuilder:
             end = row + len(sequence.token_ids)
             token_ids[row:end] = sequence.token_ids
             positions[row:end] = where = np.arange(sequence.start, sequence.context_len)
-            if not sequence.place.in_host_memory:
+            if self._storage[sequence.place].stores_early:
                 slots[row:end] = slots_of(sequence.block_table, where, block_size)
             row = end
 
@@ -240,6 +294,11 @@ class ProgramBuilder:
         for sequence, row in members.placed(memory.rows) if rows_of_tokens else ():
             if sequence.token_ids[-1] == UNKNOWN_TOKEN:
                 sources[row + len(sequence.token_ids) - 1] = rows_of_tokens[sequence.request_id]
+
+
+def decode_slot(sequence: ScheduledSequence, block_size: int) -> int:
+    """Return where the KV of a decode's token is stored."""
+    return int(sequence.block_table[sequence.start // block_size]) * block_size + sequence.start % block_size
 
 
 def num_last_rows(sequence: ScheduledSequence) -> int:

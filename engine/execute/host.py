@@ -116,7 +116,7 @@ class Relays:
         computing: Relay | None = None  # that attends and multiplies
         for place in storage.places:
             pool = storage[place]
-            if not place.in_host_memory:
+            if not place.host_attends:
                 continue
             layers = []
             for index, window in enumerate(config.layer_windows):
@@ -124,9 +124,7 @@ class Relays:
                 assert isinstance(layer, HostLayer)
                 layers.append(layer.for_relay(window))
             make = partial(Relay, layers, block_size=pool.block_size, scale=config.attention_scale)
-            self._transfers[pool] = make()
-            if place.host_attends:
-                computing = make()
+            self._transfers[pool], computing = make(), make()
         self._computing = computing or Relay((), num_layers=config.num_layers)
         self._computed: Sequence[HostBatch | HostProduct | HostExperts] = ()
         self._swaps: dict[KVPool, list[HostTransfer]] = {}

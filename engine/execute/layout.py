@@ -107,6 +107,7 @@ class Bucket:
     sub_batches: tuple[Rows, ...]
     max_blocks: int  # of a row of the block tables of decodes that the device attends for
     has_copies: bool = False  # whether blocks move, so that layers have to wait for them
+    swapped_blocks: int = 0  # the first ones of their place, that come to the device for each layer
 
     @classmethod
     def of(cls, plan: IterationPlan, members: Sequence[Members], places: Sequence[Place]) -> Self:
@@ -118,7 +119,13 @@ class Bucket:
             if not place.host_attends
             for sequence in sequences
         )
-        return cls(tuple(each.rows for each in members), max(tables, default=0), bool(plan.copies))
+        swapped = (
+            int(sequence.block_table.max()) + 1
+            for sequence in plan.sequences
+            if sequence.place.is_swapped and sequence.start
+        )
+        rows = tuple(each.rows for each in members)
+        return cls(rows, max(tables, default=0), bool(plan.copies), max(swapped, default=0))
 
     def rounded(self) -> "Bucket":
         """Return the sizes of the graphs that serve this iteration and many like it.
@@ -132,6 +139,7 @@ class Bucket:
             tuple(_with_prompts(rows) if has_prompts else _decodes(rows) for rows in self.sub_batches),
             max(_power_of_two(table), MIN_BLOCKS) if table else 0,
             self.has_copies,
+            _round_swapped(self.swapped_blocks),
         )
 
     @property
@@ -175,6 +183,12 @@ def round_tokens(count: int) -> int:
     """Return the next number of tokens that there are graphs for."""
     step = max(TOKEN_STEP, 1 << max((count - 1).bit_length() - 5, 0))
     return -(-count // step) * step
+
+
+def _round_swapped(blocks: int) -> int:
+    """What comes for nothing costs time on the bus: it is at most an eighth, if there are many."""
+    step = max(MIN_BLOCKS, 1 << max((blocks - 1).bit_length() - 4, 0))
+    return -(-blocks // step) * step
 
 
 def _decodes(rows: Rows) -> Rows:

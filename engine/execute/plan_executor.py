@@ -101,9 +101,9 @@ class PlanExecutor(Executor):
             self._workspace = Workspace(
                 stages, storage.places, capacity, num_programs, has_graphs=self._has_graphs
             )
-        self._has_graphs = self._has_graphs and self._workspace.fits_graphs
-        self._builder = ProgramBuilder(stages, storage, self._workspace)
-        has_host = model.has_splits or any(place.in_host_memory for place in storage.places)
+            self._builder = ProgramBuilder(stages, storage, self._workspace, capacity.decodes)
+        self._has_graphs = self._has_graphs and self.fits_graphs
+        has_host = model.has_splits or any(place.host_attends for place in storage.places)
         self._relays = Relays(model.config, storage) if has_host and self._may_use_flags else None
         self._pause = 0  # iterations for which graphs are not tried
         self._ladder_changes = ladder.changes  # when graphs were captured
@@ -119,7 +119,7 @@ class PlanExecutor(Executor):
     @property
     def fits_graphs(self) -> bool:
         """Whether the memory is such that a GPU's graphs can use it: pinned, where it is the host's."""
-        return self._workspace.fits_graphs
+        return self._workspace.fits_graphs and self._builder.fits_graphs
 
     @property
     def runs_ahead(self) -> bool:
@@ -151,7 +151,7 @@ class PlanExecutor(Executor):
 
     @property
     def _may_use_flags(self) -> bool:
-        return self._uses_gpu and ladder.rung("graphs") == "host-flags" and self._workspace.fits_graphs
+        return self._uses_gpu and ladder.rung("graphs") == "host-flags" and self.fits_graphs
 
     def start(self, plan: IterationPlan) -> Wait:
         """See `Executor`."""

@@ -29,6 +29,8 @@ Each sub-batch has one set of buffers for q, k, v and o, used by all layers: the
 
 Staggered decodes join the linear stages of sub-batch 0; nobody waits for their attention. See `staggered`.
 
+KV that is swapped comes to the device a layer ahead, and what is new of it leaves: see `swapping`.
+
 Of matrices that lie in host memory, too, the CPU has a part in the linear stages: see `split_products`.
 """
 
@@ -48,6 +50,7 @@ from neo_desktop.engine.execute.outputs import Outputs
 from neo_desktop.engine.execute.prompts import Prompts
 from neo_desktop.engine.execute.split_products import HostProduct, SplitPass, WeightStream
 from neo_desktop.engine.execute.staggered import Staggered
+from neo_desktop.engine.execute.swapping import NewRows, WindowStream
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.execute.transfers import HostTransfer, Moves
 from neo_desktop.engine.execute.workspace import BatchMemory, Memory, Workspace
@@ -109,6 +112,8 @@ class DeviceDecodes:
     pool: KVPool
     block_tables: Tensor
     context_lens: Tensor
+    slots: Tensor  # where attention stores k and v, if they are not stored with the rotation
+    new_rows: NewRows | None = None  # where k and v go besides, if the pool is swapped
 
 
 @dataclass
@@ -136,6 +141,7 @@ class Program:
         moves: the blocks that change their place.
         outputs: what is asked of it.
         chooses: whether the most probable tokens are chosen within the last part, for all rows.
+        window: brings swapped KV to the device; None: nobody attends to any.
     """
 
     def __init__(
@@ -148,6 +154,7 @@ class Program:
         outputs: Outputs,
         *,
         chooses: bool,
+        window: WindowStream | None = None,
     ) -> None:
         self._stages = stages
         self._config = stages.decoder.config
@@ -157,6 +164,7 @@ class Program:
         self._moves = moves
         self.outputs = outputs
         self._chooses = chooses
+        self._window = window
         # What ends the last layer: for the rows of each sub-batch, or for those of all that are needed.
         self._finishing = self._finishing_passes()
         self._stream = self._weight_stream()
@@ -167,7 +175,7 @@ class Program:
     def key(self) -> object:
         """What programs have in common whose fixed parts are the same."""
         sets = tuple(each.staggered.old for each in self._passes if each.staggered is not None)
-        return self.bucket, self._has_cuts, self._chooses, sets
+        return self.bucket, self._has_cuts, self._chooses, self._window is not None, sets
 
     @property
     def bucket(self) -> Bucket:
@@ -202,13 +210,13 @@ class Program:
 
     @property
     def _has_fixed_layers(self) -> bool:
-        """Whether layers are fixed: all or none, since pieces of weights flow through them."""
-        return self._stream is None or self._chooses
+        """Whether layers are fixed: all or none, where pieces of weights or swapped KV flow through them."""
+        return self._chooses or (self._stream is None and self._window is None)
 
     @property
     def _has_cuts(self) -> bool:
         """Whether something has to happen before each layer that is not fixed."""
-        return bool(self._moves.transfers) or any(
+        return self._moves.has_any or any(
             prompts.transfers_ahead for each in self._passes for prompts in each.prompts
         )
 
@@ -239,6 +247,9 @@ class Program:
         for each in self._passes:
             if each.staggered is not None:
                 each.staggered.memory.end_turn()
+            for decodes in each.decodes:
+                if decodes.new_rows is not None:
+                    decodes.new_rows.store()
 
     def parts(self) -> list[Part]:
         """Return all stages, in order."""
@@ -246,6 +257,8 @@ class Program:
         build.add(self._bring_inputs, is_fixed=False)
         if self._has_cuts:
             build.add(partial(self._bring_kv, 0), is_fixed=False)
+        elif self._window is not None:
+            build.add(self._window.allow_all, is_fixed=self._has_fixed_layers)
         for layer in range(self._config.num_layers):
             if self._has_cuts:
                 build.add(partial(self._begin_layer, layer), is_fixed=False)
@@ -253,6 +266,8 @@ class Program:
                 build.add(partial(self._step, each, layer), is_fixed=self._has_fixed_layers)
                 if each.prompts:
                     build.add(partial(self._attend_to_prompts, each, layer), is_fixed=False)
+            if self._window is not None:
+                build.add(partial(self._end_layer, self._window, layer), is_fixed=self._has_fixed_layers)
         build.add(self._collect_last, is_fixed=self._has_fixed_layers)
         if self._chooses:
             build.add(self._choose, is_fixed=True)
@@ -278,6 +293,8 @@ class Program:
     def _bring_kv(self, layer: int, recorder: Recorder) -> None:
         """Start to bring what layer `layer` needs to where it is needed."""
         self._moved[layer] = self._moves.submit(recorder, layer)
+        if self._window is not None:
+            self._window.allow(recorder, layer, self._moved[layer])
         for each in self._passes:
             for prompts in each.prompts:
                 prompts.fetch(recorder, layer)
@@ -286,6 +303,9 @@ class Program:
         if layer + 1 < self._config.num_layers:
             self._bring_kv(layer + 1, recorder)
         recorder.wait(self._moved[layer])
+
+    def _end_layer(self, window: WindowStream, layer: int, recorder: Recorder) -> None:
+        window.used(recorder, layer)
 
     def _step(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:
         """Go from the attention of the layer before to that of this one; prompts' follows."""
@@ -298,10 +318,13 @@ class Program:
             batch = hand_off.batch
             hand_off.attended = recorder.host(Lane.CPU, batch.stage(layer), batch.step(layer), (sent,))
         exchanged = () if each.staggered is None else each.staggered.exchange(recorder, layer, linear)
-        if each.decodes:
-            count = sum(len(decodes.context_lens) for decodes in each.decodes)
-            stage = Stage("attention", layer, memory.index, count)
-            recorder.run(Lane.DEVICE, stage, partial(self._attend, each, layer))
+        for decodes in each.decodes:
+            stage = Stage("attention", layer, memory.index, len(decodes.context_lens))
+            if decodes.new_rows is not None and self._window is not None:
+                recorder.wait(self._window.arrived(layer))
+            attended = recorder.run(Lane.DEVICE, stage, partial(self._attend, each, decodes, layer))
+            if decodes.new_rows is not None:
+                decodes.new_rows.send(recorder, layer, attended)
         recorder.wait(exchanged)
 
     def _advance(self, each: SubBatchPass, layer: int, recorder: Recorder) -> Signal:
@@ -415,24 +438,24 @@ class Program:
         rows = each.memory.state.qkv[hand_off.rows]
         target.copy_(rows.view(target.shape), non_blocking=True)
 
-    def _attend(self, each: SubBatchPass, layer: int) -> None:
-        config, memory = self._config, each.memory
-        q, k, v = self._stages.heads(memory.state)
-        window, out = config.layer_windows[layer], memory.state.attention
-        for decodes in each.decodes:
-            rows, cache = decodes.rows, decodes.pool.layer(layer)
-            cache.decode(
-                q[rows],
-                None if cache.stores_early else k[rows],
-                None if cache.stores_early else v[rows],
-                memory.inputs.slots[rows],
-                decodes.block_tables,
-                decodes.context_lens,
-                out[rows],
-                config.attention_scale,
-                window,
-                partial(self._workspace.partials, len(decodes.context_lens)),
-            )
+    def _attend(self, each: SubBatchPass, decodes: DeviceDecodes, layer: int) -> None:
+        config, state, rows = self._config, each.memory.state, decodes.rows
+        q, k, v = self._stages.heads(state)
+        stores_early = decodes.pool.stores_early
+        decodes.pool.layer(layer).decode(
+            q[rows],
+            None if stores_early else k[rows],
+            None if stores_early else v[rows],
+            decodes.slots,
+            decodes.block_tables,
+            decodes.context_lens,
+            state.attention[rows],
+            config.attention_scale,
+            config.layer_windows[layer],
+            partial(self._workspace.partials, len(decodes.context_lens)),
+        )
+        if decodes.new_rows is not None:
+            decodes.new_rows.keep(layer, self._stages.keys_values(state)[:, rows])
 
     def _end(self, state: State, out: Tensor) -> None:
         if self._stream is None:

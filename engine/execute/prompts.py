@@ -18,6 +18,7 @@ from neo_desktop.engine.execute.transfers import NUM_BUFFERS, FromHost, HostTran
 from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.placement import Place
 
 
 class Prompts(Protocol):
@@ -94,7 +95,7 @@ class DevicePrompts:
     ) -> None:
         """See `Prompts`."""
         cache = self._pool.layer(layer)
-        if not cache.stores_early:
+        if not self._pool.stores_early:
             cache.write(kv[0, self._rows], kv[1, self._rows], self._slots)
         for group in self._groups:
             contexts = kv[:, group.rows]
@@ -214,7 +215,7 @@ def prompts_of(
     sequences: Sequence[ScheduledSequence],
     first_row: int,
     storage: KVStorage,
-    make_host: Callable[[KVPool, Sequence[Prefill]], Prompts],
+    make: Callable[[Place, KVPool, Sequence[Prefill], Tensor], Prompts],
 ) -> list[Prompts]:
     """Return the prompts of a sub-batch by place.
 
@@ -222,17 +223,19 @@ def prompts_of(
         sequences: the chunks, those of a place adjacent.
         first_row: of them in the sub-batch.
         storage: holds the KV.
-        make_host: for those in host memory.
+        make: makes them, of a place, its pool, the chunks, and where their own tokens are stored: slots,
+            [tokens] int64 in host memory.
     """
     prompts: list[Prompts] = []
     row = first_row
     for place, group in groupby(sequences, key=lambda sequence: sequence.place):
-        pool, chunks = storage[place], []
+        pool, chunks, new = storage[place], [], []
         for sequence in group:
             begin, row = row, row + len(sequence.token_ids)
             slots = slots_of(sequence.block_table, np.arange(sequence.context_len), pool.block_size)
+            new.append(slots[sequence.start :])
             chunks.append(Prefill(slice(begin, row), sequence.start, upload(slots, torch.int64, pool.device)))
-        prompts.append(make_host(pool, chunks) if place.in_host_memory else DevicePrompts(pool, chunks))
+        prompts.append(make(place, pool, chunks, torch.from_numpy(np.concatenate(new))))
     return prompts
 
 

@@ -17,7 +17,7 @@ from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.lane import HostStep, Lane, Recorder, Signal
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.kv.layer import Rows
-from neo_desktop.engine.kv.storage import CopyGroup, KVPool
+from neo_desktop.engine.kv.storage import CopyGroup, KVPool, PoolRows
 from neo_desktop.engine.kv.transfer import HostBuffer
 from neo_desktop.native.relay import RelayTransfer, empty_flags
 
@@ -115,22 +115,21 @@ class Moves:
     """
 
     def __init__(self, groups: Sequence[CopyGroup], make: "TransferMemory") -> None:
-        self._pieces: list[tuple[CopyGroup, Tensor, Tensor, ToHost | FromHost]] = []
+        self._pieces: list[_Move] = []
         for group in groups:
             pieces = (torch.split(s, TOKENS_AT_ONCE) for s in (group.source_slots, group.target_slots))
-            for old, new in zip(*pieces, strict=True):
-                way: ToHost | FromHost
-                if group.is_to_host:
-                    way = ToHost(make.transfer(NAME, group.target, new, to_host=True), Lane.SWAP)
-                else:
-                    way = FromHost(make.transfer(NAME, group.source, old, to_host=False))
-                self._pieces.append((group, old, new, way))
+            self._pieces += [_piece(group, old, new, make) for old, new in zip(*pieces, strict=True)]
         self._set_up: Signal | None = None
+
+    @property
+    def has_any(self) -> bool:
+        """Whether any block moves."""
+        return bool(self._pieces)
 
     @property
     def transfers(self) -> list[HostTransfer]:
         """The CPU's part, in order."""
-        return [way.host for *_, way in self._pieces]
+        return [piece.way.host for piece in self._pieces if not isinstance(piece, _DirectMove)]
 
     def submit(self, recorder: Recorder, layer: int) -> tuple[Signal, ...]:
         """Give a layer's moves to the lanes; return what ends with all of them."""
@@ -138,31 +137,74 @@ class Moves:
             return ()
         if self._set_up is None:
             self._set_up = recorder.mark()  # the slots must have arrived
-        ends = []
-        for group, old, new, way in self._pieces:
-            if isinstance(way, ToHost):
-                read = partial(_read, group.source, layer, old)
-                _, end = way.submit(recorder, layer, read, (self._set_up,))
-            else:
-                end = way.submit(recorder, layer, partial(_write, group.target, layer, new), (self._set_up,))
-            ends.append(end)
-        return tuple(ends)
+        return tuple(piece.submit(recorder, layer, (self._set_up,)) for piece in self._pieces)
 
 
-def _read(pool: KVPool, layer: int, slots: Tensor, buffer: Rows) -> None:
-    rows = (
-        buffer
-        if pool.device.type == "cpu"
-        else torch.empty(buffer.shape, dtype=buffer.dtype, device=pool.device)
-    )
-    pool.layer(layer).read(slots, rows)
-    if rows is not buffer:
+@dataclass(frozen=True, slots=True)
+class _MoveToPages:
+    source: KVPool
+    rows: PoolRows
+    way: ToHost
+
+    def submit(self, recorder: Recorder, layer: int, after: Sequence[Signal]) -> Signal:
+        _, end = self.way.submit(recorder, layer, partial(self._read, layer), after)
+        return end
+
+    def _read(self, layer: int, buffer: Rows) -> None:
+        if self.source.device.type == "cpu":
+            self.rows.read(layer, buffer)
+            return
+        rows = torch.empty(buffer.shape, dtype=buffer.dtype, device=self.source.device)
+        self.rows.read(layer, rows)
         buffer.copy_(rows, non_blocking=True)
 
 
-def _write(pool: KVPool, layer: int, slots: Tensor, buffer: Rows) -> None:
-    rows = buffer.to(pool.device, non_blocking=True)
-    pool.layer(layer).write(rows[0], rows[1], slots)
+@dataclass(frozen=True, slots=True)
+class _MoveFromPages:
+    target: KVPool
+    rows: PoolRows
+    way: FromHost
+
+    def submit(self, recorder: Recorder, layer: int, after: Sequence[Signal]) -> Signal:
+        return self.way.submit(recorder, layer, partial(self._write, layer), after)
+
+    def _write(self, layer: int, buffer: Rows) -> None:
+        self.rows.write(layer, buffer.to(self.target.device, non_blocking=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _DirectMove:
+    """Between places that the device attends to: the CPU has no part in it."""
+
+    source: KVPool
+    num_rows: int
+    old: PoolRows
+    new: PoolRows
+
+    def submit(self, recorder: Recorder, layer: int, after: Sequence[Signal]) -> Signal:
+        stage = Stage(NAME, layer, NO_SUB_BATCH, self.num_rows)
+        return recorder.run(Lane.SWAP, stage, partial(self._copy, layer), after)
+
+    def _copy(self, layer: int) -> None:
+        pool = self.source
+        rows = torch.empty(2, self.num_rows, *pool.row_shape, dtype=pool.dtype, device=pool.device)
+        self.old.read(layer, rows)
+        self.new.write(layer, rows)
+
+
+_Move = _MoveToPages | _MoveFromPages | _DirectMove
+
+
+def _piece(group: CopyGroup, old: Tensor, new: Tensor, make: "TransferMemory") -> _Move:
+    source, target = group.source, group.target
+    if group.to_pages:
+        way = ToHost(make.transfer(NAME, target, new, to_host=True), Lane.SWAP)
+        return _MoveToPages(source, source.rows_at(old), way)
+    if group.from_pages:
+        return _MoveFromPages(
+            target, target.rows_at(new), FromHost(make.transfer(NAME, source, old, to_host=False))
+        )
+    return _DirectMove(source, len(old), source.rows_at(old), target.rows_at(new))
 
 
 class TransferMemory:

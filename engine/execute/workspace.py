@@ -30,8 +30,9 @@ class Inputs:
     token_ids: Tensor  # [rows]
     sources: Tensor  # [rows]; where in `Memory.table` a row's token is; not used without a table
     positions: Tensor  # [rows]
-    slots: Tensor  # [rows]; -1: the KV is stored nowhere, or in memory that the CPU attends to
+    slots: Tensor  # [rows], where the rotation stores KV; -1: it does not
     context_lens: Tensor  # [decodes that the device attends for]
+    decode_slots: Tensor  # [decodes that the device attends for]: where that stores KV; -1: it does not
     block_tables: Tensor  # [decodes that the device attends for, max_blocks]
     staggered_positions: Tensor  # [layers, staggered], of those that stand at each stage but the last
 
@@ -109,7 +110,8 @@ class Workspace:
         ]
         decodes, heads, head_dim = capacity.decodes, config.num_heads, config.head_dim
         num_rows = sum(len(state.residual) for state in self._states)
-        num_ints = 4 * num_rows + 2 * decodes * (1 + max(capacity.blocks, 1))
+        num_tables = 2 * decodes * sum(not place.host_attends for place in places)
+        num_ints = 4 * num_rows + num_tables * (2 + max(capacity.blocks, 1))
         num_ints += config.num_layers * MAX_STAGGERED
         self._is_staged = device.type != "cpu" or has_graphs
         self._staged = [
@@ -192,7 +194,7 @@ class Workspace:
         shapes = [
             (
                 *((rows.count,),) * 4,
-                (decodes,),
+                *((decodes,),) * 2,
                 (decodes, bucket.max_blocks),
                 (self._config.num_layers, rows.staggered),
             )
@@ -277,7 +279,7 @@ def device_bytes(config: ModelConfig, dtype: torch.dtype, capacity: Capacity, nu
     parts = max(num_programs // config.num_kv_heads, 1) * config.num_heads * (config.head_dim + 1)
     slots = config.num_layers * MAX_STAGGERED
     staggered = slots * (2 * config.hidden_size * dtype.itemsize + 8 * config.head_dim)
-    ints = 5 * rows + 2 * capacity.decodes * (4 + capacity.blocks) + slots
+    ints = 5 * rows + 2 * capacity.decodes * (5 + capacity.blocks) + slots
     nowhere = torch.device("meta")
     scratch = Scratch.empty(config, capacity.tokens, dtype, nowhere)
     states = [State.empty(config, n, dtype, nowhere, scratch) for n in (capacity.tokens, capacity.decodes)]

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
-from neo_desktop.engine.kv.layer import KVLayer, slots_of
+from neo_desktop.engine.kv.layer import KVLayer, Rows, slots_of
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.config import ModelConfig
 
@@ -39,6 +39,7 @@ class KVPool:
         device: whose memory it is.
         kind: how it is used; None: as fits the device.
         sinks: those of each layer `[heads]`, of a model that has some; see `KVLayer.decode`.
+        memory_of_layers: of each layer which part of the memory it has; None: one of its own.
 
     Raises:
         ValueError: int8 was asked for where it cannot be.
@@ -53,6 +54,7 @@ class KVPool:
         device: torch.device,
         kind: type[KVLayer] | None = None,
         sinks: Sequence[Tensor] | None = None,
+        memory_of_layers: Sequence[int] | None = None,
     ) -> None:
         assert (sinks is not None) == config.attention_sinks
         self.kind = kind or layer_kind(device)
@@ -60,19 +62,31 @@ class KVPool:
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        self.parts = self.kind.allocate(config, num_blocks, block_size, dtype, device)
+        memory_of_layers = memory_of_layers or range(config.num_layers)
+        in_memory = replace(config, num_layers=max(memory_of_layers) + 1)
+        self.parts = self.kind.allocate(in_memory, num_blocks, block_size, dtype, device)
+        self.row_shape = config.num_kv_heads, config.head_dim
         self._layers = [
             self.kind(
-                tuple(part[index] for part in self.parts),
+                tuple(part[memory] for part in self.parts),
                 block_size,
                 None if sinks is None else sinks[index].to(device, torch.float32),
             )
-            for index in range(config.num_layers)
+            for index, memory in enumerate(memory_of_layers)
         ]
 
     def layer(self, index: int) -> KVLayer:
         """Return one layer."""
         return self._layers[index]
+
+    @property
+    def stores_early(self) -> bool:
+        """Whether rows are stored with the rotation, and not by attention."""
+        return self.kind.stores_early
+
+    def rows_at(self, slots: Tensor) -> "PoolRows":
+        """Return the rows at some slots, [n] int64 in host memory, all different."""
+        return PoolRows(self, slots)
 
     def with_layers(self, indices: Iterable[int]) -> "KVPool":
         """Return a pool that has these layers in their order, in the same memory; `parts` stay all of it."""
@@ -81,15 +95,37 @@ class KVPool:
         return pool
 
 
+class PoolRows:
+    """Rows of a pool at some slots, as the model's device reads and writes them: all of it is work for it.
+
+    Args:
+        pool: whose.
+        slots: [n] int64 in host memory, all different.
+    """
+
+    def __init__(self, pool: KVPool, slots: Tensor) -> None:
+        self._pool = pool
+        self._slots = upload(slots, torch.int64, pool.device)
+
+    def read(self, layer: int, out: Rows) -> None:
+        """Copy them to memory of the pool's device."""
+        self._pool.layer(layer).read(self._slots, out)
+
+    def write(self, layer: int, rows: Rows) -> None:
+        """Copy rows there."""
+        self._pool.layer(layer).write(rows[0], rows[1], self._slots)
+
+
 @dataclass(frozen=True, slots=True)
 class CopyGroup:
     """Copies from one place to another that can be carried out in any order."""
 
     source: KVPool
-    source_slots: Tensor  # [n] int64 on the source's device
+    source_slots: Tensor  # [n] int64 in host memory; target_slots likewise
     target: KVPool
-    target_slots: Tensor  # [n] int64 on the target's device
-    is_to_host: bool  # whether the target lies in host memory; the source does otherwise
+    target_slots: Tensor
+    from_pages: bool  # whether the CPU has to read the source, in pages of host memory
+    to_pages: bool  # whether it has to write to the target
 
 
 class KVStorage:
@@ -134,12 +170,13 @@ class KVStorage:
 
     def _group(self, copies: Sequence[BlockCopy]) -> CopyGroup:
         source, target = self._pools[copies[0].source], self._pools[copies[0].target]
-        old = upload([each.source_block for each in copies], torch.int64, source.device)
-        new = upload([each.target_block for each in copies], torch.int64, target.device)
+        old = torch.tensor([each.source_block for each in copies])
+        new = torch.tensor([each.target_block for each in copies])
         return CopyGroup(
             source,
             slots_of(old, source.block_size),
             target,
             slots_of(new, target.block_size),
-            is_to_host=copies[0].target.in_host_memory,
+            from_pages=copies[0].source.host_attends,
+            to_pages=copies[0].target.host_attends,
         )

@@ -42,7 +42,8 @@ from neo_desktop.models.decoder import Decoder
 CPU = torch.device("cpu")
 PATIENCE_S = 20.0  # for what must come at once; only a defect waits for so long
 NUM_BLOCKS = 24
-LANES = tuple(lane for lane in Lane if lane is not Lane.WEIGHTS)  # which models in host memory use
+# All but those of weights in host memory, and of KV that is swapped.
+LANES = tuple(lane for lane in Lane if lane not in (Lane.WEIGHTS, Lane.SWAP_IN, Lane.SWAP_OUT))
 
 
 def make_executor(

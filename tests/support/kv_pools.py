@@ -3,10 +3,12 @@
 import torch
 
 from neo_desktop.engine.kv.storage import KVPool
+from neo_desktop.engine.kv.swapped import SwappedPool
 
 
 def spoiled(pool: KVPool) -> KVPool:
     """Fill a pool with what must never be read: NaN, of int8 in the scales."""
-    for part in pool.parts:
+    homes = pool.homes if isinstance(pool, SwappedPool) else ()
+    for part in (*pool.parts, *homes):
         part.fill_(torch.nan if part.is_floating_point() else 99)
     return pool

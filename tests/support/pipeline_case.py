@@ -22,6 +22,7 @@ from neo_desktop.engine.batch import (
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layer import KVLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.kv.swapped import SwappedPool
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import ModelConfig
@@ -78,12 +79,12 @@ def make_storage(
     """
     if model.device.type != "cpu":
         device_kind = None
-    devices = {Place.DEVICE: model.device, Place.HOST: torch.device("cpu")}
-    kinds = {Place.DEVICE: device_kind, Place.HOST: None}
+    devices = dict.fromkeys(num_blocks, model.device) | {Place.HOST: torch.device("cpu")}
+    kinds = dict.fromkeys(num_blocks, device_kind) | {Place.HOST: None}
     return KVStorage(
         {
             place: spoiled(
-                KVPool(
+                (SwappedPool if place.is_swapped else KVPool)(
                     model.config,
                     count,
                     block_size,
@@ -242,7 +243,7 @@ class RandomIterations:
         parts: list[list[ScheduledSequence]] = [[] for _ in range(self._rng.choice((1, 2, 2, 2)))]
         for sequence in sequences:
             self._rng.choice(parts).append(sequence)
-        order = PLACES
+        order = self._places
         for part in parts:
             part.sort(key=lambda s: (order.index(s.place), s.is_decode))
         return tuple(SubBatch(tuple(part)) for part in parts)

@@ -1,0 +1,145 @@
+"""KV that lies in host memory and comes to the device, layer by layer, to be attended to there.
+
+Some layers are resident: their KV stays on the device, so that there is something to compute while the first
+of the others is on its way. Those take turns in a window of a few slots, each of which holds one layer:
+
+    layer      0         1       2       3       4       5       ..
+    lies in    device    host    host    host    host    host
+    comes to             slot 0  slot 1  slot 0  slot 1  slot 0
+
+A block has the same number in every layer, in host memory and in the window: a request has one block table,
+and whoever attends sees a layer as always. In host memory rows follow each other by slots: no head, no page
+is apart, and what is brought or stored is copied in one piece wherever slots follow each other.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.cuda.pinned import pinned_bytes
+from neo_desktop.engine.kv.layer import KVLayer, Rows
+from neo_desktop.engine.kv.storage import KVPool, PoolRows
+from neo_desktop.models.config import ModelConfig
+
+WINDOW = 2  # layers on the device that are not resident: one is attended to while the next one comes
+
+
+class SwappedPool(KVPool):
+    """K and V of all blocks of a place whose KV is swapped.
+
+    Args:
+        config: the model's.
+        num_blocks: in each layer.
+        block_size: tokens per block.
+        dtype: of K and V.
+        device: that attends to them.
+        kind: how they lie there; None: as fits the device.
+        sinks: see `KVPool`.
+        num_resident: layers that stay there, at least one.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kind: type[KVLayer] | None = None,
+        sinks: Sequence[Tensor] | None = None,
+        num_resident: int = 1,
+    ) -> None:
+        num_layers = config.num_layers
+        resident = min(max(num_resident, 1), num_layers)
+        # They are spread evenly, so that what has to come is, too. The first one is resident.
+        swapped = [layer for layer in range(num_layers) if layer * resident % num_layers >= resident]
+        self._turns = {layer: turn for turn, layer in enumerate(swapped)}
+        own = iter(range(resident))
+        slots = [
+            resident + self._turns[layer] % WINDOW if layer in self._turns else next(own)
+            for layer in range(num_layers)
+        ]
+        super().__init__(config, num_blocks, block_size, dtype, device, kind, sinks, slots)
+        # [layers, slots, kv_heads, head_dim] each: of those that are not resident.
+        shape = (len(swapped), num_blocks * block_size, config.num_kv_heads, config.head_dim)
+        self.homes = _host_memory(shape, dtype, device), _host_memory(shape, dtype, device)
+
+    @property
+    def stores_early(self) -> bool:
+        """See `KVPool`; with the rotation the layer may still be on its way."""
+        return False
+
+    @property
+    def swapped_layers(self) -> tuple[int, ...]:
+        """Those that lie in host memory, in order."""
+        return tuple(self._turns)
+
+    def turn(self, layer: int) -> int | None:
+        """Return which of the swapped layers a layer is; None: it is resident."""
+        return self._turns.get(layer)
+
+    def bring(self, layer: int, num_blocks: int) -> None:
+        """Start to bring the first blocks of a swapped layer to its slot of the window."""
+        turn, end = self._turns[layer], num_blocks * self.block_size
+        k, v = self.homes
+        self.layer(layer).fill(k[turn, :end], v[turn, :end])
+
+    def rows_at(self, slots: Tensor) -> "SwappedRows":
+        """See `KVPool`."""
+        return SwappedRows(self, slots)
+
+    def store(self, slots: Tensor, rows: Tensor) -> None:
+        """Store rows of all swapped layers in host memory, once nothing is under way.
+
+        Args:
+            slots: [tokens] int64 in host memory.
+            rows: [swapped layers, 2, tokens, kv_heads, head_dim] in host memory.
+        """
+        for index, home in enumerate(self.homes):
+            home.index_copy_(1, slots, rows[:, index])
+
+
+class SwappedRows(PoolRows):
+    """See `PoolRows`; of layers that are not resident they are copied from host memory and to it."""
+
+    def __init__(self, pool: SwappedPool, slots: Tensor) -> None:
+        super().__init__(pool, slots)
+        self._swapped = pool
+        self._runs = list(_runs(slots))
+
+    def read(self, layer: int, out: Rows) -> None:
+        """See `PoolRows`."""
+        turn = self._swapped.turn(layer)
+        if turn is None:
+            super().read(layer, out)
+            return
+        for home, rows in zip(self._swapped.homes, out, strict=True):
+            for first, slot, count in self._runs:
+                rows[first : first + count].copy_(home[turn, slot : slot + count], non_blocking=True)
+
+    def write(self, layer: int, rows: Rows) -> None:
+        """See `PoolRows`."""
+        turn = self._swapped.turn(layer)
+        if turn is None:
+            super().write(layer, rows)
+            return
+        for home, each in zip(self._swapped.homes, rows.contiguous(), strict=True):
+            for first, slot, count in self._runs:
+                home[turn, slot : slot + count].copy_(each[first : first + count], non_blocking=True)
+
+
+def _runs(slots: Tensor) -> list[tuple[int, int, int]]:
+    """Return `(first row, its slot, rows)` of rows whose slots follow each other."""
+    numbers = slots.numpy()
+    begins = np.flatnonzero(np.diff(numbers, prepend=numbers[:1] - 2) != 1).tolist()
+    ends = [*begins[1:], len(numbers)]
+    return [(begin, int(numbers[begin]), end - begin) for begin, end in zip(begins, ends, strict=True)]
+
+
+def _host_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return torch.empty(shape, dtype=dtype)
+    return pinned_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
