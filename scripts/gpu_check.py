@@ -24,6 +24,10 @@ from neo_desktop.app.commands.terminal import stdout
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.predict.weight_plan import least_gpu_bytes
+from neo_desktop.engine.profiling.rates import measured_rates
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.shapes import shape as published_shape
 
 SHAPES = {"cuda": "llama-2-7b", "cpu": "tiny"}  # a CPU shows that the script works, not how fast anything is
 WORST_AUTO = 0.97  # of the throughput of gpu-only
@@ -65,32 +69,37 @@ def check_logits(device: str) -> None:
 def check_policies(device: str) -> None:
     """The same tokens wherever the KV lives, with KV of up to ten times the GPU-cache."""
     batch = [prompt for _ in range(4) for prompt in prompts(3000)]
-    results: dict[tuple[str, int | None], list[tuple[int, ...]]] = {}
+    results: list[list[tuple[int, ...]]] = []
+    # With weights in host memory, too, as the last of each says: GiB of them on the GPU.
     caches = (
-        ("gpu-only", None),
-        ("gpu-only", 1024),
-        ("fastdecode", None),
-        ("neo", 400),
-        ("auto", 400),
-        ("auto", 0),
+        ("gpu-only", None, None),
+        ("gpu-only", 1024, None),
+        ("fastdecode", None, None),
+        ("neo", 400, None),
+        ("auto", 400, None),
+        ("auto", 0, None),
+        ("gpu-only", None, 0.006),
+        ("auto", 400, 0.012),
     )
-    for policy, gpu_cache_tokens in caches:
+    for policy, gpu_cache_tokens, gpu_weights_gib in caches:
         with Engine.from_pretrained(
             device=device,
             dtype="float32",
             policy=policy,
             gpu_cache_tokens=gpu_cache_tokens,
-            cpu_cache_tokens=16_384,
+            cpu_cache_tokens=None if policy == "gpu-only" else 16_384,
+            gpu_weights_gib=gpu_weights_gib,
         ) as engine:
             outputs = engine.generate(batch, GREEDY)
-            results[policy, gpu_cache_tokens] = [output.token_ids for output in outputs]
+            results.append([output.token_ids for output in outputs])
             stats = engine.stats()
             print(
-                f"policy {policy}, GPU-cache {gpu_cache_tokens}: {stats.num_cpu_decodes} CPU decodes, "
+                f"policy {policy}, GPU-cache {gpu_cache_tokens}, weights {gpu_weights_gib}: "
+                f"{stats.num_cpu_decodes} CPU decodes, "
                 f"{stats.num_double_iterations} of {stats.num_iterations} iterations with two sub-batches, "
                 f"{stats.num_moves} moves, {stats.num_preemptions} preemptions"
             )
-    first, *others = results.values()
+    first, *others = results
     assert all(other == first for other in others), "a policy changed the tokens"
     with Engine.from_pretrained(device="cpu", dtype="float32") as engine:
         expected = [output.token_ids for output in engine.generate(batch, GREEDY)]
@@ -129,6 +138,37 @@ def measure_decode(page: Page, device: str, shape: str) -> None:
             engine.generate(tokens, SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True))
             elapsed_s = time.perf_counter() - started_s
             page.speed(f"{shape}, batch {batch}, {policy}: {batch * 64 / elapsed_s:.1f} output tok/s")
+
+
+def measure_weights(page: Page, device: str, shape: str) -> None:
+    """One chat with a part of the weights in host memory, beside what CPU and bus read together."""
+    config = published_shape(shape)
+    dtype = config.dtype if device == "cuda" else torch.float32
+    rates = measured_rates(torch.device(device), dtype)
+    always = least_gpu_bytes(config, DENSE, dtype)
+    divided = config.weight_bytes(dtype) - always
+    together = rates.cpu_bytes_per_s + rates.bus_bytes_per_s
+    page.speed(
+        f"products of one row: CPU {rates.cpu_bytes_per_s / 1e9:.1f} GB/s, bus "
+        f"{rates.bus_bytes_per_s / 1e9:.1f} GB/s, GPU {rates.gpu_bytes_per_s / 1e9:.0f} GB/s"
+    )
+    for share in (0.25, 0.5, 0.75):
+        with Engine.from_pretrained(
+            device=device,
+            shape=shape,
+            policy="gpu-only",
+            gpu_cache_tokens=1024,
+            gpu_weights_gib=(always + share * divided) / 2**30,
+        ) as engine:
+            engine.generate([[7] * 100], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+            started_s = time.perf_counter()
+            engine.generate([[7] * 100], SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True))
+            token_s = (time.perf_counter() - started_s) / 32
+        bound_s = (1 - share) * divided / together
+        page.speed(
+            f"{shape}, {share:.0%} of the layers' weights on the GPU: {1 / token_s:.1f} tok/s for one chat, "
+            f"{bound_s / token_s:.0%} of what CPU and bus allow"
+        )
 
 
 def measure_policies(
@@ -236,6 +276,7 @@ def main() -> None:
     page.stage("hardware and single iterations", lambda: measure_hardware(page, device))
     page.stage("decodes", lambda: measure_decode(page, device, shape))
     sizes = arguments.requests, arguments.gpu_cache_tokens
+    page.stage("weights in host memory", lambda: measure_weights(page, device, shape))
     page.stage("policies", lambda: measure_policies(page, device, shape, *sizes))
     if device == "cuda":
         part = arguments.gpu_slice, arguments.gpu_memory
