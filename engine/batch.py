@@ -91,6 +91,9 @@ class IterationTiming:
     total_ms: float
     host_attention_ms: float  # while the CPU computed decode attention, all layers; 0 where there was none
     is_first: bool = False  # of its sizes: it took longer, since kernels were compiled or graphs captured
+    copies_ms: float = (
+        0.0  # while KV crossed the bus beside it, all layers; 0 where none did, or nobody looked
+    )
 
 
 UNKNOWN = IterationTiming(0.0, 0.0)  # nobody predicts anything

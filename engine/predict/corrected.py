@@ -11,19 +11,27 @@ from neo_desktop.engine.predict.cost_model import CostModel
 
 
 class CorrectedCostModel:
-    """A factor for the device's stages, and one for the host's.
+    """A factor for the device's stages, one for the host's, and one for the bus.
+
+    How much KV is swapped follows from the last one. Too much of it makes the device wait, too little wastes
+    only a bit of the bus: so the factor rises at once when copies take longer, and falls slowly. Copies take
+    what they take however many there are, so nothing swings.
 
     Args:
         base: what it starts from.
     """
 
     SMOOTHING = 0.05  # weight of the newest iteration
+    SLOWER_BUS, FASTER_BUS = 0.3, 0.02  # likewise
+    NEARLY_ALL = 0.8  # of an iteration: copies that take as much may be what it waits for
+    A_LITTLE = 1.02
     LOWEST, HIGHEST = 0.25, 4.0
 
     def __init__(self, base: CostModel) -> None:
         self._base = base
         self.device_factor = 1.0
         self.host_factor = 1.0
+        self.bus_factor = 1.0
 
     @property
     def base(self) -> CostModel:
@@ -68,7 +76,7 @@ class CorrectedCostModel:
 
     def transfer_ms(self, tokens: int) -> float:
         """See `CostModel`."""
-        return self._base.transfer_ms(tokens)
+        return self._base.transfer_ms(tokens) * self.bus_factor
 
     def head_ms(self, rows: int) -> float:
         """See `CostModel`."""
@@ -78,16 +86,30 @@ class CorrectedCostModel:
         """Compare an iteration with its prediction; the first of its sizes says nothing of others."""
         if measured.is_first:
             return
-        host_ms = predicted.host_attention_ms
+        host_ms, copies_ms = predicted.host_attention_ms, predicted.copies_ms
         if host_ms > 0:
             self.host_factor = self._corrected(self.host_factor, host_ms, measured.host_attention_ms)
-        if host_ms < predicted.total_ms / 2:  # the device bounded it
+        if copies_ms > 0:
+            smoothing = self.SLOWER_BUS if measured.copies_ms > copies_ms else self.FASTER_BUS
+            self.bus_factor = self._corrected(self.bus_factor, copies_ms, measured.copies_ms, smoothing)
+        if host_ms < predicted.total_ms / 2 and not self._waits_for_copies(predicted, measured):
+            # The device bounded it.
             self.device_factor = self._corrected(self.device_factor, predicted.total_ms, measured.total_ms)
 
-    def _corrected(self, factor: float, predicted_ms: float, measured_ms: float) -> float:
+    def _waits_for_copies(self, predicted: IterationTiming, measured: IterationTiming) -> bool:
+        """Whether copies are most of an iteration, and more of it than was predicted."""
+        expected_ms = (
+            measured.total_ms * predicted.copies_ms / predicted.total_ms if predicted.total_ms else 0.0
+        )
+        most_ms = max(self.NEARLY_ALL * measured.total_ms, self.A_LITTLE * expected_ms)
+        return measured.copies_ms > most_ms
+
+    def _corrected(
+        self, factor: float, predicted_ms: float, measured_ms: float, smoothing: float = SMOOTHING
+    ) -> float:
         if predicted_ms <= 0 or measured_ms <= 0:
             return factor
         # A factor is a ratio: averaging its logarithm treats twice and half alike. Outliers (a page fault,
         # another program) move it no further than a doubling would.
         ratio = min(max(measured_ms / predicted_ms, 0.5), 2.0)
-        return float(min(max(factor * ratio**self.SMOOTHING, self.LOWEST), self.HIGHEST))
+        return float(min(max(factor * ratio**smoothing, self.LOWEST), self.HIGHEST))

@@ -44,7 +44,7 @@ class CostModel(Protocol):
     def attention_ms(self, place: Place, requests: int, context_tokens: int) -> float:
         """T_ga or T_ca: decode attention over KV in a place, with the append of the new K and V.
 
-        `context_tokens` is the sum over the requests.
+        `context_tokens` is the sum over the requests. What brings swapped KV to the device is `transfer_ms`.
         """
 
     def hand_off_ms(self, requests: int) -> float:
@@ -238,7 +238,11 @@ class TableCostModel:
 
     def attention_ms(self, place: Place, requests: int, context_tokens: int) -> float:
         """See `CostModel`."""
-        return self.attention[place](requests, context_tokens / requests) if requests else 0.0
+        if not requests:
+            return 0.0
+        # Once KV is there, it does not matter where it came from.
+        surface = self.attention[Place.DEVICE if place.is_swapped else place]
+        return surface(requests, context_tokens / requests)
 
     def hand_off_ms(self, requests: int) -> float:
         """See `CostModel`."""

@@ -15,6 +15,9 @@ order: its attention for one sub-batch, and then its products for the other.
 Decodes at their own pace (`schedule.cohorts`) stand at all layers. Their rows join the linear stages of
 sub-batch 0, and the host attends for those of layer l once it has attended for sub-batch 0: nobody waits for
 that within the iteration, but what takes longer than the host has time delays its other work.
+
+Decodes in `Place.SWAPPED` are the device's, and all their KV of a layer crosses the bus while it computes the
+layers before. So do prompts' KV for host memory, and moves: a layer takes as long as all of that, at least.
 """
 
 from collections.abc import Mapping, Sequence
@@ -97,6 +100,15 @@ def host_ms(cost: CostModel, decodes: Mapping[Place, Decodes]) -> float:
     return ms + cost.hand_off_ms(requests) if requests else 0.0
 
 
+def swapped_tokens_of(load: Load) -> int:
+    """Return the tokens of decodes whose KV crosses the bus in each layer, since it is in `Place.SWAPPED`."""
+    tokens = 0
+    for place, decodes in load.decodes.items():
+        if place.is_swapped:
+            tokens += decodes.context_tokens
+    return tokens
+
+
 class Times(NamedTuple):
     """What a layer of one sub-batch takes, in ms."""
 
@@ -123,7 +135,7 @@ def times_ms(
 
     Args:
         rows: to be sampled.
-        swapped_tokens: see `iteration_ms`.
+        swapped_tokens: tokens whose KV crosses the bus beside each layer, all of them.
         staggered_ms: what decodes at their own pace take the host in a layer; their rows are part of the
             linear stages of `first`.
     """
@@ -173,9 +185,27 @@ def iteration_ms(
 
     Args:
         loads: of sub-batch 0, and of sub-batch 1 if there is one.
-        swapped_tokens: tokens whose KV crosses the bus, layer by layer, beside the computation.
+        swapped_tokens: tokens whose KV crosses the bus, layer by layer, beside the computation and beside
+            that of decodes in `Place.SWAPPED`, which the loads tell.
         staggered: decodes that it takes one layer further.
     """
+    return _iteration_ms(cost, loads, staggered, swapped_tokens + sum(map(swapped_tokens_of, loads)))
+
+
+def copy_wait_ms(
+    cost: CostModel,
+    *loads: Load,
+    swapped_tokens: int = 0,
+    staggered: Mapping[Place, Decodes] = NO_DECODES,
+) -> float:
+    """Return how much of `iteration_ms` is waiting for KV that crosses the bus."""
+    all_ms = iteration_ms(cost, *loads, swapped_tokens=swapped_tokens, staggered=staggered)
+    return all_ms - _iteration_ms(cost, loads, staggered, 0)
+
+
+def _iteration_ms(
+    cost: CostModel, loads: Sequence[Load], staggered: Mapping[Place, Decodes], crossing_tokens: int
+) -> float:
     more_rows = staggered_rows(cost, staggered)
     tokens = [load.tokens for load in loads]
     tokens[0] += more_rows
@@ -185,7 +215,7 @@ def iteration_ms(
     ]
     rows = sum(load.rows for load in loads) + more_rows
     second = times[1] if len(times) > 1 else None
-    return times_ms(cost, times[0], second, rows, swapped_tokens, staggered_ms(cost, staggered))
+    return times_ms(cost, times[0], second, rows, crossing_tokens, staggered_ms(cost, staggered))
 
 
 def predict(
@@ -196,11 +226,15 @@ def predict(
 ) -> IterationTiming:
     """Predict an iteration and its attention on the host; see `iteration_ms`."""
     total_ms = iteration_ms(cost, *loads, swapped_tokens=swapped_tokens, staggered=staggered)
-    return timing_of(cost, total_ms, loads, staggered)
+    return timing_of(cost, total_ms, loads, swapped_tokens, staggered)
 
 
 def timing_of(
-    cost: CostModel, total_ms: float, loads: Sequence[Load], staggered: Mapping[Place, Decodes] = NO_DECODES
+    cost: CostModel,
+    total_ms: float,
+    loads: Sequence[Load],
+    swapped_tokens: int = 0,
+    staggered: Mapping[Place, Decodes] = NO_DECODES,
 ) -> IterationTiming:
     """Return the prediction of an iteration that is known to take so long in all."""
     attention_ms = sum(
@@ -211,7 +245,8 @@ def timing_of(
         for place, (requests, context_tokens) in load.decodes.items():
             if place.host_attends:
                 attention_ms += cost.attention_ms(place, requests, context_tokens)
-    return IterationTiming(total_ms, attention_ms * cost.num_layers)
+    copies_ms = cost.transfer_ms(swapped_tokens + sum(map(swapped_tokens_of, loads)))
+    return IterationTiming(total_ms, attention_ms * cost.num_layers, copies_ms=copies_ms * cost.num_layers)
 
 
 def _sum(first: float, second: float) -> float:

@@ -350,7 +350,7 @@ class Decider(Generic[R]):
         """Predict it as it is: a split reckons with as many at their own pace as there could be."""
         if staggered:
             return predict(self._cost, *split.loads, swapped_tokens=draft.swapped_tokens, staggered=staggered)
-        return timing_of(self._cost, split.predicted_ms, split.loads)
+        return timing_of(self._cost, split.predicted_ms, split.loads, draft.swapped_tokens)
 
     def _num_beginners(self, num_staggered: int) -> int:
         """Return how many join those at their own pace, so that all layers have about as many of them."""

@@ -16,6 +16,7 @@ from neo_desktop.engine.predict.estimate import (
     joined,
     staggered_ms,
     staggered_rows,
+    swapped_tokens_of,
     times_ms,
     times_of,
 )
@@ -79,7 +80,7 @@ class Outlook:
         self._staggered = staggered
         self.queue = queue
         self._cost = cost
-        self._swapped_tokens = swapped_tokens
+        self._swapped_tokens = swapped_tokens + swapped_tokens_of(load)
         # A prompt's last token alone is a decode, wherever it lives.
         self._at_host = {place: each for place, each in load.decodes.items() if place.host_attends}
         self._attention_ms = device_attention_ms(cost, load)

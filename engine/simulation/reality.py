@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from neo_desktop.engine.batch import IterationTiming
 from neo_desktop.engine.placement import Place
@@ -18,9 +18,11 @@ class Mismatch:
     gpu_slowdown: float = 1.0  # its stages truly take so many times what the tables say
     cpu_slowdown: float = 1.0  # likewise CPU attention
     noise: float = 0.0  # relative deviation of single iterations (of a log-normal factor with median 1)
+    bus_slowdown: float = 1.0  # as the others
 
     def __post_init__(self) -> None:
-        if not (0 < self.gpu_slowdown < 100 and 0 < self.cpu_slowdown < 100 and 0 <= self.noise < 1):
+        slowdowns = self.gpu_slowdown, self.cpu_slowdown, self.bus_slowdown
+        if not (all(0 < slowdown < 100 for slowdown in slowdowns) and 0 <= self.noise < 1):
             raise ValueError("a slowdown must lie between 0 and 100, noise from 0 to below 1")
 
 
@@ -37,6 +39,7 @@ class Reality:
         self._true = CorrectedCostModel(tables)
         self._true.device_factor = mismatch.gpu_slowdown
         self._true.host_factor = mismatch.cpu_slowdown
+        self._true.bus_factor = mismatch.bus_slowdown
         self._noise = mismatch.noise
         self._random = random.Random(seed)
 
@@ -61,6 +64,11 @@ class Reality:
         timing = predict(self._true, *truly, swapped_tokens=swapped_tokens, staggered=staggered)
         noise = self._random.lognormvariate(0.0, self._noise) if self._noise else 1.0
         total_ms = timing.total_ms * noise
-        measured = IterationTiming(total_ms, timing.host_attention_ms * noise)
+        measured = replace(
+            timing,
+            total_ms=total_ms,
+            host_attention_ms=timing.host_attention_ms * noise,
+            copies_ms=timing.copies_ms * noise,
+        )
         self.believed.learn(predicted, measured)  # as the engine does
         return total_ms

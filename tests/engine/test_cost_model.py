@@ -1,6 +1,7 @@
 """Tables interpolate exactly what is linear, grow where the truth grows, and learn from iterations."""
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from neo_desktop.engine.predict.cost_model import (
     Surface,
     TableCostModel,
 )
-from neo_desktop.engine.predict.estimate import Decodes, Load, iteration_ms
+from neo_desktop.engine.predict.estimate import Decodes, Load, copy_wait_ms, iteration_ms, predict
 from neo_desktop.models.linear.shares import StreamedShares
 
 times = st.floats(0, 1e3, allow_nan=False)
@@ -212,6 +213,30 @@ def test_the_hosts_attention_does_not_hide_behind_its_own_products() -> None:
     assert iteration_ms(cost, load_0) == iteration_ms(replace(cost, host_linear=Curve((1,), (0,))), load_0)
 
 
+@given(
+    cost=cost_models(),
+    requests=st.integers(1, 300),
+    context=st.integers(1, 5000),
+    crossing=st.integers(0, 5000),
+)
+def test_swapped_decodes_cost_what_the_devices_do_or_as_long_as_their_kv_takes_to_come(
+    cost: CostModel, requests: int, context: int, crossing: int
+) -> None:
+    decodes = Decodes(requests, requests * context)
+    swapped, resident = (Load().plus({place: decodes}) for place in (Place.SWAPPED, Place.DEVICE))
+    here = iteration_ms(cost, resident)
+    there = iteration_ms(cost, swapped, swapped_tokens=crossing)
+    copies_ms = cost.num_layers * cost.transfer_ms(decodes.context_tokens + crossing)
+    extra = cost.head_ms(requests) + cost.iteration_ms
+    expected = max(here, copies_ms + extra) if cost.overlaps else here + copies_ms
+    assert there == pytest.approx(expected)
+    assert copy_wait_ms(cost, swapped, swapped_tokens=crossing) == pytest.approx(expected - here, abs=1e-6)
+    timing = predict(cost, swapped, swapped_tokens=crossing)
+    assert (timing.total_ms, timing.copies_ms) == (pytest.approx(expected), pytest.approx(copies_ms))
+    more = swapped.plus({Place.SWAPPED: Decodes(1, context)})
+    assert there <= iteration_ms(cost, more, swapped_tokens=crossing) * (1 + 1e-9) + 1e-9
+
+
 def test_shares_are_those_of_the_next_larger_number_of_rows() -> None:
     shares = StreamedShares((1, 4, 64), (0.1, 0.25, 1.0))
     assert [shares.of(rows) for rows in (1, 2, 4, 5, 64, 1000)] == [0.1, 0.25, 0.25, 1.0, 1.0, 1.0]
@@ -242,6 +267,26 @@ def test_one_odd_iteration_hardly_changes_a_prediction() -> None:
     before = corrected.linear_ms(100)
     corrected.learn(IterationTiming(10.0, 0.0), IterationTiming(5000.0, 0.0))
     assert corrected.linear_ms(100) < before * 1.05
+
+
+@given(slowdown=st.floats(0.3, 3.9), seed=st.integers(0, 99))
+def test_a_bus_that_became_slower_is_noticed_soon_and_nothing_swings(slowdown: float, seed: int) -> None:
+    """Copies that are an iteration's longest part, and truly take so many times what they should."""
+    corrected, base = CorrectedCostModel(machine()), machine()
+    load = Load().plus({Place.SWAPPED: Decodes(20, 9000)})
+    measured = 32 * base.transfer_ms(9000) * slowdown
+    total_ms = max(measured, iteration_ms(base, Load().plus({Place.DEVICE: Decodes(20, 9000)})))
+    factors, noise = [], random.Random(seed)
+    for _ in range(400):
+        truly = noise.lognormvariate(0.0, 0.05)
+        timing = IterationTiming(total_ms * truly, 0.0, copies_ms=measured * truly)
+        corrected.learn(predict(corrected, load), timing)
+        factors.append(corrected.bus_factor)
+    if slowdown > 1:
+        assert factors[15] > 0.9 * slowdown
+    assert all(0.92 * slowdown < factor < 1.25 * slowdown for factor in factors[200:])
+    assert corrected.device_factor < 1.2
+    assert corrected.transfer_ms(100) == pytest.approx(base.transfer_ms(100) * corrected.bus_factor)
 
 
 def test_nothing_is_learned_from_the_first_iteration_of_its_sizes() -> None:
