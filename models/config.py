@@ -112,7 +112,7 @@ class ModelConfig:
             raise ModelError(f"{path} is not a folder: point at a downloaded Hugging Face model folder.")
         file = JsonFile.read(path / "config.json")
         family = family_of(file)
-        refuse_unsupported(file)
+        refuse_unsupported(file, family)
 
         num_layers = file.integer("num_hidden_layers", maximum=MAX_LAYERS)
         hidden_size = file.integer("hidden_size", maximum=MAX_HIDDEN_SIZE)
@@ -125,7 +125,7 @@ class ModelConfig:
         trained_tokens = file.integer("max_position_embeddings", family.max_position_embeddings)
         rope = RopeConfig.from_config(file, trained_tokens)
         max_context_tokens = stretched_tokens(trained_tokens, rope)
-        attention_bias = family.reads_attention_bias and file.boolean("attention_bias", False)
+        attention_bias = family.reads_attention_bias and file.boolean("attention_bias", family.attention_bias)
         generation = _generation_file(path)
         eos_token_ids = file.token_ids("eos_token_id", family.eos_token_ids)
         return cls(
@@ -146,11 +146,12 @@ class ModelConfig:
                 window if window is not None and window < max_context_tokens else None
                 for window in layer_windows(file, family, num_layers)
             ),
-            dtype=stored_dtype(file),
+            dtype=stored_dtype(file, family),
             qkv_bias=family.qkv_bias or attention_bias,
             output_bias=attention_bias,
             mlp_bias=family.reads_mlp_bias and file.boolean("mlp_bias", False),
             qk_norm=family.qk_norm,
+            attention_sinks=family.attention_sinks,
             experts=experts_of(file, family, num_layers, hidden_size),
             eos_token_ids=generation.token_ids("eos_token_id", eos_token_ids) or eos_token_ids,
             bos_token_id=next(iter(file.token_ids("bos_token_id", family.bos_token_ids)), None),

@@ -14,7 +14,7 @@ from torch.nn.functional import linear, silu
 from neo_desktop import native
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder, Experts
-from neo_desktop.models.experts_config import ExpertsConfig
+from neo_desktop.models.experts_config import ClampedGate, ExpertsConfig
 from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.models.linear.plain import Plain
 from neo_desktop.models.linear.protocol import Linear
@@ -126,8 +126,8 @@ class Mixture:
             whole = resident * config.intermediate_size, resident * (down.rows // config.count)
             if (gate.resident_rows, down.resident_rows) != whole or up.resident_rows != gate.resident_rows:
                 raise ValueError("a part of an expert lies on the device, and a part in host memory")
-            of_host = (split.host.native for split in (gate, up, down))
-            self.on_host = native.packed_experts(config.count - resident, *of_host)
+            of_host = gate.host.native, up.host.native, down.host.native
+            self.on_host = native.packed_experts(config.count - resident, *of_host, _clamped(config))
             if gate.resident is None or up.resident is None or down.resident is None:
                 return
             weights = Experts(weights.router, gate.resident, up.resident, down.resident)
@@ -211,10 +211,21 @@ def choose(logits: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
     return ids.int(), weights
 
 
+def _clamped(config: ExpertsConfig) -> tuple[float, float] | None:
+    return None if config.clamped is None else (config.clamped.alpha, config.clamped.limit)
+
+
+def clamped_mul(gate: Tensor, up: Tensor, how: ClampedGate) -> Tensor:
+    """Return what a `ClampedGate` makes of gates and ups; rounded once."""
+    gates, ups = gate.float().clamp(max=how.limit), up.float().clamp(-how.limit, how.limit)
+    return ((ups + 1) * gates * torch.sigmoid(how.alpha * gates)).to(gate.dtype)
+
+
 def _products(weights: Experts, config: ExpertsConfig) -> Products:
     gate, up, down = weights.gate, weights.up, weights.down
     if isinstance(gate, PackedMatrix) and isinstance(up, PackedMatrix) and isinstance(down, PackedMatrix):
-        return _Native(native.packed_experts(config.count, gate.native, up.native, down.native))
+        matrices = gate.native, up.native, down.native
+        return _Native(native.packed_experts(config.count, *matrices, _clamped(config)))
     return _InTorch(weights, config)
 
 
@@ -231,7 +242,7 @@ class _InTorch:
     """For any form and device. Few rows meet their experts, of more all meet all."""
 
     def __init__(self, weights: Experts, config: ExpertsConfig) -> None:
-        self._weights, self._count = weights, config.count
+        self._weights, self._count, self._clamped = weights, config.count, config.clamped
 
     def multiply(self, x: Tensor, ids: Tensor, weights: Tensor, room: ExpertScratch, out: Tensor) -> None:
         """See `Products`."""
@@ -255,7 +266,8 @@ class _InTorch:
 
     def _network(self, each: Experts, expert: int | Tensor, x: Tensor) -> Tensor:
         gate, up = (linear(x, *self._of(matrix, expert)) for matrix in (each.gate, each.up))
-        return linear(silu(gate) * up, *self._of(each.down, expert))
+        gated = silu(gate) * up if self._clamped is None else clamped_mul(gate, up, self._clamped)
+        return linear(gated, *self._of(each.down, expert))
 
     def _of(self, matrix: Linear, expert: int | Tensor) -> tuple[Tensor, Tensor | None]:
         """Return an expert's weight and bias; its number may lie on the device, [1] int32."""

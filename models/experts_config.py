@@ -11,6 +11,14 @@ EXPERT_UNIT = 64  # rows of experts' matrices are multiples of it: each begins a
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedGate:
+    """`(up + 1) * gate * sigmoid(alpha * gate)`, of gates of at most `limit` and ups within it."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """Feed-forward networks of layers that have several, of which each token takes some."""
 
@@ -22,6 +30,7 @@ class ExpertsConfig:
     normalises: bool = True
     router_bias: bool = False
     bias: bool = False
+    clamped: ClampedGate | None = None  # None: silu(gate) * up
 
 
 def check_experts(
@@ -56,7 +65,8 @@ class ExpertNames(NamedTuple):
 
 
 def expert_names(architecture: str) -> ExpertNames:
-    """Return what checkpoints of Hugging Face call them."""
+    """Return what checkpoints of Hugging Face call them, or would if gpt-oss's had a tensor for each."""
     if architecture == "MixtralForCausalLM":
         return ExpertNames("block_sparse_moe", "gate", "w1", "w3", "w2")
-    return ExpertNames("mlp", "gate", "gate_proj", "up_proj", "down_proj")
+    router = "router" if architecture == "GptOssForCausalLM" else "gate"
+    return ExpertNames("mlp", router, "gate_proj", "up_proj", "down_proj")

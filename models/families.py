@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from neo_desktop.models.experts_config import MAX_EXPERTS, ExpertsConfig, check_experts
+from neo_desktop.models.experts_config import MAX_EXPERTS, ClampedGate, ExpertsConfig, check_experts
 from neo_desktop.models.json_file import JsonFile, ModelError
 from neo_desktop.models.limits import MAX_INTERMEDIATE_SIZE
 from neo_desktop.models.safetensors.scheme import read_scheme
@@ -19,12 +19,16 @@ class Family:
     max_position_embeddings: int
     head_dim: int | None = None
     reads_attention_bias: bool = False
+    attention_bias: bool = False  # where it is read
+    attention_sinks: bool = False
     reads_mlp_bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
     bos_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     rms_norm_eps: float = 1e-6
+    dtype: str = "float32"
+    has_experts_in_one: bool = False  # a tensor for all experts of a layer
     experts: "ExpertKeys | None" = None
 
 
@@ -36,6 +40,8 @@ class ExpertKeys:
     per_token: int
     intermediate_size: str
     normalises: bool | None = None  # None: the file says it
+    has_bias: bool = False  # experts and the router
+    is_clamped: bool = False
 
 
 FAMILIES = (
@@ -82,8 +88,29 @@ FAMILIES = (
         # transformers writes the count under another name than Qwen.
         experts=ExpertKeys((("num_experts", "num_local_experts"), 128), 8, "moe_intermediate_size"),
     ),
+    Family(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        max_position_embeddings=131_072,
+        head_dim=64,
+        reads_attention_bias=True,
+        attention_bias=True,
+        attention_sinks=True,
+        rms_norm_eps=1e-5,
+        dtype="bfloat16",
+        has_experts_in_one=True,
+        experts=ExpertKeys(
+            (("num_local_experts",), 128),
+            4,
+            "intermediate_size",
+            normalises=True,
+            has_bias=True,
+            is_clamped=True,
+        ),
+    ),
 )
 _DEFAULT_WINDOW_TOKENS = 4096
+_GPT_OSS_WINDOW_TOKENS = 128
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -97,9 +124,9 @@ def family_of(file: JsonFile) -> Family:
     raise ModelError(f"{file.path} describes {names}, which is not supported: choose a model of {supported}.")
 
 
-def refuse_unsupported(file: JsonFile) -> None:
+def refuse_unsupported(file: JsonFile, family: Family) -> None:
     """Raise ModelError for what would be computed otherwise."""
-    read_scheme(file)  # complains of what is not supported
+    read_scheme(file, has_experts_in_one=family.has_experts_in_one)  # complains of what is not supported
     activation = file.text("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(
@@ -128,14 +155,22 @@ def experts_of(file: JsonFile, family: Family, num_layers: int, hidden_size: int
         intermediate_size=file.integer(keys.intermediate_size, maximum=MAX_INTERMEDIATE_SIZE),
         layers=tuple(layers),
         normalises=file.boolean("norm_topk_prob", False) if keys.normalises is None else keys.normalises,
+        router_bias=keys.has_bias,
+        bias=keys.has_bias,
+        clamped=_clamped_gate(file) if keys.is_clamped else None,
     )
     check_experts(file.path, experts, hidden_size)
     return experts
 
 
-def stored_dtype(file: JsonFile) -> torch.dtype:
+def _clamped_gate(file: JsonFile) -> ClampedGate:
+    usual = ClampedGate()
+    return ClampedGate(file.number("swiglu_alpha", usual.alpha), file.number("swiglu_limit", usual.limit))
+
+
+def stored_dtype(file: JsonFile, family: Family) -> torch.dtype:
     """Return the type of the weights; ModelError for one that is not supported."""
-    name = file.text("dtype", file.text("torch_dtype", "float32")).removeprefix("torch.")
+    name = file.text("dtype", file.text("torch_dtype", family.dtype)).removeprefix("torch.")
     if name not in _DTYPES:
         raise ModelError(
             f"{file.path} names the dtype {name!r}, which is not supported: {', '.join(_DTYPES)} are."
@@ -144,16 +179,21 @@ def stored_dtype(file: JsonFile) -> torch.dtype:
 
 
 def layer_windows(file: JsonFile, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """Mistral: one window for all layers. Qwen: only with `use_sliding_window`, on the layers named."""
+    """Mistral: one window for all layers. Qwen: only with `use_sliding_window`, on the layers named.
+
+    gpt-oss: every other layer, if none are named.
+    """
     full: tuple[int | None, ...] = (None,) * num_layers
-    if family.model_type == "llama":
-        return full
     if family.model_type in ("mistral", "mixtral"):
         # `null` switches the window off; silence means the first Mistral's, of Mixtral none.
         silent = _DEFAULT_WINDOW_TOKENS if family.model_type == "mistral" else None
         window = file.raw("sliding_window") if "sliding_window" in file else silent
         return full if window is None else (file.integer("sliding_window", window),) * num_layers
-    if not file.boolean("use_sliding_window", False):
+    if family.model_type == "gpt_oss":
+        window = file.integer("sliding_window", _GPT_OSS_WINDOW_TOKENS)
+        every_other = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers)]
+        return _windows_of(file, file.raw("layer_types") or every_other, window, num_layers)
+    if family.model_type == "llama" or not file.boolean("use_sliding_window", False):
         return full
     window = file.integer("sliding_window", _DEFAULT_WINDOW_TOKENS)
     if family.experts is not None:  # Qwen's experts came when windows were the same in all layers
@@ -162,6 +202,10 @@ def layer_windows(file: JsonFile, family: Family, num_layers: int) -> tuple[int 
     if kinds is None:
         first = file.integer("max_window_layers", 28, minimum=0)
         return tuple(window if layer >= first else None for layer in range(num_layers))
+    return _windows_of(file, kinds, window, num_layers)
+
+
+def _windows_of(file: JsonFile, kinds: object, window: int, num_layers: int) -> tuple[int | None, ...]:
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
         raise ModelError(

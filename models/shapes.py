@@ -1,10 +1,12 @@
 """Shapes of well-known models, for measurements with random weights and without a download."""
 
+from dataclasses import replace
+
 import torch
 
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.models.experts_config import ExpertsConfig
-from neo_desktop.models.rope import Llama3Scaling, RopeConfig
+from neo_desktop.models.experts_config import ClampedGate, ExpertsConfig
+from neo_desktop.models.rope import Llama3Scaling, RopeConfig, YarnScaling, yarn_temperature
 
 
 def shape(name: str) -> ModelConfig:
@@ -121,6 +123,23 @@ def _qwen3_moe(*sizes: int, of_each: int) -> ModelConfig:
     )
 
 
+def _gpt_oss(num_layers: int, num_experts: int) -> ModelConfig:
+    scaling = YarnScaling(32.0, 4096, 32.0, 1.0, truncate=False, attention_factor=yarn_temperature(32.0))
+    layers = tuple(range(num_layers))
+    config = _shape(
+        "GptOssForCausalLM",
+        *(201_088, 2880, 2880, num_layers, 64, 8),
+        head_dim=64,
+        max_context_tokens=131_072,
+        rope=RopeConfig(150_000.0, scaling),
+        experts=ExpertsConfig(
+            num_experts, 4, 2880, layers, router_bias=True, bias=True, clamped=ClampedGate()
+        ),
+    )
+    windows = tuple(None if layer % 2 else 128 for layer in layers)
+    return replace(config, layer_windows=windows, qkv_bias=True, output_bias=True, attention_sinks=True)
+
+
 def _smollm2(*sizes: int) -> ModelConfig:
     return _shape(
         "LlamaForCausalLM",
@@ -161,6 +180,8 @@ SHAPES: dict[str, ModelConfig] = {
     "qwen3-32b": _qwen3(151_936, 5120, 25_600, 64, 64, 8),
     "qwen3-30b-a3b": _qwen3_moe(151_936, 2048, 6144, 48, 32, 4, of_each=768),
     "qwen3-235b-a22b": _qwen3_moe(151_936, 4096, 12_288, 94, 64, 4, of_each=1536),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "smollm2-135m": _smollm2(576, 1536, 30, 9, 3),
     "smollm2-360m": _smollm2(960, 2560, 32, 15, 5),
     "tiny": _llama2(257, 64, 160, 2, 4, 2, head_dim=16),  # for tests: the vocabulary of ByteTokenizer

@@ -12,7 +12,7 @@ from neo_desktop.models.config import (
     check_heads,
     stretched_tokens,
 )
-from neo_desktop.models.experts_config import MAX_EXPERTS, ExpertsConfig, check_experts
+from neo_desktop.models.experts_config import MAX_EXPERTS, ClampedGate, ExpertsConfig, check_experts
 from neo_desktop.models.gguf.container import GGUFFile
 from neo_desktop.models.gguf.tensors import ROPE_FACTORS, GGUFTensor
 from neo_desktop.models.gguf.vocabulary import Vocabulary
@@ -49,6 +49,7 @@ FAMILIES = {  # Mistral's and SmolLM's models are "llama", too
     "qwen2": _Family("Qwen2ForCausalLM"),
     "qwen3": _Family("Qwen3ForCausalLM", qk_norm=True),
     "qwen3moe": _Family("Qwen3MoeForCausalLM", qk_norm=True),
+    "gpt-oss": _Family("GptOssForCausalLM"),
 }
 _MIXTRAL = _Family("MixtralForCausalLM")  # "llama" with experts
 # What other architectures have; of these models, it leaves the numbers as they are.
@@ -90,7 +91,9 @@ def read_config(files: list[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
             )
     num_layers = own.integer("block_count", maximum=MAX_LAYERS)
     trained_tokens = own.integer("context_length", maximum=MAX_CONTEXT_TOKENS)
-    rope = RopeConfig(own.number("rope.freq_base", 10_000.0), _scaling(own, files, trained_tokens, head_dim))
+    is_gpt_oss = name == "gpt-oss"
+    scaling = _scaling(own, files, trained_tokens, head_dim, truncate=not is_gpt_oss)
+    rope = RopeConfig(own.number("rope.freq_base", 10_000.0), scaling)
     if rope.theta <= 1:
         raise ModelError(f"{path} has a rope.freq_base of {rope.theta:g}, which is not above 1: correct it.")
     max_context_tokens = stretched_tokens(trained_tokens, rope)
@@ -117,12 +120,15 @@ def read_config(files: list[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
         rms_norm_eps=own.number("attention.layer_norm_rms_epsilon"),
         rope=rope,
         tie_word_embeddings="output.weight" not in places,
-        layer_windows=(window if is_windowed else None,) * num_layers,
+        layer_windows=tuple(
+            window if is_windowed and not (is_gpt_oss and layer % 2) else None for layer in range(num_layers)
+        ),
         dtype=_dtype(files),
         qkv_bias="blk.0.attn_q.bias" in places,
         output_bias="blk.0.attn_output.bias" in places,
         mlp_bias="blk.0.ffn_down.bias" in places,
         qk_norm=family.qk_norm,
+        attention_sinks=is_gpt_oss,
         experts=experts,
         eos_token_ids=vocabulary.end_ids,
         bos_token_id=vocabulary.token_id("bos"),
@@ -138,7 +144,7 @@ def _architecture(metadata: JsonFile) -> str:
         raise UnsupportedModelError(
             f"{metadata.path} describes a model of the architecture {name[:40]!r}, which is not supported: "
             f"choose one of {', '.join(FAMILIES)} (Llama, Mistral, Mixtral, SmolLM, Qwen2, Qwen2.5, Qwen3, "
-            "Qwen3-MoE)."
+            "Qwen3-MoE, gpt-oss)."
         )
     return name
 
@@ -149,7 +155,7 @@ def _experts(
     count = own.integer("expert_count", 0, minimum=0, maximum=MAX_EXPERTS)
     if count == 0:
         return None
-    if name not in ("llama", "qwen3moe") or own.integer("expert_shared_count", 0, minimum=0) > 0:
+    if name not in ("llama", "qwen3moe", "gpt-oss") or own.integer("expert_shared_count", 0, minimum=0) > 0:
         raise UnsupportedModelError(
             f"{own.path} has a mixture of experts as Mixtral's and Qwen3's are none, which is not supported: "
             "choose another model."
@@ -163,6 +169,9 @@ def _experts(
             size if size in own else "feed_forward_length", maximum=MAX_INTERMEDIATE_SIZE
         ),
         layers=layers or tuple(range(num_layers)),
+        router_bias="blk.0.ffn_gate_inp.bias" in tensors,
+        bias="blk.0.ffn_down_exps.bias" in tensors,
+        clamped=ClampedGate() if name == "gpt-oss" else None,
     )
     check_experts(own.path, experts, hidden_size, UnsupportedModelError)
     return experts
@@ -176,7 +185,9 @@ def _refuse_unsupported(own: JsonFile) -> None:
             )
 
 
-def _scaling(own: JsonFile, files: list[GGUFFile], trained_tokens: int, head_dim: int) -> Scaling | None:
+def _scaling(
+    own: JsonFile, files: list[GGUFFile], trained_tokens: int, head_dim: int, *, truncate: bool
+) -> Scaling | None:
     for file in files:
         place = file.tensors.get(ROPE_FACTORS)
         if place is not None:
@@ -204,7 +215,7 @@ def _scaling(own: JsonFile, files: list[GGUFFile], trained_tokens: int, head_dim
                 original_max_tokens=original,
                 beta_fast=own.number("rope.scaling.yarn_beta_fast", 32.0),
                 beta_slow=own.number("rope.scaling.yarn_beta_slow", 1.0),
-                truncate=True,
+                truncate=truncate,
                 attention_factor=own.number("rope.scaling.attn_factor", 1.0) * yarn_temperature(factor),
             )
     raise UnsupportedModelError(f"{own.path} asks for the rope type {kind[:40]!r}, which is not supported.")

@@ -35,6 +35,8 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GPT_OSS_NAMES = {"post_attention_norm": "post_attention_layernorm"}
+SINKS = "attn_sinks"
 ROUTER = "ffn_gate_inp"
 EXPERTS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}  # those of all in one
 
@@ -128,9 +130,10 @@ def read_tensors(files: list[GGUFFile], head_dim: int) -> dict[str, GGUFTensor]:
 
     Raises ModelError for one that is there twice, and for what is no matrix or vector.
     """
-    is_llama = files[0].metadata.get("general.architecture") == "llama"
-    rotated_heads = head_dim if is_llama else None
-    names = expert_names("MixtralForCausalLM" if is_llama else "")
+    architecture = files[0].metadata.get("general.architecture")
+    rotated_heads = head_dim if architecture == "llama" else None
+    mixtures = {"llama": "MixtralForCausalLM", "gpt-oss": "GptOssForCausalLM"}
+    names = expert_names(mixtures.get(str(architecture), ""))
     tensors: dict[str, GGUFTensor] = {}
     for file in files:
         for name, place in _named(file.tensors.values(), names):
@@ -159,7 +162,7 @@ def _named(places: Iterable[TensorPlace], names: ExpertNames) -> Iterator[tuple[
     """Yield tensors with their names in Hugging Face's checkpoints, where each expert has its own."""
     for place in places:
         match place.name.split("."):
-            case ["blk", layer, kind, end] if kind in EXPERTS and len(place.shape) == 3:
+            case ["blk", layer, kind, end] if kind in EXPERTS and len(place.shape) == 2 + (end == "weight"):
                 count, *shape = place.shape
                 nbytes = place.nbytes // count
                 for expert, module in enumerate(names.of_each(EXPERTS[kind], count)):
@@ -175,6 +178,10 @@ def _name(name: str, names: ExpertNames) -> str:
     match name.split("."):
         case ["blk", layer, kind, end] if kind == ROUTER:
             return f"model.layers.{layer}.{names.block}.{names.router}.{end}"
+        case ["blk", layer, kind, "weight"] if kind == SINKS:
+            return f"model.layers.{layer}.self_attn.sinks"
+        case ["blk", layer, kind, end] if kind in _GPT_OSS_NAMES:
+            return f"model.layers.{layer}.{_GPT_OSS_NAMES[kind]}.{end}"
         case [kind, end] if kind in _NAMES:
             return f"{_NAMES[kind]}.{end}"
         case ["blk", layer, kind, end] if kind in _LAYER_NAMES:

@@ -32,6 +32,8 @@ def check_expressible(config: ModelConfig) -> None:
     reason = None
     if config.architecture not in _ARCHITECTURES:
         reason = f"the architecture {config.architecture}"
+    elif config.attention_sinks:
+        reason = "attention sinks"
     elif any(window is not None for window in config.layer_windows):
         reason = "sliding windows"
     elif experts is not None and len(experts.layers) < config.num_layers:

@@ -7,11 +7,14 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.experts_config import expert_names
+from neo_desktop.models.families import family_of
 from neo_desktop.models.json_file import JsonFile, ModelError, check_size
 from neo_desktop.models.read_ahead import ReadAhead
+from neo_desktop.models.safetensors.experts import take_experts
 from neo_desktop.models.safetensors.packed import NAMES, packed_tensor
 from neo_desktop.models.safetensors.scaled import TYPES, scaled_tensor
-from neo_desktop.models.safetensors.scheme import Packed, Scheme, read_scheme
+from neo_desktop.models.safetensors.scheme import Packed, Scaled, read_scheme
 from neo_desktop.models.safetensors.tensor import FLOATS, SafeTensor
 from neo_desktop.models.tokenizer import Tokenizer
 from neo_desktop.models.weights import StoredTensor, Weights
@@ -56,8 +59,14 @@ class SafetensorsFolder:
                     )
                 header = opened.get_slice(name)
                 tensors[name] = SafeTensor(file, name, tuple(header.get_shape()), header.get_dtype(), opened)
-        scheme = read_scheme(JsonFile.read(self.path / "config.json"))
-        matrices = {} if scheme is None else _take_matrices(tensors, scheme)
+        description = JsonFile.read(self.path / "config.json")
+        family = family_of(description)
+        scheme = read_scheme(description, has_experts_in_one=family.has_experts_in_one)
+        matrices: dict[str, StoredTensor] = {}
+        if family.has_experts_in_one:
+            matrices = take_experts(tensors, expert_names(family.architecture))
+        if isinstance(scheme, Packed | Scaled):
+            matrices |= _take_matrices(tensors, scheme)
         for tensor in tensors.values():
             if tensor.type_name not in FLOATS:
                 raise ModelError(
@@ -67,7 +76,7 @@ class SafetensorsFolder:
         return Weights(self.path, "config.json", tensors | matrices)
 
 
-def _take_matrices(tensors: dict[str, SafeTensor], scheme: Scheme) -> dict[str, StoredTensor]:
+def _take_matrices(tensors: dict[str, SafeTensor], scheme: Packed | Scaled) -> dict[str, StoredTensor]:
     """Return the quantised matrices by the names of weights; their tensors are taken out."""
     matrices: dict[str, StoredTensor] = {}
     for name, tensor in list(tensors.items()):

@@ -40,11 +40,20 @@ class Scaled:
     block: tuple[int, int] | None = None  # rows and columns that share a scale; None: a row, or all of them
 
 
-Scheme = Packed | Scaled
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """gpt-oss's experts; see `experts`."""
 
 
-def read_scheme(file: JsonFile) -> Scheme | None:
+Scheme = Packed | Scaled | Mxfp4
+
+
+def read_scheme(file: JsonFile, *, has_experts_in_one: bool) -> Scheme | None:
     """Read `quantization_config` of config.json; None: there is none.
+
+    Args:
+        file: config.json
+        has_experts_in_one: see `Family`; only such tensors are stored in MXFP4.
 
     Raises ModelError for ways that are not supported, and for values that cannot be.
     """
@@ -57,6 +66,7 @@ def read_scheme(file: JsonFile) -> Scheme | None:
         "fp8": _fp8,
         "fbgemm_fp8": lambda _: Scaled(),
         "compressed-tensors": _compressed_tensors,
+        **({"mxfp4": lambda _: Mxfp4()} if has_experts_in_one else {}),
     }
     # GPTQModel writes both names, and calls the first one old.
     name = "method" if section.raw("quant_method") is None and "method" in section else "quant_method"

@@ -194,8 +194,12 @@ LayerState layer_state(const std::array<Tensor, 10>& tensors) {
   return {views[0], views[1], views[2], views[3], views[4], views[5], views[6], views[7], views[8], views[9]};
 }
 
-PackedExperts experts_of(int64_t count, const Matrix& gate, const Matrix& up, const Matrix& down) {
-  return packed_experts(count, quantised_matrix(gate), quantised_matrix(up), quantised_matrix(down));
+// clamped: alpha, limit
+PackedExperts experts_of(int64_t count, const Matrix& gate, const Matrix& up, const Matrix& down,
+                         const std::optional<std::pair<float, float>>& clamped) {
+  std::optional<ClampedGate> how;
+  if (clamped) how = {clamped->first, clamped->second};
+  return packed_experts(count, quantised_matrix(gate), quantised_matrix(up), quantised_matrix(down), how);
 }
 
 void multiply_experts_of(const PackedExperts& experts, const std::array<Tensor, 7>& tensors, int num_threads,

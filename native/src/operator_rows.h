@@ -102,6 +102,26 @@ void silu_mul_row(const void* gate_up, void* out, int length) {
   }
 }
 
+template <class V>
+inline typename V::Reg at_most(typename V::Reg x, float limit) {
+  return V::subtract(V::zero(), V::max(V::broadcast(-limit), V::subtract(V::zero(), x)));  // NaN stays
+}
+
+template <class V, class T>
+void clamped_mul_row(const void* gate_up, void* out, int length, float alpha, float limit) {
+  const T* gates = static_cast<const T*>(gate_up);
+  const T* ups = gates + length;
+  T* to = static_cast<T*>(out);
+  for (int i = 0; i < length; i += V::kLanes) {
+    const int n = length - i;
+    const auto gate = at_most<V>(load_some<V>(gates + i, n), limit);
+    const auto up = V::max(V::broadcast(-limit), at_most<V>(load_some<V>(ups + i, n), limit));
+    const auto swished = silu<V>(V::multiply(gate, V::broadcast(alpha)));
+    const auto gated = V::multiply(swished, V::broadcast(1.0f / alpha));
+    store_some<V>(to + i, V::multiply(gated, V::add(up, V::broadcast(1.0f))), n);
+  }
+}
+
 template <class V, class T>
 void rope_row(void* heads, int count, int dim, const float* cos, const float* sin, const void* norm,
               float eps) {
@@ -134,6 +154,7 @@ template <class V>
 constexpr RowOperators make_row_operators() {
   return {{add_rms_norm_row<V, float>, add_rms_norm_row<V, Half>, add_rms_norm_row<V, BFloat16>},
           {silu_mul_row<V, float>, silu_mul_row<V, Half>, silu_mul_row<V, BFloat16>},
+          {clamped_mul_row<V, float>, clamped_mul_row<V, Half>, clamped_mul_row<V, BFloat16>},
           {rope_row<V, float>, rope_row<V, Half>, rope_row<V, BFloat16>}};
 }
 

@@ -90,6 +90,7 @@ class Experts {
   Experts(const PackedExperts& experts, const ExpertRows& rows, int threads, Isa isa)
       : rows_(rows),
         alike_(experts.alike),
+        clamped_(experts.clamped),
         kernels_(kernels_for(isa)),
         dtype_(static_cast<int>(rows.x.dtype)),
         per_row_(rows.ids.size(1)),
@@ -132,8 +133,14 @@ class Experts {
     });
     steps.add(pairs_, 1, [this](int64_t pair, int participant) {
       const Group& of = *group_of_[pair];
-      kernels_.operators.silu_mul[dtype_](row_of(rows_.gate_up, pair), row_of(rows_.gated, pair),
-                                          static_cast<int>(rows_.gated.size(1)));
+      const auto length = static_cast<int>(rows_.gated.size(1));
+      const uint8_t* gate_up = row_of(rows_.gate_up, pair);
+      uint8_t* gated = row_of(rows_.gated, pair);
+      if (clamped_) {
+        kernels_.operators.clamped_mul[dtype_](gate_up, gated, length, clamped_->alpha, clamped_->limit);
+      } else {
+        kernels_.operators.silu_mul[dtype_](gate_up, gated, length);
+      }
       of.down.prepare(pair - of.first, floats_ + participant * columns_);
     });
     add_tiles(steps, groups_.front().down.tiles(),
@@ -196,6 +203,7 @@ class Experts {
 
   const ExpertRows& rows_;
   const bool alike_;  // gates and ups take rows in the same form
+  const std::optional<ClampedGate> clamped_;
   const Kernels& kernels_;
   const int dtype_;
   const int64_t per_row_;
@@ -255,14 +263,16 @@ void check_experts(const PackedExperts& experts, const ExpertRows& rows) {
 }
 
 PackedExperts packed_experts(int64_t count, const PackedMatrix& gate, const PackedMatrix& up,
-                             const PackedMatrix& down) {
+                             const PackedMatrix& down, std::optional<ClampedGate> clamped) {
+  if (clamped && !(clamped->alpha > 0 && clamped->limit > 0))
+    fail("alpha and limit of gates must be above 0");
   bool alike = true;
   for (const PackedPart& one : gate.parts) {
     for (const PackedPart& other : up.parts) {
       alike = alike && (one.type == other.type || (!is_dense(one.type) && !is_dense(other.type)));
     }
   }
-  return {cut_all(gate, count), cut_all(up, count), cut_all(down, count), alike};
+  return {cut_all(gate, count), cut_all(up, count), cut_all(down, count), alike, clamped};
 }
 
 void multiply_experts(const PackedExperts& experts, const ExpertRows& rows, int num_threads, Isa isa) {

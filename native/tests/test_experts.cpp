@@ -4,6 +4,7 @@
 #include <sstream>
 #include <vector>
 
+#include "neo_desktop/kernels.h"
 #include "neo_desktop/operators.h"
 #include "neo_desktop/packed_experts.h"
 #include "neo_desktop/quantised_pack.h"
@@ -95,7 +96,13 @@ std::vector<double> apart(const PackedExperts& experts, const ExpertRows& rows, 
       };
       multiply(one, experts.gate[expert], gate);
       multiply(one, experts.up[expert], up);
-      silu_mul(gate_up.view(), gated.view(), 1, isa);
+      if (experts.clamped) {
+        const auto [alpha, limit] = *experts.clamped;
+        kernels_for(isa).operators.clamped_mul[static_cast<int>(x.dtype())](
+            gate_up.view().data, gated.view().data, static_cast<int>(intermediate), alpha, limit);
+      } else {
+        silu_mul(gate_up.view(), gated.view(), 1, isa);
+      }
       multiply(gated.view(), experts.down[expert], made.view());
       const float weight = weights.as<float>()[row * per_row + slot];
       for (int64_t i = 0; i < hidden; ++i) sums[i] += static_cast<float>(made.get(i)) * weight;
@@ -120,7 +127,9 @@ void test_experts(Random& random, Report& report) {
   };
   const Weights gate = matrix(intermediate, hidden), up = matrix(intermediate, hidden);
   const Weights down = matrix(hidden, intermediate);
-  const PackedExperts experts = packed_experts(count, gate.matrix, up.matrix, down.matrix);
+  std::optional<ClampedGate> clamped;
+  if (random.chance(0.3)) clamped = {1.702f, random.pick({0.1f, 7.0f})};
+  const PackedExperts experts = packed_experts(count, gate.matrix, up.matrix, down.matrix, clamped);
   const Tensor x = numbers("x", dtype, {n, hidden}, random);
   const Tensor weights = numbers("weights", DType::kFloat32, {n, per_row}, random);
   const Tensor ids("ids", DType::kInt32, {n, per_row}, {per_row, 1}, random);

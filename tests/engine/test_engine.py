@@ -85,7 +85,7 @@ def test_64_greedy_tokens_are_those_of_transformers_alone_and_batched(
         ("fastdecode", None, 2000, "num_double_iterations"),
     ],
 )
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "gpt-oss"])
 def test_every_policy_and_memory_gives_the_same_tokens(
     checkpoints: dict[str, Path],
     family: str,

@@ -16,8 +16,8 @@ from neo_desktop.models.stages import Scratch, Stages, State
 CPU = torch.device("cpu")
 NUM_TOKENS = 80
 
-LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE = (
-    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
+LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GPT_OSS = (
+    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "GptOss")
 )
 EXPERTS = {"hidden_size": 64, "num_experts": 6}
 LLAMA3_ROPE = {
@@ -33,6 +33,15 @@ YARN_ROPE = {
     "rope_theta": 1000.0,
     "factor": 4.0,
     "original_max_position_embeddings": 32,
+}
+GPT_OSS_SIZES = {
+    "hidden_size": 64,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 9,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": (LLAMA, {}),
@@ -96,6 +105,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_sliding_window": True,
             "sliding_window": 7,
         },
+    ),
+    "gpt-oss": (GPT_OSS, GPT_OSS_SIZES),
+    "gpt-oss-clamped": (GPT_OSS, GPT_OSS_SIZES | {"swiglu_limit": 0.4, "swiglu_alpha": 2.0}),
+    "gpt-oss-windows": (
+        GPT_OSS,
+        GPT_OSS_SIZES
+        | {"layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": 5},
+    ),
+    "gpt-oss-yarn": (
+        GPT_OSS,
+        GPT_OSS_SIZES | {"rope_parameters": YARN_ROPE | {"truncate": False, "beta_fast": 32.0}},
     ),
     "qwen3": (QWEN3, {"head_dim": 16}),
     "qwen3-tied": (QWEN3, {"head_dim": 32, "tie_word_embeddings": True}),

@@ -23,9 +23,17 @@ class Layer(NamedTuple):
     matrices: list[Tensor]  # gate, up and down [experts, out, in], of the dtype
     biases: list[Tensor]
     kept: list[Tiles]  # what `packed` refers to
+    clamped: tuple[float, float] | None = None
 
 
-def layer(experts: int, hidden: int, intermediate: int, dtype: torch.dtype, seed: int = 0) -> Layer:
+def layer(
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    clamped: tuple[float, float] | None = None,
+) -> Layer:
     generator = torch.Generator().manual_seed(seed)
     kept, matrices, biases = [], [], []
     for rows, columns in ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate)):
@@ -36,8 +44,9 @@ def layer(experts: int, hidden: int, intermediate: int, dtype: torch.dtype, seed
         kept.append(tiles)
         matrices.append(weight.to(dtype).view(experts, rows, columns))
         biases.append(bias.view(experts, rows))
-    packed = native.packed_experts(experts, *(tiles.native for tiles in kept))
-    return Layer(packed, matrices, biases, kept)
+    gate, up, down = (tiles.native for tiles in kept)
+    packed = native.packed_experts(experts, gate, up, down, clamped)
+    return Layer(packed, matrices, biases, kept, clamped)
 
 
 def given_rows(n: int, k: int, experts: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -63,7 +72,12 @@ def exact(of: Layer, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     out = torch.zeros(x.shape, dtype=torch.float64)
     for row, slot in product(range(len(x)), range(ids.shape[1])):
         e, one = int(ids[row, slot]), x[row].double()
-        gated = silu(gate[e][0] @ one + gate[e][1]) * (up[e][0] @ one + up[e][1])
+        gates, ups = (weight @ one + bias for weight, bias in (gate[e], up[e]))
+        gated = silu(gates) * ups
+        if of.clamped is not None:
+            alpha, limit = of.clamped
+            gates, ups = gates.clamp(max=limit), ups.clamp(-limit, limit)
+            gated = (ups + 1) * gates * torch.sigmoid(alpha * gates)
         out[row] += weights[row, slot].double() * (down[e][0] @ gated + down[e][1])
     return out
 
@@ -80,7 +94,7 @@ def test_sums_are_those_of_float64_and_rows_do_not_know_of_each_other(
     n: int, experts: int, sizes: tuple[int, int], dtype: torch.dtype, data: st.DataObject
 ) -> None:
     k = data.draw(st.integers(1, experts))
-    of = layer(experts, *sizes, dtype)
+    of = layer(experts, *sizes, dtype, clamped=data.draw(st.sampled_from([None, (1.702, 7.0), (2.0, 0.5)])))
     x, ids, weights = given_rows(n, k, experts, sizes[0], dtype)
     expected, allowed = exact(of, x, ids, weights), DTYPES[dtype]
     for isa in native.available_isas():

@@ -6,6 +6,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -72,6 +74,23 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type, dict[str, object]]] = {
             "moe_intermediate_size": 64,
             "norm_topk_prob": True,
             "mlp_only_layers": [1],
+        },
+    ),
+    "gpt-oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {
+            "intermediate_size": 128,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 40,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
         },
     ),
 }

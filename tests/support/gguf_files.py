@@ -54,11 +54,13 @@ def write_gguf(
     for key, value in entries.items():
         if value is not None:
             _add(writer, key, value)
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, architecture.upper()), config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(
+        getattr(gguf.MODEL_ARCH, architecture.upper().replace("-", "_")), config.num_hidden_layers
+    )
     state = dict(model.named_parameters())  # tied ones once
-    for own_name, value in _of_experts(state):
-        kind = next((kind for part, kind in (type_names or {}).items() if part in own_name), type_name)
-        _add_tensor(writer, own_name, value.detach(), "F32" if "ffn_gate_inp" in own_name else kind)
+    for tensor, value in _of_gpt_oss(state) if architecture == "gpt-oss" else _of_experts(state):
+        kind = next((kind for part, kind in (type_names or {}).items() if part in tensor), type_name)
+        _add_tensor(writer, tensor, value.detach(), kind if tensor.endswith("_exps.weight") else "F32")
     for name, value in state.items():
         is_permuted = architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj")
         stored = permuted(value, config.head_dim) if is_permuted else value
@@ -87,6 +89,27 @@ def _of_experts(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             yield f"{prefix}.ffn_down_exps.weight", state.pop(name)
         elif name.endswith("mlp.gate.weight"):
             yield f"{prefix}.ffn_gate_inp.weight", state.pop(name)
+
+
+def _of_gpt_oss(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Likewise; gates and ups take turns, and matrices lie on their side."""
+    for name in list(state):
+        prefix = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
+        _, is_expert, part = name.partition(".mlp.experts.")
+        if is_expert:
+            value, end = state.pop(name), "bias" if part.endswith("_bias") else "weight"
+            rows = value if end == "bias" else value.transpose(1, 2)
+            if part.startswith("gate_up"):
+                yield f"{prefix}.ffn_gate_exps.{end}", rows[:, ::2]
+                yield f"{prefix}.ffn_up_exps.{end}", rows[:, 1::2]
+            else:
+                yield f"{prefix}.ffn_down_exps.{end}", rows
+        elif ".mlp.router." in name:
+            yield f"{prefix}.ffn_gate_inp.{name.rpartition('.')[2]}", state.pop(name)
+        elif name.endswith(".sinks"):
+            yield f"{prefix}.attn_sinks.weight", state.pop(name)
+        elif name.endswith("post_attention_layernorm.weight"):
+            yield f"{prefix}.post_attention_norm.weight", state.pop(name)
 
 
 def stored_rows(name: str, rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -161,6 +184,13 @@ def _entries(config: Any, architecture: str) -> dict[str, Any]:
             "expert_count": config.num_local_experts,
             "expert_used_count": config.num_experts_per_tok,
             "expert_feed_forward_length": of_each,
+        }
+    if architecture == "gpt-oss":
+        entries |= {
+            "attention.sliding_window": config.sliding_window,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": float(rope["factor"]),
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
         }
     return {f"{architecture}.{key}": value for key, value in entries.items()}
 

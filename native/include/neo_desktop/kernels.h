@@ -79,6 +79,8 @@ struct RowOperators {
   void (*add_rms_norm[kFloatTypes])(const void* x, void* residual, const void* weight, void* out, int length,
                                     float eps);
   void (*silu_mul[kFloatTypes])(const void* gate_up, void* out, int length);
+  // (up + 1) * gate * sigmoid(alpha * gate), of gates of at most `limit` and ups between -limit and limit.
+  void (*clamped_mul[kFloatTypes])(const void* gate_up, void* out, int length, float alpha, float limit);
   // norm may be null.
   void (*rope[kFloatTypes])(void* heads, int count, int dim, const float* cos, const float* sin,
                             const void* norm, float eps);

@@ -1,24 +1,32 @@
 // Feed-forward networks of experts, some of which each row is given to.
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "neo_desktop/packed_layer.h"
 
 namespace neo_desktop {
 
+// Gates of at most `limit` and ups between -limit and limit become (up + 1) * gate * sigmoid(alpha * gate).
+struct ClampedGate {
+  float alpha;
+  float limit;
+};
+
 // A layer's experts: gate and up are [intermediate, hidden], down is [hidden, intermediate].
 struct PackedExperts {
   std::vector<PackedMatrix> gate;
   std::vector<PackedMatrix> up;
   std::vector<PackedMatrix> down;
-  bool alike;  // rows for gate serve for up, too
+  bool alike;                                         // rows for gate serve for up, too
+  std::optional<ClampedGate> clamped = std::nullopt;  // instead of silu(gate) * up
 };
 
 // Cuts matrices of all experts, one after the other, into those of each. An expert's rows are a multiple of
 // 16, and lie in one part. Throws std::invalid_argument where they do not.
 PackedExperts packed_experts(int64_t count, const PackedMatrix& gate, const PackedMatrix& up,
-                             const PackedMatrix& down);
+                             const PackedMatrix& down, std::optional<ClampedGate> clamped = std::nullopt);
 
 // Rows with their experts. Tensors are of the model's dtype unless said otherwise, last dimensions
 // contiguous.

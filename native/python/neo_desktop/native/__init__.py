@@ -514,7 +514,9 @@ def advance(
     _native.advance(finished, begun, state, num_threads, isa or default_isa())
 
 
-def packed_experts(count: int, gate: Matrix, up: Matrix, down: Matrix) -> PackedExperts:
+def packed_experts(
+    count: int, gate: Matrix, up: Matrix, down: Matrix, clamped: tuple[float, float] | None = None
+) -> PackedExperts:
     """Return what `multiply_experts` takes for a layer's feed-forward networks; it owns none of the memory.
 
     Args:
@@ -522,11 +524,14 @@ def packed_experts(count: int, gate: Matrix, up: Matrix, down: Matrix) -> Packed
         gate: [count * intermediate, hidden], one expert after the other; up likewise.
         up: see gate.
         down: [count * hidden, intermediate]
+        clamped: alpha and limit, of (up + 1) * gate * sigmoid(alpha * gate) with gates of at most the limit
+            and ups between -limit and limit; None: silu(gate) * up.
 
     Raises:
-        ValueError: an expert's rows are no multiple of 16, or lie in two parts.
+        ValueError: an expert's rows are no multiple of 16, or lie in two parts; or alpha or limit is not
+            above 0.
     """
-    return PackedExperts(count, _seen(gate), _seen(up), _seen(down))
+    return PackedExperts(count, _seen(gate), _seen(up), _seen(down), clamped)
 
 
 def multiply_experts(

@@ -111,7 +111,15 @@ def advance(
 ) -> None: ...
 
 class PackedExperts:
-    def __init__(self, count: int, gate: Matrix, up: Matrix, down: Matrix, /) -> None: ...
+    def __init__(
+        self,
+        count: int,
+        gate: Matrix,
+        up: Matrix,
+        down: Matrix,
+        clamped: tuple[float, float] | None,
+        /,
+    ) -> None: ...
 
 def multiply_experts(
     experts: PackedExperts, tensors: Sequence[Tensor], num_threads: int, isa: str, /

@@ -1,0 +1,180 @@
+"""Tensors of all experts of a layer, as gpt-oss's checkpoints have them, cut into those of each.
+
+A tensor is [experts, columns, rows] of floats, or [experts, rows, columns / 32, 16] of bytes, two numbers of
+MXFP4 each, with scales [experts, rows, columns / 32]; a bias is [experts, rows]. Rows of gates and ups take
+turns in one tensor.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from neo_desktop.models.experts_config import ExpertNames
+from neo_desktop.models.gguf.types import TYPES, Blocks
+from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.safetensors.tensor import SafeTensor
+from neo_desktop.models.weights import StoredTensor
+
+_MXFP4 = next(stored for stored in TYPES.values() if stored.name == "MXFP4")
+_BLOCK = 32  # numbers that share a scale
+_NAME = re.compile(r"(?P<prefix>.+)\.experts\.(?P<kind>gate_up|down)_proj(?P<end>|_bias|_blocks|_scales)")
+# kind -> the matrices that take turns in its rows
+_MATRICES = {"gate_up": ("gate", "up"), "down": ("down",)}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTensor:
+    """See `weights.StoredTensor`: an expert's matrix or bias in floats.
+
+    Args:
+        source: of all experts.
+        expert: which.
+        first: its first row there.
+        step: from a row to the next.
+    """
+
+    source: SafeTensor
+    expert: int
+    first: int
+    step: int
+
+    @property
+    def file(self) -> Path:
+        """See `StoredTensor`, likewise the others."""
+        return self.source.file
+
+    @property
+    def type_name(self) -> str:  # noqa: D102
+        return self.source.type_name
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102
+        _, *columns, rows = self.source.shape
+        return rows // self.step, *columns
+
+    @property
+    def is_quantised(self) -> bool:  # noqa: D102
+        return False
+
+    @property
+    def nbytes(self) -> int:  # noqa: D102
+        return self.source.nbytes // self.source.shape[0] // self.step
+
+    @property
+    def blocks(self) -> Blocks | None:  # noqa: D102
+        return None
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:  # noqa: D102
+        yield 0, _of_expert(self.source, self.expert).t()[self.first :: self.step].contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertInBlocks:
+    """See `weights.StoredTensor`: an expert's matrix in MXFP4; for the arguments see `ExpertTensor`."""
+
+    source: SafeTensor
+    scales: SafeTensor
+    expert: int
+    first: int
+    step: int
+
+    @property
+    def file(self) -> Path:
+        """See `StoredTensor`, likewise the others."""
+        return self.source.file
+
+    @property
+    def type_name(self) -> str:  # noqa: D102
+        return _MXFP4.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102
+        _, rows, blocks, _ = self.source.shape
+        return rows // self.step, blocks * _BLOCK
+
+    @property
+    def is_quantised(self) -> bool:  # noqa: D102
+        return True
+
+    @property
+    def nbytes(self) -> int:  # noqa: D102
+        return (self.source.nbytes + self.scales.nbytes) // self.source.shape[0] // self.step
+
+    @property
+    def blocks(self) -> Blocks | None:  # noqa: D102
+        return Blocks(_MXFP4.name, lambda _: iter([(0, self._raw())]))
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:  # noqa: D102
+        yield 0, _MXFP4.dequantised(self._raw())
+
+    def _raw(self) -> Tensor:
+        """Return the rows as a GGUF file has them, in which the halves of a byte are 16 numbers apart."""
+        pairs, scales = (
+            _of_expert(each, self.expert)[self.first :: self.step] for each in (self.source, self.scales)
+        )
+        numbers = torch.stack((pairs & 15, pairs >> 4), 3).flatten(2)
+        data = numbers[:, :, :16] | (numbers[:, :, 16:] << 4)
+        return torch.cat((scales[:, :, None], data), 2).flatten(1)
+
+
+def _of_expert(source: SafeTensor, expert: int) -> Tensor:
+    found: Tensor = source.opened.get_slice(source.name)[expert : expert + 1]
+    return found[0]
+
+
+def take_experts(tensors: dict[str, SafeTensor], names: ExpertNames) -> dict[str, StoredTensor]:
+    """Return the matrices and biases of single experts; the tensors of all of them are taken out.
+
+    Args:
+        tensors: of a checkpoint.
+        names: what those of single experts are called.
+
+    Raises ModelError for tensors that do not go together.
+    """
+    found: dict[str, StoredTensor] = {}
+    for name in list(tensors):
+        match = _NAME.fullmatch(name)
+        if match is None or match["end"] == "_scales" or name not in tensors:
+            continue
+        source, matrices = tensors.pop(name), _MATRICES[match["kind"]]
+        scales = None
+        if match["end"] == "_blocks":
+            scales = _scales(tensors, source)
+        elif len(source.shape) != (2 if match["end"] else 3) or source.shape[-1] % len(matrices):
+            raise ModelError(
+                f"{name} in {source.file} has the shape {list(source.shape)}, which those of experts have "
+                "not: download the model again."
+            )
+        layer = match["prefix"].removesuffix(f".{names.block}")
+        end = "bias" if match["end"] == "_bias" else "weight"
+        for first, kind in enumerate(matrices):
+            for expert, module in enumerate(names.of_each(kind, source.shape[0])):
+                place = expert, first, len(matrices)
+                found[f"{layer}.{module}.{end}"] = (
+                    ExpertTensor(source, *place) if scales is None else ExpertInBlocks(source, scales, *place)
+                )
+    for name, left in tensors.items():
+        match = _NAME.fullmatch(name)
+        if match is not None and match["end"] == "_scales":
+            blocks = name.removesuffix("_scales") + "_blocks"
+            raise ModelError(f"{left.file.parent} lacks {blocks}: complete the download.")
+    return found
+
+
+def _scales(tensors: dict[str, SafeTensor], source: SafeTensor) -> SafeTensor:
+    name = source.name.removesuffix("_blocks") + "_scales"
+    scales = tensors.pop(name, None)
+    if scales is None:
+        raise ModelError(f"{source.file.parent} lacks {name}: complete the download.")
+    if len(source.shape) != 4 or source.shape[3] != _BLOCK // 2 or source.shape[1] % 2:
+        raise ModelError(
+            f"{source.name} in {source.file} has the shape {list(source.shape)}, which no blocks of experts "
+            "have: download the model again."
+        )
+    source.check([source.shape], ("U8",))
+    scales.check([source.shape[:3]], ("U8",))
+    return scales
