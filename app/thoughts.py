@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from typing import Literal
 
-OPENING, CLOSING = "<think>", "</think>"
+from neo_desktop.models import harmony
+
+OPENING, CLOSING = harmony.OPENING, harmony.CLOSING
 
 Part = tuple[Literal["thought", "answer"], str]
 

@@ -6,6 +6,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from neo_desktop.models.harmony import MARKS, HarmonyStream
 from neo_desktop.models.json_file import JsonFile, ModelError, check_size, read_text
 
 MAX_TOKENIZER_BYTES = 128 << 20  # of tokenizer.json; those of the largest vocabularies have 35 MB
@@ -32,6 +33,8 @@ class Tokenizer:
         self.chat_template = chat_template
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self._added: dict[int, AddedToken] = backend.get_added_tokens_decoder()
+        marks = {token_id: token.content for token_id, token in self._added.items() if token.special}
+        self._harmony = {token_id: text for token_id, text in marks.items() if text in MARKS}
         self._texts_alone: dict[int, str | None] = {}  # found out so far; every token generated is looked up
         self._byte_level = b'"ByteLevel"' in backend.decoder.__getstate__() if backend.decoder else False
 
@@ -90,9 +93,10 @@ class Tokenizer:
         """Text of `token_ids`; ids outside the vocabulary have no text."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def decode_stream(self) -> "DecodeStream":
+    def decode_stream(self) -> "DecodeStream | HarmonyStream":
         """A new stream of text from token ids that arrive one by one."""
-        return DecodeStream(self)
+        stream = DecodeStream(self)
+        return HarmonyStream(stream, self._harmony) if len(self._harmony) == len(MARKS) else stream
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, perhaps part of a character; none outside the vocabulary."""

@@ -132,7 +132,7 @@ def test_experts_in_host_memory_give_the_tokens_of_those_on_the_device(seed: int
     executor.close()
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "gpt-oss"])
 def test_experts_of_checkpoints_give_transformers_tokens(family: str, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, family)
     prompts = [[(7 * i + 3 * length) % VOCAB_SIZE for i in range(length)] for length in (3, 40, 17)]
