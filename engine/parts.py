@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from neo_desktop import native
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
+from neo_desktop.engine.kv.storage import KVStorage
+from neo_desktop.engine.kv.swapped import make_pool
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.loading import CPU_CACHE_DTYPES, LoadedModel, load
 from neo_desktop.engine.options import EngineOptions
@@ -45,7 +46,7 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
     """
     places = get_policy(options.policy).places
     asked_dtype = CPU_CACHE_DTYPES[options.cpu_cache_dtype]
-    if asked_dtype is not None and not any(place.in_host_memory for place in places):
+    if asked_dtype is not None and not any(place.host_attends for place in places):
         raise ValueError(
             f"the CPU-cache was asked for in {options.cpu_cache_dtype}, but with this policy there is none"
         )
@@ -94,6 +95,7 @@ def take_memory(
         cpu_cache_dtype,
         free,
         decoder.memory()[decoder.device],
+        places,
     )
     num_blocks = {place: fitting[place] for place in places}
     if not any(num_blocks.values()):
@@ -103,13 +105,13 @@ def take_memory(
         )
     with loaded.streams.on_device():  # memory stays with the stream that it was taken on
         pools = {
-            place: KVPool(
+            place: make_pool(
+                place,
                 loaded.config,
                 count,
-                BLOCK_SIZE,
-                (cpu_cache_dtype if place.in_host_memory else None) or decoder.dtype,
-                memory_of(place, decoder.device),
-                sinks=decoder.sinks,
+                (cpu_cache_dtype if place.host_attends else None) or decoder.dtype,
+                decoder.device,
+                decoder.sinks,
             )
             for place, count in num_blocks.items()
         }

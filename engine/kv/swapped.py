@@ -21,9 +21,12 @@ from torch import Tensor
 
 from neo_desktop.engine.cuda.pinned import pinned_bytes
 from neo_desktop.engine.kv.layer import KVLayer, Rows
-from neo_desktop.engine.kv.storage import KVPool, PoolRows
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.kv.storage import KVPool, PoolRows, memory_of
+from neo_desktop.engine.placement import Place
 from neo_desktop.models.config import ModelConfig
 
+NUM_RESIDENT = 1  # layers that stay on the device
 WINDOW = 2  # layers on the device that are not resident: one is attended to while the next one comes
 
 
@@ -50,7 +53,7 @@ class SwappedPool(KVPool):
         device: torch.device,
         kind: type[KVLayer] | None = None,
         sinks: Sequence[Tensor] | None = None,
-        num_resident: int = 1,
+        num_resident: int = NUM_RESIDENT,
     ) -> None:
         num_layers = config.num_layers
         resident = min(max(num_resident, 1), num_layers)
@@ -100,6 +103,26 @@ class SwappedPool(KVPool):
         """
         for index, home in enumerate(self.homes):
             home.index_copy_(1, slots, rows[:, index])
+
+
+def make_pool(
+    place: Place,
+    config: ModelConfig,
+    num_blocks: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    sinks: Sequence[Tensor] | None,
+) -> KVPool:
+    """Make the pool of a place for a model that runs on a device; arguments as of `KVPool`."""
+    if place.is_swapped:
+        return SwappedPool(config, num_blocks, BLOCK_SIZE, dtype, device, sinks=sinks)
+    return KVPool(config, num_blocks, BLOCK_SIZE, dtype, memory_of(place, device), sinks=sinks)
+
+
+def layers_of(num_layers: int) -> tuple[int, int]:
+    """Return how many layers of a swapped block lie on the device, and how many in host memory."""
+    num_swapped = max(num_layers - NUM_RESIDENT, 0)
+    return num_layers - num_swapped + min(WINDOW, num_swapped), num_swapped
 
 
 class SwappedRows(PoolRows):

@@ -10,7 +10,7 @@ a model is loaded, or for GPUs that are not here, the reserve stands for both. (
 then both pools lie in host memory, and each cap is one for the KV of its pool alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -22,6 +22,7 @@ from neo_desktop.engine.execute.workspace import device_bytes
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
+from neo_desktop.engine.kv.swapped import layers_of
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.options import MAX_BATCH_TOKENS, EngineOptions
 from neo_desktop.engine.placement import PLACES, Place
@@ -41,6 +42,7 @@ HOST_SHARE = 0.5  # of the available host memory, for KV and buffers, unless a c
 MOST_HOST_SHARE = 0.9  # of the available host memory, whatever a cap says
 LONG_CONTEXT_TOKENS = 32_768  # prompts that are longer may have to be tried again in smaller chunks
 GIB = 1024**3
+SWAPPED_SHARE = 0.125  # of the GPU's memory for KV, for the layers of swapped KV that are there
 SHORT_TOKENS = 1000  # of context: less is no use
 # What files of GGUF are called by -> the type of most of their matrices.
 QUANTISATIONS = {"Q8_0": "Q8_0", "Q6_K": "Q6_K", "Q5_K_M": "Q5_K", "Q4_K_M": "Q4_K", "Q4_0": "Q4_0"}
@@ -95,6 +97,7 @@ def pool_blocks(
     cpu_cache_dtype: torch.dtype | None = None,
     free: FreeMemory | None = None,
     weight_bytes: int | None = None,
+    places: Collection[Place] = PLACES,
 ) -> dict[Place, int]:
     """Return `place -> blocks`, from the memory that is free now that the weights are loaded.
 
@@ -107,6 +110,7 @@ def pool_blocks(
         cpu_cache_dtype: of KV in host memory; None: the model's.
         free: to reckon with; None: what is.
         weight_bytes: of the loaded model; None: as if all were of `dtype`.
+        places: whether KV is swapped: then a part of the memory of the other places is for it.
 
     Raises:
         MemoryError: the GPU has no room for one iteration, or more was asked for than there is.
@@ -115,8 +119,10 @@ def pool_blocks(
     available = kv_bytes(config, dtype, limits, free, caps or MemoryCaps(), weight_bytes)
     most_tokens = limits.max_batch_requests * config.max_context_tokens
     blocks = {}
+    if Place.SWAPPED in places:
+        blocks[Place.SWAPPED] = _take_swapped(config, dtype, limits, places, available, free)
     for place, bytes_ in available.items():
-        kv_dtype = (cpu_cache_dtype if place.in_host_memory else None) or dtype
+        kv_dtype = (cpu_cache_dtype if place.host_attends else None) or dtype
         bytes_per_block = config.num_layers * block_bytes(config, BLOCK_SIZE, kv_dtype)
         bytes_per_token = bytes_per_block // BLOCK_SIZE
         fitting = bytes_ // (BLOCKS_PER_RUN * bytes_per_block) * BLOCKS_PER_RUN * BLOCK_SIZE
@@ -128,6 +134,35 @@ def pool_blocks(
             )
         blocks[place] = (min(fitting, most_tokens) if asked is None else asked) // BLOCK_SIZE
     return blocks
+
+
+def _take_swapped(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    limits: SchedulerLimits,
+    places: Collection[Place],
+    available: dict[Place, int],
+    free: FreeMemory,
+) -> int:
+    """Return the blocks of swapped KV, and take their memory off the other places'.
+
+    More than its share of the GPU's memory is of no use: so many tokens hardly cross the bus in time.
+    """
+    of_layer = block_bytes(config, BLOCK_SIZE, dtype)
+    on_device, on_host = (layers * of_layer for layers in layers_of(config.num_layers))
+    if free.gpu_bytes is None:  # all of it lies in the host's memory
+        on_device, on_host = 0, on_device + on_host
+    # What is new of decodes is kept on the device until it has left.
+    decodes = 2 * limits.max_batch_requests * config.kv_bytes_per_token(dtype)
+    most = limits.max_batch_requests * config.max_context_tokens // BLOCK_SIZE
+    near = max(int((available[Place.DEVICE] - decodes) * SWAPPED_SHARE), 0) if on_device else 0
+    far = available[Place.HOST] // (2 if Place.HOST in places else 1)
+    blocks = min(most, far // on_host) if on_host else most
+    if on_device:
+        blocks = min(blocks, near // on_device)
+        available[Place.DEVICE] -= blocks * on_device + decodes
+    available[Place.HOST] -= blocks * on_host
+    return max(blocks // BLOCKS_PER_RUN * BLOCKS_PER_RUN, 0)
 
 
 def kv_bytes(

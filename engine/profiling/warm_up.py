@@ -27,7 +27,8 @@ from neo_desktop.engine.execute.layout import MAX_DECODES
 from neo_desktop.engine.execute.split_products import splits_of
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
-from neo_desktop.engine.kv.storage import KVPool, KVStorage, memory_of
+from neo_desktop.engine.kv.storage import KVStorage
+from neo_desktop.engine.kv.swapped import make_pool
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -109,13 +110,8 @@ def _carry_out(decoder: Decoder, places: Sequence[Place], limits: SchedulerLimit
     with streams.on_device():
         storage = KVStorage(
             {
-                place: KVPool(
-                    decoder.config,
-                    NUM_BLOCKS,
-                    BLOCK_SIZE,
-                    decoder.dtype,
-                    memory_of(place, decoder.device),
-                    sinks=decoder.sinks,
+                place: make_pool(
+                    place, decoder.config, NUM_BLOCKS, decoder.dtype, decoder.device, decoder.sinks
                 )
                 for place in places
             }

@@ -121,6 +121,28 @@ def test_blocks_never_hold_more_than_the_bytes(machine: SimpleNamespace) -> None
         assert count * block_bytes <= available[place] < (count + BLOCKS_PER_RUN) * block_bytes
 
 
+@pytest.mark.parametrize("places", [(Place.DEVICE, Place.SWAPPED), (Place.DEVICE, Place.SWAPPED, Place.HOST)])
+def test_swapped_kv_and_the_other_pools_together_take_no_more(
+    machine: SimpleNamespace, places: tuple[Place, ...]
+) -> None:
+    """Three layers of it on the GPU, all but one in host memory."""
+    free = FreeMemory.now(CUDA)
+    blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, free=free, places=places)
+    available, of_block = kv(CUDA), BLOCK_SIZE * CONFIG.kv_bytes_per_token(DTYPE)
+    on_device, on_host = blocks[Place.SWAPPED] * of_block * 3 / 32, blocks[Place.SWAPPED] * of_block * 31 / 32
+    assert blocks[Place.SWAPPED] > blocks[Place.DEVICE]  # which is what it is for
+    assert blocks[Place.DEVICE] * of_block + on_device <= available[Place.DEVICE]
+    assert blocks[Place.HOST] * of_block + on_host <= available[Place.HOST]
+    assert on_device <= available[Place.DEVICE] / 8
+
+
+def test_swapped_kv_needs_host_memory_for_all_its_layers(machine: SimpleNamespace) -> None:
+    machine.host = 2 * GIB
+    free, places = FreeMemory.now(CUDA), (Place.DEVICE, Place.SWAPPED)
+    blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, free=free, places=places)
+    assert 0 < blocks[Place.SWAPPED] * BLOCK_SIZE * CONFIG.kv_bytes_per_token(DTYPE) * 31 / 32 < GIB
+
+
 def test_a_number_of_tokens_that_was_asked_for_is_what_there_is(machine: SimpleNamespace) -> None:
     asked = {Place.DEVICE: 400, Place.HOST: 1000}
     blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, asked, MemoryCaps())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from executors import Hook, HookedLanes, carry_out_copies, thread_executor
 from pipeline_case import BLOCK_SIZE, RandomIterations, check_result, make_storage, sampling_input, tiny_model
+from tiny_engine import engine, tokens_of
 from torch_layer import TorchLayer
 
 from neo_desktop.engine.batch import BlockCopy, IterationPlan, ScheduledSequence, SubBatch
@@ -19,6 +20,7 @@ from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kv.layer import KVLayer
 from neo_desktop.engine.kv.swapped import WINDOW, SwappedPool
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.schedule.policies import POLICIES, Policy
 from neo_desktop.models.decoder import Decoder
 
 WINDOWS = (None, 11, None, 3, None, None)  # of six layers: slots of the window are used again
@@ -303,3 +305,14 @@ def test_moves_there_and_back_leave_rows_as_they_were(model: Decoder, way: tuple
         found = torch.empty(shape)
         storage[home].rows_at(slots).read(layer, found)
         assert torch.equal(found, each)
+
+
+@pytest.mark.parametrize("places", [(Place.SWAPPED,), (Place.DEVICE, Place.SWAPPED), ALL], ids=len)
+def test_an_engine_gives_the_same_tokens_whichever_places_it_has(
+    monkeypatch: pytest.MonkeyPatch, places: tuple[Place, ...]
+) -> None:
+    monkeypatch.setitem(POLICIES, "with swapped KV", Policy("with swapped KV", places))
+    with engine("gpu-only", "cpu") as made:
+        expected = tokens_of(made)
+    with engine("with swapped KV", "cpu", places) as made:
+        assert tokens_of(made) == expected

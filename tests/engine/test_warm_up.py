@@ -124,7 +124,7 @@ def test_memory_is_divided_after_the_warm_up_and_before_kv_is_taken(
             order.append("KV")
 
     monkeypatch.setattr(parts, "warm_up", warmed)
-    monkeypatch.setattr(parts, "KVPool", Pool)
+    monkeypatch.setattr(parts, "make_pool", Pool)
     monkeypatch.setattr(parts.native, "set_default_num_threads", lambda _: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", free_now)
     decoder.device = torch.device("cuda")

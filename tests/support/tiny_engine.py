@@ -1,6 +1,6 @@
 """A tiny model's engine, made in a moment, and what it is asked."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.loading import LoadedModel
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import take_memory
+from neo_desktop.engine.placement import Place
 from neo_desktop.models.tokenizer import ByteTokenizer
 
 PROMPTS = [[(7 * i + 3 * j) % 257 for j in range(size)] for i, size in enumerate((5, 19, 12))]
@@ -20,25 +21,29 @@ PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 Tokens = list[tuple[int, ...]]
 
 
-def make_engine(policy: str, device: str = "cuda") -> Engine:
-    """Return one; `gpu-only` keeps all KV on the device, `fastdecode` all of it in host memory."""
+def make_engine(policy: str, device: str = "cuda", places: Sequence[Place] | None = None) -> Engine:
+    """Return one; `gpu-only` keeps all KV on the device, `fastdecode` all of it in host memory.
+
+    Args:
+        places: of a policy that users are not offered.
+    """
     decoder = tiny_model((None, 5), device=device)
     decoder.config = replace(decoder.config, max_context_tokens=256)  # fewer kernels to warm up
     loaded = LoadedModel("tiny", decoder.config, decoder, ByteTokenizer(), WholeDevice(decoder.device))
     options = EngineOptions(
-        policy=policy,
+        policy=policy if places is None else "auto",
         gpu_cache_tokens=256,
         cpu_cache_tokens=256,
         max_batch_tokens=64,
         max_batch_requests=4,
     )
-    return Engine.from_parts(take_memory(loaded, options), policy)
+    return Engine.from_parts(take_memory(loaded, options, places), policy)
 
 
 @contextmanager
-def engine(policy: str, device: str = "cuda") -> Iterator[Engine]:
+def engine(policy: str, device: str = "cuda", places: Sequence[Place] | None = None) -> Iterator[Engine]:
     """See `make_engine`; closed in the end, whatever has become of it."""
-    made = make_engine(policy, device)
+    made = make_engine(policy, device, places)
     try:
         yield made
     finally:
