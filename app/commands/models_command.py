@@ -22,6 +22,10 @@ models = typer.Typer(
     epilog="Example: neo-desktop models list",
 )
 
+NameOrPath = Annotated[
+    str,
+    typer.Argument(metavar="NAME", help="As 'neo-desktop models list' shows it, or a folder or GGUF file."),
+]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="As 'neo-desktop models list' shows it.")]
 
 
@@ -94,17 +98,20 @@ def recommended(debug: opt.Debug = False) -> None:
     )
 
 
-@models.command(epilog="Example: neo-desktop models info neo-desktop-guide")
+@models.command(
+    epilog="Examples: neo-desktop models info neo-desktop-guide; neo-desktop models info model.gguf"
+)
 def info(
-    name: Name,
+    name: NameOrPath,
     models_dirs: opt.ModelsDirs = None,
     json_file: opt.JsonFile = None,
     debug: opt.Debug = False,
 ) -> None:
     """Show one model: what it is, what it takes, what it brings."""
     set_up_logging(debug)
-    loader = _loader(models_dirs)
-    model = loader.catalogue.get(name)
+    path = Path(name).expanduser()
+    loader = _loader(models_dirs, path if path.exists() else None)
+    model = loader.catalogue.get(loader.catalogue.first if path.exists() else name)
     fit, reason = _fit(loader, model)
     summary = model.summary
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -194,13 +201,15 @@ def remove(
     stdout.print(f"{escape(name)} is gone.", highlight=False)
 
 
-def _loader(models_dirs: list[Path] | None) -> "ModelLoader":
+def _loader(models_dirs: list[Path] | None, path: Path | None = None) -> "ModelLoader":
+    """Return what knows the models in these folders; with a path, one more, which comes first."""
     from neo_desktop.app.selftest import reports_folder
     from neo_desktop.app.shelf.catalogue import Catalogue
     from neo_desktop.app.shelf.model_loader import ModelLoader
-    from neo_desktop.engine.options import EngineOptions
+    from neo_desktop.engine.options import BUILTIN, EngineOptions
 
-    return ModelLoader(Catalogue(models_dirs), EngineOptions(), reports=reports_folder())
+    catalogue = Catalogue(models_dirs, model=BUILTIN if path is None else str(path))
+    return ModelLoader(catalogue, EngineOptions(), reports=reports_folder())
 
 
 def _fit(loader: "ModelLoader", model: "LocalModel") -> "tuple[Fit | None, str | None]":

@@ -94,6 +94,7 @@ def test_a_gguf_file_is_listed_described_and_removed(tmp_path: Path, data: Path)
     assert code == 0
     assert all(name in shown for name in ("one", "several/a", "several/b"))
     code, shown = run("info", "one", "--models-dir", str(tmp_path / "mine"))
+    assert run("info", str(tmp_path / "mine" / "one.gguf")) == (code, shown)
     assert code == 0
     assert "Q4_0" in shown
     assert "float32, weights kept as they are" in shown
