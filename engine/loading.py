@@ -112,7 +112,7 @@ def placed_form(
     of_host = host_form(form)
     if device.type == "cuda":
         of_host = replace(of_host, room=pinned_bytes)
-    return SplitForm(form, of_host, plan.resident_rows)
+    return SplitForm(form, of_host, plan.resident_rows, dispatch)
 
 
 def model_path(model: str | Path) -> Path:

@@ -29,8 +29,8 @@ inline void multiply_dense_rows(const T* tile, const float* x, int64_t columns, 
     for (int row = 0; row < count; ++row) even[row] = odd[row] = V::zero();
     const T* weights = tile;
     for (int64_t column = 0; column < columns; column += 2, weights += 2 * kDenseTileRows) {
-      __builtin_prefetch(reinterpret_cast<const char*>(weights) + 2048);
-      if constexpr (sizeof(T) == 4) __builtin_prefetch(reinterpret_cast<const char*>(weights) + 2112);
+      __builtin_prefetch(reinterpret_cast<const char*>(weights) + 4096);
+      if constexpr (sizeof(T) == 4) __builtin_prefetch(reinterpret_cast<const char*>(weights) + 4160);
       typename V::Reg first, second;
       load_columns<V>(weights, part, first, second);
 #pragma GCC unroll 8

@@ -156,7 +156,7 @@ inline void multiply_dense_rows(const BFloat16* tile, const BFloat16* x, int64_t
   for (int row = 0; row < count; ++row) sums[0][row] = sums[1][row] = Avx512::zero();
   const auto add = [&](int chain, int64_t column) {
     const BFloat16* weights = tile + column * kDenseTileRows;
-    __builtin_prefetch(reinterpret_cast<const char*>(weights) + 2048);
+    __builtin_prefetch(reinterpret_cast<const char*>(weights) + 4096);
     const __m512i pairs = _mm512_loadu_si512(weights);
 #pragma GCC unroll 8
     for (int row = 0; row < count; ++row) {

@@ -234,7 +234,7 @@ ExpertRows ExpertRows::part(int64_t first, int64_t count) const {
 }
 
 // But for what each product checks.
-void check_experts(const PackedExperts& experts, const ExpertRows& rows) {
+void check_experts(const ExpertRows& rows) {
   check_dims(rows.x, "[n, hidden]", 2);
   check_dtype(rows.x, {DType::kFloat32, DType::kFloat16, DType::kBFloat16});
   check_packed(rows.x, 1);
@@ -276,7 +276,7 @@ PackedExperts packed_experts(int64_t count, const PackedMatrix& gate, const Pack
 }
 
 void multiply_experts(const PackedExperts& experts, const ExpertRows& rows, int num_threads, Isa isa) {
-  check_experts(experts, rows);
+  check_experts(rows);
   check_ids(rows, static_cast<int64_t>(experts.gate.size()));
   if (num_pairs(rows) == 0) {
     for (int64_t row = 0; row < rows.out.size(0); ++row) {

@@ -16,6 +16,7 @@ constexpr int64_t kChunkBytes = 256 << 10;      // of quantised rows that tiles 
 constexpr int64_t kDenseChunkBytes = 1 << 20;   // likewise of other rows
 constexpr int64_t kSerialElements = 1 << 15;    // of x, that one thread quantises before others have woken
 constexpr int64_t kBytesPerThread = 192 << 10;  // of weights: fewer are multiplied before a thread has woken
+constexpr int64_t kRest = 4;                    // a thread takes this part of its share of what is left
 constexpr int64_t kTakesPerThread = 16;         // so that a thread that is held up leaves the rest to others
 
 const QuantisedKernels& quantised_kernels_for(Isa isa) {
@@ -56,10 +57,14 @@ void multiply_rows(PackedProduct& product, int64_t first, int64_t count, uint8_t
       product.prepare(row, floats + participant * product.columns());
     }
   });
-  const int64_t tiles = product.tiles(), take = tiles_at_a_time(tiles, threads);
+  // Long takes at first, which are read fast, then shorter ones, so that all threads end together.
+  const int64_t tiles = product.tiles();
   ThreadPool::shared().run(threads, [&](int) {
-    for (int64_t begin; (begin = next_tile.fetch_add(take, std::memory_order_relaxed)) < tiles;) {
-      for (int64_t tile = begin; tile < std::min(begin + take, tiles); ++tile) product.multiply(tile);
+    for (int64_t begin = next_tile; begin < tiles;) {
+      const int64_t end = begin + std::max<int64_t>((tiles - begin) / (threads * kRest), 1);
+      if (!next_tile.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+      for (int64_t tile = begin; tile < end; ++tile) product.multiply(tile);
+      begin = next_tile.load(std::memory_order_relaxed);
     }
   });
 }

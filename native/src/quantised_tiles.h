@@ -82,7 +82,7 @@ inline void multiply_rows(const uint8_t* tile, const QuantisedRows& x, float* ou
       scales += header_bytes(of);
     }
     const uint8_t* weights = scales + block_scale_bytes(of);
-    for (int line = 0; line < block_bytes(of); line += 64) V::prefetch(scales + 2048 + line);
+    for (int line = 0; line < block_bytes(of); line += 64) V::prefetch(scales + 4096 + line);
     for (int part = 0; part < kParts; ++part) {
       typename V::Ints dots[kSums][count];
       constexpr int kOff = log2_of(of.offset + (of.bits == 8 ? V::kSignedShift : 0));

@@ -82,7 +82,7 @@ void check_arguments(const RelayExperts& item, size_t num_layers) {
   const int64_t count = std::min(at_once(item.rows), item.rows.x.size(0));
   if (count < 1) fail("there is room for no row of experts");
   for (const PackedExperts* experts : item.experts) {
-    if (experts != nullptr) check_experts(*experts, item.rows.part(0, count));
+    if (experts != nullptr) check_experts(item.rows.part(0, count));
   }
 }
 

@@ -50,6 +50,6 @@ struct ExpertRows {
 void multiply_experts(const PackedExperts& experts, const ExpertRows& rows, int num_threads, Isa isa);
 
 // Throws what `multiply_experts` would throw whatever the ids are.
-void check_experts(const PackedExperts& experts, const ExpertRows& rows);
+void check_experts(const ExpertRows& rows);
 
 }  // namespace neo_desktop
