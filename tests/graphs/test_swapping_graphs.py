@@ -1,19 +1,26 @@
 """Swapped KV in graphs: layers that come and rows that leave, on streams of any order."""
 
 import pytest
+import torch
 from graph_case import BLOCK_SIZE, CAPACITY, NUM_BLOCKS, TOKENS, contexts
 from imitated_streams import Hook, ImitatedBackend
+from ladder_rungs import Rungs
 from pipeline_case import RandomIterations, check_result, make_storage, sampling_input, tiny_model
+from tiny_engine import engine, tokens_of
 
 from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, SubBatch
+from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.plan_executor import PlanExecutor
-from neo_desktop.engine.execute.timeline import Stage
+from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.int_array import IntArray
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.device_layer import DeviceLayer
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.schedule.policies import POLICIES, Policy
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import Dense
 from neo_desktop.models.stages import Stages
@@ -147,3 +154,67 @@ def test_an_iteration_that_fails_can_be_done_again(model: Decoder, lane: Lane) -
         check_result(model, plan, contexts(plan), executor.execute(plan))
     assert backend.was_graph
     executor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("any_queues")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_graphs_give_the_tokens_of_a_plain_computation() -> None:
+    model = tiny_model(WINDOWS, device="cuda")
+    storage = make_storage(model, dict.fromkeys(ALL, NUM_BLOCKS), BLOCK_SIZE)
+    timeline = Timeline()
+    executor = build_executor(model, storage, 256, 8, timeline, WholeDevice(model.device))
+    assert executor.fits_graphs
+    executor.execute(prompts("abcdefg"))
+    for step in range(4):  # at once, captured, and launched again
+        plan = decodes("acd", "bfe", step=step)
+        timeline.take()
+        check_result(model, plan, contexts(plan), executor.execute(plan), tolerance=2e-3)
+        lanes = {"device", "cpu", "to-host", "to-device", "swap-in", "swap-out"}
+        assert {span.lane for span in timeline.take()} == lanes
+    executor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rung", ["host-flags", "device-only", "eager"])
+def test_on_a_gpu_random_plans_give_the_tokens_of_a_plain_computation(
+    rungs: Rungs, seed: int, rung: str
+) -> None:
+    rungs(graphs=rung)
+    model = tiny_model(WINDOWS, device="cuda")
+    storage = make_storage(model, dict.fromkeys(ALL, NUM_BLOCKS), BLOCK_SIZE)
+    executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
+    iterations = RandomIterations(seed, NUM_BLOCKS, ALL, BLOCK_SIZE)
+    for plan, context in iterations.plans(10):
+        result = executor.execute(plan)
+        check_result(model, plan, context, result, tolerance=2e-3)
+        iterations.take_in(result)
+    executor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_pageable_memory_is_a_rung_below(rungs: Rungs) -> None:
+    rungs(host_memory="pageable")
+    model = tiny_model(WINDOWS, device="cuda")
+    storage = make_storage(model, dict.fromkeys(ALL, NUM_BLOCKS), BLOCK_SIZE)
+    executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
+    assert not executor.fits_graphs
+    assert ladder.rung("graphs") == "eager"
+    executor.execute(prompts("abcdefg"))
+    for step in range(3):
+        plan = decodes("acd", "bfe", step=step)
+        check_result(model, plan, contexts(plan), executor.execute(plan), tolerance=2e-3)
+    executor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_an_engine_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "with swapped KV", Policy("with swapped KV", (Place.SWAPPED,)))
+    with engine("gpu-only", "cpu") as made:
+        expected = tokens_of(made)
+    with engine("with swapped KV", "cuda", (Place.SWAPPED,)) as made:
+        assert tokens_of(made) == expected
