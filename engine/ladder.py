@@ -80,6 +80,7 @@ MECHANISMS: Mapping[str, Mechanism] = {
         _kernel("activation", "Gated activation"),
         _kernel("row_copy", "Rows of KV into the cache and out of it"),
         _kernel("quantised", "Products with quantised weights"),
+        _kernel("experts", "Mixtures of experts"),
         Mechanism(
             "prompt_attention",
             "Attention of prompts",

@@ -6,7 +6,9 @@ The module is `operators.Operators`; what the functions do is said in `operators
 from torch import Tensor
 
 from neo_desktop import native
-from neo_desktop.models.operators import write_rows
+from neo_desktop.models.operators import choose_experts, multiply_experts, write_rows
+
+__all__ = ["add_rms_norm", "choose_experts", "multiply_experts", "rope", "rope_append", "silu_mul"]
 
 add_rms_norm = native.add_rms_norm
 silu_mul = native.silu_mul

@@ -12,6 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from neo_desktop.models import expert_operators
+from neo_desktop.models.expert_operators import ExpertScratch
+from neo_desktop.models.linear.stacked import StackedExperts
+
+choose_experts = expert_operators.choose_experts
+multiply_experts = expert_operators.multiply_experts
+
 
 class Store(NamedTuple):
     """Where a layer's keys and values are to be stored; see `rope_append`."""
@@ -41,6 +48,16 @@ class Operators(Protocol):
     @property
     def silu_mul(self) -> Callable[[Tensor, Tensor], None]:
         """Of the feed-forward network."""
+
+    @property
+    def choose_experts(self) -> Callable[[Tensor, bool, Tensor, Tensor], None]:
+        """See `expert_operators`, likewise the next."""
+
+    @property
+    def multiply_experts(
+        self,
+    ) -> Callable[[StackedExperts, Tensor, Tensor, Tensor, ExpertScratch, Tensor], None]:
+        """On a device."""
 
 
 def rotation(

@@ -25,7 +25,8 @@ from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import TURN, Decoder, Experts
-from neo_desktop.models.experts import ExpertScratch, Mixture, mixtures
+from neo_desktop.models.expert_operators import ExpertScratch
+from neo_desktop.models.experts import Mixture, mixtures
 from neo_desktop.models.linear.split import Split
 from neo_desktop.models.operators import Operators, Store, rotation
 from neo_desktop.models.packed_layers import MAX_ROWS, packed_layers
@@ -172,7 +173,7 @@ class Stages:
         self._eps = decoder.config.rms_norm_eps
         is_native = operators is None and decoder.device.type == "cpu"
         self._layers = packed_layers(decoder) if is_native else None
-        self.mixtures = mixtures(decoder)  # by layer
+        self.mixtures = mixtures(decoder, self._operators)  # by layer
 
     @property
     def writes_in_place(self) -> bool:

@@ -53,6 +53,8 @@ class StoredForm(Dense):
     def parts(self) -> tuple[PartShape, ...]:
         """Of the one that is meant; none: it is dequantised."""
         parts = self.stored.get(self.name, ())
+        if self.kernels is not None and "experts_" in self.name and len(merged(parts)) > 1:
+            return ()  # all of a layer's experts are found by their number
         return parts if all(self._has_kernel(part) for part in parts) else ()
 
     @property
@@ -97,7 +99,9 @@ class StoredForm(Dense):
     ) -> Quantised | QuantisedOnGPU:
         if self.kernels is None:
             return Quantised(self.parts, columns, bias, dtype, self.room)
-        return QuantisedOnGPU(self.parts, columns, bias, dtype, device, self.kernels)
+        is_stacked = "experts_" in self.name
+        kernels = self.kernels
+        return QuantisedOnGPU(self.parts, columns, bias, dtype, device, kernels, is_stacked=is_stacked)
 
     def nbytes(self, rows: int, columns: int, dtype: torch.dtype) -> int:  # noqa: D102
         if not self.parts:

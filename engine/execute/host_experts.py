@@ -18,7 +18,8 @@ from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.lane import HostStep, Lane, Recorder, Signal
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.experts import Choice, ExpertScratch, Mixture
+from neo_desktop.models.expert_operators import Choice, ExpertScratch
+from neo_desktop.models.experts import Mixture
 from neo_desktop.models.stages import DividedExperts
 from neo_desktop.native.relay import RelayExperts
 

@@ -16,7 +16,15 @@ from pathlib import Path
 
 from neo_desktop.engine.ladder import ladder
 
-KERNELS = ("paged_decode", "rope_append", "norm", "activation", "row_copy", "quantised")  # of the ladder
+KERNELS = (
+    "paged_decode",
+    "rope_append",
+    "norm",
+    "activation",
+    "row_copy",
+    "quantised",
+    "experts",
+)  # of the ladder
 PATIENCE_S = 60.0  # for a compiler, on a computer that has other things to do
 PROGRAM = "#include <Python.h>\n#include <stdlib.h>\nint usable(void) { return Py_IsInitialized(); }\n"
 

@@ -23,6 +23,7 @@ from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.ladder import MECHANISMS
 from neo_desktop.engine.trial.check import Check
+from neo_desktop.engine.trial.expert_checks import check_experts
 from neo_desktop.engine.trial.kv_checks import BOUNDS, check_decode, check_rows, error_of, weights_of
 from neo_desktop.engine.trial.rig import Rig, on_rungs, require
 from neo_desktop.models.linear import grouped, unpack
@@ -48,6 +49,7 @@ def kernel_checks(rig: Rig) -> Iterator[Check]:
         "norm": check_norm,
         "activation": check_activation,
         "quantised": check_quantised,
+        "experts": check_experts,
         "prompt_attention": check_prompts,
     }
     for name, check in kernels.items():

@@ -43,6 +43,7 @@ class QuantisedOnGPU:
         dtype: of the model.
         device: where the weights lie.
         kernels: what multiplies.
+        is_stacked: of several experts, which are not multiplied all at once.
     """
 
     writes_in_place = True
@@ -55,9 +56,12 @@ class QuantisedOnGPU:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels,
+        *,
+        is_stacked: bool = False,
     ) -> None:
         self.bias = bias
         self._dtype, self._device, self._kernels = dtype, device, kernels
+        self._is_stacked = is_stacked
         self._missing_rows = sum(part.rows for part in parts)
         self.parts = [Grouped(part.type_name, part.rows, columns, device) for part in merged(parts)]
 
@@ -86,7 +90,7 @@ class QuantisedOnGPU:
                     part.load(row + first, raw[first : first + step])
                 break
             row -= part.rows
-        if self._missing_rows == 0 and self._device.type == "cuda":
+        if self._missing_rows == 0 and self._device.type == "cuda" and not self._is_stacked:
             self.launch_all()
 
     def launch_all(self) -> None:

@@ -154,7 +154,7 @@ void test_experts(Random& random, Report& report) {
       }
     }
   }
-  ids.as<int32_t>()[random.between(0, n * per_row - 1)] = random.pick({-1, static_cast<int32_t>(count)});
+  ids.as<int32_t>()[random.between(0, n * per_row - 1)] = random.pick({-2, static_cast<int32_t>(count)});
   const Problem problem(x, ids, weights, intermediate, random);
   const std::string before = problem.out.bytes() + problem.products.bytes();
   try {

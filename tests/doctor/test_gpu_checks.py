@@ -19,7 +19,7 @@ from neo_desktop.engine.kv import device_layer
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.ladder import MECHANISMS, ladder
-from neo_desktop.engine.trial import hand_off_checks, kernel_checks, kv_checks
+from neo_desktop.engine.trial import expert_checks, hand_off_checks, kernel_checks, kv_checks
 from neo_desktop.engine.trial.answers import alone
 from neo_desktop.engine.trial.check import Check
 from neo_desktop.engine.trial.hand_off_checks import (
@@ -32,7 +32,7 @@ from neo_desktop.engine.trial.hand_off_checks import (
 from neo_desktop.engine.trial.rig import Rig, on_rungs
 from neo_desktop.models.config import ModelConfig
 
-KERNELS = ("row_copy", "paged_decode", "rope_append", "norm", "activation", "quantised")
+KERNELS = ("row_copy", "paged_decode", "rope_append", "norm", "activation", "quantised", "experts")
 
 
 class SmallRig(Rig):
@@ -50,6 +50,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kv_checks, "LENGTHS", ((1,), (40, 16, 1), (33,)))
     monkeypatch.setattr(kv_checks, "MANY", 2)
     monkeypatch.setattr(kernel_checks, "ROWS", (1, 3, 6))
+    monkeypatch.setattr(expert_checks, "ROWS", (1, 5))
     monkeypatch.setattr(hand_off_checks, "SECONDS", {False: 0.1, True: 0.1})
     with ladder.standing_on({}):
         yield
@@ -96,6 +97,7 @@ def test_a_kernel_that_is_a_little_wrong_fails(
         "paged_decode": (device_layer, "paged_decode", 5),
         "row_copy": (device_layer, "read_rows", 0),
         "quantised": (kernel_checks, "multiply_few", 3),
+        "experts": (expert_checks, "multiply_experts", 5),
     }[kernel]
     function = getattr(module, name)
 

@@ -27,6 +27,7 @@ def test_every_kernel_was_compiled_for_every_gpu(kernels: list[dict[str, Any]]) 
     compiled = {(kernel["kernel"], kernel["capability"]) for kernel in kernels}
     names = ("_attend", "_merge", "_rope_append", "_add_rms_norm", "_silu_mul", "_copy_rows")
     names += ("_multiply_plain", "_dequantise", "_unpack")
+    names += ("_choose", "_find_blocks", "_multiply_blocks", "_add_up")
     everywhere = {(name, capability) for name in names for capability in SHARED_MEMORY}
     by_tensor_cores = {("_multiply_tiles", capability) for capability in SHARED_MEMORY if capability >= 80}
     assert compiled == everywhere | by_tensor_cores | {("attend_plain", 75)}
@@ -43,6 +44,8 @@ def test_programs_fit_into_shared_memory(kernels: list[dict[str, Any]]) -> None:
 def test_memory_is_read_16_bytes_at_a_time(kernels: list[dict[str, Any]]) -> None:
     """More such loads in decode attention than queries need: those of K and V."""
     for kernel in kernels:
+        if kernel["kernel"] in ("_choose", "_find_blocks"):  # numbers of experts, of which there are few
+            continue
         assert kernel["wide_loads"] >= (4 if "attend" in kernel["kernel"] else 1), kernel
 
 

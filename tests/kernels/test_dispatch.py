@@ -19,6 +19,7 @@ FUNCTIONS = {
     "activation": ("silu_mul",),
     "row_copy": ("write_rows", "read_rows"),
     "quantised": ("multiply_few", "dequantise"),
+    "experts": ("choose_experts", "multiply_experts"),
 }
 
 

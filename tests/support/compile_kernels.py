@@ -21,15 +21,17 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from neo_desktop.engine.kernels.in_triton.activation import silu_mul
+from neo_desktop.engine.kernels.in_triton.experts import add_up, choose_experts, in_blocks, multiply_floats
 from neo_desktop.engine.kernels.in_triton.host_tiles import unpack_quantised
 from neo_desktop.engine.kernels.in_triton.norm import add_rms_norm
 from neo_desktop.engine.kernels.in_triton.paged_decode import paged_decode
-from neo_desktop.engine.kernels.in_triton.quantised import dequantise, multiply_few
+from neo_desktop.engine.kernels.in_triton.quantised import dequantise, multiply_few, multiply_pairs
 from neo_desktop.engine.kernels.in_triton.rope_append import rope_append
 from neo_desktop.engine.kernels.in_triton.row_copy import read_rows, write_rows
 from neo_desktop.engine.kernels.occupancy import programs_per_sm
 from neo_desktop.models.linear.grouped import Grouped
 from neo_desktop.models.linear.quantised import packed_bytes
+from neo_desktop.models.linear.stacked import Stacked
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -136,6 +138,29 @@ def host_tiles(type_name: str, dtype: torch.dtype) -> None:
     unpack_quantised(type_name, packed, empty(1024, 4096, dtype=dtype))
 
 
+def choice(dtype: torch.dtype) -> None:
+    rows, experts, of_each = 4, 128, 8
+    ids, weights = empty(rows, of_each, dtype=torch.int32), empty(rows, of_each, dtype=FP32)
+    choose_experts(empty(rows, experts, dtype=dtype), True, ids, weights)
+    in_blocks(ids, rows, experts, 4)
+    products, out = empty(rows * of_each, 2048, dtype=dtype), empty(rows, 2048, dtype=dtype)
+    add_up(products, weights, out)
+
+
+def experts(dtype: torch.dtype, block: int, type_name: str | None = None) -> None:
+    """The down matrices of 128 experts, as Qwen3-30B-A3B has them."""
+    rows, columns, blocks = 2048, 768, 32
+    ids = empty(blocks, 1, dtype=torch.int32)
+    x, out = empty(blocks, columns, dtype=dtype), empty(blocks, rows, dtype=dtype)
+    places = empty(blocks, block, dtype=torch.int32)
+    if type_name is None:
+        weight = empty(128 * rows, columns, dtype=dtype)
+        multiply_floats(x, 1, Stacked(weight, None, rows), weight, ids, places, out)
+    else:
+        grouped = Grouped(type_name, 128 * rows, columns, torch.device("meta"))
+        multiply_pairs(x, 1, grouped, None, rows, ids, places, out)
+
+
 ATTENTION = ("_attend", "attend_plain")
 ANYTHING = re.compile("")
 FP16_GPUS = (75, 80, 86, 89, 90, 120)
@@ -185,6 +210,15 @@ VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
     "16 rows fp32, Q4_1": (lambda: product("Q4_1", FP32, 16), (75, 86)),
     "floats fp16, Q4_1": (lambda: floats("Q4_1", FP16), FP16_GPUS),
     "floats bf16, Q8_0": (lambda: floats("Q8_0", BF16), (80,)),
+    "choice fp16": (lambda: choice(FP16), FP16_GPUS),
+    "experts fp16, 16 pairs": (lambda: experts(FP16, 16), FP16_GPUS),
+    "experts fp16, 64 pairs": (lambda: experts(FP16, 64), BF16_GPUS),
+    "experts bf16, 64 pairs": (lambda: experts(BF16, 64), (80, 90)),
+    "experts fp32, 16 pairs": (lambda: experts(FP32, 16), (75, 86)),
+    "experts fp16, 1 pair, Q4_K": (lambda: experts(FP16, 1, "Q4_K"), FP16_GPUS),
+    "experts fp16, 4 pairs, Q4_K": (lambda: experts(FP16, 4, "Q4_K"), FP16_GPUS),
+    "experts fp16, 16 pairs, Q4_K": (lambda: experts(FP16, 16, "Q4_K"), BF16_GPUS),
+    "experts bf16, 16 pairs, Q8_0": (lambda: experts(BF16, 16, "Q8_0"), (80, 90)),
     "host tiles fp16, Q4_K": (lambda: host_tiles("Q4_K", FP16), FP16_GPUS),
     "host tiles fp16, Q6_K": (lambda: host_tiles("Q6_K", FP16), (75, 86)),
     "host tiles fp16, Q8_0": (lambda: host_tiles("Q8_0", FP16), (75, 86)),

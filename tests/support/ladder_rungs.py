@@ -16,7 +16,7 @@ class Rungs:
         ladder.put(rungs)
 
 
-KERNELS = ("paged_decode", "rope_append", "norm", "activation", "row_copy", "quantised")
+KERNELS = ("paged_decode", "rope_append", "norm", "activation", "row_copy", "quantised", "experts")
 
 
 @contextmanager

@@ -1,26 +1,18 @@
 """Products of few rows with a matrix of 4 or 8 bits, and rows of such a matrix as floats.
 
 With few rows a product should take as long as reading the matrix. Neither weights nor inputs are rounded.
-
-`_multiply_plain`: a thread reads words of four neighbouring rows in one load, and the inputs that they meet,
-and keeps a sum for each row and input; threads meet once, at the end. A code becomes a float p + code by
-being put into the mantissa of the power of two p = 2 ** bits, and then a weight by one instruction:
-
-    fma(p + code, scale, -(p + centre) * scale) = (code - centre) * scale
-
-There nothing is rounded: a scale has 18 bits at most, and what it meets 6, or a scale 11 and a code 8. Minima
-meet the sum of a word's inputs.
-
-`_multiply_tiles`: for more than four rows the arithmetic would take longer than the memory. Where the GPU has
-tensor cores, they multiply inputs and codes, exact in 16 bits, and scales meet the sums of their groups.
 """
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from neo_desktop.engine.kernels.in_triton.paged_decode import has_tensor_cores
+from neo_desktop.engine.kernels.in_triton.quantised_kernels import (
+    _dequantise,
+    _multiply_plain,
+    _multiply_tiles,
+)
 from neo_desktop.models.linear.codes import UNIT
 from neo_desktop.models.linear.grouped import MOST_ROWS, TILE_ROWS, Grouped
 
@@ -45,12 +37,14 @@ def multiply_few(x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor) -
     constants = {
         **_constants(weight),
         "HAS_BIAS": bias is not None,
+        "IS_EXPERT": False,
         "num_warps": NUM_WARPS,
         "enable_fp_fusion": True,
     }
     stored = (
         *_pointers(weight),
         out if bias is None else bias,
+        *(out, out, 1),  # of experts
         out,
         count,
         weight.rows,
@@ -77,6 +71,74 @@ def multiply_few(x: Tensor, weight: Grouped, bias: Tensor | None, out: Tensor) -
         stride * x.element_size() // 8,
         out.stride(0),
         COUNT=1 if count == 1 else PLAIN_ROWS if count <= PLAIN_ROWS else MOST_ROWS,
+        ROWS=ROWS,
+        STEP=STEP_WORDS,
+        **constants,
+    )
+
+
+def multiply_pairs(
+    x: Tensor,
+    per_row: int,
+    weight: Grouped,
+    bias: Tensor | None,
+    rows: int,
+    ids: Tensor,
+    blocks: Tensor,
+    out: Tensor,
+) -> None:
+    """Put products of rows with the matrices of their experts into `out`; see `experts`.
+
+    Args:
+        x: [n, columns]; a row is contiguous.
+        per_row: pairs of each row of x.
+        weight: [experts * rows, columns]
+        bias: [experts * rows]
+        rows: of each expert, a multiple of 64.
+        ids: [pairs] int32: the expert of each.
+        blocks: [blocks, count] int32, of which count is 1, 4 or 16: pairs.
+        out: [pairs, rows], of the dtype of x; a row is contiguous.
+    """
+    count, coding = blocks.shape[1], weight.coding
+    assert x.stride(1) == out.stride(1) == 1
+    stride = x.stride(0) if len(x) > 1 else weight.columns
+    assert stride % 16 == x.data_ptr() % 16 == 0
+    constants = {
+        **_constants(weight),
+        "HAS_BIAS": bias is not None,
+        "IS_EXPERT": True,
+        "num_warps": NUM_WARPS,
+        "enable_fp_fusion": True,
+    }
+    stored = (
+        *_pointers(weight),
+        out if bias is None else bias,
+        *(ids, blocks, per_row),
+        out,
+        count,
+        rows,
+    )
+    if count > PLAIN_ROWS:
+        _multiply_tiles[(triton.cdiv(rows, TILES_ROWS), len(blocks))](
+            x,
+            *stored,
+            weight.columns // weight.coding.group,
+            stride,
+            out.stride(0),
+            COUNT=count,
+            ROWS=TILES_ROWS,
+            STEP=STEP_COLUMNS_TILES // coding.group,
+            num_stages=3,
+            **constants,
+        )
+        return
+    _multiply_plain[(triton.cdiv(rows, ROWS), len(blocks))](
+        x.view(torch.int64),
+        *stored,
+        weight.words.shape[1],
+        stride * x.element_size() // 8,
+        out.stride(0),
+        COUNT=count,
         ROWS=ROWS,
         STEP=STEP_WORDS,
         **constants,
@@ -123,278 +185,3 @@ def _constants(weight: Grouped) -> dict[str, int]:
         "GROUP": coding.group,
         "UNIT": UNIT,
     }
-
-
-_VARYING = ("bias", "out", "count", "rows", "words_per_row", "groups_per_row", "out_stride")
-
-
-@triton.jit(do_not_specialize=_VARYING)
-def _multiply_plain(  # noqa: PLR0912, PLR0915
-    x,  # int64: the numbers that 8 bytes hold
-    words,
-    scales,
-    minima,
-    scale_units,
-    minimum_units,
-    bias,
-    out,
-    count,
-    rows,
-    words_per_row,
-    x_stride,
-    out_stride,
-    BITS: tl.constexpr,
-    CENTRE: tl.constexpr,
-    HAS_MINIMA: tl.constexpr,
-    HAS_UNITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COUNT: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    PER_WORD: tl.constexpr = 32 // BITS
-    dtype: tl.constexpr = out.dtype.element_ty
-    PER_LOAD: tl.constexpr = 64 // dtype.primitive_bitwidth
-    LOADS: tl.constexpr = PER_WORD // PER_LOAD
-    first = tl.program_id(0) * ROWS
-    tile = (first // TILE_ROWS).to(tl.int64)
-    places = first % TILE_ROWS + tl.arange(0, ROWS)[None, :]
-    groups_per_row = words_per_row * PER_WORD // GROUP
-    words += tile * words_per_row * TILE_ROWS
-    scales += tile * groups_per_row * TILE_ROWS
-    minima += tile * groups_per_row * TILE_ROWS
-    scale_units += tile * (groups_per_row * GROUP // UNIT) * TILE_ROWS
-    minimum_units += tile * (groups_per_row * GROUP // UNIT) * TILE_ROWS
-
-    # The bits of 2.0 ** BITS, plus 0: what is no constant lies in a register, which saves an instruction.
-    power = ((127 + BITS) << 23) + tl.program_id(1)
-    sums = ()
-    for _ in tl.static_range(COUNT):
-        sums = sums + (tl.zeros([STEP, ROWS], tl.float32),)
-    column = tl.arange(0, STEP)[:, None]  # of words
-    in_row = column < words_per_row
-    group = column // (GROUP // PER_WORD) * TILE_ROWS + places
-    packed = tl.load(words + column * TILE_ROWS + places, mask=in_row, other=0)
-    scale = tl.load(scales + group, mask=in_row, other=0)
-    minimum = tl.load(minima + group, mask=in_row, other=0) if HAS_MINIMA else scale
-    unit = column // (UNIT // PER_WORD) * TILE_ROWS + places
-    scale_unit = tl.load(scale_units + unit, mask=in_row, other=0.0) if HAS_UNITS else scale
-    minimum_unit = scale_unit
-    if HAS_UNITS and HAS_MINIMA:
-        minimum_unit = tl.load(minimum_units + unit, mask=in_row, other=0.0)
-    for start in range(0, words_per_row, STEP):
-        column = start + tl.arange(0, STEP)[:, None]
-        now = packed
-        by = scale.to(tl.float32)
-        offset = minimum.to(tl.float32)
-        if HAS_UNITS:
-            by *= scale_unit.to(tl.float32)
-            offset *= minimum_unit.to(tl.float32)
-        in_row = column < words_per_row
-        after = column + STEP  # is loaded while this is computed
-        in_after = after < words_per_row
-        group = after // (GROUP // PER_WORD) * TILE_ROWS + places
-        packed = tl.load(words + after * TILE_ROWS + places, mask=in_after, other=0)
-        scale = tl.load(scales + group, mask=in_after, other=0)
-        if HAS_MINIMA:
-            minimum = tl.load(minima + group, mask=in_after, other=0)
-        if HAS_UNITS:
-            unit = after // (UNIT // PER_WORD) * TILE_ROWS + places
-            scale_unit = tl.load(scale_units + unit, mask=in_after, other=0.0)
-            if HAS_MINIMA:
-                minimum_unit = tl.load(minimum_units + unit, mask=in_after, other=0.0)
-        shift = -(2**BITS + CENTRE) * by
-        met = ()
-        for _ in tl.static_range(COUNT):
-            met = met + (tl.zeros([STEP, 1], tl.float32),)
-        for load in tl.static_range(LOADS):
-            inputs = ()
-            for m in tl.static_range(COUNT):
-                eights = x + tl.minimum(m, count - 1) * x_stride + column * LOADS + load
-                inputs = inputs + (tl.load(eights, mask=in_row, other=0),)
-            for i in tl.static_range(PER_LOAD):
-                number = _code(now, load * PER_LOAD + i, power, BITS) * by + shift
-                added = ()
-                all_met = ()
-                for m in tl.static_range(COUNT):
-                    one = _input(inputs[m], i, dtype)
-                    added = added + (sums[m] + one * number,)
-                    all_met = all_met + (met[m] + one,)
-                sums = added
-                met = all_met
-        if HAS_MINIMA:
-            added = ()
-            for m in tl.static_range(COUNT):
-                added = added + (sums[m] + met[m] * offset,)
-            sums = added
-
-    row = first + tl.arange(0, ROWS)
-    in_rows = row < rows
-    added_bias = tl.zeros([ROWS], tl.float32)
-    if HAS_BIAS:
-        added_bias += tl.load(bias + row, mask=in_rows, other=0.0).to(tl.float32)
-    for m in tl.static_range(COUNT):
-        total = tl.sum(sums[m], axis=0) + added_bias
-        into = (
-            out + tl.minimum(m, count - 1) * out_stride + row
-        )  # the last one again, where there are no more
-        tl.store(into, total.to(dtype), mask=in_rows)
-
-
-@triton.jit
-def _code(packed, place: tl.constexpr, power, BITS: tl.constexpr):
-    """Return 2 ** BITS + the code at a place of a word, as a float."""
-    UP: tl.constexpr = 23 - BITS - BITS * place
-    if UP >= 0:  # noqa: SIM108 - the branch that is not taken must not be compiled
-        moved = packed << UP
-    else:
-        moved = packed >> -UP
-    return ((moved & ((2**BITS - 1) << (23 - BITS))) | power).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _input(loaded, place: tl.constexpr, dtype: tl.constexpr):
-    """Return one of the numbers that 8 bytes hold."""
-    SIZE: tl.constexpr = dtype.primitive_bitwidth
-    bits = (loaded >> (SIZE * place)).to(tl.int32)
-    if dtype == tl.float16:
-        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    return (bits << (32 - SIZE)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _scale(scales, units, mask, HAS_UNITS: tl.constexpr):
-    """Return scales, or minima, as they are meant."""
-    found = tl.load(scales, mask=mask, other=0).to(tl.float32)
-    if HAS_UNITS:
-        found *= tl.load(units, mask=mask, other=0.0).to(tl.float32)
-    return found
-
-
-@triton.jit(do_not_specialize=_VARYING)
-def _multiply_tiles(
-    x,
-    words,
-    scales,
-    minima,
-    scale_units,
-    minimum_units,
-    bias,
-    out,
-    count,
-    rows,
-    groups_per_row,
-    x_stride,
-    out_stride,
-    BITS: tl.constexpr,
-    CENTRE: tl.constexpr,
-    HAS_MINIMA: tl.constexpr,
-    HAS_UNITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    COUNT: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    PER_WORD: tl.constexpr = 32 // BITS
-    WORDS: tl.constexpr = GROUP // PER_WORD
-    dtype: tl.constexpr = out.dtype.element_ty
-    first = tl.program_id(0) * ROWS
-    tile = (first // TILE_ROWS).to(tl.int64)
-    places = first % TILE_ROWS + tl.arange(0, ROWS)
-    words += tile * groups_per_row * WORDS * TILE_ROWS
-    scales += tile * groups_per_row * TILE_ROWS
-    minima += tile * groups_per_row * TILE_ROWS
-    scale_units += tile * (groups_per_row * GROUP // UNIT) * TILE_ROWS
-    minimum_units += tile * (groups_per_row * GROUP // UNIT) * TILE_ROWS
-    tokens = tl.arange(0, COUNT)
-    x_rows = x + tokens[None, :, None] * x_stride + tl.arange(0, GROUP)[None, None, :]
-
-    sums = tl.zeros([STEP, COUNT, ROWS], tl.float32)  # a group is a warp's
-    for start in range(0, groups_per_row, STEP):
-        group = start + tl.arange(0, STEP)
-        in_row = group < groups_per_row
-        word = group[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-        packed = tl.load(
-            words + word[:, :, None, None] * TILE_ROWS + places[None, None, None, :],
-            mask=in_row[:, None, None, None],
-            other=0,
-        )
-        codes = (packed >> (BITS * tl.arange(0, PER_WORD))[None, None, :, None]) & (2**BITS - 1)
-        numbers = (codes | 0x4B000000).to(tl.float32, bitcast=True) - (2**23 + CENTRE)
-        numbers = numbers.to(dtype).reshape(STEP, GROUP, ROWS)
-        given = in_row[:, None, None] & (tokens < count)[None, :, None]
-        inputs = tl.load(x_rows + group[:, None, None] * GROUP, mask=given, other=0.0)
-        by = group[:, None] * TILE_ROWS + places[None, :]
-        unit = group[:, None] // (UNIT // GROUP) * TILE_ROWS + places[None, :]
-        scale = _scale(scales + by, scale_units + unit, in_row[:, None], HAS_UNITS)
-        sums += tl.dot(inputs, numbers) * scale[:, None, :]
-        if HAS_MINIMA:
-            minimum = _scale(minima + by, minimum_units + unit, in_row[:, None], HAS_UNITS)
-            ones = tl.full([STEP, GROUP, ROWS], 1.0, dtype)
-            sums += tl.dot(inputs, ones) * minimum[:, None, :]
-
-    row = first + tl.arange(0, ROWS)
-    in_rows = row < rows
-    total = tl.sum(sums, axis=0)
-    if HAS_BIAS:
-        total += tl.load(bias + row, mask=in_rows, other=0.0).to(tl.float32)[None, :]
-    into = out + tokens[:, None] * out_stride + row[None, :]
-    tl.store(into, total.to(dtype), mask=(tokens < count)[:, None] & in_rows[None, :])
-
-
-@triton.jit(do_not_specialize=("rows", "count", "words_per_row"))
-def _dequantise(
-    words,
-    scales,
-    minima,
-    scale_units,
-    minimum_units,
-    rows,
-    first,
-    out,
-    count,
-    words_per_row,
-    IS_FIRST: tl.constexpr,
-    BITS: tl.constexpr,
-    CENTRE: tl.constexpr,
-    HAS_MINIMA: tl.constexpr,
-    HAS_UNITS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr,
-    UNIT: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    PER_WORD: tl.constexpr = 32 // BITS
-    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    if IS_FIRST:
-        begin = first + tl.program_id(0) * ROWS
-        tile = (begin // TILE_ROWS).to(tl.int64)
-        place = begin % TILE_ROWS + tl.arange(0, ROWS)[None, None, :]
-    else:
-        row = tl.load(rows + index, mask=index < count, other=0)[None, None, :]
-        tile = (row // TILE_ROWS).to(tl.int64)
-        place = row % TILE_ROWS
-    column = tl.program_id(1) * STEP + tl.arange(0, STEP)[:, None, None]  # of words
-    in_row = column < words_per_row  # rows that are not wanted are in memory, too: tiles are whole
-    group = tile * (words_per_row * PER_WORD // GROUP) + column // (GROUP // PER_WORD)
-    packed = tl.load(words + (tile * words_per_row + column) * TILE_ROWS + place, mask=in_row, other=0)
-    codes = (packed >> (BITS * tl.arange(0, PER_WORD))[None, :, None]) & (2**BITS - 1)
-    group = group * TILE_ROWS + place
-    unit = tile * (words_per_row * PER_WORD // UNIT) + column // (UNIT // PER_WORD)
-    unit = unit * TILE_ROWS + place
-    scale = _scale(scales + group, scale_units + unit, in_row, HAS_UNITS)
-    numbers = ((codes | 0x4B000000).to(tl.float32, bitcast=True) - (2**23 + CENTRE)) * scale
-    if HAS_MINIMA:
-        numbers += _scale(minima + group, minimum_units + unit, in_row, HAS_UNITS)
-    lines = numbers.to(out.dtype.element_ty).reshape(STEP * PER_WORD, ROWS).trans()
-    columns = words_per_row * PER_WORD
-    in_line = tl.program_id(1) * STEP * PER_WORD + tl.arange(0, STEP * PER_WORD)[None, :]
-    into = out + index.to(tl.int64)[:, None] * columns + in_line
-    tl.store(into, lines, mask=(index < count)[:, None] & (in_line < columns))

@@ -1,0 +1,66 @@
+"""Matrices of several experts that lie one after the other on a device."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from neo_desktop.models.experts_config import ClampedGate
+from neo_desktop.models.linear.grouped import Grouped, dequantise
+from neo_desktop.models.linear.plain import Plain
+from neo_desktop.models.linear.protocol import Linear
+from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """One matrix of each expert, `[rows, columns]`."""
+
+    weight: Tensor | Grouped  # [experts * rows, columns]
+    bias: Tensor | None  # [experts * rows]
+    rows: int  # a multiple of 64
+
+    def of(self, expert: int | Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return an expert's matrix, in `dtype` if it is quantised, and its bias.
+
+        Args:
+            expert: its number, or where it lies on the device, [1].
+            dtype: of the model.
+        """
+        if isinstance(expert, int):
+            first = expert * self.rows
+            of_it = slice(first, first + self.rows)
+            bias = None if self.bias is None else self.bias[of_it]
+            if isinstance(self.weight, Tensor):
+                return self.weight[of_it], bias
+            return self._numbers(self.weight, first, dtype), bias
+        rows = expert.long() * self.rows + torch.arange(self.rows, device=expert.device)
+        bias = None if self.bias is None else self.bias.index_select(0, rows)
+        if isinstance(self.weight, Tensor):
+            return self.weight.index_select(0, rows), bias
+        return self._numbers(self.weight, rows, dtype), bias
+
+    def _numbers(self, weight: Grouped, rows: Tensor | int, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(self.rows, weight.columns, dtype=dtype, device=weight.words.device)
+        dequantise(weight, rows, out)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """A layer's experts."""
+
+    count: int
+    gate: Stacked
+    up: Stacked
+    down: Stacked
+    clamped: ClampedGate | None = None  # None: silu(gate) * up
+
+
+def stacked(linear: Linear, experts: int) -> Stacked:
+    """Return a matrix of all experts as those of each; one of another form is held as numbers, once more."""
+    if isinstance(linear, QuantisedOnGPU) and len(linear.parts) == 1:
+        (part,) = linear.parts
+        return Stacked(part, linear.bias, part.rows // experts)
+    weight = linear.weight if isinstance(linear, Plain) else linear.dense()
+    return Stacked(weight, linear.bias, len(weight) // experts)

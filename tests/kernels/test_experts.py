@@ -1,0 +1,163 @@
+"""Mixtures of experts on a GPU: the choice is that of float64, sums are as exact as those of float32."""
+
+import pytest
+import torch
+from gguf_files import STORED, small_rows
+from torch import Tensor
+from torch.nn.functional import silu
+
+from neo_desktop.engine.kernels import dispatch
+from neo_desktop.engine.kernels.in_triton import experts as in_triton
+from neo_desktop.models.expert_operators import Choice, ExpertScratch
+from neo_desktop.models.linear.grouped import Grouped
+from neo_desktop.models.linear.stacked import Stacked, StackedExperts
+
+pytestmark = pytest.mark.usefixtures("kernel_rung")
+DTYPES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+HIDDEN, INTERMEDIATE = 64, 64
+
+
+def made(
+    count: int, type_name: str | None, dtype: torch.dtype, device: torch.device, *, has_bias: bool = True
+) -> tuple[StackedExperts, list[tuple[Tensor, Tensor]]]:
+    """Experts, and their matrices [experts, rows, columns] and biases [experts, rows] in float64."""
+    generator = torch.Generator().manual_seed(count)
+    columns = {"gate": HIDDEN, "up": HIDDEN, "down": INTERMEDIATE}
+    if type_name is not None and STORED[type_name].elements > INTERMEDIATE:
+        columns = dict.fromkeys(columns, STORED[type_name].elements)
+    found, exact = {}, []
+    for index, (name, width) in enumerate(columns.items()):
+        rows = columns["gate"] if name == "down" else columns["down"]
+        bias = torch.randn(count * rows, generator=generator).to(dtype) if has_bias else None
+        weight: Tensor | Grouped
+        if type_name is None:
+            numbers = torch.randn(count * rows, width, generator=generator) / width**0.5
+            weight, floats = numbers.to(dtype).to(device), numbers.to(dtype).double()
+        else:
+            raw = small_rows(type_name, count * rows, width, seed=index)
+            weight = Grouped(type_name, count * rows, width, device)
+            weight.load(0, raw)
+            floats = STORED[type_name].dequantised(raw).double()
+        found[name] = Stacked(weight, None if bias is None else bias.to(device), rows)
+        offset = torch.zeros(count * rows) if bias is None else bias
+        exact.append((floats.view(count, rows, width), offset.double().view(count, rows)))
+    return StackedExperts(count, **found), exact
+
+
+def expected_of(exact: list[tuple[Tensor, Tensor]], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    (gates, gate_bias), (ups, up_bias), (downs, down_bias) = exact
+    for row in range(len(x)):
+        for slot, e in enumerate(ids[row].tolist()):
+            one = x[row].double()
+            gated = silu(gates[e] @ one + gate_bias[e]) * (ups[e] @ one + up_bias[e])
+            out[row] += weights[row, slot].double() * (downs[e] @ gated + down_bias[e])
+    return out
+
+
+def check(
+    experts: StackedExperts, exact: list[tuple[Tensor, Tensor]], n: int, k: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(n)
+    weight = experts.gate.weight
+    hidden = weight.shape[1] if isinstance(weight, Tensor) else weight.columns
+    device = weight.device if isinstance(weight, Tensor) else weight.words.device
+    x = torch.randn(n, hidden, generator=generator).to(dtype)
+    ids = torch.rand(n, experts.count, generator=generator).argsort(1)[:, :k].int().contiguous()
+    weights = torch.rand(n, k, generator=generator)
+    room = ExpertScratch(
+        torch.empty(0, device=device),
+        Choice.empty(n, k, device),
+        *(
+            torch.full((n * k, width), torch.nan, dtype=dtype, device=device)
+            for width in (2 * experts.gate.rows, experts.gate.rows, hidden)
+        ),
+        per_token=k,
+    )
+    out = torch.full((n, hidden), torch.nan, dtype=dtype, device=device)
+    on_device = (each.to(device) for each in (x, ids, weights))
+    dispatch.multiply_experts(experts, *on_device, room, out)
+    expected, allowed = expected_of(exact, x, ids, weights), DTYPES[dtype]
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=allowed, atol=allowed * k)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(1, 3), (9, 4)])
+def test_experts_of_floats(n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+    check(*made(5, None, dtype, device), n, k, dtype)
+
+
+@pytest.mark.parametrize(
+    ("type_name", "dtype"),
+    [("Q8_0", torch.float32), ("Q4_1", torch.float16), ("Q4_0", torch.bfloat16), ("Q4_K", torch.float16)],
+)
+@pytest.mark.parametrize(("n", "k", "has_cores"), [(1, 2, True), (2, 2, True), (5, 2, True), (5, 2, False)])
+def test_experts_that_stay_quantised(
+    type_name: str,
+    n: int,
+    k: int,
+    has_cores: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(in_triton, "has_tensor_cores", lambda device: has_cores)
+    check(*made(4, type_name, dtype, device, has_bias=n == 2), n, k, dtype)
+
+
+@pytest.mark.parametrize("type_name", [None, "Q4_1"])
+def test_many_rows_are_put_into_blocks_by_sorting(
+    type_name: str | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_triton, "FEW_PAIRS", 8)
+    monkeypatch.setattr(in_triton, "LARGE_BLOCK", 32)
+    monkeypatch.setattr(in_triton, "has_tensor_cores", lambda device: True)
+    check(*made(3, type_name, torch.float16, device), 25, 2, torch.float16)
+
+
+@pytest.mark.parametrize("few", [8, 1024])
+@pytest.mark.parametrize(("pairs", "experts", "count"), [(1, 4, 4), (30, 3, 4), (64, 64, 16), (200, 5, 16)])
+def test_each_pair_is_in_one_block_of_its_expert(
+    pairs: int, experts: int, count: int, few: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_triton, "FEW_PAIRS", few)
+    ids = torch.randint(experts, (pairs, 1), generator=torch.Generator().manual_seed(pairs)).int()
+    blocks = in_triton.in_blocks(ids.to(device), pairs, experts, count).cpu()
+    found = blocks[blocks >= 0]
+    assert found.sort().values.tolist() == list(range(pairs))
+    used = 0
+    for block in blocks:
+        members = block[block >= 0]
+        assert (block[: len(members)] >= 0).all()
+        assert len(ids.flatten()[members.long()].unique()) <= 1
+        used += bool(len(members))
+    full = sum(-(-int((ids == expert).sum()) // count) for expert in range(experts))
+    assert used == full
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normalises", [True, False])
+@pytest.mark.parametrize(("experts", "k"), [(1, 1), (6, 6), (8, 2), (128, 8), (60, 4)])
+def test_the_best_experts_are_chosen(
+    experts: int, k: int, normalises: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    logits = (4 * torch.randn(7, experts, generator=torch.Generator().manual_seed(k))).to(dtype)
+    ids = torch.full((7, k), -1, dtype=torch.int32, device=device)
+    weights = torch.full((7, k), torch.nan, device=device)
+    dispatch.choose_experts(logits.to(device), normalises, ids, weights)
+    shares = logits.double().softmax(-1)
+    best = shares.sort(descending=True).values[:, :k]
+    chosen = shares.gather(1, ids.cpu().long())
+    torch.testing.assert_close(chosen, best)
+    assert all(len(set(row)) == k for row in ids.tolist())
+    expected = chosen / chosen.sum(1, keepdim=True) if normalises else chosen
+    torch.testing.assert_close(weights.cpu().double(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_what_is_not_a_number_chooses_experts_that_there_are(device: torch.device) -> None:
+    logits = torch.randn(3, 6)
+    logits[0, 2], logits[1], logits[2, 1] = torch.nan, torch.nan, torch.inf
+    ids, weights = torch.full((3, 4), -1, dtype=torch.int32, device=device), torch.zeros(3, 4, device=device)
+    dispatch.choose_experts(logits.to(device), True, ids, weights)
+    assert ids.min() >= 0
+    assert ids.max() < 6
