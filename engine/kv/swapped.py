@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from neo_desktop.engine.cuda.pinned import pinned_bytes
@@ -101,8 +102,10 @@ class SwappedPool(KVPool):
             slots: [tokens] int64 in host memory.
             rows: [swapped layers, 2, tokens, kv_heads, head_dim] in host memory.
         """
+        # By numpy: rows of so few bytes are not worth the threads that torch would wake for them.
+        new = _as_items(rows)
         for index, home in enumerate(self.homes):
-            home.index_copy_(1, slots, rows[:, index])
+            _as_items(home)[:, slots.numpy()] = new[:, index]
 
 
 def make_pool(
@@ -152,6 +155,12 @@ class SwappedRows(PoolRows):
         for home, each in zip(self._swapped.homes, rows.contiguous(), strict=True):
             for first, slot, count in self._runs:
                 home[turn, slot : slot + count].copy_(each[first : first + count], non_blocking=True)
+
+
+def _as_items(rows: Tensor) -> NDArray[np.void]:
+    """View rows, [.., kv_heads, head_dim], as an array of one item each."""
+    data = rows.flatten(-2).view(torch.uint8).numpy()
+    return data.view(np.dtype((np.void, data.shape[-1])))[..., 0]
 
 
 def _runs(slots: Tensor) -> list[tuple[int, int, int]]:
