@@ -12,6 +12,7 @@ from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.budget import QUANTISATIONS, FreeMemory
 from neo_desktop.engine.profiling.weight_memory import plan_memory
+from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, bytes_read, kv_budget
 from neo_desktop.engine.simulation.divided import DividedWeights, machine_rates
@@ -174,7 +175,7 @@ def _divided(
             gpu_cache_tokens=options.gpu_cache_tokens,
             max_batch_tokens=limits.max_batch_tokens,
             max_batch_requests=limits.max_batch_requests,
-            policy=options.policy or "auto",
+            policy=options.policy if options.policy in POLICIES else "auto",
         )
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -4,8 +4,9 @@ from neo_desktop.app.commands.simulate_command import SimulationOptions, UsageEr
 from neo_desktop.app.simulate.machine import machine
 from neo_desktop.app.simulate.report import SimulationReport
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.placement import Place
 from neo_desktop.engine.progress import Progress
-from neo_desktop.engine.schedule.policies import POLICIES
+from neo_desktop.engine.schedule.policies import POLICIES, SIMULATED
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.bound import Bound, Room
 from neo_desktop.engine.simulation.reality import Mismatch
@@ -28,8 +29,8 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
     """
     limits = _limits(options)
     requests = _workload(options)
-    if options.policy is not None and options.policy not in POLICIES:
-        raise UsageError(f"there is no policy {options.policy!r}: choose one of {', '.join(POLICIES)}")
+    if options.policy is not None and options.policy not in SIMULATED:
+        raise UsageError(f"there is no policy {options.policy!r}: choose one of {', '.join(SIMULATED)}")
     mismatch = _mismatch(options)
     where = machine(options, limits)
     most = where.config.max_context_tokens
@@ -41,11 +42,14 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
         def report(done: int, total: int, index: int = index, name: str = name) -> None:
             progress((index + done / total) / len(names), name)
 
+        budget = where.budget
+        if Place.SWAPPED in SIMULATED[name].places:
+            budget = budget.swapping(where.cost, limits)
         results[name] = simulate(
             requests,
-            POLICIES[name],
+            SIMULATED[name],
             where.cost,
-            where.budget.num_blocks(),
+            budget.num_blocks(),
             BLOCK_SIZE,
             limits,
             max_context_tokens=context,
@@ -55,6 +59,8 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
         )
     fitting = [r for r in requests if r.total_tokens <= context]
     room = Room(where.budget.gpu_tokens, where.budget.cpu_tokens, limits.max_batch_requests)
+    if any(Place.SWAPPED in SIMULATED[name].places for name in names):  # the device attends for all of it
+        room = Room(where.budget.gpu_tokens + where.budget.cpu_tokens, 0, limits.max_batch_requests)
     bound = Bound(where.cost, fitting, room)
     return SimulationReport(
         machine=where,

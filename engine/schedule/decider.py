@@ -35,7 +35,7 @@ class Decision(Generic[R]):
 
     sub_batches: list[list[tuple[R, int]]]  # (request, how many tokens of it)
     host_decodes: list[R]  # those of them that the host attends for
-    waiting_decodes: list[R]  # those that it could not: they wait for the next iteration
+    waiting_decodes: list[R]  # that neither host nor bus had time for: they wait for the next iteration
     copies: list[BlockCopy]
     loads: tuple[Load, ...]  # of the sub-batches
     swapped_tokens: int  # whose KV crosses the bus beside them
@@ -55,6 +55,7 @@ class _Chosen(Generic[R]):
 
     decodes: list[R] = field(default_factory=list)  # that the device attends for
     queue: list[R] = field(default_factory=list)  # that the host attends for, who waited longest first
+    swapped: list[R] = field(default_factory=list)  # whose KV comes to the device: who may join, as above
     unfinished: list[R] = field(default_factory=list)  # prompts that live somewhere
     chunks: list[tuple[R, int]] = field(default_factory=list)  # of prompts, old and new
 
@@ -73,6 +74,7 @@ class Decider(Generic[R]):
        at least one.
     3. Prompts join sub-batch 0, in the order of their arrival, cut into chunks by the token budget. Their KV
        stays in the preferred place if it fits, else it goes to another one layer by layer.
+       So do decodes whose KV lies in host memory, if it comes to the device behind the layers' work.
     4. Decodes that the host attends for join sub-batch 0 or 1, or go on at their own pace (see `Cohorts`), or
        wait. Those that waited longest come first.
     5. As long as the host has more decodes than it can do, no prompt joins it.
@@ -106,7 +108,7 @@ class Decider(Generic[R]):
         self._regimes = RegimeFinder(self._cost)
         self._batch_tokens: float = limits.max_batch_tokens  # less while memory is short
         self._refused: tuple[int, ...] | None = None  # whom the policy admits nowhere, and in which situation
-        self._host_is_loaded = False  # whether its decodes had to wait in the last iteration
+        self._is_behind = False  # whether decodes had to wait for host or bus in the last iteration
 
     @property
     def is_short_of_memory(self) -> bool:
@@ -135,12 +137,13 @@ class Decider(Generic[R]):
         """
         residency = self.residency
         has_room = residency.make_room(self._may_spill)  # 1
-        # Requests that wait take free room first, unless the host has more to do than it can.
-        if has_room and (self._host_is_loaded or not residency.waiting):
+        # Requests that wait take free room first, unless host or bus have more to do than they can.
+        if has_room and (self._is_behind or not residency.waiting):
             self._promote()  # 2
         self._check_cohorts()
         chosen, draft = self._collect_decodes()
         self._join_chunks(chosen, draft, may_admit=has_room)  # 3, 5
+        self._join_swapped(chosen, draft)
         if not draft.load.tokens and not chosen.queue:
             if not len(self.cohorts):
                 return None
@@ -153,16 +156,15 @@ class Decider(Generic[R]):
         self.residency.start_moves()
         for request in decision.waiting_decodes:
             request.num_skipped += 1
-        for request in decision.host_decodes:
-            request.num_skipped = 0
         self.cohorts.num_waits += 1
-        self._host_is_loaded = bool(decision.waiting_decodes)
+        self._is_behind = bool(decision.waiting_decodes)
         counters = self.residency.counters
         counters.num_cpu_decodes += len(decision.host_decodes)
         counters.num_double_iterations += len(decision.sub_batches) == 2
         sampled = []
         for batch in decision.sub_batches:
             for request, num_tokens in batch:
+                request.num_skipped = 0
                 request.num_computed_tokens += num_tokens
                 if request.num_computed_tokens == request.num_tokens:
                     request.num_tokens += 1
@@ -257,6 +259,7 @@ class Decider(Generic[R]):
         """Step 2: sub-batch 0 gets what the device attends for; the rest of what can be decoded queues up."""
         chosen: _Chosen[R] = _Chosen()
         queue: list[tuple[Place, R]] = []
+        swapped: list[R] = []
         at_device: dict[Place, Decodes] = {}
         for place, running in self.residency.running.items():
             decodes = [r for r in running if r.num_tokens - r.num_computed_tokens == 1 and not r.is_complete]
@@ -264,6 +267,8 @@ class Decider(Generic[R]):
                 chosen.unfinished += [r for r in running if r.num_uncomputed_tokens > 1]
             if place.host_attends:
                 queue += [(place, r) for r in decodes if r not in self.cohorts]
+            elif place.is_swapped:
+                swapped += decodes
             elif decodes:
                 decodes = decodes[: int(self._batch_tokens) - len(chosen.decodes)]
                 chosen.decodes += decodes
@@ -276,7 +281,21 @@ class Decider(Generic[R]):
         draft.queue = HostQueue([(place, request.num_tokens) for place, request in queue])
         draft.num_due = bisect_right(queue, -PATIENCE, key=lambda item: -_num_skipped(item))
         draft.budget -= len(queue)
+        swapped.sort(key=lambda request: -request.num_skipped)
+        chosen.swapped = swapped[: draft.budget]
+        draft.budget -= len(chosen.swapped)
         return chosen, draft
+
+    def _join_swapped(self, chosen: _Chosen[R], draft: Draft) -> None:
+        """Let those swapped decodes join whose KV comes while the device is busy."""
+        if not chosen.swapped:
+            return
+        decodes = [(self.residency.place_of(r), r.num_tokens) for r in chosen.swapped]
+        num_due = bisect_right(chosen.swapped, -PATIENCE, key=lambda request: -request.num_skipped)
+        positions = set(self._policy.swap(draft, decodes, num_due))
+        draft.load = draft.load.plus(HostQueue(decodes).decodes(sorted(positions)))
+        chosen.decodes += [request for i, request in enumerate(chosen.swapped) if i in positions]
+        chosen.swapped = [request for i, request in enumerate(chosen.swapped) if i not in positions]
 
     def _join_chunks(self, chosen: _Chosen[R], draft: Draft, may_admit: bool) -> None:
         """Step 3: chunks of running prompts, then of waiting ones."""
@@ -314,6 +333,8 @@ class Decider(Generic[R]):
             state = request.arrival, self.residency.num_running, len(draft.queue), len(draft.chunks)
             if state == self._refused:
                 return False
+            if any(place.is_swapped for place in others):
+                draft.residents = self.residency.typical_decodes(self._mix.output_tokens)
             others = [place for place in others if self._policy.admits(draft, place, request.num_tokens)]
             self._refused = None if others else state
         return any(self.residency.admit(place) for place in others)
@@ -339,7 +360,7 @@ class Decider(Generic[R]):
             staggered=staggered,
             sub_batches=sub_batches,
             host_decodes=[*second, *first],
-            waiting_decodes=[request for request in rest if request not in beginners],
+            waiting_decodes=[request for request in rest if request not in beginners] + chosen.swapped,
             copies=self.residency.copies,
             loads=loads,
             swapped_tokens=draft.swapped_tokens,

@@ -110,11 +110,12 @@ class Draft:
     load: Load  # of sub-batch 0, without the queue
     queue: HostQueue = field(default_factory=lambda: HostQueue(()))
     num_due: int = 0  # how many at the front of the queue waited so long that they join at any price
-    swapped_tokens: int = 0  # whose KV crosses the bus
+    swapped_tokens: int = 0  # whose KV crosses the bus, beside that of the load's swapped decodes
     num_waiting: int = 0  # prompts that live nowhere yet
     mean_prompt_tokens: float = 0.0
     num_running: int = 0  # requests that live somewhere
     num_on_host: int = 0  # those whose decodes the host attends for
+    residents: Mapping[Place, Decodes] = field(default_factory=dict)  # who lives where, as typical decodes
     staggered: Mapping[Place, Decodes] = field(default_factory=dict)  # decodes at their own pace, under way
     regime: Regime | None = None  # what is best in the long run; None: nobody asked
     chunks: list[Chunk] = field(default_factory=list)
@@ -143,6 +144,8 @@ class Draft:
         self.chunks.append(Chunk(tokens, prefill_ms, int(is_last)))
         if place.in_host_memory:
             self.swapped_tokens += tokens
+        if place.is_swapped and tokens > 1:  # it attends to what is before it
+            self.swapped_tokens += start
 
     @property
     def num_chunk_tokens(self) -> int:

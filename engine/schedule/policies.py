@@ -3,15 +3,17 @@
 admits   whether a prompt for which the preferred place has no room may live in another
 spills   whether a request that must leave the preferred place may go on in another, or waits
 pace     how many tokens of prompts join an iteration beside the host's decodes
+swap     which decodes whose KV lies in host memory the device attends for
 divide   which decodes of the queue join which sub-batch
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.schedule import swapping
 from neo_desktop.engine.schedule.draft import Draft
 from neo_desktop.engine.schedule.regime import Kind, Regime
 from neo_desktop.engine.schedule.split import Outlook, Split, Worth
@@ -43,9 +45,30 @@ class Policy:
         """Return how many tokens of prompts join."""
         return draft.budget
 
+    def swap(self, draft: Draft, decodes: Sequence[tuple[Place, int]], num_due: int) -> Sequence[int]:
+        """Return the positions of those that join; see `swapping.hidden`."""
+        return range(len(decodes))
+
     def divide(self, draft: Draft) -> Split:
         """Divide the queue."""
         return _outlook(draft).together()
+
+
+class Swapping(Policy):
+    """The device attends for all, and KV in host memory comes to it layer by layer: Pie.
+
+    As much of it as hides behind the device's work, as predicted and corrected by what the bus really takes.
+    """
+
+    needs_predictions = True
+
+    def admits(self, draft: Draft, place: Place, num_tokens: int) -> bool:
+        """As long as nobody waits for copies."""
+        return swapping.admits(draft, place, num_tokens)
+
+    def swap(self, draft: Draft, decodes: Sequence[tuple[Place, int]], num_due: int) -> Sequence[int]:
+        """Likewise."""
+        return swapping.hidden(draft, decodes, num_due)
 
 
 class Halves(Policy):
@@ -115,11 +138,17 @@ class Fastest(Policy):
 
     def admits(self, draft: Draft, place: Place, num_tokens: int) -> bool:
         """As many as the regime has there, and some more, so that there are always prompts to compute."""
+        if place.is_swapped:
+            return swapping.admits(draft, place, num_tokens)
         return not place.host_attends or draft.num_on_host < SURPLUS * _regime(draft).num_on_host
 
     def spills(self, draft: Draft, place: Place, num_tokens: int) -> bool:
         """Wherever the regime has anybody: a full host still saves the KV."""
         return not place.host_attends or _regime(draft).num_on_host > 0
+
+    def swap(self, draft: Draft, decodes: Sequence[tuple[Place, int]], num_due: int) -> Sequence[int]:
+        """As many as hide."""
+        return swapping.hidden(draft, decodes, num_due)
 
     def pace(self, draft: Draft) -> int:
         """As much of prompts as the regime has, and no less than makes up for reading the weights.
@@ -188,6 +217,8 @@ POLICIES = {
         Fastest("auto", PLACES),
     )
 }
+# What only the simulator can do.
+SIMULATED = POLICIES | {"pie": Swapping("pie", (Place.DEVICE, Place.SWAPPED))}
 
 
 def get_policy(name: str) -> Policy:

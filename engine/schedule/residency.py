@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.predict.estimate import Decodes
 from neo_desktop.engine.request import RequestState
 
 R = TypeVar("R", bound=RequestState)
@@ -67,6 +68,15 @@ class Residency(Generic[R]):
     def max_context_tokens(self) -> int:
         """The longest context that some place can hold alone."""
         return max(self.kv.capacity_tokens(place) for place in self.places)
+
+    def typical_decodes(self, output_tokens: float) -> dict[Place, Decodes]:
+        """Return who lives where as decodes, each with half of such an output at least."""
+        half = int(output_tokens / 2)
+        return {
+            place: Decodes(len(running), sum(max(r.num_tokens, r.num_prompt_tokens + half) for r in running))
+            for place, running in self.running.items()
+            if running
+        }
 
     def add(self, request: R) -> None:
         """Let a request wait for memory."""

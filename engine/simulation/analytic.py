@@ -1,17 +1,20 @@
 """A cost model and KV budgets from a machine's datasheet: a roofline with the presets' shares."""
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import torch
 
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.placement import PLACES, Place
-from neo_desktop.engine.predict.cost_model import NOTHING, Curve, Surface, TableCostModel
+from neo_desktop.engine.predict.cost_model import NOTHING, CostModel, Curve, Surface, TableCostModel
+from neo_desktop.engine.predict.estimate import Decodes, Load
 from neo_desktop.engine.predict.weight_plan import WeightPlan
 from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, HOST_SHARE, activation_bytes
 from neo_desktop.engine.profiling.weight_memory import STREAMING_BYTES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.engine.schedule.swapping import hides
 from neo_desktop.engine.simulation.divided import CPU_CALL_MS, HAND_OFF_MS, DividedWeights
 from neo_desktop.engine.simulation.presets import GpuPreset, HostPreset
 from neo_desktop.models.config import ModelConfig
@@ -29,22 +32,48 @@ SAMPLING_PASSES = 6  # over the float32 logits
 
 LONGEST_CHUNK = 1 << 16  # tokens; the last point of the tables of linear stages and prompt chunks
 LONGEST_CONTEXT = 1 << 17
+RESIDENT_LAYERS = 3  # of swapped KV: one is used, one comes, one goes
 CHUNK_STEP = 1.1  # between the points of prompt chunks: a chord is within 0.5 % of the parabola
 
 
 @dataclass(frozen=True, slots=True)
 class KVBudget:
-    """Tokens of KV that the two places hold."""
+    """Tokens of KV that the places hold."""
 
     gpu_tokens: int
     cpu_tokens: int
+    swapped_tokens: int = 0
 
     def num_blocks(self) -> dict[Place, int]:
         """Return `place -> blocks`."""
-        return {
-            place: (self.cpu_tokens if place.in_host_memory else self.gpu_tokens) // BLOCK_SIZE
-            for place in PLACES
-        }
+        tokens = {Place.DEVICE: self.gpu_tokens, Place.HOST: self.cpu_tokens}
+        if self.swapped_tokens:
+            tokens[Place.SWAPPED] = self.swapped_tokens
+        return {place: count // BLOCK_SIZE for place, count in tokens.items()}
+
+    def swapping(self, cost: CostModel, limits: SchedulerLimits) -> "KVBudget":
+        """Return the same memory with host memory for swapped layers, as much as an iteration hides at most.
+
+        The GPU's memory then holds a few layers of those tokens, too.
+        """
+
+        def divided(num_blocks: int) -> KVBudget:
+            tokens = num_blocks * BLOCK_SIZE
+            resident = -(-tokens * RESIDENT_LAYERS // cost.num_layers)
+            return KVBudget((self.gpu_tokens - resident) // BLOCK_SIZE * BLOCK_SIZE, 0, tokens)
+
+        def is_too_much(num_blocks: int) -> bool:
+            budget = divided(num_blocks)
+            if 2 * budget.gpu_tokens < self.gpu_tokens:
+                return True
+            decodes = {
+                Place.DEVICE: Decodes(limits.max_batch_requests, budget.gpu_tokens),
+                Place.SWAPPED: Decodes(1, budget.swapped_tokens),
+            }
+            return not hides(cost, Load().plus(decodes))
+
+        counts = range(1, self.cpu_tokens // BLOCK_SIZE + 1)
+        return divided(bisect_left(counts, True, key=is_too_much))
 
 
 def kv_budget(
@@ -111,7 +140,8 @@ def analytic_cost_model(
     layer_bytes, head_bytes = read or (layer_parameters * dtype.itemsize, head_parameters * dtype.itemsize)
     streaming = gpu.memory_bytes_per_s * gpu.streaming_share
     matmul = gpu.tensor_flops * gpu.matmul_share
-    bus = gpu.bus_bytes_per_s * gpu.bus_share
+    # What comes over the bus is read from the host's memory.
+    bus = min(gpu.bus_bytes_per_s * gpu.bus_share, host.memory_bytes_per_s * host.read_share)
 
     def roofline(
         parameters: float, nbytes: float, most_rows: int, fixed_ms: float, row_ms: float = 0.0

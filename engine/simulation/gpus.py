@@ -17,20 +17,22 @@ def _gpu(
     gb_per_s: float,
     tflops: float,
     multiprocessors: int,
-    pcie: tuple[int, int],
+    bus: tuple[int, int] | float,
     host: str,
     *,
     has_bfloat16: bool = True,
     **shares: float,
 ) -> GpuPreset:
-    generation, lanes = pcie
+    if isinstance(bus, tuple):
+        generation, lanes = bus
+        bus = lanes * _LANE_BYTES_PER_S[generation] / GB
     return GpuPreset(
         name,
         host=host,
         memory_bytes=int(memory_gib * GIB),
         memory_bytes_per_s=gb_per_s * GB,
         tensor_flops=tflops * TFLOPS,
-        bus_bytes_per_s=lanes * _LANE_BYTES_PER_S[generation],
+        bus_bytes_per_s=bus * GB,
         multiprocessors=multiprocessors,
         has_bfloat16=has_bfloat16,
         **shares,
@@ -39,7 +41,7 @@ def _gpu(
 
 _DDR4, _DDR5 = "ddr4-desktop", "ddr5-desktop"
 
-# name, memory in GiB, GB/s, TFLOP/s, multiprocessors, (PCIe generation, lanes), host
+# name, memory in GiB, GB/s, TFLOP/s, multiprocessors, (PCIe generation, lanes) or GB/s one way, host
 _ALL = (
     # Data centres. T4 (2019): a power limit of 70 W throttles matrix products early, and Jia et al., arXiv
     # 1903.07486, measured 220 of 320 GB/s. A10G: 70 TFLOP/s dense, where the A10 has 125. L4 and A2 have
@@ -57,6 +59,8 @@ _ALL = (
     _gpu("a100-40gb", 39.5, 1555, 312, 108, (4, 16), "ddr4-server"),
     _gpu("a100-80gb", 79.2, 2039, 312, 108, (4, 16), "ddr4-server"),
     _gpu("h100", 78.125, 3350, 989, 132, (5, 16), "hgx-h100-numa-node", matmul_share=0.65),
+    # GH200 (its datasheet): an H100 with 96 GB of HBM3 at 4 TB/s; NVLink-C2C has 900 GB/s, 450 each way.
+    _gpu("gh200", 95.5, 4000, 989, 132, 450.0, "gh200-grace", matmul_share=0.65),
     # Turing. The GTX cards have no tensor cores: what is stated is plain fp32.
     _gpu("gtx-1650", 4, 128, 2.98, 14, (3, 16), _DDR4, has_bfloat16=False),
     _gpu("gtx-1660", 6, 192, 5.03, 22, (3, 16), _DDR4, has_bfloat16=False),

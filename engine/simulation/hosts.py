@@ -68,6 +68,9 @@ _ALL = (
     # One socket: EPYC 7003 with eight channels of DDR4-3200; EPYC 9004 with twelve of DDR5-4800.
     _host("ddr4-server", "a server's DDR4 memory", 256, 204.8, 32, core_gb_per_s=20, ghz=3.0),
     _host("ddr5-server", "a server's DDR5 memory", 384, 460.8, 48, core_gb_per_s=25, ghz=3.2),
+    # NVIDIA's Grace datasheet: 72 Neoverse V2 cores (four vector units of 4 lanes, 3.1 GHz), 480 GB LPDDR5X
+    # at 384 GB/s: half of the 960 GB and 768 GB/s that two have. With 120 or 240 GB it would be 512 GB/s.
+    _host("gh200-grace", "the Grace half of a GH200", 447, 384, 72, core_gb_per_s=25, ghz=3.1),
     # Intel ARK and NEO, table 1: a quarter of two Xeon Platinum 8462Y+ (Sapphire Rapids, eight channels of
     # DDR5-4800 = 307.2 GB/s per socket, two NUMA nodes each): 16 cores, 153.6 GB/s, 512 GB. One core was
     # measured to read 12 GB/s.

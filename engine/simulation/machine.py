@@ -26,7 +26,7 @@ class GpuPreset:
     memory_bytes: int  # what the driver shows, which is a little less than the name says
     memory_bytes_per_s: float
     tensor_flops: float  # dense fp16, accumulated in fp32
-    bus_bytes_per_s: float  # PCIe, one way
+    bus_bytes_per_s: float  # to the host, one way
     multiprocessors: int | None  # None: nobody said
     has_bfloat16: bool = True
     matmul_share: float = 0.8  # of tensor_flops, by a large matrix product

@@ -42,6 +42,7 @@ class Totals:
     num_pipelined: int = 0  # iterations with two sub-batches
     gpu_busy_ms: float = 0.0
     cpu_busy_ms: float = 0.0
+    copy_wait_ms: float = 0.0  # in which the device waited for KV that crossed the bus
     iterating_ms: float = 0.0  # the clock while iterations ran; the rest was waiting for arrivals
     num_preemptions: int = 0
     num_moves: int = 0
@@ -106,6 +107,7 @@ class SimulationResult:
             "num_moves": totals.num_moves,
             "gpu_busy_share": _ratio(totals.gpu_busy_ms, self.makespan_ms),
             "cpu_busy_share": _ratio(totals.cpu_busy_ms, self.makespan_ms),
+            "copy_wait_share": _ratio(totals.copy_wait_ms, totals.iterating_ms),
             "makespan_ms": self.makespan_ms,
             "output_tokens": self.output_tokens,
             "total_tokens": self.total_tokens,

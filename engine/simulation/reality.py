@@ -36,10 +36,10 @@ class Reality:
 
     def __init__(self, tables: CostModel, mismatch: Mismatch, seed: int) -> None:
         self.believed = CorrectedCostModel(tables)  # for the scheduler
-        self._true = CorrectedCostModel(tables)
-        self._true.device_factor = mismatch.gpu_slowdown
-        self._true.host_factor = mismatch.cpu_slowdown
-        self._true.bus_factor = mismatch.bus_slowdown
+        self.true = CorrectedCostModel(tables)  # as it is
+        self.true.device_factor = mismatch.gpu_slowdown
+        self.true.host_factor = mismatch.cpu_slowdown
+        self.true.bus_factor = mismatch.bus_slowdown
         self._noise = mismatch.noise
         self._random = random.Random(seed)
 
@@ -59,9 +59,9 @@ class Reality:
             staggered: likewise.
         """
         # The time of prompts is in the loads already, as the scheduler believes it.
-        factor = self._true.device_factor / self.believed.device_factor
+        factor = self.true.device_factor / self.believed.device_factor
         truly = [load._replace(prefill_ms=load.prefill_ms * factor) for load in loads]
-        timing = predict(self._true, *truly, swapped_tokens=swapped_tokens, staggered=staggered)
+        timing = predict(self.true, *truly, swapped_tokens=swapped_tokens, staggered=staggered)
         noise = self._random.lognormvariate(0.0, self._noise) if self._noise else 1.0
         total_ms = timing.total_ms * noise
         measured = replace(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel
-from neo_desktop.engine.predict.estimate import device_attention_ms
+from neo_desktop.engine.predict.estimate import copy_wait_ms, device_attention_ms
 from neo_desktop.engine.request import FinishReason, RequestState
 from neo_desktop.engine.schedule.decider import Decider, Decision
 from neo_desktop.engine.schedule.draft import SchedulerLimits
@@ -86,16 +86,17 @@ def simulate(
                 )
             clock_ms = coming[num_added].arrival_ms
             continue
-        if reality is None:
-            clock_ms += decision.predicted.total_ms
-        else:
-            clock_ms += reality.carry_out(
+        true_cost, iteration_ms = cost, decision.predicted.total_ms
+        if reality is not None:
+            true_cost = reality.true
+            iteration_ms = reality.carry_out(
                 decision.predicted,
                 *decision.loads,
                 swapped_tokens=decision.swapped_tokens,
                 staggered=decision.staggered,
             )
-        _count(totals, decision, cost)
+        clock_ms += iteration_ms
+        _count(totals, decision, cost, true_cost)
         for request in decider.advance(decision):
             num_output_tokens = request.num_tokens - request.num_prompt_tokens
             if num_output_tokens == 1:
@@ -120,13 +121,18 @@ def simulate(
     return SimulationResult(policy.name, finished, len(requests) - len(coming), longest, totals)
 
 
-def _count(totals: Totals, decision: Decision[SimulatedRequest], cost: CostModel) -> None:
+def _count(
+    totals: Totals, decision: Decision[SimulatedRequest], cost: CostModel, true_cost: CostModel
+) -> None:
     predicted, loads = decision.predicted, decision.loads
     totals.num_iterations += 1
     totals.num_sequences += sum(map(len, decision.sub_batches))
     totals.num_pipelined += len(loads) == 2
     totals.iterating_ms += predicted.total_ms
     totals.cpu_busy_ms += predicted.host_attention_ms
+    totals.copy_wait_ms += copy_wait_ms(
+        true_cost, *loads, swapped_tokens=decision.swapped_tokens, staggered=decision.staggered
+    )
     products_ms = sum(cost.host_linear_ms(load.tokens) for load in loads)
     totals.cpu_busy_ms += cost.num_layers * products_ms
     layer_ms = sum(cost.linear_ms(load.tokens) + device_attention_ms(cost, load) for load in loads)

@@ -17,6 +17,7 @@ from neo_desktop.app.cli import main
 from neo_desktop.app.commands.sentences import sentence
 from neo_desktop.app.simulate import SimulationOptions, UsageError, run_simulation
 from neo_desktop.app.simulate.answer import answer
+from neo_desktop.engine.options import OPTIONS
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.simulation.analytic import analytic_cost_model
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS
@@ -215,6 +216,13 @@ def test_a_model_path_gives_its_shape(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ModelError, match=r"config\.json"):
         run_simulation(replace(SMALL, model=str(folder)), ignore)
+
+
+def test_a_policy_that_only_the_simulator_has_runs_when_it_is_named() -> None:
+    options = replace(SMALL, gpu="gh200", policy="pie", gpu_cache_tokens=4096)
+    assert simulated(options)["pie"]["num_finished"] == 30
+    assert "pie" not in simulated(replace(options, policy=None))
+    assert "pie" not in OPTIONS["policy"].choices
 
 
 def test_progress_runs_from_0_to_1_and_names_the_policy() -> None:

@@ -18,7 +18,7 @@ from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput, RequestState
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.decider import PATIENCE, Decider, Decision
-from neo_desktop.engine.schedule.policies import POLICIES, Fastest, Halves, Hidden, Policy
+from neo_desktop.engine.schedule.policies import POLICIES, SIMULATED, Fastest, Halves, Hidden, Policy
 from neo_desktop.engine.schedule.residency import Residency
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from neo_desktop.engine.simulation.metrics import SimulationResult
@@ -27,7 +27,7 @@ from neo_desktop.engine.simulation.workload import WorkloadRequest
 
 BLOCK_SIZE = 4
 ALL_PLACES = (*PLACES, THIRD)
-ALL_POLICIES = POLICIES | {
+ALL_POLICIES = SIMULATED | {
     policy.name: policy
     for policy in (
         Policy("all in turn", ALL_PLACES),
@@ -36,6 +36,7 @@ ALL_POLICIES = POLICIES | {
         Fastest("auto in three places", ALL_PLACES),
         Fastest("the host's memory first", (THIRD, Place.DEVICE, Place.HOST)),
         OwnPace("own pace", ALL_PLACES),
+        Fastest("auto with swapped layers", (Place.DEVICE, Place.SWAPPED, Place.HOST)),
     )
 }
 
@@ -82,7 +83,7 @@ class Harness:
         assert len(names) == len(set(names)), "a request is scheduled twice"
         for name in running:
             if name in self.kv and name not in names and not self.was_short:
-                assert self.kv.place_of(name).host_attends, "a request on the device had to wait"
+                assert not self.kv.place_of(name).stays_on_device, "a request on the device had to wait"
         return plan
 
     def finish(self, plan: IterationPlan) -> None:
@@ -138,6 +139,7 @@ jobs = st.lists(
     device_blocks=st.integers(13, 20),
     host_blocks=st.integers(0, 30),
     third_blocks=st.integers(0, 30),
+    swapped_blocks=st.integers(0, 30),
     cost_model=cost_models(ALL_PLACES),
     max_batch_requests=st.integers(1, 6),
     extra_tokens=st.integers(0, 20),
@@ -149,6 +151,7 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
     device_blocks: int,
     host_blocks: int,
     third_blocks: int,
+    swapped_blocks: int,
     max_batch_requests: int,
     extra_tokens: int,
     cost_model: CostModel,
@@ -162,7 +165,12 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
     places = ALL_POLICIES[policy].places
     if Place.DEVICE not in places:
         host_blocks += 13
-    num_blocks = {Place.DEVICE: device_blocks, Place.HOST: host_blocks, THIRD: third_blocks}
+    num_blocks = {
+        Place.DEVICE: device_blocks,
+        Place.HOST: host_blocks,
+        THIRD: third_blocks,
+        Place.SWAPPED: swapped_blocks,
+    }
     harness = Harness(
         {place: num_blocks[place] for place in places},
         policy,
@@ -360,7 +368,7 @@ LIMITS = SchedulerLimits(max_batch_tokens=512, max_batch_requests=64)
 
 
 def virtual_run(policy: str, cost: CostModel, workload: list[WorkloadRequest]) -> SimulationResult:
-    num_blocks = {Place.DEVICE: 200, Place.HOST: 5000, THIRD: 300}
+    num_blocks = {Place.DEVICE: 200, Place.HOST: 5000, THIRD: 300, Place.SWAPPED: 1000}
     chosen = ALL_POLICIES[policy]
     return simulate(workload, chosen, cost, {place: num_blocks[place] for place in chosen.places}, 16, LIMITS)
 

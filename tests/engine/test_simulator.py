@@ -12,9 +12,9 @@ from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling.budget import activation_bytes
-from neo_desktop.engine.schedule.policies import POLICIES
+from neo_desktop.engine.schedule.policies import POLICIES, SIMULATED, Policy
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
-from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
+from neo_desktop.engine.simulation.analytic import RESIDENT_LAYERS, KVBudget, analytic_cost_model, kv_budget
 from neo_desktop.engine.simulation.bound import Bound, Room
 from neo_desktop.engine.simulation.metrics import FinishedRequest, SimulationResult, Totals, percentile
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS, get_gpu, get_host
@@ -25,7 +25,11 @@ from neo_desktop.models.shapes import shape
 
 BLOCK_SIZE = 16
 LIMITS = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=256)
-SHARES_OF_CPU = dict.fromkeys(POLICIES, (0.0, 1.0)) | {"gpu-only": (0.0, 0.0), "fastdecode": (1.0, 1.0)}
+SHARES_OF_CPU = dict.fromkeys(SIMULATED, (0.0, 1.0)) | {
+    "gpu-only": (0.0, 0.0),
+    "fastdecode": (1.0, 1.0),
+    "pie": (0.0, 0.0),
+}
 
 
 def flat_cost(linear_ms: float = 1.0, iteration_ms: float = 0.0) -> TableCostModel:
@@ -113,7 +117,7 @@ def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    policy=st.sampled_from(sorted(POLICIES)),
+    policy=st.sampled_from(sorted(SIMULATED)),
     lengths=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 60)), min_size=1, max_size=25),
     gpu_blocks=st.integers(4, 60),
     cpu_blocks=st.integers(4, 200),
@@ -134,11 +138,10 @@ def test_every_request_ends_with_all_its_tokens_or_is_refused_and_no_bound_is_br
     requests = with_rate([WorkloadRequest(0.0, *pair) for pair in lengths], rate)
     cost = machine(*where)
     gpu_tokens, cpu_tokens = gpu_blocks * BLOCK_SIZE, cpu_blocks * BLOCK_SIZE
-    blocks = {Place.DEVICE: gpu_blocks, Place.HOST: cpu_blocks}
+    blocks = {Place.DEVICE: gpu_blocks, Place.HOST: cpu_blocks, Place.SWAPPED: cpu_blocks}
     limits = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=most_requests)
-    result = simulate(requests, POLICIES[policy], cost, blocks, BLOCK_SIZE, limits)
-    capacity = {Place.DEVICE: gpu_tokens, Place.HOST: cpu_tokens}
-    longest = max(capacity[place] for place in POLICIES[policy].places)
+    result = simulate(requests, SIMULATED[policy], cost, blocks, BLOCK_SIZE, limits)
+    longest = max(blocks[place] * BLOCK_SIZE for place in SIMULATED[policy].places)
     fitting = [request for request in requests if request.total_tokens <= longest]
     assert sorted((r.arrival_ms, r.prompt_tokens, r.output_tokens) for r in result.finished) == sorted(
         (r.arrival_ms, r.prompt_tokens, r.output_tokens) for r in fitting
@@ -148,6 +151,8 @@ def test_every_request_ends_with_all_its_tokens_or_is_refused_and_no_bound_is_br
         assert request.arrival_ms < request.first_token_ms <= request.finish_ms
     if fitting:
         room = Room(gpu_tokens, cpu_tokens, most_requests)
+        if Place.SWAPPED in SIMULATED[policy].places:  # the device attends for all of it
+            room = Room(gpu_tokens + cpu_tokens, 0, most_requests)
         bound_ms = Bound(cost, fitting, room).makespan_ms(*SHARES_OF_CPU[policy])
         assert result.makespan_ms >= bound_ms * (1 - 1e-9)
         assert result.totals.gpu_busy_ms <= result.makespan_ms
@@ -449,3 +454,55 @@ def test_the_analytic_model_is_the_roofline() -> None:
 
 def test_budgets_are_whole_blocks() -> None:
     assert KVBudget(100, 40).num_blocks() == {Place.DEVICE: 6, Place.HOST: 2}
+    assert KVBudget(100, 0, 50).num_blocks() == {Place.DEVICE: 6, Place.HOST: 0, Place.SWAPPED: 3}
+
+
+# ---- swapped layers ----
+
+ALWAYS_ALL = Policy("static", (Place.DEVICE, Place.SWAPPED))  # whoever has room, whether it hides or not
+
+
+def swapped(
+    policy: Policy, cost: TableCostModel, budget: KVBudget, mismatch: Mismatch | None = None
+) -> SimulationResult:
+    requests = synthetic(60, 600, 100, seed=5)
+    return simulate(requests, policy, cost, budget.num_blocks(), BLOCK_SIZE, LIMITS, mismatch=mismatch)
+
+
+@pytest.mark.parametrize("gpu", ["gh200", "h100"])
+def test_swapped_layers_hide_and_no_fixed_expansion_is_better(gpu: str) -> None:
+    """Of the same memory; a swept expansion knows the workload, the policy learns of it as it comes."""
+    cost = machine(gpu, "llama-2-7b")
+    budget = KVBudget(8192, 1 << 20)
+    alone = swapped(POLICIES["gpu-only"], cost, budget)
+    pie = swapped(SIMULATED["pie"], cost, budget.swapping(cost, LIMITS))
+    assert pie.totals.copy_wait_ms <= 0.01 * pie.totals.iterating_ms
+    assert pie.output_tokens_per_s >= 0.99 * alone.output_tokens_per_s
+    for expansion in (1.1, 1.4, 2.0):
+        device = int(budget.gpu_tokens / (1 + (expansion - 1) * RESIDENT_LAYERS / cost.num_layers))
+        static = swapped(ALWAYS_ALL, cost, KVBudget(device, 0, int(device * (expansion - 1))))
+        assert pie.output_tokens_per_s >= 0.97 * static.output_tokens_per_s
+
+
+def test_a_fast_bus_is_worth_it_and_budgets_for_it_share_the_same_memory() -> None:
+    cost = machine("gh200", "llama-2-7b")
+    budget = KVBudget(8192, 1 << 20)
+    shared = budget.swapping(cost, LIMITS)
+    assert shared.cpu_tokens == 0
+    resident = shared.swapped_tokens * RESIDENT_LAYERS / cost.num_layers
+    assert budget.gpu_tokens - 2 * BLOCK_SIZE < shared.gpu_tokens + resident <= budget.gpu_tokens
+    alone, pie = swapped(POLICIES["gpu-only"], cost, budget), swapped(SIMULATED["pie"], cost, shared)
+    assert pie.output_tokens_per_s > 1.1 * alone.output_tokens_per_s
+    by_pcie = budget.swapping(machine("h100", "llama-2-7b"), LIMITS)
+    assert by_pcie.swapped_tokens < shared.swapped_tokens / 2
+
+
+@pytest.mark.parametrize("slowdown", [0.7, 3.0])
+def test_copies_that_take_longer_than_believed_are_fewer_soon(slowdown: float) -> None:
+    cost = machine("gh200", "llama-2-7b")
+    budget = KVBudget(8192, 1 << 20).swapping(cost, LIMITS)
+    mismatch = Mismatch(bus_slowdown=slowdown, noise=0.05)
+    pie = swapped(SIMULATED["pie"], cost, budget, mismatch)
+    static = swapped(ALWAYS_ALL, cost, budget, mismatch)
+    assert pie.totals.copy_wait_ms <= 0.02 * pie.totals.iterating_ms
+    assert pie.output_tokens_per_s >= 0.97 * static.output_tokens_per_s

@@ -1,0 +1,66 @@
+"""Decodes whose KV comes from host memory to the device: as many as hide behind what the device does anyway.
+
+Beyond that an iteration takes as much longer as more of them join: the others are better off without them.
+(Pie, section 3.4, finds its "expansion" by trial. Here it is predicted anew for every iteration, and what the
+bus truly takes corrects the prediction.)
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.estimate import Decodes, Load, device_attention_ms, swapped_tokens_of
+from neo_desktop.engine.schedule.draft import Draft, HostQueue
+
+MOST_MISSES = 8  # decodes in a row that do not hide: nothing much shorter will come
+
+
+def hides(cost: CostModel, load: Load, swapped_tokens: int = 0) -> bool:
+    """Whether the bus brings all of an iteration's KV in the time that its layers take anyway.
+
+    Where nothing overlaps, nothing hides, and it makes no difference who joins.
+
+    Args:
+        swapped_tokens: whose KV crosses the bus, beside that of swapped decodes.
+    """
+    if not cost.overlaps:
+        return True
+    tokens = swapped_tokens + swapped_tokens_of(load)
+    return cost.transfer_ms(tokens) <= cost.linear_ms(load.tokens) + device_attention_ms(cost, load)
+
+
+def hidden(draft: Draft, decodes: Sequence[tuple[Place, int]], num_due: int) -> list[int]:
+    """Return the positions of those swapped decodes that hide behind an iteration.
+
+    Args:
+        decodes: (where its KV lies, its context tokens) of each, who waited longest first.
+        num_due: how many at the front join in any case; one does where there is nothing else to do.
+    """
+    cost, load, swapped_tokens = draft.cost, draft.load, draft.swapped_tokens
+    queue = HostQueue(decodes)
+
+    def is_late(count: int) -> bool:
+        return not hides(cost, load.plus(queue.decodes(range(count))), swapped_tokens)
+
+    num_first = bisect_right(range(1, len(queue) + 1), 0, key=is_late)
+    num_first = max(num_first, num_due, int(not load.tokens))
+    taken = list(range(num_first))
+    load = load.plus(queue.decodes(taken))
+    misses = 0
+    for position in range(num_first, len(queue)):  # what is shorter than the next one may still fit
+        longer = load.plus(queue.decodes([position]))
+        if hides(cost, longer, swapped_tokens):
+            taken.append(position)
+            load = longer
+            continue
+        misses += 1
+        if misses == MOST_MISSES:
+            break
+    return taken
+
+
+def admits(draft: Draft, place: Place, num_tokens: int) -> bool:
+    """Whether one more request of so many tokens hides, once all who are there are decodes."""
+    there = {each: decodes for each, decodes in draft.residents.items() if not each.host_attends}
+    return hides(draft.cost, Load().plus(there).plus({place: Decodes(1, num_tokens)}))
