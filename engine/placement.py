@@ -37,6 +37,11 @@ class Place(_Place):
         return self.in_host_memory and not self.host_attends
 
     @property
+    def as_attended(self) -> "Place":
+        """The place whose decode attention takes as long: swapped KV is the device's once it is there."""
+        return Place.DEVICE if self.is_swapped else self
+
+    @property
     def stays_on_device(self) -> bool:
         """Whether the host has no part in its decodes."""
         return not self.host_attends and not self.in_host_memory

@@ -240,9 +240,7 @@ class TableCostModel:
         """See `CostModel`."""
         if not requests:
             return 0.0
-        # Once KV is there, it does not matter where it came from.
-        surface = self.attention[Place.DEVICE if place.is_swapped else place]
-        return surface(requests, context_tokens / requests)
+        return self.attention[place.as_attended](requests, context_tokens / requests)
 
     def hand_off_ms(self, requests: int) -> float:
         """See `CostModel`."""

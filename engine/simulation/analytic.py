@@ -46,7 +46,7 @@ class KVBudget:
 
     def num_blocks(self) -> dict[Place, int]:
         """Return `place -> blocks`."""
-        tokens = {Place.DEVICE: self.gpu_tokens, Place.HOST: self.cpu_tokens}
+        tokens = {place: self.cpu_tokens if place.in_host_memory else self.gpu_tokens for place in PLACES}
         if self.swapped_tokens:
             tokens[Place.SWAPPED] = self.swapped_tokens
         return {place: count // BLOCK_SIZE for place, count in tokens.items()}
@@ -67,7 +67,7 @@ class KVBudget:
             if 2 * budget.gpu_tokens < self.gpu_tokens:
                 return True
             decodes = {
-                Place.DEVICE: Decodes(limits.max_batch_requests, budget.gpu_tokens),
+                Place.SWAPPED.as_attended: Decodes(limits.max_batch_requests, budget.gpu_tokens),
                 Place.SWAPPED: Decodes(1, budget.swapped_tokens),
             }
             return not hides(cost, Load().plus(decodes))
