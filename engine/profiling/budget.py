@@ -119,8 +119,9 @@ def pool_blocks(
     available = kv_bytes(config, dtype, limits, free, caps or MemoryCaps(), weight_bytes)
     most_tokens = limits.max_batch_requests * config.max_context_tokens
     blocks = {}
-    if Place.SWAPPED in places:
-        blocks[Place.SWAPPED] = _take_swapped(config, dtype, limits, places, available, free)
+    for place in places:
+        if place.is_swapped:
+            blocks[place] = _take_swapped(config, dtype, limits, places, available, free)
     for place, bytes_ in available.items():
         kv_dtype = (cpu_cache_dtype if place.host_attends else None) or dtype
         bytes_per_block = config.num_layers * block_bytes(config, BLOCK_SIZE, kv_dtype)
@@ -155,13 +156,16 @@ def _take_swapped(
     # What is new of decodes is kept on the device until it has left.
     decodes = 2 * limits.max_batch_requests * config.kv_bytes_per_token(dtype)
     most = limits.max_batch_requests * config.max_context_tokens // BLOCK_SIZE
-    near = max(int((available[Place.DEVICE] - decodes) * SWAPPED_SHARE), 0) if on_device else 0
-    far = available[Place.HOST] // (2 if Place.HOST in places else 1)
+    device, host = (
+        next(place for place in available if place.in_host_memory is in_host) for in_host in (False, True)
+    )
+    near = max(int((available[device] - decodes) * SWAPPED_SHARE), 0) if on_device else 0
+    far = available[host] // (2 if host in places else 1)
     blocks = min(most, far // on_host) if on_host else most
     if on_device:
         blocks = min(blocks, near // on_device)
-        available[Place.DEVICE] -= blocks * on_device + decodes
-    available[Place.HOST] -= blocks * on_host
+        available[device] -= blocks * on_device + decodes
+    available[host] -= blocks * on_host
     return max(blocks // BLOCKS_PER_RUN * BLOCKS_PER_RUN, 0)
 
 

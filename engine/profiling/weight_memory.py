@@ -149,7 +149,7 @@ class _Memory:
 
     def check_host(self, plan: WeightPlan) -> None:
         """Check that host memory holds the others, and some KV where it is to be there."""
-        kv = self._short_kv() + self._buffers if Place.HOST in self._places else 0
+        kv = self._short_kv() + self._buffers if any(place.host_attends for place in self._places) else 0
         free = int(self._host_bytes * MOST_HOST_SHARE)
         if plan.host_bytes + kv > free:
             smaller = self._smaller(self._room - STREAMING_BYTES - self._least_gpu_kv() + free - kv)
@@ -182,7 +182,7 @@ class _Memory:
         return -(-tokens // run) * run * self._token_bytes
 
     def _least_gpu_kv(self) -> int:
-        if Place.DEVICE not in self._places:
+        if not any(place.stays_on_device for place in self._places):
             return 0
         if self._options.gpu_cache_tokens is not None:
             return self._options.gpu_cache_tokens * self._token_bytes

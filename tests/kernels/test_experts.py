@@ -65,15 +65,12 @@ def check(
     x = torch.randn(n, hidden, generator=generator).to(dtype)
     ids = torch.rand(n, experts.count, generator=generator).argsort(1)[:, :k].int().contiguous()
     weights = torch.rand(n, k, generator=generator)
-    room = ExpertScratch(
-        torch.empty(0, device=device),
-        Choice.empty(n, k, device),
-        *(
-            torch.full((n * k, width), torch.nan, dtype=dtype, device=device)
-            for width in (2 * experts.gate.rows, experts.gate.rows, hidden)
-        ),
-        per_token=k,
+    gate_up, gated, products = (
+        torch.full((n * k, width), torch.nan, dtype=dtype, device=device)
+        for width in (2 * experts.gate.rows, experts.gate.rows, hidden)
     )
+    choice = Choice.empty(n, k, device)
+    room = ExpertScratch(torch.empty(0, device=device), choice, gate_up, gated, products, per_token=k)
     out = torch.full((n, hidden), torch.nan, dtype=dtype, device=device)
     on_device = (each.to(device) for each in (x, ids, weights))
     dispatch.multiply_experts(experts, *on_device, room, out)
