@@ -72,8 +72,7 @@ def check(
     choice = Choice.empty(n, k, device)
     room = ExpertScratch(torch.empty(0, device=device), choice, gate_up, gated, products, per_token=k)
     out = torch.full((n, hidden), torch.nan, dtype=dtype, device=device)
-    on_device = (each.to(device) for each in (x, ids, weights))
-    dispatch.multiply_experts(experts, *on_device, room, out)
+    dispatch.multiply_experts(experts, x.to(device), ids.to(device), weights.to(device), room, out)
     expected, allowed = expected_of(exact, x, ids, weights), DTYPES[dtype]
     torch.testing.assert_close(out.cpu().double(), expected, rtol=allowed, atol=allowed * k)
 
