@@ -105,7 +105,10 @@ std::vector<double> apart(const PackedExperts& experts, const ExpertRows& rows, 
       }
       multiply(gated.view(), experts.down[expert], made.view());
       const float weight = weights.as<float>()[row * per_row + slot];
-      for (int64_t i = 0; i < hidden; ++i) sums[i] += static_cast<float>(made.get(i)) * weight;
+      for (int64_t i = 0; i < hidden; ++i) {
+        const volatile float term = static_cast<float>(made.get(i)) * weight;  // rounded before it is added
+        sums[i] += term;
+      }
     }
     for (const float sum : sums) out.push_back(rounded_to(x.dtype(), sum));
   }

@@ -16,11 +16,11 @@ from torch_layer import TorchLayer
 from transformers import AutoModelForCausalLM
 
 from neo_desktop import Engine, SamplingParams
-from neo_desktop.engine import parts
 from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan, IterationResult, SubBatch
 from neo_desktop.engine.errors import ContextLengthError, EngineError
 from neo_desktop.engine.execute.executor import Wait
 from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.kv import swapped
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.placement import PLACES, Place
@@ -172,7 +172,7 @@ def test_kv_moves_between_memories_of_two_kinds_as_with_a_gpu(
     batch = prompts(8)
     kinds = iter([TorchLayer, HostLayer])
     assert POLICIES["neo"].places == (Place.DEVICE, Place.HOST)
-    monkeypatch.setattr(parts, "KVPool", lambda *args, **named: KVPool(*args, kind=next(kinds), **named))
+    monkeypatch.setattr(swapped, "KVPool", lambda *args, **named: KVPool(*args, kind=next(kinds), **named))
     with Engine.from_pretrained(
         checkpoints["llama"],
         device="cpu",
