@@ -11,7 +11,7 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.models.decoder import Decoder, Experts
-from neo_desktop.models.expert_operators import ROWS_AT_ONCE, Choice, ExpertScratch
+from neo_desktop.models.expert_operators import ROWS_AT_ONCE, ExpertScratch
 from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.models.linear.split import Split
@@ -73,15 +73,24 @@ class Mixture:
             ids, weights, *_ = room.choice.rows(rows)
             self._on_device(x[rows], ids, weights, room.first(len(x[rows])), out[rows])
 
-    def multiply_on_host(self, x: Tensor, choice: Choice, room: ExpertScratch, out: Tensor) -> None:
-        """Put what the others make of x into `out`; all lies in host memory."""
+    def multiply_on_host(
+        self, x: Tensor, ids: Tensor, weights: Tensor, room: ExpertScratch, out: Tensor
+    ) -> None:
+        """Put what the others make of x into `out`; all lies in host memory.
+
+        Args:
+            x: [n, hidden]
+            ids: [n, per token] int32: which of the others; -1: none.
+            weights: [n, per token] float32
+            room: of at least as many rows.
+            out: [n, hidden]
+        """
         assert self.on_host is not None
         for first in range(0, len(x), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
-            *_, ids, weights = choice.rows(rows)
             of_rows = room.first(len(x[rows]))
             scratch = of_rows.gate_up, of_rows.gated, of_rows.products
-            native.multiply_experts(self.on_host, x[rows], ids, weights, *scratch, out[rows])
+            native.multiply_experts(self.on_host, x[rows], ids[rows], weights[rows], *scratch, out[rows])
 
     def apply(self, x: Tensor, room: ExpertScratch, out: Tensor) -> None:
         """Put what the network makes of x `[n, hidden]` into `out` `[n, hidden]`, which is not x."""
@@ -90,10 +99,10 @@ class Mixture:
             self.multiply_on_device(x, room, out)
         if self.on_host is None:
             return
-        on_host, choice = x.cpu(), Choice(*(each.cpu() for each in room.choice))
+        on_host, ids, shares = x.cpu(), room.choice.host_ids.cpu(), room.choice.host_weights.cpu()
         made = torch.empty_like(on_host)
         scratch = room if x.device.type == "cpu" else room.in_host_memory()
-        self.multiply_on_host(on_host, choice, scratch, made)
+        self.multiply_on_host(on_host, ids, shares, scratch, made)
         if self.has_device_part:
             out.add_(made.to(out.device))
         else:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from neo_desktop.app.shelf.speed import MachineFigures, Speed, predict, predict_by
+from neo_desktop.engine.execute.split_products import STREAMING_BYTES
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.loading import (
     CPU_CACHE_DTYPES,
@@ -26,7 +27,7 @@ from neo_desktop.engine.profiling.budget import (
     smaller_form,
 )
 from neo_desktop.engine.profiling.profile_cache import find_tables
-from neo_desktop.engine.profiling.weight_memory import STREAMING_BYTES, plan_memory
+from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.simulation.analytic import bytes_read
 from neo_desktop.engine.simulation.divided import DividedWeights, machine_rates

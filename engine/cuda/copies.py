@@ -4,7 +4,7 @@ Copies are asked for as if the memory were pinned. Where it is not, CUDA lets th
 has ended, or until what is copied has been read.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -31,6 +31,11 @@ def host_memory(make: Callable[[bool], Tensor], device: torch.device) -> Tensor:
             said = str(error).strip().partition("\n")[0]
             ladder.limit("host_memory", "pageable", f"memory cannot be pinned: {said}")
     return make(False)
+
+
+def suits_graphs(on_host: Iterable[Tensor], device: torch.device) -> bool:
+    """Return whether CUDA graphs of a device can copy from and to these: whether they are pinned."""
+    return device.type == "cpu" or all(tensor.is_pinned() for tensor in on_host)
 
 
 def upload(numbers: object, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from neo_desktop.engine.batch import MAX_STAGGERED, UNKNOWN_TOKEN, IterationPlan, ScheduledSequence
+from neo_desktop.engine.cuda.copies import suits_graphs
 from neo_desktop.engine.execute.host import HostBatch
 from neo_desktop.engine.execute.layout import Bucket, Members
 from neo_desktop.engine.execute.outputs import Asked, Outputs
@@ -61,12 +62,9 @@ class ProgramBuilder:
         self._swaps: SwapMemory | None = None
         if self._swapped is not None:
             self._swaps = SwapMemory(self._swapped, decodes, self._model.dtype, self._model.device)
-
-    @property
-    def fits_graphs(self) -> bool:
-        """Whether graphs can use what it copies from and to in host memory; see `Workspace`."""
         on_host = () if self._swaps is None else self._swaps.on_host
-        return self._model.device.type == "cpu" or all(tensor.is_pinned() for tensor in on_host)
+        # Whether graphs can use what it copies from and to in host memory; see `Workspace`.
+        self.fits_graphs = suits_graphs(on_host, self._model.device)
 
     def build(
         self, plan: IterationPlan, rows_of_tokens: Mapping[str, int] = NOWHERE, *, for_graphs: bool

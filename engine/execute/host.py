@@ -6,16 +6,14 @@ thread that launches work stands between the GPU and the CPU.
 """
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 
-from neo_desktop.engine.execute.host_experts import HostExperts
-from neo_desktop.engine.execute.lane import HostStep, Lane
-from neo_desktop.engine.execute.split_products import HostProduct
+from neo_desktop.engine.execute.host_work import HostWork
+from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.execute.transfers import HostTransfer
 from neo_desktop.engine.execute.workspace import HandOver
@@ -30,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class HostBatch:
+class HostBatch(HostWork):
     """Decodes of one place in one sub-batch, that the CPU attends for.
 
     Of staggered ones, each of which is in a layer of its own, all tensors but the flags have a dimension of
@@ -74,16 +72,12 @@ class HostBatch:
         return self.hand_over.flags
 
     def stage(self, layer: int) -> Stage:
-        """Return what is to be done in a layer, for people."""
+        """See `HostWork`; so much for each layer."""
         name = "staggered CPU attention" if self.is_staggered else "CPU attention"
         return Stage(name, layer, self.index, self.context_lens.shape[-1])
 
-    def step(self, layer: int) -> HostStep:
-        """Return what is to be done in a layer."""
-        return HostStep(partial(self._attend, layer), self.hand_over.flags[:, layer])
-
-    def _attend(self, layer: int) -> None:
-        started_ns = time.perf_counter_ns()
+    def carry_out(self, layer: int) -> None:
+        """Attend."""
         batch, config = self.arguments, self.config
         tensors = (batch.q, batch.k, batch.v, batch.block_tables, batch.context_lens, batch.out)
         q, k, v, block_tables, context_lens, out = (
@@ -100,7 +94,6 @@ class HostBatch:
             config.attention_scale,
             config.layer_windows[layer],
         )
-        self.busy_ns += time.perf_counter_ns() - started_ns
 
 
 class Relays:
@@ -126,12 +119,12 @@ class Relays:
             make = partial(Relay, layers, block_size=pool.block_size, scale=config.attention_scale)
             self._transfers[pool], computing = make(), make()
         self._computing = computing or Relay((), num_layers=config.num_layers)
-        self._computed: Sequence[HostBatch | HostProduct | HostExperts] = ()
+        self._computed: Sequence[HostWork] = ()
         self._swaps: dict[KVPool, list[HostTransfer]] = {}
 
     def start(
         self,
-        computed: Sequence[HostBatch | HostProduct | HostExperts],
+        computed: Sequence[HostWork],
         transfers: Sequence[HostTransfer],
         watch: Watch,
     ) -> None:

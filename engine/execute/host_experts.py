@@ -6,7 +6,6 @@ cpu                            |its experts |
 to-device                                   |what they make|
 """
 
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +14,11 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import host_memory
-from neo_desktop.engine.execute.lane import HostStep, Lane, Recorder, Signal
+from neo_desktop.engine.execute.host_work import HostWork
+from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.expert_operators import Choice, ExpertScratch
+from neo_desktop.models.expert_operators import ExpertScratch
 from neo_desktop.models.experts import Mixture
 from neo_desktop.models.stages import DividedExperts
 from neo_desktop.native.relay import RelayExperts
@@ -56,7 +56,7 @@ class ExpertRoom:
 
 
 @dataclass
-class HostExperts:
+class HostExperts(HostWork):
     """The CPU's experts in each turn of a sub-batch; see `split_products.HostProduct`."""
 
     index: int  # of the sub-batch
@@ -92,21 +92,16 @@ class HostExperts:
         )
 
     def stage(self, turn: int) -> Stage:
-        """Return what is to be done in a turn, for people."""
+        """See `HostWork`; so much for each turn."""
         return Stage("experts on the CPU", turn, self.index, self.rows)
 
-    def step(self, turn: int) -> HostStep:
-        """Return what is to be done in a turn."""
-        return HostStep(partial(self._multiply, turn), self.flags[:, turn])
-
-    def _multiply(self, turn: int) -> None:
-        started_ns = time.perf_counter_ns()
+    def carry_out(self, turn: int) -> None:
+        """Compute what the CPU's experts make."""
         room, rows = self.room, slice(self.rows)
-        choice = Choice(room.ids[rows], room.weights[rows], room.ids[rows], room.weights[rows])
+        scratch = room.scratch.first(self.rows)
         self.mixtures[turn].multiply_on_host(
-            room.x[rows], choice, room.scratch.first(self.rows), room.out[rows]
+            room.x[rows], room.ids[rows], room.weights[rows], scratch, room.out[rows]
         )
-        self.busy_ns += time.perf_counter_ns() - started_ns
 
     def submit(
         self, recorder: Recorder, stage: Stage, experts: DividedExperts, made: Signal

@@ -125,7 +125,7 @@ class PlanExecutor(Executor):
     def runs_ahead(self) -> bool:
         """See `Executor`; spans of an iteration that is recorded are read before the next one starts."""
         is_recorded = self._timeline is not None and self._timeline.is_recording_next
-        is_possible = self._tries_graphs and not self._model.has_splits
+        is_possible = self._tries_graphs and self._workspace.split is None
         return is_possible and bool(self._rows_of_tokens) and not self._void and not is_recorded
 
     def warm_up(self) -> None:

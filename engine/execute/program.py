@@ -43,12 +43,12 @@ from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.execute.host import HostBatch
-from neo_desktop.engine.execute.host_experts import HostExperts
+from neo_desktop.engine.execute.host_work import HostWork
 from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
 from neo_desktop.engine.execute.layout import Bucket
 from neo_desktop.engine.execute.outputs import Outputs
 from neo_desktop.engine.execute.prompts import Prompts
-from neo_desktop.engine.execute.split_products import HostProduct, SplitPass, WeightStream
+from neo_desktop.engine.execute.split_products import SplitPass, WeightStream
 from neo_desktop.engine.execute.staggered import Staggered
 from neo_desktop.engine.execute.swapping import NewRows, WindowStream
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
@@ -228,12 +228,12 @@ class Program:
         return [*self._moves.transfers, *ahead, *(t for each in prompts for t in each.transfers_behind)]
 
     @property
-    def on_host(self) -> list[HostBatch | HostProduct | HostExperts]:
+    def on_host(self) -> list[HostWork]:
         """What the CPU multiplies and attends for, in the order in which the device has it.
 
         That is by sub-batch; staggered decodes come behind the others of theirs.
         """
-        found: list[HostBatch | HostProduct | HostExperts] = []
+        found: list[HostWork] = []
         for each in self._passes:
             found += [] if each.split is None else each.split.on_host
             found += [hand_off.batch for hand_off in each.hand_offs]

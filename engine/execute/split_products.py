@@ -13,11 +13,11 @@ Pieces come in the order of their use, as far ahead as there are buffers for the
 holds them up but that.
 """
 
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,20 +25,24 @@ from torch import Tensor
 from neo_desktop import native
 from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.host_experts import ExpertRoom, HostExperts
-from neo_desktop.engine.execute.lane import HostStep, Lane, Recorder, Signal
+from neo_desktop.engine.execute.host_work import HostWork
+from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
+from neo_desktop.engine.execute.ring import Ring
 from neo_desktop.engine.execute.timeline import Stage
-from neo_desktop.models.decoder import LayerWeights
+from neo_desktop.models.decoder import TURN, LayerWeights
 from neo_desktop.models.linear.split import PIECE_BYTES, Piece, Split
 from neo_desktop.models.stages import DividedExperts, Product, Stages, Step
 from neo_desktop.native.relay import RelayProduct, empty_flags
 
-NAMES = ("output", "gate_up", "down", "qkv")  # of matrices, in the order of a turn
 NUM_BUFFERS = 3  # of pieces on their way
+STREAMING_BYTES = (NUM_BUFFERS + 1) * PIECE_BYTES  # the buffers, and room to unpack a piece
+
+_Room = TypeVar("_Room", bound="HostRoom | ExpertRoom")
 
 
 def splits_of(weights: LayerWeights) -> Iterator[tuple[str, Split]]:
     """Yield the split matrices of a layer and their names."""
-    linears = ((name, weights.linear(name)) for name in NAMES)
+    linears = ((name, weights.linear(name)) for name in TURN)
     yield from ((name, linear) for name, linear in linears if isinstance(linear, Split))
 
 
@@ -58,7 +62,7 @@ class Divided:
 
 
 @dataclass
-class HostProduct:
+class HostProduct(HostWork):
     """The CPU's part in the products with the matrices of one name, in each turn of a sub-batch.
 
     A turn is what lies between the attention of two layers: it ends a layer and begins the next one.
@@ -98,19 +102,14 @@ class HostProduct:
         return RelayProduct(self.name, lag, matrices, x, self.room.out, self.flags, self.divided, self.index)
 
     def stage(self, turn: int) -> Stage:
-        """Return what is to be done in a turn, for people."""
+        """See `HostWork`; so much for each turn."""
         return Stage(f"{self.name} on the CPU", turn, self.index, self.rows)
 
-    def step(self, turn: int) -> HostStep:
-        """Return what is to be done in a turn."""
-        return HostStep(partial(self._multiply, turn), self.flags[:, turn])
-
-    def _multiply(self, turn: int) -> None:
-        started_ns = time.perf_counter_ns()
+    def carry_out(self, turn: int) -> None:
+        """Multiply with the CPU's rows."""
         divided = self.divided[turn]
         streamed = divided.first_row - divided.split.resident_rows
         divided.split.multiply_host(self.x(turn), self.out(turn), streamed)
-        self.busy_ns += time.perf_counter_ns() - started_ns
 
 
 class HostRoom:
@@ -152,6 +151,28 @@ class HostRoom:
         yield from (self.x, self.out, *self.flags.values())
 
 
+class _Rooms(Generic[_Room]):
+    """The host memory of each sub-batch; of more rows than graphs have it is made when it is needed.
+
+    Args:
+        make: what makes that of a sub-batch for so many rows.
+        rows: of each, in graphs.
+    """
+
+    def __init__(self, make: Sequence[Callable[[int], _Room]], rows: Sequence[int]) -> None:
+        self._make = make
+        self.of_graphs = [make_it(count) for make_it, count in zip(make, rows, strict=False)]
+        self._largest = list(self.of_graphs)
+
+    def of(self, index: int, rows: int) -> _Room:
+        """Return that of a sub-batch, for so many rows."""
+        if rows <= self.of_graphs[index].rows:
+            return self.of_graphs[index]
+        if rows > self._largest[index].rows:
+            self._largest[index] = self._make[index](rows)
+        return self._largest[index]
+
+
 class SplitProducts:
     """The split matrices of a model, and what products with them work in: kept for all iterations.
 
@@ -168,7 +189,7 @@ class SplitProducts:
             for layer, weights in enumerate(decoder.layers)
             for name, split in splits_of(weights)
         }
-        self._names = [name for name in NAMES if any(name == each for _, each in self.splits)]
+        self._names = [name for name in TURN if any(name == each for _, each in self.splits)]
         self._divided: dict[float, dict[tuple[int, str], Divided]] = {}
         device, dtype = decoder.device, decoder.dtype
         flags = [
@@ -178,25 +199,27 @@ class SplitProducts:
             }
             for _ in rows
         ]
-        self._rooms = [
-            HostRoom(count, self.splits.values(), of_it, dtype, device)
-            for count, of_it in zip(rows, flags, strict=True)
-        ]
-        self._large_rooms = list(self._rooms)  # of more rows, that no graph knows
+        self._rooms = _Rooms(
+            [
+                partial(HostRoom, splits=self.splits.values(), flags=of_it, dtype=dtype, device=device)
+                for of_it in flags
+            ],
+            rows,
+        )
         mixtures = stages.mixtures.items()
         self._mixtures = {layer + 1: each for layer, each in mixtures if each.on_host is not None}
-        self._expert_rooms: list[ExpertRoom] = []
-        for count in rows if self._mixtures else ():
-            of_experts = host_memory(lambda pin: empty_flags(self.num_turns, pinned=pin), device)
-            self._expert_rooms.append(ExpertRoom(count, decoder, of_experts))
-        self._large_expert_rooms = list(self._expert_rooms)
+        of_experts = [
+            host_memory(lambda pin: empty_flags(self.num_turns, pinned=pin), device)
+            for _ in (rows if self._mixtures else ())
+        ]
+        self._expert_rooms = _Rooms(
+            [partial(ExpertRoom, decoder=decoder, flags=of_it) for of_it in of_experts], rows
+        )
         pieces = [piece for split in self.splits.values() for piece in split.pieces(split.host_rows)]
         most = max((len(piece.packed) for piece in pieces), default=0)
-        self.on_host = [
-            tensor for room in self._rooms for tensor in room.on_host
-        ]  # what graphs copy from and to
+        rooms: list[HostRoom | ExpertRoom] = [*self._rooms.of_graphs, *self._expert_rooms.of_graphs]
+        self.on_host = [tensor for room in rooms for tensor in room.on_host]  # what graphs copy from and to
         self.on_host += [piece.packed for piece in pieces]
-        self.on_host += [tensor for room in self._expert_rooms for tensor in room.on_host]
         self.buffers = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
         self.room = torch.empty(PIECE_BYTES // dtype.itemsize, dtype=dtype, device=device)
 
@@ -212,13 +235,7 @@ class SplitProducts:
 
         One after the other: those of a sub-batch share memory.
         """
-        room = self._rooms[index]
-        if rows > room.rows:
-            room = self._large_rooms[index]
-        if rows > room.rows:
-            of_it = self.splits.values()
-            room = HostRoom(rows, of_it, room.flags, self._decoder.dtype, self._decoder.device)
-            self._large_rooms[index] = room
+        room = self._rooms.of(index, rows)
         divided = {key: each for key, each in self.divided(rows).items() if key[0] in turns}
         hosts = {}
         for name in self._names:
@@ -231,17 +248,11 @@ class SplitProducts:
         mixtures = {turn: each for turn, each in self._mixtures.items() if turn in turns}
         if not mixtures:
             return None
-        room = self._expert_rooms[index]
-        if rows > room.rows:
-            room = self._large_expert_rooms[index]
-        if rows > room.rows:
-            room = ExpertRoom(rows, self._decoder, room.flags)
-            self._large_expert_rooms[index] = room
-        return HostExperts(index, rows, mixtures, self.num_turns, room)
+        return HostExperts(index, rows, mixtures, self.num_turns, self._expert_rooms.of(index, rows))
 
     @property
     def _in_order(self) -> list[tuple[int, str]]:
-        return sorted(self.splits, key=lambda key: (key[0], NAMES.index(key[1])))
+        return sorted(self.splits, key=lambda key: (key[0], TURN.index(key[1])))
 
 
 def _divide(split: Split, share: float) -> Divided:
@@ -261,30 +272,25 @@ class WeightStream:
     def __init__(self, pieces: Iterable[tuple[Stage, Piece]], buffers: Sequence[Tensor]) -> None:
         self._waiting = deque(pieces)
         self._buffers = buffers
-        self._arrived: deque[Signal] = deque()
-        self._free: list[tuple[Signal, ...]] = [()] * len(buffers)  # when each may be filled
-        self._asked = self._taken = self._given_back = 0
+        self._ring = Ring(len(buffers))
+        self._arrived: deque[tuple[Tensor, Signal]] = deque()
 
     def bring(self, recorder: Recorder) -> None:
         """Have pieces brought, as far as there is room."""
-        while self._waiting and self._asked < self._given_back + len(self._buffers):
+        while self._waiting and self._ring.has_room:
             stage, piece = self._waiting.popleft()
-            index = self._asked % len(self._buffers)
-            target = self._buffers[index][: len(piece.packed)]
-            copy = partial(target.copy_, piece.packed, non_blocking=True)
-            self._arrived.append(recorder.run(Lane.WEIGHTS, stage, copy, self._free[index]))
-            self._asked += 1
+            slot, is_free = self._ring.fill()
+            staged = self._buffers[slot][: len(piece.packed)]
+            copy = partial(staged.copy_, piece.packed, non_blocking=True)
+            self._arrived.append((staged, recorder.run(Lane.WEIGHTS, stage, copy, is_free)))
 
     def take(self) -> tuple[Tensor, Signal]:
-        """Return the buffer of the next piece, and when that is there."""
-        buffer = self._buffers[self._taken % len(self._buffers)]
-        self._taken += 1
-        return buffer, self._arrived.popleft()
+        """Return where the next piece lies on the device, and what ends with its copy."""
+        return self._arrived.popleft()
 
     def give_back(self, recorder: Recorder, used: Signal) -> None:
-        """Take in that the oldest piece that was taken will have been used."""
-        self._free[self._given_back % len(self._buffers)] = (used,)
-        self._given_back += 1
+        """Take in what ends with the use of the oldest piece that was taken."""
+        self._ring.give_back(used)
         self.bring(recorder)
 
 
@@ -300,10 +306,10 @@ class SplitPass:
     experts: HostExperts | None
 
     @property
-    def on_host(self) -> list[HostProduct | HostExperts]:
+    def on_host(self) -> list[HostWork]:
         """What the CPU computes, in the order of a turn."""
-        before = [host for name, host in self.hosts.items() if name == "output"]
-        others = [host for name, host in self.hosts.items() if name != "output"]
+        before: list[HostWork] = [host for name, host in self.hosts.items() if name == "output"]
+        others: list[HostWork] = [host for name, host in self.hosts.items() if name != "output"]
         return [*before, *([] if self.experts is None else [self.experts]), *others]
 
     def stream(self) -> WeightStream:
@@ -366,8 +372,7 @@ class SplitPass:
         if split.resident is not None:
             recorder.run(Lane.DEVICE, stage, partial(split.multiply_resident, x, out))
         for piece in divided.pieces:
-            buffer, arrived = stream.take()
-            staged = buffer[: len(piece.packed)]
+            staged, arrived = stream.take()
             multiply = partial(split.multiply_piece, piece, staged, self.products.room, x, out)
             stream.give_back(recorder, recorder.run(Lane.DEVICE, stage, multiply, (arrived,)))
         return brought

@@ -23,6 +23,7 @@ from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
 from neo_desktop.engine.execute.prefill import Prefill
 from neo_desktop.engine.execute.prompts import DevicePrompts
+from neo_desktop.engine.execute.ring import Ring
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.engine.kv.storage import KVStorage
@@ -51,8 +52,7 @@ class WindowStream:
         self._waiting = deque(pool.swapped_layers if num_blocks else ())
         self._ready: dict[int, Sequence[Signal]] = {}  # by layer: what precedes its copy
         self._arrived: dict[int, Signal] = {}
-        self._free: list[tuple[Signal, ...]] = [()] * WINDOW  # when each slot may be filled
-        self._asked = self._given_back = 0
+        self._ring = Ring(WINDOW)
 
     def allow(self, recorder: Recorder, layer: int, after: Sequence[Signal]) -> None:
         """Let a layer come, after the signals."""
@@ -72,20 +72,18 @@ class WindowStream:
         """Take in that all that attends to a layer has been given to the device."""
         if layer not in self._arrived:
             return
-        self._free[self._given_back % WINDOW] = (recorder.mark(),)
-        self._given_back += 1
+        self._ring.give_back(recorder.mark())
         self._bring(recorder)
 
     def _bring(self, recorder: Recorder) -> None:
         """Have layers come, as far as there is room."""
         pool = self._pool
-        while self._waiting and self._waiting[0] in self._ready and self._asked < self._given_back + WINDOW:
+        while self._waiting and self._waiting[0] in self._ready and self._ring.has_room:
             layer = self._waiting.popleft()
-            after = (*self._free[self._asked % WINDOW], *self._ready[layer])
+            _, is_free = self._ring.fill()  # the pool knows the slot of a layer
             stage = Stage(NAME, layer, NO_SUB_BATCH, self._num_blocks * pool.block_size)
             copy = partial(pool.bring, layer, self._num_blocks)
-            self._arrived[layer] = recorder.run(Lane.SWAP_IN, stage, copy, after)
-            self._asked += 1
+            self._arrived[layer] = recorder.run(Lane.SWAP_IN, stage, copy, (*is_free, *self._ready[layer]))
 
 
 class SwapMemory:

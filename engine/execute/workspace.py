@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.batch import MAX_STAGGERED
-from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.cuda.copies import host_memory, suits_graphs
 from neo_desktop.engine.execute.layout import Bucket, Capacity, Rows
 from neo_desktop.engine.execute.split_products import SplitProducts
 from neo_desktop.engine.execute.staggered_memory import StaggeredMemory
@@ -150,7 +150,7 @@ class Workspace:
         on_host += self._staged
         on_host += () if self.staggered is None else self.staggered.on_host
         on_host += () if self.split is None else self.split.on_host
-        self.fits_graphs = device.type == "cpu" or all(tensor.is_pinned() for tensor in on_host)
+        self.fits_graphs = suits_graphs(on_host, device)
         self._known: dict[tuple[Bucket, int], BatchMemory] = {}
 
     def memory(self, bucket: Bucket) -> BatchMemory:

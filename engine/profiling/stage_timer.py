@@ -19,14 +19,14 @@ from neo_desktop.engine.cuda.streams import Streams, WholeDevice
 from neo_desktop.engine.execute.backend import Backend, open_backend
 from neo_desktop.engine.execute.build_program import padded_block_tables
 from neo_desktop.engine.execute.host import Relays
-from neo_desktop.engine.execute.host_experts import HostExperts
+from neo_desktop.engine.execute.host_work import HostWork
 from neo_desktop.engine.execute.lane import Lane, Recorder, Signal, Work
 from neo_desktop.engine.execute.layout import MAX_DECODES
 from neo_desktop.engine.execute.prefill import Prefill
 from neo_desktop.engine.execute.program import Record
 from neo_desktop.engine.execute.prompts import DevicePrompts
 from neo_desktop.engine.execute.round_trips import SmallProgram
-from neo_desktop.engine.execute.split_products import HostProduct, SplitProducts
+from neo_desktop.engine.execute.split_products import SplitProducts
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, timed_event
 from neo_desktop.engine.execute.timeline import Stage as LaneStage
 from neo_desktop.engine.execute.transfers import HostTransfer, Moves, TransferMemory
@@ -206,7 +206,7 @@ class StageTimer:
         in_graph: bool = False,
         relays: Relays | None = None,
         transfers: Sequence[HostTransfer] = (),
-        products: Sequence[HostProduct | HostExperts] = (),
+        products: Sequence[HostWork] = (),
     ) -> Iterator[float]:
         """Run a program; give the seconds until its end was seen.
 

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from neo_desktop.engine.execute.split_products import STREAMING_BYTES
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
@@ -42,8 +43,6 @@ from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.stored_form import uniform_form
 
 CHAT_TOKENS = 4096  # of the chat that a plan is made for
-PIECE_BYTES = 32 * 1024**2  # streamed rows come in pieces that take at most this when they are unpacked
-STREAMING_BYTES = 4 * PIECE_BYTES  # two pieces on their way, and room to unpack one
 
 
 def plan_memory(

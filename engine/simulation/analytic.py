@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from neo_desktop.engine.execute.split_products import STREAMING_BYTES
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import NOTHING, CostModel, Curve, Surface, TableCostModel
 from neo_desktop.engine.predict.estimate import Decodes, Load
 from neo_desktop.engine.predict.weight_plan import WeightPlan
 from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, HOST_SHARE, activation_bytes
-from neo_desktop.engine.profiling.weight_memory import STREAMING_BYTES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.schedule.swapping import hides
 from neo_desktop.engine.simulation.divided import CPU_CALL_MS, HAND_OFF_MS, DividedWeights

@@ -25,12 +25,12 @@ from neo_desktop.models.linear.packed import TILE_ROWS
 from neo_desktop.models.linear.protocol import Embedding, Linear, LinearForm
 from neo_desktop.models.linear.quantised import Part, PartShape, Quantised, dequantised
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
+from neo_desktop.models.linear.shares import UNMEASURED
 from neo_desktop.models.linear.tiles import Tiles, unpack_tiles
 
 CPU = torch.device("cpu")
 PIECE_BYTES = 32 * 1024**2  # of a piece, once it is unpacked
 RESIDENT_STEP = 64  # rows of a tile of `grouped`
-FEW_ROWS = 16  # of x: for so many, reading the weights takes the time
 
 
 class Kernels(Protocol):
@@ -247,7 +247,7 @@ class Split:
 
     def multiply(self, x: Tensor, out: Tensor) -> Tensor:
         """Do all of it, one after the other: the CPU computes for few rows, others are streamed."""
-        self.multiply_share(x, out, 0.0 if len(x) <= FEW_ROWS else 1.0)
+        self.multiply_share(x, out, UNMEASURED.of(len(x)))
         return out
 
     def multiply_share(self, x: Tensor, out: Tensor, share: float) -> None:

@@ -27,8 +27,8 @@ _MATRICES = {"gate_up": ("gate", "up"), "down": ("down",)}
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertTensor:
-    """See `weights.StoredTensor`: an expert's matrix or bias in floats.
+class _OfExpert:
+    """What an expert has of a tensor.
 
     Args:
         source: of all experts.
@@ -44,8 +44,14 @@ class ExpertTensor:
 
     @property
     def file(self) -> Path:
-        """See `StoredTensor`, likewise the others."""
+        """See `StoredTensor`, likewise what follows."""
         return self.source.file
+
+
+class ExpertTensor(_OfExpert):
+    """See `weights.StoredTensor`: an expert's matrix or bias in floats."""
+
+    __slots__ = ()
 
     @property
     def type_name(self) -> str:  # noqa: D102
@@ -73,19 +79,10 @@ class ExpertTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertInBlocks:
-    """See `weights.StoredTensor`: an expert's matrix in MXFP4; for the arguments see `ExpertTensor`."""
+class ExpertInBlocks(_OfExpert):
+    """See `weights.StoredTensor`: an expert's matrix in MXFP4."""
 
-    source: SafeTensor
     scales: SafeTensor
-    expert: int
-    first: int
-    step: int
-
-    @property
-    def file(self) -> Path:
-        """See `StoredTensor`, likewise the others."""
-        return self.source.file
 
     @property
     def type_name(self) -> str:  # noqa: D102
@@ -155,7 +152,7 @@ def take_experts(tensors: dict[str, SafeTensor], names: ExpertNames) -> dict[str
             for expert, module in enumerate(names.of_each(kind, source.shape[0])):
                 place = expert, first, len(matrices)
                 found[f"{layer}.{module}.{end}"] = (
-                    ExpertTensor(source, *place) if scales is None else ExpertInBlocks(source, scales, *place)
+                    ExpertTensor(source, *place) if scales is None else ExpertInBlocks(source, *place, scales)
                 )
     for name, left in tensors.items():
         match = _NAME.fullmatch(name)

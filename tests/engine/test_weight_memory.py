@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from neo_desktop.engine.execute.split_products import STREAMING_BYTES
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.predict.split_product import Rates
 from neo_desktop.engine.predict.weight_plan import WeightPlan
 from neo_desktop.engine.profiling import budget
 from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, GIB, FreeMemory, activation_bytes
-from neo_desktop.engine.profiling.weight_memory import STREAMING_BYTES, plan_memory
+from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.shapes import shape
 
