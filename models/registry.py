@@ -9,6 +9,7 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.ranks import ALONE, Rank, config_of_rank, weights_of_rank
 from neo_desktop.models.stored_form import what_becomes
 from neo_desktop.models.weights import BytesRead, Weights, named_weights
 
@@ -23,14 +24,16 @@ def load_model(
     device: torch.device,
     progress: BytesRead | None = None,
     form: LinearForm = DENSE,
+    rank: Rank = ALONE,
 ) -> Decoder:
-    """Load a checkpoint; `progress(done_bytes, total_bytes)` is called after each tensor.
+    """Load a checkpoint, or a rank's part; `progress(done_bytes, total_bytes)` is called after each tensor.
 
     Everything is checked against `config` before memory is taken, and at most one tensor is held twice.
-    Raises ModelError for weights that are missing, left over, damaged or of another shape.
+    Raises ModelError for weights that are missing, left over, damaged or of another shape, or that cannot be
+    divided.
     """
-    weights = check_model(checkpoint, config)
-    decoder = Decoder(config, dtype=dtype, device=device, form=form)
+    weights = weights_of_rank(check_model(checkpoint, config), config, rank)
+    decoder = Decoder(config_of_rank(config, rank), dtype=dtype, device=device, form=form)
     weights.load_into({weight.name: weight for weight in named_weights(decoder)}, dtype, progress)
     if weights.is_quantised:
         logger.info("%s: weights in %s, %s", checkpoint.name, weights.stored_as, what_becomes(form, dtype))

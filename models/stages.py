@@ -31,6 +31,9 @@ from neo_desktop.models.linear.split import Split
 from neo_desktop.models.operators import Operators, Store, rotation
 from neo_desktop.models.packed_layers import MAX_ROWS, packed_layers
 
+Reduce = Callable[[Tensor], object]
+"""Puts the sum over all ranks into what each of them gives, of the same shape; see `models.ranks`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
@@ -164,16 +167,25 @@ class Stages:
     Args:
         decoder: gives the weights.
         operators: what lies between products; None: native kernels on a CPU, torch's operators elsewhere.
+        reduce: of a decoder that is one rank's part of a model; None: it is all of it.
     """
 
-    def __init__(self, decoder: Decoder, operators: Operators | None = None) -> None:
+    def __init__(
+        self, decoder: Decoder, operators: Operators | None = None, reduce: Reduce | None = None
+    ) -> None:
         self.decoder = decoder
+        self._reduce = reduce
         self.config = decoder.config
         self._operators = operators or (native_operators if decoder.device.type == "cpu" else in_torch)
         self._eps = decoder.config.rms_norm_eps
-        is_native = operators is None and decoder.device.type == "cpu"
+        is_native = operators is None and reduce is None and decoder.device.type == "cpu"
         self._layers = packed_layers(decoder) if is_native else None
         self.mixtures = mixtures(decoder, self._operators)  # by layer
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks have the other parts of the model, so that all must compute the same stages."""
+        return self._reduce is not None
 
     @property
     def writes_in_place(self) -> bool:
@@ -237,6 +249,7 @@ class Stages:
         if finished is not None:
             scratch = state.scratch
             yield from self._cut(work, "output", finished, state.attention.flatten(1), state.x)
+            self._sum_later(work, state)
             mixture = self.mixtures.get(finished)
             if mixture is not None and mixture.on_host is not None:
                 assert scratch.experts is not None
@@ -252,12 +265,18 @@ class Stages:
                 yield from self._cut(work, "gate_up", finished, scratch.normed, scratch.gate_up)
                 work.append(partial(self._operators.silu_mul, scratch.gate_up, scratch.gated))
                 yield from self._cut(work, "down", finished, scratch.gated, state.x)
+            if mixture is None or mixture.on_host is not None:  # `mlp` adds its own up
+                self._sum_later(work, state)
         if begun is not None:
             work.append(partial(self._norm_for_attention, begun, state))
             yield from self._cut(work, "qkv", begun, state.scratch.normed, state.qkv)
             work.append(partial(self._rotate_heads, begun, state, store))
         if work:
             yield Step(partial(_run, tuple(work)), None)
+
+    def _sum_later(self, work: list[Callable[[], object]], state: State) -> None:
+        if self._reduce is not None:
+            work.append(partial(self._reduce, state.x))
 
     def _cut(
         self, work: list[Callable[[], object]], name: str, layer: int, x: Tensor, out: Tensor
@@ -329,6 +348,8 @@ class Stages:
     def attention_out(self, layer: int, state: State) -> None:
         """Project the attention's output."""
         state.x = self.decoder.layers[layer].output.multiply(state.attention.flatten(1), state.x)
+        if self._reduce is not None:
+            self._reduce(state.x)
 
     def mlp(self, layer: int, state: State) -> None:
         """Compute the feed-forward network."""
@@ -337,10 +358,12 @@ class Stages:
         if isinstance(weights.mlp, Experts):
             assert scratch.experts is not None
             self.mixtures[layer].apply(scratch.normed, scratch.experts, state.x)
-            return
-        gate_up = weights.mlp.gate_up.multiply(scratch.normed, scratch.gate_up)
-        self._operators.silu_mul(gate_up, scratch.gated)
-        state.x = weights.mlp.down.multiply(scratch.gated, state.x)
+        else:
+            gate_up = weights.mlp.gate_up.multiply(scratch.normed, scratch.gate_up)
+            self._operators.silu_mul(gate_up, scratch.gated)
+            state.x = weights.mlp.down.multiply(scratch.gated, state.x)
+        if self._reduce is not None:
+            self._reduce(state.x)
 
     def _norm_for_mlp(self, layer: int, state: State) -> None:
         norm = self.decoder.layers[layer].post_attention_norm

@@ -97,11 +97,17 @@ _FAMILIES: dict[str, tuple[type[PreTrainedModel], type, dict[str, object]]] = {
 FAMILIES = tuple(_FAMILIES)
 
 
-def save_checkpoint(folder: Path, family: str, seed: int = 0, with_template: bool = True) -> Path:
-    """Write a checkpoint that transformers and this project can both load; return its folder."""
+def save_checkpoint(
+    folder: Path, family: str, seed: int = 0, with_template: bool = True, **sizes: object
+) -> Path:
+    """Write a checkpoint that transformers and this project can both load; return its folder.
+
+    Args:
+        sizes: other ones than the family's usual ones.
+    """
     torch.manual_seed(seed)
     model_class, config_class, changes = _FAMILIES[family]
-    model = model_class(config_class(**(_SIZES | changes)))
+    model = model_class(config_class(**(_SIZES | changes | sizes)))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):  # transformers starts biases at zero, which would hide a missing one
             torch.nn.init.normal_(parameter, std=0.1)

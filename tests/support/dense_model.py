@@ -4,14 +4,14 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.stages import Scratch, Stages, State
+from neo_desktop.models.stages import Reduce, Scratch, Stages, State
 
 
-def logits_of_all(model: Decoder, token_ids: Tensor) -> Tensor:
+def logits_of_all(model: Decoder, token_ids: Tensor, reduce: Reduce | None = None) -> Tensor:
     """Scores `[n, vocab]` float32 after each token of one sequence `[n]`; attention in double precision."""
     config, device = model.config, model.device
     of = config, len(token_ids), model.dtype, device
-    stages, state = Stages(model), State.empty(*of, Scratch.empty(*of))
+    stages, state = Stages(model, reduce=reduce), State.empty(*of, Scratch.empty(*of))
     positions = torch.arange(len(token_ids), device=device)
     distance = positions[:, None] - positions
     stages.embed(token_ids.to(device), positions, state)

@@ -1,0 +1,103 @@
+"""Models that are divided among ranks: together they compute what the whole one does, each with its part."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import save_checkpoint
+from dense_model import logits_of_all
+from gguf_files import write_gguf
+from thread_ranks import on_ranks
+
+from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.config import ModelError
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.ranks import Rank, config_of_rank, weights_of_rank
+from neo_desktop.models.registry import check_model, load_model
+from neo_desktop.models.shapes import shape
+from neo_desktop.models.stages import Reduce
+from neo_desktop.models.stored_form import stored_form
+
+CPU = torch.device("cpu")
+TOKENS = torch.randint(0, 320, (24,), generator=torch.Generator().manual_seed(1))
+DIVISIBLE = {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 16}
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama3-tied": {},
+    "mistral-window": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mixtral": {"intermediate_size": 256},
+    "qwen3-moe": {"moe_intermediate_size": 256, "intermediate_size": 256},
+    "gpt-oss": {"intermediate_size": 256},
+}
+
+
+def logits(path: Path, rank: Rank, reduce: Reduce | None, *, keep: bool = False) -> torch.Tensor:
+    """Of a rank's part of a checkpoint; of others than rank 0, numbers that nobody wants."""
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config()
+    form: LinearForm = DENSE
+    if keep:
+        part = weights_of_rank(check_model(checkpoint, config), config, rank)
+        form = stored_form(part, config_of_rank(config, rank))
+    model = load_model(checkpoint, config, dtype=torch.float32, device=CPU, form=form, rank=rank)
+    return logits_of_all(model, TOKENS, reduce)
+
+
+def check_ranks(path: Path, count: int, *, keep: bool = False, tolerance: float = 1e-5) -> None:
+    with torch.inference_mode():
+        whole = logits(path, Rank(), None, keep=keep)
+    first, *_ = on_ranks(count, lambda rank, reduce: logits(path, rank, reduce, keep=keep))
+    assert (first - whole).abs().max() <= tolerance * whole.abs().max()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("family", SIZES)
+def test_ranks_compute_what_the_whole_model_does(family: str, count: int, tmp_path: Path) -> None:
+    """Of biases, sinks, tied heads and experts, too: nothing is added twice or left out."""
+    path = save_checkpoint(tmp_path, family, **DIVISIBLE | SIZES[family])
+    check_ranks(path, count)
+
+
+@pytest.mark.parametrize("type_name", ["F16", "Q4_0", "Q8_0"])
+def test_files_of_llama_cpp_are_divided_by_blocks(
+    type_name: str, make_checkpoint: Any, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 320}
+    _, model = make_checkpoint(**sizes)
+    path = write_gguf(tmp_path / "model.gguf", model, type_name=type_name)
+    # Inputs of products in 8 bits are rounded by blocks of 32: the same in a part and in the whole.
+    check_ranks(path, 2, keep=True, tolerance=1e-5 if type_name == "F16" else 1e-2)
+
+
+def test_each_rank_holds_its_part_alone(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, "llama", **DIVISIBLE)
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config()
+    parts = [config_of_rank(config, Rank(number, 4)) for number in range(4)]
+    for number, part in enumerate(parts):
+        rank = Rank(number, 4)
+        model = load_model(checkpoint, config, dtype=torch.float32, device=CPU, rank=rank)
+        assert model.nbytes == part.weight_bytes(torch.float32)
+        assert part.kv_bytes_per_token(torch.float32) * 4 == config.kv_bytes_per_token(torch.float32)
+    embedding = config.vocab_size * config.hidden_size
+    matrices = sum(m.copies * m.weights for m in config.matrices.values()) - embedding  # all but the head
+    of_parts = [sum(m.copies * m.weights for m in part.matrices.values()) for part in parts]
+    assert of_parts == [embedding + matrices // 4] + [matrices // 4] * 3
+
+
+def test_models_that_cannot_be_divided_are_refused_by_name(make_checkpoint: Any, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="9 heads cannot be divided among 2 processes"):
+        config_of_rank(shape("smollm2-135m"), Rank(0, 2))
+    with pytest.raises(ModelError, match="4 key-value heads cannot be divided among 8"):
+        config_of_rank(shape("qwen3-30b-a3b"), Rank(0, 8))
+    with pytest.raises(ModelError, match=r"2880 inner numbers of each expert .* among 2 .* multiples of 64"):
+        config_of_rank(shape("gpt-oss-20b"), Rank(0, 2))
+    _, model = make_checkpoint(hidden_size=64, intermediate_size=96, head_dim=32, vocab_size=320)
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "model.gguf", model, type_name="Q8_0"))
+    config = checkpoint.config()
+    with pytest.raises(ModelError, match=r"blocks of 32 numbers .* parts of 48 columns do not fit"):
+        weights_of_rank(check_model(checkpoint, config), config, Rank(1, 2))
