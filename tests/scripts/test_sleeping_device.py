@@ -1,0 +1,61 @@
+"""The device that only takes time carries a program out in order, and takes as long as it is told."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+
+import torch
+
+from neo_desktop.engine.execute.lane import Lane, Recorder
+from neo_desktop.engine.execute.round_trips import SmallProgram
+from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
+from neo_desktop.engine.profiling.hand_off import HandOff
+from scripts.sleeping_device import SleepingDevice
+
+STAGE = Stage("something", 0, NO_SUB_BATCH, 0)
+
+
+def run(device: SleepingDevice, record: Callable[[Recorder], None]) -> float:
+    """Carry it out twice, as it is recorded and again; return what the second time took."""
+    for _ in range(2):
+        started = time.perf_counter()
+        device.start(SmallProgram("key", record), with_flags=True, with_graphs=True)
+        device.wait()
+    return time.perf_counter() - started
+
+
+def test_a_relay_answers_in_the_middle_of_a_program() -> None:
+    device = SleepingDevice(lambda lane, work: None)
+    with closing(HandOff(torch.device("cpu"), device, in_graph=True)) as hand_off:
+        assert hand_off.seconds(4096) > 0  # which checks what came back
+
+
+def test_work_begins_when_that_of_its_lane_and_what_it_waits_for_has_ended() -> None:
+    done: list[str] = []
+
+    def record(recorder: Recorder) -> None:
+        def give(lane: Lane, name: str, after: Sequence[object] = ()) -> object:
+            return recorder.run(lane, STAGE, lambda: done.append(name), after)  # type: ignore[arg-type]
+
+        brought = give(Lane.WEIGHTS, "brought")
+        give(Lane.DEVICE, "made")
+        give(Lane.DEVICE, "multiplied", (brought,))
+        give(Lane.TO_HOST, "sent", (recorder.mark(),))
+
+    run(SleepingDevice(lambda lane, work: None), record)
+    assert len(done) == 8
+    assert set(done[:4]) == {"brought", "made", "multiplied", "sent"}
+    for order in (done[:4], done[4:]):
+        assert order.index("multiplied") > max(order.index("brought"), order.index("made"))
+        assert order[-1] == "sent"
+
+
+def test_lanes_take_their_time_side_by_side() -> None:
+    def record(recorder: Recorder) -> None:
+        for lane in (Lane.DEVICE, Lane.WEIGHTS):
+            for _ in range(3):
+                recorder.run(lane, STAGE, lambda: None)
+
+    lengths = {Lane.DEVICE: 0.02, Lane.WEIGHTS: 0.01}
+    taken_s = run(SleepingDevice(lambda lane, work: lengths[lane]), record)
+    assert taken_s >= 0.06
