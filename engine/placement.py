@@ -8,6 +8,7 @@ class _Place(NamedTuple):
     label: str  # what metrics and reports call it
     in_host_memory: bool  # whether its KV lies there between iterations, even where there is a GPU
     host_attends: bool  # whether its decodes cross the bus: the native CPU kernels attend for them
+    is_remote: bool = False  # whether that is done on another computer, by an attention worker
 
 
 class Place(_Place):
@@ -23,13 +24,24 @@ class Place(_Place):
     HOST: ClassVar["Place"]  # the CPU-cache
     SWAPPED: ClassVar["Place"]  # host memory whose KV comes to the device, layer by layer, to be attended to
 
+    @classmethod
+    def worker(cls, number: int) -> "Place":
+        """Return the memory of an attention worker, the first of which is number 1."""
+        name = f"worker-{number}"
+        return cls(name, label=name, in_host_memory=True, host_attends=True, is_remote=True)
+
     def __str__(self) -> str:
         return self.name
 
     @property
     def title(self) -> str:
         """What users call it: "GPU-cache"."""
-        return f"{self.label.upper()}-cache"
+        return f"cache of {self.label}" if self.is_remote else f"{self.label.upper()}-cache"
+
+    @property
+    def cpu_attends(self) -> bool:
+        """Whether the CPU of this computer attends for its decodes."""
+        return self.host_attends and not self.is_remote
 
     @property
     def is_swapped(self) -> bool:

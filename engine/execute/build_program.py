@@ -189,7 +189,7 @@ class ProgramBuilder:
         everybody = [sequence for cohort in cohorts for sequence in cohort]
         tables = padded_block_tables([NO_BLOCKS if s is None else s.block_table for s in everybody])
         lens = torch.tensor([0 if s is None else s.context_len for s in everybody], dtype=torch.int32)
-        (place,) = (place for place in self._storage.places if place.host_attends)
+        (place,) = (place for place in self._storage.places if place.cpu_attends)
         batch = HostBatch(
             place,
             self._storage[place],
@@ -211,7 +211,7 @@ class ProgramBuilder:
                 f"staggered decodes stand at {len(plan.staggered)} stages in {slots} slots; expected "
                 f"{num_stages} stages and at most {MAX_STAGGERED} slots"
             )
-        attended = [place for place in self._storage.places if place.host_attends]
+        attended = [place for place in self._storage.places if place.cpu_attends]
         for sequence in plan.staggered_sequences:
             if not sequence.is_decode or [sequence.place] != attended:
                 raise ValueError(

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class HostBatch(HostWork):
-    """Decodes of one place in one sub-batch, that the CPU attends for.
+    """Decodes of one place in one sub-batch, that the CPU or a worker attends for.
 
     Of staggered ones, each of which is in a layer of its own, all tensors but the flags have a dimension of
     layers before the others; a context length of 0 is an empty slot.
@@ -71,9 +71,16 @@ class HostBatch(HostWork):
         """See `native.relay.empty_flags`."""
         return self.hand_over.flags
 
+    @property
+    def lane(self) -> str:
+        """What carries it out: the CPU, or a lane of each worker."""
+        return self.pool.worker or Lane.CPU
+
     def stage(self, layer: int) -> Stage:
         """See `HostWork`; so much for each layer."""
         name = "staggered CPU attention" if self.is_staggered else "CPU attention"
+        if self.pool.worker is not None:
+            name = "worker's attention"
         return Stage(name, layer, self.index, self.context_lens.shape[-1])
 
     def carry_out(self, layer: int) -> None:
@@ -109,7 +116,7 @@ class Relays:
         computing: Relay | None = None  # that attends and multiplies
         for place in storage.places:
             pool = storage[place]
-            if not place.host_attends:
+            if not place.cpu_attends:
                 continue
             layers = []
             for index, window in enumerate(config.layer_windows):

@@ -56,8 +56,8 @@ class Recorder(Protocol):
         """Carry `work` out after the signals."""
         ...
 
-    def host(self, lane: Lane, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
-        """Let the CPU carry a step out after the signals."""
+    def host(self, lane: str, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
+        """Let the CPU, or a worker whose lane it is, carry a step out after the signals."""
         ...
 
     def mark(self) -> Signal:

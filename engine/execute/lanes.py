@@ -14,6 +14,7 @@ ends with an error that names the stage. It means that nothing more can be compu
 thread nor the GPU can be made to give a stage up, so that its lane, and the memory it works on, stay lost.
 """
 
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Self
@@ -94,6 +95,7 @@ class Lanes:
         device: the model's lane.
         beside: the other lanes whose work belongs to the device.
         host: those of the CPU's work.
+        timeline: for lanes of workers: threads, which are made when one is first used.
     """
 
     def __init__(
@@ -101,17 +103,24 @@ class Lanes:
         device: CallerLane | StreamLane,
         beside: Mapping[Lane, WorkLane],
         host: Mapping[Lane, HostLane],
+        timeline: Timeline | None = None,
     ) -> None:
         self._device = device
         self._work: dict[Lane, WorkLane] = {Lane.DEVICE: device, **beside}
-        self._host = dict(host)
+        self._host: dict[str, HostLane] = {str(lane): each for lane, each in host.items()}
+        self._timeline = timeline
+        self._watch = DEFAULT_PATIENCE.watch()
+        self._is_stopped = False
+        self._changes = threading.Lock()  # of what lanes there are
 
     @classmethod
     def threads(cls, timeline: Timeline | None) -> Self:
         """Make the lanes of a model that runs on the CPU."""
         host = {lane: ThreadLane(lane, timeline) for lane in TOLD_BY}
         others = set(Lane) - set(TOLD_BY) - {Lane.DEVICE}
-        return cls(CallerLane(timeline), {lane: ThreadLane(lane, timeline) for lane in others}, host)
+        return cls(
+            CallerLane(timeline), {lane: ThreadLane(lane, timeline) for lane in others}, host, timeline
+        )
 
     @classmethod
     def streams(
@@ -135,19 +144,29 @@ class Lanes:
         for lane, told_by in TOLD_BY.items():
             host[lane] = RelayLane(lanes[told_by]) if with_flags else ThreadLane(lane, timeline)
         device = lanes.pop(Lane.DEVICE)
-        return cls(device, lanes, host)
+        return cls(device, lanes, host, timeline)
 
     @property
     def _all(self) -> tuple[WorkLane | HostLane, ...]:
-        return *self._host.values(), *reversed(self._work.values())
+        with self._changes:
+            return *self._host.values(), *reversed(self._work.values())
 
     def run(self, lane: Lane, stage: Stage, work: Work, after: Sequence[Signal] = ()) -> Signal:
         """See `Recorder`."""
         return self._work[lane].submit(stage, work, after)
 
-    def host(self, lane: Lane, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
+    def host(self, lane: str, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
         """See `Recorder`."""
-        return self._host[lane].submit_step(stage, step, after)
+        return (self._host.get(lane) or self._of_worker(lane)).submit_step(stage, step, after)
+
+    def _of_worker(self, name: str) -> HostLane:
+        lane = ThreadLane(name, self._timeline)
+        lane.begin(self._watch)
+        with self._changes:
+            if self._is_stopped:
+                lane.stop()
+            self._host[name] = lane
+        return lane
 
     def mark(self, what: str = "what comes before a copy") -> Signal:
         """See `Recorder`; it has this name for people."""
@@ -159,6 +178,7 @@ class Lanes:
 
     def begin(self, watch: Watch) -> None:
         """Begin an iteration, which is waited for in this way."""
+        self._watch = watch
         for lane in self._all:
             lane.begin(watch)
 
@@ -168,7 +188,7 @@ class Lanes:
 
     def join_host(self) -> None:
         """Block until all work of the CPU's lanes has ended; see `join`."""
-        for lane in self._host.values():
+        for lane in tuple(self._host.values()):
             lane.join()
 
     def join(self) -> None:
@@ -205,6 +225,8 @@ class Lanes:
 
     def close(self) -> None:
         """End all threads, also in the middle of an iteration. May be called again, from any thread."""
+        with self._changes:
+            self._is_stopped = True
         for lane in self._all:  # first all: work may wait for another lane's
             lane.stop()
         for lane in self._all:

@@ -242,6 +242,13 @@ class Program:
             found += finishing.on_host
         return found
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether a worker attends or stores in it: that is the work of threads."""
+        batches = (hand_off.batch.pool for each in self._passes for hand_off in each.hand_offs)
+        pools = (*batches, *(transfer.pool for transfer in self.transfers))
+        return any(pool.worker is not None for pool in pools)
+
     def end(self) -> None:
         """Take in that the iteration has ended well."""
         for each in self._passes:
@@ -316,7 +323,7 @@ class Program:
             stage = Stage("q, k, v", layer, memory.index, count)
             sent = recorder.run(Lane.TO_HOST, stage, partial(self._send, each, hand_off), (linear,))
             batch = hand_off.batch
-            hand_off.attended = recorder.host(Lane.CPU, batch.stage(layer), batch.step(layer), (sent,))
+            hand_off.attended = recorder.host(batch.lane, batch.stage(layer), batch.step(layer), (sent,))
         exchanged = () if each.staggered is None else each.staggered.exchange(recorder, layer, linear)
         for decodes in each.decodes:
             stage = Stage("attention", layer, memory.index, len(decodes.context_lens))

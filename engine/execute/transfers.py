@@ -37,6 +37,11 @@ class HostTransfer:
     transfer: RelayTransfer
     done: list[Signal | None] = field(default_factory=lambda: [None] * NUM_BUFFERS)  # by buffer
 
+    @property
+    def lane(self) -> str:
+        """What carries it out: the CPU, or a lane of each worker."""
+        return Lane.HOST_SWAP if self.pool.worker is None else f"{self.pool.worker} rows"
+
     def buffer(self, layer: int) -> Rows:
         """Return the buffer of a layer."""
         return self.transfer.buffers[layer % NUM_BUFFERS]
@@ -77,7 +82,7 @@ class ToHost:
         free = () if emptied is None else (emptied,)
         stage = self.host.stage(layer)
         arrived = recorder.run(self._lane, stage, partial(read, buffer), (*after, *free))
-        written = recorder.host(Lane.HOST_SWAP, stage, self.host.step(layer), (arrived,))
+        written = recorder.host(self.host.lane, stage, self.host.step(layer), (arrived,))
         self.host.done[layer % NUM_BUFFERS] = written
         return arrived, written
 
@@ -100,7 +105,7 @@ class FromHost:
         buffer, brought = self.host.buffer(layer), self.host.done[layer % NUM_BUFFERS]
         free = () if brought is None else (brought,)
         stage = self.host.stage(layer)
-        gathered = recorder.host(Lane.HOST_SWAP, stage, self.host.step(layer), free)
+        gathered = recorder.host(self.host.lane, stage, self.host.step(layer), free)
         arrived = recorder.run(Lane.SWAP, stage, partial(write, buffer), (gathered, *after))
         self.host.done[layer % NUM_BUFFERS] = arrived
         return arrived

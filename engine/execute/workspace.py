@@ -129,7 +129,7 @@ class Workspace:
         ]
         # What staggered decodes have; None: no place is attended to by the CPU.
         self.staggered: StaggeredMemory | None = None
-        if any(place.host_attends for place in places):
+        if any(place.cpu_attends for place in places):
             self.staggered = StaggeredMemory(config, dtype, device)
         # What products with split matrices have; None: there are none.
         self.split: SplitProducts | None = None

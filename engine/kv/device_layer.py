@@ -8,8 +8,7 @@ from torch import Tensor
 
 from neo_desktop.engine.kernels.dispatch import paged_decode, programs_per_sm, read_rows, write_rows
 from neo_desktop.engine.kernels.splits import num_splits
-from neo_desktop.engine.kv.layer import KVLayer, Partials, Rows
-from neo_desktop.models.config import ModelConfig
+from neo_desktop.engine.kv.layer import KVLayer, KVShape, Partials, Rows
 from neo_desktop.models.operators import Store
 
 
@@ -30,7 +29,7 @@ class DeviceLayer(KVLayer):
 
     @classmethod
     def allocate(
-        cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        cls, config: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, ...]:
         """Return K and V of all layers; compiles the kernels, so that no iteration waits for the compiler."""
         if not dtype.is_floating_point:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from neo_desktop import native
-from neo_desktop.engine.kv.layer import KVLayer, Partials, Rows
+from neo_desktop.engine.kv.layer import KVLayer, KVShape, Partials, Rows
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.ladder import ladder
-from neo_desktop.models.config import ModelConfig
 from neo_desktop.native.relay import RelayLayer
 
 HUGE_PAGE_POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -46,7 +45,7 @@ class HostLayer(KVLayer):
 
     @classmethod
     def allocate(
-        cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        cls, config: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, ...]:
         """Return K, V and, of int8, their scales, of all layers; the last page may be used in part only."""
         in_pairs = block_size % PAIRED_TOKENS == 0

@@ -2,16 +2,39 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.operators import Store
 
 # K and V in one piece, [2, tokens, kv_heads, head_dim], as they travel: of each token what models make.
 Rows = Tensor
+
+
+class KVShape(Protocol):
+    """What memory for KV depends on; models' configurations have it."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that attend."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of K and V."""
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of queries."""
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head."""
+
+    @property
+    def attention_sinks(self) -> bool:
+        """Whether heads attend to one more token, see `KVLayer.decode`."""
 
 
 class Partials(NamedTuple):
@@ -44,7 +67,7 @@ class KVLayer(ABC):
     @classmethod
     @abstractmethod
     def allocate(
-        cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        cls, config: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, ...]:
         """Return memory for all layers, [num_layers, ...] each; it may hold anything.
 
@@ -104,7 +127,7 @@ def slots_of(blocks: Tensor, block_size: int) -> Tensor:
     return (blocks.unsqueeze(1) * block_size + torch.arange(block_size, device=blocks.device)).flatten()
 
 
-def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+def block_bytes(config: KVShape, block_size: int, dtype: torch.dtype) -> int:
     """Return what K and V of one block take in one layer, in any kind of memory; of int8 with the scales."""
     scale_bytes = torch.float32.itemsize if dtype is torch.int8 else 0
     return 2 * block_size * config.num_kv_heads * (config.head_dim * dtype.itemsize + scale_bytes)

@@ -45,6 +45,8 @@ class KVPool:
         ValueError: int8 was asked for where it cannot be.
     """
 
+    worker: str | None = None  # whose memory it is; None: this computer's
+
     def __init__(
         self,
         config: ModelConfig,

@@ -195,6 +195,8 @@ class Residency(Generic[R]):
 
     def _move(self, request: R, place: Place, reserve_blocks: int) -> bool:
         source = self.place_of(request)
+        if source.host_attends and place.host_attends:
+            return False  # rows go to the device or come from there
         copies = self.kv.move(request.request_id, place, request.num_tokens, reserve_blocks)
         if copies is None:
             return False

@@ -82,10 +82,10 @@ class ImitatedRecorder:
     ) -> Operation:
         return self._add(Operation(lane, stage, work, self._after(lane, after)))
 
-    def host(self, lane: Lane, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
+    def host(self, lane: str, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
         if not self.with_flags:
-            return self.run(TOLD_BY[lane], stage, step.work, after)
-        told_by, ready = TOLD_BY[lane], step.flags[READY, :1]
+            return self.run(TOLD_BY[Lane(lane)], stage, step.work, after)
+        told_by, ready = TOLD_BY[Lane(lane)], step.flags[READY, :1]
         before = self._after(told_by, after)
         raised = Operation(told_by, NOTHING, lambda: ready.fill_(1), before, flag=ready.data_ptr())
         return Answer(self._add(raised), step.flags[DONE, :1])

@@ -189,6 +189,8 @@ class RandomIterations:
             place = self._rng.choice(self._places)
             if place == request.place or request.is_staggered or self._rng.random() < 0.5:
                 continue
+            if place.host_attends and request.place.host_attends:
+                continue  # rows go to the device or come from there
             if len(self._free[place]) < len(request.blocks):
                 continue
             taken = [self._free[place].pop() for _ in request.blocks]

@@ -6,8 +6,7 @@
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.kv.layer import KVLayer, Rows
-from neo_desktop.models.config import ModelConfig
+from neo_desktop.engine.kv.layer import KVLayer, KVShape, Rows
 
 
 class TorchLayer(KVLayer):
@@ -21,7 +20,7 @@ class TorchLayer(KVLayer):
 
     @classmethod
     def allocate(
-        cls, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        cls, config: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, ...]:
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)

@@ -1,0 +1,219 @@
+"""The engine's connections to a worker."""
+
+import secrets
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.kv.transfer import HostBuffer
+from neo_desktop.engine.remote.greeting import check_secret, greet
+from neo_desktop.engine.remote.session import NUM_TABLES
+from neo_desktop.engine.remote.shape import AttentionShape
+from neo_desktop.engine.remote.wire import Channel, Kind, bytes_of, tune
+
+DEFAULT_PORT = 7455
+DEFAULT_TIMEOUT_S = 10.0  # for a worker to answer
+CPU = torch.device("cpu")
+
+
+class WorkerLostError(RuntimeError):
+    """A worker does not answer, and what it held is lost."""
+
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(f"{worker} is lost: {reason}")
+        self.worker = worker
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a worker listens."""
+
+    host: str
+    port: int = DEFAULT_PORT
+
+    @classmethod
+    def parse(cls, text: str) -> "Address":
+        """Read `HOST`, `HOST:PORT` or `[IPv6]:PORT`; ValueError: it is none."""
+        host, separator, port = text.rpartition(":")
+        if not separator or text.endswith("]") or (":" in host and not host.endswith("]")):
+            host, port = text, str(DEFAULT_PORT)
+        host = host.removeprefix("[").removesuffix("]")
+        if not host or not port.isdigit() or not 1 <= int(port) <= 65535:
+            raise ValueError(f"{text!r} is no address of a worker: expected HOST or HOST:PORT")
+        return cls(host, int(port))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """What engine and worker know each other by."""
+
+    secret: bytes = field(repr=False)
+    tls: ssl.SSLContext | None = None
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        check_secret(self.secret)
+
+
+class WorkerLink:
+    """Two connections to a worker: for attention, and for rows that come and go beside it.
+
+    Each may be used by a thread of its own. The first failure ends both, and all waiting for them.
+
+    Args:
+        name: of the worker, for people.
+        address: where it listens.
+        trust: what it is known by.
+    """
+
+    def __init__(self, name: str, address: Address, trust: Trust) -> None:
+        self.name, self.address = name, address
+        self.num_blocks = 0
+        self._trust = trust
+        self._engine = secrets.token_hex(16)  # what the worker knows this engine by
+        self._shape: AttentionShape | None = None
+        self._attention: Channel | None = None
+        self._rows: Channel | None = None
+        self._locks = threading.Lock(), threading.Lock()  # of attention, and of rows
+        self._lost: WorkerLostError | None = None
+        self._tables: list[Tensor | None] = [None] * NUM_TABLES  # the context lengths of those that it has
+        self._turn = 0
+        self._buffer = HostBuffer(CPU)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing has failed since `open`."""
+        return self._attention is not None and self._lost is None
+
+    def open(self, shape: AttentionShape, sinks: Tensor | None, most_blocks: int) -> None:
+        """Connect; how many blocks the worker has is known then.
+
+        Args:
+            shape: of the model's attention.
+            sinks: [layers, heads] fp32; None: there are none.
+            most_blocks: more are of no use.
+
+        Raises:
+            OSError: it cannot be reached, or refuses.
+        """
+        self.close()
+        names = {"engine": self._engine, "session": secrets.token_hex(16)}
+        attention = self._connect()
+        try:
+            asked = names | {"shape": shape.to_json(), "most_blocks": most_blocks}
+            attention.send_json(Kind.SET_UP, asked)
+            if sinks is not None:
+                attention.send(Kind.SET_UP, bytes_of(sinks.to(CPU, torch.float32).contiguous()))
+            self.num_blocks = int(attention.json(attention.answer(Kind.READY))["num_blocks"])
+            rows = self._connect()
+            rows.send_json(Kind.SET_UP, names | {"joins": True})
+            rows.json(rows.answer(Kind.READY))
+        except BaseException:
+            attention.close()
+            raise
+        self._shape = shape
+        self._tables = [None] * NUM_TABLES
+        self._attention, self._rows, self._lost = attention, rows, None
+
+    def _connect(self) -> Channel:
+        address, trust = self.address, self._trust
+        connection = socket.create_connection((address.host, address.port), trust.timeout_s)
+        try:
+            tune(connection)
+            if trust.tls is not None:
+                connection = trust.tls.wrap_socket(connection, server_hostname=address.host)
+            greet(connection, trust.secret)
+        except BaseException:
+            connection.close()
+            raise
+        return Channel(connection)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Let the worker attend; arguments as of `KVLayer.decode`.
+
+        Raises:
+            WorkerLostError: it does not answer.
+        """
+        with self._using(self._attention, self._locks[0]) as channel:
+            table = self._table(channel, block_tables, context_lens)
+            qkv = self._buffer.view((len(q), q.shape[1] + 2 * k.shape[1], q.shape[2]), q.dtype)
+            torch.cat((q, k, v), dim=1, out=qkv)
+            channel.send(Kind.ATTEND, bytes_of(qkv), layer=layer, table=table, rows=len(q))
+            channel.read_into(channel.answer(Kind.OUTPUT), out)
+
+    def _table(self, channel: Channel, block_tables: Tensor, context_lens: Tensor) -> int:
+        """Return which block tables these are; they are sent if the worker has not got them."""
+        for number, known in enumerate(self._tables):
+            if known is context_lens:
+                return number
+        number = self._turn = (self._turn + 1) % NUM_TABLES
+        payload = bytes_of(context_lens), bytes_of(block_tables)
+        rows, width = block_tables.shape
+        channel.send(Kind.TABLES, *payload, table=number, rows=rows, width=width)
+        self._tables[number] = context_lens
+        return number
+
+    def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store rows, [rows, kv_heads, head_dim] each, in slots, [rows] int64; raises as `attend`."""
+        with self._using(self._rows, self._locks[1]) as channel:
+            payload = (bytes_of(each.contiguous()) for each in (slots, k, v))
+            channel.send(Kind.STORE, *payload, layer=layer, rows=len(slots))
+            channel.read_into(channel.answer(Kind.STORED))
+
+    def read(self, layer: int, slots: Tensor, out: Tensor) -> None:
+        """Read the rows of slots, to [2, rows, kv_heads, head_dim]; raises as `attend`."""
+        with self._using(self._rows, self._locks[1]) as channel:
+            channel.send(Kind.READ, bytes_of(slots.contiguous()), layer=layer, rows=len(slots))
+            channel.read_into(channel.answer(Kind.ROWS), out)
+
+    def ping(self) -> None:
+        """Wait for an answer; raises as `attend`."""
+        with self._using(self._attention, self._locks[0]) as channel:
+            channel.send(Kind.PING)
+            channel.read_into(channel.answer(Kind.PONG))
+
+    @contextmanager
+    def _using(self, channel: Channel | None, lock: threading.Lock) -> Iterator[Channel]:
+        with lock:
+            if self._lost is not None:
+                raise WorkerLostError(self.name, str(self._lost)) from self._lost
+            if channel is None:
+                raise WorkerLostError(self.name, "it is not connected")
+            try:
+                yield channel
+            except OSError as error:
+                raise self._lose(error) from error
+
+    def _lose(self, error: OSError) -> WorkerLostError:
+        reason = str(error)
+        if isinstance(error, TimeoutError):
+            reason = f"it has not answered for {self._trust.timeout_s:g} s"
+        lost = self._lost
+        if lost is None:
+            lost = self._lost = WorkerLostError(self.name, f"{reason} ({self.address})")
+        self.close()
+        return lost
+
+    def close(self) -> None:
+        """End both connections; may be called again, from any thread."""
+        for channel in (self._attention, self._rows):
+            if channel is not None:
+                channel.close()

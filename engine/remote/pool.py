@@ -1,0 +1,90 @@
+"""The engine's side: the KV of a worker as a pool like any other, whose layers attend over the network."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.kv.layer import KVLayer, KVShape, Partials, Rows
+from neo_desktop.engine.kv.storage import KVPool
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.remote.link import WorkerLink
+from neo_desktop.models.config import ModelConfig
+
+CPU = torch.device("cpu")
+
+
+class RemoteLayer(KVLayer):
+    """One layer of a worker's memory. All tensors are in this computer's host memory.
+
+    Raises WorkerLostError in all it does: the worker does not answer any more.
+    """
+
+    __slots__ = ("_index", "_link")
+
+    def __init__(self, link: WorkerLink, index: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.device = CPU
+        self.sinks = None  # the worker has them
+        self._link = link
+        self._index = index
+
+    @classmethod
+    def allocate(
+        cls, config: KVShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """Return nothing: the memory is the worker's."""
+        return ()
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """See `KVLayer`."""
+        self._link.store(self._index, slots, k, v)
+
+    def read(self, slots: Tensor, out: Rows) -> None:
+        """See `KVLayer`."""
+        self._link.read(self._index, slots, out)
+
+    def decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        slots: Tensor | None,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        out: Tensor,
+        scale: float,
+        window: int | None,
+        partials: Callable[[int], Partials] | None = None,
+    ) -> None:
+        """See `KVLayer`; the worker knows the scale and the windows."""
+        assert k is not None
+        assert v is not None
+        self._link.attend(self._index, q, k, v, block_tables, context_lens, out)
+
+
+class RemotePool(KVPool):
+    """K and V of all blocks of a worker.
+
+    Args:
+        place: the worker's.
+        config: the model's.
+        block_size: tokens per block.
+        dtype: the model's.
+        link: open.
+    """
+
+    def __init__(
+        self, place: Place, config: ModelConfig, block_size: int, dtype: torch.dtype, link: WorkerLink
+    ) -> None:
+        # Nothing of what another pool takes is here: no memory, and no parts.
+        self.worker = place.name
+        self.link = link
+        self.kind = RemoteLayer
+        self.num_blocks = link.num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = CPU
+        self.parts = ()
+        self.row_shape = config.num_kv_heads, config.head_dim
+        self._layers = [RemoteLayer(link, index, block_size) for index in range(config.num_layers)]

@@ -1,0 +1,82 @@
+"""What a worker has to know of a model to attend for it."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+import torch
+
+from neo_desktop.engine.remote.wire import ProtocolError
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.limits import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS
+
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8)}
+MAX_BLOCK_SIZE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Sizes and constants of a model's attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # the factor on q·k
+    windows: tuple[int | None, ...]  # of each layer; None: it attends to all tokens
+    attention_sinks: bool
+    block_size: int  # tokens
+    dtype: torch.dtype  # of q, k, v and the output
+    kv_dtype: torch.dtype  # as K and V lie in memory
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> Self:
+        """Return a model's; KV lies in the model's dtype, unless another one is given."""
+        return cls(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.attention_scale,
+            config.layer_windows,
+            config.attention_sinks,
+            block_size,
+            dtype,
+            kv_dtype or dtype,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that attend."""
+        return len(self.windows)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data that `from_json` understands."""
+        return asdict(self) | {"dtype": str(self.dtype), "kv_dtype": str(self.kv_dtype)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """Read what another computer sent.
+
+        Raises:
+            ProtocolError: something is missing, or cannot be.
+        """
+        try:
+            dtypes = {name: _DTYPES[data[name]] for name in ("dtype", "kv_dtype")}
+            shape = cls(**(data | dtypes | {"windows": tuple(data["windows"])}))
+            limits = (
+                (shape.num_layers, MAX_LAYERS),
+                (shape.num_heads, MAX_HEADS),
+                (shape.num_kv_heads, MAX_HEADS),
+                (shape.head_dim, MAX_HEAD_DIM),
+                (shape.block_size, MAX_BLOCK_SIZE),
+                *((window, 1 << 40) for window in shape.windows if window is not None),
+            )
+            if not all(isinstance(size, int) and 1 <= size <= most for size, most in limits):
+                raise ValueError("a size is out of range")
+            if not isinstance(shape.scale, float) or not isinstance(shape.attention_sinks, bool):
+                raise ValueError("the scale is no number, or it is not said whether there are sinks")
+            if shape.num_heads % shape.num_kv_heads or shape.dtype is torch.int8:
+                raise ValueError("the sizes do not go together")
+            return shape
+        except (KeyError, TypeError, ValueError) as error:
+            raise ProtocolError(f"the model's shape cannot be used: {error!r}") from None

@@ -1,0 +1,158 @@
+"""The worker's side: waits for an engine, and attends for it; for one at a time."""
+
+import logging
+import socket
+import ssl
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from neo_desktop.engine.remote.greeting import RefusedError, check_secret, welcome
+from neo_desktop.engine.remote.session import Session, fitting_blocks
+from neo_desktop.engine.remote.shape import AttentionShape
+from neo_desktop.engine.remote.wire import Channel, Kind, ProtocolError, end, tune
+
+logger = logging.getLogger(__name__)
+
+GREETING_S = 10.0  # for whoever connects, to say who it is
+MAX_GREETINGS = 16  # at once
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """What a worker gives."""
+
+    memory_bytes: int  # for KV
+
+
+class AttentionWorker:
+    """Listens for engines.
+
+    Args:
+        listener: bound, and listening.
+        secret: that engines have to know.
+        limits: what it gives.
+        tls: of connections; None: they are neither encrypted nor signed.
+
+    Raises:
+        ValueError: the secret is too short.
+    """
+
+    def __init__(
+        self, listener: socket.socket, secret: bytes, limits: WorkerLimits, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._listener = listener
+        self._secret = check_secret(secret)
+        self._limits = limits
+        self._tls = tls
+        self._session: Session | None = None
+        self._changes = threading.Lock()
+        self._greetings = threading.BoundedSemaphore(MAX_GREETINGS)
+        self._is_closed = False
+
+    def serve(self) -> None:
+        """Answer whoever connects, until `close`."""
+        while True:
+            try:
+                connection, address = self._listener.accept()
+            except OSError:
+                if self._is_closed:
+                    return
+                raise
+            if not self._greetings.acquire(blocking=False):
+                connection.close()
+                continue
+            name = f"{address[0]}:{address[1]}"
+            threading.Thread(target=self._answer, args=(connection, name), daemon=True).start()
+
+    def close(self) -> None:
+        """End all connections, and `serve`."""
+        self._is_closed = True
+        end(self._listener)
+        with self._changes:
+            if self._session is not None:
+                self._session.end()
+
+    def _answer(self, connection: socket.socket, name: str) -> None:
+        try:
+            channel = self._welcomed(connection, name)
+        finally:
+            self._greetings.release()
+        if channel is None:
+            return
+        try:
+            self._serve(channel, name)
+        except ConnectionError as error:
+            logger.info("the engine at %s is gone: %s", name, error)
+            self._tell(channel, error)
+        except Exception as error:
+            logger.exception("what the engine at %s asked for failed", name)
+            self._tell(channel, error)
+        finally:
+            channel.close()
+
+    def _welcomed(self, connection: socket.socket, name: str) -> Channel | None:
+        """Return the connection to somebody who knows the secret; None: it is a stranger's."""
+        try:
+            connection.settimeout(GREETING_S)
+            tune(connection)
+            if self._tls is not None:
+                connection = self._tls.wrap_socket(connection, server_side=True)
+            welcome(connection, self._secret)
+            connection.settimeout(None)
+            return Channel(connection)
+        except OSError as error:
+            logger.warning("%s was refused: %s", name, error)
+            connection.close()
+            return None
+
+    def _serve(self, channel: Channel, name: str) -> None:
+        header = channel.answer(Kind.SET_UP)
+        session = self._session_of(channel.json(header), channel)
+        logger.info("attending for the engine at %s: %d blocks", name, session.num_blocks)
+        try:
+            channel.send_json(Kind.READY, {"num_blocks": session.num_blocks})
+            session.serve(channel)
+        except Exception as error:
+            self._tell(channel, error)
+            raise
+        finally:
+            session.end()
+            with self._changes:
+                if self._session is session:
+                    self._session = None
+
+    def _session_of(self, asked: Any, channel: Channel) -> Session:
+        """Return the session that an engine asks for: a new one, or the one that it has."""
+        names = asked.get("engine"), asked.get("session")
+        if not all(isinstance(name, str) for name in names):
+            raise ProtocolError("no session is asked for")
+        if asked.get("joins"):
+            with self._changes:
+                if self._session is not None and self._session.names == names:
+                    return self._session
+            raise ProtocolError("the session is over")
+        shape, most = AttentionShape.from_json(asked.get("shape")), asked.get("most_blocks")
+        if not isinstance(most, int) or most < 1:
+            raise ProtocolError("it is not said how many blocks are of use")
+        num_blocks = min(fitting_blocks(shape, self._limits.memory_bytes), most)
+        sinks = None
+        if shape.attention_sinks:
+            sinks = torch.empty(shape.num_layers, shape.num_heads, dtype=torch.float32)
+            channel.read_into(channel.answer(Kind.SET_UP), sinks)
+        with self._changes:
+            if self._is_closed:
+                raise RefusedError("this worker ends")
+            if self._session is not None:
+                if self._session.names[0] != names[0]:
+                    raise RefusedError("this worker attends for another engine")
+                self._session.end()  # the engine has lost it
+            self._session = Session(names, shape, sinks, num_blocks)
+            return self._session
+
+    def _tell(self, channel: Channel, error: Exception) -> None:
+        with suppress(OSError):  # it is gone
+            channel.send(Kind.FAILED, str(error).encode())

@@ -1,0 +1,144 @@
+"""KV in workers' memory: the tokens of a plain computation, lanes of their own, clean ends."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+from executors import thread_executor
+from pipeline_case import (
+    BLOCK_SIZE,
+    RandomIterations,
+    check_result,
+    make_storage,
+    sampling_input,
+    tiny_config,
+    tiny_model,
+)
+from workers import running_worker, with_workers
+
+from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, SubBatch
+from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.timeline import Timeline
+from neo_desktop.engine.int_array import IntArray
+from neo_desktop.engine.kv.storage import KVStorage
+from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.remote.link import WorkerLostError
+from neo_desktop.engine.remote.worker import AttentionWorker
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.registry import random_model
+
+NUM_BLOCKS = 24
+ONE, TWO = Place.worker(1), Place.worker(2)
+
+
+class Case:
+    """A storage with workers, and what ends with the test."""
+
+    def __init__(self, stack: ExitStack, model: Decoder, local: tuple[Place, ...], num_workers: int) -> None:
+        self.workers: list[AttentionWorker] = []
+        addresses = []
+        for _ in range(num_workers):
+            worker, address = stack.enter_context(running_worker())
+            self.workers.append(worker)
+            addresses.append(address)
+        pools = make_storage(model, dict.fromkeys(local, NUM_BLOCKS))
+        here = {place: pools[place] for place in pools.places}
+        self.storage = KVStorage(with_workers(model, here, addresses, NUM_BLOCKS, BLOCK_SIZE))
+        self.timeline = Timeline()
+        self.executor: PlanExecutor = thread_executor(model, self.storage, timeline=self.timeline)
+        stack.callback(self.executor.close)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def model_with_sinks() -> Decoder:
+    return tiny_model(attention_sinks=True)
+
+
+@pytest.mark.parametrize(
+    ("local", "num_workers"), [((Place.DEVICE,), 1), ((), 2), (PLACES, 2)], ids=["one", "only", "all"]
+)
+@pytest.mark.parametrize("seed", range(6))
+def test_random_plans_give_the_tokens_of_a_plain_computation(
+    stack: ExitStack,
+    model: Decoder,
+    model_with_sinks: Decoder,
+    seed: int,
+    local: tuple[Place, ...],
+    num_workers: int,
+) -> None:
+    """Prompts in chunks, decodes, moves to workers and back, in one or two sub-batches."""
+    model = model_with_sinks if seed % 3 == 0 else model
+    case = Case(stack, model, local, num_workers)
+    iterations = RandomIterations(seed, NUM_BLOCKS, places=case.storage.places)
+    for plan, contexts in iterations.plans(12):
+        result = case.executor.execute(plan)
+        check_result(model, plan, contexts, result)
+        iterations.take_in(result)
+
+
+def sequence(name: str, place: Place, tokens: list[int], start: int) -> ScheduledSequence:
+    blocks = IntArray(range(-(-(start + len(tokens)) // BLOCK_SIZE))).view()
+    return ScheduledSequence(name, tuple(tokens), start, place, blocks, sampling_input(start + len(tokens)))
+
+
+def plan_of(homes: dict[str, Place], start: int, end: int) -> IterationPlan:
+    sequences = (sequence(name, home, tokens_of(name)[start:end], start) for name, home in homes.items())
+    return IterationPlan((SubBatch(tuple(sequences)),))
+
+
+def tokens_of(name: str) -> list[int]:
+    return [(7 * ord(name) + 3 * i) % 257 for i in range(20)]
+
+
+def test_each_worker_has_lanes_of_its_own_beside_the_cpu(stack: ExitStack, model: Decoder) -> None:
+    case = Case(stack, model, (Place.HOST,), 2)
+    homes = {"a": Place.HOST, "b": ONE, "c": TWO}
+    for begin, end in ((0, 9), (9, 10)):
+        plan = plan_of(homes, begin, end)
+        check_result(
+            model, plan, {name: tokens_of(name)[:end] for name in homes}, case.executor.execute(plan)
+        )
+    attending = {s.lane for s in case.timeline.spans if "attention" in s.stage.name} - {"device"}
+    storing = {s.lane for s in case.timeline.spans if s.stage.name == "store prompts' KV"} - {"store"}
+    assert attending == {"cpu", "worker-1", "worker-2"}
+    assert storing == {"host-swap", "worker-1 rows", "worker-2 rows"}
+
+
+def test_a_worker_that_ends_fails_the_iteration_by_name_and_the_others_go_on(
+    stack: ExitStack, model: Decoder
+) -> None:
+    case = Case(stack, model, (Place.DEVICE,), 2)
+    homes = {"a": Place.DEVICE, "b": ONE, "c": TWO}
+    case.executor.execute(plan_of(homes, 0, 9))
+    case.workers[0].close()
+    with pytest.raises(WorkerLostError, match="worker-1 is lost") as caught:
+        case.executor.execute(plan_of(homes, 9, 10))
+    assert caught.value.worker == "worker-1"
+    del homes["b"]
+    plan = plan_of(homes, 9, 10)
+    check_result(model, plan, {name: tokens_of(name)[:10] for name in homes}, case.executor.execute(plan))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_of_16_bits_come_back_as_they_were_stored(stack: ExitStack, dtype: torch.dtype) -> None:
+    model = random_model(tiny_config(), dtype=dtype, device=torch.device("cpu"))
+    case = Case(stack, model, (), 1)
+    layer = case.storage[ONE].layer(2)
+    rows = torch.randn(2, 40, model.config.num_kv_heads, model.config.head_dim, dtype=model.dtype)
+    slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE)[:40]
+    layer.write(rows[0], rows[1], slots)
+    found = torch.empty_like(rows)
+    layer.read(slots, found)
+    assert torch.equal(found, rows)
