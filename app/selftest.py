@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 PROGRAM = (sys.executable, "-m", "neo_desktop.app.entry")
 MAX_REPORTS = 10  # older ones are deleted when a new one begins
-SUITES = ("hardware", "cpu-attention", "gpu", "cost-model", "throughput", "load")
+SUITES = ("hardware", "cpu-attention", "gpu", "weights", "cost-model", "throughput", "load")
 STOP_TIMEOUT_S = 20.0  # the suite that runs ends with what it has
 TOLD_LINES = 6  # of what a run that failed said last
 LINE_BYTES = 1 << 20

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kernels.toolchain import limit_kernels
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.options import BUILTIN, EngineOptions
-from neo_desktop.engine.predict.weight_plan import host_form
+from neo_desktop.engine.predict.weight_plan import WeightPlan, host_form
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.engine.profiling.rates import measured_rates
 from neo_desktop.engine.profiling.weight_memory import plan_memory
@@ -51,8 +52,18 @@ class LoadedModel:
     streams: Streams  # of the decoder's device
 
 
-def load(options: EngineOptions, progress: Progress | None = None) -> LoadedModel:
+# Decides where the weights go of a model of this form, dtype and device; None: all where the device computes.
+Planner = Callable[[ModelConfig, LinearForm, torch.dtype, torch.device], WeightPlan | None]
+
+
+def load(
+    options: EngineOptions, progress: Progress | None = None, *, plan: Planner | None = None
+) -> LoadedModel:
     """Load a checkpoint, the built-in model, or random weights of a published shape.
+
+    Args:
+        progress: called with the share done and what that is.
+        plan: decides where weights go; None: what memory there is, and the options.
 
     Raises:
         ModelError: the checkpoint cannot be used.
@@ -62,13 +73,14 @@ def load(options: EngineOptions, progress: Progress | None = None) -> LoadedMode
     """
     progress = progress or (lambda share, what: None)
     progress(0.0, LOADING)
+    plan = plan or partial(_plan, options)
     device = choose_device(options.device)
     streams = open_streams(device, options.gpu_slice)
     if options.shape is not None:
         config = published_shape(options.shape)
         dtype = choose_dtype(options.dtype, config, device)
         with streams.on_device():
-            form = placed_form(DENSE, config, dtype, device, options)
+            form = placed_form(DENSE, config, dtype, device, plan)
             decoder = random_model(config, dtype=dtype, device=device, form=form)
         return LoadedModel(f"{options.shape} (random weights)", config, decoder, ByteTokenizer(), streams)
 
@@ -85,7 +97,7 @@ def load(options: EngineOptions, progress: Progress | None = None) -> LoadedMode
         progress(done_bytes / max(total_bytes, 1), LOADING)
 
     with streams.on_device():
-        form = placed_form(form, config, dtype, device, options)
+        form = placed_form(form, config, dtype, device, plan)
         decoder = load_model(checkpoint, config, dtype=dtype, device=device, progress=loaded, form=form)
     name = BUILTIN_NAME if options.model == BUILTIN else checkpoint.name
     seconds, gb = time.perf_counter() - started_s, weights.nbytes / 1e9
@@ -93,26 +105,32 @@ def load(options: EngineOptions, progress: Progress | None = None) -> LoadedMode
     return LoadedModel(name, config, decoder, tokenizer, streams)
 
 
+def _plan(
+    options: EngineOptions, config: ModelConfig, form: LinearForm, dtype: torch.dtype, device: torch.device
+) -> WeightPlan | None:
+    return plan_memory(config, form, dtype, device, options, partial(measured_rates, device, dtype))
+
+
 def placed_form(
-    form: LinearForm, config: ModelConfig, dtype: torch.dtype, device: torch.device, options: EngineOptions
+    form: LinearForm, config: ModelConfig, dtype: torch.dtype, device: torch.device, plan: Planner
 ) -> LinearForm:
     """Return a form of matrices of which those that find no room on the device lie in host memory.
 
     Raises:
         MemoryError: the weights do not fit, not even together.
     """
-    plan = plan_memory(config, form, dtype, device, options, partial(measured_rates, device, dtype))
-    if plan is None:
+    placed = plan(config, form, dtype, device)
+    if placed is None:
         return form
     logger.info(
         "weights: %.2f GB on the device, %.2f GB in host memory, computed by the CPU and the device together",
-        plan.gpu_bytes / 1e9,
-        plan.host_bytes / 1e9,
+        placed.gpu_bytes / 1e9,
+        placed.host_bytes / 1e9,
     )
     of_host = host_form(form)
     if device.type == "cuda":
         of_host = replace(of_host, room=pinned_bytes)
-    return SplitForm(form, of_host, plan.resident_rows, dispatch)
+    return SplitForm(form, of_host, placed.resident_rows, dispatch)
 
 
 def model_path(model: str | Path) -> Path:

@@ -17,21 +17,19 @@ import torch
 from gpu_page import Page, Target
 
 from neo_desktop import Engine, SamplingParams, __version__
-from neo_desktop.app.bench import run_suites
+from neo_desktop.app.bench import SuiteOptions, WeightsOptions, run_suites
 from neo_desktop.app.bench.run import suite_options
+from neo_desktop.app.bench.weights.report import WeightsReport
 from neo_desktop.app.commands.doctor_command import run_doctor
 from neo_desktop.app.commands.terminal import stdout
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.predict.weight_plan import least_gpu_bytes
-from neo_desktop.engine.profiling.rates import measured_rates
-from neo_desktop.models.linear.dense import DENSE
-from neo_desktop.models.shapes import shape as published_shape
 
 SHAPES = {"cuda": "llama-2-7b", "cpu": "tiny"}  # a CPU shows that the script works, not how fast anything is
 WORST_AUTO = 0.97  # of the throughput of gpu-only
 SHARE_OF_LIMIT = 0.9  # of what the hardware allows a decode
+OVER_LAYERS = 1.2  # times as fast as whole layers on either side, with weights in host memory
 MOST_OUTSIDE_MS = 1.0  # what the device waits for between two iterations
 GREEDY = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True, logprobs=20)
 
@@ -141,34 +139,24 @@ def measure_decode(page: Page, device: str, shape: str) -> None:
 
 
 def measure_weights(page: Page, device: str, shape: str) -> None:
-    """One chat with a part of the weights in host memory, beside what CPU and bus read together."""
-    config = published_shape(shape)
-    dtype = config.dtype if device == "cuda" else torch.float32
-    rates = measured_rates(torch.device(device), dtype)
-    always = least_gpu_bytes(config, DENSE, dtype)
-    divided = config.weight_bytes(dtype) - always
-    together = rates.cpu_bytes_per_s + rates.bus_bytes_per_s
-    page.speed(
-        f"products of one row: CPU {rates.cpu_bytes_per_s / 1e9:.1f} GB/s, bus "
-        f"{rates.bus_bytes_per_s / 1e9:.1f} GB/s, GPU {rates.gpu_bytes_per_s / 1e9:.0f} GB/s"
-    )
-    for share in (0.25, 0.5, 0.75):
-        with Engine.from_pretrained(
-            device=device,
-            shape=shape,
-            policy="gpu-only",
-            gpu_cache_tokens=1024,
-            gpu_weights_gib=(always + share * divided) / 2**30,
-        ) as engine:
-            engine.generate([[7] * 100], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
-            started_s = time.perf_counter()
-            engine.generate([[7] * 100], SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True))
-            token_s = (time.perf_counter() - started_s) / 32
-        bound_s = (1 - share) * divided / together
+    """One chat with a part of the weights in host memory: divided, streamed, and whole layers on the CPU."""
+    options = SuiteOptions(weights=WeightsOptions(device=device, shape=shape, seconds=400.0))
+    report = run_suites(["weights"], lambda share, what: None, options)
+    assert not report.failures, report.failures
+    found = next(suite for suite in report.suites if isinstance(suite, WeightsReport))
+    if not found.cases:
+        page.speed(f"weights in host memory: {found.why_not}, not measured")
+    for case in found.cases:
         page.speed(
-            f"{shape}, {share:.0%} of the layers' weights on the GPU: {1 / token_s:.1f} tok/s for one chat, "
-            f"{bound_s / token_s:.0%} of what CPU and bus allow"
+            f"{found.model}, {case.share:.0%} of the layers' weights on the GPU, {case.way}: "
+            f"{case.tokens_per_s.median:.1f} tok/s for one chat, prompts "
+            f"{case.prompt_tokens_per_s:.0f} tok/s, {case.bound_share:.0%} of what CPU and bus allow"
         )
+    for gains in found.gains:
+        name = f"{gains.share:.0%} of the layers' weights on the GPU"
+        page.targets.append(Target(f"{name}, of what CPU and bus allow", gains.of_bound, SHARE_OF_LIMIT))
+        if gains.over_layer_split is not None:
+            page.targets.append(Target(f"{name}, over a layer split", gains.over_layer_split, OVER_LAYERS))
 
 
 def measure_policies(

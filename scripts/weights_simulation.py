@@ -18,7 +18,6 @@ figures of machine and kernels, and the same GPU memory for weights; they differ
 """
 
 import argparse
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,6 +40,7 @@ from neo_desktop.engine.predict.weight_plan import (
     bound_ms,
     layer_matrices,
     least_gpu_bytes,
+    plan_layers,
     plan_weights,
     weight_times,
 )
@@ -175,21 +175,7 @@ class Case:
 
     @cached_property
     def layers_plan(self) -> WeightPlan:
-        """The first layers on the GPU, as many as fit; of experts, after what every token needs."""
-        left = self.gpu_bytes - least_gpu_bytes(self.config, self.form, DTYPE)
-        layers: dict[tuple[bool, int], list[str]] = defaultdict(list)
-        for name, sizes in self.matrices.items():
-            layers[sizes.used_share < 1, int(name.split(".")[0])].append(name)
-        rows = dict.fromkeys(self.matrices, 0)
-        on_host = sum(sizes.host_bytes for sizes in self.matrices.values())
-        for _, names in sorted(layers.items()):
-            left -= sum(self.matrices[name].device_bytes for name in names)
-            if left < 0:
-                break
-            for name in names:
-                rows[name] = self.matrices[name].rows
-                on_host -= self.matrices[name].host_bytes
-        return WeightPlan(rows, self.gpu_bytes, on_host)
+        return plan_layers(self.config, self.form, DTYPE, self.gpu_bytes)
 
     def needed_bytes(self, rows: int) -> float:
         """What the first layers leave in host memory, as far as so many rows need it."""

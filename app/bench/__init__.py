@@ -8,6 +8,7 @@ from neo_desktop.app.bench.load.suite import LoadOptions
 from neo_desktop.app.bench.report import Report, ReportError
 from neo_desktop.app.bench.run import SUITES, SuiteOptions, run_suites
 from neo_desktop.app.bench.throughput.suite import ThroughputOptions
+from neo_desktop.app.bench.weights.suite import WeightsOptions
 from neo_desktop.engine.progress import Progress
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "ReportError",
     "SuiteOptions",
     "ThroughputOptions",
+    "WeightsOptions",
     "run_suites",
 ]

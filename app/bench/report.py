@@ -14,6 +14,7 @@ from neo_desktop.app.bench.hardware.report import HardwareReport
 from neo_desktop.app.bench.load.report import LoadReport
 from neo_desktop.app.bench.section import Metric
 from neo_desktop.app.bench.throughput.report import ThroughputReport
+from neo_desktop.app.bench.weights.report import WeightsReport
 from neo_desktop.engine.profiling.hardware import MachineInfo
 
 if TYPE_CHECKING:
@@ -24,7 +25,13 @@ SCHEMA_VERSION = 4  # of the JSON file: raised when a field changes its meaning,
 # What a suite found: plain data, which is its JSON (`suite` tells which), a `section` of the page and its
 # headline `metrics`. A suite yields it again and again, each time with more in it.
 AnySuiteReport = (
-    HardwareReport | CpuAttentionReport | GpuReport | CostModelReport | ThroughputReport | LoadReport
+    HardwareReport
+    | CpuAttentionReport
+    | GpuReport
+    | WeightsReport
+    | CostModelReport
+    | ThroughputReport
+    | LoadReport
 )
 
 

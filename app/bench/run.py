@@ -17,6 +17,7 @@ from neo_desktop.app.bench.hardware.suite import HardwareOptions, run_hardware
 from neo_desktop.app.bench.load.suite import LoadOptions, run_load
 from neo_desktop.app.bench.report import AnySuiteReport, Failure, Report
 from neo_desktop.app.bench.throughput.suite import ThroughputOptions, run_throughput
+from neo_desktop.app.bench.weights.suite import WeightsOptions, run_weights
 from neo_desktop.app.bench.words import say
 from neo_desktop.app.commands.sentences import sentence
 from neo_desktop.engine.cuda.streams import open_streams
@@ -38,6 +39,7 @@ class SuiteOptions:
     hardware: HardwareOptions = field(default_factory=HardwareOptions)
     cpu_attention: CpuAttentionOptions = field(default_factory=CpuAttentionOptions)
     gpu: GpuOptions = field(default_factory=GpuOptions)
+    weights: WeightsOptions = field(default_factory=WeightsOptions)
     cost_model: CostModelOptions = field(default_factory=CostModelOptions)
     throughput: ThroughputOptions = field(default_factory=ThroughputOptions)
     load: LoadOptions = field(default_factory=LoadOptions)
@@ -51,6 +53,7 @@ SUITES: dict[str, Suite] = {  # in the order in which a full self-test runs them
     "hardware": lambda options, progress: run_hardware(options.hardware, progress),
     "cpu-attention": lambda options, progress: run_cpu_attention(options.cpu_attention, progress),
     "gpu": lambda options, progress: run_gpu(options.gpu, progress),
+    "weights": lambda options, progress: run_weights(options.weights, progress),
     "cost-model": lambda options, progress: run_cost_model(options.cost_model, progress),
     "throughput": lambda options, progress: run_throughput(options.throughput, progress),
     "load": lambda options, progress: run_load(options.load, progress),
@@ -183,6 +186,7 @@ def suite_options(
         gpu_slice=model.gpu_slice,
         hardware=HardwareOptions(gpu_slice=model.gpu_slice),
         gpu=GpuOptions(**of_model),
+        weights=WeightsOptions(**of_model),
         cost_model=CostModelOptions(**of_model),
         throughput=ThroughputOptions(**of_model),
         load=LoadOptions(**of_model),
@@ -211,6 +215,7 @@ def _quick(on_gpu: bool) -> dict[str, Mapping[str, Any]]:
             "context_tokens": 512 if on_gpu else 64,
             "seconds": 20.0,
         },
+        "weights": {"shares": (0.25, 0.5, 0.75), "tokens": 16, "seconds": 40.0},
         "cost_model": {"points": 12, "rounds": 5, "seconds": 20.0},
         "throughput": {"seconds": 40.0},
         "load": {

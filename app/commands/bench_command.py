@@ -51,7 +51,13 @@ _SUITES_OF_FLAGS = {
     LoadFlags: (SuiteName.LOAD,),
     CpuFlags: (SuiteName.CPU_ATTENTION,),
 }
-_SUITES_WITH_MODEL = {SuiteName.GPU, SuiteName.COST_MODEL, SuiteName.THROUGHPUT, SuiteName.LOAD}
+_SUITES_WITH_MODEL = {
+    SuiteName.GPU,
+    SuiteName.WEIGHTS,
+    SuiteName.COST_MODEL,
+    SuiteName.THROUGHPUT,
+    SuiteName.LOAD,
+}
 
 
 @with_flags

@@ -18,6 +18,7 @@ class SuiteName(StrEnum):
     HARDWARE = "hardware"
     CPU_ATTENTION = "cpu-attention"
     GPU = "gpu"
+    WEIGHTS = "weights"
     COST_MODEL = "cost-model"
     THROUGHPUT = "throughput"
     LOAD = "load"

@@ -164,6 +164,31 @@ def plan_weights(
     )
 
 
+def plan_layers(config: ModelConfig, form: LinearForm, dtype: torch.dtype, gpu_bytes: int) -> WeightPlan:
+    """Put the first layers on the GPU, as many as fit, and the others in host memory, as llama.cpp does.
+
+    Of a mixture all but the experts comes first. Nothing is divided: this is for comparisons.
+
+    Args:
+        gpu_bytes: the most that weights may take on the GPU; at least `least_gpu_bytes`.
+    """
+    matrices = layer_matrices(config, form, dtype)
+    taken = least_gpu_bytes(config, form, dtype)
+    layers: dict[tuple[bool, int], list[str]] = defaultdict(list)
+    for name, sizes in matrices.items():
+        layers[sizes.used_share < 1, int(name.split(".")[0])].append(name)
+    resident = dict.fromkeys(matrices, 0)
+    on_host = sum(sizes.host_bytes for sizes in matrices.values())
+    for _, names in sorted(layers.items()):
+        nbytes = sum(matrices[name].device_bytes for name in names)
+        if taken + nbytes > gpu_bytes:
+            break
+        taken += nbytes
+        on_host -= sum(matrices[name].host_bytes for name in names)
+        resident |= {name: matrices[name].rows for name in names}
+    return WeightPlan(_with_parts(resident, config), taken, on_host)
+
+
 def weight_times(
     matrices: Mapping[str, Sizes], plan: WeightPlan, rates: Rates, rows: int, share: float | None = None
 ) -> WeightTimes:

@@ -15,6 +15,7 @@ from neo_desktop.app.bench.gpu.suite import GpuOptions, run_gpu
 from neo_desktop.app.bench.hardware.suite import HardwareOptions, run_hardware
 from neo_desktop.app.bench.load.suite import LoadOptions, run_load
 from neo_desktop.app.bench.throughput.suite import ThroughputOptions, run_throughput
+from neo_desktop.app.bench.weights.suite import WeightsOptions, measure
 
 MIB = 1 << 20
 TINY = {"shape": "tiny", "device": "cpu", "dtype": "float32"}
@@ -29,6 +30,9 @@ REPORTS: dict[str, Callable[[], Any]] = {
     "gpu": lambda: list(
         islice(run_gpu(GpuOptions(**TINY, batches=(1,), context_tokens=20, iterations=2), ignore), 2)  # type: ignore[arg-type]
     )[-1],
+    "weights": lambda: next(
+        measure(WeightsOptions(**TINY, shares=(0.6,), prompt_tokens=20, tokens=2), ignore)  # type: ignore[arg-type]
+    ),
     "throughput": lambda: next(run_throughput(ThroughputOptions(**TINY, **SHORT, repeats=1), ignore)),  # type: ignore[arg-type]
     "load": lambda: next(run_load(LoadOptions(**TINY, **SHORT, seconds=0.1), ignore)),  # type: ignore[arg-type]
 }

@@ -9,6 +9,7 @@ const ABOUT = {
   hardware: ["Hardware", "memory, processor, GPU and the bus between them"],
   "cpu-attention": ["CPU attention", "the kernel that reads the CPU-cache"],
   gpu: ["Model", "one model at several batch sizes"],
+  weights: ["Weights", "a model larger than GPU memory"],
   "cost-model": ["Predictions", "how well times are predicted"],
   throughput: ["Throughput", "what offloading gains on many requests"],
   load: ["Load", "waiting times while requests arrive"],
