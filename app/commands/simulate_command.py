@@ -20,10 +20,12 @@ neo-desktop simulate --gpu t4 --model llama-2-7b --trace osc.json --rate 2 --jso
 
 neo-desktop simulate --gpu-memory 16 --gpu-bandwidth 450 --gpu-tflops 40 --cpu ddr5-desktop
 
+neo-desktop simulate --gpu a10g --workers 4 --worker-bandwidth 100 --link 25 --gpu-price 1 --worker-price 0.2
+
 neo-desktop simulate --tables tables.json --gpu-cache-tokens 3000 --cpu-cache-tokens 60000 --trace conv.csv
 """
 
-_MACHINE, _WORKLOAD, _ENGINE = "Machine", "Workload", "Engine"
+_MACHINE, _WORKERS, _WORKLOAD, _ENGINE = "Machine", "Attention workers", "Workload", "Engine"
 
 
 class SimulatedDtype(StrEnum):
@@ -150,6 +152,65 @@ class SimulationOptions:
         float,
         typer.Option(help="Relative deviation of single iterations, e.g. 0.1.", rich_help_panel=_MACHINE),
     ] = 0.0
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=1024,
+            help="Attention workers: other computers that attend in place of this machine's CPU. Default: as "
+            "many as the GPU wants.",
+            rich_help_panel=_WORKERS,
+        ),
+    ] = None
+    worker_bandwidth_gb_per_s: Annotated[
+        float | None,
+        typer.Option(
+            "--worker-bandwidth",
+            metavar="GB/S",
+            help="There are workers, whose memory has this bandwidth each.",
+            rich_help_panel=_WORKERS,
+        ),
+    ] = None
+    worker_memory_gib: Annotated[
+        float | None,
+        typer.Option(
+            "--worker-memory",
+            metavar="GIB",
+            help="Memory that each gives to KV. Default: 64.",
+            rich_help_panel=_WORKERS,
+        ),
+    ] = None
+    link_gbit_per_s: Annotated[
+        float | None,
+        typer.Option(
+            "--link",
+            metavar="GBIT/S",
+            help="Network between the GPU's machine and all workers. Default: 10.",
+            rich_help_panel=_WORKERS,
+        ),
+    ] = None
+    latency_us: Annotated[
+        float | None,
+        typer.Option(
+            "--latency",
+            metavar="US",
+            help="Its round trip, as 'ping' shows it. Default: 100.",
+            rich_help_panel=_WORKERS,
+        ),
+    ] = None
+    gpu_price: Annotated[
+        float | None,
+        typer.Option(
+            metavar="PRICE",
+            help="Of an hour of the GPU's machine, in any currency: shows tokens per cost.",
+            rich_help_panel=_WORKERS,
+        ),
+    ] = None
+    worker_price: Annotated[
+        float | None,
+        typer.Option(metavar="PRICE", help="Likewise of each worker.", rich_help_panel=_WORKERS),
+    ] = None
     trace: opt.Trace = None
     input_tokens: Annotated[
         int | None,

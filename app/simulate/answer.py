@@ -86,6 +86,8 @@ def _where(machine: "Machine") -> str:
     if HOSTS[host.name] != host:
         gib, gb_per_s = host.memory_bytes / 2**30, host.memory_bytes_per_s / 1e9
         memory = f"main memory of {gib:.4g} GiB at {gb_per_s:,.0f} GB/s"
+    if machine.fleet is not None:
+        memory = machine.fleet.workers.title
     name = gpu.title
     if gpu.name in GPUS:
         name = f"{'an' if name[0] in _SPOKEN_WITH_A_VOWEL else 'a'} {name}"

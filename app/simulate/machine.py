@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from neo_desktop.app.commands.simulate_command import SimulationOptions, UsageError
+from neo_desktop.app.simulate.fleet import Fleet
 from neo_desktop.app.simulate.own import blank_gpu, check_own, own_gpu, own_host, read_gpu, read_object
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.loading import DTYPES, model_path
@@ -46,6 +47,7 @@ class Machine:
     cost: TableCostModel
     budget: KVBudget
     divided: DividedWeights | None = None
+    fleet: Fleet | None = None  # attention workers; None: the host attends
 
 
 def machine(options: SimulationOptions, limits: SchedulerLimits) -> Machine:

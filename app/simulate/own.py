@@ -31,6 +31,12 @@ _MOST = {
     "--cpu-memory": ("cpu_memory_gib", 100_000),
     "--cpu-bandwidth": ("cpu_bandwidth_gb_per_s", 10_000),
     "--cpu-cores": ("cpu_cores", 1024),
+    "--worker-bandwidth": ("worker_bandwidth_gb_per_s", 10_000),
+    "--worker-memory": ("worker_memory_gib", 100_000),
+    "--link": ("link_gbit_per_s", 100_000),
+    "--latency": ("latency_us", 1_000_000),
+    "--gpu-price": ("gpu_price", 1_000_000),
+    "--worker-price": ("worker_price", 1_000_000),
 }
 
 

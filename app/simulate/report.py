@@ -57,9 +57,19 @@ class SimulationReport:
                     "gpu_cache_tokens": self.budget.gpu_tokens,
                     "cpu_cache_tokens": self.budget.cpu_tokens,
                 }
+                | self._cost(result)
                 for name, result in self.results.items()
             }
         }
+
+    def _cost(self, result: SimulationResult) -> dict[str, Any]:
+        fleet = self.machine.fleet
+        if fleet is None:
+            return {}
+        figures: dict[str, Any] = {"workers": fleet.workers.count, "workers_wanted": fleet.wanted}
+        if (price := fleet.price(result.policy)) is not None:
+            figures["output_tokens_per_price"] = result.output_tokens_per_s * 3600 / price
+        return figures
 
     def write_json(self, path: Path) -> None:
         """Write `to_json` to a file. Raises OSError where that is impossible."""
@@ -77,11 +87,23 @@ class SimulationReport:
             "the first token; TPOT: time per further token, as one chat sees it.",
             highlight=False,
         )
+        if self.machine.fleet is not None:
+            console.print(f"\n{self.machine.fleet.advice}", highlight=False)
+        if costs := self._costs():
+            console.print(f"\nOutput tokens for a price of 1: {costs}.", highlight=False)
         console.print("\nAssumed, a prediction and not a measurement:", highlight=False)
         assumed = Table.grid(padding=(0, 2, 0, 0))
         for name, text in self._assumed():
             assumed.add_row(f"  {name}", text)
         console.print(assumed, highlight=False, markup=False)
+
+    def _costs(self) -> str:
+        """Name what each policy's tokens cost (Lamina, section 4.1); nothing where prices were not given."""
+        return ", ".join(
+            f"{name} {figures['output_tokens_per_price']:,.0f}"
+            for name, result in self.results.items()
+            if "output_tokens_per_price" in (figures := self._cost(result))
+        )
 
     def refusals(self) -> list[str]:
         """Name the requests that some policies cannot run, and why."""
@@ -162,9 +184,21 @@ class SimulationReport:
             (
                 "KV",
                 f"{self.budget.gpu_tokens:,} tokens in GPU memory (GPU-cache), {self.budget.cpu_tokens:,} in "
-                "host memory (CPU-cache)",
+                + ("host memory (CPU-cache)" if machine.fleet is None else "the workers' memory"),
             ),
         ]
+        if machine.fleet is not None:
+            workers = machine.fleet.workers
+            kind, link = workers.kind, workers.link
+            lines.append(
+                (
+                    "workers",
+                    f"{workers.title}, each with {kind.memory_bytes / 2**30:.4g} GiB for KV and "
+                    f"{kind.cores} cores; {link.bytes_per_s * 8 / 1e9:.4g} Gbit/s each way, "
+                    f"{link.round_trip_ms * 1e3:,.4g} us there and back (your figures; --workers, "
+                    "--worker-memory, --link, --latency take others); they attend in place of the host",
+                )
+            )
         if machine.divided is not None and machine.divided.plan.is_split:
             plan, most = machine.divided.plan, machine.divided.bound_tokens_per_s
             lines.append(

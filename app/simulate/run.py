@@ -3,6 +3,7 @@
 from neo_desktop.app.commands.simulate_command import SimulationOptions, UsageError
 from neo_desktop.app.simulate.machine import machine
 from neo_desktop.app.simulate.report import SimulationReport
+from neo_desktop.app.simulate.workers import add_workers
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.progress import Progress
@@ -32,7 +33,7 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
     if options.policy is not None and options.policy not in SIMULATED:
         raise UsageError(f"there is no policy {options.policy!r}: choose one of {', '.join(SIMULATED)}")
     mismatch = _mismatch(options)
-    where = machine(options, limits)
+    where = add_workers(machine(options, limits), options, requests, limits)
     most = where.config.max_context_tokens
     context = min(options.max_context_tokens or most, most)
     names = [options.policy] if options.policy else list(POLICIES)

@@ -117,6 +117,17 @@ def bytes_read(config: ModelConfig, dtype: torch.dtype, form: LinearForm) -> tup
     return layers / config.num_layers, untied or embedding
 
 
+def host_attention_ms(host: HostPreset, config: ModelConfig, dtype: torch.dtype) -> float:
+    """Return what decode attention on a host takes for one token of context, in one layer."""
+    kv_bytes = config.kv_bytes_per_token(dtype) / config.num_layers
+    return (kv_bytes / host.attention_bytes_per_s + _attention_flops(config) / host.attention_flops) * 1e3
+
+
+def _attention_flops(config: ModelConfig) -> int:
+    """Per token of context: q·k and p·v, two multiply-adds for each element of a query head."""
+    return 4 * config.num_heads * config.head_dim
+
+
 def analytic_cost_model(
     gpu: GpuPreset,
     host: HostPreset,
@@ -167,11 +178,9 @@ def analytic_cost_model(
         visible = max(context - tokens / 2, 0.0)
         return 2 * KERNEL_MS + tokens * visible * chunk_token_ms
 
-    # Per token of context: q·k and p·v, two multiply-adds for each element of a query head.
-    attention_flops = 4 * config.num_heads * config.head_dim
+    attention_flops = _attention_flops(config)
     query_bytes = config.num_heads * config.head_dim * dtype.itemsize
     logits_ms = SAMPLING_PASSES * config.vocab_size * 4 / streaming * 1e3
-    host_token_ms = (kv_bytes / host.attention_bytes_per_s + attention_flops / host.attention_flops) * 1e3
     chunk_token_ms = attention_flops / (gpu.tensor_flops * gpu.prefill_attention_share) * 1e3
     steps = range(int(math.log(LONGEST_CHUNK, CHUNK_STEP)) + 1)
     chunks = sorted({round(CHUNK_STEP**step) for step in steps} | {LONGEST_CHUNK})
@@ -179,7 +188,10 @@ def analytic_cost_model(
     hand_off_bytes = 2 * query_bytes + kv_bytes  # q, k and v there, the output back
     most = LONGEST_CHUNK
     device_token_ms = kv_bytes / (gpu.memory_bytes_per_s * gpu.attention_share) * 1e3
-    on_device, on_host = attention(2 * KERNEL_MS, device_token_ms), attention(CPU_CALL_MS, host_token_ms)
+    on_device, on_host = (
+        attention(2 * KERNEL_MS, device_token_ms),
+        attention(CPU_CALL_MS, host_attention_ms(host, config, dtype)),
+    )
     kernels_ms = LINEAR_KERNELS * KERNEL_MS
     if divided is None:
         linear, host_linear = roofline(layer_parameters, layer_bytes, LONGEST_CHUNK, kernels_ms), NOTHING

@@ -389,3 +389,57 @@ def test_the_systems_errors_become_sentences(tmp_path: Path) -> None:
         assert says in sentence(caught.value)
     assert sentence(OSError("port 80 is taken")) == "port 80 is taken"
     assert sentence(ValueError("wrong")) == "wrong"
+
+
+# ---- attention workers ----
+
+WORKERS = replace(SMALL, num_requests=20, worker_bandwidth_gb_per_s=100.0, link_gbit_per_s=25.0, policy="neo")
+
+
+def test_workers_are_as_many_as_the_gpu_wants_unless_somebody_says() -> None:
+    report = run_simulation(WORKERS, ignore)
+    fleet = report.machine.fleet
+    assert fleet is not None
+    assert fleet.workers.count == fleet.wanted
+    stated = run_simulation(replace(WORKERS, workers=3, worker_memory_gib=2.0), ignore)
+    assert stated.machine.fleet is not None
+    assert stated.machine.fleet.workers.count == 3
+    config = stated.machine.config
+    assert stated.budget.cpu_tokens == 3 * (2 * 2**30 // config.kv_bytes_per_token(torch.float16))
+    assert simulated(replace(WORKERS, workers=3))["neo"]["workers"] == 3
+
+
+def test_tokens_per_cost_count_workers_only_where_they_are_used() -> None:
+    priced = replace(WORKERS, workers=4, gpu_price=1.0, worker_price=0.25, policy=None)
+    report = run_simulation(priced, ignore)
+    figures = report.to_json()["policies"]
+    for name, price in (("gpu-only", 1.0), ("auto", 2.0)):
+        per_hour = figures[name]["output_tokens_per_s"] * 3600
+        assert figures[name]["output_tokens_per_price"] == pytest.approx(per_hour / price)
+    console = Console(width=80, record=True, file=StringIO())
+    report.print(console)
+    shown = " ".join(console.export_text().split())
+    assert "with 4 workers at 100 GB/s" in shown
+    assert "This GPU wants" in shown
+    assert "Output tokens for a price of 1: gpu-only" in shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"worker_bandwidth_gb_per_s": None}, "--link is about attention workers"),
+        ({"gpu_price": 1.0}, "needs both"),
+        ({"link_gbit_per_s": 0.001}, "no number of such workers"),
+        ({"latency_us": 0.0}, "--latency is 0"),
+    ],
+)
+def test_workers_that_make_no_sense_are_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        run_simulation(replace(WORKERS, **changes), ignore)
+
+
+def test_a_link_that_no_number_of_workers_makes_up_for_is_named() -> None:
+    report = run_simulation(replace(WORKERS, workers=2, link_gbit_per_s=0.01), ignore)
+    assert report.machine.fleet is not None
+    assert report.machine.fleet.wanted is None
+    assert "No number of such workers keeps up" in report.machine.fleet.advice

@@ -1,0 +1,129 @@
+"""Attention workers in the simulator, against closed forms: bandwidth, link, memory, how many are wanted."""
+
+from dataclasses import replace
+from math import ceil, inf
+
+import pytest
+import torch
+
+from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.predict.cost_model import Curve, TableCostModel
+from neo_desktop.engine.schedule.policies import POLICIES
+from neo_desktop.engine.schedule.scheduler import SchedulerLimits
+from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, host_attention_ms
+from neo_desktop.engine.simulation.divided import CPU_CALL_MS
+from neo_desktop.engine.simulation.presets import get_gpu, get_host
+from neo_desktop.engine.simulation.simulator import simulate
+from neo_desktop.engine.simulation.workers import (
+    Link,
+    SteadyLoad,
+    Workers,
+    device_ms,
+    with_workers,
+    workers_ms,
+    workers_wanted,
+)
+from neo_desktop.engine.simulation.workload import WorkloadRequest
+from neo_desktop.models.shapes import shape
+
+CONFIG, DTYPE = shape("llama-2-7b"), torch.float16
+KIND = replace(get_host("ddr4-server"), memory_bytes=64 * 2**30)
+GPU = get_gpu("a10g")
+COST = analytic_cost_model(GPU, get_host(GPU.host), CONFIG, DTYPE)
+IDEAL = Link(inf, 0.0)
+LIMITS = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=256)
+LOAD = SteadyLoad(128, 500, 500)
+
+
+def tables(count: int, link: Link = IDEAL, cost: TableCostModel = COST) -> TableCostModel:
+    return with_workers(cost, Workers(count, KIND, link), CONFIG, DTYPE)
+
+
+def rate(cost: TableCostModel, requests: int = 64, policy: str = "fastdecode") -> float:
+    """Decoded tokens per second of requests that come all at once."""
+    work = [WorkloadRequest(0.0, 16, 400)] * requests
+    blocks = KVBudget(4096, 500 * requests).num_blocks()
+    return simulate(work, POLICIES[policy], cost, blocks, BLOCK_SIZE, LIMITS).output_tokens_per_s
+
+
+def without_device(cost: TableCostModel) -> TableCostModel:
+    """A GPU that takes next to no time, so that only workers and link count."""
+    none = Curve((1, 2048), (0, 0))
+    return replace(cost, iteration_ms=0.0, linear=none, head=none, hand_off=none, first_chunk_attention=none)
+
+
+@pytest.mark.parametrize("count", [2, 5, 8])
+def test_on_an_ideal_link_workers_read_as_much_as_one_so_many_times_as_fast(count: int) -> None:
+    one, all_of_them = tables(1), tables(count)
+    for requests in (count, 37 * count, 10_000):
+        alone = one.attention_ms(Place.HOST, requests, requests * 700) - CPU_CALL_MS
+        shared = all_of_them.attention_ms(Place.HOST, requests, requests * 700) - CPU_CALL_MS
+        assert shared == pytest.approx(alone / count)
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_request_belongs_to_one_worker(count: int) -> None:
+    ms = tables(count).attention_ms(Place.HOST, 1, 700)
+    assert ms == pytest.approx(CPU_CALL_MS + 700 * host_attention_ms(KIND, CONFIG, DTYPE))
+
+
+def test_throughput_grows_with_workers_where_nothing_else_counts() -> None:
+    rates = {count: rate(without_device(tables(count))) for count in (1, 4, 8)}
+    for count in (4, 8):
+        assert rates[count] == pytest.approx(count * rates[1], rel=0.05)
+
+
+def test_a_long_way_is_all_that_counts() -> None:
+    """Two sub-batches take turns, and each waits for its own way there and back in each layer."""
+    round_trip_ms = 50.0
+    found = rate(tables(8, Link(inf, round_trip_ms)))
+    predicted = 64 / (2 * CONFIG.num_layers * round_trip_ms) * 1e3
+    assert 0.9 * predicted < found < predicted
+
+
+def test_a_slow_link_brings_so_many_rows() -> None:
+    """q, k and v there, the output back: 4 x 4096 numbers of two bytes for a row of Llama-2-7B."""
+    link = Link(1e8, 0.0)
+    row_ms = 4 * 4096 * 2 / 1e8 * 1e3
+    there = tables(8, link).hand_off_ms(64) - COST.hand_off_ms(64)
+    assert there == pytest.approx(64 * row_ms)
+    found = rate(tables(8, link))
+    assert 0.85 < found / (1e3 / (CONFIG.num_layers * row_ms)) < 1
+    # Prompts' KV takes as long as the slower of bus and link.
+    assert tables(8, link).transfer_ms(1000) == pytest.approx(1000 * 2 * 4096 * 2 / 1e8 * 1e3)
+    assert tables(8).transfer_ms(1000) == COST.transfer_ms(1000)
+
+
+def test_the_gpu_wants_as_many_as_the_closed_formula_says() -> None:
+    link = Link(25e9 / 8, 0.05)
+    rows = LOAD.requests // 2
+    left_ms = device_ms(COST, LOAD) - tables(1, link).hand_off_ms(rows) - CPU_CALL_MS
+    reading_ms = rows * LOAD.context_tokens * host_attention_ms(KIND, CONFIG, DTYPE)
+    wanted = workers_wanted(COST, KIND, link, CONFIG, DTYPE, LOAD)
+    assert wanted == ceil(reading_ms / left_ms) > 1
+    assert workers_ms(tables(wanted, link), LOAD) <= device_ms(COST, LOAD)
+    assert workers_ms(tables(wanted - 1, link), LOAD) > device_ms(COST, LOAD)
+
+
+def test_more_memory_is_a_reason_for_more_workers() -> None:
+    small = replace(KIND, memory_bytes=8 * 2**30)
+    wanted = workers_wanted(COST, small, IDEAL, CONFIG, DTYPE, LOAD)
+    assert wanted is not None
+    held = Workers(wanted, small, IDEAL).kv_tokens(CONFIG, DTYPE)
+    assert held >= 128 * 1000 > held * (wanted - 1) / wanted
+
+
+@pytest.mark.parametrize("link", [Link(inf, 100.0), Link(1e6, 0.0)])
+def test_no_number_makes_up_for_such_a_link(link: Link) -> None:
+    assert workers_wanted(COST, KIND, link, CONFIG, DTYPE, LOAD) is None
+
+
+def test_more_workers_than_wanted_bring_little() -> None:
+    """The last of those that are wanted still brings something, as many again next to nothing."""
+    load = SteadyLoad(64, 16, 400)
+    wanted = workers_wanted(COST, KIND, IDEAL, CONFIG, DTYPE, load)
+    assert wanted is not None
+    few, enough, many = (rate(tables(count)) for count in (max(wanted // 2, 1), wanted, 2 * wanted))
+    assert enough > 1.2 * few
+    assert many < 1.15 * enough
