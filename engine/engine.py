@@ -18,6 +18,7 @@ from neo_desktop.engine.doctor.safe_start import safe_start
 from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.execute.build import build_executor
 from neo_desktop.engine.execute.executor import Executor
+from neo_desktop.engine.execute.ranks.leader import LeadingExecutor
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.generate import Completion, embed, generate
 from neo_desktop.engine.grammar import GrammarCompiler
@@ -132,9 +133,14 @@ class Engine:
             parts = set_up(options, part(progress, 0.0, WEIGHTS_SHARE))
             timeline = None if options.trace_timeline is None else Timeline(options.trace_timeline)
             measured = part(progress, WEIGHTS_SHARE, 1.0, MEASURING)
-            return cls.from_parts(
-                parts, options.policy, cost_model=cost_model, timeline=timeline, progress=measured
-            )
+            try:
+                return cls.from_parts(
+                    parts, options.policy, cost_model=cost_model, timeline=timeline, progress=measured
+                )
+            except BaseException:
+                if parts.leader is not None:
+                    parts.leader.close()
+                raise
 
     @classmethod
     def from_parts(
@@ -161,9 +167,14 @@ class Engine:
             cost_model = load_or_profile(decoder, storage, limits, progress, streams=streams)
         # Without a trace, single iterations are recorded for those who look.
         timeline = timeline or Timeline(max_spans=0, is_continuous=False)
-        executor = build_executor(
-            decoder, storage, limits.max_batch_tokens, limits.max_batch_requests, timeline, streams
+        leader = parts.leader
+        group = None if leader is None else leader.join(decoder.device)
+        executor: Executor = build_executor(
+            decoder, storage, limits.max_batch_tokens, limits.max_batch_requests, timeline, streams, group
         )
+        if leader is not None:
+            leader.check_ready()
+            executor = LeadingExecutor(executor, leader)
         corrected = None if cost_model is None else CorrectedCostModel(cost_model)
         scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected, decoder.config.num_layers)
         return cls(parts.model, scheduler, kv_cache, executor, policy, corrected, timeline)

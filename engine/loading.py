@@ -18,6 +18,7 @@ from neo_desktop.engine.kernels.toolchain import limit_kernels
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.predict.weight_plan import WeightPlan, host_form
+from neo_desktop.engine.profiling.budget import FreeMemory
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.engine.profiling.rates import measured_rates
 from neo_desktop.engine.profiling.weight_memory import plan_memory
@@ -28,6 +29,7 @@ from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.linear.split import SplitForm
+from neo_desktop.models.ranks import ALONE, Rank, config_of_rank, weights_of_rank
 from neo_desktop.models.registry import check_model, load_model, random_model
 from neo_desktop.models.shapes import shape as published_shape
 from neo_desktop.models.stored_form import StoredForm, stored_form
@@ -57,28 +59,33 @@ Planner = Callable[[ModelConfig, LinearForm, torch.dtype, torch.device], WeightP
 
 
 def load(
-    options: EngineOptions, progress: Progress | None = None, *, plan: Planner | None = None
+    options: EngineOptions,
+    progress: Progress | None = None,
+    *,
+    plan: Planner | None = None,
+    rank: Rank = ALONE,
 ) -> LoadedModel:
     """Load a checkpoint, the built-in model, or random weights of a published shape.
 
     Args:
         progress: called with the share done and what that is.
         plan: decides where weights go; None: what memory there is, and the options.
+        rank: whose part is loaded.
 
     Raises:
-        ModelError: the checkpoint cannot be used.
+        ModelError: the checkpoint cannot be used, or not be divided.
         ValueError: the shape is unknown, or the device or dtype not to be had here.
         RuntimeError: the GPU cannot be cut into slices.
         MemoryError: the weights do not fit.
     """
     progress = progress or (lambda share, what: None)
     progress(0.0, LOADING)
-    plan = plan or partial(_plan, options)
+    plan = plan or partial(_plan, options, rank)
     device = choose_device(options.device)
     streams = open_streams(device, options.gpu_slice)
     if options.shape is not None:
-        config = published_shape(options.shape)
-        dtype = choose_dtype(options.dtype, config, device)
+        config = config_of_rank(published_shape(options.shape), rank)
+        dtype = choose_dtype(options.dtype, config, device, available_bytes(rank))
         with streams.on_device():
             form = placed_form(DENSE, config, dtype, device, plan)
             decoder = random_model(config, dtype=dtype, device=device, form=form)
@@ -86,29 +93,49 @@ def load(
 
     started_s = time.perf_counter()
     checkpoint = open_checkpoint(model_path(options.model))
-    config = checkpoint.config()
-    weights = check_model(checkpoint, config)  # before anything is decided by numbers that may be wrong
+    whole = checkpoint.config()
+    weights = check_model(checkpoint, whole)  # before anything is decided by numbers that may be wrong
+    config, weights = config_of_rank(whole, rank), weights_of_rank(weights, whole, rank)
     checkpoint.read_ahead()
     tokenizer = checkpoint.tokenizer()
     form = kept_form(stored_form(weights, config), options, device)
-    dtype = choose_dtype(asked_dtype(options), config, device, form=form)
+    dtype = choose_dtype(asked_dtype(options), config, device, available_bytes(rank), form)
 
     def loaded(done_bytes: int, total_bytes: int) -> None:
         progress(done_bytes / max(total_bytes, 1), LOADING)
 
     with streams.on_device():
         form = placed_form(form, config, dtype, device, plan)
-        decoder = load_model(checkpoint, config, dtype=dtype, device=device, progress=loaded, form=form)
+        decoder = load_model(
+            checkpoint, whole, dtype=dtype, device=device, progress=loaded, form=form, rank=rank
+        )
     name = BUILTIN_NAME if options.model == BUILTIN else checkpoint.name
     seconds, gb = time.perf_counter() - started_s, weights.nbytes / 1e9
     logger.info("%s: loaded in %.2f s, %.2f GB of files, %.2f GB/s", name, seconds, gb, gb / seconds)
     return LoadedModel(name, config, decoder, tokenizer, streams)
 
 
+def available_bytes(rank: Rank) -> int:
+    """Return what is free of host memory, of which each rank takes its part."""
+    return host_memory().available_bytes // rank.count
+
+
 def _plan(
-    options: EngineOptions, config: ModelConfig, form: LinearForm, dtype: torch.dtype, device: torch.device
+    options: EngineOptions,
+    rank: Rank,
+    config: ModelConfig,
+    form: LinearForm,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> WeightPlan | None:
-    return plan_memory(config, form, dtype, device, options, partial(measured_rates, device, dtype))
+    free, rates = FreeMemory.now(device, ranks=rank.count), partial(measured_rates, device, dtype)
+    plan = plan_memory(config, form, dtype, device, options, rates, free)
+    if plan is not None and rank.count > 1:
+        raise MemoryError(
+            f"a part of the weights takes {config.weight_bytes(dtype, form) / 1e9:.1f} GB, for which its GPU "
+            "has no room: divide the model among more GPUs, or choose a smaller one"
+        )
+    return plan
 
 
 def placed_form(

@@ -70,6 +70,16 @@ class EngineOptions:
         str,
         Option(flag="--device", choices=("auto", "cpu", "cuda"), help="Where the linear layers run."),
     ] = "auto"
+    tensor_parallel: Annotated[
+        int,
+        Option(
+            flag="--tensor-parallel",
+            metavar="N",
+            least=1,
+            help="Divide the model among N GPUs of this computer, each with a process of its own; without a "
+            "GPU, among N processes that share its CPUs.",
+        ),
+    ] = 1
     dtype: Annotated[
         str,
         Option(
@@ -181,6 +191,8 @@ class EngineOptions:
                 f"weights_dtype {self.weights_dtype!r} does not go with dtype {self.dtype!r}: leave one of "
                 "them out"
             )
+        if self.tensor_parallel > 1 and self.gpu_weights_gib is not None:
+            raise ValueError("gpu_weights_gib does not go with tensor_parallel: leave one of them out")
 
 
 OPTIONS: dict[str, Option] = {
@@ -195,6 +207,7 @@ class EngineKeywords(TypedDict, total=False):
     shape: str | None
     policy: str
     device: str
+    tensor_parallel: int
     dtype: str
     weights_dtype: str
     gpu_cache_tokens: int | None

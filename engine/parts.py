@@ -2,14 +2,16 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from neo_desktop import native
+from neo_desktop.engine.execute.ranks.leader import Leader
+from neo_desktop.engine.execute.ranks.members import Member
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv.swapped import make_pool
 from neo_desktop.engine.ladder import ladder
-from neo_desktop.engine.loading import CPU_CACHE_DTYPES, LoadedModel, load
+from neo_desktop.engine.loading import CPU_CACHE_DTYPES, LoadedModel, choose_device, load
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import FreeMemory, MemoryCaps, limits_of, pool_blocks
@@ -31,6 +33,7 @@ class EngineParts:
     limits: SchedulerLimits
     num_blocks: dict[Place, int]  # of the places asked for
     storage: KVStorage
+    leader: Leader | None = None  # of the other ranks; None: the model is whole
 
     def tokens_in(self, host_memory: bool) -> int:
         """Return how many tokens' KV fits the places in host memory, or all others."""
@@ -50,7 +53,15 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
         raise ValueError(
             f"the CPU-cache was asked for in {options.cpu_cache_dtype}, but with this policy there is none"
         )
-    return take_memory(load(options, progress), options)
+    if options.tensor_parallel == 1:
+        return take_memory(load(options, progress), options)
+    leader = Leader(options, choose_device(options.device))
+    try:
+        parts = take_memory(load(options, progress, rank=leader.rank), options, member=leader)
+    except BaseException:
+        leader.close()
+        raise
+    return replace(parts, leader=leader)
 
 
 def cache_tokens_of(options: EngineOptions) -> dict[Place, int | None]:
@@ -59,7 +70,10 @@ def cache_tokens_of(options: EngineOptions) -> dict[Place, int | None]:
 
 
 def take_memory(
-    loaded: LoadedModel, options: EngineOptions, places: Sequence[Place] | None = None
+    loaded: LoadedModel,
+    options: EngineOptions,
+    places: Sequence[Place] | None = None,
+    member: Member | None = None,
 ) -> EngineParts:
     """Take the memory for the KV of a loaded model; several may be taken, one after the other.
 
@@ -67,6 +81,7 @@ def take_memory(
 
     Args:
         places: where KV may live; None: where the policy has it.
+        member: of the ranks among which the model is divided; None: it is whole.
 
     Raises:
         MemoryError: there is no room.
@@ -74,17 +89,20 @@ def take_memory(
     places = get_policy(options.policy).places if places is None else places
     cpu_cache_dtype = CPU_CACHE_DTYPES[options.cpu_cache_dtype]
     decoder = loaded.decoder
-    if any(place.host_attends for place in places):
+    num_ranks = 1 if member is None else member.rank.count
+    if member is None and any(place.host_attends for place in places):
         bind_threads()
     if decoder.device.type == "cuda":
-        native.set_default_num_threads(native.num_threads_beside_gpu())
+        native.set_default_num_threads(max(native.num_threads_beside_gpu() // num_ranks, 1))
     limits = limits_of(options, decoder.device)
     iteration_bytes = None
     if decoder.device.type == "cuda":
         gauge = TorchGauge(decoder.device)
         iteration_bytes = warm_up(decoder, places, limits, loaded.streams, gauge)
         logger.debug("iterations take up to %d MiB of GPU memory beside KV", iteration_bytes >> 20)
-    free = FreeMemory.now(decoder.device, iteration_bytes)
+    if member is not None:
+        member.loaded(decoder.dtype)
+    free = FreeMemory.now(decoder.device, iteration_bytes, num_ranks)
     fitting = pool_blocks(
         loaded.config,
         decoder.dtype,
@@ -98,6 +116,8 @@ def take_memory(
         places,
     )
     num_blocks = {place: fitting[place] for place in places}
+    if member is not None:
+        num_blocks = member.agreed(num_blocks)
     if not any(num_blocks.values()):
         raise MemoryError(
             f"there is no room for KV: it needs at least {BLOCK_SIZE} tokens of "

@@ -168,13 +168,20 @@ class Stages:
         decoder: gives the weights.
         operators: what lies between products; None: native kernels on a CPU, torch's operators elsewhere.
         reduce: of a decoder that is one rank's part of a model; None: it is all of it.
+        has_head: whether it is the part with the head.
     """
 
     def __init__(
-        self, decoder: Decoder, operators: Operators | None = None, reduce: Reduce | None = None
+        self,
+        decoder: Decoder,
+        operators: Operators | None = None,
+        reduce: Reduce | None = None,
+        *,
+        has_head: bool = True,
     ) -> None:
         self.decoder = decoder
         self._reduce = reduce
+        self.has_head = has_head
         self.config = decoder.config
         self._operators = operators or (native_operators if decoder.device.type == "cpu" else in_torch)
         self._eps = decoder.config.rms_norm_eps

@@ -18,12 +18,12 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
-from neo_desktop.app.engines.frames import FrameWriter, read_frames
 from neo_desktop.app.engines.loop import EngineLoop
 from neo_desktop.app.engines.messages import EngineFacts, LoadFailed, Logged, Progressed, portable
 from neo_desktop.engine.doctor.safe_start import forgive
+from neo_desktop.engine.frames import FrameWriter, read_frames, take_pipes
 from neo_desktop.engine.ladder import ladder
 
 PROGRESS_S = 0.05  # between two messages of the same kind of progress
@@ -54,7 +54,7 @@ def main() -> None:
     """Run until told to stop, or until the parent is gone."""
     faulthandler.enable()  # of a crash, at least the lines of Python are seen
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, who sends a Stop
-    commands, events = _take_pipes()
+    commands, events = take_pipes()
     frames, writer = read_frames(commands), _Events(events)
     beginning: Beginning = next(frames)
     sys.path[:] = beginning.sys_path
@@ -108,18 +108,6 @@ def _read_commands(frames: Iterator[Any], ready: "Future[Any]") -> None:
         # The parent is gone, killed perhaps. Nobody wants what is left, and memory is waited for.
         forgive(os.getpid())  # a start that is under way is not to blame
         os._exit(FAILED_STATUS)
-
-
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Take stdin and stdout for this program alone; children and what prints get something else."""
-    commands, events = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
-    try:
-        os.dup2(2, 1)
-    except OSError:  # there is no stderr
-        os.dup2(nothing, 1)
-    return commands, events
 
 
 class _Events(FrameWriter):

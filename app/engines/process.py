@@ -22,7 +22,6 @@ import threading
 from typing import Any, Self
 
 from neo_desktop.app.engines.child import Beginning
-from neo_desktop.app.engines.frames import FrameWriter, read_frames
 from neo_desktop.app.engines.messages import (
     Command,
     Ended,
@@ -35,6 +34,7 @@ from neo_desktop.app.engines.messages import (
     Stop,
 )
 from neo_desktop.engine.doctor.safe_start import forgive
+from neo_desktop.engine.frames import FrameWriter, read_frames
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.progress import Progress
 

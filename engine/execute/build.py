@@ -15,6 +15,7 @@ from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.execute.backend import Backend, open_backend
 from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.ranks.group import Group
 from neo_desktop.engine.execute.round_trips import RoundTrips
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.kernels import dispatch
@@ -22,6 +23,7 @@ from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Watch
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.operators import Operators
 from neo_desktop.models.stages import Stages
 from neo_desktop.native.relay import empty_flags
 
@@ -35,6 +37,7 @@ def build_executor(
     max_requests: int,
     timeline: Timeline | None,
     streams: Streams,
+    group: Group | None = None,
 ) -> PlanExecutor:
     """Return what carries out plans on the model's device; a GPU's kernels are compiled now.
 
@@ -42,13 +45,14 @@ def build_executor(
         max_tokens: in an iteration.
         max_requests: likewise.
         streams: what the work on the model's device runs on.
+        group: of the ranks among which the model is divided; None: it is whole.
     """
     most_blocks = max((storage[place].num_blocks for place in storage.places), default=1)
     max_context = min(model.config.max_context_tokens, most_blocks * storage.block_size)
     capacity = Capacity.of(max_tokens, max_requests, max_context, storage.block_size)
     backend = open_backend(streams, timeline)
     if model.device.type != "cuda":
-        return PlanExecutor(Stages(model), storage, capacity, backend, timeline=timeline)
+        return PlanExecutor(_stages(model, None, group), storage, capacity, backend, timeline=timeline)
     if ladder.rung("graphs") == "host-flags" and any(place.cpu_attends for place in storage.places):
         flags = host_memory(lambda pin: empty_flags(1, pinned=pin), model.device)
         try:
@@ -63,7 +67,7 @@ def build_executor(
         )
         num_programs = streams.sms * _programs_per_sm(q, storage)
     executor = PlanExecutor(
-        Stages(model, dispatch),
+        _stages(model, dispatch, group),
         storage,
         capacity,
         backend,
@@ -79,6 +83,12 @@ def build_executor(
     backend.forget()
     clear_workspaces(model.device)
     return executor
+
+
+def _stages(model: Decoder, operators: Operators | None, group: Group | None) -> Stages:
+    if group is None:
+        return Stages(model, operators)
+    return Stages(model, operators, reduce=group.sum, has_head=group.rank.number == 0)
 
 
 def _programs_per_sm(q: Tensor, storage: KVStorage) -> int:

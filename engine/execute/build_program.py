@@ -107,6 +107,8 @@ class ProgramBuilder:
                 for sequence, _, count in wanted:
                     asked.append(Asked(sequence, first_row, count))
                     first_row += count
+        if not self._stages.has_head:
+            asked = []  # whoever has it chooses tokens
         outputs = Outputs(asked, self._stages, self._workspace, first_row if chooses else None)
         return Program(
             self._stages, self._workspace, memory, passes, moves, outputs, chooses=chooses, window=stream

@@ -96,7 +96,8 @@ class PlanExecutor(Executor):
         self._timeline = timeline
         self._patience = patience
         self._watch = patience.watch()  # of the iteration
-        self._has_graphs = uses_gpu and stages.writes_in_place and ladder.rung("graphs") != "eager"
+        can_have_graphs = uses_gpu and stages.writes_in_place and not stages.is_part
+        self._has_graphs = can_have_graphs and ladder.rung("graphs") != "eager"
         with self._backend.on_device():
             self._workspace = Workspace(
                 stages, storage.places, capacity, num_programs, has_graphs=self._has_graphs
@@ -212,6 +213,8 @@ class PlanExecutor(Executor):
         moved, whose old places may have been written to since. Called where errors are caught: what is raised
         is the error itself.
         """
+        if self._stages.is_part:  # nothing is done again by one rank alone
+            raise error
         if isinstance(error, (StreamMemoryError, RelayStalledError, HandOverStalledError)):
             ladder.limit("graphs", "device-only", str(error))
             relays, self._relays = self._relays, None

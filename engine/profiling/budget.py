@@ -58,8 +58,11 @@ class MemoryCaps:
     @classmethod
     def of(cls, options: EngineOptions) -> Self:
         """Return what was asked for."""
-        asked = (options.gpu_memory_gib, options.cpu_memory_gib)
-        return cls(*(None if gib is None else int(gib * GIB) for gib in asked))
+        ranks = options.tensor_parallel  # each has a GPU, and all divide the host's memory
+        gpu, host = options.gpu_memory_gib, options.cpu_memory_gib
+        return cls(
+            None if gpu is None else int(gpu * GIB), None if host is None else int(host * GIB) // ranks
+        )
 
 
 def limits_of(options: EngineOptions, device: torch.device) -> SchedulerLimits:
@@ -81,10 +84,10 @@ class FreeMemory:
     iteration_bytes: int | None = None  # that iterations on the GPU took, see `warm_up`; None: none has run
 
     @classmethod
-    def now(cls, device: torch.device, iteration_bytes: int | None = None) -> Self:
-        """Ask the system, and the GPU if it is the device."""
+    def now(cls, device: torch.device, iteration_bytes: int | None = None, ranks: int = 1) -> Self:
+        """Ask the system, and the GPU if it is the device; so many processes divide the system's."""
         gpu = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-        return cls(host_memory().available_bytes, gpu, iteration_bytes)
+        return cls(host_memory().available_bytes // ranks, gpu, iteration_bytes)
 
 
 def pool_blocks(

@@ -93,8 +93,15 @@ def thread_executor(
     lanes: Lanes | None = None,
     timeline: Timeline | None = None,
     patience: Patience = DEFAULT_PATIENCE,
+    stages: Stages | None = None,
 ) -> PlanExecutor:
-    """Make an executor without a GPU."""
+    """Make an executor without a GPU.
+
+    Args:
+        stages: of the model; None: the usual ones.
+    """
     capacity = Capacity.of(MAX_TOKENS, MAX_REQUESTS, MAX_CONTEXT, storage.block_size)
     backend = ThreadBackend(timeline, lanes)
-    return PlanExecutor(Stages(model), storage, capacity, backend, timeline=timeline, patience=patience)
+    return PlanExecutor(
+        stages or Stages(model), storage, capacity, backend, timeline=timeline, patience=patience
+    )

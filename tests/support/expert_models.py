@@ -19,16 +19,18 @@ from neo_desktop.models.weights import named_weights
 EXPERTS = ("experts_gate", "experts_up", "experts_down")
 
 
-def experts_config(windows: tuple[int | None, ...] = WINDOWS) -> ModelConfig:
+def experts_config(windows: tuple[int | None, ...] = WINDOWS, intermediate_size: int = 64) -> ModelConfig:
     """Six experts in all layers but one, of which a token takes two."""
     layers = tuple(layer for layer in range(len(windows)) if layer != 1)
-    experts = ExpertsConfig(count=6, per_token=2, intermediate_size=64, layers=layers)
+    experts = ExpertsConfig(count=6, per_token=2, intermediate_size=intermediate_size, layers=layers)
     return replace(tiny_config(windows), architecture="Qwen3MoeForCausalLM", experts=experts)
 
 
-def expert_model(seed: int | None = None, windows: tuple[int | None, ...] = WINDOWS) -> Decoder:
+def expert_model(
+    seed: int | None = None, windows: tuple[int | None, ...] = WINDOWS, intermediate_size: int = 64
+) -> Decoder:
     """Any number of experts of a layer, and of rows of other matrices, is resident; None: all are."""
-    config = experts_config(windows)
+    config = experts_config(windows, intermediate_size)
     model = random_model(config, dtype=torch.float32, device=torch.device("cpu"))
     wide = Decoder(config, dtype=torch.float32, device=torch.device("cpu"), form=_form(config, seed))
     for target, source in zip(named_weights(wide), named_weights(model), strict=True):

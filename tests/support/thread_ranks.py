@@ -1,34 +1,86 @@
 """Ranks of a divided model, each in a thread of one process."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from neo_desktop.models.ranks import Rank
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.ranks import Rank, config_of_rank, weights_of_rank
 from neo_desktop.models.stages import Reduce
+from neo_desktop.models.weights import Weights, named_weights
 
 PATIENCE_S = 60.0  # for a rank that must come; only a defect waits for so long
 T = TypeVar("T")
 
 
+class ThreadSums:
+    """Sums over threads, each of which is a rank."""
+
+    def __init__(self, count: int) -> None:
+        self._together = threading.Barrier(count)
+        self._given: list[Tensor | None] = [None] * count
+        self.count = count
+
+    def of(self, number: int) -> Reduce:
+        """Return what one of them calls."""
+        return partial(self._sum, number)
+
+    def _sum(self, number: int, part: Tensor) -> None:
+        self._given[number] = part.clone()
+        self._together.wait(PATIENCE_S)
+        part.copy_(torch.stack([each for each in self._given if each is not None]).sum(0))
+        self._together.wait(PATIENCE_S)
+
+
 def on_ranks(count: int, work: Callable[[Rank, Reduce], T]) -> list[T]:
     """Let each rank work in a thread, and return what each of them gives."""
-    together = threading.Barrier(count)
-    given: list[Tensor | None] = [None] * count
+    sums = ThreadSums(count)
 
     def of_rank(number: int) -> T:
-        def reduce(part: Tensor) -> None:
-            given[number] = part.clone()
-            together.wait(PATIENCE_S)
-            part.copy_(torch.stack([each for each in given if each is not None]).sum(0))
-            together.wait(PATIENCE_S)
-
         with torch.inference_mode():  # each thread's own
-            return work(Rank(number, count), reduce)
+            return work(Rank(number, count), sums.of(number))
 
     with ThreadPoolExecutor(count) as threads:
         return list(threads.map(of_rank, range(count)))
+
+
+@dataclass(frozen=True)
+class MemoryTensor:
+    """See `weights.StoredTensor`: one that lies in memory."""
+
+    tensor: Tensor
+    file = Path("memory")
+    type_name = "F32"
+    is_quantised = False
+    blocks = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:
+        yield 0, self.tensor
+
+
+def parts_of(model: Decoder, count: int) -> list[Decoder]:
+    """Divide a model that is loaded."""
+    stored = {each.name: MemoryTensor(each.dense()) for each in named_weights(model)}
+    whole, parts = Weights(Path("memory"), "the model", dict(stored)), []
+    for rank in (Rank(number, count) for number in range(count)):
+        config = config_of_rank(model.config, rank)
+        part = Decoder(config, dtype=model.dtype, device=model.device)
+        weights = {each.name: each for each in named_weights(part)}
+        weights_of_rank(whole, model.config, rank).load_into(weights, model.dtype, None)
+        parts.append(part)
+    return parts

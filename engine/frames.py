@@ -4,11 +4,12 @@ Nobody else can reach such a pipe, so that what comes out of it may be unpickled
 and no other process inherits it.
 """
 
+import os
 import pickle
 import struct
 import threading
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 _HEAD = struct.Struct("<Q")
 
@@ -40,3 +41,15 @@ def read_frames(stream: IO[bytes]) -> Iterator[Any]:
         if len(data) < size:
             return
         yield pickle.loads(data)
+
+
+def take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Take stdin and stdout for such values alone; children and what prints get something else."""
+    values_in, values_out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    try:
+        os.dup2(2, 1)
+    except OSError:  # there is no stderr
+        os.dup2(nothing, 1)
+    return values_in, values_out

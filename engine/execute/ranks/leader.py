@@ -1,0 +1,338 @@
+"""Rank 0's side: starts the processes of the other ranks, and tells them what to execute."""
+
+import contextlib
+import logging
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from neo_desktop import native
+from neo_desktop.engine.batch import IterationPlan, IterationResult
+from neo_desktop.engine.cuda.errors import EngineLostError, is_lost
+from neo_desktop.engine.execute.executor import Executor, Wait
+from neo_desktop.engine.execute.ranks.group import Group
+from neo_desktop.engine.execute.ranks.messages import (
+    Agreed,
+    Beginning,
+    Failed,
+    Fitting,
+    Join,
+    Loaded,
+    Measure,
+    Question,
+    Ready,
+)
+from neo_desktop.engine.execute.ranks.plans import PlanWriter
+from neo_desktop.engine.frames import FrameWriter, read_frames
+from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.placement import Place
+from neo_desktop.models.ranks import Rank
+
+T = TypeVar("T")
+
+PATIENCE_S = 120.0  # with a sum: kernels may be compiled by one rank meanwhile
+ANSWER_S = 15.0  # with an answer, once something has gone wrong
+EXIT_S = 5.0  # from an error of a rank to the end of its process
+POLL_S = 0.25
+_PROGRAM = "from neo_desktop.engine.follower import main; main()"
+
+
+class RankLostError(EngineLostError):
+    """A process of another rank is gone, or does not answer: the model is not whole any more."""
+
+
+class _Process:
+    """The process of another rank.
+
+    Args:
+        beginning: what it is told first.
+        environment: its variables.
+    """
+
+    def __init__(self, beginning: Beginning, environment: Mapping[str, str]) -> None:
+        self.rank = beginning.rank
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM],  # nothing is imported from the current folder
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        assert self._process.stdin is not None
+        self._writer = FrameWriter(self._process.stdin)
+        self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._failed: Exception | None = None
+        threading.Thread(target=self._read, name=f"rank {self.rank.number}", daemon=True).start()
+        self.send(beginning)
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    def send(self, message: object) -> None:
+        """Tell it something; one that has ended is told nothing."""
+        with contextlib.suppress(OSError, ValueError):
+            self._writer.put(message)
+
+    def answer(self, kind: type[T], patience_s: float | None = None) -> T:
+        """Wait for what it says next.
+
+        Args:
+            patience_s: None: as long as it lives.
+
+        Raises:
+            RankLostError: it has ended, or is late.
+            what it has failed with, while it is set up.
+        """
+        try:
+            message = self._messages.get(timeout=patience_s)
+        except queue.Empty:
+            raise RankLostError(f"{self} did not answer within {patience_s:g} s") from None
+        if self._failed is not None:
+            raise self._failed
+        if not isinstance(message, kind):
+            raise RankLostError(f"{self} {self.what_ended() or f'said {message}'}")
+        return message
+
+    def what_ended(self, patience_s: float = 0.0) -> str | None:
+        """Say how it ended; None: it has not, within the patience."""
+        try:
+            status = self._process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            return None
+        if self._failed is not None:
+            return f"failed: {self._failed}"
+        if status < 0:
+            with contextlib.suppress(ValueError):
+                return f"was ended by {signal.Signals(-status).name}"
+        return f"ended (exit status {status})"
+
+    @property
+    def is_cause(self) -> bool:
+        """Whether a signal ended it, or an error of its own: others end because of that."""
+        return self._failed is not None or (self._process.poll() or 0) < 0
+
+    def end(self) -> None:
+        """End it: it has nothing that is to be kept."""
+        self._process.kill()
+        self._process.wait()
+        with contextlib.suppress(OSError):  # of what was not written
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+    def _read(self) -> None:
+        stdout = self._process.stdout
+        assert stdout is not None
+        with stdout:
+            for message in read_frames(stdout):
+                if isinstance(message, Failed):
+                    self._failed = message.error
+                self._messages.put(message)
+        self._messages.put(None)
+
+    def __str__(self) -> str:
+        return f"process {self.pid}, which has part {self.rank.number + 1} of the model,"
+
+
+class Leader:
+    """The other ranks, as rank 0 sees them; also a `Member` itself.
+
+    Args:
+        options: of the engine.
+        device: of this rank.
+
+    Raises:
+        ValueError: there are too few GPUs.
+    """
+
+    def __init__(self, options: EngineOptions, device: torch.device) -> None:
+        count = options.tensor_parallel
+        self.rank = Rank(0, count)
+        visible = [os.environ.copy() for _ in range(count)]
+        if device.type == "cuda":
+            if torch.cuda.device_count() < count:
+                raise ValueError(
+                    f"tensor_parallel {count} needs as many GPUs, but there are {torch.cuda.device_count()}: "
+                    "choose a smaller number"
+                )
+            names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+            for variables, name in zip(visible, names, strict=False):
+                variables["CUDA_VISIBLE_DEVICES"] = name
+        self._folder = Path(tempfile.mkdtemp(prefix="neo-desktop-ranks-"))
+        self._threads = torch.get_num_threads(), native.default_num_threads()
+        self._group: Group | None = None
+        self._num_questions = 0
+        self._lock = threading.Lock()
+        self._lost: str | None = None
+        share_cpus(count)
+        of_others = replace(options, device=device.type, trace_timeline=None)
+        limits = [
+            (each.mechanism.name, each.rung.name, each.reason) for each in ladder.standings() if each.reason
+        ]
+        level = max(logging.getLogger().getEffectiveLevel(), logging.WARNING)  # rank 0 has told the rest
+        self.processes = [
+            _Process(
+                Beginning(
+                    of_others, Rank(number, count), self._folder, PATIENCE_S, list(sys.path), level, limits
+                ),
+                visible[number],
+            )
+            for number in range(1, count)
+        ]
+
+    def loaded(self, dtype: torch.dtype) -> None:
+        """See `Member`, likewise the next one."""
+        for process in self.processes:
+            theirs = process.answer(Loaded).dtype
+            if theirs != str(dtype):
+                raise RuntimeError(
+                    f"parts of the model were loaded in {dtype} and {theirs}: choose a --dtype"
+                )
+        self._tell(Measure())
+
+    def agreed(self, fitting: Mapping[Place, int]) -> dict[Place, int]:  # noqa: D102
+        everywhere = [fitting, *(process.answer(Fitting).blocks for process in self.processes)]
+        least = {place: min(blocks[place] for blocks in everywhere) for place in fitting}
+        self._tell(Agreed(least))
+        return least
+
+    def join(self, device: torch.device) -> Group:
+        """Make the group, with all of them; `close` leaves it."""
+        self._tell(Join())
+        self._group = Group(self.rank, self._folder, device, PATIENCE_S)
+        return self._group
+
+    def check_ready(self) -> None:
+        """Wait until all are ready for plans."""
+        for process in self.processes:
+            process.answer(Ready)
+
+    def send(self, message: object) -> None:
+        """Tell all of them something.
+
+        Raises:
+            RankLostError: one of them is gone.
+        """
+        for process in self.processes:
+            if process.what_ended() is not None:
+                raise self.lost()
+        self._tell(message)
+
+    def have_executed(self) -> bool:
+        """Whether all have executed the plans that they were told of: then the next one can follow."""
+        self._num_questions += 1
+        question = Question(self._num_questions)
+        self._tell(question)
+        deadline_s = time.monotonic() + ANSWER_S
+        try:
+            return all(
+                process.answer(Question, max(deadline_s - time.monotonic(), 0.0)) == question
+                for process in self.processes
+            )
+        except Exception:  # what it was is found in `lost`
+            return False
+
+    def lost(self) -> RankLostError:
+        """End all of them; return why nothing can be computed any more."""
+        with self._lock:
+            if self._lost is None:
+                self._lost = self._why()
+                for process in self.processes:
+                    process.end()
+        return RankLostError(self._lost)
+
+    def _why(self) -> str:
+        deadline_s = time.monotonic() + EXIT_S
+        ended: list[_Process] = []
+        while not ended and time.monotonic() < deadline_s:
+            ended = [each for each in self.processes if each.what_ended(POLL_S) is not None]
+        ended.sort(key=lambda each: not each.is_cause)
+        if not ended:
+            numbers = ", ".join(str(each.pid) for each in self.processes)
+            return f"the processes that have the other parts of the model ({numbers}) do not answer"
+        return f"{ended[0]} {ended[0].what_ended()}"
+
+    def close(self) -> None:
+        """End all of them, and leave this process as it was."""
+        for process in self.processes:
+            process.end()
+        if self._group is not None:
+            self._group.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        torch.set_num_threads(self._threads[0])
+        native.set_default_num_threads(self._threads[1])
+
+    def _tell(self, message: object) -> None:
+        for process in self.processes:
+            process.send(message)
+
+
+class LeadingExecutor(Executor):
+    """Executes plans on all ranks.
+
+    Args:
+        own: of rank 0.
+        leader: the others.
+    """
+
+    def __init__(self, own: Executor, leader: Leader) -> None:
+        self._own, self._leader = own, leader
+        self._writer = PlanWriter()
+        self._is_closed = False
+
+    def start(self, plan: IterationPlan) -> Wait:
+        """See `Executor`.
+
+        Raises:
+            RankLostError: another rank is gone, or does not answer.
+        """
+        if self._is_closed:
+            raise RuntimeError("the executor is closed")
+        self._leader.send(self._writer.told(plan))
+        return partial(self._end, self._attempt(partial(self._own.start, plan)))
+
+    def _end(self, wait: Wait) -> IterationResult:
+        return self._attempt(wait)
+
+    def _attempt(self, work: Callable[[], T]) -> T:
+        """Do something; if it fails, all ranks have to be where this one is."""
+        try:
+            return work()
+        except Exception as error:
+            if self._is_closed:
+                raise
+            if is_lost(error):
+                self._leader.lost()
+                raise
+            if not self._leader.have_executed():
+                raise self._leader.lost() from error
+            raise
+
+    def close(self) -> None:
+        """See `Executor`."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._own.close()
+        self._leader.close()
+
+
+def share_cpus(count: int) -> None:
+    """Take a share of the CPUs for this process's threads, which go where the system puts them."""
+    torch.set_num_threads(max(torch.get_num_threads() // count, 1))
+    native.bind_threads(False)
+    native.set_default_num_threads(max(native.default_num_threads() // count, 1))

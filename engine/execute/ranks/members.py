@@ -1,0 +1,70 @@
+"""Ranks while they are set up: what they have to agree on."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from neo_desktop.engine.execute.ranks.group import Group
+from neo_desktop.engine.execute.ranks.messages import Agreed, Beginning, Fitting, Join, Loaded, Measure
+from neo_desktop.engine.frames import FrameWriter
+from neo_desktop.engine.placement import Place
+from neo_desktop.models.ranks import Rank
+
+T = TypeVar("T")
+
+
+class Member(Protocol):
+    """One rank among others, as set-up sees it."""
+
+    rank: Rank
+
+    def loaded(self, dtype: torch.dtype) -> None:
+        """Wait until all ranks have loaded their parts.
+
+        Raises:
+            RuntimeError: a rank has ended, or chose another dtype.
+        """
+
+    def agreed(self, fitting: Mapping[Place, int]) -> dict[Place, int]:
+        """Tell how many blocks find room; return how many do so on all ranks."""
+
+
+class Follower:
+    """A rank other than 0, in its own process.
+
+    Args:
+        beginning: what it was told.
+        messages: of rank 0, to come.
+        writer: to rank 0.
+    """
+
+    def __init__(self, beginning: Beginning, messages: Iterator[Any], writer: FrameWriter) -> None:
+        self.rank = beginning.rank
+        self.messages = messages
+        self._beginning = beginning
+        self._writer = writer
+
+    def loaded(self, dtype: torch.dtype) -> None:
+        """See `Member`, likewise the next one."""
+        self.tell(Loaded(str(dtype)))
+        self._next(Measure)
+
+    def agreed(self, fitting: Mapping[Place, int]) -> dict[Place, int]:  # noqa: D102
+        self.tell(Fitting(fitting))
+        return dict(self._next(Agreed).blocks)
+
+    def join(self, device: torch.device) -> Group:
+        """Join the group when rank 0 does."""
+        self._next(Join)
+        return Group(self.rank, self._beginning.folder, device, self._beginning.patience_s)
+
+    def tell(self, message: object) -> None:
+        """Tell rank 0 something."""
+        self._writer.put(message)
+
+    def _next(self, kind: type[T]) -> T:
+        message = next(self.messages)
+        if not isinstance(message, kind):
+            raise TypeError(f"rank 0 said {message}, where a {kind.__name__} was expected")
+        return message

@@ -1,0 +1,133 @@
+"""Plans on their way to other ranks: what they know already is not told again.
+
+A plan has the whole block table of each sequence. The table of a request only grows while it stays where it
+is, so that what is new of it is enough. What only rank 0 does, choosing tokens and pooling, is reduced to the
+rows that all ranks have to compute for it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from neo_desktop.engine.batch import (
+    BlockCopy,
+    IterationPlan,
+    IterationTiming,
+    ScheduledSequence,
+    SubBatch,
+)
+from neo_desktop.engine.int_array import IntArray, IntView
+from neo_desktop.engine.placement import Place
+
+T = TypeVar("T")
+
+MAX_TABLES = 4096  # that are remembered; of others all is told again
+
+
+class ToldSequence(NamedTuple):
+    """What is told of a `ScheduledSequence`."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    start: int
+    place: Place
+    num_known: int  # blocks of its table that were told before
+    new_blocks: bytes  # int32: those after them
+    num_rows: int  # last rows whose hidden states are needed
+
+
+class ToldPlan(NamedTuple):
+    """What is told of an `IterationPlan`."""
+
+    sub_batches: Sequence[Sequence[ToldSequence]]
+    staggered: Sequence[Sequence[ToldSequence | None]]
+    copies: tuple[BlockCopy, ...]
+    predicted: IterationTiming
+
+
+class PlanWriter:
+    """Rank 0's side: says what is new."""
+
+    def __init__(self) -> None:
+        self._tables: OrderedDict[tuple[str, Place], IntView] = OrderedDict()  # as they were told
+
+    def told(self, plan: IterationPlan) -> ToldPlan:
+        """Return what the other ranks have to be told of the next plan."""
+        return ToldPlan(
+            [[self._sequence(each) for each in batch.sequences] for batch in plan.sub_batches],
+            [[each and self._sequence(each) for each in cohort] for cohort in plan.staggered],
+            plan.copies,
+            plan.predicted,
+        )
+
+    def _sequence(self, sequence: ScheduledSequence) -> ToldSequence:
+        key, table = (sequence.request_id, sequence.place), sequence.block_table
+        known = self._tables.get(key)
+        num_known = 0 if known is None else len(known)
+        if known is None or not np.array_equal(table[:num_known], known):
+            num_known = 0
+        _keep(self._tables, key, table)
+        num_rows = sequence.num_pooled or int(sequence.sampling is not None)
+        new_blocks = table[num_known:].tobytes()
+        return ToldSequence(
+            sequence.request_id,
+            sequence.token_ids,
+            sequence.start,
+            sequence.place,
+            num_known,
+            new_blocks,
+            num_rows,
+        )
+
+
+class PlanReader:
+    """The side of another rank: puts plans together again. They come in order, and all of them."""
+
+    def __init__(self) -> None:
+        self._tables: OrderedDict[tuple[str, Place], IntArray] = OrderedDict()
+
+    def plan(self, told: ToldPlan) -> IterationPlan:
+        """Return the plan, in which no token is chosen."""
+        sub_batches = [SubBatch(tuple(self._sequences(batch))) for batch in told.sub_batches]
+        return IterationPlan(
+            tuple(sub_batches),
+            told.copies,
+            told.predicted,
+            staggered=tuple(
+                tuple(each and self._sequence(each) for each in cohort) for cohort in told.staggered
+            ),
+        )
+
+    def _sequences(self, told: Iterable[ToldSequence]) -> Iterable[ScheduledSequence]:
+        return (self._sequence(each) for each in told)
+
+    def _sequence(self, told: ToldSequence) -> ScheduledSequence:
+        key = told.request_id, told.place
+        table = self._tables.get(key) if told.num_known else None
+        if table is None:
+            table = IntArray()
+        elif len(table) != told.num_known:
+            raise ValueError(
+                f"{told.num_known} blocks of {told.request_id} were told before, not {len(table)}"
+            )
+        table.extend(np.frombuffer(told.new_blocks, np.int32))
+        _keep(self._tables, key, table)
+        return ScheduledSequence(
+            told.request_id,
+            told.token_ids,
+            told.start,
+            told.place,
+            table.view(),
+            None,
+            num_pooled=told.num_rows,
+        )
+
+
+def _keep(tables: OrderedDict[tuple[str, Place], T], key: tuple[str, Place], table: T) -> None:
+    """Remember a table as the newest; both sides forget the same ones."""
+    tables[key] = table
+    tables.move_to_end(key)
+    if len(tables) > MAX_TABLES:
+        tables.popitem(last=False)

@@ -1,0 +1,90 @@
+"""The process of a rank other than 0: loads its part of a model, then executes what rank 0 plans.
+
+See `execute.ranks.messages` for what is said.
+"""
+
+import faulthandler
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from neo_desktop.engine.execute.build import build_executor
+from neo_desktop.engine.execute.ranks.group import BrokenGroupError
+from neo_desktop.engine.execute.ranks.leader import share_cpus
+from neo_desktop.engine.execute.ranks.members import Follower
+from neo_desktop.engine.execute.ranks.messages import Beginning, Failed, Question, Ready
+from neo_desktop.engine.execute.ranks.plans import PlanReader
+from neo_desktop.engine.frames import FrameWriter, read_frames, take_pipes
+from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.loading import load
+from neo_desktop.engine.parts import take_memory
+
+FAILED_STATUS = 1
+
+
+def main() -> None:
+    """Run until rank 0 is gone."""
+    faulthandler.enable()  # of a crash, at least the lines of Python are seen
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's, which closes the pipe
+    commands, events = take_pipes()
+    frames, writer = read_frames(commands), FrameWriter(events)
+    beginning: Beginning = next(frames)
+    sys.path[:] = beginning.sys_path
+    logging.basicConfig(level=beginning.log_level, format="%(message)s", force=True)
+    for mechanism, rung, reason in beginning.limits:
+        ladder.limit(mechanism, rung, reason)
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(frames, messages), name="messages", daemon=True).start()
+    try:
+        _follow(beginning, Follower(beginning, iter(messages.get, None), writer))
+    except BrokenGroupError:  # another one is the cause
+        os._exit(FAILED_STATUS)
+    except Exception as error:
+        writer.put(Failed(_portable(error)))
+        os._exit(FAILED_STATUS)
+
+
+def _listen(frames: Iterator[Any], messages: "queue.SimpleQueue[Any]") -> None:
+    """The thread that listens; when rank 0 is gone, nothing that is under way here can come to an end."""
+    try:
+        for message in frames:
+            messages.put(message)
+    finally:
+        os._exit(0)
+
+
+def _follow(beginning: Beginning, follower: Follower) -> None:
+    share_cpus(beginning.rank.count)
+    options = beginning.options
+    loaded = load(options, rank=beginning.rank)
+    parts = take_memory(loaded, options, member=follower)
+    limits, group = parts.limits, follower.join(loaded.decoder.device)
+    executor = build_executor(
+        loaded.decoder,
+        parts.storage,
+        limits.max_batch_tokens,
+        limits.max_batch_requests,
+        None,
+        loaded.streams,
+        group,
+    )
+    follower.tell(Ready())
+    reader = PlanReader()
+    for message in follower.messages:
+        if isinstance(message, Question):
+            follower.tell(message)
+        else:
+            executor.execute(reader.plan(message))
+
+
+def _portable(error: Exception) -> Exception:
+    """Return an error of the kinds that loading raises, which rank 0 can raise as its own."""
+    for kind in (MemoryError, ValueError):
+        if isinstance(error, kind):
+            return kind(str(error))
+    return RuntimeError(str(error) or type(error).__name__)

@@ -1,0 +1,199 @@
+"""A model divided among processes: the same tokens as of one, and what happens when one of them is lost."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from checkpoints import save_checkpoint
+
+from neo_desktop import Engine, SamplingParams, native
+from neo_desktop.engine.batch import IterationPlan, IterationResult
+from neo_desktop.engine.engine import Engine as OwnEngine
+from neo_desktop.engine.execute.executor import Wait
+from neo_desktop.engine.execute.outputs import Outputs
+from neo_desktop.engine.execute.ranks import leader
+from neo_desktop.engine.execute.ranks.leader import LeadingExecutor, RankLostError
+from neo_desktop.engine.generate import EngineError
+from neo_desktop.engine.predict.cost_model import ZeroCostModel
+from neo_desktop.models.json_file import ModelError
+
+PROMPTS = [[(7 * i + 3 * j) % 250 for j in range(size)] for i, size in enumerate((5, 60, 12, 33))]
+PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True, logprobs=2)
+DIVISIBLE = {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 16}
+MIXTURE = DIVISIBLE | {"intermediate_size": 256}
+POLICIES = ("auto", "neo", "apex", "fastdecode", "gpu-only")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    save_checkpoint(path / "llama", "llama", **DIVISIBLE)
+    save_checkpoint(path / "mixtral", "mixtral", **MIXTURE)
+    return path
+
+
+@contextmanager
+def engine(model: Path, ranks: int, policy: str = "neo", tokens: int = 256) -> Iterator[Engine]:
+    """One whose caches are so small that requests live in both of them, and move."""
+    made = Engine.from_pretrained(
+        model,
+        device="cpu",
+        policy=policy,
+        tensor_parallel=ranks,
+        gpu_cache_tokens=tokens // 2,
+        cpu_cache_tokens=tokens,
+        max_batch_tokens=32,
+        max_batch_requests=8,
+        cost_model=ZeroCostModel(),
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def tokens_of(engine: Engine) -> list[tuple[int, ...]]:
+    params = [PARAMS, PARAMS, SAMPLED, PARAMS]
+    return [completion.token_ids for completion in engine.generate(PROMPTS, params)]
+
+
+def others_of(engine: Engine) -> list[psutil.Process]:
+    executor = engine._iterations.executor
+    assert isinstance(executor, LeadingExecutor)
+    return [psutil.Process(each.pid) for each in executor._leader.processes]
+
+
+def go_on(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "policy"),
+    [
+        *(("llama", 2, policy) for policy in POLICIES),
+        ("llama", 4, "neo"),
+        ("mixtral", 2, "neo"),
+        ("mixtral", 4, "fastdecode"),
+    ],
+)
+def test_tokens_are_those_of_one_process(folder: Path, model: str, ranks: int, policy: str) -> None:
+    """Of greedy requests and sampled ones, in all places; sums of hidden states, too."""
+    with engine(folder / model, 1, policy) as alone:
+        expected, states = tokens_of(alone), alone.embed(PROMPTS)
+    threads = torch.get_num_threads(), native.default_num_threads()
+    with engine(folder / model, ranks, policy) as divided:
+        assert tokens_of(divided) == expected
+        for ours, theirs in zip(divided.embed(PROMPTS), states, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5)
+        others = others_of(divided)
+        assert len(others) == ranks - 1
+    assert psutil.wait_procs(others, timeout=30)[1] == []
+    assert (torch.get_num_threads(), native.default_num_threads()) == threads
+
+
+def test_a_rank_that_is_killed_ends_requests_with_a_sentence(folder: Path) -> None:
+    with engine(folder / "llama", 2) as divided:
+        divided.generate(PROMPTS[:1], PARAMS)
+        (other,) = others_of(divided)
+        divided.add("a", divided.prepare(PROMPTS[0], PARAMS))
+        divided.step()
+        other.send_signal(signal.SIGKILL)
+        with pytest.raises(RankLostError, match="part 2 of the model, was ended by SIGKILL"):
+            go_on(divided)
+        with pytest.raises(RankLostError, match="SIGKILL"):  # nor does it go on later
+            divided.step()
+
+
+def test_of_several_ranks_the_one_that_was_killed_is_named(folder: Path) -> None:
+    with engine(folder / "llama", 4) as divided:
+        others = others_of(divided)
+        others[1].send_signal(signal.SIGKILL)
+        with pytest.raises(RankLostError, match=rf"process {others[1].pid}.* part 3 .* SIGKILL"):
+            divided.generate(PROMPTS, PARAMS)
+        assert psutil.wait_procs(others, timeout=30)[1] == []
+
+
+def test_a_rank_that_hangs_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PATIENCE_S", "ANSWER_S", "EXIT_S"):
+        monkeypatch.setattr(leader, name, 3.0)
+    with engine(folder / "llama", 2) as divided:
+        (other,) = others_of(divided)
+        other.send_signal(signal.SIGSTOP)
+        with pytest.raises(RankLostError, match="do not answer"):
+            divided.generate(PROMPTS, PARAMS)
+        assert not other.is_running()
+
+
+PROGRAM = """
+import sys, time
+from neo_desktop import Engine
+from neo_desktop.engine.predict.cost_model import ZeroCostModel
+
+engine = Engine.from_pretrained(
+    sys.argv[1],
+    device="cpu",
+    tensor_parallel=2,
+    gpu_cache_tokens=64,
+    cpu_cache_tokens=64,
+    cost_model=ZeroCostModel(),
+)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_ranks_end_with_rank_0(folder: Path) -> None:
+    """However it ended: their pipes do."""
+    command = [sys.executable, "-c", PROGRAM, str(folder / "llama")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        others = psutil.Process(process.pid).children()
+        process.kill()
+    assert len(others) == 1
+    assert psutil.wait_procs(others, timeout=30)[1] == []
+
+
+def test_an_error_after_the_layers_ends_its_requests_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks have computed the same, so that they go on together."""
+    with engine(folder / "llama", 2) as divided:
+        expected = tokens_of(divided)
+
+        def fail(self: Outputs, timing: object) -> IterationResult:
+            raise RuntimeError("a defect of rank 0")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Outputs, "result", fail)
+            with pytest.raises(EngineError, match="a defect of rank 0"):
+                divided.generate(PROMPTS, PARAMS)
+        assert tokens_of(divided) == expected
+
+
+def test_an_error_between_layers_is_the_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait for sums that do not come."""
+    monkeypatch.setattr(leader, "ANSWER_S", 1.0)
+    with engine(folder / "llama", 2) as divided:
+
+        def fail(plan: IterationPlan) -> Wait:
+            raise RuntimeError("a defect of rank 0")
+
+        monkeypatch.setattr(divided._iterations.executor._own, "start", fail)  # type: ignore[attr-defined]
+        with pytest.raises(RankLostError, match="do not answer"):
+            divided.generate(PROMPTS, PARAMS)
+
+
+def test_what_cannot_be_is_told_before_anything_runs(folder: Path) -> None:
+    with pytest.raises(ModelError, match="8 heads cannot be divided among 3 processes"):
+        OwnEngine.from_pretrained(folder / "llama", device="cpu", tensor_parallel=3)
+    with pytest.raises(ValueError, match="gpu_weights_gib does not go with tensor_parallel"):
+        OwnEngine.from_pretrained(folder / "llama", tensor_parallel=2, gpu_weights_gib=1.0)
