@@ -107,7 +107,13 @@ def choose_experts(logits: Tensor, normalises: bool, ids: Tensor, weights: Tenso
 
 
 def multiply_experts(
-    experts: StackedExperts, x: Tensor, ids: Tensor, weights: Tensor, room: ExpertScratch, out: Tensor
+    experts: StackedExperts,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    room: ExpertScratch,
+    out: Tensor,
+    adds: bool = False,
 ) -> None:
     """Put the weighted sum of what each row's experts make of it into its row of `out`.
 
@@ -116,17 +122,19 @@ def multiply_experts(
     Args:
         experts: of the layer.
         x: [n, hidden], n at most `ROWS_AT_ONCE`.
-        ids: [n, k] int32: which experts.
+        ids: [n, k] int32: which experts; -1: none.
         weights: [n, k] float32: of their results.
         room: of n rows.
         out: [n, hidden], not x.
+        adds: whether the sums are added to what is there.
     """
     total = torch.zeros_like(x, dtype=torch.float32)
     if ids.numel() < experts.count // 2:
         for row in range(len(x)):
             for slot in range(ids.shape[1]):
-                made = _network(experts, ids[row, slot : slot + 1], x[row : row + 1])
-                total[row] += made[0] * weights[row, slot]
+                expert = ids[row, slot : slot + 1]
+                made = _network(experts, expert.clamp(min=0), x[row : row + 1])
+                total[row] += torch.where(expert >= 0, made[0] * weights[row, slot], 0)
     else:
         for expert in range(experts.count):
             is_chosen = ids == expert
@@ -134,7 +142,10 @@ def multiply_experts(
             made = _network(experts, expert, x)
             # What an expert makes of others' rows may be infinite.
             total += torch.where(is_chosen.any(1, keepdim=True), made * share, 0)
-    out.copy_(total)
+    if adds:
+        out.add_(total)
+    else:
+        out.copy_(total)
 
 
 def _network(experts: StackedExperts, expert: int | Tensor, x: Tensor) -> Tensor:

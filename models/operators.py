@@ -56,7 +56,7 @@ class Operators(Protocol):
     @property
     def multiply_experts(
         self,
-    ) -> Callable[[StackedExperts, Tensor, Tensor, Tensor, ExpertScratch, Tensor], None]:
+    ) -> Callable[[StackedExperts, Tensor, Tensor, Tensor, ExpertScratch, Tensor, bool], None]:
         """On a device."""
 
 

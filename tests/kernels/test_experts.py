@@ -49,6 +49,8 @@ def expected_of(exact: list[tuple[Tensor, Tensor]], x: Tensor, ids: Tensor, weig
     (gates, gate_bias), (ups, up_bias), (downs, down_bias) = exact
     for row in range(len(x)):
         for slot, e in enumerate(ids[row].tolist()):
+            if e < 0:
+                continue
             one = x[row].double()
             gated = silu(gates[e] @ one + gate_bias[e]) * (ups[e] @ one + up_bias[e])
             out[row] += weights[row, slot].double() * (downs[e] @ gated + down_bias[e])
@@ -56,8 +58,15 @@ def expected_of(exact: list[tuple[Tensor, Tensor]], x: Tensor, ids: Tensor, weig
 
 
 def check(
-    experts: StackedExperts, exact: list[tuple[Tensor, Tensor]], n: int, k: int, dtype: torch.dtype
+    experts: StackedExperts,
+    exact: list[tuple[Tensor, Tensor]],
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    *,
+    misses: bool = False,
 ) -> None:
+    """Compare; where it `misses`, some experts are none, and what is left is added to what is there."""
     generator = torch.Generator().manual_seed(n)
     weight = experts.gate.weight
     hidden = weight.shape[1] if isinstance(weight, Tensor) else weight.columns
@@ -65,15 +74,21 @@ def check(
     x = torch.randn(n, hidden, generator=generator).to(dtype)
     ids = torch.rand(n, experts.count, generator=generator).argsort(1)[:, :k].int().contiguous()
     weights = torch.rand(n, k, generator=generator)
+    if misses:
+        ids[torch.rand(n, k, generator=generator) < 0.5] = -1
+        ids[n // 2] = -1
     gate_up, gated, products = (
         torch.full((n * k, width), torch.nan, dtype=dtype, device=device)
         for width in (2 * experts.gate.rows, experts.gate.rows, hidden)
     )
     choice = Choice.empty(n, k, device)
     room = ExpertScratch(torch.empty(0, device=device), choice, gate_up, gated, products, per_token=k)
-    out = torch.full((n, hidden), torch.nan, dtype=dtype, device=device)
-    dispatch.multiply_experts(experts, x.to(device), ids.to(device), weights.to(device), room, out)
+    there = torch.full((n, hidden), 1.0 if misses else torch.nan, dtype=dtype)
+    out, given = there.clone().to(device), (each.to(device) for each in (x, ids, weights))
+    dispatch.multiply_experts(experts, *given, room, out, misses)
     expected, allowed = expected_of(exact, x, ids, weights), DTYPES[dtype]
+    if misses:
+        expected += there.double()
     torch.testing.assert_close(out.cpu().double(), expected, rtol=allowed, atol=allowed * k)
 
 
@@ -109,6 +124,17 @@ def test_many_rows_are_put_into_blocks_by_sorting(
     monkeypatch.setattr(in_triton, "LARGE_BLOCK", 32)
     monkeypatch.setattr(in_triton, "has_tensor_cores", lambda device: True)
     check(*made(3, type_name, torch.float16, device), 25, 2, torch.float16)
+
+
+@pytest.mark.parametrize("few", [8, 1024])
+@pytest.mark.parametrize("type_name", [None, "Q4_1"])
+@pytest.mark.parametrize(("n", "k"), [(1, 2), (2, 1), (25, 2)])
+def test_what_is_given_to_no_expert_becomes_nothing(
+    type_name: str | None, n: int, k: int, few: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where others compute some of the experts."""
+    monkeypatch.setattr(in_triton, "FEW_PAIRS", few)
+    check(*made(6, type_name, torch.float32, device), n, k, torch.float32, misses=True)
 
 
 @pytest.mark.parametrize("few", [8, 1024])

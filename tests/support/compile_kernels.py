@@ -144,7 +144,8 @@ def choice(dtype: torch.dtype) -> None:
     choose_experts(empty(rows, experts, dtype=dtype), True, ids, weights)
     in_blocks(ids, rows, experts, 4)
     products, out = empty(rows * of_each, 2048, dtype=dtype), empty(rows, 2048, dtype=dtype)
-    add_up(products, weights, out)
+    for adds in (False, True):
+        add_up(products, ids, weights, out, adds=adds)
 
 
 def experts(dtype: torch.dtype, block: int, type_name: str | None = None) -> None:

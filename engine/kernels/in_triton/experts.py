@@ -48,7 +48,13 @@ def choose_experts(logits: Tensor, normalises: bool, ids: Tensor, weights: Tenso
 
 
 def multiply_experts(
-    experts: StackedExperts, x: Tensor, ids: Tensor, weights: Tensor, room: ExpertScratch, out: Tensor
+    experts: StackedExperts,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    room: ExpertScratch,
+    out: Tensor,
+    adds: bool = False,
 ) -> None:
     """See `models.expert_operators.multiply_experts`."""
     pairs, k, intermediate = ids.numel(), ids.shape[1], experts.gate.rows
@@ -75,18 +81,23 @@ def multiply_experts(
         gates, ups = gate_up.chunk(2, dim=1)
         gated.copy_(clamped_mul(gates, ups, experts.clamped))
     multiply(gated, 1, experts.down, products)
-    add_up(products, weights, out)
+    add_up(products, ids, weights, out, adds=adds)
 
 
-def add_up(products: Tensor, weights: Tensor, out: Tensor) -> None:
-    """Put sums of `products` `[n * k, hidden]` times weights `[n, k]` into `out` `[n, hidden]`."""
+def add_up(products: Tensor, ids: Tensor, weights: Tensor, out: Tensor, *, adds: bool) -> None:
+    """Put sums of `products` `[n * k, hidden]` times weights `[n, k]` into `out` `[n, hidden]`, or add them.
+
+    Products of no expert, whose id `[n, k]` is -1, are nothing, whatever is there.
+    """
     rows, columns = out.shape
     _add_up[rows, triton.cdiv(columns, SUM_COLUMNS)](
         products,
+        ids,
         weights,
         out,
         columns,
         out.stride(0),
+        ADDS=adds,
         K=weights.shape[1],
         COLUMNS=SUM_COLUMNS,
         num_warps=4,
@@ -104,10 +115,11 @@ def pairs_of_block(x: Tensor, pairs: int, rows: int, experts: int, matrix: Stack
 
 
 def in_blocks(ids: Tensor, rows: int, experts: int, count: int) -> Tensor:
-    """Return pairs of one expert each, `[blocks, count]` int32."""
+    """Return pairs of one expert each, `[blocks, count]` int32; pairs of none are left out."""
     pairs = ids.numel()
     if rows == 1 and count == 1:
-        return torch.arange(pairs, dtype=torch.int32, device=ids.device)[:, None]
+        pair = torch.arange(pairs, dtype=torch.int32, device=ids.device)
+        return torch.where(ids.flatten() >= 0, pair, -1)[:, None]
     if pairs <= FEW_PAIRS:
         blocks = torch.empty(pairs, count, dtype=torch.int32, device=ids.device)
         size = triton.next_power_of_2(pairs)
@@ -207,7 +219,7 @@ def _find_blocks(ids, blocks, pairs, COUNT: tl.constexpr, SIZE: tl.constexpr, OW
     for i in tl.static_range(COUNT):
         is_it = alike & (so_far == (before + i + 1)[:, None])
         pair = tl.max(tl.where(is_it, other[None, :], -1), axis=1)
-        pair = tl.where(before % COUNT == 0, pair, -1)
+        pair = tl.where((before % COUNT == 0) & (own_expert >= 0), pair, -1)
         tl.store(blocks + own * COUNT + i, pair, mask=own < pairs)
 
 
@@ -252,11 +264,25 @@ def _multiply_blocks(
 
 
 @triton.jit
-def _add_up(products, weights, out, columns, stride, K: tl.constexpr, COLUMNS: tl.constexpr):
+def _add_up(
+    products,
+    ids,
+    weights,
+    out,
+    columns,
+    stride,
+    ADDS: tl.constexpr,
+    K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     sums = tl.zeros([COLUMNS], tl.float32)
     for i in tl.static_range(K):
-        made = tl.load(products + (row * K + i) * columns + column, mask=column < columns, other=0.0)
+        given = tl.where(tl.load(ids + row * K + i) >= 0, columns, 0)
+        made = tl.load(products + (row * K + i) * columns + column, mask=column < given, other=0.0)
         sums += made.to(tl.float32) * tl.load(weights + row * K + i)
-    tl.store(out + row * stride + column, sums.to(out.dtype.element_ty), mask=column < columns)
+    into = out + row * stride + column
+    if ADDS:
+        sums += tl.load(into, mask=column < columns, other=0.0).to(tl.float32)
+    tl.store(into, sums.to(out.dtype.element_ty), mask=column < columns)
