@@ -120,6 +120,7 @@ class Decoder:
         else:
             self.lm_head = self.embedding
         self.streamed_shares = UNMEASURED  # of split matrices; replaced once it is measured
+        self.streamed_experts = UNMEASURED  # likewise, of experts in host memory
         self.inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
 
     def memory(self) -> dict[torch.device, int]:

@@ -17,21 +17,16 @@ ROWS_AT_ONCE = 1024  # enough that most experts have many; the room that they ne
 
 
 class Choice(NamedTuple):
-    """Which experts rows are given to, [rows, k] int32, and what their results are worth, fp32.
-
-    Where some of a layer's experts lie in host memory, both sides have numbers of their own. What is none of
-    theirs is expert 0 of the device, which is worth nothing then, and -1 of the host.
-    """
+    """Which experts rows are given to, [rows, k] int32, and what their results are worth, fp32."""
 
     ids: Tensor
     weights: Tensor
-    host_ids: Tensor
-    host_weights: Tensor
+    host_ids: Tensor  # see `Mixture.find_host_ids`
 
     @classmethod
     def empty(cls, rows: int, per_token: int, device: torch.device) -> "Choice":
         """Return room for so many rows, with any content."""
-        dtypes = (torch.int32, torch.float32) * 2
+        dtypes = (torch.int32, torch.float32, torch.int32)
         return cls(*(torch.empty(rows, per_token, dtype=dtype, device=device) for dtype in dtypes))
 
     def rows(self, rows: slice) -> "Choice":
@@ -87,6 +82,12 @@ class ExpertScratch(NamedTuple):
         return ExpertScratch(self.logits[:rows], choice, gate_up, gated, products, self.per_token)
 
 
+def ids_among(ids: Tensor, first: int, count: int) -> Tensor:
+    """Return the numbers that experts have among some of them that follow each other; -1: they are others."""
+    own = ids - first
+    return torch.where((own >= 0) & (own < count), own, -1)
+
+
 def choose_experts(logits: Tensor, normalises: bool, ids: Tensor, weights: Tensor) -> None:
     """Choose the experts of each row.
 
@@ -132,9 +133,9 @@ def multiply_experts(
     if ids.numel() < experts.count // 2:
         for row in range(len(x)):
             for slot in range(ids.shape[1]):
-                expert = ids[row, slot : slot + 1]
-                made = _network(experts, expert.clamp(min=0), x[row : row + 1])
-                total[row] += torch.where(expert >= 0, made[0] * weights[row, slot], 0)
+                one = ids[row, slot : slot + 1]
+                made = _network(experts, one.clamp(min=0), x[row : row + 1])
+                total[row] += torch.where(one >= 0, made[0] * weights[row, slot], 0)
     else:
         for expert in range(experts.count):
             is_chosen = ids == expert

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.models.decoder import Decoder, Experts
-from neo_desktop.models.expert_operators import ROWS_AT_ONCE, ExpertScratch
+from neo_desktop.models.expert_operators import ROWS_AT_ONCE, ExpertScratch, ids_among
+from neo_desktop.models.expert_pieces import ExpertPiece, expert_pieces
 from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.models.linear.split import Split
@@ -20,17 +21,20 @@ from neo_desktop.models.operators import Operators
 
 # x, ids, weights, room, out: see `expert_operators.multiply_experts`.
 Multiply = Callable[[Tensor, Tensor, Tensor, ExpertScratch, Tensor], None]
+_Matrices = tuple[Split, Split, Split]
 
 
 class Mixture:
     """A layer's experts, and the choice among them.
 
-    Some of them may lie in host memory, where the CPU computes what they make.
+    Some of them, the last ones, may lie in host memory. Of these the first come to the device for a product,
+    and the CPU computes what the others make.
     """
 
     def __init__(self, weights: Experts, config: ExpertsConfig, operators: Operators) -> None:
         self._router, self._config, self._operators = weights.router, config, operators
         self._num_resident = config.count
+        self._split: _Matrices | None = None
         self.on_host: native.PackedExperts | None = None
         self._on_device: Multiply | None = None
         gate, up, down = weights.gate, weights.up, weights.down
@@ -39,6 +43,7 @@ class Mixture:
             whole = resident * config.intermediate_size, resident * (down.rows // config.count)
             if (gate.resident_rows, down.resident_rows) != whole or up.resident_rows != gate.resident_rows:
                 raise ValueError("a part of an expert lies on the device, and a part in host memory")
+            self._split = gate, up, down
             of_host = gate.host.native, up.host.native, down.host.native
             self.on_host = native.packed_experts(config.count - resident, *of_host, _clamped(config))
             if gate.resident is None or up.resident is None or down.resident is None:
@@ -51,27 +56,76 @@ class Mixture:
         """Whether the device has some of the experts."""
         return self._on_device is not None
 
+    @property
+    def num_on_host(self) -> int:
+        """How many lie in host memory."""
+        return self._config.count - self._num_resident
+
+    def pieces(self, streamed: int, dtype: torch.dtype) -> list[ExpertPiece]:
+        """Return what comes to the device, in order.
+
+        Args:
+            streamed: how many of the experts in host memory.
+            dtype: of the model.
+        """
+        if self._split is None:
+            return []
+        return expert_pieces(self._split, self._config.count, streamed, dtype)
+
     def route(self, x: Tensor, room: ExpertScratch) -> None:
         """Choose experts for x `[n, hidden]`."""
         logits = self._router.multiply(x, room.logits)
-        choice, resident = room.choice, self._num_resident
-        ids, weights = choice.ids, choice.weights
+        ids, weights, _ = room.choice
         self._operators.choose_experts(logits, self._config.normalises, ids, weights)
-        if self.on_host is None:
-            return
-        is_here = ids < resident
-        choice.host_ids.copy_(torch.where(is_here, -1, ids - resident))
-        choice.host_weights.copy_(weights)
-        ids.copy_(torch.where(is_here, ids, 0))
-        weights.copy_(torch.where(is_here, weights, 0))
+
+    def find_host_ids(self, room: ExpertScratch, streamed: int) -> None:
+        """Say of the choice which of the experts in host memory they are; -1: none of the CPU's.
+
+        Args:
+            room: with the choice.
+            streamed: how many of the experts in host memory come to the device.
+        """
+        own = ids_among(room.choice.ids, self._num_resident, self.num_on_host)
+        room.choice.host_ids.copy_(torch.where(own < streamed, -1, own))
 
     def multiply_on_device(self, x: Tensor, room: ExpertScratch, out: Tensor) -> None:
         """Put what the device's experts make of x into `out` `[n, hidden]`, which is not x."""
         assert self._on_device is not None
         for first in range(0, len(x), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
-            ids, weights, *_ = room.choice.rows(rows)
+            ids, weights, _ = room.choice.rows(rows)
+            if self.on_host is not None:
+                ids = ids_among(ids, 0, self._num_resident)
             self._on_device(x[rows], ids, weights, room.first(len(x[rows])), out[rows])
+
+    def multiply_piece(
+        self,
+        piece: ExpertPiece,
+        staged: Tensor,
+        numbers: Tensor,
+        x: Tensor,
+        room: ExpertScratch,
+        out: Tensor,
+        *,
+        adds: bool,
+    ) -> None:
+        """Compute on the device what streamed experts make of x.
+
+        Args:
+            piece: one of `pieces`.
+            staged: its bytes on the device, `[bytes]` uint8.
+            numbers: `[at least piece.elements]` on the device, of the model's dtype: scratch.
+            x: [n, hidden]
+            room: with the choice.
+            out: [n, hidden], not x.
+            adds: whether it is added to what is there.
+        """
+        experts = piece.unpacked(staged, numbers, self._config.clamped)
+        for first in range(0, len(x), ROWS_AT_ONCE):
+            rows = slice(first, first + ROWS_AT_ONCE)
+            ids, weights, _ = room.choice.rows(rows)
+            own, of_rows = ids_among(ids, piece.first, piece.count), room.first(len(x[rows]))
+            self._operators.multiply_experts(experts, x[rows], own, weights, of_rows, out[rows], adds)
 
     def multiply_on_host(
         self, x: Tensor, ids: Tensor, weights: Tensor, room: ExpertScratch, out: Tensor
@@ -99,7 +153,8 @@ class Mixture:
             self.multiply_on_device(x, room, out)
         if self.on_host is None:
             return
-        on_host, ids, shares = x.cpu(), room.choice.host_ids.cpu(), room.choice.host_weights.cpu()
+        self.find_host_ids(room, 0)
+        on_host, ids, shares = x.cpu(), room.choice.host_ids.cpu(), room.choice.weights.cpu()
         made = torch.empty_like(on_host)
         scratch = room if x.device.type == "cpu" else room.in_host_memory()
         self.multiply_on_host(on_host, ids, shares, scratch, made)

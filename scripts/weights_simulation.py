@@ -13,8 +13,7 @@ figures of machine and kernels, and the same GPU memory for weights; they differ
     layer split  the first layers are on the GPU, the others on the CPU, and one waits for the other; for
                  prompts the CPU's layers are copied to the GPU and computed there. Of a mixture, all but the
                  experts is on the GPU first, and then experts layer by layer
-    divided      rows of each matrix: CPU, bus and GPU work at the same time; experts in host memory are
-                 computed by the CPU, for prompts, too. What it would be to stream them stands beside it
+    divided      rows of each matrix, or a layer's experts: CPU, bus and GPU work at the same time
 """
 
 import argparse
@@ -159,16 +158,6 @@ class Case:
     def matrices(self) -> dict[str, Sizes]:
         return layer_matrices(self.config, self.form, DTYPE)
 
-    @property
-    def with_streamed_experts(self) -> "Case":
-        """The same, if experts were streamed for prompts, as all else is."""
-        case = replace(self)
-        case.__dict__["matrices"] = {
-            name: replace(sizes, is_streamed=True) for name, sizes in self.matrices.items()
-        }
-        case.__dict__["plan"] = self.plan
-        return case
-
     @cached_property
     def plan(self) -> WeightPlan:
         return plan_weights(self.config, self.form, DTYPE, self.gpu_bytes, self.rates)
@@ -242,10 +231,10 @@ def cases(share: float) -> Iterator[tuple[str, str, Case]]:
 
 def sweep() -> None:
     print(
-        "| GPU | model | weights on the GPU | GB | " + " | ".join(RUNGS) + " | experts streamed | bound | "
+        "| GPU | model | weights on the GPU | GB | " + " | ".join(RUNGS) + " | bound | "
         "/ accelerate | / streaming | / layer split |"
     )
-    print("|---" * (9 + len(RUNGS)) + "|")
+    print("|---" * (8 + len(RUNGS)) + "|")
     for gpu, model in product(MACHINES, MODELS):
         for share in SHARES:
             case = Case.of(gpu, model, share)
@@ -253,11 +242,10 @@ def sweep() -> None:
                 continue
             rates = {name: case.rung(name) for name in RUNGS}
             ours = rates["divided"]
-            streamed = f"{case.with_streamed_experts.rung('divided'):.2f}" if case.config.experts else ""
             print(
                 f"| {get_gpu(gpu).title} | {model} | {share:.0%} | {case.gpu_bytes / 1e9:.1f} | "
                 + " | ".join(f"{rates[name]:.2f}" for name in RUNGS)
-                + f" | {streamed} | {case.bound():.2f} | {ours / rates['accelerate']:.1f}x "
+                + f" | {case.bound():.2f} | {ours / rates['accelerate']:.1f}x "
                 f"| {ours / rates['streaming']:.1f}x | {ours / rates['layer split']:.2f}x |",
                 flush=True,
             )

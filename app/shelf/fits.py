@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from neo_desktop.app.shelf.speed import MachineFigures, Speed, predict, predict_by
-from neo_desktop.engine.execute.split_products import STREAMING_BYTES
+from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.loading import (
     CPU_CACHE_DTYPES,
@@ -18,7 +18,7 @@ from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import cache_tokens_of
 from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.predict.split_product import Rates
-from neo_desktop.engine.predict.weight_plan import WeightPlan
+from neo_desktop.engine.predict.weight_plan import WeightPlan, layer_matrices
 from neo_desktop.engine.profiling.budget import (
     FreeMemory,
     MemoryCaps,
@@ -93,7 +93,7 @@ def fit(
             cache_tokens_of(options),
             MemoryCaps.of(options),
             CPU_CACHE_DTYPES[options.cpu_cache_dtype],
-            _beside_weights(free, weights, plan),
+            _beside_weights(free, weights, plan, streaming_bytes(layer_matrices(config, form, dtype))),
             weights if plan is None else plan.gpu_bytes,
         )
     except MemoryError as error:
@@ -144,12 +144,12 @@ def fit(
     )
 
 
-def _beside_weights(free: FreeMemory, weights: int, plan: WeightPlan | None) -> FreeMemory:
+def _beside_weights(free: FreeMemory, weights: int, plan: WeightPlan | None, streaming: int) -> FreeMemory:
     if free.gpu_bytes is None:
         return FreeMemory(free.host_bytes - weights, None)
     if plan is None:
         return FreeMemory(free.host_bytes, free.gpu_bytes - weights)
-    on_gpu = plan.gpu_bytes + STREAMING_BYTES
+    on_gpu = plan.gpu_bytes + streaming
     return FreeMemory(free.host_bytes - plan.host_bytes, free.gpu_bytes - on_gpu)
 
 

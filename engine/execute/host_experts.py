@@ -1,26 +1,17 @@
-"""Experts that lie in host memory: the CPU computes what they make of the rows that are given to them.
-
-device     |router|the device's experts|          |sum|..
-to-host           |rows, choice|
-cpu                            |its experts |
-to-device                                   |what they make|
-"""
+"""The CPU's part in mixtures of experts: what those make that lie in host memory and are not streamed."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.host_work import HostWork
-from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.expert_operators import ExpertScratch
+from neo_desktop.models.expert_operators import Choice, ExpertScratch
 from neo_desktop.models.experts import Mixture
-from neo_desktop.models.stages import DividedExperts
 from neo_desktop.native.relay import RelayExperts
 
 
@@ -103,35 +94,18 @@ class HostExperts(HostWork):
             room.x[rows], room.ids[rows], room.weights[rows], scratch, room.out[rows]
         )
 
-    def submit(
-        self, recorder: Recorder, stage: Stage, experts: DividedExperts, made: Signal
-    ) -> tuple[Signal, ...]:
-        """Give a turn's experts to the lanes, on both sides; return what ends with them beside the device.
+    def what(self, turn: int) -> Stage:
+        """Return what goes there and back in a turn, for people."""
+        return Stage("experts", turn, self.index, self.rows)
 
-        Args:
-            stage: of the device.
-            experts: what is asked for.
-            made: the end of what they read.
-        """
-        turn, room, rows = stage.layer, self.room, slice(self.rows)
-        what = Stage("experts", turn, self.index, self.rows)
+    def take(self, x: Tensor, choice: Choice) -> None:
+        """Bring rows `[rows, hidden]` and their choice to host memory."""
+        room, rows = self.room, slice(self.rows)
+        room.x[rows].copy_(x, non_blocking=True)
+        room.ids[rows].copy_(choice.host_ids, non_blocking=True)
+        room.weights[rows].copy_(choice.weights, non_blocking=True)
 
-        def send() -> None:
-            choice = experts.room.choice
-            room.x[rows].copy_(experts.x, non_blocking=True)
-            room.ids[rows].copy_(choice.host_ids, non_blocking=True)
-            room.weights[rows].copy_(choice.host_weights, non_blocking=True)
-
-        sent = recorder.run(Lane.TO_HOST, what, send, (made,))
-        computed = recorder.host(Lane.CPU, self.stage(turn), self.step(turn), (sent,))
-        of_host = room.out[rows]
-        if not experts.mixture.has_device_part:
-            bring = partial(experts.out.copy_, of_host, non_blocking=True)
-            return (recorder.run(Lane.TO_DEVICE, what, bring, (computed,)),)
-        multiply = partial(experts.mixture.multiply_on_device, experts.x, experts.room, experts.out)
-        multiplied = recorder.run(Lane.DEVICE, stage, multiply)
-        # Nobody reads the rows any more.
-        bring = partial(experts.x.copy_, of_host, non_blocking=True)
-        brought = recorder.run(Lane.TO_DEVICE, what, bring, (multiplied, computed))
-        recorder.run(Lane.DEVICE, stage, partial(experts.out.add_, experts.x), (brought,))
-        return ()
+    @property
+    def out(self) -> Tensor:
+        """What the CPU's experts make, [rows, hidden]."""
+        return self.room.out[: self.rows]

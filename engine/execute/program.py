@@ -48,11 +48,12 @@ from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
 from neo_desktop.engine.execute.layout import Bucket
 from neo_desktop.engine.execute.outputs import Outputs
 from neo_desktop.engine.execute.prompts import Prompts
-from neo_desktop.engine.execute.split_products import SplitPass, WeightStream
+from neo_desktop.engine.execute.split_products import SplitPass
 from neo_desktop.engine.execute.staggered import Staggered
 from neo_desktop.engine.execute.swapping import NewRows, WindowStream
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.execute.transfers import HostTransfer, Moves
+from neo_desktop.engine.execute.weight_stream import WeightStream
 from neo_desktop.engine.execute.workspace import BatchMemory, Memory, Workspace
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.sampler import NO_TOKEN

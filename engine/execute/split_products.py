@@ -13,7 +13,6 @@ Pieces come in the order of their use, as far ahead as there are buffers for the
 holds them up but that.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,15 +26,14 @@ from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.host_experts import ExpertRoom, HostExperts
 from neo_desktop.engine.execute.host_work import HostWork
 from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
-from neo_desktop.engine.execute.ring import Ring
+from neo_desktop.engine.execute.split_experts import DividedMixture, ExpertPass
 from neo_desktop.engine.execute.timeline import Stage
+from neo_desktop.engine.execute.weight_stream import NUM_BUFFERS, WeightStream
 from neo_desktop.models.decoder import TURN, LayerWeights
-from neo_desktop.models.linear.split import PIECE_BYTES, Piece, Split
+from neo_desktop.models.expert_pieces import ExpertPiece
+from neo_desktop.models.linear.split import Piece, Split
 from neo_desktop.models.stages import DividedExperts, Product, Stages, Step
 from neo_desktop.native.relay import RelayProduct, empty_flags
-
-NUM_BUFFERS = 3  # of pieces on their way
-STREAMING_BYTES = (NUM_BUFFERS + 1) * PIECE_BYTES  # the buffers, and room to unpack a piece
 
 _Room = TypeVar("_Room", bound="HostRoom | ExpertRoom")
 
@@ -191,6 +189,7 @@ class SplitProducts:
         }
         self._names = [name for name in TURN if any(name == each for _, each in self.splits)]
         self._divided: dict[float, dict[tuple[int, str], Divided]] = {}
+        self._divided_mixtures: dict[float, dict[int, DividedMixture]] = {}
         device, dtype = decoder.device, decoder.dtype
         flags = [
             {
@@ -207,21 +206,26 @@ class SplitProducts:
             rows,
         )
         mixtures = stages.mixtures.items()
-        self._mixtures = {layer + 1: each for layer, each in mixtures if each.on_host is not None}
+        self.mixtures = {layer + 1: each for layer, each in mixtures if each.on_host is not None}
         of_experts = [
             host_memory(lambda pin: empty_flags(self.num_turns, pinned=pin), device)
-            for _ in (rows if self._mixtures else ())
+            for _ in (rows if self.mixtures else ())
         ]
         self._expert_rooms = _Rooms(
             [partial(ExpertRoom, decoder=decoder, flags=of_it) for of_it in of_experts], rows
         )
-        pieces = [piece for split in self.splits.values() for piece in split.pieces(split.host_rows)]
-        most = max((len(piece.packed) for piece in pieces), default=0)
+        pieces: list[Piece | ExpertPiece] = []
+        for split in self.splits.values():
+            pieces += split.pieces(split.host_rows)
+        for mixture in self.mixtures.values():
+            pieces += mixture.pieces(mixture.num_on_host, dtype)
+        most = max(piece.nbytes for piece in pieces)
+        numbers = max(piece.elements for piece in pieces)
         rooms: list[HostRoom | ExpertRoom] = [*self._rooms.of_graphs, *self._expert_rooms.of_graphs]
         self.on_host = [tensor for room in rooms for tensor in room.on_host]  # what graphs copy from and to
-        self.on_host += [piece.packed for piece in pieces]
+        self.on_host += [source for piece in pieces for source in piece.sources]
         self.buffers = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
-        self.room = torch.empty(PIECE_BYTES // dtype.itemsize, dtype=dtype, device=device)
+        self.room = torch.empty(numbers, dtype=dtype, device=device)  # a piece's, unpacked
 
     def divided(self, rows: int) -> Mapping[tuple[int, str], Divided]:
         """Return how the matrices are divided for so many rows, by turn and name, in the order of a turn."""
@@ -244,11 +248,22 @@ class SplitProducts:
                 hosts[name] = HostProduct(name, index, rows, of_host, self.num_turns, room)
         return SplitPass(self, index, rows, divided, hosts, self._experts(index, rows, turns))
 
-    def _experts(self, index: int, rows: int, turns: range) -> HostExperts | None:
-        mixtures = {turn: each for turn, each in self._mixtures.items() if turn in turns}
-        if not mixtures:
-            return None
-        return HostExperts(index, rows, mixtures, self.num_turns, self._expert_rooms.of(index, rows))
+    def divided_mixtures(self, rows: int) -> Mapping[int, DividedMixture]:
+        """Return how the experts are divided for so many rows, by turn."""
+        share, dtype = self._decoder.streamed_experts.of(rows), self._decoder.dtype
+        if share not in self._divided_mixtures:
+            self._divided_mixtures[share] = {
+                turn: DividedMixture.of(mixture, share, dtype) for turn, mixture in self.mixtures.items()
+            }
+        return self._divided_mixtures[share]
+
+    def _experts(self, index: int, rows: int, turns: range) -> ExpertPass:
+        divided = {turn: each for turn, each in self.divided_mixtures(rows).items() if turn in turns}
+        of_host = {turn: each.mixture for turn, each in divided.items() if each.has_host_part}
+        host = None
+        if of_host:
+            host = HostExperts(index, rows, of_host, self.num_turns, self._expert_rooms.of(index, rows))
+        return ExpertPass(divided, host, self.room)
 
     @property
     def _in_order(self) -> list[tuple[int, str]]:
@@ -261,39 +276,6 @@ def _divide(split: Split, share: float) -> Divided:
     return Divided(split, split.resident_rows + streamed, split.pieces(streamed), matrix)
 
 
-class WeightStream:
-    """The pieces of an iteration's matrices on their way to the device.
-
-    Args:
-        pieces: in the order in which they are taken, with what each belongs to.
-        buffers: where they come.
-    """
-
-    def __init__(self, pieces: Iterable[tuple[Stage, Piece]], buffers: Sequence[Tensor]) -> None:
-        self._waiting = deque(pieces)
-        self._buffers = buffers
-        self._ring = Ring(len(buffers))
-        self._arrived: deque[tuple[Tensor, Signal]] = deque()
-
-    def bring(self, recorder: Recorder) -> None:
-        """Have pieces brought, as far as there is room."""
-        while self._waiting and self._ring.has_room:
-            stage, piece = self._waiting.popleft()
-            slot, is_free = self._ring.fill()
-            staged = self._buffers[slot][: len(piece.packed)]
-            copy = partial(staged.copy_, piece.packed, non_blocking=True)
-            self._arrived.append((staged, recorder.run(Lane.WEIGHTS, stage, copy, is_free)))
-
-    def take(self) -> tuple[Tensor, Signal]:
-        """Return where the next piece lies on the device, and what ends with its copy."""
-        return self._arrived.popleft()
-
-    def give_back(self, recorder: Recorder, used: Signal) -> None:
-        """Take in what ends with the use of the oldest piece that was taken."""
-        self._ring.give_back(used)
-        self.bring(recorder)
-
-
 @dataclass
 class SplitPass:
     """The products of rows of a sub-batch, on their way through the turns."""
@@ -303,26 +285,28 @@ class SplitPass:
     rows: int
     divided: Mapping[tuple[int, str], Divided]  # by turn and name, in order
     hosts: Mapping[str, HostProduct]
-    experts: HostExperts | None
+    experts: ExpertPass
 
     @property
     def on_host(self) -> list[HostWork]:
         """What the CPU computes, in the order of a turn."""
         before: list[HostWork] = [host for name, host in self.hosts.items() if name == "output"]
         others: list[HostWork] = [host for name, host in self.hosts.items() if name != "output"]
-        return [*before, *([] if self.experts is None else [self.experts]), *others]
+        return [*before, *([] if self.experts.host is None else [self.experts.host]), *others]
 
     def stream(self) -> WeightStream:
         """Return what brings the pieces of all turns."""
-        turns = dict.fromkeys(turn for turn, _ in self.divided)
+        turns = range(self.products.num_turns)
         return WeightStream((piece for turn in turns for piece in self.pieces(turn)), self.products.buffers)
 
-    def pieces(self, turn: int) -> Iterator[tuple[Stage, Piece]]:
+    def pieces(self, turn: int) -> Iterator[tuple[Stage, Piece | ExpertPiece]]:
         """Yield what comes to the device in a turn."""
-        for (of_turn, _), divided in self.divided.items():
-            if of_turn == turn:
-                stage = Stage("weights", turn, self.index, self.rows)
-                yield from ((stage, piece) for piece in divided.pieces)
+        stage = Stage("weights", turn, self.index, self.rows)
+        for name in TURN:
+            if name == "qkv" and turn in self.experts.divided:  # in the place of gate_up and down
+                yield from ((stage, piece) for piece in self.experts.divided[turn].pieces)
+            if (turn, name) in self.divided:
+                yield from ((stage, piece) for piece in self.divided[turn, name].pieces)
 
     def advance(
         self,
@@ -347,8 +331,7 @@ class SplitPass:
                 made = recorder.run(Lane.DEVICE, stage, step.work, after)
             after = (made,)
             if isinstance(step.product, DividedExperts):
-                assert self.experts is not None
-                after = self.experts.submit(recorder, stage, step.product, made)
+                after = self.experts.submit(recorder, stream, stage, step.product, made)
             elif step.product is not None:
                 after = self._multiply(recorder, stream, stage, step.product, made)
         return after

@@ -219,8 +219,9 @@ class TableCostModel:
     later_chunk_attention: Surface
     attention: Mapping[Place, Surface]
     host_linear: Curve = NOTHING
-    # How split matrices were divided when this was measured.
+    # How split matrices, and experts in host memory, were divided when this was measured.
     streamed_shares: StreamedShares = UNMEASURED
+    streamed_experts: StreamedShares = UNMEASURED
 
     def linear_ms(self, tokens: int) -> float:
         """See `CostModel`."""

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
-MOST = 0.9  # of experts: if so many are needed, all of them are
-
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -48,12 +46,16 @@ class Sizes:
     unit: int = 64  # resident rows are multiples of it, or all
     used_share: float = 1.0  # of them by one row of inputs; less than 1: they are experts, a row for each
     handed: int = 0  # numbers of inputs and outputs of such a row; 0: of all columns and rows
-    is_streamed: bool = True  # for products of many rows, if not for few; else the CPU has all of the others
 
     @property
     def parameters(self) -> int:
         """Weights."""
         return self.rows * self.columns
+
+    @property
+    def is_experts(self) -> bool:
+        """Whether it is a layer's experts, a row each."""
+        return self.used_share < 1
 
     def touched(self, rows: int) -> float:
         """Return the share of the weights that any of so many rows of inputs uses, chosen at random."""
@@ -79,67 +81,62 @@ def product_time(
 
     `share` is that of the others that is streamed; None: the best.
     """
-    resident, touched = resident_rows / sizes.rows, sizes.touched(rows)
-    rows_each = rows * sizes.used_share / touched  # that what is touched is multiplied with
+    resident = resident_rows / sizes.rows
     device_ms = 1e3 * max(
-        resident * touched * sizes.device_bytes / rates.gpu_bytes_per_s,
-        2 * resident * touched * sizes.parameters * rows_each / rates.gpu_flops,
+        resident * sizes.touched(rows) * sizes.device_bytes / rates.gpu_bytes_per_s,
+        2 * resident * sizes.parameters * rows * sizes.used_share / rates.gpu_flops,
     )
     if resident_rows == sizes.rows:
         return ProductTime(device_ms, 0.0, 0.0)
-    others = (1 - resident) * touched
-    times = _Times.of(
-        rates,
-        others * sizes.host_bytes,
-        others * sizes.parameters,
-        rows_each,
-        device_ms,
-        others * sizes.unpacked_bytes,
-        sizes.handed_bytes(rows, others),
-    )
-    if share is None:  # which experts are needed is known when it is too late to send them
-        share = times.best_share() if sizes.is_streamed and touched >= MOST else 0.0
+    times = _Times.of(rates, sizes, 1 - resident, rows, device_ms)
+    if share is None:
+        share = times.best_share()
     return ProductTime(times.ms(share), (1 - share) * times.cpu, share)
 
 
 class _Times(NamedTuple):
-    """What the sides take for all of the weights in host memory, in ms."""
+    """What the sides take for all of the weights in host memory, in ms.
+
+    Which experts are needed is known when it is too late to send them: all come, while the CPU reads those
+    that are.
+    """
 
     hand_off: float  # to the CPU and back, beside its computing
     cpu: float
     bus: float
     gpu: float
-    memory: float
+    cpu_memory: float  # what it takes host memory to give the CPU its weights
+    bus_memory: float  # likewise the bus
     resident: float  # what the GPU does before
 
     @classmethod
-    def of(
-        cls,
-        rates: Rates,
-        host_bytes: float,
-        parameters: float,
-        rows: float,
-        resident_ms: float,
-        unpacked_bytes: float,
-        handed_bytes: float,
-    ) -> "_Times":
-        # The GPU reads what came, writes it unpacked, and reads it again to multiply.
-        packed = host_bytes + unpacked_bytes if unpacked_bytes else 0.0
-        reading = (unpacked_bytes or host_bytes) / rates.gpu_bytes_per_s
-        gpu = packed / rates.gpu_bytes_per_s + max(reading, 2 * parameters * rows / rates.gpu_flops)
+    def of(cls, rates: Rates, sizes: Sizes, others: float, rows: int, resident_ms: float) -> "_Times":
+        """Return those of a share of the weights, for so many rows."""
+        touched = others * sizes.touched(rows)
+        sent_bytes, read_bytes = others * sizes.host_bytes, touched * sizes.host_bytes
+        flops = 2 * others * sizes.parameters * rows * sizes.used_share
+        # The GPU reads what came, writes it unpacked, and reads what it needs of that again to multiply.
+        unpacking, reading = 0.0, read_bytes
+        if sizes.unpacked_bytes:
+            unpacking, reading = sent_bytes + others * sizes.unpacked_bytes, touched * sizes.unpacked_bytes
+        gpu = unpacking / rates.gpu_bytes_per_s + max(
+            reading / rates.gpu_bytes_per_s, flops / rates.gpu_flops
+        )
         return cls(
-            hand_off=rates.hand_off_ms + 1e3 * handed_bytes / rates.bus_bytes_per_s,
-            cpu=1e3 * max(host_bytes / rates.cpu_bytes_per_s, 2 * parameters * rows / rates.cpu_flops),
-            bus=1e3 * host_bytes / rates.bus_bytes_per_s,
+            hand_off=rates.hand_off_ms + 1e3 * sizes.handed_bytes(rows, touched) / rates.bus_bytes_per_s,
+            cpu=1e3 * max(read_bytes / rates.cpu_bytes_per_s, flops / rates.cpu_flops),
+            bus=1e3 * sent_bytes / rates.bus_bytes_per_s,
             gpu=1e3 * gpu,
-            memory=1e3 * host_bytes / rates.host_bytes_per_s,
+            cpu_memory=1e3 * read_bytes / rates.host_bytes_per_s,
+            bus_memory=1e3 * sent_bytes / rates.host_bytes_per_s,
             resident=resident_ms,
         )
 
     def ms(self, share: float) -> float:
         """Return the time of the product if this share is streamed."""
         on_cpu = self.hand_off + (1 - share) * self.cpu if share < 1 else 0.0
-        return max(on_cpu, share * self.bus, self.resident + share * self.gpu, self.memory)
+        memory = (1 - share) * self.cpu_memory + share * self.bus_memory
+        return max(on_cpu, share * self.bus, self.resident + share * self.gpu, memory)
 
     def best_share(self) -> float:
         """Return the share that takes the least time."""
@@ -147,7 +144,10 @@ class _Times(NamedTuple):
         by_bus = on_cpu / (self.cpu + self.bus)
         by_gpu = (on_cpu - self.resident) / (self.cpu + self.gpu)
         crossing = max(min(by_bus, by_gpu), 0.0)
-        if crossing >= 1:
+        if self.bus_memory > self.cpu_memory:  # what nobody needs is read, too
+            more = self.bus_memory - self.cpu_memory
+            crossing = min(crossing, max((on_cpu - self.cpu_memory) / (self.cpu + more), 0.0))
+        if crossing >= 1 or self.ms(1.0) < self.ms(crossing):
             return 1.0
         # Where others hold the product up, the CPU has time for more, and the bus is left to KV.
         return min(crossing, max((on_cpu - self.ms(crossing)) / self.cpu, 0.0))

@@ -89,7 +89,6 @@ def layer_matrices(config: ModelConfig, form: LinearForm, dtype: torch.dtype) ->
             unit=1,
             used_share=config.experts.per_token / config.experts.count,
             handed=2 * config.hidden_size,
-            is_streamed=False,
         )
     return found
 
@@ -201,8 +200,7 @@ def weight_times(
         time = product_time(rates, sizes, resident, rows, share)
         ms += count * time.ms
         host_ms += count * time.host_ms
-        sent = time.streamed_share * sizes.touched(rows)
-        streamed += count * sent * (1 - resident / sizes.rows) * sizes.host_bytes
+        streamed += count * time.streamed_share * (1 - resident / sizes.rows) * sizes.host_bytes
     return WeightTimes(ms, host_ms, streamed)
 
 

@@ -33,7 +33,7 @@ from neo_desktop.models.experts_config import ExpertsConfig
 logger = logging.getLogger(__name__)
 
 SHARE_DIGITS = 1  # of shares of weights: a tenth more or less changes little
-PROFILER_VERSION = 10  # raise it when what is measured, or how, changes
+PROFILER_VERSION = 11  # raise it when what is measured, or how, changes
 
 
 def load_or_profile(
@@ -69,6 +69,7 @@ def load_or_profile(
         trouble = "the measurements of this computer cannot be kept, so the next start repeats them"
         write_json(path, {"key": key, "tables": tables.to_json()}, trouble)
     decoder.streamed_shares = tables.streamed_shares
+    decoder.streamed_experts = tables.streamed_experts
     return tables
 
 

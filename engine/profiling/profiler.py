@@ -32,7 +32,6 @@ from neo_desktop.engine.placement import PLACES
 from neo_desktop.engine.predict.cost_model import NOTHING, Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling.grids import Grid, stage_grids
 from neo_desktop.engine.profiling.points import Point, Stage
-from neo_desktop.engine.profiling.shares import measured_shares
 from neo_desktop.engine.profiling.stage_timer import StageTimer
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -100,7 +99,7 @@ def profile(
     with closing(StageTimer(decoder, storage, limits, streams)) as timer:
         if decoder.has_splits:
             report(0.0, "weights in host memory")
-            decoder.streamed_shares = measured_shares(timer, limits.max_batch_tokens, seconds / 2)
+            timer.measure_shares(limits.max_batch_tokens, seconds / 2)
         return _tables(timer, decoder, limits, started, seconds, report)
 
 
@@ -158,6 +157,7 @@ def _tables(
         attention=attention,
         host_linear=host_linear,
         streamed_shares=decoder.streamed_shares,
+        streamed_experts=decoder.streamed_experts,
     )
 
 

@@ -40,6 +40,7 @@ from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.profiling.hand_off import HandOff
 from neo_desktop.engine.profiling.points import NEAR, Point, Stage
 from neo_desktop.engine.profiling.regions import Region, choose_region
+from neo_desktop.engine.profiling.shares import measured_shares
 from neo_desktop.engine.sampler import sample
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -156,6 +157,27 @@ class StageTimer:
         assert self._split is not None
         self._decoder.streamed_shares = shares
         return self._split_linear_ms(self._split, tokens)[0]
+
+    @torch.inference_mode()
+    def measure_shares(self, max_rows: int, seconds: float) -> None:
+        """Find how split matrices, then experts in host memory, are best divided: so they are from now on.
+
+        Args:
+            max_rows: of a product.
+            seconds: about how long it may take.
+        """
+        assert self._split is not None
+        split, decoder = self._split, self._decoder
+
+        def experts_ms(tokens: int, shares: StreamedShares) -> float:
+            decoder.streamed_experts = shares
+            return self._split_linear_ms(split, tokens)[0]
+
+        each_s = seconds / (bool(split.splits) + bool(split.mixtures))
+        if split.splits:
+            decoder.streamed_shares = measured_shares(self.split_linear_ms, max_rows, each_s)
+        if split.mixtures:
+            decoder.streamed_experts = measured_shares(experts_ms, max_rows, each_s)
 
     @torch.inference_mode()
     def iteration_ms(self) -> float:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 import torch
 
-from neo_desktop.engine.execute.split_products import STREAMING_BYTES
+from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
@@ -112,6 +112,8 @@ class _Memory:
         self._host_bytes = free.host_bytes
         self._weights = config.weight_bytes(dtype, form)
         self._places = get_policy(options.policy).places
+        self._matrices = layer_matrices(config, form, dtype)
+        self._streaming = streaming_bytes(self._matrices)
 
     @cached_property
     def _rates(self) -> Rates:
@@ -122,22 +124,21 @@ class _Memory:
         if self._weights + self._least_gpu_kv() <= self._room:
             return None
         plans: list[tuple[float, WeightPlan]] = []
-        matrices = layer_matrices(self._config, self._form, self._dtype)
         for place in self._places:
             gpu_kv = self._gpu_kv(place)
             try:
-                plan = self._planned(self._room - STREAMING_BYTES - gpu_kv)
+                plan = self._planned(self._room - self._streaming - gpu_kv)
             except MemoryError:
                 if place is self._places[-1] and not plans:
                     raise
                 continue
-            ms = weight_times(matrices, plan, self._rates, 1).ms + self._attention_ms(place)
+            ms = weight_times(self._matrices, plan, self._rates, 1).ms + self._attention_ms(place)
             plans.append((ms, plan))
         return min(plans, key=lambda each: each[0])[1]
 
     def forced_plan(self, gpu_bytes: int) -> WeightPlan:
         """Return the one with so many bytes of weights at most."""
-        most = self._room - STREAMING_BYTES - self._least_gpu_kv()
+        most = self._room - self._streaming - self._least_gpu_kv()
         if gpu_bytes > most:
             raise MemoryError(
                 f"{gpu_bytes / GIB:.2f} GiB of weights were asked for in GPU memory, but beside iterations "
@@ -151,7 +152,7 @@ class _Memory:
         kv = self._short_kv() + self._buffers if any(place.host_attends for place in self._places) else 0
         free = int(self._host_bytes * MOST_HOST_SHARE)
         if plan.host_bytes + kv > free:
-            smaller = self._smaller(self._room - STREAMING_BYTES - self._least_gpu_kv() + free - kv)
+            smaller = self._smaller(self._room - self._streaming - self._least_gpu_kv() + free - kv)
             raise MemoryError(
                 f"of {self._weights / 1e9:.1f} GB of weights, GPU memory has room for "
                 f"{plan.gpu_bytes / 1e9:.1f} GB, and the other {plan.host_bytes / 1e9:.1f} GB and KV do not "

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from neo_desktop.engine.execute.split_products import STREAMING_BYTES
+from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.cost_model import NOTHING, CostModel, Curve, Surface, TableCostModel
 from neo_desktop.engine.predict.estimate import Decodes, Load
-from neo_desktop.engine.predict.weight_plan import WeightPlan
+from neo_desktop.engine.predict.weight_plan import WeightPlan, layer_matrices
 from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, HOST_SHARE, activation_bytes
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.schedule.swapping import hides
@@ -93,7 +93,9 @@ def kv_budget(
     Raises:
         MemoryError: the weights do not fit, or nothing is left for KV.
     """
-    weights = config.weight_bytes(dtype, form) if plan is None else plan.gpu_bytes + STREAMING_BYTES
+    weights = config.weight_bytes(dtype, form)
+    if plan is not None:
+        weights = plan.gpu_bytes + streaming_bytes(layer_matrices(config, form, dtype))
     rest = gpu.memory_bytes - weights - DEVICE_RESERVE_BYTES - activation_bytes(config, limits, dtype)
     tokens = rest // config.kv_bytes_per_token(dtype)
     if tokens < BLOCK_SIZE:

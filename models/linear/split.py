@@ -50,6 +50,16 @@ class Piece:
     part: int  # of the host's rows
 
     @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """What comes to the device, one after the other."""
+        return (self.packed,)
+
+    @property
+    def nbytes(self) -> int:
+        """How much that is."""
+        return len(self.packed)
+
+    @property
     def elements(self) -> int:
         """How many numbers it unpacks to."""
         rows: int = self.rows.stop - self.rows.start
@@ -138,7 +148,7 @@ class Split:
         """Launch what unpacks pieces, so that no iteration waits for a compiler."""
         room = torch.empty(TILE_ROWS, self.columns, dtype=self._dtype, device=self._device)
         for index, part in enumerate(self.host.packed_parts):
-            self._unpack(index, torch.zeros(part.tile_bytes, dtype=torch.uint8, device=self._device), room)
+            self.unpack(index, torch.zeros(part.tile_bytes, dtype=torch.uint8, device=self._device), room)
 
     def load_bias(self, row: int, bias: Tensor) -> None:
         """Take some numbers of the bias from a checkpoint.
@@ -177,14 +187,23 @@ class Split:
         """
         row_bytes = self.columns * self._dtype.itemsize
         step = max(PIECE_BYTES // row_bytes // TILE_ROWS, 1) * TILE_ROWS
+        return self.pieces_of(slice(0, streamed_rows), step)
+
+    def pieces_of(self, rows: slice, step: int) -> list[Piece]:
+        """Return some of the host's rows as pieces, none of which belongs to two parts.
+
+        Args:
+            rows: the first of them begins a tile.
+            step: how many a piece has at most: whole tiles.
+        """
         pieces, before = [], 0
         for index, part in enumerate(self.host.packed_parts):
-            last = min(part.rows, streamed_rows - before)
-            for first in range(0, last, step):
-                rows = slice(first, min(first + step, last))
-                start = self.resident_rows + before
-                of_all = slice(start + rows.start, start + rows.stop)
-                pieces.append(Piece(of_all, part.tiles_of(rows), self.columns, index))
+            start, last = max(rows.start - before, 0), min(rows.stop - before, part.rows)
+            for first in range(start, last, step):
+                of_part = slice(first, min(first + step, last))
+                begin = self.resident_rows + before
+                of_all = slice(begin + of_part.start, begin + of_part.stop)
+                pieces.append(Piece(of_all, part.tiles_of(of_part), self.columns, index))
             before += part.rows
         return pieces
 
@@ -220,13 +239,20 @@ class Split:
             out: [n, rows] likewise, of which these columns are filled.
         """
         weight = room[: piece.elements].view(-1, self.columns)
-        self._unpack(piece.part, staged, weight)
+        self.unpack(piece.part, staged, weight)
         if self.bias is None:
             torch.mm(x, weight.t(), out=out[:, piece.rows])
         else:
             torch.addmm(self.bias[piece.rows], x, weight.t(), out=out[:, piece.rows])
 
-    def _unpack(self, part: int, staged: Tensor, weight: Tensor) -> None:
+    def unpack(self, part: int, staged: Tensor, weight: Tensor) -> None:
+        """Turn tiles of a part into numbers, on the device.
+
+        Args:
+            part: of the host's rows.
+            staged: [bytes] uint8
+            weight: [rows, columns], filled.
+        """
         packed = self.host.packed_parts[part]
         if isinstance(packed, Part):
             self._kernels.unpack_quantised(packed.type.name, staged, weight)

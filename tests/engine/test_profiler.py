@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from expert_models import expert_model
 from hypothesis import given
 from hypothesis import strategies as st
 from imitated_streams import ImitatedBackend
@@ -456,3 +457,18 @@ def test_a_model_with_weights_in_host_memory(
         check(tables)
         assert tables.streamed_shares == model.streamed_shares != UNMEASURED
         assert tables.host_linear_ms(1) == 0  # where it is no GPU, nothing overlaps
+
+
+def test_a_model_with_experts_in_host_memory(rungs: Rungs) -> None:
+    """How many of them are streamed is measured, too, by itself."""
+    rungs(**dict.fromkeys(KERNELS, "torch"))
+    model = expert_model(3)
+    model.streamed_shares = model.streamed_experts = UNMEASURED
+    limits = SchedulerLimits(max_batch_tokens=64, max_batch_requests=4)
+    config = model.config
+    pools = {
+        place: KVPool(config, 16, BLOCK_SIZE, torch.float32, CPU) for place in (Place.DEVICE, Place.HOST)
+    }
+    tables = profile(model, KVStorage(pools), limits, seconds=0.2)
+    assert tables.streamed_experts == model.streamed_experts != UNMEASURED
+    assert TableCostModel.from_json(tables.to_json()).streamed_experts == tables.streamed_experts

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoints import VOCAB_SIZE, save_checkpoint, transformers_greedy
 from executors import Hook, HookedLanes, thread_executor
-from expert_models import expert_model
+from expert_models import expert_model, experts_config
 from pipeline_case import BLOCK_SIZE, RandomIterations, check_result, make_storage, tiny_model
 from split_models import host_model, split_model
 from torch_layer import TorchLayer
@@ -19,9 +19,11 @@ from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.execute.plan_executor import PlanExecutor
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.placement import PLACES
+from neo_desktop.models import expert_pieces
 from neo_desktop.models.decoder import Decoder
 
 NUM_BLOCKS = 24
+EXPERT_BYTES = 3 * 64 * experts_config().hidden_size * 4  # of one of `expert_model`, in float32
 PATIENCE_S = 20.0  # for what must come at once; only a defect waits for so long
 
 
@@ -120,15 +122,44 @@ def test_greedy_tokens_are_those_of_transformers(checkpoint: Path, policy: str) 
     assert [list(output.token_ids) for output in outputs] == expected
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_experts_in_host_memory_give_the_tokens_of_those_on_the_device(seed: int) -> None:
-    """Any number of them, in any layer, beside split matrices; prompts, decodes, moves, sub-batches."""
+@pytest.mark.parametrize("seed", range(12))
+def test_experts_in_host_memory_give_the_tokens_of_those_on_the_device(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any number of them, in any layer, beside split matrices; prompts, decodes, moves, sub-batches.
+
+    Any share of them is streamed, in pieces of one expert, of some or of all.
+    """
+    monkeypatch.setattr(expert_pieces, "PIECE_BYTES", (1, 2 * EXPERT_BYTES, 2**20)[seed % 3])
     model, reference = expert_model(seed), expert_model()
     iterations, executor = RandomIterations(seed, NUM_BLOCKS), make_executor(model)
     for plan, contexts in iterations.plans(8):
         result = executor.execute(plan)
         check_result(reference, plan, contexts, result)
         iterations.take_in(result)
+    executor.close()
+
+
+@pytest.mark.parametrize("lane", [Lane.WEIGHTS, Lane.CPU, Lane.TO_HOST, Lane.TO_DEVICE])
+def test_an_iteration_that_fails_in_experts_can_be_done_again(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_pieces, "PIECE_BYTES", 1)
+    model, reference, fails, num_failed = expert_model(3, share=0.5), expert_model(), True, 0
+
+    def hook(where: str, stage: Stage) -> None:
+        nonlocal num_failed
+        if fails and where == lane and stage.name in ("experts", "experts on the CPU", "weights"):
+            num_failed += 1
+            raise OSError("no more")
+
+    executor = make_executor(model, hook)
+    plan, contexts = prompts()
+    with pytest.raises(OSError, match="no more"):
+        executor.execute(plan)
+    assert num_failed
+    fails = False
+    check_result(reference, plan, contexts, executor.execute(plan))
     executor.close()
 
 

@@ -16,6 +16,7 @@ from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.waiting import Patience
+from neo_desktop.models import expert_pieces
 from neo_desktop.models.decoder import Decoder
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -167,11 +168,13 @@ def test_a_gpu_that_does_not_hand_over_is_not_waited_for(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_experts_in_host_memory(seed: int) -> None:
-    """By relays, on streams of any order; decodes are one graph."""
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0, None])
+def test_experts_in_host_memory(seed: int, share: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By relays, on streams of any order; decodes are one graph, with the experts that come meanwhile."""
+    monkeypatch.setattr(expert_pieces, "PIECE_BYTES", (1, 2**17)[seed % 2])
     backend = ImitatedBackend(seed, num_queues=(None, 1, 2, 8)[seed])
     reference = expert_model(windows=WINDOWS)
-    executor, _ = make_executor(expert_model(seed, WINDOWS), backend=backend)
+    executor, _ = make_executor(expert_model(seed, WINDOWS, share=share), backend=backend)
     executor.execute(prompts("abcdef"))
     for step in range(3):
         plan = decodes("abcd", "fe", step=step)

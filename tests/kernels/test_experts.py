@@ -84,8 +84,8 @@ def check(
     choice = Choice.empty(n, k, device)
     room = ExpertScratch(torch.empty(0, device=device), choice, gate_up, gated, products, per_token=k)
     there = torch.full((n, hidden), 1.0 if misses else torch.nan, dtype=dtype)
-    out, given = there.clone().to(device), (each.to(device) for each in (x, ids, weights))
-    dispatch.multiply_experts(experts, *given, room, out, misses)
+    out = there.clone().to(device)
+    dispatch.multiply_experts(experts, x.to(device), ids.to(device), weights.to(device), room, out, misses)
     expected, allowed = expected_of(exact, x, ids, weights), DTYPES[dtype]
     if misses:
         expected += there.double()

@@ -6,12 +6,13 @@ from dataclasses import replace
 import torch
 from pipeline_case import tiny_config
 from split_case import random_split
-from split_models import WINDOWS, divided
+from split_models import SHARES, WINDOWS, divided
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.linear.dense import DENSE, Dense
+from neo_desktop.models.linear.shares import StreamedShares
 from neo_desktop.models.linear.split import SplitForm
 from neo_desktop.models.registry import random_model
 from neo_desktop.models.weights import named_weights
@@ -27,16 +28,33 @@ def experts_config(windows: tuple[int | None, ...] = WINDOWS, intermediate_size:
 
 
 def expert_model(
-    seed: int | None = None, windows: tuple[int | None, ...] = WINDOWS, intermediate_size: int = 64
+    seed: int | None = None,
+    windows: tuple[int | None, ...] = WINDOWS,
+    intermediate_size: int = 64,
+    share: float | None = None,
 ) -> Decoder:
-    """Any number of experts of a layer, and of rows of other matrices, is resident; None: all are."""
+    """Any number of experts of a layer, and of rows of other matrices, is resident; without a seed all are.
+
+    Args:
+        share: see `with_shares`.
+    """
     config = experts_config(windows, intermediate_size)
     model = random_model(config, dtype=torch.float32, device=torch.device("cpu"))
     wide = Decoder(config, dtype=torch.float32, device=torch.device("cpu"), form=_form(config, seed))
     for target, source in zip(named_weights(wide), named_weights(model), strict=True):
         is_matrix = "_proj" in source.name or source.name.endswith("mlp.gate.weight")
         target.load(0, source.dense() * (8.0 if is_matrix else 1.0))
-    return wide if seed is None else divided(wide, seed, None)
+    return wide if seed is None else with_shares(divided(wide, seed, None), seed, share)
+
+
+def with_shares(model: Decoder, seed: int, share: float | None) -> Decoder:
+    """Let so much of the experts in host memory be streamed; None: it depends on the rows of a product."""
+    rng = random.Random(seed)
+    rows, shares = sorted(rng.sample(range(1, 40), 4)), sorted(rng.choices(SHARES, k=4))
+    model.streamed_experts = StreamedShares(tuple(rows), tuple(shares))
+    if share is not None:
+        model.streamed_experts = StreamedShares((1,), (share,))
+    return model
 
 
 def _form(config: ModelConfig, seed: int | None) -> Dense | SplitForm:

@@ -29,7 +29,6 @@ from neo_desktop.engine.predict.weight_plan import (
 from neo_desktop.engine.profiling.budget import MOST_HOST_SHARE
 from neo_desktop.engine.profiling.hardware import find_gpus, host_memory
 from neo_desktop.engine.profiling.rates import measured_rates
-from neo_desktop.engine.profiling.shares import measured_shares
 from neo_desktop.engine.profiling.stage_timer import StageTimer
 from neo_desktop.engine.progress import Progress
 from neo_desktop.models.config import ModelConfig
@@ -141,13 +140,11 @@ class _Measurement:
         parts = take_memory(model, self._options)
         decoder = model.decoder
         for way in ways:
-            decoder.streamed_shares = (
-                self._best_shares(parts)
-                if way == "divided"
-                else _ALL_STREAMED
-                if way == "streaming"
-                else UNMEASURED
-            )
+            if way == "divided":
+                self._measure_shares(parts)
+            else:
+                shares = _ALL_STREAMED if way == "streaming" else UNMEASURED
+                decoder.streamed_shares = decoder.streamed_experts = shares
             prompt_s, steps_s = self._chat(parts)
             tokens_per_s = Spread.of(1 / step_s for step_s in steps_s)
             bound = 1e3 / placement.bound_ms
@@ -166,10 +163,10 @@ class _Measurement:
             )
         self._report = self._report or self._headed(model, placement)
 
-    def _best_shares(self, parts: EngineParts) -> StreamedShares:
+    def _measure_shares(self, parts: EngineParts) -> None:
         decoder, rows = parts.model.decoder, min(parts.limits.max_batch_tokens, self._options.prompt_tokens)
         with closing(StageTimer(decoder, parts.storage, parts.limits, parts.model.streams)) as timer:
-            return measured_shares(timer, rows, _SHARES_SECONDS)
+            timer.measure_shares(rows, _SHARES_SECONDS)
 
     def _chat(self, parts: EngineParts) -> tuple[float, list[float]]:
         """Return the seconds of a prompt, and of each token after it."""
