@@ -161,6 +161,7 @@ def doctor(
             "policy",
             "gpu_cache_tokens",
             "cpu_cache_tokens",
+            "swap_cache_tokens",
             "gpu_memory_gib",
             "gpu_weights_gib",
             "cpu_memory_gib",

@@ -91,9 +91,8 @@ class IterationTiming:
     total_ms: float
     host_attention_ms: float  # while the CPU computed decode attention, all layers; 0 where there was none
     is_first: bool = False  # of its sizes: it took longer, since kernels were compiled or graphs captured
-    copies_ms: float = (
-        0.0  # while KV crossed the bus beside it, all layers; 0 where none did, or nobody looked
-    )
+    copies_ms: float = 0.0  # while swapped KV came to the device, all layers; 0 where there was none
+    copy_wait_ms: float = 0.0  # of it, while the device had nothing else to do
 
 
 UNKNOWN = IterationTiming(0.0, 0.0)  # nobody predicts anything

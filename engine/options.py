@@ -61,9 +61,10 @@ class EngineOptions:
         str,
         Option(
             flag="--policy",
-            choices=("auto", "neo", "apex", "fastdecode", "gpu-only"),
+            choices=("auto", "neo", "apex", "pie", "fastdecode", "gpu-only"),
             help="Where requests may live: in GPU memory (gpu-only), in host memory (fastdecode), in both "
-            "(neo, apex); auto does what is predicted to be fastest.",
+            "(neo, apex), or in both with the GPU attending to all, layer by layer (pie); auto does what is "
+            "predicted to be fastest.",
         ),
     ] = "auto"
     device: Annotated[
@@ -107,6 +108,15 @@ class EngineOptions:
         int | None,
         Option(
             flag="--cpu-cache-tokens", least=0, help="Size of the CPU-cache in tokens; default: what fits."
+        ),
+    ] = None
+    swap_cache_tokens: Annotated[
+        int | None,
+        Option(
+            flag="--swap-cache-tokens",
+            least=0,
+            help="Size of the swap-cache in tokens: KV in host memory that comes to the GPU layer by layer "
+            "(pie); default: what an eighth of the GPU memory for KV serves, and host memory holds.",
         ),
     ] = None
     gpu_memory_gib: Annotated[
@@ -212,6 +222,7 @@ class EngineKeywords(TypedDict, total=False):
     weights_dtype: str
     gpu_cache_tokens: int | None
     cpu_cache_tokens: int | None
+    swap_cache_tokens: int | None
     gpu_memory_gib: float | None
     gpu_weights_gib: float | None
     gpu_slice: int | None

@@ -66,7 +66,11 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
 
 def cache_tokens_of(options: EngineOptions) -> dict[Place, int | None]:
     """Return `place -> tokens asked for`; None: what fits."""
-    return {Place.DEVICE: options.gpu_cache_tokens, Place.HOST: options.cpu_cache_tokens}
+    return {
+        Place.DEVICE: options.gpu_cache_tokens,
+        Place.HOST: options.cpu_cache_tokens,
+        Place.SWAPPED: options.swap_cache_tokens,
+    }
 
 
 def take_memory(

@@ -62,4 +62,5 @@ class Place(_Place):
 Place.DEVICE = Place("device", label="gpu", in_host_memory=False, host_attends=False)
 Place.HOST = Place("host", label="cpu", in_host_memory=True, host_attends=True)
 Place.SWAPPED = Place("swapped", label="swap", in_host_memory=True, host_attends=False)
-PLACES = (Place.DEVICE, Place.HOST)  # those that set-up knows how to make
+PLACES = (Place.DEVICE, Place.HOST)  # whose attention is measured: each in its own way
+ALL_PLACES = (Place.DEVICE, Place.SWAPPED, Place.HOST)

@@ -17,7 +17,7 @@ import torch
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
-from neo_desktop.engine.schedule.policies import SIMULATED, Policy
+from neo_desktop.engine.schedule.policies import POLICIES, Policy
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import RESIDENT_LAYERS, KVBudget, analytic_cost_model, kv_budget
 from neo_desktop.engine.simulation.metrics import SimulationResult
@@ -44,7 +44,7 @@ class Case:
     requests: Sequence[WorkloadRequest]
 
     def run(self, policy: str) -> SimulationResult:
-        chosen, budget = SIMULATED[policy], self.budget
+        chosen, budget = POLICIES[policy], self.budget
         if Place.SWAPPED in chosen.places:
             budget = budget.swapping(self.cost, LIMITS)
         return self._run(chosen, budget)

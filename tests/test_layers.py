@@ -42,7 +42,7 @@ def test_only_policies_and_set_up_name_a_place() -> None:
         str(path.relative_to(REPOSITORY))
         for folder in ("app", "engine", "models")
         for path in (REPOSITORY / folder).rglob("*.py")
-        if re.search(r"\bPlace\.(DEVICE|HOST)\b", path.read_text(encoding="utf-8"))
+        if re.search(r"\bPlace\.(DEVICE|HOST|SWAPPED)\b", path.read_text(encoding="utf-8"))
     }
     assert named == {"engine/placement.py", "engine/parts.py", "engine/schedule/policies.py"}
 

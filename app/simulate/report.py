@@ -11,7 +11,7 @@ from rich.table import Table
 from neo_desktop.app.commands.simulate_command import SimulationOptions
 from neo_desktop.app.simulate.answer import BASELINE, answer
 from neo_desktop.app.simulate.machine import USUAL_MODELS, Machine
-from neo_desktop.engine.schedule.policies import SIMULATED
+from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.simulation.analytic import KVBudget
 from neo_desktop.engine.simulation.metrics import SimulationResult
 from neo_desktop.engine.simulation.presets import GPUS, HOSTS
@@ -118,7 +118,7 @@ class SimulationReport:
             if self.context_tokens == self.machine.config.max_context_tokens:
                 return f"{self.machine.model}'s context of {self.context_tokens:,}"
             return f"the {self.context_tokens:,} of --max-context-tokens"
-        places = SIMULATED[result.policy].places
+        places = POLICIES[result.policy].places
         if len(places) > 1:
             return f"either cache, the larger of which holds {result.longest_tokens:,}"
         return f"the {places[0].title} of {result.longest_tokens:,}"

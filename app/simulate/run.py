@@ -5,9 +5,8 @@ from neo_desktop.app.simulate.machine import machine
 from neo_desktop.app.simulate.report import SimulationReport
 from neo_desktop.app.simulate.workers import add_workers
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.placement import Place
 from neo_desktop.engine.progress import Progress
-from neo_desktop.engine.schedule.policies import POLICIES, SIMULATED
+from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.bound import Bound, Room
 from neo_desktop.engine.simulation.reality import Mismatch
@@ -30,25 +29,27 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
     """
     limits = _limits(options)
     requests = _workload(options)
-    if options.policy is not None and options.policy not in SIMULATED:
-        raise UsageError(f"there is no policy {options.policy!r}: choose one of {', '.join(SIMULATED)}")
+    if options.policy is not None and options.policy not in POLICIES:
+        raise UsageError(f"there is no policy {options.policy!r}: choose one of {', '.join(POLICIES)}")
     mismatch = _mismatch(options)
     where = add_workers(machine(options, limits), options, requests, limits)
     most = where.config.max_context_tokens
     context = min(options.max_context_tokens or most, most)
     names = [options.policy] if options.policy else list(POLICIES)
     results = {}
+    most_attended = 0  # tokens that the device attends to
     for index, name in enumerate(names):
 
         def report(done: int, total: int, index: int = index, name: str = name) -> None:
             progress((index + done / total) / len(names), name)
 
         budget = where.budget
-        if Place.SWAPPED in SIMULATED[name].places:
+        if POLICIES[name].swaps:
             budget = budget.swapping(where.cost, limits)
+        most_attended = max(most_attended, budget.gpu_tokens + budget.swapped_tokens)
         results[name] = simulate(
             requests,
-            SIMULATED[name],
+            POLICIES[name],
             where.cost,
             budget.num_blocks(),
             BLOCK_SIZE,
@@ -59,9 +60,7 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
             progress=report,
         )
     fitting = [r for r in requests if r.total_tokens <= context]
-    room = Room(where.budget.gpu_tokens, where.budget.cpu_tokens, limits.max_batch_requests)
-    if any(Place.SWAPPED in SIMULATED[name].places for name in names):  # the device attends for all of it
-        room = Room(where.budget.gpu_tokens + where.budget.cpu_tokens, 0, limits.max_batch_requests)
+    room = Room(most_attended, where.budget.cpu_tokens, limits.max_batch_requests)
     bound = Bound(where.cost, fitting, room)
     return SimulationReport(
         machine=where,

@@ -124,9 +124,9 @@ class ProgramBuilder:
 
     def _window_stream(self, plan: IterationPlan, bucket: Bucket) -> WindowStream | None:
         """Return what brings swapped KV to the device; None: nobody attends to any."""
-        if self._swapped is None or not any(sequence.place.is_swapped for sequence in plan.sequences):
+        if self._swaps is None or not any(sequence.place.is_swapped for sequence in plan.sequences):
             return None
-        return WindowStream(self._swapped, bucket.swapped_blocks)
+        return self._swaps.stream(bucket.swapped_blocks)
 
     def _pass(
         self,

@@ -250,6 +250,10 @@ class Program:
         pools = (*batches, *(transfer.pool for transfer in self.transfers))
         return any(pool.worker is not None for pool in pools)
 
+    def copy_times_ms(self) -> tuple[float, float]:
+        """Return what the copies of swapped KV took, and what the device waited for them; all has ended."""
+        return (0.0, 0.0) if self._window is None else self._window.times_ms()
+
     def end(self) -> None:
         """Take in that the iteration has ended well."""
         for each in self._passes:
@@ -329,7 +333,7 @@ class Program:
         for decodes in each.decodes:
             stage = Stage("attention", layer, memory.index, len(decodes.context_lens))
             if decodes.new_rows is not None and self._window is not None:
-                recorder.wait(self._window.arrived(layer))
+                self._window.wait(recorder, layer)
             attended = recorder.run(Lane.DEVICE, stage, partial(self._attend, each, decodes, layer))
             if decodes.new_rows is not None:
                 decodes.new_rows.send(recorder, layer, attended)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.execute.copy_times import CopyTimes
 from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
 from neo_desktop.engine.execute.prefill import Prefill
 from neo_desktop.engine.execute.prompts import DevicePrompts
@@ -44,14 +45,17 @@ class WindowStream:
     Args:
         pool: the pool.
         num_blocks: the first blocks, which hold all that is attended to; of more than there are, all.
+        times: of the copies.
     """
 
-    def __init__(self, pool: SwappedPool, num_blocks: int) -> None:
+    def __init__(self, pool: SwappedPool, num_blocks: int, times: CopyTimes) -> None:
         self._pool = pool
         self._num_blocks = min(num_blocks, pool.num_blocks)
+        self._times = times
         self._waiting = deque(pool.swapped_layers if num_blocks else ())
         self._ready: dict[int, Sequence[Signal]] = {}  # by layer: what precedes its copy
         self._arrived: dict[int, Signal] = {}
+        self._wanted: set[int] = set()  # layers that the device waits for, or has waited for
         self._ring = Ring(WINDOW)
 
     def allow(self, recorder: Recorder, layer: int, after: Sequence[Signal]) -> None:
@@ -64,9 +68,18 @@ class WindowStream:
         self._ready = dict.fromkeys(self._waiting, ())
         self._bring(recorder)
 
-    def arrived(self, layer: int) -> Sequence[Signal]:
-        """Return what has to end before a layer is attended to or written to."""
-        return (self._arrived[layer],) if layer in self._arrived else ()
+    def wait(self, recorder: Recorder, layer: int) -> None:
+        """Let what attends to a layer, or writes to it, wait for its copy."""
+        if layer not in self._arrived:
+            return
+        if layer not in self._wanted:
+            self._wanted.add(layer)
+            self._times.wanted(recorder, layer)
+        recorder.wait((self._arrived[layer],))
+
+    def times_ms(self) -> tuple[float, float]:
+        """Return what the copies took, and what the device waited for them, once all has ended."""
+        return self._times.read() if self._num_blocks else (0.0, 0.0)
 
     def used(self, recorder: Recorder, layer: int) -> None:
         """Take in that all that attends to a layer has been given to the device."""
@@ -82,7 +95,7 @@ class WindowStream:
             layer = self._waiting.popleft()
             _, is_free = self._ring.fill()  # the pool knows the slot of a layer
             stage = Stage(NAME, layer, NO_SUB_BATCH, self._num_blocks * pool.block_size)
-            copy = partial(pool.bring, layer, self._num_blocks)
+            copy = partial(self._times.around, layer, partial(pool.bring, layer, self._num_blocks))
             self._arrived[layer] = recorder.run(Lane.SWAP_IN, stage, copy, (*is_free, *self._ready[layer]))
 
 
@@ -101,11 +114,16 @@ class SwapMemory:
         self._rows = rows
         self._dtype, self._device = dtype, device
         self._kept = [self._memory(rows) for _ in range(2)]
+        self._times = CopyTimes(pool.swapped_layers, device)
 
     @property
     def on_host(self) -> list[Tensor]:
         """What graphs copy from and to."""
         return [*self._pool.homes, *(on_host for _, on_host in self._kept)]
+
+    def stream(self, num_blocks: int) -> WindowStream:
+        """Return what brings the first blocks of all layers in an iteration."""
+        return WindowStream(self._pool, num_blocks, self._times)
 
     def rows_of(self, index: int, slots: Sequence[int], rows: int) -> "NewRows":
         """Return what the decodes of a sub-batch go through.
@@ -200,7 +218,8 @@ class SwappedPrompts(DevicePrompts):
             stage = Stage("swap out", layer, self._index, new.shape[1])
             write = partial(self._home.write, layer, new)
             self._sent = (recorder.run(Lane.SWAP_OUT, stage, write, (recorder.mark(),)),)
-        return self._stream.arrived(layer)
+        self._stream.wait(recorder, layer)
+        return ()
 
     def attended(self, recorder: Recorder) -> None:
         """See `Prompts`."""

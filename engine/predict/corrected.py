@@ -7,11 +7,11 @@ are those of graphs still, and all that the device does takes so many times long
 
 from neo_desktop.engine.batch import IterationTiming
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.cost_model import CostModel, MemoryShares
 
 
 class CorrectedCostModel:
-    """A factor for the device's stages, one for the host's, and one for the bus.
+    """A factor for the device's stages, one for the host's, and one for copies of swapped KV.
 
     How much KV is swapped follows from the last one. Too much of it makes the device wait, too little wastes
     only a bit of the bus: so the factor rises at once when copies take longer, and falls slowly. Copies take
@@ -76,7 +76,16 @@ class CorrectedCostModel:
 
     def transfer_ms(self, tokens: int) -> float:
         """See `CostModel`."""
-        return self._base.transfer_ms(tokens) * self.bus_factor
+        return self._base.transfer_ms(tokens)
+
+    def swap_ms(self, tokens: int) -> float:
+        """See `CostModel`."""
+        return self._base.swap_ms(tokens) * self.bus_factor
+
+    @property
+    def memory_shares(self) -> MemoryShares:
+        """See `CostModel`."""
+        return self._base.memory_shares
 
     def head_ms(self, rows: int) -> float:
         """See `CostModel`."""

@@ -6,12 +6,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.models.linear.shares import UNMEASURED, StreamedShares
 
-FILE_VERSION = 6  # of the JSON form of the tables
+FILE_VERSION = 7  # of the JSON form of the tables
+
+
+class MemoryShares(NamedTuple):
+    """What of the host memory's bandwidth its users take while they work; together there is 1 of it."""
+
+    copies: float = 0.0  # over the bus
+    attention: float = 0.0  # the CPU's, and its products
+
+
+UNSHARED = MemoryShares()
 
 
 class CostModel(Protocol):
@@ -44,14 +54,21 @@ class CostModel(Protocol):
     def attention_ms(self, place: Place, requests: int, context_tokens: int) -> float:
         """T_ga or T_ca: decode attention over KV in a place, with the append of the new K and V.
 
-        `context_tokens` is the sum over the requests. What brings swapped KV to the device is `transfer_ms`.
+        `context_tokens` is the sum over the requests. What brings swapped KV to the device is `swap_ms`.
         """
 
     def hand_off_ms(self, requests: int) -> float:
         """What bringing q, k, v to the host and the attention output back takes."""
 
     def transfer_ms(self, tokens: int) -> float:
-        """T_x: the KV of this many tokens over the bus, one way."""
+        """T_x: the KV of this many tokens over the bus, one way, by rows: it lies differently there."""
+
+    def swap_ms(self, tokens: int) -> float:
+        """Likewise of swapped KV, which lies in host memory as on the device: plain copies."""
+
+    @property
+    def memory_shares(self) -> MemoryShares:
+        """What copies and the CPU's attention take of the host's memory; nothing where nothing overlaps."""
 
     def head_ms(self, rows: int) -> float:
         """Final norm, logits and sampling for this many requests; once per iteration."""
@@ -63,6 +80,7 @@ class ZeroCostModel:
     num_layers = 1
     overlaps = True
     iteration_ms = 0.0
+    memory_shares = UNSHARED
 
     def linear_ms(self, tokens: int) -> float:
         """Return 0."""
@@ -85,6 +103,10 @@ class ZeroCostModel:
         return 0.0
 
     def transfer_ms(self, tokens: int) -> float:
+        """Return 0."""
+        return 0.0
+
+    def swap_ms(self, tokens: int) -> float:
         """Return 0."""
         return 0.0
 
@@ -219,6 +241,8 @@ class TableCostModel:
     later_chunk_attention: Surface
     attention: Mapping[Place, Surface]
     host_linear: Curve = NOTHING
+    swap: Curve = NOTHING
+    memory_shares: MemoryShares = UNSHARED
     # How split matrices, and experts in host memory, were divided when this was measured.
     streamed_shares: StreamedShares = UNMEASURED
     streamed_experts: StreamedShares = UNMEASURED
@@ -250,6 +274,10 @@ class TableCostModel:
     def transfer_ms(self, tokens: int) -> float:
         """See `CostModel`."""
         return self.transfer(tokens)
+
+    def swap_ms(self, tokens: int) -> float:
+        """See `CostModel`."""
+        return self.swap(tokens)
 
     def head_ms(self, rows: int) -> float:
         """See `CostModel`."""
@@ -297,6 +325,7 @@ class TableCostModel:
             Curve: curve,
             Surface: surface,
             Mapping[Place, Surface]: by_place,
+            MemoryShares: lambda value: MemoryShares(*map(float, value)),
             StreamedShares: lambda value: StreamedShares(tuple(value["rows"]), tuple(value["shares"])),
         }
         try:

@@ -16,8 +16,10 @@ Decodes at their own pace (`schedule.cohorts`) stand at all layers. Their rows j
 sub-batch 0, and the host attends for those of layer l once it has attended for sub-batch 0: nobody waits for
 that within the iteration, but what takes longer than the host has time delays its other work.
 
-Decodes in `Place.SWAPPED` are the device's, and all their KV of a layer crosses the bus while it computes the
-layers before. So do prompts' KV for host memory, and moves: a layer takes as long as all of that, at least.
+Decodes whose KV is swapped are the device's, and all their KV of a layer crosses the bus while it computes
+the layers before. So do prompts' KV for host memory, and moves: a layer takes as long as all of that, at least.
+Copies read the host's memory, and so does the CPU's attention: where both together would take more than it
+gives, a layer takes as long as it takes to read all of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,6 +48,7 @@ class Load(NamedTuple):
     rows: int = 0  # requests to be sampled
     prefill_ms: float = 0.0  # T_pf of all prompt chunks, one layer
     decodes: Mapping[Place, Decodes] = NO_DECODES  # place -> those whose KV lies there
+    fetched: int = 0  # tokens of prompts whose KV is swapped: what comes to the device, and what leaves it
 
     @property
     def num_decodes(self) -> int:
@@ -67,6 +70,7 @@ class Load(NamedTuple):
             self.rows + requests,
             self.prefill_ms,
             joined(self.decodes, more),
+            self.fetched,
         )
 
 
@@ -101,12 +105,25 @@ def host_ms(cost: CostModel, decodes: Mapping[Place, Decodes]) -> float:
 
 
 def swapped_tokens_of(load: Load) -> int:
-    """Return the tokens of decodes whose KV crosses the bus in each layer, since it is in `Place.SWAPPED`."""
-    tokens = 0
+    """Return the tokens whose KV crosses the bus in each layer, since it is swapped."""
+    tokens = load.fetched
     for place, decodes in load.decodes.items():
         if place.is_swapped:
             tokens += decodes.context_tokens
     return tokens
+
+
+def copies_ms(cost: CostModel, loads: Sequence[Load], moved_tokens: int = 0) -> float:
+    """Return what copies take in a layer.
+
+    Args:
+        moved_tokens: see `iteration_ms`.
+    """
+    swapped_tokens = 0
+    for load in loads:
+        swapped_tokens += swapped_tokens_of(load)
+    ms = cost.transfer_ms(moved_tokens) if moved_tokens else 0.0
+    return ms + cost.swap_ms(swapped_tokens) if swapped_tokens else ms
 
 
 class Times(NamedTuple):
@@ -128,14 +145,14 @@ def times_ms(
     first: Times,
     second: Times | None,
     rows: int,
-    swapped_tokens: int = 0,
+    copies_ms: float = 0.0,
     staggered_ms: float = 0.0,
 ) -> float:
     """Return what an iteration takes whose sub-batches take these times.
 
     Args:
         rows: to be sampled.
-        swapped_tokens: tokens whose KV crosses the bus beside each layer, all of them.
+        copies_ms: what copies take beside each layer.
         staggered_ms: what decodes at their own pace take the host in a layer; their rows are part of the
             linear stages of `first`.
     """
@@ -152,8 +169,13 @@ def times_ms(
         late_ms = max(staggered_ms - max(stage_b - on_host_b, 0.0), 0.0) if cost.overlaps else staggered_ms
         layer = both(first.linear + second.on_device, second.on_host + late_ms + first.host_linear)
         layer += both(stage_b, on_host_b)
-    if swapped_tokens:
-        layer = both(layer, cost.transfer_ms(swapped_tokens))
+    if copies_ms:
+        layer = both(layer, copies_ms)
+        if cost.overlaps:
+            shares = cost.memory_shares
+            on_host_ms = first.on_host + first.host_linear + staggered_ms
+            on_host_ms += second.on_host + second.host_linear if second else 0.0
+            layer = max(layer, copies_ms * shares.copies + on_host_ms * shares.attention)
     # The last layer's is done beside the head, or after it.
     end_ms = max(head_ms, staggered_ms) if cost.overlaps else head_ms
     return cost.num_layers * layer + end_ms + cost.iteration_ms
@@ -178,33 +200,33 @@ def staggered_rows(cost: CostModel, staggered: Mapping[Place, Decodes]) -> int:
 def iteration_ms(
     cost: CostModel,
     *loads: Load,
-    swapped_tokens: int = 0,
+    moved_tokens: int = 0,
     staggered: Mapping[Place, Decodes] = NO_DECODES,
 ) -> float:
     """Predict an iteration.
 
     Args:
         loads: of sub-batch 0, and of sub-batch 1 if there is one.
-        swapped_tokens: tokens whose KV crosses the bus, layer by layer, beside the computation and beside
-            that of decodes in `Place.SWAPPED`, which the loads tell.
+        moved_tokens: tokens whose KV crosses the bus, layer by layer, beside the computation: prompts' for
+            host memory, and moves. What is swapped is told by the loads.
         staggered: decodes that it takes one layer further.
     """
-    return _iteration_ms(cost, loads, staggered, swapped_tokens + sum(map(swapped_tokens_of, loads)))
+    return _iteration_ms(cost, loads, staggered, copies_ms(cost, loads, moved_tokens))
 
 
 def copy_wait_ms(
     cost: CostModel,
     *loads: Load,
-    swapped_tokens: int = 0,
+    moved_tokens: int = 0,
     staggered: Mapping[Place, Decodes] = NO_DECODES,
 ) -> float:
     """Return how much of `iteration_ms` is waiting for KV that crosses the bus."""
-    all_ms = iteration_ms(cost, *loads, swapped_tokens=swapped_tokens, staggered=staggered)
-    return all_ms - _iteration_ms(cost, loads, staggered, 0)
+    all_ms = iteration_ms(cost, *loads, moved_tokens=moved_tokens, staggered=staggered)
+    return all_ms - _iteration_ms(cost, loads, staggered, 0.0)
 
 
 def _iteration_ms(
-    cost: CostModel, loads: Sequence[Load], staggered: Mapping[Place, Decodes], crossing_tokens: int
+    cost: CostModel, loads: Sequence[Load], staggered: Mapping[Place, Decodes], copies_ms: float
 ) -> float:
     more_rows = staggered_rows(cost, staggered)
     tokens = [load.tokens for load in loads]
@@ -215,25 +237,24 @@ def _iteration_ms(
     ]
     rows = sum(load.rows for load in loads) + more_rows
     second = times[1] if len(times) > 1 else None
-    return times_ms(cost, times[0], second, rows, crossing_tokens, staggered_ms(cost, staggered))
+    return times_ms(cost, times[0], second, rows, copies_ms, staggered_ms(cost, staggered))
 
 
 def predict(
     cost: CostModel,
     *loads: Load,
-    swapped_tokens: int = 0,
+    moved_tokens: int = 0,
     staggered: Mapping[Place, Decodes] = NO_DECODES,
 ) -> IterationTiming:
     """Predict an iteration and its attention on the host; see `iteration_ms`."""
-    total_ms = iteration_ms(cost, *loads, swapped_tokens=swapped_tokens, staggered=staggered)
-    return timing_of(cost, total_ms, loads, swapped_tokens, staggered)
+    total_ms = iteration_ms(cost, *loads, moved_tokens=moved_tokens, staggered=staggered)
+    return timing_of(cost, total_ms, loads, staggered)
 
 
 def timing_of(
     cost: CostModel,
     total_ms: float,
     loads: Sequence[Load],
-    swapped_tokens: int = 0,
     staggered: Mapping[Place, Decodes] = NO_DECODES,
 ) -> IterationTiming:
     """Return the prediction of an iteration that is known to take so long in all."""
@@ -245,8 +266,8 @@ def timing_of(
         for place, (requests, context_tokens) in load.decodes.items():
             if place.host_attends:
                 attention_ms += cost.attention_ms(place, requests, context_tokens)
-    copies_ms = cost.transfer_ms(swapped_tokens + sum(map(swapped_tokens_of, loads)))
-    return IterationTiming(total_ms, attention_ms * cost.num_layers, copies_ms=copies_ms * cost.num_layers)
+    swap_ms = cost.swap_ms(sum(map(swapped_tokens_of, loads))) * cost.num_layers
+    return IterationTiming(total_ms, attention_ms * cost.num_layers, copies_ms=swap_ms)
 
 
 def _sum(first: float, second: float) -> float:

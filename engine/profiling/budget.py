@@ -124,7 +124,7 @@ def pool_blocks(
     blocks = {}
     for place in places:
         if place.is_swapped:
-            blocks[place] = _take_swapped(config, dtype, limits, places, available, free)
+            blocks[place] = _take_swapped(config, dtype, limits, places, available, free, cache_tokens)
     for place, bytes_ in available.items():
         kv_dtype = (cpu_cache_dtype if place.host_attends else None) or dtype
         bytes_per_block = config.num_layers * block_bytes(config, BLOCK_SIZE, kv_dtype)
@@ -147,10 +147,12 @@ def _take_swapped(
     places: Collection[Place],
     available: dict[Place, int],
     free: FreeMemory,
+    cache_tokens: Mapping[Place, int | None],
 ) -> int:
     """Return the blocks of swapped KV, and take their memory off the other places'.
 
-    More than its share of the GPU's memory is of no use: so many tokens hardly cross the bus in time.
+    More than its share of the GPU's memory is of no use: so many tokens hardly cross the bus in time. What
+    was asked for of other places stays theirs.
     """
     of_layer = block_bytes(config, BLOCK_SIZE, dtype)
     on_device, on_host = (layers * of_layer for layers in layers_of(config.num_layers))
@@ -162,14 +164,27 @@ def _take_swapped(
     device, host = (
         next(place for place in available if place.in_host_memory is in_host) for in_host in (False, True)
     )
-    near = max(int((available[device] - decodes) * SWAPPED_SHARE), 0) if on_device else 0
-    far = available[host] // (2 if host in places else 1)
-    blocks = min(most, far // on_host) if on_host else most
+    (swapped,) = (place for place in places if place.is_swapped)
+    asked = cache_tokens.get(swapped)
+    rest = available[device] - decodes
+    far = available[host] if host not in places or asked is not None else available[host] // 2
+    fitting = far // on_host if on_host else most
     if on_device:
-        blocks = min(blocks, near // on_device)
-        available[device] -= blocks * on_device + decodes
+        runs = -(-(cache_tokens[device] or 0) // (BLOCKS_PER_RUN * BLOCK_SIZE))
+        others = runs * BLOCKS_PER_RUN * config.num_layers * of_layer
+        near = rest if asked is not None else min(int(rest * SWAPPED_SHARE), rest - others)
+        fitting = min(fitting, near // on_device)
+    fitting = max(fitting // BLOCKS_PER_RUN * BLOCKS_PER_RUN, 0)
+    blocks = min(fitting, most) if asked is None else asked // BLOCK_SIZE
+    if blocks > fitting:
+        raise MemoryError(
+            f"a {swapped.title} of {asked} tokens needs {blocks * on_device / 1e9:.2f} GB of GPU "
+            f"memory and {blocks * on_host / 1e9:.2f} GB of host memory, but {max(rest, 0) / 1e9:.2f} GB and "
+            f"{far / 1e9:.2f} GB are free for it: ask for at most {fitting * BLOCK_SIZE} tokens"
+        )
+    available[device] -= blocks * on_device + (decodes if on_device else 0)
     available[host] -= blocks * on_host
-    return max(blocks // BLOCKS_PER_RUN * BLOCKS_PER_RUN, 0)
+    return blocks
 
 
 def kv_bytes(

@@ -42,6 +42,7 @@ def stage_grids(timer: StageTimer, config: ModelConfig, limits: SchedulerLimits)
     grids[Stage.HEAD] = _line(Stage.HEAD, requests)
     grids[Stage.HAND_OFF] = _line(Stage.HAND_OFF, requests)  # soon finds out whether flags serve
     grids[Stage.TRANSFER] = _line(Stage.TRANSFER, tokens)
+    grids[Stage.SWAP] = _line(Stage.SWAP, tokens)
     return grids
 
 

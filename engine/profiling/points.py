@@ -15,6 +15,7 @@ class Stage(StrEnum):
     HEAD = "head"  # x: rows
     HAND_OFF = "hand_off"  # x: requests
     TRANSFER = "transfer"  # x: tokens
+    SWAP = "swap"  # x: tokens
     FIRST_CHUNK_ATTENTION = "first_chunk_attention"  # of a prompt; x: tokens, y: the same
     LATER_CHUNK_ATTENTION = "later_chunk_attention"  # x: tokens, y: context at its end, more than x
     GPU_ATTENTION = "gpu_attention"  # x: requests, y: mean context

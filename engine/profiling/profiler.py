@@ -29,9 +29,10 @@ from neo_desktop.engine.cuda.workspaces import clear_workspaces
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import PLACES
-from neo_desktop.engine.predict.cost_model import NOTHING, Curve, Surface, TableCostModel
+from neo_desktop.engine.predict.cost_model import NOTHING, UNSHARED, Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling.grids import Grid, stage_grids
 from neo_desktop.engine.profiling.points import Point, Stage
+from neo_desktop.engine.profiling.rates import measured_memory_shares
 from neo_desktop.engine.profiling.stage_timer import StageTimer
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -58,6 +59,7 @@ _SHARES = {  # of the time; the device's attention is only measured where it dif
     Stage.HEAD: 0.25,
     Stage.GPU_ATTENTION: 0.1,
     Stage.TRANSFER: 0.05,
+    Stage.SWAP: 0.03,
     Stage.HAND_OFF: 0.03,
 }
 _WHAT = {
@@ -68,6 +70,7 @@ _WHAT = {
     Stage.HEAD: "sampling",
     Stage.GPU_ATTENTION: "attention on the GPU",
     Stage.TRANSFER: "transfers",
+    Stage.SWAP: "copies to the GPU",
     Stage.HAND_OFF: "hand-off",
 }
 
@@ -156,6 +159,8 @@ def _tables(
         later_chunk_attention=_surface(Stage.LATER_CHUNK_ATTENTION, times),
         attention=attention,
         host_linear=host_linear,
+        swap=curve(Stage.SWAP),
+        memory_shares=measured_memory_shares(decoder.device) if timer.is_cuda else UNSHARED,
         streamed_shares=decoder.streamed_shares,
         streamed_experts=decoder.streamed_experts,
     )

@@ -1,5 +1,7 @@
 """How fast this computer is at products, before a model is loaded: found with random weights, in a second."""
 
+import statistics
+import threading
 import time
 from collections.abc import Callable
 from functools import cache, partial
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.predict.cost_model import MemoryShares
 from neo_desktop.engine.predict.split_product import Rates
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import Linear
@@ -17,6 +20,8 @@ COLUMNS = 4096
 ROWS = 8192  # of weights: enough that no cache holds them
 MANY = 64  # rows of a product that is arithmetic
 COPY_BYTES = 64 * 1024**2
+READ_BYTES = 256 * 1024**2
+READS_TOGETHER = 16
 HAND_OFF_MS = 0.03  # with flags, as measured on a GPU; a product has time to spare
 _REPEATS = 2
 _CPU = torch.device("cpu")
@@ -29,7 +34,7 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     Once in a process.
     """
     few_s, many_s, nbytes = _products(_CPU, dtype)
-    read_bytes_per_s = native.read_bandwidth(256 << 20, repeats=_REPEATS) * 1e9
+    read_bytes_per_s = native.read_bandwidth(READ_BYTES, repeats=_REPEATS) * 1e9
     cpu_flops, cpu_bytes_per_s = 2 * ROWS * COLUMNS * MANY / many_s, nbytes / few_s
     if device.type != "cuda":
         copied_s = _least_s(_copy(_CPU))
@@ -52,6 +57,36 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
         HAND_OFF_MS,
         read_bytes_per_s,
     )
+
+
+@cache
+def measured_memory_shares(device: torch.device) -> MemoryShares:
+    """Measure what copies to a device and the CPU's reading leave of each other's speed.
+
+    Once in a process.
+    """
+    copy = partial(_least_s, _copy(device), device)
+    alone = COPY_BYTES / copy(), native.read_bandwidth(READ_BYTES, repeats=_REPEATS) * 1e9
+    read: list[float] = []
+    reader = threading.Thread(
+        target=lambda: read.append(native.read_bandwidth(READ_BYTES, repeats=READS_TOGETHER) * 1e9)
+    )
+    reader.start()
+    copied: list[float] = []
+    while reader.is_alive() or not copied:
+        copied.append(COPY_BYTES / copy())
+    reader.join()
+    return shares_of(alone, (statistics.median(copied), read[0]))
+
+
+def shares_of(alone: tuple[float, float], together: tuple[float, float]) -> MemoryShares:
+    """Return what copies and reading take of the host's memory, from their rates alone and together.
+
+    What both get together is what it gives; what each gets alone is its part of that while it works. Where
+    they do not disturb each other, that is less than all of it in sum.
+    """
+    most = max(sum(together), *alone)
+    return MemoryShares(*(rate / most for rate in alone))
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> tuple[float, float, int]:

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ LAYERS_AT_ONCE = 4  # on a GPU: what runs ahead of the GPU hides the launch of t
 MIN_ROWS = 32  # a grid has at least two points along each axis, whatever the limits
 FREED_BYTES = 31 * 1024**2  # nearly the largest piece that glibc's malloc ever learns to keep
 FEW_ROWS = 8
+SWAP_REGION_BYTES = 64 * 1024**2
 PATIENCE_S = 60.0  # with a few layers, of which nothing is seen within a graph
 
 _TIMED_ON_CPU = (Stage.HEAD, Stage.CPU_ATTENTION)  # since it waits for the GPU
@@ -138,6 +139,8 @@ class StageTimer:
             return self._hand_off_ms(point.x)
         if point.stage is Stage.TRANSFER:
             return self._transfer_ms(point.x, turn)
+        if point.stage is Stage.SWAP:
+            return self._swap_ms(point.x, turn)
         if point.stage is Stage.LINEAR and self._split is not None:
             ms, host_ms = self._split_linear_ms(self._split, point.x)
             self.host_linear_ms.setdefault(point, []).append(host_ms)
@@ -298,6 +301,35 @@ class StageTimer:
         relays = Relays(self._config, storage) if self._has_flags else None
         with self._run(record, relays=relays, transfers=moves.transfers) as seconds:
             return seconds * 1e3 / num_layers
+
+    def _swap_ms(self, tokens: int, turn: int) -> float:
+        """K and V of a layer of so many tokens, in a piece each, from host memory to the device."""
+        count = min(tokens, self._hidden.shape[0])
+        first = turn * LAYERS_AT_ONCE
+
+        def copy(step: int) -> None:
+            for kind, (home, there) in enumerate(zip(self._homes, self._kv, strict=True)):
+                place = (2 * (first + step) + kind) % len(home)
+                there[:count].copy_(home[place, :count], non_blocking=True)
+
+        def record(recorder: Recorder) -> None:
+            for step in range(LAYERS_AT_ONCE):
+                recorder.wait((recorder.run(Lane.SWAP_IN, _MEASURED, partial(copy, step)),))
+
+        with self._run(record) as seconds:
+            return seconds * 1e3 / LAYERS_AT_ONCE
+
+    @cached_property
+    def _homes(self) -> tuple[Tensor, Tensor]:
+        """Rows in host memory, of K and of V, [copies, tokens, kv_heads, head_dim]: more than caches hold."""
+        rows, device = self._kv[0], self._decoder.device
+        copies = max(-(-SWAP_REGION_BYTES // (2 * rows.nbytes)), 1)
+        shape = (copies, *rows.shape)
+        k, v = (
+            host_memory(lambda pin: torch.ones(shape, dtype=rows.dtype, pin_memory=pin), device)
+            for _ in range(2)
+        )
+        return k, v
 
     def _prepare(self, point: Point, turn: int) -> Callable[[int], object]:
         """Return what is to be timed; it takes the number of the layer, counted from that of this turn."""

@@ -38,7 +38,7 @@ class Decision(Generic[R]):
     waiting_decodes: list[R]  # that neither host nor bus had time for: they wait for the next iteration
     copies: list[BlockCopy]
     loads: tuple[Load, ...]  # of the sub-batches
-    swapped_tokens: int  # whose KV crosses the bus beside them
+    moved_tokens: int  # whose KV crosses the bus beside them
     predicted: IterationTiming
     beginners: list[R] = field(default_factory=list)  # who begins to go at his own pace
     staggered: Mapping[Place, Decodes] = field(default_factory=dict)  # all who go on by a layer
@@ -241,13 +241,13 @@ class Decider(Generic[R]):
     def _draft(self, decodes: dict[Place, Decodes]) -> Draft:
         """Return an iteration with decodes that the device attends for."""
         load = Load().plus(decodes)
-        swapped_tokens = len(self.residency.copies) * self._kv.block_size
+        moved_tokens = len(self.residency.copies) * self._kv.block_size
         return Draft(
             self._cost,
             self._limits,
             int(self._batch_tokens) - load.tokens,
             load,
-            swapped_tokens=swapped_tokens,
+            moved_tokens=moved_tokens,
             num_waiting=len(self.residency.waiting),
             mean_prompt_tokens=self._mix.prompt_tokens,
             num_running=self.residency.num_running,
@@ -363,15 +363,15 @@ class Decider(Generic[R]):
             waiting_decodes=[request for request in rest if request not in beginners] + chosen.swapped,
             copies=self.residency.copies,
             loads=loads,
-            swapped_tokens=draft.swapped_tokens,
+            moved_tokens=draft.moved_tokens,
             predicted=self._predicted(split, draft, staggered),
         )
 
     def _predicted(self, split: Split, draft: Draft, staggered: Mapping[Place, Decodes]) -> IterationTiming:
         """Predict it as it is: a split reckons with as many at their own pace as there could be."""
         if staggered:
-            return predict(self._cost, *split.loads, swapped_tokens=draft.swapped_tokens, staggered=staggered)
-        return timing_of(self._cost, split.predicted_ms, split.loads, draft.swapped_tokens)
+            return predict(self._cost, *split.loads, moved_tokens=draft.moved_tokens, staggered=staggered)
+        return timing_of(self._cost, split.predicted_ms, split.loads)
 
     def _num_beginners(self, num_staggered: int) -> int:
         """Return how many join those at their own pace, so that all layers have about as many of them."""

@@ -110,7 +110,7 @@ class Draft:
     load: Load  # of sub-batch 0, without the queue
     queue: HostQueue = field(default_factory=lambda: HostQueue(()))
     num_due: int = 0  # how many at the front of the queue waited so long that they join at any price
-    swapped_tokens: int = 0  # whose KV crosses the bus, beside that of the load's swapped decodes
+    moved_tokens: int = 0  # whose KV crosses the bus beside the computation; see `iteration_ms`
     num_waiting: int = 0  # prompts that live nowhere yet
     mean_prompt_tokens: float = 0.0
     num_running: int = 0  # requests that live somewhere
@@ -136,16 +136,19 @@ class Draft:
         if tokens > 1:
             prefill_ms = self.cost.prefill_attention_ms(tokens, start)
             self.load = Load(
-                load.tokens + tokens, load.rows + is_last, load.prefill_ms + prefill_ms, load.decodes
+                load.tokens + tokens,
+                load.rows + is_last,
+                load.prefill_ms + prefill_ms,
+                load.decodes,
+                # It attends to what is before it, which comes, and its own leaves.
+                load.fetched + (start + tokens if place.is_swapped else 0),
             )
         else:  # for the kernels, a single token is a decode
             self.load = load.plus({place: Decodes(1, start + 1)})._replace(rows=load.rows + is_last)
         self.budget -= tokens
         self.chunks.append(Chunk(tokens, prefill_ms, int(is_last)))
-        if place.in_host_memory:
-            self.swapped_tokens += tokens
-        if place.is_swapped and tokens > 1:  # it attends to what is before it
-            self.swapped_tokens += start
+        if place.host_attends:
+            self.moved_tokens += tokens
 
     @property
     def num_chunk_tokens(self) -> int:

@@ -33,6 +33,11 @@ class Policy:
     needs_predictions = False  # whether its decisions depend on a cost model
     needs_regime = False  # whether drafts tell what is best in the long run
 
+    @property
+    def swaps(self) -> bool:
+        """Whether KV of host memory may come to the device to be attended to."""
+        return any(place.is_swapped for place in self.places)
+
     def admits(self, draft: Draft, place: Place, num_tokens: int) -> bool:
         """Whether a prompt of so many tokens may live in a place that is not the preferred one."""
         return True
@@ -92,7 +97,7 @@ class Hidden(Policy):
             return True
         tokens = min(num_tokens, draft.budget)
         load = draft.load._replace(tokens=draft.load.tokens + tokens)
-        beside = Outlook(draft.cost, load, draft.queue, draft.swapped_tokens)
+        beside = Outlook(draft.cost, load, draft.queue, draft.moved_tokens)
         return sum(map(len, beside.fill(draft.num_due))) > num_hidden
 
     def divide(self, draft: Draft) -> Split:
@@ -189,7 +194,7 @@ class Fastest(Policy):
 
 
 def _outlook(draft: Draft) -> Outlook:
-    return Outlook(draft.cost, draft.load, draft.queue, draft.swapped_tokens, draft.chunks, draft.staggered)
+    return Outlook(draft.cost, draft.load, draft.queue, draft.moved_tokens, draft.chunks, draft.staggered)
 
 
 def _regime(draft: Draft) -> Regime:
@@ -214,11 +219,10 @@ POLICIES = {
         Halves("fastdecode", (Place.HOST,)),
         Hidden("neo", PLACES),
         Apart("apex", PLACES),
+        Swapping("pie", (Place.DEVICE, Place.SWAPPED)),
         Fastest("auto", PLACES),
     )
 }
-# What only the simulator can do.
-SIMULATED = POLICIES | {"pie": Swapping("pie", (Place.DEVICE, Place.SWAPPED))}
 
 
 def get_policy(name: str) -> Policy:

@@ -188,9 +188,10 @@ class RegimeFinder:
         sampled = num_device + num_host + rows
         # Prompts of those who will live in host memory go there over the bus.
         on_host = num_host + regime.num_staggered / cost.num_layers
-        swapped_tokens = int(chunk_tokens * on_host / regime.num_decoded) if on_host else 0
+        moved_tokens = int(chunk_tokens * on_host / regime.num_decoded) if on_host else 0
+        copies_ms = cost.transfer_ms(moved_tokens)
         own_ms = staggered_ms(cost, staggered)
-        return times_ms(cost, first, second, sampled, swapped_tokens, own_ms) + others * other_ms
+        return times_ms(cost, first, second, sampled, copies_ms, own_ms) + others * other_ms
 
 
 def _counts(most: int) -> Iterator[int]:

@@ -11,12 +11,12 @@ from neo_desktop.engine.predict.estimate import (
     NO_DECODES,
     Decodes,
     Load,
+    copies_ms,
     device_attention_ms,
     host_ms,
     joined,
     staggered_ms,
     staggered_rows,
-    swapped_tokens_of,
     times_ms,
     times_of,
 )
@@ -61,7 +61,7 @@ class Outlook:
     Args:
         load: of sub-batch 0 without the queue.
         queue: decodes that the host attends for.
-        swapped_tokens: see `iteration_ms`.
+        moved_tokens: see `iteration_ms`.
         chunks: of prompts, which are part of the load.
         staggered: decodes at their own pace that are under way.
     """
@@ -71,7 +71,7 @@ class Outlook:
         cost: CostModel,
         load: Load,
         queue: HostQueue,
-        swapped_tokens: int = 0,
+        moved_tokens: int = 0,
         chunks: Sequence[Chunk] = (),
         staggered: Mapping[Place, Decodes] = NO_DECODES,
     ) -> None:
@@ -80,7 +80,7 @@ class Outlook:
         self._staggered = staggered
         self.queue = queue
         self._cost = cost
-        self._swapped_tokens = swapped_tokens + swapped_tokens_of(load)
+        self._copies_ms = copies_ms(cost, (load,), moved_tokens)
         # A prompt's last token alone is a decode, wherever it lives.
         self._at_host = {place: each for place, each in load.decodes.items() if place.host_attends}
         self._attention_ms = device_attention_ms(cost, load)
@@ -203,7 +203,7 @@ class Outlook:
             of_second = second.tokens + num_second
             others = times_of(cost, of_second, second.prefill_ms, self._host_ms(in_second))
             rows = self.load.rows + num_taken
-            predicted_ms = times_ms(cost, times, others, rows, self._swapped_tokens)
+            predicted_ms = times_ms(cost, times, others, rows, self._copies_ms)
             yield Split(in_second, in_first, self.queue, load, predicted_ms, num_chunks, second)
 
     def with_staggered(self, split: Split, max_token_ms: float) -> Iterator[Split]:
@@ -242,7 +242,7 @@ class Outlook:
             times = times_of(cost, tokens + rows, self._attention_ms, on_host)
             host_ms = staggered_ms(cost, decodes)
             sampled = split.load.rows + split.num_taken + rows
-            return times_ms(cost, times, second, sampled, self._swapped_tokens, host_ms), host_ms
+            return times_ms(cost, times, second, sampled, self._copies_ms, host_ms), host_ms
 
         idle_ms = (split.predicted_ms - cost.head_ms(split.load.rows + split.num_taken)) / cost.num_layers
         idle_ms -= on_host + cost.host_linear_ms(tokens)
@@ -270,7 +270,7 @@ class Outlook:
         times = times_of(cost, tokens, self._attention_ms, self._host_ms(first, self._at_host))
         others = times_of(cost, len(second), 0.0, self._host_ms(second)) if second else None
         rows = load.rows + len(first) + len(second)
-        predicted_ms = times_ms(cost, times, others, rows, self._swapped_tokens)
+        predicted_ms = times_ms(cost, times, others, rows, self._copies_ms)
         return Split(second, first, self.queue, load, predicted_ms)
 
     def _host_ms(self, positions: Sequence[int], others: Mapping[Place, Decodes] = NO_DECODES) -> float:

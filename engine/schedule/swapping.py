@@ -10,24 +10,25 @@ from collections.abc import Sequence
 
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel
-from neo_desktop.engine.predict.estimate import Decodes, Load, device_attention_ms, swapped_tokens_of
+from neo_desktop.engine.predict.estimate import Decodes, Load, copies_ms, device_attention_ms
 from neo_desktop.engine.schedule.draft import Draft, HostQueue
 
 MOST_MISSES = 8  # decodes in a row that do not hide: nothing much shorter will come
 
 
-def hides(cost: CostModel, load: Load, swapped_tokens: int = 0) -> bool:
+def hides(cost: CostModel, load: Load, moved_tokens: int = 0) -> bool:
     """Whether the bus brings all of an iteration's KV in the time that its layers take anyway.
 
     Where nothing overlaps, nothing hides, and it makes no difference who joins.
 
     Args:
-        swapped_tokens: whose KV crosses the bus, beside that of swapped decodes.
+        moved_tokens: see `iteration_ms`.
     """
     if not cost.overlaps:
         return True
-    tokens = swapped_tokens + swapped_tokens_of(load)
-    return cost.transfer_ms(tokens) <= cost.linear_ms(load.tokens) + device_attention_ms(cost, load)
+    return copies_ms(cost, (load,), moved_tokens) <= cost.linear_ms(load.tokens) + device_attention_ms(
+        cost, load
+    )
 
 
 def hidden(draft: Draft, decodes: Sequence[tuple[Place, int]], num_due: int) -> list[int]:
@@ -37,11 +38,11 @@ def hidden(draft: Draft, decodes: Sequence[tuple[Place, int]], num_due: int) -> 
         decodes: (where its KV lies, its context tokens) of each, who waited longest first.
         num_due: how many at the front join in any case; one does where there is nothing else to do.
     """
-    cost, load, swapped_tokens = draft.cost, draft.load, draft.swapped_tokens
+    cost, load, moved_tokens = draft.cost, draft.load, draft.moved_tokens
     queue = HostQueue(decodes)
 
     def is_late(count: int) -> bool:
-        return not hides(cost, load.plus(queue.decodes(range(count))), swapped_tokens)
+        return not hides(cost, load.plus(queue.decodes(range(count))), moved_tokens)
 
     num_first = bisect_right(range(1, len(queue) + 1), 0, key=is_late)
     num_first = max(num_first, num_due, int(not load.tokens))
@@ -50,7 +51,7 @@ def hidden(draft: Draft, decodes: Sequence[tuple[Place, int]], num_due: int) -> 
     misses = 0
     for position in range(num_first, len(queue)):  # what is shorter than the next one may still fit
         longer = load.plus(queue.decodes([position]))
-        if hides(cost, longer, swapped_tokens):
+        if hides(cost, longer, moved_tokens):
             taken.append(position)
             load = longer
             continue

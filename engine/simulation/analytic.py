@@ -8,8 +8,15 @@ import torch
 
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.placement import PLACES, Place
-from neo_desktop.engine.predict.cost_model import NOTHING, CostModel, Curve, Surface, TableCostModel
+from neo_desktop.engine.placement import ALL_PLACES, PLACES, Place
+from neo_desktop.engine.predict.cost_model import (
+    NOTHING,
+    CostModel,
+    Curve,
+    MemoryShares,
+    Surface,
+    TableCostModel,
+)
 from neo_desktop.engine.predict.estimate import Decodes, Load
 from neo_desktop.engine.predict.weight_plan import WeightPlan, layer_matrices
 from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES, HOST_SHARE, activation_bytes
@@ -46,10 +53,13 @@ class KVBudget:
 
     def num_blocks(self) -> dict[Place, int]:
         """Return `place -> blocks`."""
-        tokens = {place: self.cpu_tokens if place.in_host_memory else self.gpu_tokens for place in PLACES}
-        if self.swapped_tokens:
-            tokens[Place.SWAPPED] = self.swapped_tokens
-        return {place: count // BLOCK_SIZE for place, count in tokens.items()}
+
+        def tokens(place: Place) -> int:
+            if place.is_swapped:
+                return self.swapped_tokens
+            return self.cpu_tokens if place.in_host_memory else self.gpu_tokens
+
+        return {place: tokens(place) // BLOCK_SIZE for place in ALL_PLACES}
 
     def swapping(self, cost: CostModel, limits: SchedulerLimits) -> "KVBudget":
         """Return the same memory with host memory for swapped layers, as much as an iteration hides at most.
@@ -57,18 +67,21 @@ class KVBudget:
         The GPU's memory then holds a few layers of those tokens, too.
         """
 
+        (swapped,) = (place for place in ALL_PLACES if place.is_swapped)
+
         def divided(num_blocks: int) -> KVBudget:
             tokens = num_blocks * BLOCK_SIZE
             resident = -(-tokens * RESIDENT_LAYERS // cost.num_layers)
-            return KVBudget((self.gpu_tokens - resident) // BLOCK_SIZE * BLOCK_SIZE, 0, tokens)
+            near = (self.gpu_tokens - resident) // BLOCK_SIZE * BLOCK_SIZE
+            return KVBudget(near, self.cpu_tokens - tokens, tokens)
 
         def is_too_much(num_blocks: int) -> bool:
             budget = divided(num_blocks)
             if 2 * budget.gpu_tokens < self.gpu_tokens:
                 return True
             decodes = {
-                Place.SWAPPED.as_attended: Decodes(limits.max_batch_requests, budget.gpu_tokens),
-                Place.SWAPPED: Decodes(1, budget.swapped_tokens),
+                swapped.as_attended: Decodes(limits.max_batch_requests, budget.gpu_tokens),
+                swapped: Decodes(1, budget.swapped_tokens),
             }
             return not hides(cost, Load().plus(decodes))
 
@@ -199,6 +212,9 @@ def analytic_cost_model(
         linear, host_linear = roofline(layer_parameters, layer_bytes, LONGEST_CHUNK, kernels_ms), NOTHING
     else:
         linear, host_linear = divided.curves(config.num_layers, kernels_ms, LONGEST_CHUNK)
+    # K and V of a layer in a piece each, whether it is one for pages or one that is swapped.
+    transfer = Curve((1, most), [BUS_LATENCY_MS + n * kv_bytes / bus * 1e3 for n in (1, most)])
+    memory = host.memory_bytes_per_s * host.read_share
     return TableCostModel(
         num_layers=config.num_layers,
         overlaps=True,
@@ -207,7 +223,9 @@ def analytic_cost_model(
         host_linear=host_linear,
         head=roofline(head_parameters, head_bytes, 1024, HEAD_KERNELS * KERNEL_MS, logits_ms),
         hand_off=Curve((1, 1024), [HAND_OFF_MS + n * hand_off_bytes / bus * 1e3 for n in (1, 1024)]),
-        transfer=Curve((1, most), [BUS_LATENCY_MS + n * kv_bytes / bus * 1e3 for n in (1, most)]),
+        transfer=transfer,
+        swap=transfer,
+        memory_shares=MemoryShares(bus / memory, kv_bytes / (host_token_ms / 1e3) / memory),
         first_chunk_attention=Curve(chunks, [chunk_ms(n, n) for n in chunks]),
         later_chunk_attention=Surface(
             chunks, contexts, [[chunk_ms(tokens, context) for context in contexts] for tokens in chunks]

@@ -47,7 +47,7 @@ class Reality:
         self,
         predicted: IterationTiming,
         *loads: Load,
-        swapped_tokens: int,
+        moved_tokens: int,
         staggered: Mapping[Place, Decodes],
     ) -> float:
         """Return how long an iteration truly takes, in ms; the scheduler's beliefs are corrected by it.
@@ -55,13 +55,13 @@ class Reality:
         Args:
             predicted: what the scheduler believes.
             loads: of its sub-batches.
-            swapped_tokens: see `iteration_ms`.
+            moved_tokens: see `iteration_ms`.
             staggered: likewise.
         """
         # The time of prompts is in the loads already, as the scheduler believes it.
         factor = self.true.device_factor / self.believed.device_factor
         truly = [load._replace(prefill_ms=load.prefill_ms * factor) for load in loads]
-        timing = predict(self.true, *truly, swapped_tokens=swapped_tokens, staggered=staggered)
+        timing = predict(self.true, *truly, moved_tokens=moved_tokens, staggered=staggered)
         noise = self._random.lognormvariate(0.0, self._noise) if self._noise else 1.0
         total_ms = timing.total_ms * noise
         measured = replace(

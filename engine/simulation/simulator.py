@@ -92,7 +92,7 @@ def simulate(
             iteration_ms = reality.carry_out(
                 decision.predicted,
                 *decision.loads,
-                swapped_tokens=decision.swapped_tokens,
+                moved_tokens=decision.moved_tokens,
                 staggered=decision.staggered,
             )
         clock_ms += iteration_ms
@@ -131,7 +131,7 @@ def _count(
     totals.iterating_ms += predicted.total_ms
     totals.cpu_busy_ms += predicted.host_attention_ms
     totals.copy_wait_ms += copy_wait_ms(
-        true_cost, *loads, swapped_tokens=decision.swapped_tokens, staggered=decision.staggered
+        true_cost, *loads, moved_tokens=decision.moved_tokens, staggered=decision.staggered
     )
     products_ms = sum(cost.host_linear_ms(load.tokens) for load in loads)
     totals.cpu_busy_ms += cost.num_layers * products_ms

@@ -25,7 +25,8 @@ CONFIG = shape("llama-2-7b")
 DTYPE = torch.float16
 LIMITS = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=256)
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
-ALL_THAT_FITS = {Place.DEVICE: None, Place.HOST: None}
+ALL_THAT_FITS: dict[Place, int | None] = {Place.DEVICE: None, Place.HOST: None}
+PLACE_OF = {place.name: place for place in (Place.DEVICE, Place.HOST, Place.SWAPPED)}
 WEIGHTS = CONFIG.weight_bytes(DTYPE)
 ITERATION = activation_bytes(CONFIG, LIMITS, DTYPE) + DEVICE_RESERVE_BYTES
 
@@ -141,6 +142,30 @@ def test_swapped_kv_needs_host_memory_for_all_its_layers(machine: SimpleNamespac
     free, places = FreeMemory.now(CUDA), (Place.DEVICE, Place.SWAPPED)
     blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, free=free, places=places)
     assert 0 < blocks[Place.SWAPPED] * BLOCK_SIZE * CONFIG.kv_bytes_per_token(DTYPE) * 31 / 32 < GIB
+
+
+def test_a_swap_cache_of_any_size_may_be_asked_for_and_leaves_others_what_they_asked_for(
+    machine: SimpleNamespace,
+) -> None:
+    free, places = FreeMemory.now(CUDA), (Place.DEVICE, Place.SWAPPED)
+
+    def blocks_of(**asked: int) -> dict[Place, int]:
+        tokens = ALL_THAT_FITS | {Place.SWAPPED: None} | {PLACE_OF[name]: n for name, n in asked.items()}
+        return budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, tokens, free=free, places=places)
+
+    planned = blocks_of()
+    more = blocks_of(swapped=planned[Place.SWAPPED] * BLOCK_SIZE * 2)
+    assert more[Place.SWAPPED] == 2 * planned[Place.SWAPPED]
+    assert more[Place.DEVICE] < planned[Place.DEVICE]
+    everything = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, free=free)[Place.DEVICE]
+    nearly_all = int(everything * 0.9) * BLOCK_SIZE
+    beside = blocks_of(device=nearly_all)
+    assert beside[Place.DEVICE] * BLOCK_SIZE == nearly_all
+    assert 0 < beside[Place.SWAPPED] < planned[Place.SWAPPED]
+    with pytest.raises(MemoryError, match=r"SWAP-cache .* ask for at most") as error:
+        blocks_of(swapped=1 << 22)
+    most = int(str(error.value).split()[-2])
+    assert blocks_of(swapped=most)[Place.SWAPPED] * BLOCK_SIZE == most
 
 
 def test_a_number_of_tokens_that_was_asked_for_is_what_there_is(machine: SimpleNamespace) -> None:

@@ -16,10 +16,12 @@ from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import (
     CostModel,
     Curve,
+    MemoryShares,
     Surface,
     TableCostModel,
 )
 from neo_desktop.engine.predict.estimate import Decodes, Load, copy_wait_ms, iteration_ms, predict
+from neo_desktop.engine.profiling.rates import shares_of
 from neo_desktop.models.linear.shares import StreamedShares
 
 times = st.floats(0, 1e3, allow_nan=False)
@@ -225,16 +227,42 @@ def test_swapped_decodes_cost_what_the_devices_do_or_as_long_as_their_kv_takes_t
     decodes = Decodes(requests, requests * context)
     swapped, resident = (Load().plus({place: decodes}) for place in (Place.SWAPPED, Place.DEVICE))
     here = iteration_ms(cost, resident)
-    there = iteration_ms(cost, swapped, swapped_tokens=crossing)
-    copies_ms = cost.num_layers * cost.transfer_ms(decodes.context_tokens + crossing)
+    there = iteration_ms(cost, swapped, moved_tokens=crossing)
+    swap_ms = cost.num_layers * cost.swap_ms(decodes.context_tokens)
+    copies_ms = swap_ms + cost.num_layers * cost.transfer_ms(crossing)
     extra = cost.head_ms(requests) + cost.iteration_ms
     expected = max(here, copies_ms + extra) if cost.overlaps else here + copies_ms
     assert there == pytest.approx(expected)
-    assert copy_wait_ms(cost, swapped, swapped_tokens=crossing) == pytest.approx(expected - here, abs=1e-6)
-    timing = predict(cost, swapped, swapped_tokens=crossing)
-    assert (timing.total_ms, timing.copies_ms) == (pytest.approx(expected), pytest.approx(copies_ms))
+    assert copy_wait_ms(cost, swapped, moved_tokens=crossing) == pytest.approx(expected - here, abs=1e-6)
+    timing = predict(cost, swapped, moved_tokens=crossing)
+    assert (timing.total_ms, timing.copies_ms) == (pytest.approx(expected), pytest.approx(swap_ms))
     more = swapped.plus({Place.SWAPPED: Decodes(1, context)})
-    assert there <= iteration_ms(cost, more, swapped_tokens=crossing) * (1 + 1e-9) + 1e-9
+    assert there <= iteration_ms(cost, more, moved_tokens=crossing) * (1 + 1e-9) + 1e-9
+
+
+def test_what_copies_and_the_cpus_attention_read_together_is_what_memory_gives() -> None:
+    """Each of them alone hides behind the device; both of them would need half as much again as there is."""
+    cost = machine(hand_off_ms=0.0, memory_shares=MemoryShares(0.8, 0.7))
+    first = Load().plus({Place.DEVICE: Decodes(30, 3000), Place.SWAPPED: Decodes(1, 400)})
+    second = Load().plus({Place.HOST: Decodes(2, 2600)})
+    copies_ms, on_host_ms = cost.swap_ms(400), cost.attention_ms(Place.HOST, 2, 2600)
+    extra = cost.head_ms(33) + cost.iteration_ms
+    alone = iteration_ms(replace(cost, memory_shares=MemoryShares()), first, second)
+    slow = replace(cost, memory_shares=MemoryShares(8.0, 7.0))
+    shared = 32 * (8.0 * copies_ms + 7.0 * on_host_ms) + extra
+    assert iteration_ms(slow, first, second) == pytest.approx(shared)
+    assert shared > alone
+    assert iteration_ms(cost, first, second) == pytest.approx(
+        max(alone, 32 * (0.8 * copies_ms + 0.7 * on_host_ms) + extra)
+    )
+    no_copies = first._replace(decodes={Place.DEVICE: Decodes(31, 3400)})
+    assert iteration_ms(slow, no_copies, second) == iteration_ms(cost, no_copies, second)
+
+
+def test_rates_alone_and_together_tell_what_each_takes_of_the_memory() -> None:
+    assert shares_of((30e9, 70e9), (20e9, 60e9)) == (30 / 80, 70 / 80)
+    assert sum(shares_of((30e9, 70e9), (30e9, 70e9))) == pytest.approx(1)  # they do not disturb each other
+    assert max(shares_of((30e9, 70e9), (10e9, 10e9))) <= 1  # a disturbance while it was measured
 
 
 def test_shares_are_those_of_the_next_larger_number_of_rows() -> None:
@@ -274,7 +302,7 @@ def test_a_bus_that_became_slower_is_noticed_soon_and_nothing_swings(slowdown: f
     """Copies that are an iteration's longest part, and truly take so many times what they should."""
     corrected, base = CorrectedCostModel(machine()), machine()
     load = Load().plus({Place.SWAPPED: Decodes(20, 9000)})
-    measured = 32 * base.transfer_ms(9000) * slowdown
+    measured = 32 * base.swap_ms(9000) * slowdown
     total_ms = max(measured, iteration_ms(base, Load().plus({Place.DEVICE: Decodes(20, 9000)})))
     factors, noise = [], random.Random(seed)
     for _ in range(400):
@@ -286,7 +314,7 @@ def test_a_bus_that_became_slower_is_noticed_soon_and_nothing_swings(slowdown: f
         assert factors[15] > 0.9 * slowdown
     assert all(0.92 * slowdown < factor < 1.25 * slowdown for factor in factors[200:])
     assert corrected.device_factor < 1.2
-    assert corrected.transfer_ms(100) == pytest.approx(base.transfer_ms(100) * corrected.bus_factor)
+    assert corrected.swap_ms(100) == pytest.approx(base.swap_ms(100) * corrected.bus_factor)
 
 
 def test_nothing_is_learned_from_the_first_iteration_of_its_sizes() -> None:

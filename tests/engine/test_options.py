@@ -28,7 +28,7 @@ def test_every_choice_exists_and_every_default_is_one() -> None:
     [
         (
             {"policy": "magic"},
-            "policy 'magic' is unknown; choose one of: auto, neo, apex, fastdecode, gpu-only",
+            "policy 'magic' is unknown; choose one of: auto, neo, apex, pie, fastdecode, gpu-only",
         ),
         ({"gpu_cache_tokens": -1}, "gpu_cache_tokens must be at least 0, got -1"),
         ({"gpu_memory_gib": 0.0}, "gpu_memory_gib must be at least 0.001, got 0"),

@@ -358,6 +358,7 @@ def gpu_timer(
         (Stage.GPU_ATTENTION, True, False),
         (Stage.HAND_OFF, True, True),
         (Stage.TRANSFER, False, True),
+        (Stage.SWAP, False, False),
         (Stage.FIRST_CHUNK_ATTENTION, False, False),
         (Stage.LATER_CHUNK_ATTENTION, False, False),
     ],

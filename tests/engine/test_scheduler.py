@@ -18,7 +18,7 @@ from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput, RequestState
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.decider import PATIENCE, Decider, Decision
-from neo_desktop.engine.schedule.policies import POLICIES, SIMULATED, Fastest, Halves, Hidden, Policy
+from neo_desktop.engine.schedule.policies import POLICIES, Fastest, Halves, Hidden, Policy
 from neo_desktop.engine.schedule.residency import Residency
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from neo_desktop.engine.simulation.metrics import SimulationResult
@@ -27,7 +27,7 @@ from neo_desktop.engine.simulation.workload import WorkloadRequest
 
 BLOCK_SIZE = 4
 ALL_PLACES = (*PLACES, THIRD)
-ALL_POLICIES = SIMULATED | {
+ALL_POLICIES = POLICIES | {
     policy.name: policy
     for policy in (
         Policy("all in turn", ALL_PLACES),

@@ -12,7 +12,7 @@ from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
 from neo_desktop.engine.profiling.budget import activation_bytes
-from neo_desktop.engine.schedule.policies import POLICIES, SIMULATED, Policy
+from neo_desktop.engine.schedule.policies import POLICIES, Policy
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import RESIDENT_LAYERS, KVBudget, analytic_cost_model, kv_budget
 from neo_desktop.engine.simulation.bound import Bound, Room
@@ -25,11 +25,13 @@ from neo_desktop.models.shapes import shape
 
 BLOCK_SIZE = 16
 LIMITS = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=256)
-SHARES_OF_CPU = dict.fromkeys(SIMULATED, (0.0, 1.0)) | {
+SHARES_OF_CPU = dict.fromkeys(POLICIES, (0.0, 1.0)) | {
     "gpu-only": (0.0, 0.0),
     "fastdecode": (1.0, 1.0),
     "pie": (0.0, 0.0),
 }
+
+SWAPPED_TOKENS = 2000
 
 
 def flat_cost(linear_ms: float = 1.0, iteration_ms: float = 0.0) -> TableCostModel:
@@ -62,7 +64,7 @@ def run(
     cpu_tokens: int = 65_536,
     max_context_tokens: int | None = None,
 ) -> SimulationResult:
-    blocks = {Place.DEVICE: gpu_tokens // BLOCK_SIZE, Place.HOST: cpu_tokens // BLOCK_SIZE}
+    blocks = KVBudget(gpu_tokens, cpu_tokens, SWAPPED_TOKENS).num_blocks()
     return simulate(
         requests, POLICIES[policy], cost, blocks, BLOCK_SIZE, LIMITS, max_context_tokens=max_context_tokens
     )
@@ -117,7 +119,7 @@ def test_an_answer_of_one_token_has_no_time_between_tokens() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    policy=st.sampled_from(sorted(SIMULATED)),
+    policy=st.sampled_from(sorted(POLICIES)),
     lengths=st.lists(st.tuples(st.integers(1, 300), st.integers(1, 60)), min_size=1, max_size=25),
     gpu_blocks=st.integers(4, 60),
     cpu_blocks=st.integers(4, 200),
@@ -140,8 +142,8 @@ def test_every_request_ends_with_all_its_tokens_or_is_refused_and_no_bound_is_br
     gpu_tokens, cpu_tokens = gpu_blocks * BLOCK_SIZE, cpu_blocks * BLOCK_SIZE
     blocks = {Place.DEVICE: gpu_blocks, Place.HOST: cpu_blocks, Place.SWAPPED: cpu_blocks}
     limits = SchedulerLimits(max_batch_tokens=2048, max_batch_requests=most_requests)
-    result = simulate(requests, SIMULATED[policy], cost, blocks, BLOCK_SIZE, limits)
-    longest = max(blocks[place] * BLOCK_SIZE for place in SIMULATED[policy].places)
+    result = simulate(requests, POLICIES[policy], cost, blocks, BLOCK_SIZE, limits)
+    longest = max(blocks[place] * BLOCK_SIZE for place in POLICIES[policy].places)
     fitting = [request for request in requests if request.total_tokens <= longest]
     assert sorted((r.arrival_ms, r.prompt_tokens, r.output_tokens) for r in result.finished) == sorted(
         (r.arrival_ms, r.prompt_tokens, r.output_tokens) for r in fitting
@@ -151,8 +153,8 @@ def test_every_request_ends_with_all_its_tokens_or_is_refused_and_no_bound_is_br
         assert request.arrival_ms < request.first_token_ms <= request.finish_ms
     if fitting:
         room = Room(gpu_tokens, cpu_tokens, most_requests)
-        if Place.SWAPPED in SIMULATED[policy].places:  # the device attends for all of it
-            room = Room(gpu_tokens + cpu_tokens, 0, most_requests)
+        if POLICIES[policy].swaps:
+            room = Room(gpu_tokens + cpu_tokens, cpu_tokens, most_requests)
         bound_ms = Bound(cost, fitting, room).makespan_ms(*SHARES_OF_CPU[policy])
         assert result.makespan_ms >= bound_ms * (1 - 1e-9)
         assert result.totals.gpu_busy_ms <= result.makespan_ms
@@ -226,7 +228,7 @@ def test_a_machine_that_is_as_predicted_takes_the_predicted_times(policy: str) -
     """The true times are computed anew from what was decided."""
     requests = with_rate(synthetic(80, 400, 40), 3.0)
     cost = machine()
-    blocks = {Place.DEVICE: 63, Place.HOST: 400}
+    blocks = {Place.DEVICE: 63, Place.HOST: 400, Place.SWAPPED: 60}
     exact, same = (
         simulate(requests, POLICIES[policy], cost, blocks, BLOCK_SIZE, LIMITS, mismatch=mismatch)
         for mismatch in (None, Mismatch())
@@ -350,7 +352,8 @@ def test_no_policy_exceeds_its_bound(policy: str, gpu_tokens: int) -> None:
     requests = synthetic(200, 370, 60)
     cost = machine()
     result = run(requests, policy, cost, gpu_tokens)
-    room = Room(gpu_tokens, 65_536, LIMITS.max_batch_requests)
+    swapped_tokens = SWAPPED_TOKENS if POLICIES[policy].swaps else 0
+    room = Room(gpu_tokens + swapped_tokens, 65_536, LIMITS.max_batch_requests)
     bound = Bound(cost, requests, room).output_tokens_per_s(*SHARES_OF_CPU[policy])
     assert result.output_tokens_per_s <= bound
 
@@ -378,7 +381,8 @@ def test_what_is_left_for_kv_is_what_hand_arithmetic_leaves() -> None:
     rest = 15 * 2**30 - weights - 512 * 2**20 - activations
     assert budget.gpu_tokens == rest // (2 * 32 * 4096 * 2) // 16 * 16
     assert budget.cpu_tokens == 32 * 2**30 // (2 * 32 * 4096 * 2)
-    assert budget.num_blocks() == {Place.DEVICE: budget.gpu_tokens // 16, Place.HOST: budget.cpu_tokens // 16}
+    blocks = {Place.DEVICE: budget.gpu_tokens // 16, Place.SWAPPED: 0, Place.HOST: budget.cpu_tokens // 16}
+    assert budget.num_blocks() == blocks
 
 
 @pytest.mark.parametrize(
@@ -453,8 +457,8 @@ def test_the_analytic_model_is_the_roofline() -> None:
 
 
 def test_budgets_are_whole_blocks() -> None:
-    assert KVBudget(100, 40).num_blocks() == {Place.DEVICE: 6, Place.HOST: 2}
-    assert KVBudget(100, 0, 50).num_blocks() == {Place.DEVICE: 6, Place.HOST: 0, Place.SWAPPED: 3}
+    assert KVBudget(100, 40).num_blocks() == {Place.DEVICE: 6, Place.SWAPPED: 0, Place.HOST: 2}
+    assert KVBudget(100, 0, 50).num_blocks() == {Place.DEVICE: 6, Place.SWAPPED: 3, Place.HOST: 0}
 
 
 # ---- swapped layers ----
@@ -475,7 +479,7 @@ def test_swapped_layers_hide_and_no_fixed_expansion_is_better(gpu: str) -> None:
     cost = machine(gpu, "llama-2-7b")
     budget = KVBudget(8192, 1 << 20)
     alone = swapped(POLICIES["gpu-only"], cost, budget)
-    pie = swapped(SIMULATED["pie"], cost, budget.swapping(cost, LIMITS))
+    pie = swapped(POLICIES["pie"], cost, budget.swapping(cost, LIMITS))
     assert pie.totals.copy_wait_ms <= 0.01 * pie.totals.iterating_ms
     assert pie.output_tokens_per_s >= 0.99 * alone.output_tokens_per_s
     for expansion in (1.1, 1.4, 2.0):
@@ -488,10 +492,10 @@ def test_a_fast_bus_is_worth_it_and_budgets_for_it_share_the_same_memory() -> No
     cost = machine("gh200", "llama-2-7b")
     budget = KVBudget(8192, 1 << 20)
     shared = budget.swapping(cost, LIMITS)
-    assert shared.cpu_tokens == 0
+    assert shared.cpu_tokens + shared.swapped_tokens == budget.cpu_tokens
     resident = shared.swapped_tokens * RESIDENT_LAYERS / cost.num_layers
     assert budget.gpu_tokens - 2 * BLOCK_SIZE < shared.gpu_tokens + resident <= budget.gpu_tokens
-    alone, pie = swapped(POLICIES["gpu-only"], cost, budget), swapped(SIMULATED["pie"], cost, shared)
+    alone, pie = swapped(POLICIES["gpu-only"], cost, budget), swapped(POLICIES["pie"], cost, shared)
     assert pie.output_tokens_per_s > 1.1 * alone.output_tokens_per_s
     by_pcie = budget.swapping(machine("h100", "llama-2-7b"), LIMITS)
     assert by_pcie.swapped_tokens < shared.swapped_tokens / 2
@@ -502,7 +506,7 @@ def test_copies_that_take_longer_than_believed_are_fewer_soon(slowdown: float) -
     cost = machine("gh200", "llama-2-7b")
     budget = KVBudget(8192, 1 << 20).swapping(cost, LIMITS)
     mismatch = Mismatch(bus_slowdown=slowdown, noise=0.05)
-    pie = swapped(SIMULATED["pie"], cost, budget, mismatch)
+    pie = swapped(POLICIES["pie"], cost, budget, mismatch)
     static = swapped(ALWAYS_ALL, cost, budget, mismatch)
     assert pie.totals.copy_wait_ms <= 0.02 * pie.totals.iterating_ms
     assert pie.output_tokens_per_s >= 0.97 * static.output_tokens_per_s

@@ -12,7 +12,7 @@ from pipeline_case import BLOCK_SIZE, RandomIterations, check_result, make_stora
 from tiny_engine import engine, tokens_of
 from torch_layer import TorchLayer
 
-from neo_desktop.engine.batch import BlockCopy, IterationPlan, ScheduledSequence, SubBatch
+from neo_desktop.engine.batch import BlockCopy, IterationPlan, IterationTiming, ScheduledSequence, SubBatch
 from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.execute.plan_executor import PlanExecutor
 from neo_desktop.engine.execute.timeline import Stage, Timeline
@@ -200,6 +200,33 @@ def test_layers_come_and_new_rows_leave_beside_the_computation_of_others(model: 
     num_meetings = 0
     run_and_check(model, executor, IterationPlan((SubBatch((sequence("a", 20, 21),)),)))
     assert num_meetings == 2 * (NUM_LAYERS - 1) - 1
+    executor.close()
+
+
+def test_the_scheduler_is_told_what_copies_took_and_what_the_device_waited_for_them(model: Decoder) -> None:
+    """Copies begin when the device has come to need them; where nothing is swapped there are none."""
+    is_needed = threading.Event()
+
+    def hook(lane: str, stage: Stage) -> None:
+        if lane == Lane.DEVICE and stage.name == "wait for a copy":
+            is_needed.set()
+        elif lane == Lane.SWAP_IN and stage.layer == 1:
+            assert is_needed.wait(PATIENCE_S)
+
+    def timing(*parts: ScheduledSequence) -> IterationTiming:
+        found = executor.execute(IterationPlan((SubBatch(parts),))).timing
+        assert found is not None
+        return found
+
+    executor = make_executor(model, hook=hook)
+    prompt = timing(sequence("c", 0, 17), sequence("a", 0, 20))
+    assert (prompt.copies_ms, prompt.copy_wait_ms) == (0, 0)  # there is no KV before it
+    is_needed.clear()
+    swapped = timing(sequence("c", 17, 18), sequence("a", 20, 21))
+    assert 0 < swapped.copies_ms < swapped.total_ms
+    assert 0 < swapped.copy_wait_ms < swapped.total_ms
+    resident = timing(sequence("c", 18, 19))
+    assert (resident.copies_ms, resident.copy_wait_ms) == (0, 0)
     executor.close()
 
 

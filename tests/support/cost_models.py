@@ -5,7 +5,15 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from neo_desktop.engine.placement import PLACES, Place
-from neo_desktop.engine.predict.cost_model import CostModel, Curve, Surface, TableCostModel, ZeroCostModel
+from neo_desktop.engine.predict.cost_model import (
+    UNSHARED,
+    CostModel,
+    Curve,
+    MemoryShares,
+    Surface,
+    TableCostModel,
+    ZeroCostModel,
+)
 
 # A second memory that the host attends for, as a slower one behind a CPU would be.
 THIRD = Place("third", label="third", in_host_memory=True, host_attends=True)
@@ -21,6 +29,8 @@ def machine(
     cpu_token_ms: float = 0.00015,
     hand_off_ms: float = 0.02,
     transfer_token_ms: float = 0.001,
+    swap_token_ms: float = 0.0007,
+    memory_shares: MemoryShares = UNSHARED,
     overlaps: bool = True,
     num_layers: int = 32,
     places: Sequence[Place] = PLACES,
@@ -40,6 +50,8 @@ def machine(
         head=Curve(SIZES, [0.3 + 0.001 * n for n in SIZES]),
         hand_off=Curve(SIZES, [hand_off_ms] * len(SIZES)),
         transfer=Curve(SIZES, [n * transfer_token_ms for n in SIZES]),
+        swap=Curve(SIZES, [n * swap_token_ms for n in SIZES]),
+        memory_shares=memory_shares,
         first_chunk_attention=Curve(
             SIZES, [0.002 * bool(gpu_token_ms) + n * n / 2 * gpu_token_ms / 10 for n in SIZES]
         ),
@@ -61,6 +73,7 @@ def cost_models(places: Sequence[Place] = PLACES) -> st.SearchStrategy[CostModel
             cpu_token_ms=times,
             hand_off_ms=times,
             transfer_token_ms=times,
+            swap_token_ms=times,
             overlaps=st.booleans(),
             num_layers=st.integers(1, 40),
             places=st.just(tuple(places)),

@@ -12,7 +12,7 @@ class OwnPace(Policy):
 
     def divide(self, draft: Draft) -> Split:
         """Let all go at their own pace."""
-        outlook = Outlook(draft.cost, draft.load, draft.queue, draft.swapped_tokens)
+        outlook = Outlook(draft.cost, draft.load, draft.queue, draft.moved_tokens)
         under_way = sum(requests for requests, _ in draft.staggered.values())
         count = under_way + len(draft.queue)
         if not draft.load.tokens or not count:
