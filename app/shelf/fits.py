@@ -82,6 +82,7 @@ def fit(
     dtype = choose_dtype(asked_dtype(options), config, device, free.host_bytes, form)
     weights = config.weight_bytes(dtype, form)
     rates = _rates(figures)
+    places, most_chats = get_policy(options.policy).places, options.max_batch_requests
     reason, plan, blocks = None, None, dict.fromkeys(PLACES, 0)
     try:
         plan = plan_memory(config, form, dtype, device, options, lambda: rates, free)
@@ -95,10 +96,10 @@ def fit(
             CPU_CACHE_DTYPES[options.cpu_cache_dtype],
             _beside_weights(free, weights, plan, streaming_bytes(layer_matrices(config, form, dtype))),
             weights if plan is None else plan.gpu_bytes,
+            (*PLACES, *(place for place in places if place.is_swapped)),
         )
     except MemoryError as error:
         reason = str(error)
-    places, most_chats = get_policy(options.policy).places, options.max_batch_requests
     tokens = {place: BLOCK_SIZE * blocks[place] if place in places else 0 for place in PLACES}
     chat_tokens = min(CHAT_TOKENS, config.max_context_tokens)
     chats = {place: min(count // chat_tokens, most_chats) for place, count in tokens.items()}

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from neo_desktop.engine.schedule.policies import SIMULATED
+from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.simulation.workers import Workers
 
 
@@ -19,7 +19,7 @@ class Fleet:
         """Return what an hour costs: the workers only where the policy uses them; None: nobody said."""
         if self.gpu_price is None or self.worker_price is None:
             return None
-        uses = any(place.host_attends for place in SIMULATED[policy].places)
+        uses = any(place.host_attends for place in POLICIES[policy].places)
         return self.gpu_price + self.worker_price * self.workers.count * uses
 
     @property

@@ -17,7 +17,8 @@ sub-batch 0, and the host attends for those of layer l once it has attended for 
 that within the iteration, but what takes longer than the host has time delays its other work.
 
 Decodes whose KV is swapped are the device's, and all their KV of a layer crosses the bus while it computes
-the layers before. So do prompts' KV for host memory, and moves: a layer takes as long as all of that, at least.
+the layers before. So do prompts' KV for host memory, and moves: a layer takes as long as all of that, at
+least.
 Copies read the host's memory, and so does the CPU's attention: where both together would take more than it
 gives, a layer takes as long as it takes to read all of it.
 """

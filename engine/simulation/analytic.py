@@ -66,7 +66,6 @@ class KVBudget:
 
         The GPU's memory then holds a few layers of those tokens, too.
         """
-
         (swapped,) = (place for place in ALL_PLACES if place.is_swapped)
 
         def divided(num_blocks: int) -> KVBudget:
@@ -203,10 +202,8 @@ def analytic_cost_model(
     hand_off_bytes = 2 * query_bytes + kv_bytes  # q, k and v there, the output back
     most = LONGEST_CHUNK
     device_token_ms = kv_bytes / (gpu.memory_bytes_per_s * gpu.attention_share) * 1e3
-    on_device, on_host = (
-        attention(2 * KERNEL_MS, device_token_ms),
-        attention(CPU_CALL_MS, host_attention_ms(host, config, dtype)),
-    )
+    host_token_ms = host_attention_ms(host, config, dtype)
+    on_device, on_host = attention(2 * KERNEL_MS, device_token_ms), attention(CPU_CALL_MS, host_token_ms)
     kernels_ms = LINEAR_KERNELS * KERNEL_MS
     if divided is None:
         linear, host_linear = roofline(layer_parameters, layer_bytes, LONGEST_CHUNK, kernels_ms), NOTHING

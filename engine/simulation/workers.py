@@ -84,6 +84,7 @@ def with_workers(
     tokens = cost.transfer.x
     return replace(
         cost,
+        memory_shares=cost.memory_shares._replace(attention=0.0),  # theirs is another memory
         hand_off=Curve(rows, [cost.hand_off(n) + link.round_trip_ms + n * row_ms for n in rows]),
         # Prompts' KV goes on to the link while more of it comes over the bus.
         transfer=Curve(

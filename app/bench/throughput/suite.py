@@ -31,7 +31,7 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.loading import choose_device, load, model_path
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import EngineParts, take_memory
-from neo_desktop.engine.placement import PLACES
+from neo_desktop.engine.placement import ALL_PLACES
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.profiling.profiler import profile
 from neo_desktop.engine.progress import Progress
@@ -140,7 +140,7 @@ def _run_policies(
     on_gpu = model.decoder.device.type == "cuda"
     names = options.policies or (BASELINE, "auto")[: 1 + (on_gpu or options.gpu_cache_tokens is not None)]
     places = {place for name in names for place in get_policy(name).places}
-    parts = take_memory(model, options, [place for place in PLACES if place in places])
+    parts = take_memory(model, options, [place for place in ALL_PLACES if place in places])
 
     def profiled(share: float, what: str) -> None:
         progress(_PROFILE_SHARE * share, f"tables: {what}")
@@ -336,7 +336,11 @@ def _median(values: Iterable[float]) -> float | None:
 def _bound(policy: _Policy, workload: Workload, tables: TableCostModel) -> float:
     """Return the most output tokens per second under this policy."""
     places = get_policy(policy.name).places
-    gpu_tokens, cpu_tokens = (policy.parts.tokens_in(host_memory) for host_memory in (False, True))
+    gpu_tokens, cpu_tokens = (
+        BLOCK_SIZE
+        * sum(n for place, n in policy.parts.num_blocks.items() if place.host_attends is host_attends)
+        for host_attends in (False, True)
+    )
     bound = Bound(tables, workload.requests, Room(gpu_tokens, cpu_tokens))
     attends = {place.host_attends for place in places}
     return bound.output_tokens_per_s(float(False not in attends), float(True in attends))
