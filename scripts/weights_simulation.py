@@ -176,12 +176,26 @@ class Case:
         """What the products of all layers take, in ms."""
         return weight_times(self.matrices, plan, rates, rows, share).ms
 
+    def streaming_ms(self, rows: int, rates: Rates) -> float:
+        """What they take if the GPU computes all: of experts, those that are needed are streamed."""
+        needed, plan = dict(self.matrices), self.layers_plan
+        for name, sizes in self.matrices.items():
+            if not plan.resident_rows[name]:
+                needed[name] = replace(
+                    sizes,
+                    columns=round(sizes.used_share * sizes.columns),  # that each row is multiplied with
+                    host_bytes=round(sizes.touched(rows) * sizes.host_bytes),
+                    unpacked_bytes=round(sizes.touched(rows) * sizes.unpacked_bytes),
+                    used_share=1.0,
+                )
+        return weight_times(needed, plan, rates, rows, 1.0).ms
+
     def rung(self, name: str) -> float:
         """Return tokens of the answer per second."""
         return self.rate(
             {
                 "divided": lambda rows: self.times(rows, self.plan, self.rates),
-                "streaming": lambda rows: self.times(rows, self.layers_plan, self.rates, 1.0),
+                "streaming": lambda rows: self.streaming_ms(rows, self.rates),
                 "accelerate": self._accelerate_ms,
                 "layer split": self._layer_split_ms,
             }[name]
@@ -208,7 +222,7 @@ class Case:
         copying = 1 / min(self.host.core_bytes_per_s / 2, self.rates.bus_bytes_per_s)
         copied_ms = 1e3 * self.needed_bytes(rows) * copying
         computing = replace(self.rates, bus_bytes_per_s=inf, host_bytes_per_s=inf)
-        return copied_ms + self.times(rows, self.layers_plan, computing, 1.0)
+        return copied_ms + self.streaming_ms(rows, computing)
 
     def _layer_split_ms(self, rows: int) -> float:
         """No hand-offs beside that between the halves; long prompts are computed by the GPU alone."""
@@ -218,7 +232,7 @@ class Case:
             return on_cpu_ms
         copied_ms = 1e3 * self.needed_bytes(rows) / self.rates.bus_bytes_per_s
         computing = replace(rates, bus_bytes_per_s=inf)
-        return min(on_cpu_ms, copied_ms + self.times(rows, self.layers_plan, computing, 1.0))
+        return min(on_cpu_ms, copied_ms + self.streaming_ms(rows, computing))
 
 
 def cases(share: float) -> Iterator[tuple[str, str, Case]]:
