@@ -55,6 +55,9 @@ class BlockPool:
         self._idle_runs = OrderedDict.fromkeys(range(-(-num_blocks // BLOCKS_PER_RUN)))
         self._block_of_hash: dict[BlockHash, int] = {}
         self._hash_of_block: dict[int, BlockHash] = {}
+        # Content that is still to be computed: by whom it is computed first.
+        self._block_to_come: dict[BlockHash, int] = {}
+        self._hash_to_come: dict[int, BlockHash] = {}
 
     @property
     def num_free_blocks(self) -> int:
@@ -111,6 +114,20 @@ class BlockPool:
         """Return the block that holds this content, if any does."""
         return self._block_of_hash.get(block_hash)
 
+    def announce(self, block: int, block_hash: BlockHash) -> None:
+        """Say what a used block will hold once that is computed."""
+        if block_hash not in self._block_to_come and block_hash not in self._block_of_hash:
+            self._block_to_come[block_hash] = block
+            self._hash_to_come[block] = block_hash
+
+    def is_coming(self, block_hash: BlockHash) -> bool:
+        """Whether somebody is about to compute this content."""
+        return block_hash in self._block_to_come
+
+    def _forget_announced(self, block: int) -> None:
+        if (block_hash := self._hash_to_come.pop(block, None)) is not None:
+            del self._block_to_come[block_hash]
+
     def is_used(self, block: int) -> bool:
         """Whether a request refers to the block, so that sharing it takes no free block away."""
         return self._num_references[block] > 0
@@ -123,6 +140,7 @@ class BlockPool:
 
     def publish(self, block: int, block_hash: BlockHash) -> None:
         """Make the content of a used, full block findable; the first block with a content keeps the name."""
+        self._forget_announced(block)
         if block_hash not in self._block_of_hash and block not in self._hash_of_block:
             self._block_of_hash[block_hash] = block
             self._hash_of_block[block] = block_hash
@@ -134,6 +152,7 @@ class BlockPool:
         self._num_references[block] -= 1
         if self._num_references[block] > 0:
             return
+        self._forget_announced(block)
         if block in self._hash_of_block:
             self._cached[block] = None
         else:
@@ -161,6 +180,8 @@ class BlockPool:
         assert {h: b for b, h in self._hash_of_block.items()} == self._block_of_hash, "hash maps differ"
         assert cached <= self._hash_of_block.keys(), "a cached block has no hash"
         assert not free & self._hash_of_block.keys(), "a free block has a hash"
+        assert {h: b for b, h in self._hash_to_come.items()} == self._block_to_come, "announcements differ"
+        assert used >= self._hash_to_come.keys(), "nobody computes what was announced"
         runs = range(-(-self.num_blocks // BLOCKS_PER_RUN))
         idle = {run for run in runs if used.isdisjoint(self._blocks(run))}
         assert idle == self._idle_runs.keys(), "runs without a used block differ from the idle ones"

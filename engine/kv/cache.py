@@ -97,23 +97,38 @@ class KVCache:
             place has no room.
         """
         pool = self._pools[place]
-        shared: list[int] = []
-        for block_hash in hashes[: (num_tokens - 1) // self.block_size]:
-            block = pool.find(block_hash)
-            if block is None:
-                break
-            shared.append(block)
-
+        shared = _leading(pool, hashes[: (num_tokens - 1) // self.block_size])
         num_new = self.blocks_for(num_tokens) - len(shared)
         num_revived = sum(not pool.is_used(block) for block in shared)
         if num_new + num_revived + reserve_blocks > pool.num_free_blocks:
             return None
-        for block in shared:
-            pool.share(block)
-        blocks = IntArray(shared)
-        _extend(blocks, num_new, pool)
+        blocks = _with_shared(shared, num_new, pool)
+        for block, block_hash in zip(
+            blocks.view()[len(shared) :].tolist(), hashes[len(shared) :], strict=False
+        ):
+            pool.announce(block, block_hash)
         self._tables[request_id] = _Table(place, blocks, len(blocks) * self.block_size, len(shared))
         return len(shared) * self.block_size
+
+    def is_mostly_coming(self, num_tokens: int, hashes: Sequence[BlockHash], place: Place) -> bool:
+        """Whether another request in the place is about to compute most of what a new one would have to.
+
+        Args:
+            num_tokens: of the new request.
+            hashes: of its leading full blocks, as many as are known.
+        """
+        pool = self._pools[place]
+        num_there = num_coming = 0
+        for block_hash in hashes[: (num_tokens - 1) // self.block_size]:
+            if pool.find(block_hash) is None:
+                if not pool.is_coming(block_hash):
+                    break
+                num_coming += 1
+            elif num_coming:
+                break
+            else:
+                num_there += 1
+        return 2 * num_coming * self.block_size > num_tokens - num_there * self.block_size
 
     def extend(self, request_id: str, num_tokens: int) -> bool:
         """Make the table cover `num_tokens`; return False (and change nothing) when there is no room."""
@@ -129,9 +144,19 @@ class KVCache:
         return True
 
     def move(
-        self, request_id: str, place: Place, num_tokens: int, reserve_blocks: int = 0
+        self,
+        request_id: str,
+        place: Place,
+        num_tokens: int,
+        hashes: Sequence[BlockHash] = (),
+        reserve_blocks: int = 0,
     ) -> list[BlockCopy] | None:
         """Give the request blocks for `num_tokens` in another place, where `reserve_blocks` must stay free.
+
+        Leading blocks that are computed and have their equals there are not copied but shared.
+
+        Args:
+            hashes: of the request's leading full blocks, as many as are known.
 
         Returns:
             The copies that bring its KV there, to be carried out in order before anything is computed, or
@@ -146,14 +171,15 @@ class KVCache:
             raise ValueError(f"request {request_id!r} lives in place {place} already")
         source, target = self._pools[table.place], self._pools[place]
         num_blocks = max(self.blocks_for(num_tokens), len(table.blocks))
-        if num_blocks + reserve_blocks > target.num_free_blocks:
+        shared = _leading(target, hashes[: table.num_published])
+        num_revived = sum(not target.is_used(block) for block in shared)
+        if num_blocks - len(shared) + num_revived + reserve_blocks > target.num_free_blocks:
             return None
-        blocks = IntArray()
-        _extend(blocks, num_blocks, target)
+        blocks = _with_shared(shared, num_blocks - len(shared), target)
         pairs = zip(table.blocks.view().tolist(), blocks.view().tolist(), strict=False)
-        copies = [BlockCopy(table.place, old, place, new) for old, new in pairs]
+        copies = [BlockCopy(table.place, old, place, new) for old, new in list(pairs)[len(shared) :]]
         _release(table.blocks, source)
-        self._tables[request_id] = _Table(place, blocks, len(blocks) * self.block_size)
+        self._tables[request_id] = _Table(place, blocks, len(blocks) * self.block_size, len(shared))
         return copies
 
     def commit(self, request_id: str, hashes: Sequence[BlockHash], num_computed_tokens: int) -> None:
@@ -189,6 +215,26 @@ class KVCache:
                     for block in table.blocks.view():
                         num_owners[block] += 1
             pool.check(num_owners)
+
+
+def _leading(pool: BlockPool, hashes: Sequence[BlockHash]) -> list[int]:
+    """Return the blocks that hold the first of these contents, as far as they are all there."""
+    found = []
+    for block_hash in hashes:
+        block = pool.find(block_hash)
+        if block is None:
+            break
+        found.append(block)
+    return found
+
+
+def _with_shared(shared: Sequence[int], num_new: int, pool: BlockPool) -> IntArray:
+    """Return a table that begins with blocks of others."""
+    for block in shared:
+        pool.share(block)
+    blocks = IntArray(shared)
+    _extend(blocks, num_new, pool)
+    return blocks
 
 
 def _extend(blocks: IntArray, num_new: int, pool: BlockPool) -> None:

@@ -108,6 +108,9 @@ class Decider(Generic[R]):
         self._regimes = RegimeFinder(self._cost)
         self._batch_tokens: float = limits.max_batch_tokens  # less while memory is short
         self._refused: tuple[int, ...] | None = None  # whom the policy admits nowhere, and in which situation
+        self.waits_for_prompt = (
+            False  # whether a request waits for what another computes, which it will share
+        )
         self._is_behind = False  # whether decodes had to wait for host or bus in the last iteration
 
     @property
@@ -136,6 +139,7 @@ class Decider(Generic[R]):
         A decision that is not carried out is replaced by the next one: moves and admissions stay.
         """
         residency = self.residency
+        self.waits_for_prompt = False
         has_room = residency.make_room(self._may_spill)  # 1
         # Requests that wait take free room first, unless host or bus have more to do than they can.
         if has_room and (self._is_behind or not residency.waiting):
@@ -327,8 +331,10 @@ class Decider(Generic[R]):
         draft.num_waiting = len(self.residency.waiting)
         draft.num_on_host = self._num_on_host()
         best, *others = self.residency.places
-        if self.residency.admit(best):
+        if self._admit_to(best):
             return True
+        if self.waits_for_prompt:
+            return False
         if request.num_tokens < self._kv.capacity_tokens(best):  # it can wait
             state = request.arrival, self.residency.num_running, len(draft.queue), len(draft.chunks)
             if state == self._refused:
@@ -337,7 +343,12 @@ class Decider(Generic[R]):
                 draft.residents = self.residency.typical_decodes(self._mix.output_tokens)
             others = [place for place in others if self._policy.admits(draft, place, request.num_tokens)]
             self._refused = None if others else state
-        return any(self.residency.admit(place) for place in others)
+        return any(self._admit_to(place) for place in others)
+
+    def _admit_to(self, place: Place) -> bool:
+        """Let it live there, unless another is about to compute its beginning there or in a place before."""
+        self.waits_for_prompt = self.waits_for_prompt or self.residency.is_mostly_coming(place)
+        return not self.waits_for_prompt and self.residency.admit(place)
 
     def _decision(self, chosen: _Chosen[R], draft: Draft, split: Split) -> Decision[R]:
         first, second = ([chosen.queue[i] for i in part] for part in (split.first, split.second))

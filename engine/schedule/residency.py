@@ -147,6 +147,15 @@ class Residency(Generic[R]):
             num_blocks + len(self.running[place]) <= self.kv.num_free_blocks(place) for place in self.places
         ) or bool(request.block_hashes(self.kv.block_size))
 
+    def is_mostly_coming(self, place: Place) -> bool:
+        """Whether the request that waited longest had better wait until another has computed its beginning.
+
+        The n answers of a prompt come one after the other, and share what the first of them computes.
+        """
+        request = self.waiting[0]
+        hashes = request.block_hashes(self.kv.block_size)
+        return self.kv.is_mostly_coming(request.num_tokens, hashes, place)
+
     def admit(self, place: Place) -> bool:
         """Give the request that waited longest blocks in a place; False if there are not enough."""
         request = self.waiting[0]
@@ -197,7 +206,8 @@ class Residency(Generic[R]):
         source = self.place_of(request)
         if source.host_attends and place.host_attends:
             return False  # rows go to the device or come from there
-        copies = self.kv.move(request.request_id, place, request.num_tokens, reserve_blocks)
+        hashes = request.block_hashes(self.kv.block_size)
+        copies = self.kv.move(request.request_id, place, request.num_tokens, hashes, reserve_blocks)
         if copies is None:
             return False
         self.running[source].remove(request)

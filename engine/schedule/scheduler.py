@@ -250,6 +250,8 @@ class Scheduler:
             is_there = request.num_preemptions == num_preemptions and request.request_id not in moving
             if is_there and (has_news or request.is_finished):
                 self._kv.commit(request.request_id, request.block_hashes(block_size), sequence.context_len)
+                if self._decider.waits_for_prompt:  # perhaps for this
+                    self._ahead = None
             if request.is_finished:
                 self.remove(request)
         self._num_shrinks = 0

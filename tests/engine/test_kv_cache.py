@@ -117,7 +117,8 @@ class KVCacheMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match="already"):
                 self.kv.move(request_id, place, len(owner.token_ids))
             return
-        copies = self.kv.move(request_id, place, len(owner.token_ids))
+        # What is there already is not copied: the rest of this machine checks that it is the same.
+        copies = self.kv.move(request_id, place, len(owner.token_ids), hashes(owner.token_ids))
         if copies is None:
             assert self.kv.num_free_blocks(place) < self.kv.blocks_for(len(owner.token_ids))
             return
@@ -193,6 +194,45 @@ def test_kv_is_not_shared_before_it_is_computed() -> None:
     kv = KVCache(NUM_BLOCKS, BLOCK_SIZE)
     admit(kv, "a", range(9), Place.DEVICE)
     assert admit(kv, "b", range(9), Place.DEVICE) == 0
+
+
+def test_who_comes_while_another_computes_most_of_it_is_told_so() -> None:
+    kv, prompt, place = KVCache(NUM_BLOCKS, BLOCK_SIZE), list(range(18)), Place.DEVICE
+
+    def is_mostly_coming(token_ids: Sequence[int], where: Place = place) -> bool:
+        return kv.is_mostly_coming(len(token_ids), hashes(token_ids), where)
+
+    assert not is_mostly_coming(prompt)
+    admit(kv, "first", prompt, place)
+    assert is_mostly_coming(prompt)
+    assert not is_mostly_coming(prompt, Place.HOST)  # each place has its own
+    assert is_mostly_coming([*prompt[:12], 99, 98, 97])
+    assert not is_mostly_coming([*prompt[:4], *range(50, 70)])  # a small part is not worth waiting for
+    commit(kv, "first", prompt[:8])
+    assert is_mostly_coming(prompt)  # 8 of the other 10 tokens
+    commit(kv, "first", prompt)
+    assert not is_mostly_coming(prompt)  # it is there
+    assert admit(kv, "second", prompt, place) == 16
+
+
+def test_nobody_waits_for_one_who_has_gone() -> None:
+    kv, prompt = KVCache(NUM_BLOCKS, BLOCK_SIZE), list(range(18))
+    admit(kv, "first", prompt, Place.DEVICE)
+    kv.free("first")
+    assert not kv.is_mostly_coming(18, hashes(prompt), Place.DEVICE)
+    kv.check()
+
+
+def test_a_move_shares_what_is_there_already() -> None:
+    kv, prompt = KVCache(NUM_BLOCKS, BLOCK_SIZE), list(range(10))
+    for name, place in (("there", Place.HOST), ("moves", Place.DEVICE)):
+        admit(kv, name, prompt, place)
+        commit(kv, name, prompt)
+    copies = kv.move("moves", Place.HOST, 10, hashes(prompt))
+    assert copies is not None
+    assert [copy.source for copy in copies] == [Place.DEVICE]  # the last, partly filled block
+    assert kv.usage()[Place.HOST].num_used_blocks == 4
+    kv.check()
 
 
 def test_a_pool_refuses_to_give_what_it_has_not_and_to_take_back_twice() -> None:
