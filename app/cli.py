@@ -126,7 +126,7 @@ app.add_typer(models, name="models")
 def profile(
     *,
     model: opt.Model = BUILTIN,
-    engine: Annotated[EngineOptions, Without("policy", "trace_timeline")],
+    engine: Annotated[EngineOptions, Without("policy", "tensor_parallel", "trace_timeline")],
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Measure again, even if tables are there.")
     ] = False,
@@ -159,6 +159,7 @@ def doctor(
         EngineOptions,
         Without(
             "policy",
+            "tensor_parallel",
             "gpu_cache_tokens",
             "cpu_cache_tokens",
             "swap_cache_tokens",

@@ -24,6 +24,9 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.experts_config import EXPERT_UNIT, expert_names
 from neo_desktop.models.gguf.types import TYPES, Blocks
 from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.linear.quantised import PartShape
+from neo_desktop.models.stored_form import StoredForm
 from neo_desktop.models.weights import StoredTensor, Weights
 
 _ROWS = {f"self_attn.{name}_proj" for name in "qkv"} | {"mlp.gate_proj", "mlp.up_proj"}
@@ -78,6 +81,19 @@ def config_of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
         # Where there is no head, the embedding stands for it, and nobody asks.
         tie_word_embeddings=config.tie_word_embeddings or rank.number > 0,
     )
+
+
+def form_of_rank(form: LinearForm, rank: Rank) -> LinearForm:
+    """Return the form of a rank's part of a model whose matrices are kept in this one."""
+    if not isinstance(form, StoredForm) or rank.count == 1:
+        return form
+
+    def part_of(name: str, parts: tuple[PartShape, ...]) -> tuple[PartShape, ...]:
+        if name.partition(".")[2] not in ("qkv", "gate_up", "experts_gate", "experts_up"):
+            return parts
+        return tuple(replace(part, rows=part.rows // rank.count) for part in parts)
+
+    return replace(form, stored={name: part_of(name, parts) for name, parts in form.stored.items()})
 
 
 def weights_of_rank(weights: Weights, config: ModelConfig, rank: Rank) -> Weights:

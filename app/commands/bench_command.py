@@ -95,6 +95,10 @@ def bench(
             "needs --shape NAME: there is no checkpoint to read", param_hint="--random-weights"
         )
     _check(engine, requests, baseline, load)
+    if engine.tensor_parallel > 1 and names != [SuiteName.LOAD]:
+        raise typer.BadParameter(
+            "divided models are measured by --suite load alone", param_hint="--tensor-parallel"
+        )
     options = _suite_options(names, model, engine, requests, baseline, load, cpu, api_key)
     _measure(names, options, result)
 

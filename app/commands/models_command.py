@@ -10,6 +10,7 @@ from rich.table import Table
 
 from neo_desktop.app.commands import options as opt
 from neo_desktop.app.commands.terminal import progress_bar, set_up_logging, stdout
+from neo_desktop.engine.options import OPTIONS
 
 if TYPE_CHECKING:
     from neo_desktop.app.shelf.catalogue import LocalModel
@@ -25,6 +26,10 @@ models = typer.Typer(
 NameOrPath = Annotated[
     str,
     typer.Argument(metavar="NAME", help="As 'neo-desktop models list' shows it, or a folder or GGUF file."),
+]
+_DIVIDED = OPTIONS["tensor_parallel"]
+TensorParallel = Annotated[
+    int, typer.Option(_DIVIDED.flag, metavar=_DIVIDED.metavar, min=1, help=_DIVIDED.help)
 ]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="As 'neo-desktop models list' shows it.")]
 
@@ -104,13 +109,14 @@ def recommended(debug: opt.Debug = False) -> None:
 def info(
     name: NameOrPath,
     models_dirs: opt.ModelsDirs = None,
+    tensor_parallel: TensorParallel = 1,
     json_file: opt.JsonFile = None,
     debug: opt.Debug = False,
 ) -> None:
     """Show one model: what it is, what it takes, what it brings."""
     set_up_logging(debug)
     path = Path(name).expanduser()
-    loader = _loader(models_dirs, path if path.exists() else None)
+    loader = _loader(models_dirs, path if path.exists() else None, tensor_parallel)
     model = loader.catalogue.get(loader.catalogue.first if path.exists() else name)
     fit, reason = _fit(loader, model)
     summary = model.summary
@@ -201,7 +207,9 @@ def remove(
     stdout.print(f"{escape(name)} is gone.", highlight=False)
 
 
-def _loader(models_dirs: list[Path] | None, path: Path | None = None) -> "ModelLoader":
+def _loader(
+    models_dirs: list[Path] | None, path: Path | None = None, tensor_parallel: int = 1
+) -> "ModelLoader":
     """Return what knows the models in these folders; with a path, one more, which comes first."""
     from neo_desktop.app.selftest import reports_folder
     from neo_desktop.app.shelf.catalogue import Catalogue
@@ -209,7 +217,7 @@ def _loader(models_dirs: list[Path] | None, path: Path | None = None) -> "ModelL
     from neo_desktop.engine.options import BUILTIN, EngineOptions
 
     catalogue = Catalogue(models_dirs, model=BUILTIN if path is None else str(path))
-    return ModelLoader(catalogue, EngineOptions(), reports=reports_folder())
+    return ModelLoader(catalogue, EngineOptions(tensor_parallel=tensor_parallel), reports=reports_folder())
 
 
 def _fit(loader: "ModelLoader", model: "LocalModel") -> "tuple[Fit | None, str | None]":

@@ -2,7 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from neo_desktop.app.shelf.speed import MachineFigures, Speed, predict, predict_by
 from neo_desktop.engine.execute.weight_stream import streaming_bytes
@@ -32,9 +33,10 @@ from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.simulation.analytic import bytes_read
 from neo_desktop.engine.simulation.divided import DividedWeights, machine_rates
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
-from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.config import ModelConfig, ModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.ranks import ALONE, Rank, config_of_rank, form_of_rank
 from neo_desktop.models.stored_form import StoredForm, forms_of, what_becomes
 
 CHAT_TOKENS = 4096
@@ -77,13 +79,22 @@ def fit(
         figures: of this computer, or why there are none.
         stored: the form of its matrices on a CPU where some are quantised.
     """
-    device = choose_device(options.device)
+    device, rank = choose_device(options.device), Rank(0, options.tensor_parallel)
+    whole_bytes = partial(config.weight_bytes, form=kept_form(stored, options, device))
+    reason = None
+    try:
+        part = config_of_rank(config, rank)
+    except ModelError as error:
+        reason, part, rank = str(error), config, ALONE
+    # From here on a rank's: each takes as much, of a GPU of its own and of its share of the host's memory.
+    config, stored = part, form_of_rank(stored, rank)
+    free = replace(free, host_bytes=free.host_bytes // rank.count)
     form = kept_form(stored, options, device)
     dtype = choose_dtype(asked_dtype(options), config, device, free.host_bytes, form)
     weights = config.weight_bytes(dtype, form)
     rates = _rates(figures)
     places, most_chats = get_policy(options.policy).places, options.max_batch_requests
-    reason, plan, blocks = None, None, dict.fromkeys(PLACES, 0)
+    plan, blocks = None, dict.fromkeys(PLACES, 0)
     try:
         plan = plan_memory(config, form, dtype, device, options, lambda: rates, free)
         blocks |= pool_blocks(
@@ -99,7 +110,7 @@ def fit(
             (*PLACES, *(place for place in places if place.is_swapped)),
         )
     except MemoryError as error:
-        reason = str(error)
+        reason = reason or str(error)
     tokens = {place: BLOCK_SIZE * blocks[place] if place in places else 0 for place in PLACES}
     chat_tokens = min(CHAT_TOKENS, config.max_context_tokens)
     chats = {place: min(count // chat_tokens, most_chats) for place, count in tokens.items()}
@@ -108,7 +119,9 @@ def fit(
         smaller = smaller_form(config, dtype, device, room, weights)
         reason = f"the weights fit, but no memory is left for chats: {smaller}close other programs"
     speed: Speed | str = "it does not fit"
-    if reason is None:
+    if rank.count > 1:
+        speed = "that of divided models is not predicted"
+    elif reason is None:
         in_host_memory = plan.host_bytes / (plan.gpu_bytes + plan.host_bytes) if plan else 0.0
         tables = find_tables(config, dtype, device, forms_of(form, config), in_host_memory)
         has_room = tuple(chats.items())
@@ -128,11 +141,11 @@ def fit(
     return Fit(
         reason=reason,
         dtype=dtype_name,
-        weights_bytes=weights,
+        weights_bytes=whole_bytes(dtype),
         host_weights_bytes=0 if plan is None else plan.host_bytes,
         resident_shares={} if plan is None else _resident_shares(config, plan),
         weights_become=what_becomes(form, dtype) if is_quantised else dtype_name,
-        kv_bytes_per_1000_tokens=1000 * config.kv_bytes_per_token(dtype),
+        kv_bytes_per_1000_tokens=1000 * rank.count * config.kv_bytes_per_token(dtype),
         gpu_tokens=by_label["gpu"][0],
         cpu_tokens=by_label["cpu"][0],
         chat_tokens=chat_tokens,

@@ -19,6 +19,7 @@ from neo_desktop.app.shelf.fits import Fit, fit
 from neo_desktop.app.shelf.recipe import EngineRecipe
 from neo_desktop.app.shelf.speed import MachineFigures, find_figures
 from neo_desktop.engine.cuda.streams import open_streams
+from neo_desktop.engine.execute.ranks.leader import check_gpus
 from neo_desktop.engine.loading import asked_dtype, choose_device, choose_dtype
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.profiling.budget import FreeMemory
@@ -29,6 +30,7 @@ from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.ranks import Rank, config_of_rank
 
 
 class ModelLoader:
@@ -39,7 +41,7 @@ class ModelLoader:
         options: of all engines; which model they name does not matter.
         make_service: of an engine that works beside the event loop.
         reports: folder of the self-test's reports, whose figures predictions are made from.
-        process: whether engines have processes of their own; None: on a GPU, and llama.cpp.
+        process: whether engines have processes of their own; None: on a GPU, divided ones, and llama.cpp.
         backend: "neo", "llamacpp", or "auto": llama.cpp where the engine has not what a model needs.
     """
 
@@ -97,8 +99,10 @@ class ModelLoader:
     @property
     def has_process(self) -> bool:
         """Whether engines have processes of their own."""
-        wanted = self._wants_process
-        return self._chosen_device().type == "cuda" if wanted is None else wanted
+        if self._wants_process is not None:
+            return self._wants_process
+        # A divided one is lost with any of its parts, and started again as a whole.
+        return self._chosen_device().type == "cuda" or self.options.tensor_parallel > 1
 
     def check(self, model: LocalModel) -> None:
         """Check what can be known without taking memory; raises what loading the model would raise."""
@@ -112,6 +116,8 @@ class ModelLoader:
         config = model.summary.config
         if config is None:  # the loader's own words
             config = open_checkpoint(model.summary.path).config()
+        config_of_rank(config, Rank(0, options.tensor_parallel))
+        check_gpus(options.tensor_parallel, device)
         choose_dtype(asked_dtype(options), config, device)
         if model.shape is None:
             open_checkpoint(model.summary.path).tokenizer()

@@ -14,11 +14,15 @@ from neo_desktop.app.generation import Generation
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.service_errors import EngineRestartingError, ServiceStoppedError
 from neo_desktop.app.shelf import restarts
+from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.hosting import EngineGoneError, ModelHost, RestartingError
+from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.restarts import Restarts
 from neo_desktop.app.web.server import create_app
 from neo_desktop.engine.doctor.safe_start import careful_rungs
 from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.loading import BUILTIN_NAME
+from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.sampling_params import SamplingParams
 
 from .child_engines import HUNG, KILLED, LOST, SEGFAULT, FragileLoader
@@ -114,6 +118,35 @@ async def test_whatever_ends_it_the_next_request_is_answered(
     assert await ask(host.service) == "fgh"
     assert is_gone(loader.pids[0])
     await host.stop()
+
+
+def divided_processes() -> tuple[psutil.Process, psutil.Process]:
+    """Return the engine's process, and that of the other part of its model."""
+    (found,) = [(child, *parts) for child in psutil.Process().children() if (parts := child.children())]
+    engine, other = found
+    return engine, other
+
+
+async def test_a_divided_model_is_lost_and_started_again_as_a_whole() -> None:
+    options = EngineOptions(
+        device="cpu", policy="gpu-only", tensor_parallel=2, gpu_cache_tokens=1024, dtype="float32"
+    )
+    host = ModelHost(load=ModelLoader(Catalogue([], model=BUILTIN), options))
+    await host.begin(BUILTIN_NAME)
+    engine, other = divided_processes()
+    stream = await host.service.submit(["hello"], SamplingParams(max_tokens=900, ignore_eos=True))
+    await anext(aiter(stream))
+    other.kill()
+    with pytest.raises(EngineRestartingError, match=r"part 2 of the model, was ended by SIGKILL.* again"):
+        async with asyncio.timeout(TIMEOUT_S):
+            await text_of(stream)
+    await loaded(host)
+    assert await ask(host.service)
+    assert is_gone(engine.pid)
+    engine, other = divided_processes()
+    await host.stop()
+    assert is_gone(engine.pid)
+    assert is_gone(other.pid)
 
 
 async def test_an_engine_that_has_nothing_to_do_is_not_taken_for_hung(

@@ -56,6 +56,13 @@ def test_list_and_info_tell_what_fits(tmp_path: Path) -> None:
     assert (code, "no-such is neither" in shown) == (1, True)
 
 
+def test_of_a_divided_model_it_is_told_what_fits() -> None:
+    code, whole = run("info", "neo-desktop-guide", "--tensor-parallel", "2")
+    assert (code, "22 MB" in whole, "chats at once" in whole) == (0, True, True)
+    code, shown = run("info", "neo-desktop-guide", "--tensor-parallel", "3")
+    assert (code, "4 heads cannot be divided among 3 processes" in shown) == (0, True)
+
+
 def test_models_to_pull_are_recommended_with_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     for each in RECOMMENDED:
         check_name(each.name)

@@ -14,7 +14,7 @@ from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
-from neo_desktop.models.ranks import Rank, config_of_rank, weights_of_rank
+from neo_desktop.models.ranks import Rank, config_of_rank, form_of_rank, weights_of_rank
 from neo_desktop.models.registry import check_model, load_model
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.stages import Reduce
@@ -69,6 +69,13 @@ def test_files_of_llama_cpp_are_divided_by_blocks(
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 320}
     _, model = make_checkpoint(**sizes)
     path = write_gguf(tmp_path / "model.gguf", model, type_name=type_name)
+    checkpoint = open_checkpoint(path)
+    config, weights = checkpoint.config(), check_model(checkpoint, checkpoint.config())
+    for rank in (Rank(0, 2), Rank(1, 2)):
+        part = config_of_rank(config, rank)
+        of_part = stored_form(weights_of_rank(weights, config, rank), part)
+        reckoned = form_of_rank(stored_form(weights, config), rank)  # without looking at tensors
+        assert part.weight_bytes(torch.float32, reckoned) == part.weight_bytes(torch.float32, of_part)
     # Inputs of products in 8 bits are rounded by blocks of 32: the same in a part and in the whole.
     check_ranks(path, 2, keep=True, tolerance=1e-5 if type_name == "F16" else 1e-2)
 
@@ -82,6 +89,7 @@ def test_each_rank_holds_its_part_alone(tmp_path: Path) -> None:
         rank = Rank(number, 4)
         model = load_model(checkpoint, config, dtype=torch.float32, device=CPU, rank=rank)
         assert model.nbytes == part.weight_bytes(torch.float32)
+        assert part.weight_bytes(torch.float32, form_of_rank(DENSE, rank)) == model.nbytes
         assert part.kv_bytes_per_token(torch.float32) * 4 == config.kv_bytes_per_token(torch.float32)
     embedding = config.vocab_size * config.hidden_size
     matrices = sum(m.copies * m.weights for m in config.matrices.values()) - embedding  # all but the head

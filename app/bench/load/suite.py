@@ -28,7 +28,7 @@ from neo_desktop.app.bench.section import number
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.loading import LoadedModel, choose_device, load
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.parts import take_memory
+from neo_desktop.engine.parts import set_up, take_memory
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic, with_rate
@@ -148,7 +148,8 @@ def run_load(options: LoadOptions, progress: Progress) -> Iterator[LoadReport]:
     workload, limits = Workload(options), Limits(options.ttft_limit_ms, options.tpot_limit_ms)
     names = ("server",) if options.url is not None else policies(options)
     progress(0.0, "connecting" if options.url is not None else "loading the model")
-    model = None if options.url is not None else load(options)
+    is_divided = options.tensor_parallel > 1  # then each engine loads, with processes of its own
+    model = None if options.url is not None or is_divided else load(options)
     done: tuple[LoadCurve, ...] = ()
     with asyncio.Runner() as runner:
         for index, name in enumerate(names):
@@ -204,17 +205,17 @@ def _brief_collections() -> Iterator[None]:
 def _open(
     options: LoadOptions, model: LoadedModel | None, name: str, progress: Progress
 ) -> tuple[Target, str]:
-    """Return what to measure, and what to call it; `model` is None for a server."""
-    if model is None:
-        assert options.url is not None
+    """Return what to measure, and what to call it; `model` is None where it is not loaded yet."""
+    if options.url is not None:
         # Its client is slow to load, and not installed where there is torch alone.
         from neo_desktop.app.bench.load.url_target import UrlTarget  # noqa: PLC0415
 
         server = UrlTarget(options.url, options.api_key, options.url_model)
         return server, server.url
     give_back_memory()  # the engine before this one is gone, and counts as free
+    own = replace(options, policy=name)
     engine = Engine.from_parts(
-        take_memory(model, replace(options, policy=name)),
+        set_up(own) if model is None else take_memory(model, own),
         name,
         progress=lambda _, what: progress(0.0, f"measuring this computer: {what}"),
     )

@@ -163,12 +163,8 @@ class Leader:
         count = options.tensor_parallel
         self.rank = Rank(0, count)
         visible = [os.environ.copy() for _ in range(count)]
+        check_gpus(count, device)
         if device.type == "cuda":
-            if torch.cuda.device_count() < count:
-                raise ValueError(
-                    f"tensor_parallel {count} needs as many GPUs, but there are {torch.cuda.device_count()}: "
-                    "choose a smaller number"
-                )
             names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
             for variables, name in zip(visible, names, strict=False):
                 variables["CUDA_VISIBLE_DEVICES"] = name
@@ -329,6 +325,15 @@ class LeadingExecutor(Executor):
         self._is_closed = True
         self._own.close()
         self._leader.close()
+
+
+def check_gpus(count: int, device: torch.device) -> None:
+    """Raise ValueError unless there are so many GPUs, if the device is one."""
+    if device.type == "cuda" and torch.cuda.device_count() < count:
+        raise ValueError(
+            f"tensor_parallel {count} needs as many GPUs, but there are {torch.cuda.device_count()}: choose "
+            "a smaller number"
+        )
 
 
 def share_cpus(count: int) -> None:
