@@ -153,6 +153,7 @@ def test_ctrl_c_ends_bench_with_what_it_has(tmp_path: Path) -> None:
         ("profile", "--gpu-slice", "-8"),
         ("bench", "--gpu-slice", "8", "--suite", "throughput", "--baseline", "llama.cpp"),
         ("bench", "--gpu-slice", "8", "--url", "http://127.0.0.1:9/v1"),
+        ("bench", "--tensor-parallel", "2", "--suite", "throughput"),
         ("profile", "--cpu-memory", "0"),
         ("serve", "--cpu-cache-dtype", "int4"),
         ("bench", "--threads", "0"),
