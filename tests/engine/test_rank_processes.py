@@ -28,7 +28,7 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True, logprobs=2)
 DIVISIBLE = {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 16}
 MIXTURE = DIVISIBLE | {"intermediate_size": 256}
-POLICIES = ("auto", "neo", "apex", "fastdecode", "gpu-only")
+POLICIES = ("auto", "neo", "apex", "pie", "fastdecode", "gpu-only")
 
 
 @pytest.fixture(scope="module")
