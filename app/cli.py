@@ -1,4 +1,4 @@
-"""The command line: `neo-desktop [chat] | serve | bench | models | profile | doctor | simulate | info`."""
+"""The command line: `neo-desktop [chat] | serve | worker | bench | models | profile | doctor | ..`."""
 
 import json
 import os
@@ -18,6 +18,7 @@ from neo_desktop.app.commands.sentences import sentence
 from neo_desktop.app.commands.simulate_command import EXAMPLES as SIMULATE_EXAMPLES
 from neo_desktop.app.commands.simulate_command import simulate
 from neo_desktop.app.commands.terminal import progress_bar, set_up_logging, stderr, stdout
+from neo_desktop.app.commands.worker_options import WorkerOptions
 from neo_desktop.engine.options import BUILTIN, EngineOptions
 
 DEFAULT_COMMAND = "chat"
@@ -117,6 +118,16 @@ def info(json_file: opt.JsonFile = None, debug: opt.Debug = False) -> None:
         json_file.write_text(json.dumps(asdict(machine), indent=2) + "\n", encoding="utf-8")
 
 
+@app.command(epilog="Example: neo-desktop worker --memory 24")
+@with_flags
+def worker(options: WorkerOptions, debug: opt.Debug = False) -> None:
+    """Hold KV of another computer's chats, and attend to it: an attention worker, for 'serve --workers'."""
+    set_up_logging(debug)
+    from neo_desktop.app.commands.worker_command import run_worker
+
+    run_worker(options)
+
+
 app.command(name="bench", epilog=EXAMPLES)(bench)
 app.add_typer(models, name="models")
 
@@ -126,7 +137,18 @@ app.add_typer(models, name="models")
 def profile(
     *,
     model: opt.Model = BUILTIN,
-    engine: Annotated[EngineOptions, Without("policy", "tensor_parallel", "trace_timeline")],
+    engine: Annotated[
+        EngineOptions,
+        Without(
+            "policy",
+            "tensor_parallel",
+            "trace_timeline",
+            "workers",
+            "worker_secret",
+            "worker_ca",
+            "worker_timeout_s",
+        ),
+    ],
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Measure again, even if tables are there.")
     ] = False,
@@ -167,6 +189,10 @@ def doctor(
             "gpu_weights_gib",
             "cpu_memory_gib",
             "cpu_cache_dtype",
+            "workers",
+            "worker_secret",
+            "worker_ca",
+            "worker_timeout_s",
             "trace_timeline",
         ),
     ],

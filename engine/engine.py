@@ -31,9 +31,11 @@ from neo_desktop.engine.loading import LoadedModel, choose_device
 from neo_desktop.engine.options import BUILTIN, EngineKeywords, EngineOptions
 from neo_desktop.engine.parts import MEASURING, EngineParts, set_up
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
-from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.cost_model import CostModel, TableCostModel
 from neo_desktop.engine.profiling.profile_cache import load_or_profile
+from neo_desktop.engine.profiling.workers import measured_workers
 from neo_desktop.engine.progress import Progress, part
+from neo_desktop.engine.remote.workers import Workers
 from neo_desktop.engine.request import Request, RequestOutput
 from neo_desktop.engine.sampling_params import Pooling, SamplingParams
 from neo_desktop.engine.schedule.policies import get_policy
@@ -63,6 +65,7 @@ class Engine:
         policy: str,
         cost_model: CorrectedCostModel | None = None,
         timeline: Timeline | None = None,
+        workers: Workers | None = None,
     ) -> None:
         self.model_name = model.name
         self.config = model.config
@@ -81,7 +84,8 @@ class Engine:
         self._policy = policy
         self._cost_model = cost_model
         self._notes = Notes(timeline)
-        self._iterations = Iterations(scheduler, executor, cost_model, self._notes)
+        self._workers = workers
+        self._iterations = Iterations(scheduler, executor, cost_model, self._notes, workers)
         self._arrivals = itertools.count(1)
         self._first_asked_s: float | None = None  # when the first request came
         self._has_answered = False
@@ -140,6 +144,8 @@ class Engine:
             except BaseException:
                 if parts.leader is not None:
                     parts.leader.close()
+                if parts.workers is not None:
+                    parts.workers.close()
                 raise
 
     @classmethod
@@ -157,14 +163,17 @@ class Engine:
         `close` drops them from the engine; the memory is free when nobody else refers to the parts.
         See `from_options` for the arguments; ValueError: the policy is unknown.
         """
-        chosen_policy = get_policy(policy)
+        chosen_policy = get_policy(policy).with_places(place for place in parts.num_blocks if place.is_remote)
         decoder, limits, storage = parts.model.decoder, parts.limits, parts.storage
         streams = parts.model.streams
         kv_cache = KVCache(parts.num_blocks, BLOCK_SIZE)
         # With a single place to live nothing has to be predicted; but weights in host memory are divided.
-        predicts = chosen_policy.needs_predictions and all(parts.num_blocks.values())
+        predicts = chosen_policy.needs_predictions and sum(map(bool, parts.num_blocks.values())) > 1
+        predicts = predicts or (chosen_policy.needs_predictions and parts.workers is not None)
         if cost_model is None and (predicts or decoder.has_splits):
             cost_model = load_or_profile(decoder, storage, limits, progress, streams=streams)
+        if parts.workers is not None and isinstance(cost_model, TableCostModel):
+            cost_model = cost_model.with_attention(measured_workers(storage, decoder))
         # Without a trace, single iterations are recorded for those who look.
         timeline = timeline or Timeline(max_spans=0, is_continuous=False)
         leader = parts.leader
@@ -177,7 +186,7 @@ class Engine:
             executor = LeadingExecutor(executor, leader)
         corrected = None if cost_model is None else CorrectedCostModel(cost_model)
         scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected, decoder.config.num_layers)
-        return cls(parts.model, scheduler, kv_cache, executor, policy, corrected, timeline)
+        return cls(parts.model, scheduler, kv_cache, executor, policy, corrected, timeline, parts.workers)
 
     @property
     def sampling_defaults(self) -> GenerationDefaults:
@@ -335,6 +344,8 @@ class Engine:
         """End all threads, drop weights and caches; nothing can be generated afterwards."""
         if vars(self).pop("_decoder", None) is not None:
             self._iterations.close()
+            if self._workers is not None:
+                self._workers.close()
             self.grammars.close()
 
     def __enter__(self) -> Self:

@@ -9,10 +9,14 @@ from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.live import Notes
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
+from neo_desktop.engine.remote.link import WorkerLostError
+from neo_desktop.engine.remote.workers import Workers
 from neo_desktop.engine.request import FinishReason, Request, RequestOutput
 from neo_desktop.engine.schedule.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+LONGEST_WAIT_S = 30.0  # for a lost worker to come back, where nobody else can do its work
 
 
 class Iterations:
@@ -23,10 +27,16 @@ class Iterations:
         executor: computes; closed and dropped by `close`.
         cost_model: learns from each iteration.
         notes: for those who look at what goes on.
+        workers: attention workers; None: there are none.
     """
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, cost_model: CorrectedCostModel | None, notes: Notes
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        cost_model: CorrectedCostModel | None,
+        notes: Notes,
+        workers: Workers | None = None,
     ) -> None:
         self.executor = executor
         self.num_started = 0
@@ -34,6 +44,7 @@ class Iterations:
         self._scheduler = scheduler
         self._cost_model = cost_model
         self._notes = notes
+        self._workers = workers
         self._under_way: deque[tuple[IterationPlan, Wait]] = deque()  # one, or two for a moment
         self._gained: list[Request] = []  # by the iterations whose outputs nobody has taken yet
         self._failed: list[RequestOutput] = []  # the ends of requests that iterations failed for
@@ -75,14 +86,27 @@ class Iterations:
         """
         if self._under_way:
             return
+        if self._workers is not None:
+            for place, num_blocks in self._workers.take_returned().items():
+                self._scheduler.open(place, num_blocks)
         plan = self._scheduler.schedule()
         if plan is None:
             self._last_end_s = None
+            if self._scheduler.num_waiting and self._workers is not None:
+                self._await_workers(self._workers)
             return
         try:
             self._start(plan)
         except Exception as error:  # whatever broke, the other requests must go on
             self._give_up(error)
+
+    def _await_workers(self, workers: Workers) -> None:
+        """Wait a moment for a lost worker: nobody else has memory for the request that comes first."""
+        if workers.wait_for_return(LONGEST_WAIT_S):
+            return
+        why = "no memory that is left holds so long a context"
+        lost = [state.lost for state in workers.states.values() if state.lost is not None]
+        self._failed += self._scheduler.refuse_first(": ".join((why, *lost[:1])))
 
     def _launch_ahead(self) -> None:
         """Decide on the iteration after the one under way, and start it if it need not wait for that."""
@@ -128,6 +152,9 @@ class Iterations:
                 if is_lost(another):
                     raise
             self._scheduler.take_back()
+        if isinstance(error, WorkerLostError) and self._workers is not None:
+            self._scheduler.lose(self._workers.lose(error.worker, str(error)))
+            return
         if not isinstance(error, DeviceMemoryError):
             logger.error("an iteration failed", exc_info=error)
             self._failed += self._scheduler.fail(f"the engine failed: {error}")

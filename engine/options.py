@@ -168,6 +168,46 @@ class EngineOptions:
             "twice the tokens of 16 bits in the same memory; answers may then differ slightly.",
         ),
     ] = "auto"
+    workers: Annotated[
+        str | None,
+        Option(
+            flag="--workers",
+            metavar="HOST[:PORT],..",
+            help="Attention workers that hold KV and attend to it, too: other computers on which "
+            "'neo-desktop worker' runs.",
+            panel="Workers",
+        ),
+    ] = None
+    worker_secret: Annotated[
+        Path | None,
+        Option(
+            flag="--worker-secret",
+            metavar="FILE",
+            help="What engine and workers know each other by: the same file on all computers. Default: what "
+            "NEO_DESKTOP_WORKER_SECRET says, or ~/.config/neo-desktop/worker.secret.",
+            panel="Workers",
+        ),
+    ] = None
+    worker_ca: Annotated[
+        Path | None,
+        Option(
+            flag="--worker-ca",
+            metavar="FILE",
+            help="Who signed the workers' certificates: connections are encrypted then. Default: nobody, "
+            "and they are not.",
+            panel="Workers",
+        ),
+    ] = None
+    worker_timeout_s: Annotated[
+        float,
+        Option(
+            flag="--worker-timeout",
+            metavar="S",
+            least=0.1,
+            help="A worker that does not answer for so long is lost: its requests are computed again.",
+            panel="Workers",
+        ),
+    ] = 10.0
     trace_timeline: Annotated[
         Path | None,
         Option(
@@ -203,6 +243,8 @@ class EngineOptions:
             )
         if self.tensor_parallel > 1 and self.gpu_weights_gib is not None:
             raise ValueError("gpu_weights_gib does not go with tensor_parallel: leave one of them out")
+        if self.tensor_parallel > 1 and self.workers is not None:
+            raise ValueError("workers do not go with tensor_parallel: leave one of them out")
 
 
 OPTIONS: dict[str, Option] = {
@@ -228,6 +270,10 @@ class EngineKeywords(TypedDict, total=False):
     gpu_slice: int | None
     cpu_memory_gib: float | None
     cpu_cache_dtype: str
+    workers: str | None
+    worker_secret: Path | None
+    worker_ca: Path | None
+    worker_timeout_s: float
     trace_timeline: Path | None
     max_batch_tokens: int | None
     max_batch_requests: int

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from neo_desktop import native
 from neo_desktop.engine.execute.ranks.leader import Leader
 from neo_desktop.engine.execute.ranks.members import Member
@@ -17,6 +19,10 @@ from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import FreeMemory, MemoryCaps, limits_of, pool_blocks
 from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
 from neo_desktop.engine.progress import Progress
+from neo_desktop.engine.remote.link import Address, Trust
+from neo_desktop.engine.remote.shape import AttentionShape
+from neo_desktop.engine.remote.trust import engine_tls, read_secret
+from neo_desktop.engine.remote.workers import Workers
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 
@@ -31,9 +37,10 @@ class EngineParts:
 
     model: LoadedModel
     limits: SchedulerLimits
-    num_blocks: dict[Place, int]  # of the places asked for
+    num_blocks: dict[Place, int]  # of the places asked for, and of workers
     storage: KVStorage
     leader: Leader | None = None  # of the other ranks; None: the model is whole
+    workers: Workers | None = None  # other computers that attend; None: there are none
 
     def tokens_in(self, host_memory: bool) -> int:
         """Return how many tokens' KV fits the places in host memory, or all others."""
@@ -53,8 +60,10 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
         raise ValueError(
             f"the CPU-cache was asked for in {options.cpu_cache_dtype}, but with this policy there is none"
         )
+    addresses, trust = workers_of(options)
     if options.tensor_parallel == 1:
-        return take_memory(load(options, progress), options)
+        parts = take_memory(load(options, progress), options)
+        return with_workers(parts, addresses, trust) if trust is not None else parts
     leader = Leader(options, choose_device(options.device))
     try:
         parts = take_memory(load(options, progress, rank=leader.rank), options, member=leader)
@@ -62,6 +71,40 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
         leader.close()
         raise
     return replace(parts, leader=leader)
+
+
+def workers_of(options: EngineOptions) -> tuple[list[Address], Trust | None]:
+    """Return where workers listen, and what they are known by; None: there are none.
+
+    Raises:
+        ValueError: an address or the secret cannot be used.
+    """
+    if options.workers is None:
+        return [], None
+    addresses = [Address.parse(text.strip()) for text in options.workers.split(",")]
+    secret, tls = read_secret(options.worker_secret), engine_tls(options.worker_ca)
+    return addresses, Trust(secret, tls, options.worker_timeout_s)
+
+
+def with_workers(parts: EngineParts, addresses: Sequence[Address], trust: Trust) -> EngineParts:
+    """Connect an engine's parts to workers; who cannot be reached is tried again in the background.
+
+    Raises:
+        ConnectionError: a worker refuses.
+    """
+    decoder, config = parts.model.decoder, parts.model.config
+    most = parts.limits.max_batch_requests * config.max_context_tokens // BLOCK_SIZE
+    shape = AttentionShape.of(config, BLOCK_SIZE, decoder.dtype)
+    sinks = None if decoder.sinks is None else torch.stack([each.float().cpu() for each in decoder.sinks])
+    workers = Workers(addresses, trust, config, shape, sinks, most)
+    workers.connect()
+    pools = {place: parts.storage[place] for place in parts.storage.places}
+    return replace(
+        parts,
+        num_blocks=parts.num_blocks | workers.num_blocks,
+        storage=KVStorage(pools | workers.pools),
+        workers=workers,
+    )
 
 
 def cache_tokens_of(options: EngineOptions) -> dict[Place, int | None]:
@@ -122,7 +165,7 @@ def take_memory(
     num_blocks = {place: fitting[place] for place in places}
     if member is not None:
         num_blocks = member.agreed(num_blocks)
-    if not any(num_blocks.values()):
+    if not any(num_blocks.values()) and options.workers is None:
         raise MemoryError(
             f"there is no room for KV: it needs at least {BLOCK_SIZE} tokens of "
             f"{' or '.join(place.title for place in places)}"

@@ -50,9 +50,18 @@ class KVCache:
         """Tokens that the place can hold when nothing else is there."""
         return self._pools[place].num_blocks * self.block_size
 
+    def resize(self, place: Place, num_blocks: int) -> None:
+        """Make the pool of a place anew, in which nobody lives: all that it held is forgotten."""
+        assert all(table.place != place for table in self._tables.values())
+        self._pools[place] = BlockPool(num_blocks)
+
     def num_free_blocks(self, place: Place) -> int:
         """Blocks that could be allocated there now."""
         return self._pools[place].num_free_blocks
+
+    def num_used_blocks(self, place: Place) -> int:
+        """Blocks that requests have there."""
+        return self._pools[place].num_blocks - self._pools[place].num_free_blocks
 
     def usage(self) -> dict[Place, PoolUsage]:
         """Return `place -> how full it is`."""

@@ -3,7 +3,7 @@
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Self
@@ -246,6 +246,10 @@ class TableCostModel:
     # How split matrices, and experts in host memory, were divided when this was measured.
     streamed_shares: StreamedShares = UNMEASURED
     streamed_experts: StreamedShares = UNMEASURED
+
+    def with_attention(self, more: Mapping[Place, Surface]) -> Self:
+        """Return the model with further places."""
+        return replace(self, attention={**self.attention, **more})
 
     def linear_ms(self, tokens: int) -> float:
         """See `CostModel`."""

@@ -96,13 +96,18 @@ def device_attention_ms(cost: CostModel, load: Load) -> float:
 
 
 def host_ms(cost: CostModel, decodes: Mapping[Place, Decodes]) -> float:
-    """T_ca of one layer, with the way there and back; of those that the host attends for."""
-    ms, requests = 0.0, 0
+    """T_ca of one layer, with the way there and back; of those that the host or workers attend for."""
+    ms, requests, worker_ms = 0.0, 0, 0.0
     for place, (here, context_tokens) in decodes.items():
-        if place.host_attends:
-            ms += cost.attention_ms(place, here, context_tokens)
-            requests += here
-    return ms + cost.hand_off_ms(requests) if requests else 0.0
+        if not place.host_attends:
+            continue
+        requests += here
+        here_ms = cost.attention_ms(place, here, context_tokens)
+        if place.is_remote:  # beside the CPU, and beside each other
+            worker_ms = max(worker_ms, here_ms)
+        else:
+            ms += here_ms
+    return max(ms, worker_ms) + cost.hand_off_ms(requests) if requests else 0.0
 
 
 def swapped_tokens_of(load: Load) -> int:

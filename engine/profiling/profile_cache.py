@@ -78,7 +78,7 @@ def profile_key(
 ) -> dict[str, Any]:
     """Return everything that the tables depend on, as plain JSON values; see `load_or_profile`."""
     config = decoder.config
-    gpu, host = None, next((storage[place] for place in storage.places if place.host_attends), None)
+    gpu, host = None, next((storage[place] for place in storage.places if place.cpu_attends), None)
     if decoder.device.type == "cuda":
         properties = torch.cuda.get_device_properties(decoder.device)
         gpu = {

@@ -38,13 +38,13 @@ class Address:
     port: int = DEFAULT_PORT
 
     @classmethod
-    def parse(cls, text: str) -> "Address":
+    def parse(cls, text: str, least_port: int = 1) -> "Address":
         """Read `HOST`, `HOST:PORT` or `[IPv6]:PORT`; ValueError: it is none."""
         host, separator, port = text.rpartition(":")
         if not separator or text.endswith("]") or (":" in host and not host.endswith("]")):
             host, port = text, str(DEFAULT_PORT)
         host = host.removeprefix("[").removesuffix("]")
-        if not host or not port.isdigit() or not 1 <= int(port) <= 65535:
+        if not host or not port.isdigit() or not least_port <= int(port) <= 65535:
             raise ValueError(f"{text!r} is no address of a worker: expected HOST or HOST:PORT")
         return cls(host, int(port))
 

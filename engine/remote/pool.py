@@ -81,7 +81,7 @@ class RemotePool(KVPool):
         self.worker = place.name
         self.link = link
         self.kind = RemoteLayer
-        self.num_blocks = link.num_blocks
+        self.num_blocks = link.num_blocks  # when it was made: another number may come back with the worker
         self.block_size = block_size
         self.dtype = dtype
         self.device = CPU

@@ -205,7 +205,8 @@ class Decider(Generic[R]):
             return max(int(USED_SHARE * capacity_tokens(place) / context_tokens), 1)
 
         device = next((place for place in residency.places if not place.host_attends), None)
-        host = next((place for place in residency.places if place.host_attends), None)
+        host = next((place for place in residency.places if place.cpu_attends), None)
+        workers = [place for place in residency.places if place.is_remote]
         most_on_device = min(most(device), there)
         return self._regimes.best(
             Demand(
@@ -218,6 +219,7 @@ class Decider(Generic[R]):
                 self._mix.prompt_tokens / self._mix.output_tokens,
                 self._limits.max_batch_tokens,
                 self._limits.max_token_ms,
+                tuple((place, count) for place in workers if (count := min(most(place), there))),
             )
         )
 
@@ -330,11 +332,12 @@ class Decider(Generic[R]):
         """Let the request that waited longest live in the first place that has room for it."""
         draft.num_waiting = len(self.residency.waiting)
         draft.num_on_host = self._num_on_host()
-        best, *others = self.residency.places
+        best = self.residency.places[0]
         if self._admit_to(best):
             return True
         if self.waits_for_prompt:
             return False
+        others = self.residency.less_preferred
         if request.num_tokens < self._kv.capacity_tokens(best):  # it can wait
             state = request.arrival, self.residency.num_running, len(draft.queue), len(draft.chunks)
             if state == self._refused:
@@ -360,7 +363,12 @@ class Decider(Generic[R]):
         if second or second_chunks:
             sub_batches.append(second_chunks + [(r, 1) for r in second])
         # What a prompt's last token is asked for may be more than the next one.
-        may_begin = [request for request in rest if request.num_tokens > request.num_prompt_tokens]
+        may_begin = [
+            request
+            for request in rest
+            if request.num_tokens > request.num_prompt_tokens
+            and not self.residency.place_of(request).is_remote
+        ]
         beginners = may_begin[: self._num_beginners(split.num_staggered)]
         staggered = NO_DECODES
         if split.num_staggered:

@@ -75,13 +75,17 @@ class HostQueue:
 
         Most of what is decided is found out by this number, for one part of the queue after the other.
         """
-        ms, num_all = 0.0, 0
+        ms, num_all, worker_ms = 0.0, 0, 0.0
         for place, counts, tokens in self._sums:
             requests = counts[end] - counts[begin]
             if requests:
-                ms += cost.attention_ms(place, requests, tokens[end] - tokens[begin])
                 num_all += requests
-        return ms + cost.hand_off_ms(num_all) if num_all else 0.0
+                here_ms = cost.attention_ms(place, requests, tokens[end] - tokens[begin])
+                if place.is_remote:
+                    worker_ms = max(worker_ms, here_ms)
+                else:
+                    ms += here_ms
+        return max(ms, worker_ms) + cost.hand_off_ms(num_all) if num_all else 0.0
 
     def tokens(self, begin: int, end: int) -> int:
         """Return the context tokens of the decodes `begin .. end - 1`."""

@@ -9,8 +9,9 @@ divide   which decodes of the queue join which sub-batch
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.schedule import swapping
@@ -37,6 +38,10 @@ class Policy:
     def swaps(self) -> bool:
         """Whether KV of host memory may come to the device to be attended to."""
         return any(place.is_swapped for place in self.places)
+
+    def with_places(self, more: Iterable[Place]) -> Self:
+        """Return the policy with further places, behind its own."""
+        return replace(self, places=(*self.places, *more))
 
     def admits(self, draft: Draft, place: Place, num_tokens: int) -> bool:
         """Whether a prompt of so many tokens may live in a place that is not the preferred one."""

@@ -54,6 +54,12 @@ class Demand:
     prompts_per_decode: float  # tokens
     max_chunk_tokens: int
     max_token_ms: float  # see `SchedulerLimits`
+    workers: tuple[tuple[Place, int], ...] = ()  # the requests that each may have
+
+    @property
+    def most_beside_device(self) -> int:
+        """Requests that the host and workers may have."""
+        return self.most_on_host + sum(most for _, most in self.workers)
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -64,6 +70,7 @@ class Demand:
             self.prompt_tokens,
             self.context_tokens,
             self.prompts_per_decode,
+            *(most for _, most in self.workers),
         )
         return tuple(round(math.log(max(size, 1e-3), KEY_STEP)) for size in sizes)
 
@@ -74,7 +81,7 @@ class Regime:
 
     kind: Kind
     num_device: int  # decodes
-    num_host: int  # decodes that the host attends for within the iteration
+    num_host: int  # decodes that the host or workers attend for within the iteration
     num_staggered: int  # decodes at their own pace
     chunk_tokens: float
     ms: float
@@ -120,8 +127,8 @@ class RegimeFinder:
         return self._priced(demand, best)
 
     def _others(self, demand: Demand) -> Iterator[Regime]:
-        for num_host in _counts(demand.most_on_host):
-            left = demand.most_on_host - num_host
+        for num_host in _counts(demand.most_beside_device):
+            left = min(demand.most_beside_device - num_host, demand.most_on_host)
             for share in STAGGERED_SHARES if self._cost.overlaps else STAGGERED_SHARES[:1]:
                 regime = self._regime(demand, Kind.ONE, num_host, int(left * share))
                 if (self._cost.num_layers + 1) * regime.ms <= demand.max_token_ms or not regime.num_staggered:
@@ -163,9 +170,13 @@ class RegimeFinder:
         rows = staggered_rows(cost, staggered)
 
         def host_ms(count: int) -> float:
-            if demand.host is None or not count:
+            if not count:
                 return 0.0
-            return cost.attention_ms(demand.host, count, count * context_tokens) + cost.hand_off_ms(count)
+            # Each has its share; they attend beside each other.
+            hosts = [*demand.workers, *([] if demand.host is None else [(demand.host, demand.most_on_host)])]
+            shares = [(place, -(-count * most // demand.most_beside_device)) for place, most in hosts]
+            each_ms = (cost.attention_ms(place, n, n * context_tokens) for place, n in shares)
+            return max(each_ms) + cost.hand_off_ms(count)
 
         prompt_tokens = max(int(demand.prompt_tokens), 1)
         prefill_ms = chunk_tokens * cost.prefill_attention_ms(prompt_tokens, 0) / prompt_tokens

@@ -78,6 +78,14 @@ class Residency(Generic[R]):
             if running
         }
 
+    @property
+    def less_preferred(self) -> list[Place]:
+        """All places but the most preferred one: in order, but of workers the one with the least KV first."""
+        return sorted(self.places[1:], key=self._fullness)
+
+    def _fullness(self, place: Place) -> int:
+        return 1 + self.kv.num_used_blocks(place) if place.is_remote else 0
+
     def add(self, request: R) -> None:
         """Let a request wait for memory."""
         self.waiting.append(request)
@@ -193,9 +201,19 @@ class Residency(Generic[R]):
                 self._preempt(request)
         self.copies, self.moved, self._moving = [], [], []
 
+    def close(self, place: Place) -> None:
+        """Give a place up: what it held is lost, and who lived there waits."""
+        for request in tuple(self.running[place]):
+            self._preempt(request)
+        self.kv.resize(place, 0)
+
+    def open(self, place: Place, num_blocks: int) -> None:
+        """Let requests live in a place that nobody lives in."""
+        self.kv.resize(place, num_blocks)
+
     def _evict_youngest(self, place: Place, may_spill: Callable[[R, Place], bool]) -> None:
         victim = self.running[place][-1]
-        for other in self.places:
+        for other in (self.places[0], *self.less_preferred):
             if other == place or (other != self.places[0] and not may_spill(victim, other)):
                 continue
             if self._move(victim, other, reserve_blocks=len(self.running[other])):

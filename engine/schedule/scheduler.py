@@ -292,6 +292,26 @@ class Scheduler:
         self._give_up_moves()
         return True
 
+    def lose(self, place: Place) -> None:
+        """Book the iteration under way as not done, since what a place held is lost.
+
+        Who lived there waits, and is computed again, elsewhere until the place is open again.
+        """
+        self.take_back()
+        self._give_up_moves()
+        self._residency.close(place)
+
+    def open(self, place: Place, num_blocks: int) -> None:
+        """Use a place that was lost again; it is empty."""
+        self._ahead = None
+        self._residency.open(place, num_blocks)
+
+    def refuse_first(self, why: str) -> list[RequestOutput]:
+        """End the request that has waited longest, since no place that is left can hold it."""
+        request = self._residency.waiting[0]
+        self._finish(request, FinishReason.ERROR, why)
+        return [request.take_output()]
+
     def take_back(self) -> None:
         """Book the newest iteration under way as not done: its requests are where they were before it."""
         undone = self._under_way.pop()

@@ -216,7 +216,8 @@ class Outlook:
         """
         cost = self._cost
         taken = {*split.first, *split.second}
-        rest = self.queue.decodes([i for i in range(len(self.queue)) if i not in taken])
+        places = [place for place, _ in self.queue.contexts]
+        rest = self.queue.decodes([i for i, p in enumerate(places) if i not in taken and not p.is_remote])
         all_of_them = joined(self._staggered, rest)
         most = sum(requests for requests, _ in all_of_them.values())
         if not most or not cost.overlaps or split.num_chunks_second:

@@ -1,0 +1,59 @@
+"""The command `worker`: this computer holds KV of another one's chats, and attends to it."""
+
+import logging
+import signal
+import socket
+from types import FrameType
+
+from rich.markup import escape
+
+from neo_desktop import native
+from neo_desktop.app.commands.terminal import stdout
+from neo_desktop.app.commands.worker_options import WorkerOptions
+from neo_desktop.engine.parts import bind_threads
+from neo_desktop.engine.profiling.hardware import host_memory
+from neo_desktop.engine.remote.link import Address
+from neo_desktop.engine.remote.trust import make_secret, read_secret, worker_tls
+from neo_desktop.engine.remote.worker import AttentionWorker, WorkerLimits
+
+GIB = 1 << 30
+SHARE = 0.8  # of the memory that is available, for KV, unless a cap says how much
+
+
+def run_worker(options: WorkerOptions) -> None:
+    """Serve engines, one after the other, until Ctrl-C or a SIGTERM.
+
+    Raises:
+        ValueError: an option cannot be used.
+        OSError: the address is not to be had.
+    """
+    address = Address.parse(options.listen, least_port=0)
+    made = make_secret(options.worker_secret)
+    secret, tls = read_secret(options.worker_secret), worker_tls(options.tls_cert, options.tls_key)
+    available = host_memory().available_bytes
+    memory = int(SHARE * available if options.memory is None else min(options.memory * GIB, available))
+    bind_threads()
+    if options.threads is not None:
+        native.set_default_num_threads(options.threads)
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with socket.create_server((address.host, address.port), family=family, backlog=16) as listener:
+        worker = AttentionWorker(listener, secret, WorkerLimits(memory), tls)
+        # Ctrl-C and SIGTERM come to the thread that accepts, and end that.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: _end(worker, number, frame))
+        if made is not None:
+            stdout.print(f"A secret was made: copy {escape(str(made))} to the computer of the engine.")
+        where = Address(*listener.getsockname()[:2])
+        stdout.print(
+            f"Attention worker: [bold]{where}[/], {memory / GIB:.1f} GiB for KV, "
+            f"{native.default_num_threads()} threads, {'encrypted' if tls else 'not encrypted'}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        logging.getLogger("neo_desktop.engine.remote").setLevel(logging.INFO)
+        worker.serve()
+    stdout.print("Stopped.")
+
+
+def _end(worker: AttentionWorker, number: int, frame: FrameType | None) -> None:
+    worker.close()

@@ -1,0 +1,49 @@
+"""What `worker` is told: where it listens, what it gives, and how it is known."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from neo_desktop.engine.options import OPTIONS, Option
+
+_SECRET = OPTIONS["worker_secret"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """An attention worker."""
+
+    listen: Annotated[
+        str,
+        typer.Option(
+            "--listen",
+            metavar="HOST[:PORT]",
+            help="Address to listen on; default: all of this computer's, port 7455. Port 0: any free one.",
+            show_default=False,
+        ),
+    ] = "0.0.0.0"
+    memory: Annotated[
+        float | None,
+        typer.Option(
+            "--memory",
+            metavar="GIB",
+            min=0.001,
+            help="The most memory for KV. Default: 80 % of what is free.",
+        ),
+    ] = None
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="That attend. Default: one per core.")
+    ] = None
+    worker_secret: Annotated[Path | None, Option(flag=_SECRET.flag, metavar="FILE", help=_SECRET.help)] = None
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-cert", metavar="FILE", help="Certificate of this computer: connections are encrypted then."
+        ),
+    ] = None
+    tls_key: Annotated[
+        Path | None,
+        typer.Option("--tls-key", metavar="FILE", help="Its key, if it is not in the same file."),
+    ] = None

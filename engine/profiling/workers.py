@@ -1,0 +1,81 @@
+"""Measures workers: what a layer's attention takes there, the network included."""
+
+import logging
+import time
+
+import torch
+
+from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.predict.cost_model import Surface
+from neo_desktop.models.decoder import Decoder
+
+logger = logging.getLogger(__name__)
+
+REQUESTS = (1, 4, 16, 64)
+CONTEXTS = (64, 1024)
+STORED_TOKENS = 4096  # that contexts consist of, again and again
+REPEATS = 3
+MAX_SECONDS = 3.0
+# Of a worker that nobody could measure: a round trip of a millisecond.
+UNKNOWN = Surface((1, 64), (64, 1024), ((1.0, 1.1), (1.5, 3.0)))
+
+
+@torch.inference_mode()
+def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype) -> Surface:
+    """Return what decode attention in a worker's memory takes per layer, in ms: over (requests, context).
+
+    Whatever the memory held is lost. What takes too long is left out, from the largest numbers of requests
+    on, but for the first two.
+
+    Raises:
+        WorkerLostError: the worker does not answer.
+    """
+    kv_heads, head_dim = pool.row_shape
+    layer = pool.layer(0)
+    num_tokens = min(STORED_TOKENS, pool.num_blocks * pool.block_size)
+    rows = torch.randn(2, num_tokens, kv_heads, head_dim, dtype=dtype)
+    layer.write(rows[0], rows[1], torch.arange(num_tokens))
+    started_s = time.perf_counter()
+    found: list[list[float]] = []
+    for requests in REQUESTS:
+        if len(found) >= 2 and time.perf_counter() - started_s > MAX_SECONDS:
+            break
+        if requests > num_tokens // pool.block_size:
+            break
+        row = []
+        for context in CONTEXTS:
+            width = -(-context // pool.block_size)
+            blocks = torch.arange(requests * width, dtype=torch.int32) % (num_tokens // pool.block_size)
+            tables = blocks.view(requests, width)
+            # The newest tokens are stored, each in a block of its own.
+            tables[:, -1] = torch.arange(requests, dtype=torch.int32)
+            lens = torch.full((requests,), context, dtype=torch.int32)
+            qkv = torch.randn(requests, num_heads + 2 * kv_heads, head_dim, dtype=dtype)
+            q, k, v = torch.split(qkv, [num_heads, kv_heads, kv_heads], dim=1)
+            out = torch.empty(requests, num_heads, head_dim, dtype=dtype)
+            times = []
+            for _ in range(1 + REPEATS):  # the first one sends the tables, too
+                begun_s = time.perf_counter()
+                layer.decode(q, k, v, None, tables, lens, out, 1.0, None)
+                times.append(time.perf_counter() - begun_s)
+            row.append(1e3 * sorted(times)[len(times) // 4])
+        found.append(row)
+    logger.debug("%s: %s ms for %s requests of %s tokens", pool.worker, found, REQUESTS, CONTEXTS)
+    return Surface(REQUESTS[: len(found)], CONTEXTS, found)
+
+
+def measured_workers(storage: KVStorage, decoder: Decoder) -> dict[Place, Surface]:
+    """Return what attention takes in each place of a worker; of one that is not there, what others take."""
+    found: dict[Place, Surface] = {}
+    absent = []
+    for place in storage.places:
+        pool = storage[place]
+        if pool.worker is None:
+            continue
+        if pool.num_blocks >= REQUESTS[1]:
+            found[place] = measured_worker(pool, decoder.config.num_heads, decoder.dtype)
+        else:
+            absent.append(place)
+    typical = next(iter(found.values()), UNKNOWN)
+    return found | dict.fromkeys(absent, typical)

@@ -1,0 +1,180 @@
+"""All workers of an engine: which are there, which are lost, and which come back."""
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from torch import Tensor
+
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.remote.greeting import RefusedError
+from neo_desktop.engine.remote.link import Address, Trust, WorkerLink
+from neo_desktop.engine.remote.pool import RemotePool
+from neo_desktop.engine.remote.shape import AttentionShape
+from neo_desktop.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+GLANCE_S = 0.05  # for which the engine's thread waits at once
+RETRIES_S = (0.5, 1.0, 2.0, 5.0)  # between two tries to reach a lost worker; the last one again and again
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """What people are told of a worker."""
+
+    address: str
+    lost: str | None  # why it is lost; None: it attends
+    num_losses: int
+
+
+class Workers:
+    """The workers of an engine. `connect` comes first; the engine's thread makes all calls but `close`.
+
+    Args:
+        addresses: where they listen.
+        trust: what they are known by.
+        config: of the model.
+        shape: of its attention.
+        sinks: [layers, heads] fp32; None: there are none.
+        most_blocks: in a worker's memory; more are of no use.
+        retries_s: see `RETRIES_S`.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        trust: Trust,
+        config: ModelConfig,
+        shape: AttentionShape,
+        sinks: Tensor | None,
+        most_blocks: int,
+        retries_s: Sequence[float] = RETRIES_S,
+    ) -> None:
+        self._config, self._shape, self._sinks, self._most_blocks = config, shape, sinks, most_blocks
+        self._retries_s = retries_s
+        self._links = {
+            Place.worker(number): WorkerLink(Place.worker(number).name, address, trust)
+            for number, address in enumerate(addresses, 1)
+        }
+        self._reasons: dict[Place, str] = {}  # why those are lost that are
+        self._losses = dict.fromkeys(self._links, 0)
+        self._returned: list[Place] = []  # whom nobody has taken back yet
+        self._last_loss_s = 0.0
+        self._changes = threading.Lock()
+        self._news = threading.Event()  # that somebody has returned since the last loss
+        self._closing = threading.Event()
+
+    def connect(self) -> None:
+        """Reach all; who does not answer is tried again in the background.
+
+        Raises:
+            ConnectionError: one answers, and refuses.
+        """
+        for place, link in self._links.items():
+            try:
+                self._open(link)
+            except RefusedError as error:
+                self.close()
+                raise RefusedError(f"{place} at {link.address}: {error}") from None
+            except OSError as error:
+                logger.warning(
+                    "%s at %s cannot be reached, and is tried again: %s", place, link.address, error
+                )
+                self._await(place, str(error))
+
+    def _open(self, link: WorkerLink) -> None:
+        link.open(self._shape, self._sinks, self._most_blocks)
+
+    @property
+    def pools(self) -> dict[Place, RemotePool]:
+        """`place -> its memory`, of all of them."""
+        shape = self._shape
+        return {
+            place: RemotePool(place, self._config, shape.block_size, shape.dtype, link)
+            for place, link in self._links.items()
+        }
+
+    @property
+    def num_blocks(self) -> dict[Place, int]:
+        """`place -> blocks`; none of those that are lost."""
+        with self._changes:
+            return {
+                place: 0 if place in self._reasons else link.num_blocks for place, link in self._links.items()
+            }
+
+    @property
+    def states(self) -> Mapping[Place, WorkerState]:
+        """What people are told."""
+        with self._changes:
+            return MappingProxyType(
+                {
+                    place: WorkerState(str(link.address), self._reasons.get(place), self._losses[place])
+                    for place, link in self._links.items()
+                }
+            )
+
+    def lose(self, name: str, reason: str) -> Place:
+        """Take in that a worker is lost, and try to reach it again; return its place."""
+        (place,) = (place for place in self._links if place.name == name)
+        link = self._links[place]
+        link.close()
+        logger.warning("%s; its requests are computed again", reason)
+        with self._changes:
+            self._losses[place] += 1
+        self._await(place, reason)
+        return place
+
+    def take_returned(self) -> dict[Place, int]:
+        """Return `place -> blocks` of those that have come back since the last call, empty."""
+        if not self._returned:  # nearly always
+            return {}
+        with self._changes:
+            returned, self._returned = self._returned, []
+            for place in returned:
+                del self._reasons[place]
+            return {place: self._links[place].num_blocks for place in returned}
+
+    def wait_for_return(self, longest_s: float) -> bool:
+        """Wait a moment for a lost worker; return whether it is worth going on to wait.
+
+        Args:
+            longest_s: after the last loss; then it is not.
+        """
+        if not self._reasons:
+            return False
+        self._news.wait(GLANCE_S)
+        return bool(self._returned) or time.monotonic() < self._last_loss_s + longest_s
+
+    def _await(self, place: Place, reason: str) -> None:
+        with self._changes:
+            self._reasons[place] = reason
+            self._last_loss_s = time.monotonic()
+            self._news.clear()
+        threading.Thread(target=self._reach, args=(place,), name=f"reach {place}", daemon=True).start()
+
+    def _reach(self, place: Place) -> None:
+        link, count, since_s = self._links[place], 0, time.monotonic()
+        while not self._closing.wait(self._retries_s[min(count, len(self._retries_s) - 1)]):
+            count += 1
+            try:
+                self._open(link)
+            except OSError as error:
+                logger.debug("%s at %s cannot be reached: %s", place, link.address, error)
+                continue
+            logger.warning("%s is back after %.0f s", place, time.monotonic() - since_s)
+            with self._changes:
+                self._returned.append(place)
+                self._news.set()
+            break
+        if self._closing.is_set():
+            link.close()
+
+    def close(self) -> None:
+        """End all connections; may be called again, from any thread."""
+        self._closing.set()
+        for link in self._links.values():
+            link.close()

@@ -1,0 +1,221 @@
+"""`neo-desktop worker` as a process: it serves an engine, ends when asked, may go and come at any time."""
+
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, save_checkpoint, transformers_greedy
+from cost_models import machine
+from idle import assert_is_idle
+from worker_process import WorkerProcess
+
+from neo_desktop import Engine, SamplingParams
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.request import FinishReason
+
+ONE = Place.worker(1)
+NUM_TOKENS = 48
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_text("a secret of sixteen letters at least\n")
+    return path
+
+
+@pytest.fixture
+def worker(secret: Path) -> Iterator[WorkerProcess]:
+    with WorkerProcess(secret) as worker:
+        yield worker
+
+
+def prompts(count: int = 6) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(VOCAB_SIZE, (40 + 7 * n,), generator=generator).tolist() for n in range(count)]
+
+
+def make_engine(
+    checkpoint: Path, secret: Path, workers: str, *, gpu_cache_tokens: int = 160, timeout_s: float = 10.0
+) -> Engine:
+    return Engine.from_pretrained(
+        checkpoint,
+        device="cpu",
+        policy="neo",
+        gpu_cache_tokens=gpu_cache_tokens,
+        cpu_cache_tokens=0,
+        workers=workers,
+        worker_secret=secret,
+        worker_timeout_s=timeout_s,
+        cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
+    )
+
+
+class Answers:
+    """Answers to all prompts, step by step."""
+
+    def __init__(self, engine: Engine, batch: list[list[int]]) -> None:
+        self._engine = engine
+        self.tokens: dict[str, list[int]] = {str(n): [] for n in range(len(batch))}
+        self.reasons: dict[str, FinishReason] = {}
+        for name, prompt in zip(self.tokens, batch, strict=True):
+            engine.add(name, engine.prepare(prompt, GREEDY))
+
+    def step(self) -> None:
+        for output in self._engine.step():
+            self.tokens[output.request_id] += [token.token_id for token in output.tokens]
+            if output.finish_reason is not None:
+                self.reasons[output.request_id] = output.finish_reason
+
+    def until(self, is_enough: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while self._engine.has_work and not is_enough():
+            self.step()
+            assert time.monotonic() < deadline
+
+    def end(self) -> list[list[int]]:
+        self.until(lambda: False)
+        return list(self.tokens.values())
+
+
+def expected(checkpoint: Path, batch: list[list[int]]) -> list[list[int]]:
+    return [transformers_greedy(checkpoint, prompt, NUM_TOKENS) for prompt in batch]
+
+
+def test_a_worker_attends_and_ends_when_it_is_asked(
+    checkpoint: Path, secret: Path, worker: WorkerProcess
+) -> None:
+    batch = prompts()
+    with make_engine(checkpoint, secret, str(worker.address)) as engine:
+        answers = Answers(engine, batch)
+        answers.until(lambda: engine.stats().num_running_at[ONE] > 1)
+        assert answers.end() == expected(checkpoint, batch)
+        assert engine.stats().num_cpu_decodes > 0
+        assert_is_idle(engine)
+    assert worker.end() == 0
+    assert worker.said.rstrip().endswith("Stopped.")
+
+
+def test_a_new_secret_is_for_its_owner_alone_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "secret"
+    with WorkerProcess(path) as worker:
+        assert "A secret was made: copy" in worker.said
+    made = path.read_text()
+    assert len(made.strip()) >= 32
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with WorkerProcess(path) as worker:
+        assert "secret" not in worker.said
+    assert path.read_text() == made
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--listen", "127.0.0.1:x"), "is no address of a worker"),
+        (("--tls-cert", "no-such.pem"), "no-such.pem and its key cannot be used"),
+    ],
+)
+def test_what_cannot_be_is_told_in_a_sentence(secret: Path, options: tuple[str, ...], words: str) -> None:
+    command = (
+        sys.executable,
+        "-m",
+        "neo_desktop.app.entry",
+        "worker",
+        "--worker-secret",
+        str(secret),
+        *options,
+    )
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert words in " ".join(result.stderr.split())
+
+
+def test_a_killed_worker_loses_nothing_and_another_takes_its_place(
+    checkpoint: Path, secret: Path, worker: WorkerProcess
+) -> None:
+    """Its requests are computed again on the device; a worker that comes back there is used again."""
+    batch = prompts()
+    with make_engine(checkpoint, secret, str(worker.address)) as engine:
+        answers = Answers(engine, batch)
+        answers.until(lambda: engine.stats().num_running_at[ONE] > 1 and len(answers.tokens["0"]) > 5)
+        worker.kill()
+        answers.until(lambda: engine.stats().pools[ONE].num_blocks == 0)
+        assert engine.stats().num_running_at[ONE] == 0
+        assert engine.stats().num_preemptions > 1
+        answers.until(lambda: len(answers.tokens["0"]) > 9)
+        with WorkerProcess(secret, worker.address.port) as other:
+            assert answers.end() == expected(checkpoint, batch)
+            assert set(answers.reasons.values()) == {FinishReason.LENGTH}
+            again = Answers(engine, batch)
+            again.until(lambda: engine.stats().num_running_at[ONE] > 0)
+            assert again.end() == expected(checkpoint, batch)
+            assert_is_idle(engine)
+            assert other.end() == 0
+
+
+def test_a_stopped_worker_is_lost_after_a_while_and_comes_back(
+    checkpoint: Path, secret: Path, worker: WorkerProcess
+) -> None:
+    batch = prompts()
+    with make_engine(checkpoint, secret, str(worker.address), timeout_s=1.0) as engine:
+        answers = Answers(engine, batch)
+        answers.until(lambda: engine.stats().num_running_at[ONE] > 1 and len(answers.tokens["0"]) > 5)
+        worker.pause()
+        answers.until(lambda: engine.stats().pools[ONE].num_blocks == 0)
+        worker.go_on()
+        assert answers.end() == expected(checkpoint, batch)
+        again = Answers(engine, batch)
+        again.until(lambda: engine.stats().num_running_at[ONE] > 0)
+        assert again.end() == expected(checkpoint, batch)
+        assert_is_idle(engine)
+
+
+def test_a_worker_that_is_not_there_at_the_start_joins_later(
+    checkpoint: Path, secret: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    batch = prompts()
+    with make_engine(checkpoint, secret, f"127.0.0.1:{port}") as engine:
+        assert f"worker-1 at 127.0.0.1:{port} cannot be reached, and is tried again" in caplog.text
+        assert Answers(engine, batch).end() == expected(checkpoint, batch)
+        assert engine.stats().num_cpu_decodes == 0
+        with WorkerProcess(secret, port):
+            answers = Answers(engine, batch)
+            answers.until(lambda: engine.stats().num_running_at[ONE] > 0)
+            answers.end()
+            for _ in range(100):
+                if engine.stats().pools[ONE].num_blocks:
+                    break
+                Answers(engine, batch[:1]).end()
+                time.sleep(0.1)
+            again = Answers(engine, batch)
+            again.until(lambda: engine.stats().num_running_at[ONE] > 0)
+            assert again.end() == expected(checkpoint, batch)
+
+
+def test_without_any_other_memory_requests_wait_for_the_worker_to_come_back(
+    checkpoint: Path, secret: Path, worker: WorkerProcess
+) -> None:
+    batch = prompts(2)
+    with make_engine(checkpoint, secret, str(worker.address), gpu_cache_tokens=16) as engine:
+        answers = Answers(engine, batch)
+        answers.until(lambda: len(answers.tokens["0"]) > 5)
+        worker.kill()
+        for _ in range(20):
+            answers.step()
+        assert not answers.reasons
+        with WorkerProcess(secret, worker.address.port):
+            assert answers.end() == expected(checkpoint, batch)

@@ -1,0 +1,106 @@
+"""The whole engine with attention workers: the tokens of a model alone, whatever happens to a worker."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, transformers_greedy
+from cost_models import machine
+from idle import assert_is_idle
+from workers import SECRET, running_worker
+
+from neo_desktop import Engine, SamplingParams
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.remote.greeting import RefusedError
+
+GREEDY = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
+
+
+def prompts(count: int = 8, seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [1, 16, 17, 33, 7, 150, 64, 90][:count]
+    return [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET + b"\n")
+    return path
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.mark.parametrize(
+    ("family", "num_workers", "policy", "gpu_cache_tokens", "cpu_cache_tokens"),
+    [
+        ("llama", 2, "gpu-only", 320, None),
+        ("llama", 2, "neo", 320, 96),
+        ("gpt-oss", 1, "neo", 320, 0),
+        ("llama", 1, "apex", 320, 320),
+        ("llama", 2, "auto", 320, 96),
+        ("qwen3-moe", 2, "auto", 320, 0),
+        ("llama", 2, "fastdecode", None, 0),
+    ],
+)
+def test_every_policy_gives_the_tokens_of_the_model_alone(
+    stack: ExitStack,
+    checkpoints: dict[str, Path],
+    secret: Path,
+    family: str,
+    num_workers: int,
+    policy: str,
+    gpu_cache_tokens: int | None,
+    cpu_cache_tokens: int | None,
+) -> None:
+    """Requests live on workers, move there and back, are preempted and computed again."""
+    batch = prompts()
+    expected = [transformers_greedy(checkpoints[family], prompt, 48) for prompt in batch]
+    addresses = [stack.enter_context(running_worker())[1] for _ in range(num_workers)]
+    engine = stack.enter_context(
+        Engine.from_pretrained(
+            checkpoints[family],
+            device="cpu",
+            policy=policy,
+            gpu_cache_tokens=gpu_cache_tokens,
+            cpu_cache_tokens=cpu_cache_tokens,
+            workers=",".join(map(str, addresses)),
+            worker_secret=secret,
+            cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
+        )
+    )
+    seen: set[Place] = set()
+    start = engine._iterations.executor.start
+
+    def watched(plan):  # type: ignore[no-untyped-def]
+        seen.update(sequence.place for sequence in plan.sequences)
+        return start(plan)
+
+    engine._iterations.executor.start = watched  # type: ignore[method-assign]
+    outputs = engine.generate(batch, GREEDY)
+    assert [list(output.token_ids) for output in outputs] == expected
+    assert_is_idle(engine)
+    assert {place for place in seen if place.is_remote} == {Place.worker(n + 1) for n in range(num_workers)}
+
+
+def test_a_worker_that_refuses_ends_the_start_in_words(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("another secret that is long enough")
+    with (
+        running_worker() as (_, address),
+        pytest.raises(RefusedError, match=r"worker-1 at .* the worker has another secret"),
+    ):
+        Engine.from_pretrained(checkpoints["llama"], device="cpu", workers=str(address), worker_secret=other)
+
+
+def test_without_a_secret_nothing_is_loaded(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"need a secret, and .* is not there: give both sides the same"):
+        Engine.from_pretrained(
+            checkpoints["llama"], device="cpu", workers="box", worker_secret=tmp_path / "none"
+        )
