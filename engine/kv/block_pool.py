@@ -58,6 +58,7 @@ class BlockPool:
         # Content that is still to be computed: by whom it is computed first.
         self._block_to_come: dict[BlockHash, int] = {}
         self._hash_to_come: dict[int, BlockHash] = {}
+        self._arriving: set[int] = set()  # those of them that are copied, not computed
 
     @property
     def num_free_blocks(self) -> int:
@@ -120,6 +121,17 @@ class BlockPool:
             self._block_to_come[block_hash] = block
             self._hash_to_come[block] = block_hash
 
+    def expect(self, block: int, block_hash: BlockHash) -> None:
+        """Say what a used block will hold before the next iteration computes anything."""
+        self.announce(block, block_hash)
+        if block in self._hash_to_come:
+            self._arriving.add(block)
+
+    def find_arriving(self, block_hash: BlockHash) -> int | None:
+        """Return the block that will hold this content before the next iteration computes anything."""
+        block = self._block_to_come.get(block_hash)
+        return block if block in self._arriving else None
+
     def is_coming(self, block_hash: BlockHash) -> bool:
         """Whether somebody is about to compute this content."""
         return block_hash in self._block_to_come
@@ -127,6 +139,7 @@ class BlockPool:
     def _forget_announced(self, block: int) -> None:
         if (block_hash := self._hash_to_come.pop(block, None)) is not None:
             del self._block_to_come[block_hash]
+            self._arriving.discard(block)
 
     def is_used(self, block: int) -> bool:
         """Whether a request refers to the block, so that sharing it takes no free block away."""
@@ -181,6 +194,7 @@ class BlockPool:
         assert cached <= self._hash_of_block.keys(), "a cached block has no hash"
         assert not free & self._hash_of_block.keys(), "a free block has a hash"
         assert {h: b for b, h in self._hash_to_come.items()} == self._block_to_come, "announcements differ"
+        assert self._hash_to_come.keys() >= self._arriving, "nobody knows what arrives"
         assert used >= self._hash_to_come.keys(), "nobody computes what was announced"
         runs = range(-(-self.num_blocks // BLOCKS_PER_RUN))
         idle = {run for run in runs if used.isdisjoint(self._blocks(run))}

@@ -17,6 +17,7 @@ class _Table:
     blocks: IntArray  # of int32, as the kernels read them
     capacity_tokens: int  # that the blocks can hold
     num_published: int = 0  # leading blocks that are full, computed and findable by their hash
+    num_arriving: int = 0  # leading blocks that were findable before they were moved, and will be again
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,8 @@ class KVCache:
     ) -> list[BlockCopy] | None:
         """Give the request blocks for `num_tokens` in another place, where `reserve_blocks` must stay free.
 
-        Leading blocks that are computed and have their equals there are not copied but shared.
+        Leading blocks that are computed and have their equals there, or on their way there, are not copied
+        but shared: so the n outputs of a prompt bring it there once.
 
         Args:
             hashes: of the request's leading full blocks, as many as are known.
@@ -170,7 +172,8 @@ class KVCache:
         Returns:
             The copies that bring its KV there, to be carried out in order before anything is computed, or
             None (and nothing changed) when that place has no room. The old blocks are free at once: whoever
-            gets them writes after the copies.
+            gets them writes after the copies. `arrived` says that they have been carried out; if they fail,
+            all requests that moved must give their blocks back.
 
         Raises:
             ValueError: it lives there already.
@@ -180,16 +183,32 @@ class KVCache:
             raise ValueError(f"request {request_id!r} lives in place {place} already")
         source, target = self._pools[table.place], self._pools[place]
         num_blocks = max(self.blocks_for(num_tokens), len(table.blocks))
-        shared = _leading(target, hashes[: table.num_published])
+        known = hashes[: max(table.num_published, table.num_arriving)]
+        shared = _leading(target, known, with_arriving=True)
         num_revived = sum(not target.is_used(block) for block in shared)
         if num_blocks - len(shared) + num_revived + reserve_blocks > target.num_free_blocks:
             return None
         blocks = _with_shared(shared, num_blocks - len(shared), target)
-        pairs = zip(table.blocks.view().tolist(), blocks.view().tolist(), strict=False)
-        copies = [BlockCopy(table.place, old, place, new) for old, new in list(pairs)[len(shared) :]]
+        pairs = list(zip(table.blocks.view().tolist(), blocks.view().tolist(), strict=False))
+        copies = [BlockCopy(table.place, old, place, new) for old, new in pairs[len(shared) :]]
+        for (_, block), block_hash in zip(pairs[len(shared) :], known[len(shared) :], strict=False):
+            target.expect(block, block_hash)
         _release(table.blocks, source)
-        self._tables[request_id] = _Table(place, blocks, len(blocks) * self.block_size, len(shared))
+        num_published = len(_leading(target, known))
+        self._tables[request_id] = _Table(
+            place, blocks, len(blocks) * self.block_size, num_published, num_arriving=len(known)
+        )
         return copies
+
+    def arrived(self, request_id: str, hashes: Sequence[BlockHash]) -> None:
+        """Publish what a request had published before it moved, whose copies have been carried out.
+
+        Args:
+            hashes: of the request's leading full blocks.
+        """
+        table = self._tables[request_id]
+        self.commit(request_id, hashes, table.num_arriving * self.block_size)
+        table.num_arriving = 0
 
     def commit(self, request_id: str, hashes: Sequence[BlockHash], num_computed_tokens: int) -> None:
         """Publish the full blocks among the computed tokens, so that later requests can reuse them.
@@ -226,11 +245,17 @@ class KVCache:
             pool.check(num_owners)
 
 
-def _leading(pool: BlockPool, hashes: Sequence[BlockHash]) -> list[int]:
-    """Return the blocks that hold the first of these contents, as far as they are all there."""
+def _leading(pool: BlockPool, hashes: Sequence[BlockHash], *, with_arriving: bool = False) -> list[int]:
+    """Return the blocks that hold the first of these contents, as far as they are all there.
+
+    Args:
+        with_arriving: or will be, before the next iteration computes anything.
+    """
     found = []
     for block_hash in hashes:
         block = pool.find(block_hash)
+        if block is None and with_arriving:
+            block = pool.find_arriving(block_hash)
         if block is None:
             break
         found.append(block)

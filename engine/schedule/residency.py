@@ -107,6 +107,14 @@ class Residency(Generic[R]):
         self._moving = self.moved
         self.copies, self.moved = [], []
 
+    def end_moves(self) -> None:
+        """Take in that the iteration under way has ended well: what moved can be shared by anybody."""
+        moved_again = {request.request_id for request in self.moved}
+        for request in self._moving:
+            if request.request_id in self.kv and request.request_id not in moved_again:
+                self.kv.arrived(request.request_id, request.block_hashes(self.kv.block_size))
+        self._moving = []
+
     def make_room(self, may_spill: Callable[[R, Place], bool]) -> bool:
         """Give every request blocks for all its tokens, at the cost of the youngest where a place is full.
 

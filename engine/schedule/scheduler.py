@@ -228,6 +228,7 @@ class Scheduler:
     def update(self, result: IterationResult) -> list[Request]:
         """Take in what the first iteration under way brought; return those who gained something by it."""
         gained = []
+        self._residency.end_moves()
         moving = {request.request_id for request in self._residency.moved}  # their KV has not arrived yet
         block_size = self._kv.block_size
         for request, sequence, num_preemptions, is_last, is_on_its_way in self._end_iteration():

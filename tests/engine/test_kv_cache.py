@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv.block_pool import BlockHash, BlockPool, extend_hashes
 from neo_desktop.engine.kv.cache import KVCache
@@ -62,9 +63,12 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.content: dict[Place, dict[int, tuple[int, ...]]] = {place: {} for place in NUM_BLOCKS}
         self.num_requests = 0
         self.planned: list[tuple[IntView, list[int]]] = []  # tables handed out, and what was in them
+        self.copies: list[BlockCopy] = []  # of moves, to be carried out before anything is computed
+        self.moved: set[str] = set()
 
     def compute(self, request_id: str, start: int) -> None:
         """Write the KV of the tokens from `start` on, as an iteration does, and publish it."""
+        self.carry_moves_out()
         owner = self.owners[request_id]
         table = self.kv.block_table(request_id)
         self.planned.append((table, table.tolist()))
@@ -91,6 +95,9 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.num_requests += 1
         self.owners[request_id] = Owner(token_ids, place)
         assert num_cached % BLOCK_SIZE == 0
+        shared = self.kv.block_table(request_id)[: num_cached // BLOCK_SIZE].tolist()
+        arriving = {copy.target_block for copy in self.copies if copy.target == place}
+        assert arriving.isdisjoint(shared), "nobody knows yet whether it arrives"
         assert num_cached < len(token_ids), "the last token must be computed, for its logits"
         assert self.kv.num_free_blocks(place) >= reserve
         self.compute(request_id, num_cached)
@@ -122,10 +129,27 @@ class KVCacheMachine(RuleBasedStateMachine):
         if copies is None:
             assert self.kv.num_free_blocks(place) < self.kv.blocks_for(len(owner.token_ids))
             return
-        for copy in copies:
-            self.content[copy.target][copy.target_block] = self.content[copy.source][copy.source_block]
+        self.copies += copies
+        self.moved.add(request_id)
         owner.place = place
-        commit(self.kv, request_id, owner.token_ids)
+
+    @rule()
+    def carry_moves_out(self) -> None:
+        for copy in self.copies:
+            self.content[copy.target][copy.target_block] = self.content[copy.source][copy.source_block]
+        for request_id in self.moved & self.owners.keys():
+            self.kv.arrived(request_id, hashes(self.owners[request_id].token_ids))
+        self.copies, self.moved = [], set()
+
+    @rule()
+    def fail_to_move(self) -> None:
+        """Nobody knows what the blocks hold then: whoever was to have them gives them back."""
+        for request_id in sorted(self.moved & self.owners.keys()):
+            del self.owners[request_id]
+            self.kv.free(request_id)
+        for copy in self.copies:
+            self.content[copy.target][copy.target_block] = ()
+        self.copies, self.moved = [], set()
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
@@ -146,7 +170,8 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_table_holds_the_tokens_of_its_request(self) -> None:
-        for request_id, owner in self.owners.items():
+        for request_id in self.owners.keys() - self.moved:
+            owner = self.owners[request_id]
             for index, block in enumerate(self.kv.block_table(request_id).tolist()):
                 end = min((index + 1) * BLOCK_SIZE, len(owner.token_ids))
                 assert self.content[owner.place][block][:end] == tuple(owner.token_ids[:end])
@@ -232,6 +257,21 @@ def test_a_move_shares_what_is_there_already() -> None:
     assert copies is not None
     assert [copy.source for copy in copies] == [Place.DEVICE]  # the last, partly filled block
     assert kv.usage()[Place.HOST].num_used_blocks == 4
+    kv.check()
+
+
+def test_those_who_move_together_bring_what_they_share_once() -> None:
+    kv, prompt = KVCache({Place.DEVICE: 40, Place.HOST: 40}, BLOCK_SIZE), list(range(18))
+    for number in range(4):
+        admit(kv, f"{number}", [*prompt, number], Place.DEVICE)
+        commit(kv, f"{number}", [*prompt, number])
+    moved = [kv.move(f"{n}", Place.HOST, 19, hashes([*prompt, n])) for n in range(4)]
+    assert [len(copies or ()) for copies in moved] == [5, 1, 1, 1]
+    assert kv.usage()[Place.HOST].num_used_blocks == 4 + 4
+    assert admit(kv, "too early", [*prompt, 9], Place.HOST) == 0  # the copies may yet fail
+    for number in range(4):
+        kv.arrived(f"{number}", hashes([*prompt, number]))
+    assert admit(kv, "later", [*prompt, 8], Place.HOST) == 16
     kv.check()
 
 
