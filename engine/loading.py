@@ -19,6 +19,7 @@ from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.predict.weight_plan import WeightPlan, host_form
 from neo_desktop.engine.profiling.budget import FreeMemory
+from neo_desktop.engine.profiling.expert_use import ExpertUse
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.engine.profiling.rates import measured_rates
 from neo_desktop.engine.profiling.weight_memory import plan_memory
@@ -52,6 +53,7 @@ class LoadedModel:
     decoder: Decoder
     tokenizer: Tokenizer
     streams: Streams  # of the decoder's device
+    expert_use: ExpertUse | None = None  # of a checkpoint's experts
 
 
 # Decides where the weights go of a model of this form, dtype and device; None: all where the device computes.
@@ -95,6 +97,10 @@ def load(
     checkpoint = open_checkpoint(model_path(options.model))
     whole = checkpoint.config()
     weights = check_model(checkpoint, whole)  # before anything is decided by numbers that may be wrong
+    use = None
+    if whole.experts is not None and rank.count == 1:
+        use = ExpertUse(checkpoint.path, whole.experts)
+        whole = use.ordered(whole)
     config, weights = config_of_rank(whole, rank), weights_of_rank(weights, whole, rank)
     checkpoint.read_ahead()
     tokenizer = checkpoint.tokenizer()
@@ -112,7 +118,9 @@ def load(
     name = BUILTIN_NAME if options.model == BUILTIN else checkpoint.name
     seconds, gb = time.perf_counter() - started_s, weights.nbytes / 1e9
     logger.info("%s: loaded in %.2f s, %.2f GB of files, %.2f GB/s", name, seconds, gb, gb / seconds)
-    return LoadedModel(name, config, decoder, tokenizer, streams)
+    if use is not None and decoder.has_split_experts:
+        logger.info("experts on the device: %s", use.which)
+    return LoadedModel(name, config, decoder, tokenizer, streams, use)
 
 
 def available_bytes(rank: Rank) -> int:

@@ -121,6 +121,12 @@ class Decoder:
             self.lm_head = self.embedding
         self.streamed_shares = UNMEASURED  # of split matrices; replaced once it is measured
         self.streamed_experts = UNMEASURED  # likewise, of experts in host memory
+        # How often each expert was chosen, [layers, experts + 1] int32, where some lie in host memory; the
+        # last column is for rows that are nobody's.
+        self.expert_use: Tensor | None = None
+        if config.experts is not None and self.has_split_experts:
+            shape = config.num_layers, config.experts.count + 1
+            self.expert_use = torch.zeros(shape, dtype=torch.int32, device=device)
         self.inverse_frequencies = config.rope.inverse_frequencies(config.head_dim).to(device)
 
     def memory(self) -> dict[torch.device, int]:
@@ -162,6 +168,12 @@ class Decoder:
     def has_splits(self) -> bool:
         """Whether a part of some matrices lies in host memory, beside the device's."""
         return any(isinstance(linear, Split) for linear in self.linears())
+
+    @property
+    def has_split_experts(self) -> bool:
+        """Whether some experts lie in host memory, beside the device's."""
+        mixtures = (weights.mlp for weights in self.layers if isinstance(weights.mlp, Experts))
+        return any(isinstance(mixture.gate, Split) for mixture in mixtures)
 
     def linears(self) -> Iterator[Linear]:
         """Yield all matrices that are multiplied with: those of the layers, and the head."""

@@ -1,5 +1,6 @@
 """The sizes of a mixture of experts."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +32,12 @@ class ExpertsConfig:
     router_bias: bool = False
     bias: bool = False
     clamped: ClampedGate | None = None  # None: silu(gate) * up
+    # In which order experts lie, of each of `layers`, by the checkpoint's numbers; None: in that of these.
+    order: tuple[tuple[int, ...], ...] | None = None
+
+    def order_of(self, layer: int) -> Sequence[int]:
+        """Return the checkpoint's numbers of a layer's experts as they lie."""
+        return range(self.count) if self.order is None else self.order[self.layers.index(layer)]
 
 
 def check_experts(
@@ -59,9 +66,9 @@ class ExpertNames(NamedTuple):
     up: str
     down: str
 
-    def of_each(self, kind: str, experts: int) -> list[str]:
-        """Return the modules of one matrix of all experts: `gate`, `up` or `down`."""
-        return [f"{self.block}.experts.{expert}.{getattr(self, kind)}" for expert in range(experts)]
+    def of_each(self, kind: str, experts: Iterable[int]) -> list[str]:
+        """Return the modules of one matrix of some experts: `gate`, `up` or `down`."""
+        return [f"{self.block}.experts.{expert}.{getattr(self, kind)}" for expert in experts]
 
 
 def expert_names(architecture: str) -> ExpertNames:

@@ -119,9 +119,9 @@ class _Parts:
         self._rank = rank
         self._rows, self._columns = set(_ROWS), set(_COLUMNS)
         if config.experts is not None:
-            names, count = expert_names(config.architecture), config.experts.count
-            self._rows |= {*names.of_each("gate", count), *names.of_each("up", count)}
-            self._columns |= {*names.of_each("down", count)}
+            names, each = expert_names(config.architecture), range(config.experts.count)
+            self._rows |= {*names.of_each("gate", each), *names.of_each("up", each)}
+            self._columns |= {*names.of_each("down", each)}
 
     def of(self, name: str, stored: StoredTensor) -> StoredTensor | None:
         """Return the rank's part of a tensor; None: it has none."""

@@ -75,6 +75,7 @@ class State:
     attention: Tensor  # [rows, heads, head_dim]: its output
     cos: Tensor  # [rows, 1, head_dim] float32; see `operators.rotation`
     sin: Tensor
+    counted: Tensor  # [rows] bool: whether experts that are chosen for it count as used; padding does not
     scratch: Scratch
     # All of it as `native.advance` takes it, once that was called.
     seen_by_native: native.LayerState | None = field(default=None, compare=False)
@@ -99,6 +100,7 @@ class State:
             attention=room(config.num_heads, config.head_dim),
             cos=room(1, config.head_dim, of=torch.float32),
             sin=room(1, config.head_dim, of=torch.float32),
+            counted=room(of=torch.bool),
             scratch=scratch.first(rows),
         )
 
@@ -116,6 +118,7 @@ class State:
             self.attention[:rows],
             self.cos[:rows],
             self.sin[:rows],
+            self.counted[:rows],
             self.scratch.first(rows),
         )
 
@@ -130,6 +133,7 @@ class State:
         of_them = slice(first_row, first_row + len(rows))
         torch.index_select(self.residual, 0, rows, out=into.residual[of_them])
         torch.index_select(self.attention, 0, rows, out=into.attention[of_them])
+        torch.index_select(self.counted, 0, rows, out=into.counted[of_them])
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +215,13 @@ class Stages:
         return bool(self.splits)
 
     def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:
-        """Begin: embeddings of the tokens [rows], and the rotation at their positions [rows]."""
+        """Begin: embeddings of the tokens [rows], and the rotation at their positions [rows].
+
+        Token 0 at position 0 is padding.
+        """
         self.decoder.embed(token_ids, state.residual)
+        if self.decoder.expert_use is not None:
+            torch.ne(token_ids + positions, 0, out=state.counted)
         state.x.zero_()
         self.rotate(positions, state.cos, state.sin)
 
@@ -261,7 +270,7 @@ class Stages:
             if mixture is not None and mixture.on_host is not None:
                 assert scratch.experts is not None
                 work.append(partial(self._norm_for_mlp, finished, state))
-                work.append(partial(mixture.route, scratch.normed, scratch.experts))
+                work.append(partial(mixture.route, scratch.normed, scratch.experts, state.counted))
                 experts = DividedExperts(mixture, scratch.normed, scratch.experts, state.x)
                 yield Step(partial(_run, tuple(work)), experts)
                 work.clear()

@@ -1,7 +1,7 @@
 """Weights from a checkpoint: checked whole before use, then streamed tensor by tensor."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -67,7 +67,7 @@ def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:
         yield from _parts(prefix + "self_attn.", layer.qkv, hidden, qkv)
         yield from _parts(prefix + "self_attn.", layer.output, q_rows, {"o_proj": hidden})
         if isinstance(layer.mlp, Experts):
-            yield from _expert_weights(prefix, layer.mlp, config)
+            yield from _expert_weights(prefix, layer.mlp, config, index)
             continue
         gate_up = {"gate_proj": intermediate, "up_proj": intermediate}
         yield from _parts(prefix + "mlp.", layer.mlp.gate_up, hidden, gate_up)
@@ -77,18 +77,37 @@ def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:
         yield from _parts("", decoder.lm_head, hidden, {"lm_head": config.vocab_size})
 
 
-def _expert_weights(prefix: str, experts: Experts, config: ModelConfig) -> Iterator[NamedWeight]:
+def _expert_weights(prefix: str, experts: Experts, config: ModelConfig, layer: int) -> Iterator[NamedWeight]:
     assert config.experts is not None
-    names, count = expert_names(config.architecture), config.experts.count
+    names, order = expert_names(config.architecture), config.experts.order_of(layer)
     hidden, intermediate = config.hidden_size, config.experts.intermediate_size
-    yield from _parts(prefix, experts.router, hidden, {f"{names.block}.{names.router}": count})
+    routers = _parts(prefix, experts.router, hidden, {f"{names.block}.{names.router}": len(order)})
+    if config.experts.order is not None:
+        places = torch.tensor(order).argsort().tolist()  # of the checkpoint's first expert, its second ..
+        routers = (_permuted(router, places) for router in routers)
+    yield from routers
     for kind, rows, columns in (
         ("gate", intermediate, hidden),
         ("up", intermediate, hidden),
         ("down", hidden, intermediate),
     ):
-        of_each = dict.fromkeys(names.of_each(kind, count), rows)
+        of_each = dict.fromkeys(names.of_each(kind, order), rows)
         yield from _parts(prefix, getattr(experts, kind), columns, of_each)
+
+
+def _permuted(weight: NamedWeight, places: Sequence[int]) -> NamedWeight:
+    return replace(
+        weight, load=partial(_load_to, weight.load, places), dense=partial(_rows_of, weight.dense, places)
+    )
+
+
+def _load_to(load: Callable[[int, Tensor], object], places: Sequence[int], row: int, values: Tensor) -> None:
+    for place, value in zip(places[row : row + len(values)], torch.split(values, 1), strict=True):
+        load(place, value)
+
+
+def _rows_of(dense: Callable[[], Tensor], places: Sequence[int]) -> Tensor:
+    return dense()[torch.tensor(places)]
 
 
 def _tensor(name: str, weight: Tensor) -> NamedWeight:
@@ -148,7 +167,8 @@ def matrix_names(config: ModelConfig) -> dict[str, list[str]]:
         names[f"{index}.output"] = [f"{attention}o_proj.weight"]
         if config.experts is not None and index in config.experts.layers:
             for kind in ("gate", "up", "down"):
-                modules = expert_names(config.architecture).of_each(kind, config.experts.count)
+                order = config.experts.order_of(index)
+                modules = expert_names(config.architecture).of_each(kind, order)
                 names[f"{index}.experts_{kind}"] = [f"model.layers.{index}.{each}.weight" for each in modules]
             continue
         names[f"{index}.gate_up"] = [f"{mlp}{part}_proj.weight" for part in ("gate", "up")]

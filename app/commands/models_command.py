@@ -138,7 +138,7 @@ def info(
     elif summary.needs_llamacpp:
         table.add_row("Computed by", "llama.cpp, without offloading by NEO")
     elif fit is not None:
-        for row in _fit_rows(fit):
+        for row in (*_fit_rows(fit), *_expert_rows(model, fit)):
             table.add_row(*row)
         if fit.speed is not None and not fit.speed.is_measured:
             table.add_row(
@@ -267,6 +267,17 @@ def _plan_rows(fit: "Fit") -> list[tuple[str, str]]:
         return []
     kinds = [f"{share:.0%} of {kind}" for kind, share in fit.resident_shares.items()]
     return [("On the GPU", f"{', '.join(kinds)}; embeddings and head")]
+
+
+def _expert_rows(model: "LocalModel", fit: "Fit") -> list[tuple[str, str]]:
+    """Which experts are on the GPU, if not all are."""
+    from neo_desktop.engine.profiling.expert_use import ExpertUse
+    from neo_desktop.models.checkpoint import open_checkpoint
+
+    config = model.summary.config
+    if config is None or config.experts is None or not fit.resident_shares or model.shape is not None:
+        return []
+    return [("Experts there", ExpertUse(open_checkpoint(model.summary.path).path, config.experts).which)]
 
 
 def _runs_as(fit: "Fit") -> str:

@@ -165,7 +165,7 @@ def _named(places: Iterable[TensorPlace], names: ExpertNames) -> Iterator[tuple[
             case ["blk", layer, kind, end] if kind in EXPERTS and len(place.shape) == 2 + (end == "weight"):
                 count, *shape = place.shape
                 nbytes = place.nbytes // count
-                for expert, module in enumerate(names.of_each(EXPERTS[kind], count)):
+                for expert, module in enumerate(names.of_each(EXPERTS[kind], range(count))):
                     offset = place.offset + expert * nbytes
                     one = TensorPlace(place.name, place.type, tuple(shape), offset, nbytes)
                     yield f"model.layers.{layer}.{module}.{end}", one

@@ -149,7 +149,7 @@ def take_experts(tensors: dict[str, SafeTensor], names: ExpertNames) -> dict[str
         layer = match["prefix"].removesuffix(f".{names.block}")
         end = "bias" if match["end"] == "_bias" else "weight"
         for first, kind in enumerate(matrices):
-            for expert, module in enumerate(names.of_each(kind, source.shape[0])):
+            for expert, module in enumerate(names.of_each(kind, range(source.shape[0]))):
                 place = expert, first, len(matrices)
                 found[f"{layer}.{module}.{end}"] = (
                     ExpertTensor(source, *place) if scales is None else ExpertInBlocks(source, *place, scales)
