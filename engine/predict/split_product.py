@@ -16,6 +16,8 @@ more than it can, and nearly everything is streamed.
 """
 
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
@@ -46,6 +48,8 @@ class Sizes:
     unit: int = 64  # resident rows are multiples of it, or all
     used_share: float = 1.0  # of them by one row of inputs; less than 1: they are experts, a row for each
     handed: int = 0  # numbers of inputs and outputs of such a row; 0: of all columns and rows
+    # How unequally experts are used, the first ones most: after Zipf's law, 0: all alike, 1: by 1 / number.
+    skew: float = 0.0
 
     @property
     def parameters(self) -> int:
@@ -57,13 +61,43 @@ class Sizes:
         """Whether it is a layer's experts, a row each."""
         return self.used_share < 1
 
-    def touched(self, rows: int) -> float:
-        """Return the share of the weights that any of so many rows of inputs uses, chosen at random."""
-        return 1 - (1 - self.used_share) ** rows
+    def used(self, first: int = 0) -> float:
+        """Return the share of the weights that one row of inputs uses, from a first row of them on."""
+        return self.touched(1, first)
+
+    def touched(self, rows: int, first: int = 0) -> float:
+        """Return the share of the weights that any row of inputs uses.
+
+        Args:
+            rows: of inputs, which use experts at random.
+            first: rows of the weights before this one do not count.
+        """
+        if not self.is_experts:
+            return 1 - first / self.rows
+        return _touched_from(self.rows, self.used_share, self.skew, rows)[first]
 
     def handed_bytes(self, rows: int, others: float) -> float:
         """Return the bytes of inputs and outputs, of so many rows of them, where the CPU has this share."""
         return rows * (self.handed or self.columns + others * self.rows) * self.itemsize
+
+
+@cache
+def _chances(count: int, used_share: float, skew: float) -> tuple[float, ...]:
+    """How likely a row of inputs uses each expert: after Zipf's law, though none more than surely."""
+    weights = [number**-skew for number in range(1, count + 1)]
+    low, high = 0.0, 1 / weights[-1]
+    for _ in range(60):  # the factor with which they are so many together
+        factor = (low + high) / 2
+        is_more = sum(min(factor * weight, 1.0) for weight in weights) > used_share * count
+        low, high = (low, factor) if is_more else (factor, high)
+    return tuple(min(high * weight, 1.0) for weight in weights)
+
+
+@cache
+def _touched_from(count: int, used_share: float, skew: float, rows: int) -> tuple[float, ...]:
+    """See `Sizes.touched`: of each first row, and 0 behind the last one."""
+    chances = [(1 - (1 - chance) ** rows) / count for chance in _chances(count, used_share, skew)]
+    return (*accumulate(reversed(chances), initial=0.0),)[::-1]
 
 
 class ProductTime(NamedTuple):
@@ -81,14 +115,15 @@ def product_time(
 
     `share` is that of the others that is streamed; None: the best.
     """
-    resident = resident_rows / sizes.rows
+    touched = sizes.touched(rows) - sizes.touched(rows, resident_rows)
+    used = sizes.used() - sizes.used(resident_rows)
     device_ms = 1e3 * max(
-        resident * sizes.touched(rows) * sizes.device_bytes / rates.gpu_bytes_per_s,
-        2 * resident * sizes.parameters * rows * sizes.used_share / rates.gpu_flops,
+        touched * sizes.device_bytes / rates.gpu_bytes_per_s,
+        2 * used * sizes.parameters * rows / rates.gpu_flops,
     )
     if resident_rows == sizes.rows:
         return ProductTime(device_ms, 0.0, 0.0)
-    times = _Times.of(rates, sizes, 1 - resident, rows, device_ms)
+    times = _Times.of(rates, sizes, resident_rows, rows, device_ms)
     if share is None:
         share = times.best_share()
     return ProductTime(times.ms(share), (1 - share) * times.cpu, share)
@@ -110,11 +145,11 @@ class _Times(NamedTuple):
     resident: float  # what the GPU does before
 
     @classmethod
-    def of(cls, rates: Rates, sizes: Sizes, others: float, rows: int, resident_ms: float) -> "_Times":
-        """Return those of a share of the weights, for so many rows."""
-        touched = others * sizes.touched(rows)
+    def of(cls, rates: Rates, sizes: Sizes, resident: int, rows: int, resident_ms: float) -> "_Times":
+        """Return those of the weights behind the resident rows, for so many rows of inputs."""
+        others, touched = 1 - resident / sizes.rows, sizes.touched(rows, resident)
         sent_bytes, read_bytes = others * sizes.host_bytes, touched * sizes.host_bytes
-        flops = 2 * others * sizes.parameters * rows * sizes.used_share
+        flops = 2 * sizes.used(resident) * sizes.parameters * rows
         # The GPU reads what came, writes it unpacked, and reads what it needs of that again to multiply.
         unpacking, reading = 0.0, read_bytes
         if sizes.unpacked_bytes:

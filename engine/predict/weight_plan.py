@@ -213,9 +213,9 @@ def bound_ms(matrices: Mapping[str, Sizes], plan: WeightPlan, rates: Rates) -> f
     together = min(rates.cpu_bytes_per_s + rates.bus_bytes_per_s, rates.host_bytes_per_s)
     on_host = resident = 0.0
     for name, sizes in matrices.items():
-        share = plan.resident_rows[name] / sizes.rows
-        on_host += (1 - share) * sizes.used_share * sizes.host_bytes
-        resident += share * sizes.used_share * sizes.device_bytes
+        others = sizes.used(plan.resident_rows[name])
+        on_host += others * sizes.host_bytes
+        resident += (sizes.used() - others) * sizes.device_bytes
     return 1e3 * max(on_host / together, resident / rates.gpu_bytes_per_s)
 
 
