@@ -350,7 +350,10 @@ class Engine:
         cost_model = None if self._cost_model is None else self._cost_model.base
         running, device = self._scheduler.running, self._decoder.device
         own_pace = self._scheduler.own_pace
-        return LiveView.of(self.stats(), running, self._notes, device, weights_bytes, cost_model, own_pace)
+        workers = None if self._workers is None else self._workers.states
+        return LiveView.of(
+            self.stats(), running, self._notes, device, weights_bytes, cost_model, own_pace, workers
+        )
 
     def _keep_expert_use(self) -> None:
         if self._expert_use is not None:

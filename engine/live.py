@@ -9,8 +9,8 @@ whoever reads a `LiveView`.
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean
 from typing import Self
@@ -21,6 +21,7 @@ from neo_desktop.engine.batch import IterationPlan, IterationTiming
 from neo_desktop.engine.execute.timeline import Span, Timeline, busy_ns, overlap_ns
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel, TableCostModel
+from neo_desktop.engine.remote.workers import WorkerState
 from neo_desktop.engine.request import RequestState
 from neo_desktop.engine.simulation.bound import Room, Work, least_ms
 from neo_desktop.engine.stats import EngineStats
@@ -149,6 +150,7 @@ class LiveView:
     spans: tuple[Span, ...]  # of the last iteration that was recorded, in the order of their start
     spans_age_s: float  # since that iteration's end
     tables: TableCostModel | None  # measured on this computer; None: the policy needs none
+    workers: Mapping[Place, WorkerState] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -160,6 +162,7 @@ class LiveView:
         weights_bytes: int,
         cost_model: CostModel | None,
         own_pace: Collection[str] = (),
+        workers: Mapping[Place, WorkerState] | None = None,
     ) -> Self:
         """Copy what is there.
 
@@ -168,6 +171,7 @@ class LiveView:
             device: the model's.
             cost_model: what the scheduler predicts with.
             own_pace: see `live_requests`.
+            workers: attention workers; None: there are none.
         """
         is_cuda = device.type == "cuda"
         gpu_cache = next((pool for place, pool in stats.pools.items() if not place.in_host_memory), None)
@@ -186,6 +190,7 @@ class LiveView:
             spans=notes.spans,
             spans_age_s=notes.spans_age_s,
             tables=cost_model if isinstance(cost_model, TableCostModel) else None,
+            workers=workers or {},
         )
 
     @property
@@ -209,8 +214,8 @@ class LiveView:
 
     @property
     def limit(self) -> LeastTime | None:
-        """The bound for the work of the noted iterations; None without measured tables."""
-        if self.tables is None or not self.iterations:
+        """The bound for the work of the noted iterations; None without measured tables, and with workers."""
+        if self.tables is None or not self.iterations or self.workers:
             return None
         chains = Counter(request_id for one in self.iterations for request_id in one.decoded)
         work = Work(
@@ -230,8 +235,8 @@ class LiveView:
         )
 
     def capacity_tokens(self, in_host_memory: bool) -> int:
-        """Tokens that all places in host memory, or all others, can hold."""
-        pools = self.stats.pools.items()
+        """Tokens that all places in this computer's host memory, or in the device's, can hold."""
+        pools = ((place, pool) for place, pool in self.stats.pools.items() if not place.is_remote)
         blocks = sum(pool.num_blocks for place, pool in pools if place.in_host_memory is in_host_memory)
         return blocks * self.stats.block_size
 

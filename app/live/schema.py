@@ -30,11 +30,24 @@ class Cache(_Json):
     )
 
 
+class WorkerLine(_Json):
+    """An attention worker: another computer."""
+
+    name: str
+    address: str
+    total_tokens: int = Field(description="0 while it is lost")
+    used_tokens: int
+    lost: str | None = Field(description="why it is lost; null: it attends")
+    losses: int = Field(description="how often it was lost")
+
+
 class RequestLine(_Json):
     """A request that owns KV."""
 
     number: int = Field(description="stays the same for as long as the request lives")
-    place: str = Field(description="gpu or cpu: which cache holds its KV; attention is computed there")
+    place: str = Field(
+        description="gpu, cpu or worker: which cache holds its KV; attention is computed there"
+    )
     progress: str = Field(description="prefilling or decoding")
     tokens: int = Field(description="prompt and output so far")
     computed_tokens: int
@@ -144,6 +157,7 @@ class Running(_Json):
     gpu_sms: int | None = Field(description="the GPU's multiprocessors that are used")
     gpu_cache: Cache | None = Field(description="null: the policy uses none")
     cpu_cache: Cache | None = Field(description="likewise")
+    workers: list[WorkerLine]
     requests: list[RequestLine] = Field(description="those that own KV, by arrival")
     waiting: int = Field(description="requests without KV")
     gpu_alone_requests: int | None = Field(

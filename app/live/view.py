@@ -18,10 +18,13 @@ from neo_desktop.app.live.schema import (
     Running,
     TimelineView,
     WeightsView,
+    WorkerLine,
 )
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Span, busy_shares
 from neo_desktop.engine.kv.cache import PoolUsage
 from neo_desktop.engine.live import LiveView
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.remote.workers import WorkerState
 
 LANES = ("device", "to-host", "cpu", "to-device", "swap")  # as they are drawn
 
@@ -51,10 +54,11 @@ def _running(view: LiveView) -> Running:
         gpu_sms=stats.gpu_sms,
         gpu_cache=caches.get("gpu"),
         cpu_cache=caches.get("cpu"),
+        workers=[_worker(view, place, state) for place, state in view.workers.items()],
         requests=[
             RequestLine(
                 number=request.arrival,
-                place=request.place.label,
+                place="worker" if request.place.is_remote else request.place.label,
                 progress=request.phase,
                 tokens=request.num_tokens,
                 computed_tokens=request.num_computed_tokens,
@@ -87,6 +91,18 @@ def _running(view: LiveView) -> Running:
             moves=stats.num_moves,
             preemptions=stats.num_preemptions,
         ),
+    )
+
+
+def _worker(view: LiveView, place: Place, state: WorkerState) -> WorkerLine:
+    pool, block_size = view.stats.pools[place], view.stats.block_size
+    return WorkerLine(
+        name=place.name,
+        address=state.address,
+        total_tokens=pool.num_blocks * block_size,
+        used_tokens=pool.num_used_blocks * block_size,
+        lost=state.lost,
+        losses=state.num_losses,
     )
 
 

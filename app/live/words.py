@@ -30,7 +30,26 @@ def notes(view: LiveView) -> list[str]:
     """What a reader must know beside it."""
     if view.stats.backend == LLAMACPP:
         return [LLAMACPP_NOTE]
-    return [IMITATED] if view.is_gpu_imitated else []
+    return [*([IMITATED] if view.is_gpu_imitated else []), *_of_workers(view)]
+
+
+def _of_workers(view: LiveView) -> list[str]:
+    """What is to be said of workers, each in a sentence."""
+    said = []
+    for place, state in view.workers.items():
+        who = f"{place} at {state.address}"
+        if state.lost is not None:
+            lost = state.lost.removeprefix(f"{place} is lost: ").removesuffix(f" ({state.address})")
+            said.append(
+                f"{who} is lost ({lost}): its chats are computed again elsewhere, and it is used again as "
+                "soon as it answers."
+            )
+            continue
+        num = sum(request.place == place for request in view.requests)
+        tokens = view.stats.pools[place].num_blocks * view.stats.block_size
+        does = f"attends for {num} chat{'s' * (num != 1)}" if num else "is there"
+        said.append(f"{who} {does}; it has room for {tokens:,} tokens.")
+    return said
 
 
 def _one_by_one(view: LiveView) -> str:
@@ -52,6 +71,13 @@ def _running(view: LiveView) -> str:
     num_cpu = sum(request.place.in_host_memory for request in view.requests)
     if num == 1:
         return _single(view)
+    if num_workers := sum(request.place.is_remote for request in view.requests):
+        num_cpu -= num_workers
+        return (
+            f"{num} chats at once: {num - num_cpu - num_workers} with their memory on {gpu}, {num_cpu} in "
+            f"main memory, {num_workers} on workers, which attend for them while {gpu} computes."
+            f"{_alone(view)}"
+        )
     if num_cpu == 0:
         everything = "memory on " + gpu
         if view.stats.policy == "gpu-only" and view.stats.num_waiting:
@@ -70,7 +96,9 @@ def _running(view: LiveView) -> str:
 
 def _single(view: LiveView) -> str:
     gpu, request = _gpu(view), view.requests[0]
-    if request.place.in_host_memory:
+    if request.place.is_remote:
+        where = f"Its memory is on {request.place}, which attends while {gpu} computes the rest."
+    elif request.place.in_host_memory:
         where = f"Its memory is in main memory, where the CPU attends while {gpu} computes the rest."
     else:
         where = f"Its memory is on {gpu}: nothing is offloaded."

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from torch import Tensor
 
@@ -110,12 +109,10 @@ class Workers:
     def states(self) -> Mapping[Place, WorkerState]:
         """What people are told."""
         with self._changes:
-            return MappingProxyType(
-                {
-                    place: WorkerState(str(link.address), self._reasons.get(place), self._losses[place])
-                    for place, link in self._links.items()
-                }
-            )
+            return {
+                place: WorkerState(str(link.address), self._reasons.get(place), self._losses[place])
+                for place, link in self._links.items()
+            }
 
     def lose(self, name: str, reason: str) -> Place:
         """Take in that a worker is lost, and try to reach it again; return its place."""

@@ -87,7 +87,7 @@ class LeastTimes:
             * min(
                 _least_per_product(surface)
                 for place, surface in cost.attention.items()
-                if place.host_attends is host_attends
+                if place.host_attends is host_attends and not place.is_remote
             )
             for host_attends in (False, True)
         )

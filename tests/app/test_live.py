@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -19,6 +19,7 @@ from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Span, Stage
 from neo_desktop.engine.kv.cache import PoolUsage
 from neo_desktop.engine.live import LiveIteration, LiveRequest, LiveView, Phase, Rates
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.remote.workers import WorkerState
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.policies import get_policy
 from neo_desktop.engine.stats import EngineStats
@@ -26,6 +27,7 @@ from neo_desktop.engine.stats import EngineStats
 from .fake_engine import MODEL, FakeExecutor, make_engine
 
 GPU, CPU = Place.DEVICE, Place.HOST
+NO_WORKERS: Mapping[Place, WorkerState] = {}
 
 
 def request(arrival: int, place: Place, *, held: bool = False, prefilling: bool = False) -> LiveRequest:
@@ -42,8 +44,9 @@ def make_view(
     imitated: bool = False,
     spans: tuple[Span, ...] = (),
     iterations: tuple[LiveIteration, ...] = (),
+    workers: Mapping[Place, WorkerState] = NO_WORKERS,
 ) -> LiveView:
-    pools = {place: PoolUsage(64, 4, 2) for place in get_policy(policy).places}
+    pools = {place: PoolUsage(64, 4, 2) for place in (*get_policy(policy).places, *workers)}
     stats = EngineStats(
         model="m",
         policy=policy,
@@ -80,6 +83,7 @@ def make_view(
         spans=spans,
         spans_age_s=0.5,
         tables=None,
+        workers=workers,
     )
 
 
@@ -318,3 +322,34 @@ def test_who_asks_while_the_engine_ends_gets_an_answer() -> None:
                 return await asyncio.wait_for(asked, 20)
 
     assert asyncio.run(run()).state == "stopped"
+
+
+WORKERS = {
+    Place.worker(1): WorkerState("10.0.0.2:7455", None, 0),
+    Place.worker(2): WorkerState(
+        "10.0.0.3:7455", "worker-2 is lost: it has not answered for 10 s (10.0.0.3:7455)", 2
+    ),
+}
+
+
+def test_the_page_tells_of_each_worker_and_of_why_one_is_lost() -> None:
+    requests = [request(0, GPU), request(1, CPU), request(2, Place.worker(1)), request(3, Place.worker(1))]
+    view = engine_view(make_view(requests, workers=WORKERS))
+    assert view.sentence.startswith(
+        "4 chats at once: 1 with their memory on the GPU, 1 in main memory, 2 on workers, which attend for "
+        "them while the GPU computes."
+    )
+    assert view.notes == [
+        "worker-1 at 10.0.0.2:7455 attends for 2 chats; it has room for 1,024 tokens.",
+        "worker-2 at 10.0.0.3:7455 is lost (it has not answered for 10 s): its chats are computed again "
+        "elsewhere, and it is used again as soon as it answers.",
+    ]
+    assert view.running is not None
+    assert [line.place for line in view.running.requests] == ["gpu", "cpu", "worker", "worker"]
+    first, second = view.running.workers
+    assert (first.used_tokens, first.total_tokens, first.lost) == (64, 1024, None)
+    assert (second.losses, second.lost) == (2, WORKERS[Place.worker(2)].lost)
+    alone = engine_view(make_view(requests[2:3], workers=WORKERS))
+    assert "Its memory is on worker-1, which attends while the GPU computes the rest." in alone.sentence
+    nobody = engine_view(make_view(workers=WORKERS))
+    assert "room for 1,024 tokens on the GPU and 1,024 in main memory" in nobody.sentence

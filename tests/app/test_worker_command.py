@@ -4,24 +4,16 @@ import socket
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from checkpoints import VOCAB_SIZE, save_checkpoint, transformers_greedy
-from cost_models import machine
+from checkpoints import save_checkpoint
 from idle import assert_is_idle
 from worker_process import WorkerProcess
+from worker_requests import ONE, Answers, expected, make_engine, prompts
 
-from neo_desktop import Engine, SamplingParams
-from neo_desktop.engine.placement import Place
 from neo_desktop.engine.request import FinishReason
-
-ONE = Place.worker(1)
-NUM_TOKENS = 48
-GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -40,58 +32,6 @@ def secret(tmp_path: Path) -> Path:
 def worker(secret: Path) -> Iterator[WorkerProcess]:
     with WorkerProcess(secret) as worker:
         yield worker
-
-
-def prompts(count: int = 6) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(VOCAB_SIZE, (40 + 7 * n,), generator=generator).tolist() for n in range(count)]
-
-
-def make_engine(
-    checkpoint: Path, secret: Path, workers: str, *, gpu_cache_tokens: int = 160, timeout_s: float = 10.0
-) -> Engine:
-    return Engine.from_pretrained(
-        checkpoint,
-        device="cpu",
-        policy="neo",
-        gpu_cache_tokens=gpu_cache_tokens,
-        cpu_cache_tokens=0,
-        workers=workers,
-        worker_secret=secret,
-        worker_timeout_s=timeout_s,
-        cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),
-    )
-
-
-class Answers:
-    """Answers to all prompts, step by step."""
-
-    def __init__(self, engine: Engine, batch: list[list[int]]) -> None:
-        self._engine = engine
-        self.tokens: dict[str, list[int]] = {str(n): [] for n in range(len(batch))}
-        self.reasons: dict[str, FinishReason] = {}
-        for name, prompt in zip(self.tokens, batch, strict=True):
-            engine.add(name, engine.prepare(prompt, GREEDY))
-
-    def step(self) -> None:
-        for output in self._engine.step():
-            self.tokens[output.request_id] += [token.token_id for token in output.tokens]
-            if output.finish_reason is not None:
-                self.reasons[output.request_id] = output.finish_reason
-
-    def until(self, is_enough: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while self._engine.has_work and not is_enough():
-            self.step()
-            assert time.monotonic() < deadline
-
-    def end(self) -> list[list[int]]:
-        self.until(lambda: False)
-        return list(self.tokens.values())
-
-
-def expected(checkpoint: Path, batch: list[list[int]]) -> list[list[int]]:
-    return [transformers_greedy(checkpoint, prompt, NUM_TOKENS) for prompt in batch]
 
 
 def test_a_worker_attends_and_ends_when_it_is_asked(
@@ -159,7 +99,7 @@ def test_a_killed_worker_loses_nothing_and_another_takes_its_place(
             assert answers.end() == expected(checkpoint, batch)
             assert set(answers.reasons.values()) == {FinishReason.LENGTH}
             again = Answers(engine, batch)
-            again.until(lambda: engine.stats().num_running_at[ONE] > 0)
+            again.until_back(ONE)
             assert again.end() == expected(checkpoint, batch)
             assert_is_idle(engine)
             assert other.end() == 0
@@ -177,7 +117,7 @@ def test_a_stopped_worker_is_lost_after_a_while_and_comes_back(
         worker.go_on()
         assert answers.end() == expected(checkpoint, batch)
         again = Answers(engine, batch)
-        again.until(lambda: engine.stats().num_running_at[ONE] > 0)
+        again.until_back(ONE)
         assert again.end() == expected(checkpoint, batch)
         assert_is_idle(engine)
 
@@ -194,16 +134,8 @@ def test_a_worker_that_is_not_there_at_the_start_joins_later(
         assert engine.stats().num_cpu_decodes == 0
         with WorkerProcess(secret, port):
             answers = Answers(engine, batch)
-            answers.until(lambda: engine.stats().num_running_at[ONE] > 0)
-            answers.end()
-            for _ in range(100):
-                if engine.stats().pools[ONE].num_blocks:
-                    break
-                Answers(engine, batch[:1]).end()
-                time.sleep(0.1)
-            again = Answers(engine, batch)
-            again.until(lambda: engine.stats().num_running_at[ONE] > 0)
-            assert again.end() == expected(checkpoint, batch)
+            answers.until_back(ONE)
+            assert answers.end() == expected(checkpoint, batch)
 
 
 def test_without_any_other_memory_requests_wait_for_the_worker_to_come_back(

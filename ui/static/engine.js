@@ -232,9 +232,14 @@ function makeChats() {
     const { requests, waiting } = running;
     nobody.hidden = requests.length + waiting > 0;
     const side = (place) => requests.filter((request) => request.place === place);
-    for (const [place, name] of [["gpu", `Memory on the ${names.device}`], ["cpu", "Memory in main memory"]]) {
+    const sides = [
+      ["gpu", `Memory on the ${names.device}`, running.gpu_cache !== null],
+      ["cpu", "Memory in main memory", running.cpu_cache !== null],
+      ["worker", "Memory on workers", running.workers.length > 0],
+    ];
+    for (const [place, name, exists] of sides) {
       const there = side(place);
-      fill(place, name, there.length, there.slice(0, MAX_SHOWN).map(dot), !nobody.hidden || running[`${place}_cache`] === null);
+      fill(place, name, there.length, there.slice(0, MAX_SHOWN).map(dot), !nobody.hidden || !exists);
     }
     const waits = Array.from({ length: Math.min(waiting, MAX_SHOWN) }, () => h("li", { class: "engine-dot queued" }));
     fill("waiting", names.waiting, waiting, waits, waiting === 0);
