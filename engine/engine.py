@@ -182,7 +182,7 @@ class Engine:
         # Without a trace, single iterations are recorded for those who look.
         timeline = timeline or Timeline(max_spans=0, is_continuous=False)
         leader = parts.leader
-        group = None if leader is None else leader.join(decoder.device)
+        group = None if leader is None else leader.group
         executor: Executor = build_executor(
             decoder, storage, limits.max_batch_tokens, limits.max_batch_requests, timeline, streams, group
         )

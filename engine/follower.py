@@ -63,7 +63,7 @@ def _follow(beginning: Beginning, follower: Follower) -> None:
     options = beginning.options
     loaded = load(options, rank=beginning.rank)
     parts = take_memory(loaded, options, member=follower)
-    limits, group = parts.limits, follower.join(loaded.decoder.device)
+    limits = parts.limits
     executor = build_executor(
         loaded.decoder,
         parts.storage,
@@ -71,7 +71,7 @@ def _follow(beginning: Beginning, follower: Follower) -> None:
         limits.max_batch_requests,
         None,
         loaded.streams,
-        group,
+        follower.group,
     )
     follower.tell(Ready())
     reader = PlanReader()

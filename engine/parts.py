@@ -148,7 +148,7 @@ def take_memory(
         iteration_bytes = warm_up(decoder, places, limits, loaded.streams, gauge)
         logger.debug("iterations take up to %d MiB of GPU memory beside KV", iteration_bytes >> 20)
     if member is not None:
-        member.loaded(decoder.dtype)
+        member.join(decoder.dtype, decoder.device)
     free = FreeMemory.now(decoder.device, iteration_bytes, num_ranks)
     fitting = pool_blocks(
         loaded.config,

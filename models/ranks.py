@@ -6,8 +6,8 @@ the inner numbers (Megatron-LM's division; NEO, section 4, divides the CPU-cache
     matrix                  rank r of n has
     queries, keys, values   the rows of its heads
     output                  the columns of its heads
-    gates, ups              rows r/n to (r + 1)/n
-    down                    columns r/n to (r + 1)/n
+    gates, ups              rows r/n to (r + 1)/n, in whole units
+    down                    the same columns
 
 What `output` and `down` give is a part of a sum over all ranks, which stages ask for (`stages.Stages`). The
 embedding, norms and routers are the same everywhere. Rank 0 alone has the head and the biases of sums.
@@ -29,8 +29,10 @@ from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.stored_form import StoredForm
 from neo_desktop.models.weights import StoredTensor, Weights
 
-_ROWS = {f"self_attn.{name}_proj" for name in "qkv"} | {"mlp.gate_proj", "mlp.up_proj"}
-_COLUMNS = {"self_attn.o_proj", "mlp.down_proj"}
+# Inner numbers are divided by the largest of these that leaves each rank about as many: so quantised columns
+# consist of whole blocks.
+_UNITS = (256, 64, 32, 16, 2, 1)
+_FAIR = 16  # units of each rank, at least: the largest part is hardly larger than the mean
 _ELEMENTS = {stored.name: (stored.elements, stored.nbytes) for stored in TYPES.values()}
 
 
@@ -42,9 +44,15 @@ class Rank:
     count: int = 1
 
     def part(self, size: int) -> slice:
-        """Return its part of so many things, which can be divided evenly."""
-        each = size // self.count
-        return slice(self.number * each, (self.number + 1) * each)
+        """Return its part of so many things; parts differ by one at most."""
+        return slice(size * self.number // self.count, size * (self.number + 1) // self.count)
+
+    def inner_part(self, size: int, least_unit: int = 1) -> slice:
+        """Return its part of the inner numbers of a feed-forward network, in multiples of a unit."""
+        units = [unit for unit in _UNITS if size % unit == 0 and unit % least_unit == 0]
+        unit = next((unit for unit in units if size // unit >= _FAIR * self.count), units[-1])
+        part = self.part(size // unit)
+        return slice(part.start * unit, part.stop * unit)
 
 
 ALONE = Rank()
@@ -58,40 +66,45 @@ def config_of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
     count, experts = rank.count, config.experts
     if count == 1:
         return config
-    sizes = {"heads": config.num_heads, "key-value heads": config.num_kv_heads}
-    if "gate_up" in config.matrices:
-        sizes["inner numbers of the feed-forward networks"] = config.intermediate_size
-    units = dict.fromkeys(sizes, 1)
-    if experts is not None:
-        sizes["inner numbers of each expert"] = experts.intermediate_size
-        units["inner numbers of each expert"] = EXPERT_UNIT
-    for what, size in sizes.items():
-        if size % (count * units[what]):
-            of_unit = f" in multiples of {units[what]}" if units[what] > 1 else ""
+    for what, size in {"heads": config.num_heads, "key-value heads": config.num_kv_heads}.items():
+        if size % count:
             raise ModelError(
-                f"the model's {size} {what} cannot be divided among {count} processes{of_unit}: choose "
-                "another number for --tensor-parallel."
+                f"the model's {size} {what} cannot be divided among {count} processes: choose another number "
+                "for --tensor-parallel."
             )
+    inner = rank.inner_part(config.intermediate_size)
+    sizes = [inner.stop - inner.start]
+    if experts is not None:
+        inner = rank.inner_part(experts.intermediate_size, EXPERT_UNIT)
+        sizes.append(inner.stop - inner.start)
+        experts = replace(experts, intermediate_size=sizes[-1])
+    if 0 in sizes:
+        raise ModelError(
+            f"the model's feed-forward networks are too small to be divided among {count} processes: choose "
+            "a smaller number for --tensor-parallel."
+        )
     return replace(
         config,
         num_heads=config.num_heads // count,
         num_kv_heads=config.num_kv_heads // count,
-        intermediate_size=config.intermediate_size // count,
-        experts=experts and replace(experts, intermediate_size=experts.intermediate_size // count),
+        intermediate_size=sizes[0],
+        experts=experts,
         # Where there is no head, the embedding stands for it, and nobody asks.
         tie_word_embeddings=config.tie_word_embeddings or rank.number > 0,
     )
 
 
-def form_of_rank(form: LinearForm, rank: Rank) -> LinearForm:
+def form_of_rank(form: LinearForm, config: ModelConfig, rank: Rank) -> LinearForm:
     """Return the form of a rank's part of a model whose matrices are kept in this one."""
     if not isinstance(form, StoredForm) or rank.count == 1:
         return form
+    whole, part = config.matrices, config_of_rank(config, rank).matrices
 
     def part_of(name: str, parts: tuple[PartShape, ...]) -> tuple[PartShape, ...]:
-        if name.partition(".")[2] not in ("qkv", "gate_up", "experts_gate", "experts_up"):
+        kind = name.partition(".")[2]
+        if kind not in part:  # the embedding, and the head
             return parts
-        return tuple(replace(part, rows=part.rows // rank.count) for part in parts)
+        return tuple(replace(each, rows=each.rows * part[kind].rows // whole[kind].rows) for each in parts)
 
     return replace(form, stored={name: part_of(name, parts) for name, parts in form.stored.items()})
 
@@ -117,11 +130,20 @@ def weights_of_rank(weights: Weights, config: ModelConfig, rank: Rank) -> Weight
 class _Parts:
     def __init__(self, config: ModelConfig, rank: Rank) -> None:
         self._rank = rank
-        self._rows, self._columns = set(_ROWS), set(_COLUMNS)
+        q, kv = (
+            slice(part.start * config.head_dim, part.stop * config.head_dim)
+            for part in (rank.part(config.num_heads), rank.part(config.num_kv_heads))
+        )
+        inner = rank.inner_part(config.intermediate_size)
+        self._rows = {"self_attn": rank.part(config.num_heads)}  # its only tensor: sinks
+        self._rows |= {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+        self._rows |= {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+        self._columns = {"self_attn.o_proj": q, "mlp.down_proj": inner}
         if config.experts is not None:
             names, each = expert_names(config.architecture), range(config.experts.count)
-            self._rows |= {*names.of_each("gate", each), *names.of_each("up", each)}
-            self._columns |= {*names.of_each("down", each)}
+            inner = rank.inner_part(config.experts.intermediate_size, EXPERT_UNIT)
+            self._rows |= dict.fromkeys((*names.of_each("gate", each), *names.of_each("up", each)), inner)
+            self._columns |= dict.fromkeys(names.of_each("down", each), inner)
 
     def of(self, name: str, stored: StoredTensor) -> StoredTensor | None:
         """Return the rank's part of a tensor; None: it has none."""
@@ -131,23 +153,22 @@ class _Parts:
             return stored
         _, _, _, in_layer = name.split(".", 3)
         module, _, kind = in_layer.rpartition(".")
-        rows = slice(0, stored.shape[0])
-        if in_layer == "self_attn.sinks" or module in self._rows:
-            return _Part(stored, self._rank.part(stored.shape[0]))
+        if module in self._rows:
+            return _Part(stored, self._rows[module])
         if module not in self._columns:
             return stored
+        rows, columns = slice(0, stored.shape[0]), self._columns[module]
         if kind == "bias":
             return stored if self._rank.number == 0 else _Zeros(stored, rows)
-        part = _Part(stored, rows, self._rank.part(stored.shape[1]))
         if stored.blocks is not None:
             elements, _ = _ELEMENTS[stored.blocks.type_name]
-            if part.shape[1] % elements:
+            if columns.start % elements or columns.stop % elements:
                 raise ModelError(
-                    f"{name} in {stored.file} has blocks of {elements} numbers ({stored.type_name}), into "
-                    f"which parts of {part.shape[1]} columns do not fit: it cannot be divided among "
-                    f"{self._rank.count} processes."
+                    f"{name} in {stored.file} has blocks of {elements} numbers ({stored.type_name}), which "
+                    f"a part of its columns, from {columns.start} to {columns.stop}, would cut: it cannot be "
+                    f"divided among {self._rank.count} processes."
                 )
-        return part
+        return _Part(stored, rows, columns)
 
 
 @dataclass(frozen=True, slots=True)

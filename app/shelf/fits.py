@@ -87,7 +87,7 @@ def fit(
     except ModelError as error:
         reason, part, rank = str(error), config, ALONE
     # From here on a rank's: each takes as much, of a GPU of its own and of its share of the host's memory.
-    config, stored = part, form_of_rank(stored, rank)
+    config, stored = part, form_of_rank(stored, config, rank)
     free = replace(free, host_bytes=free.host_bytes // rank.count)
     form = kept_form(stored, options, device)
     dtype = choose_dtype(asked_dtype(options), config, device, free.host_bytes, form)

@@ -153,7 +153,9 @@ class ModelLoader:
         if is_loaded and self._process is not None:
             gpu_held = self._process.facts.gpu_bytes
             with contextlib.suppress(psutil.Error):  # it has just ended
-                host_held = psutil.Process(self._process.pid).memory_info().rss
+                process = psutil.Process(self._process.pid)
+                parts = (process, *process.children(recursive=True))  # of a divided model
+                host_held = sum(each.memory_info().rss for each in parts)
         elif is_loaded and self._before_bytes is not None:
             gpu_held = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
             host_held = max(psutil.Process().memory_info().rss - self._before_bytes, 0)

@@ -42,6 +42,7 @@ class Group:
             world_size=rank.count,
             timeout=timedelta(seconds=patience_s),
         )
+        self.sum(torch.zeros(1, device=device))  # what that needs of memory is taken now
 
     def sum(self, part: Tensor) -> None:
         """Put the sum over all ranks into what each of them gives.

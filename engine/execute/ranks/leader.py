@@ -31,7 +31,6 @@ from neo_desktop.engine.execute.ranks.messages import (
     Fitting,
     Join,
     Loaded,
-    Measure,
     Question,
     Ready,
 )
@@ -170,7 +169,7 @@ class Leader:
                 variables["CUDA_VISIBLE_DEVICES"] = name
         self._folder = Path(tempfile.mkdtemp(prefix="neo-desktop-ranks-"))
         self._threads = torch.get_num_threads(), native.default_num_threads()
-        self._group: Group | None = None
+        self.group: Group | None = None  # once it is made
         self._num_questions = 0
         self._lock = threading.Lock()
         self._lost: str | None = None
@@ -190,27 +189,22 @@ class Leader:
             for number in range(1, count)
         ]
 
-    def loaded(self, dtype: torch.dtype) -> None:
-        """See `Member`, likewise the next one."""
+    def join(self, dtype: torch.dtype, device: torch.device) -> None:
+        """See `Member`, likewise the next one; `close` leaves the group."""
         for process in self.processes:
             theirs = process.answer(Loaded).dtype
             if theirs != str(dtype):
                 raise RuntimeError(
                     f"parts of the model were loaded in {dtype} and {theirs}: choose a --dtype"
                 )
-        self._tell(Measure())
+        self._tell(Join())
+        self.group = Group(self.rank, self._folder, device, PATIENCE_S)
 
     def agreed(self, fitting: Mapping[Place, int]) -> dict[Place, int]:  # noqa: D102
         everywhere = [fitting, *(process.answer(Fitting).blocks for process in self.processes)]
         least = {place: min(blocks[place] for blocks in everywhere) for place in fitting}
         self._tell(Agreed(least))
         return least
-
-    def join(self, device: torch.device) -> Group:
-        """Make the group, with all of them; `close` leaves it."""
-        self._tell(Join())
-        self._group = Group(self.rank, self._folder, device, PATIENCE_S)
-        return self._group
 
     def check_ready(self) -> None:
         """Wait until all are ready for plans."""
@@ -266,8 +260,8 @@ class Leader:
         """End all of them, and leave this process as it was."""
         for process in self.processes:
             process.end()
-        if self._group is not None:
-            self._group.close()
+        if self.group is not None:
+            self.group.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         torch.set_num_threads(self._threads[0])
         native.set_default_num_threads(self._threads[1])

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from neo_desktop.engine.execute.ranks.group import Group
-from neo_desktop.engine.execute.ranks.messages import Agreed, Beginning, Fitting, Join, Loaded, Measure
+from neo_desktop.engine.execute.ranks.messages import Agreed, Beginning, Fitting, Join, Loaded
 from neo_desktop.engine.frames import FrameWriter
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.ranks import Rank
@@ -19,8 +19,12 @@ class Member(Protocol):
 
     rank: Rank
 
-    def loaded(self, dtype: torch.dtype) -> None:
-        """Wait until all ranks have loaded their parts.
+    def join(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Wait until all ranks have loaded their parts, and make their group.
+
+        Args:
+            dtype: of this rank's part.
+            device: of this rank.
 
         Raises:
             RuntimeError: a rank has ended, or chose another dtype.
@@ -41,23 +45,20 @@ class Follower:
 
     def __init__(self, beginning: Beginning, messages: Iterator[Any], writer: FrameWriter) -> None:
         self.rank = beginning.rank
+        self.group: Group | None = None  # once it is made
         self.messages = messages
         self._beginning = beginning
         self._writer = writer
 
-    def loaded(self, dtype: torch.dtype) -> None:
+    def join(self, dtype: torch.dtype, device: torch.device) -> None:
         """See `Member`, likewise the next one."""
         self.tell(Loaded(str(dtype)))
-        self._next(Measure)
+        self._next(Join)
+        self.group = Group(self.rank, self._beginning.folder, device, self._beginning.patience_s)
 
     def agreed(self, fitting: Mapping[Place, int]) -> dict[Place, int]:  # noqa: D102
         self.tell(Fitting(fitting))
         return dict(self._next(Agreed).blocks)
-
-    def join(self, device: torch.device) -> Group:
-        """Join the group when rank 0 does."""
-        self._next(Join)
-        return Group(self.rank, self._beginning.folder, device, self._beginning.patience_s)
 
     def tell(self, message: object) -> None:
         """Tell rank 0 something."""

@@ -4,11 +4,10 @@
     ──────                                  ────────────────────────────────
     Beginning ──────────────── stdin ─────→ loads its part
     (has loaded its own) ←──── stdout ───── Loaded
-    Measure ──────────────────────────────→ looks what memory is free
+    Join ─────────────────────────────────→ joins the group, as rank 0 does; looks what memory is free
     ←────────────────────────────────────── Fitting
     Agreed, the least of all ─────────────→ takes memory
     (measures speeds, alone)
-    Join ─────────────────────────────────→ joins the group, as rank 0 does
     ←────────────────────────────────────── Ready
     ToldPlan, and so on ──────────────────→ executes them
     Question, after an error of its own ──→ (has executed all before)
@@ -48,11 +47,6 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
-    """All have loaded: what is free now is for KV."""
-
-
-@dataclass(frozen=True, slots=True)
 class Fitting:
     """How many blocks find room."""
 
@@ -68,7 +62,7 @@ class Agreed:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """The group is made now."""
+    """All have loaded: the group is made now, and what is free then is for KV."""
 
 
 @dataclass(frozen=True, slots=True)
