@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import neo_desktop.models
-from neo_desktop.engine.cuda.pinned import pinned_bytes
+from neo_desktop.engine.cuda.pinned import weight_bytes
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.kernels import dispatch
@@ -164,7 +164,7 @@ def placed_form(
     )
     of_host = host_form(form)
     if device.type == "cuda":
-        of_host = replace(of_host, room=pinned_bytes)
+        of_host = replace(of_host, room=weight_bytes)
     return SplitForm(form, of_host, placed.resident_rows, dispatch)
 
 

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -16,13 +17,14 @@ from neo_desktop.engine.execute.host_work import HostWork
 from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.execute.transfers import HostTransfer
+from neo_desktop.engine.execute.weight_stream import StagedWeights
 from neo_desktop.engine.execute.workspace import HandOver
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.waiting import Watch
 from neo_desktop.models.config import ModelConfig
-from neo_desktop.native.relay import Relay, RelayBatch, RelayStalledError
+from neo_desktop.native.relay import Relay, RelayBatch, RelayItem, RelayStalledError
 
 logger = logging.getLogger(__name__)
 
@@ -126,8 +128,8 @@ class Relays:
             make = partial(Relay, layers, block_size=pool.block_size, scale=config.attention_scale)
             self._transfers[pool], computing = make(), make()
         self._computing = computing or Relay((), num_layers=config.num_layers)
-        self._computed: Sequence[HostWork] = ()
-        self._swaps: dict[KVPool, list[HostTransfer]] = {}
+        self._copying: Relay | None = None  # that copies weights to pinned memory, once there are any
+        self._under_way: list[_UnderWay] = []
 
     def start(
         self,
@@ -138,24 +140,32 @@ class Relays:
         """Begin an iteration; to be called before the device begins.
 
         Args:
-            computed: what the CPU attends for or multiplies, in the order in which the device has it in each
-                turn.
+            computed: what the CPU attends for, multiplies or stages, in the order in which the device has it
+                in each turn.
             transfers: in the order in which the device has them in each layer.
             watch: takes in what goes on.
         """
-        flags = [each.flags for each in computed]
-        flags += [each.transfer.flags for each in transfers]
-        self._computed, self._swaps = (), {}
-        if computed:
-            self._computing.start([each.arguments for each in computed], watch.patience_s)
-            self._computed = computed
+        self._under_way = []
+        staged = [each for each in computed if isinstance(each, StagedWeights)]
+        others = [each for each in computed if not isinstance(each, StagedWeights)]
+        if others:
+            self._begin(_UnderWay(self._computing, Lane.CPU, others), [x.arguments for x in others], watch)
+        for each in staged:
+            if self._copying is None:
+                self._copying = Relay((), num_layers=each.flags.shape[1], num_threads=1)
+            self._begin(_UnderWay(self._copying, Lane.HOST_WEIGHTS, [each]), [each.arguments], watch)
         for pool, swap in self._transfers.items():
             of_pool = [each for each in transfers if each.pool is pool]
             if of_pool:
-                swap.start([each.transfer for each in of_pool], watch.patience_s)
-                self._swaps[pool] = of_pool
+                self._begin(_UnderWay(swap, Lane.HOST_SWAP, of_pool), [x.transfer for x in of_pool], watch)
+        flags = [each.flags for each in computed]
+        flags += [each.transfer.flags for each in transfers]
         if flags:
             watch.follow(partial(_num_raised, flags))
+
+    def _begin(self, begun: "_UnderWay", items: Sequence[RelayItem], watch: Watch) -> None:
+        begun.relay.start(items, watch.patience_s)
+        self._under_way.append(begun)
 
     def finish(self, timeline: Timeline | None) -> None:
         """Wait until all that was handed over is done; what was computed takes in how long that took.
@@ -165,42 +175,51 @@ class Relays:
             RuntimeError: a relay was cancelled, or a step failed.
         """
         recorder = timeline if timeline is not None and timeline.is_recording else None
-        for step in self._computing.finish() if self._computed else ():
-            each = self._computed[step.item]
-            each.busy_ns += step.end_ns - step.start_ns
-            if recorder is not None:
-                recorder.add(Lane.CPU, each.stage(step.layer), step.start_ns, step.end_ns)
-        for pool, transfers in self._swaps.items():
-            for step in self._transfers[pool].finish():
+        for relay, lane, works in self._under_way:
+            for step in relay.finish():
+                each = works[step.item]
+                if isinstance(each, HostWork):
+                    each.busy_ns += step.end_ns - step.start_ns
                 if recorder is not None:
-                    stage = transfers[step.item].stage(step.layer)
-                    recorder.add(Lane.HOST_SWAP, stage, step.start_ns, step.end_ns)
-        self._computed, self._swaps = (), {}
+                    recorder.add(lane, each.stage(step.layer), step.start_ns, step.end_ns)
+        self._under_way = []
 
     def break_off(self) -> RelayStalledError | None:
         """End an iteration early; return why a step may still be under way, and store KV, if so."""
         stalled: RelayStalledError | None = None
         self.cancel()  # they may wait for what no longer comes, and the device for them
-        under_way = [self._computing] if self._computed else []
-        for relay in (*under_way, *(self._transfers[pool] for pool in self._swaps)):
+        for begun in self._under_way:
             try:
-                relay.finish()
+                begun.relay.finish()
             except RelayStalledError as error:
                 stalled = stalled or error
             except Exception:
                 logger.debug("a relay's step failed, too", exc_info=True)
-        self._computed, self._swaps = (), {}
+        self._under_way = []
         return stalled
+
+    @property
+    def _all(self) -> list[Relay]:
+        copying = [] if self._copying is None else [self._copying]
+        return [self._computing, *copying, *self._transfers.values()]
 
     def cancel(self) -> None:
         """Let nobody wait for the CPU any more."""
-        for relay in (self._computing, *self._transfers.values()):
+        for relay in self._all:
             relay.cancel()
 
     def close(self) -> bool:
         """End the threads; return whether they have ended."""
-        has_ended = [relay.close() for relay in (self._computing, *self._transfers.values())]
+        has_ended = [relay.close() for relay in self._all]
         return all(has_ended)
+
+
+class _UnderWay(NamedTuple):
+    """What a relay does in an iteration."""
+
+    relay: Relay
+    lane: Lane
+    works: Sequence[HostWork | HostTransfer]
 
 
 def _num_raised(flags: Sequence[Tensor]) -> int:

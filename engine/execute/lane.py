@@ -24,6 +24,7 @@ class Lane(StrEnum):
     STORE = "store"  # prompts' KV that leaves for host memory: the device's part
     SWAP = "swap"  # likewise of KV that comes from there, and of blocks that move
     WEIGHTS = "weights"  # rows of matrices that come from host memory for a product
+    HOST_WEIGHTS = "host-weights"  # the host's part, where they are not pinned: to buffers that are
     SWAP_IN = "swap-in"  # KV that comes from host memory to be attended to on the device, a layer ahead
     SWAP_OUT = "swap-out"  # likewise: what is new of it, on its way back
     HOST_SWAP = "host-swap"  # the host's part: rows into its pages, and out of them

@@ -29,7 +29,7 @@ from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Watch
 
 # The CPU's lanes, and whose streams raise the flags of their relays.
-TOLD_BY = {Lane.CPU: Lane.TO_HOST, Lane.HOST_SWAP: Lane.SWAP}
+TOLD_BY = {Lane.CPU: Lane.TO_HOST, Lane.HOST_SWAP: Lane.SWAP, Lane.HOST_WEIGHTS: Lane.WEIGHTS}
 
 
 class _Done:

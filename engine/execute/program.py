@@ -207,7 +207,7 @@ class Program:
             for each in (*splits, *self._finishing)
             for piece in each.pieces(turn)
         ]
-        return WeightStream(pieces, self._workspace.split.buffers)
+        return self._workspace.split.stream(pieces)
 
     @property
     def _has_fixed_layers(self) -> bool:
@@ -230,7 +230,7 @@ class Program:
 
     @property
     def on_host(self) -> list[HostWork]:
-        """What the CPU multiplies and attends for, in the order in which the device has it.
+        """What the CPU multiplies, attends for and stages, in the order in which the device has it.
 
         That is by sub-batch; staggered decodes come behind the others of theirs.
         """
@@ -241,6 +241,8 @@ class Program:
             found += [] if each.staggered is None else [each.staggered.batch]
         for finishing in self._finishing:
             found += finishing.on_host
+        if self._stream is not None and self._stream.staged is not None:
+            found.append(self._stream.staged)
         return found
 
     @property

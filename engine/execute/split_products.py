@@ -28,7 +28,7 @@ from neo_desktop.engine.execute.host_work import HostWork
 from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
 from neo_desktop.engine.execute.split_experts import DividedMixture, ExpertPass
 from neo_desktop.engine.execute.timeline import Stage
-from neo_desktop.engine.execute.weight_stream import NUM_BUFFERS, WeightStream
+from neo_desktop.engine.execute.weight_stream import NUM_BUFFERS, Staging, WeightStream
 from neo_desktop.models.decoder import TURN, LayerWeights
 from neo_desktop.models.expert_pieces import ExpertPiece
 from neo_desktop.models.linear.split import Piece, Split
@@ -223,7 +223,13 @@ class SplitProducts:
         numbers = max(piece.elements for piece in pieces)
         rooms: list[HostRoom | ExpertRoom] = [*self._rooms.of_graphs, *self._expert_rooms.of_graphs]
         self.on_host = [tensor for room in rooms for tensor in room.on_host]  # what graphs copy from and to
-        self.on_host += [source for piece in pieces for source in piece.sources]
+        sources = [source for piece in pieces for source in piece.sources]
+        self.staging = Staging.of(sources, len(rows), device)
+        if self.staging is None:
+            self.on_host += sources
+        else:
+            self.on_host += [source for source in sources if not self.staging.takes(source)]
+            self.on_host += self.staging.on_host
         self.buffers = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(NUM_BUFFERS)]
         self.room = torch.empty(numbers, dtype=dtype, device=device)  # a piece's, unpacked
 
@@ -247,6 +253,10 @@ class SplitProducts:
             if of_host:
                 hosts[name] = HostProduct(name, index, rows, of_host, self.num_turns, room)
         return SplitPass(self, index, rows, divided, hosts, self._experts(index, rows, turns))
+
+    def stream(self, pieces: Iterable[tuple[Stage, Piece | ExpertPiece]]) -> WeightStream:
+        """Return what brings the pieces of an iteration, in the order in which they are taken."""
+        return WeightStream(pieces, self.buffers, self.staging)
 
     def divided_mixtures(self, rows: int) -> Mapping[int, DividedMixture]:
         """Return how the experts are divided for so many rows, by turn."""
@@ -297,7 +307,7 @@ class SplitPass:
     def stream(self) -> WeightStream:
         """Return what brings the pieces of all turns."""
         turns = range(self.products.num_turns)
-        return WeightStream((piece for turn in turns for piece in self.pieces(turn)), self.products.buffers)
+        return self.products.stream(piece for turn in turns for piece in self.pieces(turn))
 
     def pieces(self, turn: int) -> Iterator[tuple[Stage, Piece | ExpertPiece]]:
         """Yield what comes to the device in a turn."""

@@ -383,8 +383,9 @@ class StageTimer:
                 recorder.run(Lane.DEVICE, _MEASURED, end.record)
 
         relays = Relays(self._config, KVStorage({})) if self._has_flags else None
-        hosts = products.on_host
-        with self._run(record, in_graph=in_graph, relays=relays, products=hosts) as seconds:
+        hosts, staged = products.on_host, products.stream().staged
+        works = hosts if staged is None else [*hosts, staged]
+        with self._run(record, in_graph=in_graph, relays=relays, products=works) as seconds:
             ms = seconds * 1e3 if start is None or end is None else float(start.elapsed_time(end))
             return ms / num_layers, sum(host.busy_ns for host in hosts) / 1e6 / num_layers
 

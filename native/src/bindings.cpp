@@ -112,6 +112,10 @@ using Product = std::tuple<std::string, int, std::vector<std::optional<Matrix>>,
 // experts of each turn, what `multiply_experts_of` takes, flags, index
 using ExpertsInTurns = std::tuple<std::vector<const PackedExperts*>, std::array<Tensor, 7>, Tensor, int>;
 
+// what, (address, bytes) of each turn's piece, those of the buffers, flags
+using Copies = std::tuple<std::string, std::vector<std::pair<uintptr_t, int64_t>>,
+                          std::vector<std::pair<uintptr_t, int64_t>>, Tensor>;
+
 ExpertRows expert_rows(const std::array<Tensor, 7>& tensors) {
   constexpr const char* kNames[] = {"x", "ids", "weights", "gate_up", "gated", "products", "out"};
   std::array<TensorView, 7> views;
@@ -149,7 +153,18 @@ RelayItem relay_item(const ExpertsInTurns& item) {
   return RelayExperts{experts, expert_rows(tensors), view("flags", flags), index};
 }
 
-void start(Relay& relay, const std::vector<std::variant<Batch, Transfer, Product, ExpertsInTurns>>& items,
+RelayItem relay_item(const Copies& copies) {
+  const auto& [what, sources, buffers, flags] = copies;
+  const auto bytes = [](const std::vector<std::pair<uintptr_t, int64_t>>& pieces) {
+    std::vector<Bytes> views;
+    for (const auto& [address, size] : pieces) views.push_back({reinterpret_cast<char*>(address), size});
+    return views;
+  };
+  return RelayCopies{what, bytes(sources), bytes(buffers), view("flags", flags)};
+}
+
+void start(Relay& relay,
+           const std::vector<std::variant<Batch, Transfer, Product, ExpertsInTurns, Copies>>& items,
            double patience_s) {
   std::vector<RelayItem> views;
   for (const auto& item : items) {

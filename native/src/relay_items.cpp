@@ -1,6 +1,7 @@
 #include "relay_items.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace neo_desktop {
 namespace {
@@ -86,6 +87,22 @@ void check_arguments(const RelayExperts& item, size_t num_layers) {
   }
 }
 
+void check_arguments(const RelayCopies& copies, size_t num_layers) {
+  if (copies.sources.size() > num_layers) {
+    fail("there are ", copies.sources.size(), " pieces to copy; expected at most ", num_layers);
+  }
+  if (copies.buffers.empty()) fail("there is no buffer to copy to");
+  for (size_t turn = 0; turn < copies.sources.size(); ++turn) {
+    const int64_t size = copies.sources[turn].size, room = copies.buffer(turn).size;
+    if (size > room) fail("piece ", turn, " has ", size, " bytes; its buffer holds ", room);
+  }
+  check_dims(copies.flags, "[2, turns, ints of a cache line]", 3);
+  const int64_t turns = std::max(copies.flags.size(1), static_cast<int64_t>(copies.sources.size()));
+  check_shape(copies.flags, "[2, turns, ints of a cache line]", {2, turns, kFlagInts});
+  check_dtype(copies.flags, {DType::kInt32});
+  check_packed(copies.flags, 3);
+}
+
 void check_flags(const TensorView& flags, size_t turns) {
   check_shape(flags, "[2, layers, ints of a cache line]", {2, static_cast<int64_t>(turns), kFlagInts});
   check_dtype(flags, {DType::kInt32});
@@ -145,7 +162,11 @@ void check(const RelayItem& item, const PagedCache* cache, const TensorView* sin
     check_flags(experts->flags, num_layers + 1);
     return;
   }
-  if (cache == nullptr) fail("a relay without caches computes products alone");
+  if (const auto* copies = std::get_if<RelayCopies>(&item)) {
+    check_arguments(*copies, num_layers);
+    return;
+  }
+  if (cache == nullptr) fail("a relay without caches has neither attention nor rows of KV");
   if (const auto* batch = std::get_if<RelayBatch>(&item)) {
     check_arguments(*batch, *cache, sinks, num_layers);
     check_flags(batch->flags, num_layers);
@@ -156,9 +177,12 @@ void check(const RelayItem& item, const PagedCache* cache, const TensorView* sin
   }
 }
 
-bool is_urgent(const RelayItem& item) { return !std::holds_alternative<RelayTransfer>(item); }
+bool is_urgent(const RelayItem& item) {
+  return !std::holds_alternative<RelayTransfer>(item) && !std::holds_alternative<RelayCopies>(item);
+}
 
 size_t turns_of(const RelayItem& item, size_t num_layers) {
+  if (const auto* copies = std::get_if<RelayCopies>(&item)) return copies->sources.size();
   const bool is_in_turns =
       std::holds_alternative<RelayProduct>(item) || std::holds_alternative<RelayExperts>(item);
   return num_layers + (is_in_turns ? 1 : 0);
@@ -176,6 +200,7 @@ bool is_behind(const RelayItem& item) {
 }
 
 bool is_awaited(const RelayItem& item, size_t layer) {
+  if (const auto* copies = std::get_if<RelayCopies>(&item)) return layer >= copies->buffers.size();
   const auto* transfer = std::get_if<RelayTransfer>(&item);
   return transfer == nullptr || transfer->to_host || layer >= transfer->rows.size();
 }
@@ -186,6 +211,9 @@ void run(const RelayItem& item, const PagedCache* cache, int64_t window, const T
     batch->of(layer).run(*cache, window, sinks, num_threads, isa);
   } else if (const auto* transfer = std::get_if<RelayTransfer>(&item)) {
     move(*transfer, *cache, layer, num_threads, isa);
+  } else if (const auto* copies = std::get_if<RelayCopies>(&item)) {
+    const Bytes& source = copies->sources[layer];
+    std::memcpy(copies->buffer(layer).data, source.data, static_cast<size_t>(source.size));
   } else if (const auto* experts = std::get_if<RelayExperts>(&item)) {
     const int64_t n = experts->rows.x.size(0), step = at_once(experts->rows);
     for (int64_t first = 0; first < n; first += step) {
@@ -221,6 +249,11 @@ std::string words(const RelayItem& item, size_t layer, bool is_waiting) {
     return (is_waiting ? "the GPU did not hand over the inputs of the experts of layer "
                        : "the CPU did not end the experts of layer ") +
            place;
+  }
+  if (const auto* copies = std::get_if<RelayCopies>(&item)) {
+    const std::string piece = "piece " + std::to_string(layer) + " of the " + copies->what;
+    return is_waiting ? "the GPU did not take " + copies->what + " that come before " + piece
+                      : "the CPU did not end copying " + piece;
   }
   const auto& transfer = std::get<RelayTransfer>(item);
   if (!is_waiting) {

@@ -62,7 +62,8 @@ def _enqueue(name: str, work: Callable[[], object]) -> None:
     number = next(_numbers)
     _works[number] = name.encode(), work
     stream = torch.cuda.current_stream().cuda_stream
-    if error := _runtime.imitated_gpu_enqueue(stream, number, _carry_out, _works[number][0]):
+    error = _runtime.imitated_gpu_enqueue(stream, number, _carry_out, _works[number][0])
+    if error := error or _runtime.cudaGetLastError():  # which torch asks for after each launch
         failed = torch.AcceleratorError(
             f"CUDA error: {_runtime.cudaGetErrorString(error).decode()} in {name}"
         )
@@ -171,6 +172,9 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     on_host = [x for x in (target, source) if not x.is_cuda]
     if len(on_host) == 1 and target.dim() and not _is_one_piece(target, source):
         # Over the bus torch copies what lies in one piece on both sides; the rest is a kernel's work.
+        if source.is_cuda and not target.is_contiguous():
+            on_host = _copy(torch.empty(target.shape, dtype=target.dtype), source)
+            return target.copy_(on_host)
         piece = torch.empty(target.shape, dtype=target.dtype, device="cuda")
         if source.is_cuda:
             _copy(piece, source)

@@ -25,10 +25,15 @@ def _by_torch() -> Mapping[str, Callable[..., None]]:
     in_triton = import_module("neo_desktop.engine.kernels.in_triton.paged_decode")
     operators = import_module("neo_desktop.models.operators")
 
-    def attend(*args: Any, **_: object) -> None:
-        scale, window = args[8] / in_triton.LOG2_E, args[9]
+    def attend(*args: Any, **constants: object) -> None:
+        sinks, scale, window = args[8:11]
         _merged.add(_partial_lse(args))
-        in_torch.paged_decode(*args[:8], scale, None if window == in_triton.EVERYTHING else window)
+        in_torch.paged_decode(
+            *args[:8],
+            scale / in_triton.LOG2_E,
+            None if window == in_triton.EVERYTHING else window,
+            sinks if constants["HAS_SINKS"] else None,
+        )
 
     def copy_rows(*args: Any, **constants: object) -> None:
         (operators.write_rows if constants["WRITE"] else operators.read_rows)(*args[:5])

@@ -107,8 +107,31 @@ struct RelayExperts {
   int index = 0;     // of the sub-batch, for people
 };
 
+// Bytes of host memory.
+struct Bytes {
+  char* data;
+  int64_t size;
+};
+
+// Pieces of host memory that the GPU does not read where they lie: they are copied to buffers that take
+// turns, and the GPU takes them from there.
+//
+//   relay   |piece 0 to buffer 0|piece 1 to buffer 1|           |piece 2 to buffer 0|..
+//   GPU                         |buffer 0                       |buffer 1|..
+struct RelayCopies {
+  std::string what;            // is copied, for people: "weights"
+  std::vector<Bytes> sources;  // a piece in every turn; of turns there are at most as many as layers
+  std::vector<Bytes> buffers;  // each as large as the largest piece that it takes
+  // [2, turns or more, kFlagInts] int32: flags[0, turn, 0] becomes 1 when the turn's buffer may be filled; in
+  // the first turns, one for each buffer, it may be from the beginning, and the flag is not looked at.
+  // flags[1, turn, 0]: when it has been.
+  TensorView flags;
+
+  const Bytes& buffer(size_t turn) const { return buffers[turn % buffers.size()]; }
+};
+
 // What is done in every layer.
-using RelayItem = std::variant<RelayBatch, RelayTransfer, RelayProduct, RelayExperts>;
+using RelayItem = std::variant<RelayBatch, RelayTransfer, RelayProduct, RelayExperts, RelayCopies>;
 
 // When an item of a layer was done; times are those of std::chrono::steady_clock.
 struct RelayStep {
@@ -126,8 +149,8 @@ class RelayStalledError : public std::runtime_error {
 
 // Items are done in order, layer by layer: of each layer those that go ahead, then of the layer before those
 // that come behind. With attention or products among them flags are looked at without a rest, from the thread
-// pool's first CPU, while the pool's workers stay awake; transfers alone have time, and leave the CPUs to
-// others.
+// pool's first CPU, while the pool's workers stay awake; transfers and copies alone have time, and leave the
+// CPUs to others.
 //
 // One thread makes the calls; any may cancel.
 class Relay {
@@ -135,7 +158,7 @@ class Relay {
   // Throws std::invalid_argument unless all layers' caches are alike and well-formed.
   Relay(const std::vector<RelayLayer>& layers, int num_threads, Isa isa);
 
-  // One for products alone.
+  // One for products alone, or for copies alone, in so many turns.
   Relay(int64_t num_layers, int num_threads, Isa isa);
 
   // As `close`.

@@ -14,6 +14,8 @@ Rows: TypeAlias = tuple[Tensor, Tensor]
 Transfer: TypeAlias = tuple[str, bool, bool, Tensor, Rows, Rows, Tensor]
 # what, lag, a matrix of each turn, x, out, flags, index
 ExpertsInTurns: TypeAlias = tuple[Sequence["PackedExperts | None"], Sequence[Tensor], Tensor, int]
+# what, (address, bytes) of each turn's piece, those of the buffers, flags
+Copies: TypeAlias = tuple[str, Sequence[tuple[int, int]], Sequence[tuple[int, int]], Tensor]
 Product: TypeAlias = tuple[str, int, Sequence[Matrix | None], Tensor, Tensor, Tensor, int]
 
 # k_cache, v_cache, k_scale, v_scale, window, sinks
@@ -143,7 +145,7 @@ class RelayStalledError(RuntimeError): ...
 class Relay:
     def __init__(self, layers: Sequence[Layer], num_layers: int, num_threads: int, isa: str, /) -> None: ...
     def start(
-        self, items: Sequence[Batch | Transfer | Product | ExpertsInTurns], patience_s: float = 0.0
+        self, items: Sequence[Batch | Transfer | Product | ExpertsInTurns | Copies], patience_s: float = 0.0
     ) -> None: ...
     def finish(self) -> list[tuple[int, int, int, int]]: ...
     def cancel(self) -> None: ...

@@ -114,7 +114,21 @@ class RelayExperts:
     index: int = 0  # of the sub-batch, for people
 
 
-RelayItem: TypeAlias = RelayBatch | RelayTransfer | RelayProduct | RelayExperts
+@dataclass(frozen=True, slots=True)
+class RelayCopies:
+    """Pieces of host memory that the device does not read where they lie: it takes them from buffers.
+
+    flags[READY, turn, 0] says that the turn's buffer may be filled, flags[DONE, turn, 0] that it has been. In
+    the first turns, one for each buffer, it may be filled from the beginning: READY is not looked at.
+    """
+
+    what: str  # is copied, for people: "weights"
+    sources: Sequence[Tensor]  # [bytes], of every turn: any number that the relay has layers for
+    buffers: Sequence[Tensor]  # [bytes], which take turns
+    flags: Tensor  # see `empty_flags`: of as many turns, or more
+
+
+RelayItem: TypeAlias = RelayBatch | RelayTransfer | RelayProduct | RelayExperts | RelayCopies
 
 
 class RelayStep(NamedTuple):
@@ -145,15 +159,16 @@ class Relay:
         ahead 0 | ahead 1 | behind 0 | ahead 2 | behind 1 | ..
 
     With attention or products among them the thread looks at the flags without sleeping, on a CPU of its own,
-    and the thread pool's workers stay awake. Transfers alone have time: it looks at their flags with short
-    rests, and moves rows in small pieces, so that the pool's threads are soon free for another relay's
-    attention. Between iterations it sleeps. One thread makes the calls; any may cancel.
+    and the thread pool's workers stay awake. Transfers and copies alone have time: it looks at their flags
+    with short rests, and moves rows in small pieces, so that the pool's threads are soon free for another
+    relay's attention; bytes it copies by itself. Between iterations it sleeps. One thread makes the calls;
+    any may cancel.
 
     Args:
         layers: all alike but for their windows and the numbers of their sinks.
         block_size: tokens of an entry of the block tables.
         scale: multiplies q·k.
-        num_layers: of a relay for products alone, which is given no layers.
+        num_layers: of a relay for products alone, or for copies alone, which is given no layers.
         num_threads: 0 means `default_num_threads()`.
         isa: one of `available_isas()`; None means `default_isa()`.
 
@@ -239,7 +254,7 @@ class Relay:
 
     def _seen(
         self, item: RelayItem
-    ) -> "_native.Batch | _native.Transfer | _native.Product | _native.ExpertsInTurns":
+    ) -> "_native.Batch | _native.Transfer | _native.Product | _native.ExpertsInTurns | _native.Copies":
         match item:
             case RelayBatch():
                 return self._batch(item)
@@ -249,6 +264,8 @@ class Relay:
                 return _product(item)
             case RelayExperts():
                 return _experts(item)
+            case RelayCopies():
+                return _copies(item)
 
     def _batch(self, batch: RelayBatch) -> "_native.Batch":
         decode = (
@@ -277,6 +294,13 @@ def _product(item: RelayProduct) -> "_native.Product":
     ]
     x, out, flags = view_of("x", item.x), view_of("out", item.out), view_of("flags", item.flags)
     return item.what, item.lag, matrices, x, out, flags, item.index
+
+
+def _copies(item: RelayCopies) -> "_native.Copies":
+    sources, buffers = (
+        [(each.data_ptr(), each.nbytes) for each in tensors] for tensors in (item.sources, item.buffers)
+    )
+    return item.what, sources, buffers, view_of("flags", item.flags)
 
 
 def _experts(item: RelayExperts) -> "_native.ExpertsInTurns":

@@ -1,0 +1,80 @@
+"""The relay's copies: pieces of memory that come to buffers in turn, told through memory alone."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from neo_desktop.native.relay import DONE, READY, Relay, RelayCopies, RelayStalledError, empty_flags
+
+PATIENCE_S = 20.0  # for what must come; only a defect waits for so long
+
+
+def make_copies(sizes: list[int], num_buffers: int, num_flags: int | None = None) -> RelayCopies:
+    generator = torch.Generator().manual_seed(len(sizes))
+    sources = [torch.randint(256, (size,), generator=generator, dtype=torch.uint8) for size in sizes]
+    buffers = [torch.zeros(max(sizes), dtype=torch.uint8) for _ in range(num_buffers)]
+    return RelayCopies("weights", sources, buffers, empty_flags(num_flags or len(sizes), pinned=False))
+
+
+def wait_until_done(copies: RelayCopies, turn: int) -> Tensor:
+    """Return what has come to the turn's buffer."""
+    end = time.monotonic() + PATIENCE_S
+    while not copies.flags[DONE, turn, 0]:
+        assert time.monotonic() < end, f"piece {turn} does not come"
+        time.sleep(0)
+    return copies.buffers[turn % len(copies.buffers)][: len(copies.sources[turn])]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=9),
+    num_buffers=st.integers(1, 3),
+    more_flags=st.integers(0, 4),
+)
+@settings(max_examples=30, deadline=None)
+def test_pieces_come_in_order_to_buffers_that_are_free(
+    sizes: list[int], num_buffers: int, more_flags: int
+) -> None:
+    copies = make_copies(sizes, num_buffers, len(sizes) + more_flags)
+    relay = Relay((), num_layers=len(sizes) + more_flags)
+    for _ in range(2):  # flags and buffers are used again
+        relay.start([copies])
+        for turn, source in enumerate(copies.sources):
+            assert torch.equal(wait_until_done(copies, turn), source)
+            behind = turn + num_buffers
+            if behind < len(sizes):
+                assert not copies.flags[DONE, behind, 0]  # its buffer is still in use
+                copies.flags[READY, behind, 0] = 1
+        assert [step.layer for step in relay.finish()] == list(range(len(sizes)))
+    relay.close()
+
+
+def test_a_device_that_takes_nothing_is_told() -> None:
+    copies = make_copies([10, 20, 30], 2)
+    relay = Relay((), num_layers=3)
+    relay.start([copies], patience_s=0.1)
+    wait_until_done(copies, 1)
+    with pytest.raises(RelayStalledError, match="the GPU did not take weights that come before piece 2"):
+        relay.finish()
+    assert copies.flags[DONE, 2, 0] == 1  # nobody waits for it any more
+    relay.close()
+
+
+def test_copies_that_cannot_be_are_refused() -> None:
+    relay = Relay((), num_layers=3)
+    good = make_copies([10, 20, 30], 2)
+    wrong = [
+        (make_copies([1, 2, 3, 4], 2), "there are 4 pieces to copy; expected at most 3"),
+        (replace(good, buffers=[]), "there is no buffer to copy to"),
+        (replace(good, buffers=[good.buffers[0][:19]]), "piece 1 has 20 bytes; its buffer holds 19"),
+        (replace(good, flags=empty_flags(2, pinned=False)), r"flags has shape \[2, 2, 16\]"),
+    ]
+    for copies, says in wrong:
+        with pytest.raises(ValueError, match=says):
+            relay.start([copies])
+    relay.start([])  # nothing was begun
+    relay.close()
