@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_refused_before_anything_begins() -> None:
         with pytest.raises(ValueError, match=said):
             relay.start([each])
     case = make_case([40])
-    with pytest.raises(ValueError, match="a relay without caches computes products alone"):
+    with pytest.raises(ValueError, match="a relay without caches has neither attention nor rows of KV"):
         relay.start([batch_of(case)])
     with pytest.raises(ValueError, match="a relay needs at least one layer"):
         Relay([])
