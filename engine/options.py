@@ -116,7 +116,7 @@ class EngineOptions:
             flag="--swap-cache-tokens",
             least=0,
             help="Size of the swap-cache in tokens: KV in host memory that comes to the GPU layer by layer "
-            "(pie); default: what an eighth of the GPU memory for KV serves, and host memory holds.",
+            "(pie, auto); default: what the GPU can attend to without waiting.",
         ),
     ] = None
     gpu_memory_gib: Annotated[

@@ -17,6 +17,7 @@ from neo_desktop.engine.loading import CPU_CACHE_DTYPES, LoadedModel, choose_dev
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import FreeMemory, MemoryCaps, limits_of, pool_blocks
+from neo_desktop.engine.profiling.rates import measured_bus_share
 from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
 from neo_desktop.engine.progress import Progress
 from neo_desktop.engine.remote.link import Address, Trust
@@ -142,7 +143,9 @@ def take_memory(
     if decoder.device.type == "cuda":
         native.set_default_num_threads(max(native.num_threads_beside_gpu() // num_ranks, 1))
     limits = limits_of(options, decoder.device)
-    iteration_bytes = None
+    iteration_bytes, bus_share = None, None
+    if decoder.device.type == "cuda" and any(place.is_swapped for place in places):
+        bus_share = measured_bus_share(decoder.device)
     if decoder.device.type == "cuda":
         gauge = TorchGauge(decoder.device)
         iteration_bytes = warm_up(decoder, places, limits, loaded.streams, gauge)
@@ -161,6 +164,7 @@ def take_memory(
         free,
         decoder.memory()[decoder.device],
         places,
+        bus_share,
     )
     num_blocks = {place: fitting[place] for place in places}
     if member is not None:
@@ -181,6 +185,7 @@ def take_memory(
                 decoder.sinks,
             )
             for place, count in num_blocks.items()
+            if count or not place.is_swapped
         }
     return EngineParts(loaded, limits, num_blocks, KVStorage(pools))
 

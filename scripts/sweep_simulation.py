@@ -41,7 +41,9 @@ CASES = (
     ("rtx-4090", "llama-2-7b", ("OSC", "conversation")),
     ("a10g", "llama-3.1-8b", ("1000/50", "1000/100", "1000/200", "1000/400")),
     ("h100", "llama-2-7b", ("OSC", "conversation")),
+    ("gh200", "llama-2-13b", ("OSC", "conversation")),
 )
+SINGLE = ("gpu-only", "neo", "apex", "pie")  # what `auto` chooses from in each iteration
 CACHE_SHARES = (1.0, 0.3, 0.0)  # of what the card has for KV; 0: 1,008 tokens, or one longest request
 SMALLEST_CACHE = 1008
 MANY = 1 << 40  # tokens
@@ -60,7 +62,9 @@ class Case:
 
     @property
     def bound(self) -> float:
-        room = Room(self.budget.gpu_tokens, self.budget.cpu_tokens, LIMITS.max_batch_requests)
+        shared = self.budget.swapping(self.cost, LIMITS)
+        attended = max(self.budget.gpu_tokens, shared.gpu_tokens + shared.swapped_tokens)
+        room = Room(attended, self.budget.cpu_tokens, LIMITS.max_batch_requests)
         return Bound(self.cost, self.requests, room).output_tokens_per_s()
 
     @property
@@ -108,12 +112,14 @@ class Case:
 
     def run(self, policy: str, mismatch: Mismatch | None = None) -> SimulationResult:
         longest = max(r.total_tokens for r in self.requests)
-        blocks = self.budget.num_blocks()
+        chosen, budget = POLICIES[policy], self.budget
+        if chosen.swaps:
+            budget = budget.swapping(self.cost, LIMITS)
         return simulate(
             self.requests,
-            POLICIES[policy],
+            chosen,
             self.cost,
-            blocks,
+            budget.num_blocks(),
             BLOCK_SIZE,
             LIMITS,
             max_context_tokens=longest,
@@ -161,6 +167,22 @@ def at_once(data: Path, count: int) -> None:
         )
 
 
+def best_single(data: Path, count: int) -> None:
+    names = " | ".join(f"`{name}`" for name in SINGLE)
+    print(f"| GPU | model | requests | GPU-cache | {names} | `auto`, tokens/s | `auto` / best | waits |")
+    print("|---" * (7 + len(SINGLE)) + "|")
+    for case in cases(data, count, CACHE_SHARES):
+        single = [case.run(name).output_tokens_per_s for name in SINGLE]
+        auto = case.run("auto")
+        rates = " | ".join(f"{rate:.0f}" for rate in single)
+        ratio = auto.output_tokens_per_s / max(single)
+        waits = auto.totals.copy_wait_ms / auto.totals.iterating_ms
+        print(
+            f"| {case.name} | {rates} | {auto.output_tokens_per_s:.0f} | {ratio:.2f} | {waits:.1%} |",
+            flush=True,
+        )
+
+
 def steady(data: Path, count: int) -> None:
     print(
         "| GPU | model | requests | GPU-cache | requests/s | `gpu-only`, s/token | `neo` | `apex` | `auto` |"
@@ -194,9 +216,9 @@ def main() -> None:
     )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--only", choices=("at-once", "steady", "wrong-tables"))
+    parser.add_argument("--only", choices=("at-once", "best-single", "steady", "wrong-tables"))
     options = parser.parse_args()
-    parts = {"at-once": at_once, "steady": steady, "wrong-tables": wrong_tables}
+    parts = {"at-once": at_once, "best-single": best_single, "steady": steady, "wrong-tables": wrong_tables}
     for name, part in parts.items():
         if options.only in (None, name):
             part(options.data, options.requests)

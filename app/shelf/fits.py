@@ -108,6 +108,7 @@ def fit(
             _beside_weights(free, weights, plan, streaming_bytes(layer_matrices(config, form, dtype))),
             weights if plan is None else plan.gpu_bytes,
             (*PLACES, *(place for place in places if place.is_swapped)),
+            rates.bus_bytes_per_s / rates.gpu_bytes_per_s,
         )
     except MemoryError as error:
         reason = reason or str(error)

@@ -47,6 +47,11 @@ class KVCache:
         self._pools = {place: BlockPool(count) for place, count in num_blocks.items()}
         self._tables: dict[str, _Table] = {}
 
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Those that it knows of."""
+        return tuple(self._pools)
+
     def capacity_tokens(self, place: Place) -> int:
         """Tokens that the place can hold when nothing else is there."""
         return self._pools[place].num_blocks * self.block_size

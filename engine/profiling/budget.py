@@ -101,6 +101,7 @@ def pool_blocks(
     free: FreeMemory | None = None,
     weight_bytes: int | None = None,
     places: Collection[Place] = PLACES,
+    bus_share: float | None = None,
 ) -> dict[Place, int]:
     """Return `place -> blocks`, from the memory that is free now that the weights are loaded.
 
@@ -114,17 +115,22 @@ def pool_blocks(
         free: to reckon with; None: what is.
         weight_bytes: of the loaded model; None: as if all were of `dtype`.
         places: whether KV is swapped: then a part of the memory of the other places is for it.
+        bus_share: of what the GPU reads of its memory, that comes over the bus in the same time; None: nobody
+            knows.
 
     Raises:
         MemoryError: the GPU has no room for one iteration, or more was asked for than there is.
     """
     free = free or FreeMemory.now(device)
     available = kv_bytes(config, dtype, limits, free, caps or MemoryCaps(), weight_bytes)
+    weights = config.weight_bytes(dtype) if weight_bytes is None else weight_bytes
     most_tokens = limits.max_batch_requests * config.max_context_tokens
     blocks = {}
     for place in places:
         if place.is_swapped:
-            blocks[place] = _take_swapped(config, dtype, limits, places, available, free, cache_tokens)
+            blocks[place] = _take_swapped(
+                config, dtype, limits, places, available, free, cache_tokens, weights, bus_share
+            )
     for place, bytes_ in available.items():
         kv_dtype = (cpu_cache_dtype if place.host_attends else None) or dtype
         bytes_per_block = config.num_layers * block_bytes(config, BLOCK_SIZE, kv_dtype)
@@ -148,11 +154,14 @@ def _take_swapped(
     available: dict[Place, int],
     free: FreeMemory,
     cache_tokens: Mapping[Place, int | None],
+    weights: int,
+    bus_share: float | None,
 ) -> int:
     """Return the blocks of swapped KV, and take their memory off the other places'.
 
-    More than its share of the GPU's memory is of no use: so many tokens hardly cross the bus in time. What
-    was asked for of other places stays theirs.
+    No more than comes over the bus while the GPU reads weights and its own KV once; nor than its share of the
+    GPU's memory. What was asked for of other places stays theirs. Without a GPU, KV in host memory is where
+    it is needed already.
     """
     of_layer = block_bytes(config, BLOCK_SIZE, dtype)
     on_device, on_host = (layers * of_layer for layers in layers_of(config.num_layers))
@@ -166,6 +175,8 @@ def _take_swapped(
     )
     (swapped,) = (place for place in places if place.is_swapped)
     asked = cache_tokens.get(swapped)
+    if asked is None and free.gpu_bytes is None and any(place.host_attends for place in places):
+        return 0
     rest = available[device] - decodes
     far = available[host] if host not in places or asked is not None else available[host] // 2
     fitting = far // on_host if on_host else most
@@ -174,7 +185,10 @@ def _take_swapped(
         others = runs * BLOCKS_PER_RUN * config.num_layers * of_layer
         near = rest if asked is not None else min(int(rest * SWAPPED_SHARE), rest - others)
         fitting = min(fitting, near // on_device)
+        if bus_share is not None and on_host:
+            most = min(most, int(bus_share * (weights + rest) / on_host))
     fitting = max(fitting // BLOCKS_PER_RUN * BLOCKS_PER_RUN, 0)
+    most = most // BLOCKS_PER_RUN * BLOCKS_PER_RUN
     blocks = min(fitting, most) if asked is None else asked // BLOCK_SIZE
     if blocks > fitting:
         raise MemoryError(

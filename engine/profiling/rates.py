@@ -79,6 +79,17 @@ def measured_memory_shares(device: torch.device) -> MemoryShares:
     return shares_of(alone, (statistics.median(copied), read[0]))
 
 
+@cache
+def measured_bus_share(device: torch.device) -> float:
+    """Measure how much comes to a GPU over the bus while it reads as much as it can of its own memory.
+
+    Once in a process.
+    """
+    near, far = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    own_s = _least_s(partial(near.copy_, far), device) / 2  # it reads and writes
+    return own_s / _least_s(_copy(device), device)
+
+
 def shares_of(alone: tuple[float, float], together: tuple[float, float]) -> MemoryShares:
     """Return what copies and reading take of the host's memory, from their rates alone and together.
 

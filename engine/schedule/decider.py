@@ -87,6 +87,7 @@ class Decider(Generic[R]):
     form that executors need; the simulator uses it as it is.
 
     Args:
+        kv_cache: has memory in the places of the policy; what it does not know of is not used.
         num_layers: of the model; None: as many as the cost model was measured with.
     """
 
@@ -99,7 +100,8 @@ class Decider(Generic[R]):
         num_layers: int | None = None,
     ) -> None:
         self._cost: CostModel = ZeroCostModel() if cost_model is None else cost_model
-        self.residency: Residency[R] = Residency(kv_cache, policy.places)
+        places = tuple(place for place in policy.places if place in kv_cache.places)
+        self.residency: Residency[R] = Residency(kv_cache, places)
         self.cohorts: Cohorts[R] = Cohorts(num_layers or self._cost.num_layers)
         self._mix = Mix()
         self._kv = kv_cache
@@ -195,18 +197,13 @@ class Decider(Generic[R]):
 
     def _regime(self) -> Regime:
         """Return what is best in the long run for requests like those that there were."""
-        residency, capacity_tokens = self.residency, self._kv.capacity_tokens
+        residency, most = self.residency, self._most_in
         context_tokens = self._mix.context_tokens
         there = min(residency.num_running + len(residency.waiting), self._limits.max_batch_requests)
-
-        def most(place: Place | None) -> int:
-            if place is None or not capacity_tokens(place):
-                return 0
-            return max(int(USED_SHARE * capacity_tokens(place) / context_tokens), 1)
-
         device = next((place for place in residency.places if not place.host_attends), None)
         host = next((place for place in residency.places if place.cpu_attends), None)
         workers = [place for place in residency.places if place.is_remote]
+        swapped = next((place for place in residency.places if place.is_swapped and place != device), None)
         most_on_device = min(most(device), there)
         return self._regimes.best(
             Demand(
@@ -220,8 +217,16 @@ class Decider(Generic[R]):
                 self._limits.max_batch_tokens,
                 self._limits.max_token_ms,
                 tuple((place, count) for place in workers if (count := min(most(place), there))),
+                most_swapped=min(most(swapped), there - most_on_device),
+                most_elsewhere=there - most_on_device,
             )
         )
+
+    def _most_in(self, place: Place | None) -> int:
+        """Return how many requests like those that came a place has memory for."""
+        if place is None or not self._kv.capacity_tokens(place):
+            return 0
+        return max(int(USED_SHARE * self._kv.capacity_tokens(place) / self._mix.context_tokens), 1)
 
     def _num_on_host(self) -> int:
         running = self.residency.running
@@ -234,6 +239,7 @@ class Decider(Generic[R]):
             return True
         rest = [request.num_tokens for request in self.residency.running[best] if request is not victim]
         draft = self._draft({best: Decodes(len(rest), sum(rest))} if rest else {})
+        draft.residents = self.residency.typical_decodes(self._mix.output_tokens)
         return self._policy.spills(draft, place, victim.num_tokens)
 
     def _promote(self) -> None:
@@ -258,6 +264,8 @@ class Decider(Generic[R]):
             mean_prompt_tokens=self._mix.prompt_tokens,
             num_running=self.residency.num_running,
             num_on_host=self._num_on_host(),
+            most_on_device=self._most_in(self.residency.places[0]),
+            num_swapped=sum(len(r) for place, r in self.residency.running.items() if place.is_swapped),
             regime=self._regime() if self._policy.needs_regime else None,
         )
 

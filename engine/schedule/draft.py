@@ -119,6 +119,8 @@ class Draft:
     mean_prompt_tokens: float = 0.0
     num_running: int = 0  # requests that live somewhere
     num_on_host: int = 0  # those whose decodes the host attends for
+    most_on_device: int = 0  # requests like those that came, that the preferred place has memory for
+    num_swapped: int = 0  # those whose KV comes from host memory to the device
     residents: Mapping[Place, Decodes] = field(default_factory=dict)  # who lives where, as typical decodes
     staggered: Mapping[Place, Decodes] = field(default_factory=dict)  # decodes at their own pace, under way
     regime: Regime | None = None  # what is best in the long run; None: nobody asked

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.placement import ALL_PLACES, PLACES, Place
 from neo_desktop.engine.schedule import swapping
 from neo_desktop.engine.schedule.draft import Draft
 from neo_desktop.engine.schedule.regime import Kind, Regime
@@ -149,11 +149,14 @@ class Fastest(Policy):
     def admits(self, draft: Draft, place: Place, num_tokens: int) -> bool:
         """As many as the regime has there, and some more, so that there are always prompts to compute."""
         if place.is_swapped:
-            return swapping.admits(draft, place, num_tokens)
+            has_room = draft.num_swapped < SURPLUS * _regime(draft).num_swapped
+            return has_room and swapping.admits(draft, place, num_tokens)
         return not place.host_attends or draft.num_on_host < SURPLUS * _regime(draft).num_on_host
 
     def spills(self, draft: Draft, place: Place, num_tokens: int) -> bool:
-        """Wherever the regime has anybody: a full host still saves the KV."""
+        """Wherever the regime has anybody: a full host still saves the KV. Rather where it is attended to."""
+        if place.is_swapped:
+            return not _regime(draft).num_on_host or self.admits(draft, place, num_tokens)
         return not place.host_attends or _regime(draft).num_on_host > 0
 
     def swap(self, draft: Draft, decodes: Sequence[tuple[Place, int]], num_due: int) -> Sequence[int]:
@@ -166,7 +169,7 @@ class Fastest(Policy):
         Where the device has memory for everybody, what counts is that answers begin.
         """
         regime = _regime(draft)
-        if draft.num_running + draft.num_waiting <= regime.num_device:
+        if draft.num_running + draft.num_waiting <= draft.most_on_device:
             return draft.budget
         least = max(_worthwhile_tokens(draft) - draft.load.tokens, SMALLEST_CHUNK_TOKENS)
         missing = min(regime.num_device - (draft.num_running - draft.num_on_host), draft.num_waiting)
@@ -225,7 +228,7 @@ POLICIES = {
         Hidden("neo", PLACES),
         Apart("apex", PLACES),
         Swapping("pie", (Place.DEVICE, Place.SWAPPED)),
-        Fastest("auto", PLACES),
+        Fastest("auto", ALL_PLACES),
     )
 }
 

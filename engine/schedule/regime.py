@@ -8,13 +8,16 @@ lost otherwise:
 - the CPU attends only beside the device's work: with the prompts of an iteration in two sub-batches, each of
   which is large enough to be worth reading the weights for, both always have something to do;
 - where two sub-batches are too small for that, decodes at their own pace (see `cohorts`) keep the CPU busy
-  beside a single one.
+  beside a single one;
+- the bus brings KV to the device beside all of that: as much as hides, of requests that then need neither its
+  memory nor the CPU's time.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from itertools import chain
 
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel
@@ -55,6 +58,8 @@ class Demand:
     max_chunk_tokens: int
     max_token_ms: float  # see `SchedulerLimits`
     workers: tuple[tuple[Place, int], ...] = ()  # the requests that each may have
+    most_swapped: int = 0  # requests whose KV may come to the device in each iteration
+    most_elsewhere: float = math.inf  # of these, and those on the host and workers, together
 
     @property
     def most_beside_device(self) -> int:
@@ -67,6 +72,7 @@ class Demand:
         sizes = (
             self.most_on_device,
             self.most_on_host,
+            self.most_swapped,
             self.prompt_tokens,
             self.context_tokens,
             self.prompts_per_decode,
@@ -80,7 +86,7 @@ class Regime:
     """An iteration that could go on for ever; see above."""
 
     kind: Kind
-    num_device: int  # decodes
+    num_device: int  # decodes that the device attends for
     num_host: int  # decodes that the host or workers attend for within the iteration
     num_staggered: int  # decodes at their own pace
     chunk_tokens: float
@@ -89,6 +95,7 @@ class Regime:
     # What a token is worth, in ms: prompts what more of them would take, decodes the rest.
     prompt_ms: float = 0.0
     decode_ms: float = 1.0
+    num_swapped: int = 0  # of the device's, those whose KV comes from host memory
 
     @property
     def num_on_host(self) -> int:
@@ -120,27 +127,58 @@ class RegimeFinder:
         return self._best
 
     def _find(self, demand: Demand) -> Regime:
-        best = self._regime(demand, Kind.ONE, 0, 0)
-        for regime in self._others(demand):
-            if regime.rate > best.rate * WORTH_CHANGING:
-                best = regime
+        alone = self._regime(demand, Kind.ONE, 0, 0)
+        best = self._better(alone, self._others(demand, 0))
+        if demand.most_swapped:
+            # One thing after the other: what is best with the CPU's as they are, and without any; then the
+            # CPU's beside that.
+            with_swapped = chain(self._with_swapped(demand, best), self._with_swapped(demand, alone))
+            best = self._better(best, with_swapped)
+            best = self._better(best, self._others(demand, best.num_swapped))
         return self._priced(demand, best)
 
-    def _others(self, demand: Demand) -> Iterator[Regime]:
-        for num_host in _counts(demand.most_beside_device):
-            left = min(demand.most_beside_device - num_host, demand.most_on_host)
+    def _better(self, best: Regime, others: Iterable[Regime]) -> Regime:
+        for regime in others:
+            if regime.rate > best.rate * WORTH_CHANGING:
+                best = regime
+        return best
+
+    def _with_swapped(self, demand: Demand, regime: Regime) -> Iterator[Regime]:
+        """Yield a regime with any number of decodes whose KV comes to the device, and fewer of the CPU's."""
+        num_host, num_staggered = regime.num_host, regime.num_staggered
+        for count in _counts(demand.most_swapped):
+            left = int(min(demand.most_elsewhere - count, demand.most_beside_device))
+            on_host = min(num_host, left)
+            yield self._regime(demand, regime.kind, on_host, min(num_staggered, left - on_host), count)
+
+    def _others(self, demand: Demand, num_swapped: int) -> Iterator[Regime]:
+        most = int(min(demand.most_beside_device, demand.most_elsewhere - num_swapped))
+        for num_host in _counts(most):
+            left = min(most - num_host, demand.most_on_host)
             for share in STAGGERED_SHARES if self._cost.overlaps else STAGGERED_SHARES[:1]:
-                regime = self._regime(demand, Kind.ONE, num_host, int(left * share))
+                regime = self._regime(demand, Kind.ONE, num_host, int(left * share), num_swapped)
                 if (self._cost.num_layers + 1) * regime.ms <= demand.max_token_ms or not regime.num_staggered:
                     yield regime
             if num_host > 1:
-                yield self._regime(demand, Kind.PROMPTS_IN_BOTH, num_host, 0)
-                yield self._regime(demand, Kind.DECODES_APART, num_host, 0)
+                yield self._regime(demand, Kind.PROMPTS_IN_BOTH, num_host, 0, num_swapped)
+                yield self._regime(demand, Kind.DECODES_APART, num_host, 0, num_swapped)
 
-    def _regime(self, demand: Demand, kind: Kind, num_host: int, num_staggered: int) -> Regime:
-        num_decoded = demand.most_on_device + num_host + num_staggered / self._cost.num_layers
+    def _regime(
+        self, demand: Demand, kind: Kind, num_host: int, num_staggered: int, num_swapped: int = 0
+    ) -> Regime:
+        num_device = demand.most_on_device + num_swapped
+        num_decoded = num_device + num_host + num_staggered / self._cost.num_layers
         chunk_tokens = num_decoded * demand.prompts_per_decode
-        regime = Regime(kind, demand.most_on_device, num_host, num_staggered, chunk_tokens, 0.0, num_decoded)
+        regime = Regime(
+            kind,
+            num_device,
+            num_host,
+            num_staggered,
+            chunk_tokens,
+            0.0,
+            num_decoded,
+            num_swapped=num_swapped,
+        )
         return replace(regime, ms=self._ms(demand, regime))
 
     def _priced(self, demand: Demand, regime: Regime) -> Regime:
@@ -200,7 +238,9 @@ class RegimeFinder:
         # Prompts of those who will live in host memory go there over the bus.
         on_host = num_host + regime.num_staggered / cost.num_layers
         moved_tokens = int(chunk_tokens * on_host / regime.num_decoded) if on_host else 0
+        of_swapped = chunk_tokens * regime.num_swapped / regime.num_decoded if regime.num_swapped else 0.0
         copies_ms = cost.transfer_ms(moved_tokens)
+        copies_ms += cost.swap_ms(regime.num_swapped * context_tokens + int(of_swapped))
         own_ms = staggered_ms(cost, staggered)
         return times_ms(cost, first, second, sampled, copies_ms, own_ms) + others * other_ms
 

@@ -38,7 +38,9 @@ def hidden(draft: Draft, decodes: Sequence[tuple[Place, int]], num_due: int) -> 
         decodes: (where its KV lies, its context tokens) of each, who waited longest first.
         num_due: how many at the front join in any case; one does where there is nothing else to do.
     """
-    cost, load, moved_tokens = draft.cost, draft.load, draft.moved_tokens
+    cost, moved_tokens, beside = draft.cost, draft.moved_tokens, len(draft.queue)
+    # Whoever the CPU attends for takes part in the linear stages.
+    load = draft.load._replace(tokens=draft.load.tokens + beside)
     queue = HostQueue(decodes)
 
     def is_late(count: int) -> bool:
@@ -64,4 +66,5 @@ def hidden(draft: Draft, decodes: Sequence[tuple[Place, int]], num_due: int) -> 
 def admits(draft: Draft, place: Place, num_tokens: int) -> bool:
     """Whether one more request of so many tokens hides, once all who are there are decodes."""
     there = {each: decodes for each, decodes in draft.residents.items() if not each.host_attends}
-    return hides(draft.cost, Load().plus(there).plus({place: Decodes(1, num_tokens)}))
+    load = Load(tokens=draft.num_on_host).plus(there).plus({place: Decodes(1, num_tokens)})
+    return hides(draft.cost, load)

@@ -144,6 +144,30 @@ def test_swapped_kv_needs_host_memory_for_all_its_layers(machine: SimpleNamespac
     assert 0 < blocks[Place.SWAPPED] * BLOCK_SIZE * CONFIG.kv_bytes_per_token(DTYPE) * 31 / 32 < GIB
 
 
+def test_no_more_is_swapped_than_comes_over_the_bus_while_the_gpu_reads(machine: SimpleNamespace) -> None:
+    free, all_tokens = FreeMemory.now(CUDA), CONFIG.kv_bytes_per_token(DTYPE)
+
+    def swapped(bus_share: float) -> int:
+        places = (Place.DEVICE, Place.SWAPPED, Place.HOST)
+        blocks = budget.pool_blocks(
+            CONFIG, DTYPE, LIMITS, CUDA, ALL_THAT_FITS, free=free, places=places, bus_share=bus_share
+        )
+        return blocks[Place.SWAPPED] * BLOCK_SIZE
+
+    for bus_share in (0.01, 0.03):
+        comes = bus_share * (WEIGHTS + kv(CUDA)[Place.DEVICE])
+        assert comes * 0.8 < swapped(bus_share) * all_tokens * 31 / 32 <= comes
+    assert swapped(1.0) == swapped(2.0)  # the GPU's memory for its layers is the limit
+
+
+def test_without_a_gpu_kv_is_swapped_only_where_nobody_else_attends_to_host_memory(
+    machine: SimpleNamespace,
+) -> None:
+    for places in ((Place.DEVICE, Place.SWAPPED), (Place.DEVICE, Place.SWAPPED, Place.HOST)):
+        blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CPU, ALL_THAT_FITS, places=places)
+        assert (blocks[Place.SWAPPED] > 0) == (Place.HOST not in places)
+
+
 def test_a_swap_cache_of_any_size_may_be_asked_for_and_leaves_others_what_they_asked_for(
     machine: SimpleNamespace,
 ) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.schedule.mix import EXPECTED_OUTPUT_TOKENS, Mix
-from neo_desktop.engine.schedule.regime import Demand, Kind, Regime, RegimeFinder
+from neo_desktop.engine.schedule.regime import WORTH_CHANGING, Demand, Kind, Regime, RegimeFinder
 from neo_desktop.engine.simulation.analytic import analytic_cost_model
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.models.shapes import shape
@@ -69,12 +69,25 @@ def test_a_slow_bus_keeps_requests_on_the_device() -> None:
     assert best(slow, CHATS).num_on_host < best(cost, CHATS).num_on_host
 
 
+def test_a_bus_that_brings_much_beside_the_work_is_used_and_a_slow_one_is_not() -> None:
+    cost = cost_of("gh200", "llama-2-7b")
+    demand = replace(CHATS, most_on_host=0, most_swapped=30, most_elsewhere=30)
+    regime, alone = best(cost, demand), best(cost, replace(demand, most_swapped=0))
+    assert regime.num_swapped > 5
+    assert regime.num_device == demand.most_on_device + regime.num_swapped
+    assert regime.rate > 1.01 * alone.rate
+    slow = replace(cost, swap=type(cost.swap)((1, 2048), (10.0, 20480.0)))
+    assert best(slow, demand) == best(slow, replace(demand, most_swapped=0))
+
+
 demands = st.builds(
     Demand,
     device=st.just(Place.DEVICE),
     host=st.just(Place.HOST),
     most_on_device=st.integers(0, 60),
     most_on_host=st.integers(0, 200),
+    most_swapped=st.integers(0, 60),
+    most_elsewhere=st.integers(200, 250),
     prompt_tokens=st.floats(1, 4000),
     context_tokens=st.floats(1, 4000),
     prompts_per_decode=st.floats(0, 100),
@@ -95,14 +108,16 @@ def test_tokens_are_worth_what_the_iteration_takes_and_more_memory_never_harms(
 ) -> None:
     cost = machine(weights_ms=weights_ms, token_ms=token_ms, cpu_token_ms=cpu_token_ms)
     regime = best(cost, demand)
-    assert regime.num_device == demand.most_on_device
+    assert regime.num_device == demand.most_on_device + regime.num_swapped
+    assert regime.num_swapped <= demand.most_swapped
     assert regime.num_on_host <= demand.most_on_host
+    assert regime.num_on_host + regime.num_swapped <= demand.most_elsewhere
     assert min(regime.prompt_ms, regime.decode_ms) >= 0
     if regime.num_decoded:
         worth = regime.chunk_tokens * regime.prompt_ms + regime.num_decoded * regime.decode_ms
         assert worth == pytest.approx(regime.ms)
-        alone = best(cost, replace(demand, most_on_host=0))
-        assert regime.rate >= alone.rate * (1 - 1e-9)
+        for less in (replace(demand, most_on_host=0), replace(demand, most_swapped=0)):
+            assert regime.rate * WORTH_CHANGING >= best(cost, less).rate * (1 - 1e-9)
 
 
 def test_a_mix_is_what_came_and_the_latest_counts_more() -> None:

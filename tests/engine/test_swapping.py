@@ -343,3 +343,11 @@ def test_an_engine_gives_the_same_tokens_whichever_places_it_has(
         expected = tokens_of(made)
     with engine("with swapped KV", "cpu", places) as made:
         assert tokens_of(made) == expected
+
+
+@pytest.mark.parametrize("policy", ["pie", "auto"])
+def test_policies_that_swap_give_the_same_tokens(policy: str) -> None:
+    with engine("gpu-only", "cpu") as made:
+        expected = tokens_of(made)
+    with engine(policy, "cpu") as made:
+        assert tokens_of(made) == expected

@@ -34,6 +34,7 @@ def make_engine(policy: str, device: str = "cuda", places: Sequence[Place] | Non
         policy=policy if places is None else "auto",
         gpu_cache_tokens=256,
         cpu_cache_tokens=256,
+        swap_cache_tokens=256,
         max_batch_tokens=64,
         max_batch_requests=4,
     )
