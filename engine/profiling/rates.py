@@ -4,6 +4,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import cache, partial
 
 import torch
@@ -11,10 +12,16 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.cuda.errors import StreamMemoryError
+from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.execute.backend import open_backend
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.predict.cost_model import MemoryShares
 from neo_desktop.engine.predict.split_product import Rates
+from neo_desktop.engine.profiling.hand_off import HandOff
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import Linear
+from neo_desktop.native.relay import RelayStalledError
 
 COLUMNS = 4096
 ROWS = 8192  # of weights: enough that no cache holds them
@@ -22,7 +29,7 @@ MANY = 64  # rows of a product that is arithmetic
 COPY_BYTES = 64 * 1024**2
 READ_BYTES = 256 * 1024**2
 READS_TOGETHER = 16
-HAND_OFF_MS = 0.03  # with flags, as measured on a GPU; a product has time to spare
+HANDED_BYTES = 8192  # inputs of a product of one row
 _REPEATS = 2
 _CPU = torch.device("cpu")
 
@@ -44,7 +51,7 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
             COPY_BYTES / copied_s,
             cpu_bytes_per_s,
             cpu_flops,
-            HAND_OFF_MS,
+            _hand_off_ms(device),
             read_bytes_per_s,
         )
     gpu_few_s, gpu_many_s, gpu_bytes = _products(device, dtype)
@@ -54,7 +61,7 @@ def measured_rates(device: torch.device, dtype: torch.dtype) -> Rates:
         COPY_BYTES / _least_s(_copy(device), device),
         gpu_bytes / gpu_few_s,
         2 * ROWS * COLUMNS * MANY / gpu_many_s,
-        HAND_OFF_MS,
+        _hand_off_ms(device),
         read_bytes_per_s,
     )
 
@@ -98,6 +105,21 @@ def shares_of(alone: tuple[float, float], together: tuple[float, float]) -> Memo
     """
     most = max(sum(together), *alone)
     return MemoryShares(*(rate / most for rate in alone))
+
+
+def _hand_off_ms(device: torch.device) -> float:
+    """Return what few inputs take to the CPU and its outputs back, as iterations tell each other."""
+
+    def least_ms(*, in_graph: bool) -> float:
+        with closing(HandOff(device, open_backend(WholeDevice(device)), in_graph=in_graph)) as hand_off:
+            return 1e3 * min(hand_off.seconds(HANDED_BYTES) for _ in range(_REPEATS))
+
+    if device.type == "cuda" and ladder.rung("graphs") == "host-flags":
+        try:
+            return least_ms(in_graph=True)
+        except (StreamMemoryError, RelayStalledError) as error:
+            ladder.limit("graphs", "device-only", str(error))
+    return least_ms(in_graph=False)
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> tuple[float, float, int]:

@@ -1,0 +1,60 @@
+"""What a machine's sides do is measured before a model is loaded, its hand-offs as iterations have them."""
+
+import pytest
+import torch
+from ladder_rungs import Rungs
+
+from neo_desktop.engine.cuda.errors import StreamMemoryError
+from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.profiling import rates
+from neo_desktop.engine.profiling.rates import measured_rates
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+class FakeHandOff:
+    """Takes 7 microseconds with flags, if there are any, and 300 with threads."""
+
+    has_flags = True
+
+    def __init__(self, device: torch.device, backend: object, *, in_graph: bool) -> None:
+        self._in_graph = in_graph
+
+    def seconds(self, nbytes: int) -> float:
+        if self._in_graph and not self.has_flags:
+            raise StreamMemoryError("the driver refuses")
+        return 7e-6 if self._in_graph else 300e-6
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def _hand_offs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "HandOff", FakeHandOff)
+    monkeypatch.setattr(rates, "open_backend", lambda streams: None)
+
+
+def test_rates_of_a_cpu_that_imitates_a_gpu() -> None:
+    found = measured_rates(CPU, torch.float32)
+    assert min(found.cpu_bytes_per_s, found.cpu_flops, found.bus_bytes_per_s, found.host_bytes_per_s) > 1e6
+    assert 0 < found.hand_off_ms < 1e3
+
+
+@pytest.mark.usefixtures("_hand_offs")
+def test_hand_offs_are_told_by_flags_where_there_are_any(
+    rungs: Rungs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rungs()
+    assert rates._hand_off_ms(CPU) == pytest.approx(0.3)
+    assert rates._hand_off_ms(CUDA) == pytest.approx(0.007)
+    monkeypatch.setattr(FakeHandOff, "has_flags", False)
+    assert rates._hand_off_ms(CUDA) == pytest.approx(0.3)
+    assert ladder.limits() == {"graphs": "device-only"}
+
+
+@pytest.mark.usefixtures("_hand_offs")
+def test_on_a_rung_without_flags_none_are_tried(rungs: Rungs) -> None:
+    rungs(graphs="eager")
+    assert rates._hand_off_ms(CUDA) == pytest.approx(0.3)
+    assert ladder.rung("graphs") == "eager"
