@@ -65,9 +65,7 @@ class PlanWriter:
     def _sequence(self, sequence: ScheduledSequence) -> ToldSequence:
         key, table = (sequence.request_id, sequence.place), sequence.block_table
         known = self._tables.get(key)
-        num_known = 0 if known is None else len(known)
-        if known is None or not np.array_equal(table[:num_known], known):
-            num_known = 0
+        num_known = len(known) if known is not None and _goes_on(known, table) else 0
         _keep(self._tables, key, table)
         num_rows = sequence.num_pooled or int(sequence.sampling is not None)
         new_blocks = table[num_known:].tobytes()
@@ -112,7 +110,8 @@ class PlanReader:
             raise ValueError(
                 f"{told.num_known} blocks of {told.request_id} were told before, not {len(table)}"
             )
-        table.extend(np.frombuffer(told.new_blocks, np.int32))
+        if told.new_blocks:
+            table.extend(np.frombuffer(told.new_blocks, np.int32))
         _keep(self._tables, key, table)
         return ScheduledSequence(
             told.request_id,
@@ -123,6 +122,12 @@ class PlanReader:
             None,
             num_pooled=told.num_rows,
         )
+
+
+def _goes_on(known: IntView, table: IntView) -> bool:
+    """Whether a table begins as it was told: in the same memory, which only grows, it does."""
+    is_same = known.base is not None and known.base is table.base and len(table) >= len(known)
+    return is_same or np.array_equal(table[: len(known)], known)
 
 
 def _keep(tables: OrderedDict[tuple[str, Place], T], key: tuple[str, Place], table: T) -> None:
