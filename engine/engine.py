@@ -4,7 +4,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
@@ -243,6 +243,15 @@ class Engine:
     def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request now and free its memory; return the last of its outputs, if it was still there."""
         return self._scheduler.abort(request_id)
+
+    def watch(self, alarm: Callable[[], object]) -> None:
+        """Have something called, by any thread, when `check` would raise though nobody asks anything."""
+        self._iterations.executor.watch(alarm)
+
+    def check(self) -> None:
+        """Raise RuntimeError if it is known that nothing can be computed in this process any more."""
+        if (loss := self._iterations.executor.loss) is not None:
+            raise loss
 
     def step(self) -> list[RequestOutput]:
         """Wait for an iteration and start the next one; return what each request gained by the first.

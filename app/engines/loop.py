@@ -18,6 +18,7 @@ from neo_desktop.app.engines.messages import (
     Abort,
     Add,
     Answered,
+    Check,
     Command,
     Compile,
     Ended,
@@ -53,6 +54,7 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._is_stopping = False  # run's own
         self._compilers = ThreadPoolExecutor(MAX_COMPILERS, "grammar")
+        engine.watch(lambda: self._inbox.put(Check()))
 
     def take(self, command: Command) -> None:
         """Have a command carried out; any thread may ask."""
@@ -99,6 +101,8 @@ class EngineLoop:
                 return self._add(command)
             case Abort():
                 self._engine.abort(command.request_id)
+            case Check():
+                self._engine.check()
             case Look():
                 return [Answered(command.ticket, self._engine.live_view())]
             case Stop():

@@ -55,7 +55,12 @@ class Stop:
     """End the loop."""
 
 
-Command = Add | Compile | Look | Abort | Stop
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Look whether the engine can go on: it gave an alarm."""
+
+
+Command = Add | Check | Compile | Look | Abort | Stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What a service needs of an engine: few calls, all from one thread, `grammars.compile` excepted."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from neo_desktop.engine.grammar import GrammarCompiler
@@ -48,6 +48,12 @@ class ServedEngine(Protocol):
 
     def take_outputs(self) -> Sequence[RequestOutput]:
         """Return what requests gained since the last call."""
+
+    def watch(self, alarm: Callable[[], object]) -> None:
+        """Have something called, by any thread, when `check` would raise though nobody asks anything."""
+
+    def check(self) -> None:
+        """Raise why nothing can be computed any more, as far as it is known."""
 
     def stats(self) -> EngineStats:
         """Return how it stands."""

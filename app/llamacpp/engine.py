@@ -8,6 +8,7 @@ batched, offloaded or predicted. KV of the last request stays, so that a chat th
 import itertools
 import logging
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -99,6 +100,12 @@ class LlamaCppEngine:
         self._outputs = [output for output in self._outputs if output.request_id != request_id]
         if self._running is not None and self._running.owner_id == request_id:
             self._running = None
+
+    def watch(self, alarm: Callable[[], object]) -> None:
+        """See `ServedEngine`: what happens to it, happens when it computes."""
+
+    def check(self) -> None:
+        """See `watch`."""
 
     def collect(self) -> None:
         """Compute a piece of the running request's prompt, or its next token."""

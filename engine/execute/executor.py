@@ -34,6 +34,14 @@ class Executor(ABC):
         """
         return False
 
+    def watch(self, alarm: Callable[[], object]) -> None:  # noqa: B027  most have nothing to watch
+        """Have something called, by any thread, once there is a `loss` though nothing is under way."""
+
+    @property
+    def loss(self) -> Exception | None:
+        """Why nothing can be executed any more, as far as that is known without trying."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """End what runs in the background; nothing can be executed afterwards. May be called again."""

@@ -108,6 +108,7 @@ class _NoDecoder:
     device = torch.device("cpu")
     dtype = torch.float32
     nbytes = 1000
+    expert_use = None
 
 
 def make_engine(

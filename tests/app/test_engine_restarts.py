@@ -144,6 +144,12 @@ async def test_a_divided_model_is_lost_and_started_again_as_a_whole() -> None:
     assert await ask(host.service)
     assert is_gone(engine.pid)
     engine, other = divided_processes()
+    other.kill()  # while nobody asks anything
+    await until(lambda: host.loading is not None)
+    await loaded(host)
+    assert await ask(host.service)
+    assert is_gone(engine.pid)
+    engine, other = divided_processes()
     await host.stop()
     assert is_gone(engine.pid)
     assert is_gone(other.pid)

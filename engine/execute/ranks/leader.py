@@ -74,6 +74,7 @@ class _Process:
         self._writer = FrameWriter(self._process.stdin)
         self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._failed: Exception | None = None
+        self._alarm: Callable[[], object] = bool  # nobody wants to know
         threading.Thread(target=self._read, name=f"rank {self.rank.number}", daemon=True).start()
         self.send(beginning)
 
@@ -142,6 +143,13 @@ class _Process:
                     self._failed = message.error
                 self._messages.put(message)
         self._messages.put(None)
+        self._alarm()
+
+    def watch(self, alarm: Callable[[], object]) -> None:
+        """Have something called when it has ended."""
+        self._alarm = alarm
+        if self.what_ended() is not None:
+            alarm()
 
     def __str__(self) -> str:
         return f"process {self.pid}, which has part {self.rank.number + 1} of the model,"
@@ -217,10 +225,14 @@ class Leader:
         Raises:
             RankLostError: one of them is gone.
         """
-        for process in self.processes:
-            if process.what_ended() is not None:
-                raise self.lost()
+        if self.has_lost:
+            raise self.lost()
         self._tell(message)
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether one of them is gone."""
+        return any(process.what_ended() is not None for process in self.processes)
 
     def have_executed(self) -> bool:
         """Whether all have executed the plans that they were told of: then the next one can follow."""
@@ -312,8 +324,16 @@ class LeadingExecutor(Executor):
                 raise self._leader.lost() from error
             raise
 
-    def close(self) -> None:
-        """See `Executor`."""
+    def watch(self, alarm: Callable[[], object]) -> None:
+        """See `Executor`, likewise the others."""
+        for process in self._leader.processes:
+            process.watch(alarm)
+
+    @property
+    def loss(self) -> Exception | None:  # noqa: D102
+        return self._leader.lost() if self._leader.has_lost else None
+
+    def close(self) -> None:  # noqa: D102
         if self._is_closed:
             return
         self._is_closed = True
