@@ -8,7 +8,7 @@ class _Place(NamedTuple):
     label: str  # what metrics and reports call it
     in_host_memory: bool  # whether its KV lies there between iterations, even where there is a GPU
     host_attends: bool  # whether its decodes cross the bus: the native CPU kernels attend for them
-    is_remote: bool = False  # whether that is done on another computer, by an attention worker
+    is_remote: bool = False  # whether others do that: an attention worker on another computer, a second GPU
 
 
 class Place(_Place):
@@ -22,6 +22,7 @@ class Place(_Place):
 
     DEVICE: ClassVar["Place"]  # the GPU-cache, imitated in host memory where there is no GPU
     HOST: ClassVar["Place"]  # the CPU-cache
+    PEER: ClassVar["Place"]  # the memory of a second GPU, which attends to it
     SWAPPED: ClassVar["Place"]  # host memory whose KV comes to the device, layer by layer, to be attended to
 
     @classmethod
@@ -44,6 +45,16 @@ class Place(_Place):
         return self.host_attends and not self.is_remote
 
     @property
+    def through_host(self) -> bool:
+        """Whether q, k, v and the output of its decodes go through host memory."""
+        return self.host_attends and self.in_host_memory
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether a second GPU attends, which gets them from the model's."""
+        return self.host_attends and not self.in_host_memory
+
+    @property
     def is_swapped(self) -> bool:
         """Whether its KV comes from host memory to the device for each layer: the device attends to it."""
         return self.in_host_memory and not self.host_attends
@@ -62,5 +73,6 @@ class Place(_Place):
 Place.DEVICE = Place("device", label="gpu", in_host_memory=False, host_attends=False)
 Place.HOST = Place("host", label="cpu", in_host_memory=True, host_attends=True)
 Place.SWAPPED = Place("swapped", label="swap", in_host_memory=True, host_attends=False)
+Place.PEER = Place("peer", label="second-gpu", in_host_memory=False, host_attends=True, is_remote=True)
 PLACES = (Place.DEVICE, Place.HOST)  # whose attention is measured: each in its own way
 ALL_PLACES = (Place.DEVICE, Place.SWAPPED, Place.HOST)

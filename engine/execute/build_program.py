@@ -9,13 +9,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from neo_desktop.engine.batch import MAX_STAGGERED, UNKNOWN_TOKEN, IterationPlan, ScheduledSequence
-from neo_desktop.engine.cuda.copies import suits_graphs
+from neo_desktop.engine.cuda.copies import suits_graphs, upload
 from neo_desktop.engine.execute.host import HostBatch
 from neo_desktop.engine.execute.layout import Bucket, Members
 from neo_desktop.engine.execute.outputs import Asked, Outputs
+from neo_desktop.engine.execute.peer import PeerDecodes
 from neo_desktop.engine.execute.prefill import Prefill
 from neo_desktop.engine.execute.program import DeviceDecodes, HandOff, Program, SubBatchPass
-from neo_desktop.engine.execute.prompts import DevicePrompts, HostPrompts, Prompts, prompts_of, slots_of
+from neo_desktop.engine.execute.prompts import (
+    DevicePrompts,
+    DistantPrompts,
+    HostWays,
+    PeerWays,
+    Prompts,
+    prompts_of,
+    slots_of,
+)
 from neo_desktop.engine.execute.staggered import Staggered
 from neo_desktop.engine.execute.swapping import (
     NewRows,
@@ -27,6 +36,7 @@ from neo_desktop.engine.execute.swapping import (
 from neo_desktop.engine.execute.transfers import Moves, TransferMemory
 from neo_desktop.engine.execute.workspace import HandOver, Memory, Workspace
 from neo_desktop.engine.int_array import IntArray, IntView
+from neo_desktop.engine.kv.peer import PeerPool
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.kv.swapped import SwappedPool
 from neo_desktop.engine.placement import Place
@@ -141,11 +151,14 @@ class ProgramBuilder:
             self._find_tokens(memory, members, rows_of_tokens)
         rows, inputs, places = memory.rows, memory.inputs, self._storage.places
         split, num_layers = self._workspace.split, self._model.config.num_layers
-        hand_offs, decodes, first = [], [], 0
+        hand_offs, decodes, peers, first = [], [], [], 0
         for index, place in enumerate(places):
             count = rows.decodes[index]
             hand_over = memory.hand_overs[index]
             if not count:
+                continue
+            if isinstance(pool := self._storage[place], PeerPool):
+                peers.append(self._peer_decodes(pool, rows.decodes_of(index), members.decodes[index]))
                 continue
             if hand_over is None:
                 of_place = slice(first, first + count)
@@ -181,6 +194,21 @@ class ProgramBuilder:
             last_rows,
             None if split is None else split.of_rows(memory.index, rows.count, range(num_layers)),
             self._staggered(memory, members) if members.staggered else None,
+            peers,
+        )
+
+    def _peer_decodes(
+        self, pool: PeerPool, rows: slice, sequences: Sequence[ScheduledSequence]
+    ) -> PeerDecodes:
+        tables = padded_block_tables([s.block_table for s in sequences])
+        slots = [decode_slot(sequence, pool.block_size) for sequence in sequences]
+        return PeerDecodes(
+            rows,
+            pool,
+            self._model.config,
+            upload(torch.from_numpy(tables), torch.int32, pool.device),
+            upload([s.context_len for s in sequences], torch.int32, pool.device),
+            upload(slots, torch.int64, pool.device),
         )
 
     def _staggered(self, memory: Memory, members: Members) -> Staggered:
@@ -231,9 +259,10 @@ class ProgramBuilder:
 
         def make(place: Place, pool: KVPool, chunks: Sequence[Prefill], slots: Tensor) -> Prompts:
             if place.host_attends:
-                return HostPrompts(
-                    pool, chunks, memory.index, device, self._row_shape, dtype, self._transfers
-                )
+                ways: HostWays | PeerWays = HostWays(self._transfers, pool, memory.index)
+                if isinstance(pool, PeerPool):
+                    ways = PeerWays(pool, memory.index)
+                return DistantPrompts(ways, chunks, device, self._row_shape, dtype)
             if stream is not None and isinstance(pool, SwappedPool):
                 return SwappedPrompts(pool, chunks, slots, stream, memory.index)
             return DevicePrompts(pool, chunks)

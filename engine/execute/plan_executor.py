@@ -332,6 +332,7 @@ class PlanExecutor(Executor):
         with_flags = self._relays is not None and self._may_use_flags and not program.has_workers
         if (on_host or transfers) and not with_flags:
             with_graphs = False  # threads do the CPU's part, and Python is needed between layers
+        with_graphs = with_graphs and not program.has_peers
         relays = self._relays if with_flags and (on_host or transfers) else None
         if relays is not None:
             relays.start(on_host, transfers, watch)

@@ -47,6 +47,7 @@ from neo_desktop.engine.execute.host_work import HostWork
 from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
 from neo_desktop.engine.execute.layout import Bucket
 from neo_desktop.engine.execute.outputs import Outputs
+from neo_desktop.engine.execute.peer import PeerDecodes
 from neo_desktop.engine.execute.prompts import Prompts
 from neo_desktop.engine.execute.split_products import SplitPass
 from neo_desktop.engine.execute.staggered import Staggered
@@ -129,6 +130,7 @@ class SubBatchPass:
     last_rows: Sequence[int]  # whose hidden states are needed after all layers
     split: SplitPass | None = None  # its products with split matrices; None: the model has none
     staggered: Staggered | None = None
+    peers: Sequence[PeerDecodes] = ()
 
 
 class Program:
@@ -218,7 +220,7 @@ class Program:
     def _has_cuts(self) -> bool:
         """Whether something has to happen before each layer that is not fixed."""
         return self._moves.has_any or any(
-            prompts.transfers_ahead for each in self._passes for prompts in each.prompts
+            prompts.fetches for each in self._passes for prompts in each.prompts
         )
 
     @property
@@ -251,6 +253,11 @@ class Program:
         batches = (hand_off.batch.pool for each in self._passes for hand_off in each.hand_offs)
         pools = (*batches, *(transfer.pool for transfer in self.transfers))
         return any(pool.worker is not None for pool in pools)
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether a second GPU attends in it: what that works in is made anew for each iteration."""
+        return any(each.peers for each in self._passes)
 
     def copy_times_ms(self) -> tuple[float, float]:
         """Return what the copies of swapped KV took, and what the device waited for them; all has ended."""
@@ -331,6 +338,8 @@ class Program:
             sent = recorder.run(Lane.TO_HOST, stage, partial(self._send, each, hand_off), (linear,))
             batch = hand_off.batch
             hand_off.attended = recorder.host(batch.lane, batch.stage(layer), batch.step(layer), (sent,))
+        for peer in each.peers:
+            peer.submit(recorder, layer, memory.index, memory.state, linear)
         exchanged = () if each.staggered is None else each.staggered.exchange(recorder, layer, linear)
         for decodes in each.decodes:
             stage = Stage("attention", layer, memory.index, len(decodes.context_lens))
@@ -365,6 +374,10 @@ class Program:
                 bring = partial(rows.copy_, out, non_blocking=True)
                 arrived.append(recorder.run(Lane.TO_DEVICE, stage, bring, (hand_off.attended,)))
                 hand_off.attended = None
+        for peer in each.peers:
+            if peer.attended is not None:
+                arrived.append(peer.attended)
+                peer.attended = None
         return arrived
 
     def _attend_to_prompts(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:

@@ -1,7 +1,6 @@
 """The prompt chunks of a sub-batch, place by place: attention on the device, wherever their KV lives."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate, groupby, pairwise
 from typing import Protocol
 
@@ -13,12 +12,16 @@ from torch import Tensor
 from neo_desktop.engine.batch import ScheduledSequence
 from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
+from neo_desktop.engine.execute.peer import FromPeer, ToPeer
 from neo_desktop.engine.execute.prefill import Prefill, groups_of
 from neo_desktop.engine.execute.transfers import NUM_BUFFERS, FromHost, HostTransfer, ToHost, TransferMemory
 from neo_desktop.engine.int_array import IntView
 from neo_desktop.engine.kv.layer import Rows
+from neo_desktop.engine.kv.peer import PeerPool
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
+
+STORE, FETCH = "store prompts' KV", "fetch earlier KV"  # stages
 
 
 class Prompts(Protocol):
@@ -30,6 +33,10 @@ class Prompts(Protocol):
     """
 
     @property
+    def fetches(self) -> bool:
+        """Whether something has to be brought one layer ahead."""
+
+    @property
     def transfers_ahead(self) -> Sequence[HostTransfer]:
         """What the CPU brings from host memory, one layer ahead."""
 
@@ -38,7 +45,7 @@ class Prompts(Protocol):
         """What the CPU stores in host memory."""
 
     def fetch(self, recorder: Recorder, layer: int) -> None:
-        """Start to bring what precedes the chunks in host memory to the device."""
+        """Start to bring what precedes the chunks elsewhere to the device."""
 
     def store(self, recorder: Recorder, layer: int, kv: Rows) -> Sequence[Signal]:
         """Start to store K and V where they live; return what the attention has to wait for."""
@@ -67,6 +74,7 @@ class DevicePrompts:
         chunks: theirs.
     """
 
+    fetches = False
     transfers_ahead: Sequence[HostTransfer] = ()
     transfers_behind: Sequence[HostTransfer] = ()
 
@@ -108,80 +116,109 @@ class DevicePrompts:
         """Do nothing."""
 
 
-class HostPrompts:
-    """Chunks whose KV lies in host memory.
+class HostWays:
+    """How chunks' rows get to a pool in host memory, and from there.
 
     Args:
+        make: makes transfers.
         pool: the place's.
-        chunks: theirs.
         index: of the sub-batch.
+    """
+
+    def __init__(self, make: TransferMemory, pool: KVPool, index: int) -> None:
+        self._make, self._pool, self._index = make, pool, index
+
+    def there(self, slots: Tensor) -> ToHost:
+        """Return what stores rows in slots."""
+        transfer = self._make.transfer(
+            STORE, self._pool, slots, to_host=True, is_behind=True, index=self._index
+        )
+        return ToHost(transfer, Lane.STORE)
+
+    def back(self, slots: Tensor) -> FromHost:
+        """Return what brings the rows of slots."""
+        return FromHost(self._make.transfer(FETCH, self._pool, slots, to_host=False, index=self._index))
+
+
+class PeerWays:
+    """Likewise of a second GPU's pool."""
+
+    def __init__(self, pool: PeerPool, index: int) -> None:
+        self._pool, self._index = pool, index
+
+    def there(self, slots: Tensor) -> ToPeer:
+        """Return what stores rows in slots."""
+        return ToPeer(STORE, self._index, self._pool, slots)
+
+    def back(self, slots: Tensor) -> FromPeer:
+        """Return what brings the rows of slots."""
+        return FromPeer(FETCH, self._index, self._pool, slots)
+
+
+class DistantPrompts:
+    """Chunks whose KV lies in host memory, or in a second GPU's.
+
+    Args:
+        ways: there and back.
+        chunks: theirs.
         device: the model's.
         row_shape: (kv_heads, head_dim)
         dtype: of k and v.
-        make: makes transfers.
     """
 
     def __init__(
         self,
-        pool: KVPool,
+        ways: HostWays | PeerWays,
         chunks: Sequence[Prefill],
-        index: int,
         device: torch.device,
         row_shape: tuple[int, int],
         dtype: torch.dtype,
-        make: TransferMemory,
     ) -> None:
         self._groups = [group.attending_on(device) for group in groups_of(chunks)]
         self._rows = slice(chunks[0].rows.start, chunks[-1].rows.stop)
         new = torch.cat([chunk.slots[chunk.start :] for chunk in chunks])
-        self._to_host = ToHost(
-            make.transfer("store prompts' KV", pool, new, to_host=True, is_behind=True, index=index),
-            Lane.STORE,
-        )
+        self._there = ways.there(new)
         earlier = [chunk.earlier_slots for group in self._groups for chunk in group.chunks]
         num_earlier = sum(map(len, earlier))
-        self._from_host: FromHost | None = None
+        self._back: FromHost | FromPeer | None = None
         self._fetched: list[Signal | None] = [None] * NUM_BUFFERS
         self._read: tuple[Signal, ...] = ()  # what has read the buffers
         self._sent: Signal | None = None  # the layer's k and v
         self._earlier: list[Tensor] = []
         if num_earlier:
             slots = torch.cat(earlier)
-            self._from_host = FromHost(
-                make.transfer("fetch earlier KV", pool, slots, to_host=False, index=index)
-            )
+            self._back = ways.back(slots)
             # One buffer is read by the attention of a layer while the other is filled for the next.
             shape = (2, num_earlier, *row_shape)
             self._earlier = [torch.empty(shape, dtype=dtype, device=device) for _ in range(NUM_BUFFERS)]
         self._ends = list(accumulate(map(len, earlier), initial=0))
 
     @property
+    def fetches(self) -> bool:
+        """See `Prompts`."""
+        return self._back is not None
+
+    @property
     def transfers_ahead(self) -> Sequence[HostTransfer]:
         """See `Prompts`."""
-        return () if self._from_host is None else (self._from_host.host,)
+        return () if self._back is None else self._back.transfers
 
     @property
     def transfers_behind(self) -> Sequence[HostTransfer]:
         """See `Prompts`."""
-        return (self._to_host.host,)
+        return self._there.transfers
 
     def fetch(self, recorder: Recorder, layer: int) -> None:
         """See `Prompts`."""
-        if self._from_host is None:
+        if self._back is None:
             return
         self._read = self._read or (recorder.mark(),)  # the buffers were somebody else's memory
         target = self._earlier[layer % NUM_BUFFERS]
-        bring = partial(target.copy_, non_blocking=True)
-        self._fetched[layer % NUM_BUFFERS] = self._from_host.submit(recorder, layer, bring, self._read)
+        self._fetched[layer % NUM_BUFFERS] = self._back.bring(recorder, layer, target, self._read)
 
     def store(self, recorder: Recorder, layer: int, kv: Rows) -> Sequence[Signal]:
         """See `Prompts`."""
-        new = kv[:, self._rows]
-
-        def read(buffer: Rows) -> None:
-            buffer.copy_(new, non_blocking=True)  # one copy for both: a GPU first gathers them
-
-        self._sent, _ = self._to_host.submit(recorder, layer, read, (recorder.mark(),))
+        self._sent = self._there.send(recorder, layer, kv[:, self._rows], (recorder.mark(),))
         fetched = self._fetched[layer % NUM_BUFFERS]
         return () if fetched is None else (fetched,)
 
@@ -207,7 +244,7 @@ class HostPrompts:
         """See `Prompts`."""
         assert self._sent is not None
         recorder.wait((self._sent,))  # the next layer's k and v take the place of this one's
-        if self._from_host is not None:
+        if self._back is not None:
             self._read = (recorder.mark(),)
 
 

@@ -17,6 +17,7 @@ from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.lane import HostStep, Lane, Recorder, Signal
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.kv.layer import Rows
+from neo_desktop.engine.kv.peer import PeerPool, peer_of
 from neo_desktop.engine.kv.storage import CopyGroup, KVPool, PoolRows
 from neo_desktop.engine.kv.transfer import HostBuffer
 from neo_desktop.native.relay import RelayTransfer, empty_flags
@@ -69,6 +70,16 @@ class ToHost:
         self.host = host
         self._lane = lane
 
+    @property
+    def transfers(self) -> Sequence[HostTransfer]:
+        """The CPU's part."""
+        return (self.host,)
+
+    def send(self, recorder: Recorder, layer: int, rows: Rows, after: Sequence[Signal]) -> Signal:
+        """Give a layer's rows on the device to the lanes; return when they have left."""
+        read = partial(_copy, rows)  # one copy for both: a GPU first gathers them
+        return self.submit(recorder, layer, read, after)[0]
+
     def submit(
         self, recorder: Recorder, layer: int, read: Callable[[Rows], object], after: Sequence[Signal]
     ) -> tuple[Signal, Signal]:
@@ -93,6 +104,15 @@ class FromHost:
     def __init__(self, host: HostTransfer) -> None:
         self.host = host
 
+    @property
+    def transfers(self) -> Sequence[HostTransfer]:
+        """The CPU's part."""
+        return (self.host,)
+
+    def bring(self, recorder: Recorder, layer: int, target: Rows, after: Sequence[Signal]) -> Signal:
+        """Give a layer's to the lanes; return when the rows have come to `target`, on the device."""
+        return self.submit(recorder, layer, partial(target.copy_, non_blocking=True), after)
+
     def submit(
         self, recorder: Recorder, layer: int, write: Callable[[Rows], object], after: Sequence[Signal]
     ) -> Signal:
@@ -111,6 +131,10 @@ class FromHost:
         return arrived
 
 
+def _copy(rows: Rows, buffer: Rows) -> None:
+    buffer.copy_(rows, non_blocking=True)
+
+
 class Moves:
     """The blocks that change their place in an iteration, in the order of the plan.
 
@@ -125,6 +149,7 @@ class Moves:
             pieces = (torch.split(s, TOKENS_AT_ONCE) for s in (group.source_slots, group.target_slots))
             self._pieces += [_piece(group, old, new, make) for old, new in zip(*pieces, strict=True)]
         self._set_up: Signal | None = None
+        self._has_peer = any(peer_of(group.source, group.target) for group in groups)
 
     @property
     def has_any(self) -> bool:
@@ -142,7 +167,12 @@ class Moves:
             return ()
         if self._set_up is None:
             self._set_up = recorder.mark()  # the slots must have arrived
-        return tuple(piece.submit(recorder, layer, (self._set_up,)) for piece in self._pieces)
+        ends: list[Signal] = []
+        for piece in self._pieces:
+            # A second GPU's are on a lane of their own, and the others on theirs: they keep the plan's order.
+            before = ends if self._has_peer else ()
+            ends.append(piece.submit(recorder, layer, (self._set_up, *before)))
+        return tuple(ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,22 +209,30 @@ class _MoveFromPages:
 
 @dataclass(frozen=True, slots=True)
 class _DirectMove:
-    """Between places that the device attends to: the CPU has no part in it."""
+    """Between GPUs' places: the CPU has no part in it."""
 
     source: KVPool
+    target: KVPool
     num_rows: int
     old: PoolRows
     new: PoolRows
 
     def submit(self, recorder: Recorder, layer: int, after: Sequence[Signal]) -> Signal:
         stage = Stage(NAME, layer, NO_SUB_BATCH, self.num_rows)
-        return recorder.run(Lane.SWAP, stage, partial(self._copy, layer), after)
+        peer = peer_of(self.source, self.target)
+        if peer is None:
+            return recorder.run(Lane.SWAP, stage, partial(self._copy, layer), after)
+        return recorder.run(Lane.PEER, stage, partial(self._cross, peer, layer), after)
 
     def _copy(self, layer: int) -> None:
         pool = self.source
         rows = torch.empty(2, self.num_rows, *pool.row_shape, dtype=pool.dtype, device=pool.device)
         self.old.read(layer, rows)
-        self.new.write(layer, rows)
+        self.new.write(layer, rows.to(self.target.device, non_blocking=True))
+
+    def _cross(self, peer: PeerPool, layer: int) -> None:
+        with peer.beside_device():
+            self._copy(layer)
 
 
 _Move = _MoveToPages | _MoveFromPages | _DirectMove
@@ -209,7 +247,7 @@ def _piece(group: CopyGroup, old: Tensor, new: Tensor, make: "TransferMemory") -
         return _MoveFromPages(
             target, target.rows_at(new), FromHost(make.transfer(NAME, source, old, to_host=False))
         )
-    return _DirectMove(source, len(old), source.rows_at(old), target.rows_at(new))
+    return _DirectMove(source, target, len(old), source.rows_at(old), target.rows_at(new))
 
 
 class TransferMemory:

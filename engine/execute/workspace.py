@@ -61,7 +61,7 @@ class Memory:
     first_source: int  # where in the table this sub-batch's `token_ids` begin
     token_ids: Tensor  # [rows] int32, what is embedded
     state: State
-    hand_overs: tuple[HandOver | None, ...]  # of each place; None: the device attends
+    hand_overs: tuple[HandOver | None, ...]  # of each place; None: a GPU attends
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Workspace:
         self.latest = self._table[:rows]
         self._token_ids = torch.zeros(num_rows if self._is_staged else 0, dtype=torch.int32, device=device)
         self._hand_overs = [
-            [self._hand_over(decodes) if place.host_attends else None for place in places] for _ in range(2)
+            [self._hand_over(decodes) if place.through_host else None for place in places] for _ in range(2)
         ]
         # What staggered decodes have; None: no place is attended to by the CPU.
         self.staggered: StaggeredMemory | None = None

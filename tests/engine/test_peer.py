@@ -1,0 +1,160 @@
+"""KV in a second GPU's memory: the tokens of a plain computation, on lanes of any speed and in any order."""
+
+import random
+import time
+
+import pytest
+import torch
+from executors import HookedLanes, carry_out_copies, thread_executor
+from imitated_streams import ImitatedBackend
+from kv_pools import spoiled
+from pipeline_case import (
+    BLOCK_SIZE,
+    RandomIterations,
+    check_result,
+    make_storage,
+    sampling_input,
+    tiny_model,
+)
+from torch_layer import TorchLayer
+
+from neo_desktop.engine.batch import BlockCopy, IterationPlan, ScheduledSequence, SubBatch
+from neo_desktop.engine.execute.lane import Lane
+from neo_desktop.engine.execute.layout import Capacity
+from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.int_array import IntArray
+from neo_desktop.engine.kernels import dispatch
+from neo_desktop.engine.kv.device_layer import DeviceLayer
+from neo_desktop.engine.kv.layer import KVLayer
+from neo_desktop.engine.kv.peer import PeerPool
+from neo_desktop.engine.kv.storage import KVPool, KVStorage
+from neo_desktop.engine.placement import Place
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.stages import Stages
+
+NUM_BLOCKS = 24
+LANES = (Lane.DEVICE, Lane.PEER, Lane.CPU, Lane.TO_DEVICE, Lane.STORE, Lane.SWAP)
+ALL = (Place.DEVICE, Place.PEER, Place.HOST)
+CPU = torch.device("cpu")
+
+
+def storage_of(
+    model: Decoder, places: tuple[Place, ...], device_kind: type[KVLayer] = TorchLayer
+) -> KVStorage:
+    of_others = {place: NUM_BLOCKS for place in places if not place.is_peer}
+    others = make_storage(model, of_others, device_kind=device_kind)
+    pools: dict[Place, KVPool] = {}
+    for place in places:
+        if place.is_peer:
+            pool = PeerPool(
+                model.config, NUM_BLOCKS, BLOCK_SIZE, model.dtype, CPU, CPU, TorchLayer, model.sinks
+            )
+            pools[place] = spoiled(pool)
+        else:
+            pools[place] = others[place]
+    return KVStorage(pools)
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def model_with_sinks() -> Decoder:
+    return tiny_model(attention_sinks=True)
+
+
+def run_random(model: Decoder, executor: PlanExecutor, seed: int, places: tuple[Place, ...], n: int) -> None:
+    iterations = RandomIterations(seed, NUM_BLOCKS, places)
+    for plan, contexts in iterations.plans(n):
+        result = executor.execute(plan)
+        check_result(model, plan, contexts, result)
+        iterations.take_in(result)
+    executor.close()
+
+
+@pytest.mark.parametrize("places", [(Place.PEER,), (Place.DEVICE, Place.PEER), ALL], ids=len)
+@pytest.mark.parametrize("seed", range(6))
+def test_random_plans_give_the_tokens_of_a_plain_computation(
+    model: Decoder, model_with_sinks: Decoder, seed: int, places: tuple[Place, ...]
+) -> None:
+    """Prompts in chunks, decodes, moves there and back, in one or two sub-batches."""
+    model = model_with_sinks if seed % 3 == 0 else model
+    run_random(model, thread_executor(model, storage_of(model, places)), seed, places, 12)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_lanes_of_any_speed_change_no_token(model: Decoder, lane: Lane) -> None:
+    rng = random.Random(lane)
+
+    def hesitate(at: str, stage: Stage) -> None:
+        if at == lane:
+            time.sleep(0.003)
+        elif rng.random() < 0.3:
+            time.sleep(rng.random() * 0.002)
+
+    executor = thread_executor(model, storage_of(model, ALL), lanes=HookedLanes(hesitate))
+    run_random(model, executor, LANES.index(lane), ALL, 5)
+
+
+@pytest.mark.parametrize(
+    ("places", "seed"),
+    [((Place.PEER,), 0), ((Place.PEER,), 1), ((Place.DEVICE, Place.PEER), 2), (ALL, 3)],
+)
+def test_streams_in_any_order_that_their_events_allow_change_no_token(
+    model: Decoder, places: tuple[Place, ...], seed: int
+) -> None:
+    backend = ImitatedBackend(seed, num_queues=(None, 1, 2, 3)[seed])
+    executor = PlanExecutor(
+        Stages(model, dispatch),
+        storage_of(model, places, DeviceLayer),
+        Capacity(tokens=256, decodes=8, blocks=64),
+        backend,
+        num_programs=8,
+        uses_gpu=True,
+    )
+    run_random(model, executor, seed, places, 5)
+
+
+def test_its_attention_is_done_by_a_lane_of_its_own_beside_the_devices(model: Decoder) -> None:
+    timeline = Timeline()
+    executor = thread_executor(model, storage_of(model, ALL), timeline=timeline)
+    tokens = {name: [(7 * ord(name) + 3 * i) % 257 for i in range(20)] for name in "abc"}
+
+    def plan(start: int, end: int) -> IterationPlan:
+        blocks = IntArray(range(-(-end // BLOCK_SIZE))).view()
+        sequences = (
+            ScheduledSequence(name, tuple(each[start:end]), start, place, blocks, sampling_input(end))
+            for (name, each), place in zip(tokens.items(), ALL, strict=True)
+        )
+        return IterationPlan((SubBatch(tuple(sequences)),))
+
+    for start, end in ((0, 9), (9, 10)):
+        asked = plan(start, end)
+        found = executor.execute(asked)
+        check_result(model, asked, {name: each[:end] for name, each in tokens.items()}, found)
+    executor.close()
+    attending = {s.lane for s in timeline.spans if "attention" in s.stage.name}
+    assert attending == {"device", "cpu", "peer"}
+    sent = [span.stage for span in timeline.spans if span.stage.name == "q, k, v"]
+    assert {stage.tokens for stage in sent} == {1}  # the CPU's: the second GPU gets them straight
+
+
+def test_moves_there_and_back_leave_rows_as_they_were(model: Decoder) -> None:
+    storage = storage_of(model, (Place.DEVICE, Place.PEER))
+    slots = torch.arange(3 * BLOCK_SIZE, 6 * BLOCK_SIZE)
+    shape = (2, len(slots), *storage[Place.DEVICE].row_shape)
+    rows = [torch.randn(shape) for _ in range(model.config.num_layers)]
+    for layer, each in enumerate(rows):
+        storage[Place.DEVICE].rows_at(slots).write(layer, each)
+
+    there = [BlockCopy(Place.DEVICE, block, Place.PEER, 20 - block) for block in (3, 4, 5)]
+    back = [BlockCopy(Place.PEER, 20 - block, Place.DEVICE, block + 6) for block in (3, 4, 5)]
+    for copies in (there, back):
+        carry_out_copies(model.config, model.dtype, storage, copies)
+    for layer, each in enumerate(rows):
+        found = torch.empty(shape)
+        storage[Place.DEVICE].rows_at(slots + 6 * BLOCK_SIZE).read(layer, found)
+        assert torch.equal(found, each)
