@@ -44,10 +44,15 @@ class BlockPool:
                                        an idle run             somebody else gets the first of an idle run
 
     Nothing is reserved: once no run is idle, every free block is for anybody.
+
+    Args:
+        stays_low: whether the lowest blocks are given away first, cached or not: what is used lies together
+            at the front, and is copied in one piece.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, stays_low: bool = False) -> None:
         self.num_blocks = num_blocks
+        self._stays_low = stays_low
         self._free = set(range(num_blocks))
         self._num_references = [0] * num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -90,7 +95,7 @@ class BlockPool:
         if after is not None and (after + 1) % BLOCKS_PER_RUN and after + 1 in self._free:
             return after + 1
         if self._idle_runs:
-            blocks = self._blocks(next(iter(self._idle_runs)))
+            blocks = self._blocks(min(self._idle_runs) if self._stays_low else next(iter(self._idle_runs)))
             for block in blocks:
                 if block in self._cached:
                     self._give_up(block)
@@ -99,6 +104,10 @@ class BlockPool:
             if not self._cached:
                 raise MemoryError("no free KV block")
             self._give_up(next(iter(self._cached)))
+        if self._stays_low:
+            block = min(self._free)
+            self._free.discard(block)
+            return block
         return self._free.pop()
 
     def _give_up(self, block: int) -> None:

@@ -44,7 +44,7 @@ class KVCache:
 
     def __init__(self, num_blocks: Mapping[Place, int], block_size: int) -> None:
         self.block_size = block_size
-        self._pools = {place: BlockPool(count) for place, count in num_blocks.items()}
+        self._pools = {place: _pool(place, count) for place, count in num_blocks.items()}
         self._tables: dict[str, _Table] = {}
 
     @property
@@ -59,7 +59,7 @@ class KVCache:
     def resize(self, place: Place, num_blocks: int) -> None:
         """Make the pool of a place anew, in which nobody lives: all that it held is forgotten."""
         assert all(table.place != place for table in self._tables.values())
-        self._pools[place] = BlockPool(num_blocks)
+        self._pools[place] = _pool(place, num_blocks)
 
     def num_free_blocks(self, place: Place) -> int:
         """Blocks that could be allocated there now."""
@@ -288,3 +288,7 @@ def _release(blocks: IntArray, pool: BlockPool) -> None:
     """Give blocks back, the last one first: of a prefix, the end is the part least likely to be shared."""
     for block in reversed(blocks.view().tolist()):
         pool.release(block)
+
+
+def _pool(place: Place, num_blocks: int) -> BlockPool:
+    return BlockPool(num_blocks, stays_low=place.is_swapped)

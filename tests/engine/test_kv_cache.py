@@ -18,7 +18,7 @@ from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.placement import Place
 
 BLOCK_SIZE = 4
-NUM_BLOCKS = {Place.DEVICE: 9, Place.HOST: 6, THIRD: 5}
+NUM_BLOCKS = {Place.DEVICE: 9, Place.HOST: 6, THIRD: 5, Place.SWAPPED: 6}
 
 places = st.sampled_from(tuple(NUM_BLOCKS))
 
@@ -329,3 +329,20 @@ def test_what_is_unused_for_longest_is_given_up_first_a_run_at_a_time() -> None:
     assert all(pool.find(bytes([block])) == block for block in range(BLOCKS_PER_RUN))
     assert pool.num_cached_blocks == BLOCKS_PER_RUN
     assert pool.num_free_blocks == 2 * BLOCKS_PER_RUN - 1
+
+
+@pytest.mark.parametrize("place", [Place.SWAPPED, Place.DEVICE])
+def test_what_is_swapped_lies_at_the_front_whatever_was_there_before(place: Place) -> None:
+    """Contents of those that ended are kept where there is room; elsewhere all blocks are used up first."""
+    num_blocks, size = 64 * BLOCKS_PER_RUN, 4
+    kv = KVCache({place: num_blocks}, size)
+    highest = 0
+    for number in range(100):
+        name, tokens = str(number), [1000 * number + i for i in range(3 * BLOCKS_PER_RUN * size)]
+        hashes: list[bytes] = []
+        extend_hashes(hashes, tokens, size)
+        assert kv.admit(name, len(tokens), hashes, place) == 0
+        highest = max(highest, *kv.block_table(name))
+        kv.commit(name, hashes, len(tokens))
+        kv.free(name)
+    assert (highest < 3 * BLOCKS_PER_RUN) == place.is_swapped
