@@ -183,12 +183,12 @@ class Engine:
         timeline = timeline or Timeline(max_spans=0, is_continuous=False)
         leader = parts.leader
         group = None if leader is None else leader.group
-        executor: Executor = build_executor(
+        own = build_executor(
             decoder, storage, limits.max_batch_tokens, limits.max_batch_requests, timeline, streams, group
         )
         if leader is not None:
             leader.check_ready()
-            executor = LeadingExecutor(executor, leader)
+        executor = own if leader is None else LeadingExecutor(own, leader)
         corrected = None if cost_model is None else CorrectedCostModel(cost_model)
         scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected, decoder.config.num_layers)
         return cls(parts.model, scheduler, kv_cache, executor, policy, corrected, timeline, parts.workers)

@@ -304,6 +304,10 @@ class PlanExecutor(Executor):
     def _tries_graphs(self) -> bool:
         return self._has_graphs and self._pause == 0 and ladder.rung("graphs") != "eager"
 
+    def give_up(self) -> None:
+        """Let nobody wait for the iteration under way any more; any thread may find that it cannot end."""
+        self._watch.give_up()
+
     def close(self) -> None:
         """End all threads, also in the middle of an iteration, and write the timeline if it has a file.
 

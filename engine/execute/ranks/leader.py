@@ -23,6 +23,7 @@ from neo_desktop import native
 from neo_desktop.engine.batch import IterationPlan, IterationResult
 from neo_desktop.engine.cuda.errors import EngineLostError, is_lost
 from neo_desktop.engine.execute.executor import Executor, Wait
+from neo_desktop.engine.execute.plan_executor import PlanExecutor
 from neo_desktop.engine.execute.ranks.group import Group
 from neo_desktop.engine.execute.ranks.messages import (
     Agreed,
@@ -127,7 +128,7 @@ class _Process:
         return self._failed is not None or (self._process.poll() or 0) < 0
 
     def end(self) -> None:
-        """End it: it has nothing that is to be kept."""
+        """End it."""
         self._process.kill()
         self._process.wait()
         with contextlib.suppress(OSError):  # of what was not written
@@ -253,9 +254,13 @@ class Leader:
         with self._lock:
             if self._lost is None:
                 self._lost = self._why()
-                for process in self.processes:
-                    process.end()
+                self.end()
         return RankLostError(self._lost)
+
+    def end(self) -> None:
+        """End all of them: they have nothing that is to be kept."""
+        for process in self.processes:
+            process.end()
 
     def _why(self) -> str:
         deadline_s = time.monotonic() + EXIT_S
@@ -270,8 +275,7 @@ class Leader:
 
     def close(self) -> None:
         """End all of them, and leave this process as it was."""
-        for process in self.processes:
-            process.end()
+        self.end()
         if self.group is not None:
             self.group.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -291,10 +295,11 @@ class LeadingExecutor(Executor):
         leader: the others.
     """
 
-    def __init__(self, own: Executor, leader: Leader) -> None:
+    def __init__(self, own: PlanExecutor, leader: Leader) -> None:
         self._own, self._leader = own, leader
         self._writer = PlanWriter()
         self._is_closed = False
+        self.watch(bool)
 
     def start(self, plan: IterationPlan) -> Wait:
         """See `Executor`.
@@ -317,17 +322,21 @@ class LeadingExecutor(Executor):
         except Exception as error:
             if self._is_closed:
                 raise
-            if is_lost(error):
-                self._leader.lost()
-                raise
-            if not self._leader.have_executed():
+            if self._leader.has_lost or not (is_lost(error) or self._leader.have_executed()):
                 raise self._leader.lost() from error
+            if is_lost(error):
+                self._leader.end()
             raise
 
     def watch(self, alarm: Callable[[], object]) -> None:
         """See `Executor`, likewise the others."""
+
+        def ended() -> None:
+            self._own.give_up()  # a GPU would wait for a sum that does not come
+            alarm()
+
         for process in self._leader.processes:
-            process.watch(alarm)
+            process.watch(ended)
 
     @property
     def loss(self) -> Exception | None:  # noqa: D102
