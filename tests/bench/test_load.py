@@ -71,6 +71,14 @@ def test_policies_see_the_same_requests_at_the_same_rates(report: LoadReport) ->
     assert {point.runs[0].engine.cpu_share for point in gpu_only.points if point.runs[0].engine} == {0.0}
 
 
+def test_divided_models_are_loaded_for_each_policy() -> None:
+    report = last(replace(SMALL, tensor_parallel=2, policies=("fastdecode", "gpu-only"), rates=(20.0,)))
+    assert [curve.name for curve in report.curves] == ["fastdecode", "gpu-only"]
+    for curve in report.curves:
+        ((point,),) = (curve.points,)
+        assert point.runs[0].metrics.finished == 10
+
+
 def test_every_step_adds_to_the_report_before(reports: list[LoadReport]) -> None:
     def size(report: LoadReport) -> int:
         return len(report.section().tables) + len(str(report))
