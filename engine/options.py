@@ -172,9 +172,9 @@ class EngineOptions:
         str | None,
         Option(
             flag="--workers",
-            metavar="HOST[:PORT],..",
+            metavar="HOST[:PORT],..|N",
             help="Attention workers that hold KV and attend to it, too: other computers on which "
-            "'neo-desktop worker' runs.",
+            "'neo-desktop worker' runs; or how many of those that have joined with 'worker --connect'.",
             panel="Workers",
         ),
     ] = None

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -20,6 +21,7 @@ from neo_desktop.engine.profiling.budget import FreeMemory, MemoryCaps, limits_o
 from neo_desktop.engine.profiling.rates import measured_bus_share
 from neo_desktop.engine.profiling.warm_up import TorchGauge, warm_up
 from neo_desktop.engine.progress import Progress
+from neo_desktop.engine.remote.cluster import Cluster, check_ray
 from neo_desktop.engine.remote.link import Address, Trust
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.trust import engine_tls, read_secret
@@ -61,10 +63,10 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
         raise ValueError(
             f"the CPU-cache was asked for in {options.cpu_cache_dtype}, but with this policy there is none"
         )
-    addresses, trust = workers_of(options)
+    trust = trust_of(options)
     if options.tensor_parallel == 1:
         parts = take_memory(load(options, progress), options)
-        return with_workers(parts, addresses, trust) if trust is not None else parts
+        return with_workers(parts, options.workers, trust) if options.workers and trust else parts
     leader = Leader(options, choose_device(options.device))
     try:
         parts = take_memory(load(options, progress, rank=leader.rank), options, member=leader)
@@ -74,30 +76,46 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
     return replace(parts, leader=leader)
 
 
-def workers_of(options: EngineOptions) -> tuple[list[Address], Trust | None]:
-    """Return where workers listen, and what they are known by; None: there are none.
+def trust_of(options: EngineOptions) -> Trust | None:
+    """Return what workers are known by; None: there are none.
 
     Raises:
-        ValueError: an address or the secret cannot be used.
+        ValueError: an address, the secret or the certificates cannot be used, or Ray is missing.
     """
     if options.workers is None:
-        return [], None
-    addresses = [Address.parse(text.strip()) for text in options.workers.split(",")]
+        return None
+    if options.workers.isdigit():
+        check_ray()
+    else:
+        addresses_of(options.workers)
     secret, tls = read_secret(options.worker_secret), engine_tls(options.worker_ca)
-    return addresses, Trust(secret, tls, options.worker_timeout_s)
+    return Trust(secret, tls, options.worker_timeout_s)
 
 
-def with_workers(parts: EngineParts, addresses: Sequence[Address], trust: Trust) -> EngineParts:
+def addresses_of(named: str) -> list[Address]:
+    """Return where workers listen; ValueError: something is no address."""
+    return [Address.parse(text.strip()) for text in named.split(",")]
+
+
+def with_workers(parts: EngineParts, named: str, trust: Trust) -> EngineParts:
     """Connect an engine's parts to workers; who cannot be reached is tried again in the background.
+
+    Args:
+        named: their addresses, or how many of them Ray shall have.
 
     Raises:
         ConnectionError: a worker refuses.
+        RuntimeError: Ray does not start.
     """
     decoder, config = parts.model.decoder, parts.model.config
     most = parts.limits.max_batch_requests * config.max_context_tokens // BLOCK_SIZE
     shape = AttentionShape.of(config, BLOCK_SIZE, decoder.dtype)
     sinks = None if decoder.sinks is None else torch.stack([each.float().cpu() for each in decoder.sinks])
-    workers = Workers(addresses, trust, config, shape, sinks, most)
+    cluster = Cluster(int(named), trust.secret) if named.isdigit() else None
+    addresses = (
+        [partial(_same, address) for address in addresses_of(named)] if cluster is None else cluster.addresses
+    )
+    workers = Workers(addresses, trust, config, shape, sinks, most, cluster=cluster)
     workers.connect()
     pools = {place: parts.storage[place] for place in parts.storage.places}
     return replace(
@@ -106,6 +124,10 @@ def with_workers(parts: EngineParts, addresses: Sequence[Address], trust: Trust)
         storage=KVStorage(pools | workers.pools),
         workers=workers,
     )
+
+
+def _same(address: Address) -> Address:
+    return address
 
 
 def cache_tokens_of(options: EngineOptions) -> dict[Place, int | None]:

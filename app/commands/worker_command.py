@@ -12,6 +12,7 @@ from neo_desktop.app.commands.terminal import stdout
 from neo_desktop.app.commands.worker_options import WorkerOptions
 from neo_desktop.engine.parts import bind_threads
 from neo_desktop.engine.profiling.hardware import host_memory
+from neo_desktop.engine.remote.cluster import HEAD_PORT, check_ray, offer
 from neo_desktop.engine.remote.link import Address
 from neo_desktop.engine.remote.trust import make_secret, read_secret, worker_tls
 from neo_desktop.engine.remote.worker import AttentionWorker, WorkerLimits
@@ -27,11 +28,14 @@ def run_worker(options: WorkerOptions) -> None:
         ValueError: an option cannot be used.
         OSError: the address is not to be had.
     """
-    address = Address.parse(options.listen, least_port=0)
     made = make_secret(options.worker_secret)
     secret, tls = read_secret(options.worker_secret), worker_tls(options.tls_cert, options.tls_key)
     available = host_memory().available_bytes
     memory = int(SHARE * available if options.memory is None else min(options.memory * GIB, available))
+    if options.connect is not None:
+        _offer(options, secret, memory)
+        return
+    address = Address.parse(options.listen, least_port=0)
     bind_threads()
     if options.threads is not None:
         native.set_default_num_threads(options.threads)
@@ -52,6 +56,26 @@ def run_worker(options: WorkerOptions) -> None:
         )
         logging.getLogger("neo_desktop.engine.remote").setLevel(logging.INFO)
         worker.serve()
+    stdout.print("Stopped.")
+
+
+def _offer(options: WorkerOptions, secret: bytes, memory: int) -> None:
+    """Be a part of a cluster until Ctrl-C, a SIGTERM, or its end."""
+    check_ray()
+    if options.tls_cert is not None or options.threads is not None:
+        raise ValueError("--tls-cert and --threads do not go with --connect: let the worker listen instead")
+    head = Address.parse(options.connect or "", default_port=HEAD_PORT)
+    node = offer(head, secret, memory)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: node.terminate())
+    stdout.print(
+        f"Attention worker of the cluster at [bold]{head}[/], {memory / GIB:.1f} GiB for KV",
+        highlight=False,
+        soft_wrap=True,
+    )
+    status = node.wait()
+    if status > 0:
+        raise RuntimeError(f"Ray has ended with status {status}: is {head} the address of a server's Ray?")
     stdout.print("Stopped.")
 
 

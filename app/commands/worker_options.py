@@ -24,6 +24,14 @@ class WorkerOptions:
             show_default=False,
         ),
     ] = "0.0.0.0"
+    connect: Annotated[
+        str | None,
+        typer.Option(
+            "--connect",
+            metavar="HOST[:PORT]",
+            help="Join the cluster of a server with '--workers N', by Ray (port 6379), instead of listening.",
+        ),
+    ] = None
     memory: Annotated[
         float | None,
         typer.Option(

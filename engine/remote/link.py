@@ -4,7 +4,7 @@ import secrets
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -38,11 +38,11 @@ class Address:
     port: int = DEFAULT_PORT
 
     @classmethod
-    def parse(cls, text: str, least_port: int = 1) -> "Address":
+    def parse(cls, text: str, least_port: int = 1, default_port: int = DEFAULT_PORT) -> "Address":
         """Read `HOST`, `HOST:PORT` or `[IPv6]:PORT`; ValueError: it is none."""
         host, separator, port = text.rpartition(":")
         if not separator or text.endswith("]") or (":" in host and not host.endswith("]")):
-            host, port = text, str(DEFAULT_PORT)
+            host, port = text, str(default_port)
         host = host.removeprefix("[").removesuffix("]")
         if not host or not port.isdigit() or not least_port <= int(port) <= 65535:
             raise ValueError(f"{text!r} is no address of a worker: expected HOST or HOST:PORT")
@@ -71,12 +71,14 @@ class WorkerLink:
 
     Args:
         name: of the worker, for people.
-        address: where it listens.
+        find: returns where it listens; asked at each `open`.
         trust: what it is known by.
     """
 
-    def __init__(self, name: str, address: Address, trust: Trust) -> None:
-        self.name, self.address = name, address
+    def __init__(self, name: str, find: Callable[[], Address], trust: Trust) -> None:
+        self.name = name
+        self.address: Address | None = None  # None: nobody knows it yet
+        self._find = find
         self.num_blocks = 0
         self._trust = trust
         self._engine = secrets.token_hex(16)  # what the worker knows this engine by
@@ -106,15 +108,16 @@ class WorkerLink:
             OSError: it cannot be reached, or refuses.
         """
         self.close()
+        self.address = self._find()
         names = {"engine": self._engine, "session": secrets.token_hex(16)}
-        attention = self._connect()
+        attention = self._connect(self.address)
         try:
             asked = names | {"shape": shape.to_json(), "most_blocks": most_blocks}
             attention.send_json(Kind.SET_UP, asked)
             if sinks is not None:
                 attention.send(Kind.SET_UP, bytes_of(sinks.to(CPU, torch.float32).contiguous()))
             self.num_blocks = int(attention.json(attention.answer(Kind.READY))["num_blocks"])
-            rows = self._connect()
+            rows = self._connect(self.address)
             rows.send_json(Kind.SET_UP, names | {"joins": True})
             rows.json(rows.answer(Kind.READY))
         except BaseException:
@@ -124,8 +127,8 @@ class WorkerLink:
         self._tables = [None] * NUM_TABLES
         self._attention, self._rows, self._lost = attention, rows, None
 
-    def _connect(self) -> Channel:
-        address, trust = self.address, self._trust
+    def _connect(self, address: Address) -> Channel:
+        trust = self._trust
         connection = socket.create_connection((address.host, address.port), trust.timeout_s)
         try:
             tune(connection)
@@ -154,10 +157,19 @@ class WorkerLink:
         """
         with self._using(self._attention, self._locks[0]) as channel:
             table = self._table(channel, block_tables, context_lens)
-            qkv = self._buffer.view((len(q), q.shape[1] + 2 * k.shape[1], q.shape[2]), q.dtype)
-            torch.cat((q, k, v), dim=1, out=qkv)
+            qkv = self._joined(q, k, v)
             channel.send(Kind.ATTEND, bytes_of(qkv), layer=layer, table=table, rows=len(q))
             channel.read_into(channel.answer(Kind.OUTPUT), out)
+
+    def _joined(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return all in one piece, [requests, heads + 2 * kv_heads, head_dim]."""
+        heads, kv_heads = q.shape[1], k.shape[1]
+        qkv = self._buffer.view((len(q), heads + 2 * kv_heads, q.shape[2]), q.dtype)
+        # By numpy: so few bytes are not worth the threads that torch would wake for them.
+        into = qkv.view(torch.uint8).numpy()
+        for first, part in ((0, q), (heads, k), (heads + kv_heads, v)):
+            into[:, first : first + part.shape[1]] = part.view(torch.uint8).numpy()
+        return qkv
 
     def _table(self, channel: Channel, block_tables: Tensor, context_lens: Tensor) -> int:
         """Return which block tables these are; they are sent if the worker has not got them."""

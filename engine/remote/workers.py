@@ -3,12 +3,13 @@
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.remote.cluster import Cluster
 from neo_desktop.engine.remote.greeting import RefusedError
 from neo_desktop.engine.remote.link import Address, Trust, WorkerLink
 from neo_desktop.engine.remote.pool import RemotePool
@@ -34,27 +35,30 @@ class Workers:
     """The workers of an engine. `connect` comes first; the engine's thread makes all calls but `close`.
 
     Args:
-        addresses: where they listen.
+        addresses: what tells where each listens.
         trust: what they are known by.
         config: of the model.
         shape: of its attention.
         sinks: [layers, heads] fp32; None: there are none.
         most_blocks: in a worker's memory; more are of no use.
         retries_s: see `RETRIES_S`.
+        cluster: that the workers belong to; closed with them.
     """
 
     def __init__(
         self,
-        addresses: Sequence[Address],
+        addresses: Sequence[Callable[[], Address]],
         trust: Trust,
         config: ModelConfig,
         shape: AttentionShape,
         sinks: Tensor | None,
         most_blocks: int,
         retries_s: Sequence[float] = RETRIES_S,
+        cluster: Cluster | None = None,
     ) -> None:
         self._config, self._shape, self._sinks, self._most_blocks = config, shape, sinks, most_blocks
         self._retries_s = retries_s
+        self._cluster = cluster
         self._links = {
             Place.worker(number): WorkerLink(Place.worker(number).name, address, trust)
             for number, address in enumerate(addresses, 1)
@@ -80,9 +84,8 @@ class Workers:
                 self.close()
                 raise RefusedError(f"{place} at {link.address}: {error}") from None
             except OSError as error:
-                logger.warning(
-                    "%s at %s cannot be reached, and is tried again: %s", place, link.address, error
-                )
+                where = "" if link.address is None else f" at {link.address}"
+                logger.warning("%s%s cannot be reached, and is tried again: %s", place, where, error)
                 self._await(place, str(error))
 
     def _open(self, link: WorkerLink) -> None:
@@ -110,7 +113,9 @@ class Workers:
         """What people are told."""
         with self._changes:
             return {
-                place: WorkerState(str(link.address), self._reasons.get(place), self._losses[place])
+                place: WorkerState(
+                    str(link.address or "no address yet"), self._reasons.get(place), self._losses[place]
+                )
                 for place, link in self._links.items()
             }
 
@@ -175,3 +180,5 @@ class Workers:
         self._closing.set()
         for link in self._links.values():
             link.close()
+        if self._cluster is not None:
+            self._cluster.close()

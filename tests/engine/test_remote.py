@@ -34,7 +34,7 @@ def address() -> Iterator[Address]:
 
 
 def open_link(model: Decoder, address: Address, trust: Trust = TRUST, most: int = 8) -> WorkerLink:
-    link = WorkerLink("worker-1", address, trust)
+    link = WorkerLink("worker-1", lambda: address, trust)
     link.open(shape_of(model, BLOCK_SIZE), sinks_of(model), most)
     return link
 
@@ -236,7 +236,7 @@ def test_a_shape_that_cannot_be_is_refused(model: Decoder) -> None:
 def test_a_worker_that_does_not_answer_is_lost_by_name_after_a_while(model: Decoder) -> None:
     """It accepts, since the system does that in its place, and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        link = WorkerLink("worker-3", Address(*silent.getsockname()), Trust(SECRET, timeout_s=0.2))
+        link = WorkerLink("worker-3", lambda: Address(*silent.getsockname()), Trust(SECRET, timeout_s=0.2))
         with pytest.raises(TimeoutError):
             link.open(shape_of(model, BLOCK_SIZE), sinks_of(model), 8)
         with pytest.raises(WorkerLostError, match="worker-3 is lost: it is not connected"):

@@ -64,9 +64,9 @@ class Answers:
             self.step()
             assert time.monotonic() < deadline
 
-    def until_back(self, place: Place) -> None:
+    def until_back(self, place: Place, patience_s: float = 60.0) -> None:
         """Go on until a place that was lost is used."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + patience_s
         while not self._engine.stats().num_running_at[place]:
             if not self._engine.has_work:  # too soon: others ask
                 self._ask()

@@ -47,7 +47,7 @@ def sinks_of(model: Decoder) -> torch.Tensor | None:
 
 def connected(model: Decoder, place: Place, address: Address, num_blocks: int, block_size: int) -> RemotePool:
     """Return the pool of a worker."""
-    link = WorkerLink(place.name, address, TRUST)
+    link = WorkerLink(place.name, lambda: address, TRUST)
     link.open(shape_of(model, block_size), sinks_of(model), num_blocks)
     return RemotePool(place, model.config, block_size, model.dtype, link)
 
