@@ -71,7 +71,7 @@ def imports(file: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("folders", "extras", "optional"),
     [
-        (["engine", "models", "native"], [], {"llguidance"}),
+        (["engine", "models", "native"], [], {"llguidance", "ray"}),
         (["app", "ui"], ["server", "bench", "llamacpp"], set()),
     ],
 )
