@@ -60,11 +60,6 @@ class ExpertUse:
         """Return the model's configuration with experts in that order."""
         return replace(config, experts=replace(self._experts, order=self.order))
 
-    def resident_share(self, resident: int) -> float:
-        """Return the share of all choices that fell on the most used experts, so many of each layer."""
-        found = self._counts.sort(dim=1, descending=True).values[:, :resident].sum() / self._counts.sum()
-        return float(found)
-
     @staticmethod
     def begin(decoder: Decoder) -> None:
         """Forget what was counted: measurements and first iterations are nobody's use."""

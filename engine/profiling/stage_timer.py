@@ -363,10 +363,11 @@ class StageTimer:
             What they take, and the CPU's part of that.
         """
         num_layers, state = self._config.num_layers, self._state(tokens)
-        in_graph = self._has_graphs and tokens <= MAX_DECODES
+        products = split.of_rows(0, tokens, range(num_layers + 1))
+        # Without flags threads do the CPU's part, which no graph holds.
+        in_graph = self._has_graphs and tokens <= MAX_DECODES and (self._has_flags or not products.on_host)
         start, end = (timed_event(in_graph=in_graph) if self.is_cuda else None for _ in range(2))
         self._fill(state, tokens)
-        products = split.of_rows(0, tokens, range(num_layers + 1))
 
         def record(recorder: Recorder) -> None:
             stream, after = products.stream(), _NOTHING

@@ -32,7 +32,6 @@ def test_those_used_most_come_first_and_older_uses_count_less_in_the_end(tmp_pat
     again = ExpertUse(tmp_path, EXPERTS)
     assert again.order == ((2, 4, 0, 5, 3, 1),) * 3
     assert again.num_choices == 3 * 24
-    assert again.resident_share(2) == pytest.approx(16 / 24)
     # What is counted next is counted in that order.
     ordered = expert_model(1, order=again.order)
     assert ordered.expert_use is not None

@@ -437,19 +437,25 @@ def test_on_a_gpu_every_stage_is_measured_and_keeps_no_memory() -> None:
     assert taken[2] <= taken[1]
 
 
-@pytest.mark.parametrize("is_gpu", [False, True])
+@pytest.mark.parametrize(
+    ("is_gpu", "graphs"),
+    [(False, "host-flags"), (True, "host-flags"), (True, "device-only"), (True, "eager")],
+)
 def test_a_model_with_weights_in_host_memory(
-    is_gpu: bool, rungs: Rungs, monkeypatch: pytest.MonkeyPatch
+    is_gpu: bool, graphs: str, rungs: Rungs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its matrices are divided by what was measured, and the tables are those of that division."""
-    rungs(**dict.fromkeys(KERNELS, "torch"))
+    rungs(graphs=graphs, **dict.fromkeys(KERNELS, "torch"))
     monkeypatch.setattr(stage_timer, "timed_event", WallClock)
     names = {name: 64 for name, _ in CONFIG.each_matrix() if name != "head"}
     model = tiny_model((None,) * CONFIG.num_layers, form=SplitForm(Dense(uses_tiles=False), DENSE, names))
     limits = SchedulerLimits(max_batch_tokens=16, max_batch_requests=4)
     storage = storage_of(device=16, host=16)
-    with closing(StageTimer(model, storage, limits, gpu=ImitatedBackend() if is_gpu else None)) as timer:
+    backend = ImitatedBackend()
+    with closing(StageTimer(model, storage, limits, gpu=backend if is_gpu else None)) as timer:
         ms = [timer.time_ms(Point(Stage.LINEAR, rows), 0) for rows in (1, 3, 16)]
+        if is_gpu:  # no graph holds what threads do
+            assert backend.was_graph is (graphs == "host-flags")
         assert all(each > 0 for each in ms)
         assert all(each > 0 for values in timer.host_linear_ms.values() for each in values)
         assert len(timer.host_linear_ms) == 3

@@ -9,6 +9,7 @@ from torch.nn.functional import silu
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kernels.in_triton import experts as in_triton
 from neo_desktop.models.expert_operators import Choice, ExpertScratch
+from neo_desktop.models.experts_config import ClampedGate
 from neo_desktop.models.linear.grouped import Grouped
 from neo_desktop.models.linear.stacked import Stacked, StackedExperts
 
@@ -18,7 +19,13 @@ HIDDEN, INTERMEDIATE = 64, 64
 
 
 def made(
-    count: int, type_name: str | None, dtype: torch.dtype, device: torch.device, *, has_bias: bool = True
+    count: int,
+    type_name: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    has_bias: bool = True,
+    clamped: ClampedGate | None = None,
 ) -> tuple[StackedExperts, list[tuple[Tensor, Tensor]]]:
     """Experts, and their matrices [experts, rows, columns] and biases [experts, rows] in float64."""
     generator = torch.Generator().manual_seed(count)
@@ -41,10 +48,16 @@ def made(
         found[name] = Stacked(weight, None if bias is None else bias.to(device), rows)
         offset = torch.zeros(count * rows) if bias is None else bias
         exact.append((floats.view(count, rows, width), offset.double().view(count, rows)))
-    return StackedExperts(count, **found), exact
+    return StackedExperts(count, **found, clamped=clamped), exact
 
 
-def expected_of(exact: list[tuple[Tensor, Tensor]], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def expected_of(
+    exact: list[tuple[Tensor, Tensor]],
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    clamped: ClampedGate | None = None,
+) -> Tensor:
     out = torch.zeros(x.shape, dtype=torch.float64)
     (gates, gate_bias), (ups, up_bias), (downs, down_bias) = exact
     for row in range(len(x)):
@@ -52,7 +65,12 @@ def expected_of(exact: list[tuple[Tensor, Tensor]], x: Tensor, ids: Tensor, weig
             if e < 0:
                 continue
             one = x[row].double()
-            gated = silu(gates[e] @ one + gate_bias[e]) * (ups[e] @ one + up_bias[e])
+            gate, up = gates[e] @ one + gate_bias[e], ups[e] @ one + up_bias[e]
+            gated = silu(gate) * up
+            if clamped is not None:
+                gate = gate.clamp(max=clamped.limit)
+                gated = (up.clamp(-clamped.limit, clamped.limit) + 1) * gate
+                gated *= torch.sigmoid(clamped.alpha * gate)
             out[row] += weights[row, slot].double() * (downs[e] @ gated + down_bias[e])
     return out
 
@@ -86,7 +104,7 @@ def check(
     there = torch.full((n, hidden), 1.0 if misses else torch.nan, dtype=dtype)
     out = there.clone().to(device)
     dispatch.multiply_experts(experts, x.to(device), ids.to(device), weights.to(device), room, out, misses)
-    expected, allowed = expected_of(exact, x, ids, weights), DTYPES[dtype]
+    expected, allowed = expected_of(exact, x, ids, weights, experts.clamped), DTYPES[dtype]
     if misses:
         expected += there.double()
     torch.testing.assert_close(out.cpu().double(), expected, rtol=allowed, atol=allowed * k)
@@ -96,6 +114,17 @@ def check(
 @pytest.mark.parametrize(("n", "k"), [(1, 3), (9, 4)])
 def test_experts_of_floats(n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
     check(*made(5, None, dtype, device), n, k, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("limit", [0.5, 7.0])
+@pytest.mark.parametrize(("type_name", "n"), [(None, 1), (None, 9), ("Q8_0", 5)])
+def test_gates_that_are_clamped(
+    type_name: str | None, n: int, limit: float, dtype: torch.dtype, device: torch.device
+) -> None:
+    """As gpt-oss has them; the lower limit cuts most numbers off, the other one hardly any."""
+    experts, exact = made(5, type_name, dtype, device, clamped=ClampedGate(limit=limit))
+    check(experts, exact, n, 3, dtype)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ from gguf_files import dequantised, joined, write_gguf
 from torch import Tensor
 
 from neo_desktop import Engine, SamplingParams
+from neo_desktop.engine.profiling.stage_timer import StageTimer
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.decoder import Decoder, Experts
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError
 from neo_desktop.models.linear.quantised import KERNEL_TYPES
+from neo_desktop.models.linear.shares import StreamedShares
 from neo_desktop.models.registry import check_model, load_model
 from neo_desktop.models.stored_form import stored_form
 
@@ -145,6 +147,31 @@ def test_a_request_alone_has_the_tokens_that_it_has_in_a_batch(make_checkpoint: 
         together = [output.token_ids for output in engine.generate(prompts, settings)]
         alone = [engine.generate([prompt], settings)[0].token_ids for prompt in prompts]
     assert together == alone
+
+
+@pytest.mark.parametrize("type_name", ["F32", "Q4_1"])
+def test_a_model_that_is_split_has_the_tokens_of_the_whole_one(
+    type_name: str, make_checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its quantised rows lie on both sides; the CPU computes them, for floats some experts are streamed."""
+    share = StreamedShares((4, 5), (0.0, 0.5 if type_name == "F32" else 0.0))
+
+    def fixed(timer: StageTimer, max_rows: int, seconds: float) -> None:
+        decoder = timer._decoder
+        decoder.streamed_shares = decoder.streamed_experts = share
+
+    monkeypatch.setattr(StageTimer, "measure_shares", fixed)
+    model, architecture = model_of("qwen3moe", make_checkpoint)
+    path = write_gguf(tmp_path / "model.gguf", model, architecture=architecture, type_name=type_name)
+    prompts = [TOKENS[first : first + length].tolist() for first, length in ((0, 3), (5, 30), (20, 11))]
+    settings = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with Engine.from_pretrained(path, device="cpu") as engine:
+        expected = [output.token_ids for output in engine.generate(prompts, settings)]
+        num_bytes = engine._decoder.nbytes
+    for part in (0.8, 0.9):
+        with Engine.from_pretrained(path, device="cpu", gpu_weights_gib=part * num_bytes / 2**30) as engine:
+            assert engine._decoder.has_split_experts
+            assert [output.token_ids for output in engine.generate(prompts, settings)] == expected
 
 
 @pytest.mark.parametrize(
