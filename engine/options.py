@@ -208,6 +208,15 @@ class EngineOptions:
             panel="Workers",
         ),
     ] = 10.0
+    peer_gpu: Annotated[
+        int | None,
+        Option(
+            flag="--peer-gpu",
+            metavar="INDEX",
+            least=0,
+            help="Another GPU of this computer that holds KV and attends to it, too: its number, from 0 on.",
+        ),
+    ] = None
     trace_timeline: Annotated[
         Path | None,
         Option(
@@ -245,6 +254,8 @@ class EngineOptions:
             raise ValueError("gpu_weights_gib does not go with tensor_parallel: leave one of them out")
         if self.tensor_parallel > 1 and self.workers is not None:
             raise ValueError("workers do not go with tensor_parallel: leave one of them out")
+        if self.tensor_parallel > 1 and self.peer_gpu is not None:
+            raise ValueError("peer_gpu does not go with tensor_parallel: leave one of them out")
 
 
 OPTIONS: dict[str, Option] = {
@@ -274,6 +285,7 @@ class EngineKeywords(TypedDict, total=False):
     worker_secret: Path | None
     worker_ca: Path | None
     worker_timeout_s: float
+    peer_gpu: int | None
     trace_timeline: Path | None
     max_batch_tokens: int | None
     max_batch_requests: int

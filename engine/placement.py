@@ -73,6 +73,6 @@ class Place(_Place):
 Place.DEVICE = Place("device", label="gpu", in_host_memory=False, host_attends=False)
 Place.HOST = Place("host", label="cpu", in_host_memory=True, host_attends=True)
 Place.SWAPPED = Place("swapped", label="swap", in_host_memory=True, host_attends=False)
-Place.PEER = Place("peer", label="second-gpu", in_host_memory=False, host_attends=True, is_remote=True)
+Place.PEER = Place("second-gpu", label="second-gpu", in_host_memory=False, host_attends=True, is_remote=True)
 PLACES = (Place.DEVICE, Place.HOST)  # whose attention is measured: each in its own way
 ALL_PLACES = (Place.DEVICE, Place.SWAPPED, Place.HOST)

@@ -72,11 +72,15 @@ def _running(view: LiveView) -> str:
     if num == 1:
         return _single(view)
     if num_workers := sum(request.place.is_remote for request in view.requests):
-        num_cpu -= num_workers
+        num_peer = sum(request.place.is_peer for request in view.requests)
+        num_cpu -= num_workers - num_peer
+        who = "the second GPU" if num_peer == num_workers else "workers"
+        if 0 < num_peer < num_workers:
+            who = "workers and the second GPU"
         return (
             f"{num} chats at once: {num - num_cpu - num_workers} with their memory on {gpu}, {num_cpu} in "
-            f"main memory, {num_workers} on workers, which attend for them while {gpu} computes."
-            f"{_alone(view)}"
+            f"main memory, {num_workers} on {who}, which attend{'s' * (who == 'the second GPU')} for them "
+            f"while {gpu} computes.{_alone(view)}"
         )
     if num_cpu == 0:
         everything = "memory on " + gpu

@@ -47,9 +47,10 @@ class PeerDecodes:
             linear: the end of what makes q, k and v.
         """
         stage = Stage("second GPU's attention", layer, index, len(self.slots))
-        self.attended = recorder.run(Lane.PEER, stage, partial(self._attend, layer, state), (linear,))
+        self.attended = recorder.run(Lane.PEER, stage, partial(self.attend, layer, state), (linear,))
 
-    def _attend(self, layer: int, state: State) -> None:
+    def attend(self, layer: int, state: State) -> None:
+        """Attend to a layer's: q, k and v of the state's rows, whose output comes back to it."""
         config, count = self.config, len(self.slots)
         rows = slice(self.rows.start, self.rows.start + count)  # without padding
         first_k, first_v = config.num_heads, config.num_heads + config.num_kv_heads
