@@ -12,11 +12,13 @@ told what a hand-off takes here, and with the bound: bytes in host memory over w
 """
 
 import argparse
+import time
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
+import psutil
 import torch
 
 from neo_desktop import native
@@ -42,6 +44,7 @@ from scripts.sleeping_device import SleepingDevice
 CPU = torch.device("cpu")
 DTYPE = torch.float16
 AROUND = (-0.06, -0.03, 0.0, 0.03, 0.06)  # shares that are tried, from the expected one
+IDLE_PERCENT = 15.0  # of all cores, busy: an idle moment
 KERNELS = ("rope_append", "norm", "activation")  # of which no work is done
 
 
@@ -56,7 +59,9 @@ class Rated:
         if not isinstance(work, partial):
             return 0.0
         if lane is not Lane.DEVICE:
-            return float(work.args[0].nbytes / self.bus_bytes_per_s)
+            copied = work.args[0]  # one tensor, or several in a row
+            nbytes = copied.nbytes if isinstance(copied, torch.Tensor) else sum(x.nbytes for x in copied)
+            return float(nbytes / self.bus_bytes_per_s)
         name = getattr(work.func, "__name__", "")
         if name == "multiply_resident":
             split: Split = work.func.__self__  # type: ignore[attr-defined]
@@ -66,13 +71,20 @@ class Rated:
         return 0.0
 
 
+def wait_until_idle(seconds: float) -> None:
+    """Wait for a moment in which no other program works, but no longer than this."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and psutil.cpu_percent(interval=0.15) > IDLE_PERCENT:
+        pass
+
+
 def hand_off_ms() -> float:
     """Measure how long the CPU's relay and the device take to tell each other."""
     with closing(HandOff(CPU, SleepingDevice(lambda lane, work: None), in_graph=True)) as hand_off:
         return min(hand_off.seconds(4096) for _ in range(9)) * 1e3
 
 
-def cpu_bytes_per_s(model: Decoder, rows: int, repeats: int) -> float:
+def cpu_bytes_per_s(model: Decoder, rows: int, repeats: int, idle_s: float) -> float:
     """Return how fast a relay alone reads the weights of all layers in products of so many rows."""
     splits = [linear for linear in model.linears() if isinstance(linear, Split)]
     relay = Relay([], num_layers=len(splits))
@@ -85,6 +97,7 @@ def cpu_bytes_per_s(model: Decoder, rows: int, repeats: int) -> float:
             matrices = [split.host_matrix(0) if turn == number else None for turn in range(len(splits) + 1)]
             flags, of_x = empty_flags(len(splits) + 1, pinned=False), x[: rows * split.columns]
             items.append(RelayProduct("product", 0, matrices, of_x.view(rows, -1), out, flags, splits))
+        wait_until_idle(idle_s)
         relay.start(items)
         for item in items:
             item.flags[READY, :, 0] = 1
@@ -95,7 +108,7 @@ def cpu_bytes_per_s(model: Decoder, rows: int, repeats: int) -> float:
     return best
 
 
-def best_share(timer: StageTimer, rows: int, near: float, repeats: int) -> tuple[float, float]:
+def best_share(timer: StageTimer, rows: int, near: float, repeats: int, idle_s: float) -> tuple[float, float]:
     """Return which share of the weights is best streamed, around the one that is expected, and the time.
 
     That is a layer's, in ms. Shares take turns, and of each the best time counts: other programs disturb it.
@@ -103,6 +116,7 @@ def best_share(timer: StageTimer, rows: int, near: float, repeats: int) -> tuple
     shares = [min(max(near + step, 0.0), 1.0) for step in AROUND]
     found = []
     for _, share in product(range(repeats), shares):
+        wait_until_idle(idle_s)
         ms = timer.split_linear_ms(rows, StreamedShares((1,), (share,)))
         found.append((ms, share))
     ms, share = min(found)
@@ -119,6 +133,9 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", type=float, default=[0.06, 0.25, 0.5, 0.75, 0.9])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument(
+        "--idle", type=float, default=0.0, help="seconds to wait at most, before a pass, for others to rest"
+    )
     arguments = parser.parse_args()
     bus, gpu = arguments.bus * 1e9, arguments.gpu * 1e9
     native.set_default_num_threads(arguments.threads)
@@ -155,13 +172,13 @@ def main() -> None:
             for rows in arguments.rows:
                 mine = replace(
                     rates,
-                    cpu_bytes_per_s=cpu_bytes_per_s(model, rows, arguments.repeats),
+                    cpu_bytes_per_s=cpu_bytes_per_s(model, rows, arguments.repeats, arguments.idle),
                     cpu_flops=1e15,
                     hand_off_ms=hand_off_ms(),
                 )
                 expected = weight_times(matrices, plan, mine, rows)
                 streamed, ms = best_share(
-                    timer, rows, expected.streamed_bytes / plan.host_bytes, arguments.repeats
+                    timer, rows, expected.streamed_bytes / plan.host_bytes, arguments.repeats, arguments.idle
                 )
                 predicted = expected.ms / config.num_layers
                 bound = bound_ms(matrices, plan, mine) / config.num_layers

@@ -1,8 +1,11 @@
 """The device that only takes time carries a program out in order, and takes as long as it is told."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from pathlib import Path
 
 import torch
 
@@ -12,6 +15,7 @@ from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.profiling.hand_off import HandOff
 from scripts.sleeping_device import SleepingDevice
 
+ROOT = Path(__file__).parents[2]
 STAGE = Stage("something", 0, NO_SUB_BATCH, 0)
 
 
@@ -59,3 +63,14 @@ def test_lanes_take_their_time_side_by_side() -> None:
     lengths = {Lane.DEVICE: 0.02, Lane.WEIGHTS: 0.01}
     taken_s = run(SleepingDevice(lambda lane, work: lengths[lane]), record)
     assert taken_s >= 0.06
+
+
+def test_the_pipeline_is_measured_beside_prediction_and_bound() -> None:
+    """Of the engine's own programs it knows how long each piece of work takes."""
+    sizes = ["--shape", "smollm2-135m", "--layers", "1", "--weights", "0.3", "--rows", "1", "--repeats", "1"]
+    command = [sys.executable, "-m", "scripts.split_pipeline", *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    header, row = (line for line in done.stdout.splitlines() if line.startswith(("| weights", "| 30%")))
+    assert header.count("|") == row.count("|")
+    assert float(row.split("|")[3]) > 0.01  # ms, for 7 MB of weights
