@@ -183,6 +183,8 @@ class Stages:
         *,
         has_head: bool = True,
     ) -> None:
+        if reduce is not None and decoder.has_splits:
+            raise ValueError("a part of a model is not split once more")
         self.decoder = decoder
         self._reduce = reduce
         self.has_head = has_head
@@ -265,7 +267,6 @@ class Stages:
         if finished is not None:
             scratch = state.scratch
             yield from self._cut(work, "output", finished, state.attention.flatten(1), state.x)
-            self._sum_later(work, state)
             mixture = self.mixtures.get(finished)
             if mixture is not None and mixture.on_host is not None:
                 assert scratch.experts is not None
@@ -281,18 +282,12 @@ class Stages:
                 yield from self._cut(work, "gate_up", finished, scratch.normed, scratch.gate_up)
                 work.append(partial(self._operators.silu_mul, scratch.gate_up, scratch.gated))
                 yield from self._cut(work, "down", finished, scratch.gated, state.x)
-            if mixture is None or mixture.on_host is not None:  # `mlp` adds its own up
-                self._sum_later(work, state)
         if begun is not None:
             work.append(partial(self._norm_for_attention, begun, state))
             yield from self._cut(work, "qkv", begun, state.scratch.normed, state.qkv)
             work.append(partial(self._rotate_heads, begun, state, store))
         if work:
             yield Step(partial(_run, tuple(work)), None)
-
-    def _sum_later(self, work: list[Callable[[], object]], state: State) -> None:
-        if self._reduce is not None:
-            work.append(partial(self._reduce, state.x))
 
     def _cut(
         self, work: list[Callable[[], object]], name: str, layer: int, x: Tensor, out: Tensor

@@ -122,8 +122,8 @@ def test_of_several_ranks_the_one_that_was_killed_is_named(folder: Path) -> None
 
 
 def test_a_rank_that_hangs_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PATIENCE_S", "ANSWER_S", "EXIT_S"):
-        monkeypatch.setattr(leader, name, 3.0)
+    for name, patience_s in (("PATIENCE_S", 20.0), ("ANSWER_S", 1.0), ("EXIT_S", 1.0)):
+        monkeypatch.setattr(leader, name, patience_s)
     with engine(folder / "llama", 2) as divided:
         (other,) = others_of(divided)
         other.send_signal(signal.SIGSTOP)
