@@ -46,7 +46,8 @@ def make_view(
     iterations: tuple[LiveIteration, ...] = (),
     workers: Mapping[Place, WorkerState] = NO_WORKERS,
 ) -> LiveView:
-    pools = {place: PoolUsage(64, 4, 2) for place in (*get_policy(policy).places, *workers)}
+    local = [place for place in get_policy(policy).places if not place.is_swapped]
+    pools = {place: PoolUsage(64, 4, 2) for place in (*local, *workers)}
     stats = EngineStats(
         model="m",
         policy=policy,
