@@ -94,6 +94,9 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     while len(data) < count:
         piece = connection.recv(count - len(data))
         if not piece:
-            raise RefusedError("the other side has closed the connection before it said who it is")
+            raise RefusedError(
+                "the other side has closed the connection before it said who it is; if it wants TLS, say who "
+                "signed its certificate"
+            )
         data += piece
     return data

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from neo_desktop.engine.kv.transfer import HostBuffer
-from neo_desktop.engine.remote.greeting import check_secret, greet
+from neo_desktop.engine.remote.greeting import RefusedError, check_secret, greet
 from neo_desktop.engine.remote.session import NUM_TABLES
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.wire import Channel, Kind, bytes_of, tune
@@ -135,6 +135,9 @@ class WorkerLink:
             if trust.tls is not None:
                 connection = trust.tls.wrap_socket(connection, server_hostname=address.host)
             greet(connection, trust.secret)
+        except ssl.SSLError as error:
+            connection.close()
+            raise RefusedError(f"it is not encrypted as it should be: {error}") from None
         except BaseException:
             connection.close()
             raise

@@ -1,10 +1,13 @@
 """Who may talk to a worker, what it answers, and what it refuses."""
 
+import shutil
 import socket
 import struct
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from neo_desktop.engine.remote.greeting import RefusedError, greet
 from neo_desktop.engine.remote.link import Address, Trust, WorkerLink, WorkerLostError
 from neo_desktop.engine.remote.session import fitting_blocks
 from neo_desktop.engine.remote.shape import AttentionShape
+from neo_desktop.engine.remote.trust import engine_tls, worker_tls
 from neo_desktop.engine.remote.wire import Channel, Kind, ProtocolError
 from neo_desktop.models.decoder import Decoder
 
@@ -272,3 +276,39 @@ def test_addresses() -> None:
     for text in ("", ":9000", "box:", "box:x", "box:0", "box:70000"):
         with pytest.raises(ValueError, match="is no address of a worker"):
             Address.parse(text)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two certificates that sign themselves, each with its key in the same file."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the command openssl")
+    folder, paths = tmp_path_factory.mktemp("tls"), []
+    for name in ("first", "second"):
+        key, certificate = folder / f"{name}.key", folder / f"{name}.crt"
+        made = ("-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=worker")
+        names = ("-addext", "subjectAltName=IP:127.0.0.1")
+        command = ("openssl", "req", *made, *names, "-keyout", key, "-out", certificate)
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        both = folder / f"{name}.pem"
+        both.write_bytes(key.read_bytes() + certificate.read_bytes())
+        paths.append(both)
+    return paths
+
+
+def test_tls_is_for_those_who_trust_the_certificate(model: Decoder, certificates: list[Path]) -> None:
+    mine, other = certificates
+    with running_worker(tls=worker_tls(mine, None)) as (_, address):
+        with pytest.raises(RefusedError, match=r"not encrypted as it should be: .*certificate verify failed"):
+            open_link(model, address, Trust(SECRET, engine_tls(other)))
+        with pytest.raises((RefusedError, ConnectionResetError)):
+            open_link(model, address, Trust(SECRET, timeout_s=20.0))
+        link = open_link(model, address, Trust(SECRET, engine_tls(mine), timeout_s=20.0))
+        rows = torch.randn(2, 70, *_row_shape())
+        found, slots = torch.empty_like(rows), torch.arange(70)
+        link.store(0, slots, rows[0], rows[1])
+        link.read(0, slots, found)
+        assert torch.equal(found, rows)
+        link.close()
+    with running_worker() as (_, address), pytest.raises(OSError, match=r"encrypted|closed|reset|timed out"):
+        open_link(model, address, Trust(SECRET, engine_tls(mine), timeout_s=20.0))

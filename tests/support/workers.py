@@ -1,6 +1,7 @@
 """Attention workers for tests: in a thread of this process, listening on this computer."""
 
 import socket
+import ssl
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,12 +22,12 @@ TRUST = Trust(SECRET, timeout_s=20.0)
 
 @contextmanager
 def running_worker(
-    memory_bytes: int = 1 << 24, secret: bytes = SECRET
+    memory_bytes: int = 1 << 24, secret: bytes = SECRET, tls: ssl.SSLContext | None = None
 ) -> Iterator[tuple[AttentionWorker, Address]]:
     """Run a worker; yield it and its address."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = Address(*listener.getsockname())
-    worker = AttentionWorker(listener, secret, WorkerLimits(memory_bytes))
+    worker = AttentionWorker(listener, secret, WorkerLimits(memory_bytes), tls)
     thread = threading.Thread(target=worker.serve, daemon=True)
     thread.start()
     try:
