@@ -93,6 +93,7 @@ class IterationTiming:
     is_first: bool = False  # of its sizes: it took longer, since kernels were compiled or graphs captured
     copies_ms: float = 0.0  # while swapped KV came to the device, all layers; 0 where there was none
     copy_wait_ms: float = 0.0  # of it, while the device had nothing else to do
+    copied_tokens: int = 0  # whose KV came, in each layer
 
 
 UNKNOWN = IterationTiming(0.0, 0.0)  # nobody predicts anything

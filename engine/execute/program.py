@@ -259,9 +259,9 @@ class Program:
         """Whether a second GPU attends in it: what that works in is made anew for each iteration."""
         return any(each.peers for each in self._passes)
 
-    def copy_times_ms(self) -> tuple[float, float]:
-        """Return what the copies of swapped KV took, and what the device waited for them; all has ended."""
-        return (0.0, 0.0) if self._window is None else self._window.times_ms()
+    def copies(self) -> tuple[float, float, int]:
+        """Return how copies of swapped KV went; see `WindowStream.measured`."""
+        return (0.0, 0.0, 0) if self._window is None else self._window.measured()
 
     def end(self) -> None:
         """Take in that the iteration has ended well."""

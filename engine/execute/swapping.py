@@ -77,9 +77,15 @@ class WindowStream:
             self._times.wanted(recorder, layer)
         recorder.wait((self._arrived[layer],))
 
-    def times_ms(self) -> tuple[float, float]:
-        """Return what the copies took, and what the device waited for them, once all has ended."""
-        return self._times.read() if self._num_blocks else (0.0, 0.0)
+    def measured(self) -> tuple[float, float, int]:
+        """Return what the copies took, what the device waited for them, and the tokens that came.
+
+        All must have ended.
+        """
+        if not self._num_blocks:
+            return 0.0, 0.0, 0
+        copies_ms, waits_ms = self._times.read()
+        return copies_ms, waits_ms, self._num_blocks * self._pool.block_size
 
     def used(self, recorder: Recorder, layer: int) -> None:
         """Take in that all that attends to a layer has been given to the device."""

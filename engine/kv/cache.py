@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from neo_desktop.engine.batch import BlockCopy
 from neo_desktop.engine.int_array import IntArray, IntView
 from neo_desktop.engine.kv.block_pool import BlockHash, BlockPool
@@ -51,6 +53,10 @@ class KVCache:
     def places(self) -> tuple[Place, ...]:
         """Those that it knows of."""
         return tuple(self._pools)
+
+    def last_block(self, request_id: str) -> int:
+        """Return the highest block of a request."""
+        return int(np.max(self._tables[request_id].blocks.view(), initial=0))
 
     def capacity_tokens(self, place: Place) -> int:
         """Tokens that the place can hold when nothing else is there."""

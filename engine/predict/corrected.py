@@ -95,12 +95,13 @@ class CorrectedCostModel:
         """Compare an iteration with its prediction; the first of its sizes says nothing of others."""
         if measured.is_first:
             return
-        host_ms, copies_ms = predicted.host_attention_ms, predicted.copies_ms
+        host_ms = predicted.host_attention_ms
         if host_ms > 0:
             self.host_factor = self._corrected(self.host_factor, host_ms, measured.host_attention_ms)
-        if copies_ms > 0:
-            smoothing = self.SLOWER_BUS if measured.copies_ms > copies_ms else self.FASTER_BUS
-            self.bus_factor = self._corrected(self.bus_factor, copies_ms, measured.copies_ms, smoothing)
+        if measured.copied_tokens:  # which may be more than were predicted: what lies between them comes, too
+            expected_ms = self.swap_ms(measured.copied_tokens) * self.num_layers
+            smoothing = self.SLOWER_BUS if measured.copies_ms > expected_ms else self.FASTER_BUS
+            self.bus_factor = self._corrected(self.bus_factor, expected_ms, measured.copies_ms, smoothing)
         if host_ms < predicted.total_ms / 2 and not self._waits_for_copies(predicted, measured):
             # The device bounded it.
             self.device_factor = self._corrected(self.device_factor, predicted.total_ms, measured.total_ms)

@@ -272,8 +272,13 @@ def timing_of(
         for place, (requests, context_tokens) in load.decodes.items():
             if place.host_attends:
                 attention_ms += cost.attention_ms(place, requests, context_tokens)
-    swap_ms = cost.swap_ms(sum(map(swapped_tokens_of, loads))) * cost.num_layers
-    return IterationTiming(total_ms, attention_ms * cost.num_layers, copies_ms=swap_ms)
+    copied_tokens = sum(map(swapped_tokens_of, loads))
+    return IterationTiming(
+        total_ms,
+        attention_ms * cost.num_layers,
+        copies_ms=cost.swap_ms(copied_tokens) * cost.num_layers,
+        copied_tokens=copied_tokens,
+    )
 
 
 def _sum(first: float, second: float) -> float:

@@ -301,12 +301,20 @@ class Decider(Generic[R]):
         return chosen, draft
 
     def _join_swapped(self, chosen: _Chosen[R], draft: Draft) -> None:
-        """Let those swapped decodes join whose KV comes while the device is busy."""
+        """Let those swapped decodes join whose KV comes while the device is busy.
+
+        All blocks up to the last one that is needed come. So those at the front come first, once nobody has
+        waited too long, and whoever lies before another one joins, too.
+        """
         if not chosen.swapped:
             return
-        decodes = [(self.residency.place_of(r), r.num_tokens) for r in chosen.swapped]
         num_due = bisect_right(chosen.swapped, -PATIENCE, key=lambda request: -request.num_skipped)
+        last_block = {id(r): self._kv.last_block(r.request_id) for r in chosen.swapped}
+        chosen.swapped[num_due:] = sorted(chosen.swapped[num_due:], key=lambda r: last_block[id(r)])
+        decodes = [(self.residency.place_of(r), r.num_tokens) for r in chosen.swapped]
         positions = set(self._policy.swap(draft, decodes, num_due))
+        end = max((last_block[id(chosen.swapped[i])] for i in positions), default=-1)
+        positions |= {i for i, request in enumerate(chosen.swapped) if last_block[id(request)] <= end}
         draft.load = draft.load.plus(HostQueue(decodes).decodes(sorted(positions)))
         chosen.decodes += [request for i, request in enumerate(chosen.swapped) if i in positions]
         chosen.swapped = [request for i, request in enumerate(chosen.swapped) if i not in positions]

@@ -13,8 +13,6 @@ from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.predict.estimate import Decodes, Load, copies_ms, device_attention_ms
 from neo_desktop.engine.schedule.draft import Draft, HostQueue
 
-MOST_MISSES = 8  # decodes in a row that do not hide: nothing much shorter will come
-
 
 def hides(cost: CostModel, load: Load, moved_tokens: int = 0) -> bool:
     """Whether the bus brings all of an iteration's KV in the time that its layers take anyway.
@@ -35,7 +33,7 @@ def hidden(draft: Draft, decodes: Sequence[tuple[Place, int]], num_due: int) -> 
     """Return the positions of those swapped decodes that hide behind an iteration.
 
     Args:
-        decodes: (where its KV lies, its context tokens) of each, who waited longest first.
+        decodes: (where its KV lies, its context tokens) of each, in the order in which they join.
         num_due: how many at the front join in any case; one does where there is nothing else to do.
     """
     cost, moved_tokens, beside = draft.cost, draft.moved_tokens, len(draft.queue)
@@ -48,19 +46,7 @@ def hidden(draft: Draft, decodes: Sequence[tuple[Place, int]], num_due: int) -> 
 
     num_first = bisect_right(range(1, len(queue) + 1), 0, key=is_late)
     num_first = max(num_first, num_due, int(not load.tokens))
-    taken = list(range(num_first))
-    load = load.plus(queue.decodes(taken))
-    misses = 0
-    for position in range(num_first, len(queue)):  # what is shorter than the next one may still fit
-        longer = load.plus(queue.decodes([position]))
-        if hides(cost, longer, moved_tokens):
-            taken.append(position)
-            load = longer
-            continue
-        misses += 1
-        if misses == MOST_MISSES:
-            break
-    return taken
+    return list(range(num_first))
 
 
 def admits(draft: Draft, place: Place, num_tokens: int) -> bool:

@@ -307,7 +307,7 @@ def test_a_bus_that_became_slower_is_noticed_soon_and_nothing_swings(slowdown: f
     factors, noise = [], random.Random(seed)
     for _ in range(400):
         truly = noise.lognormvariate(0.0, 0.05)
-        timing = IterationTiming(total_ms * truly, 0.0, copies_ms=measured * truly)
+        timing = IterationTiming(total_ms * truly, 0.0, copies_ms=measured * truly, copied_tokens=9000)
         corrected.learn(predict(corrected, load), timing)
         factors.append(corrected.bus_factor)
     if slowdown > 1:
