@@ -152,7 +152,8 @@ class Decider(Generic[R]):
         self._join_swapped(chosen, draft)
         if not draft.load.tokens and not chosen.queue:
             if not len(self.cohorts):
-                return None
+                # Who had to give way for want of room begins again, if nobody else is there.
+                return None if has_room or not self.residency.waiting else self.decide()
             self.cohorts.clear()  # nothing is left that they could go along with
             chosen, draft = self._collect_decodes()
         return self._decision(chosen, draft, self._policy.divide(draft))  # 4, 6

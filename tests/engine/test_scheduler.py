@@ -206,6 +206,14 @@ def test_every_request_ends_with_the_tokens_it_would_get_alone(
     harness.assert_all_answered()
 
 
+def test_a_lone_request_that_has_to_give_way_begins_again_at_once() -> None:
+    """It grows out of the preferred place, and nobody else is there to be computed meanwhile."""
+    harness = Harness({THIRD: 1, Place.HOST: 13}, "two that the host attends for", 1, 1)
+    harness.add([0, 0], 4)
+    harness.run()
+    harness.assert_all_answered()
+
+
 def test_decodes_at_their_own_pace_have_a_token_in_as_many_turns_as_there_are_layers() -> None:
     """Beside a long request on the device; who ends gives way, and none of them waits for ever."""
     cost = machine(num_layers=5)
