@@ -126,7 +126,7 @@ class ModelConfig:
         rope = RopeConfig.from_config(file, trained_tokens)
         max_context_tokens = stretched_tokens(trained_tokens, rope)
         attention_bias = family.reads_attention_bias and file.boolean("attention_bias", family.attention_bias)
-        generation = _generation_file(path)
+        generation = generation_file(path)
         eos_token_ids = file.token_ids("eos_token_id", family.eos_token_ids)
         return cls(
             architecture=family.architecture,
@@ -167,6 +167,16 @@ class ModelConfig:
     def attention_scale(self) -> float:
         """Factor on q·k before the softmax."""
         return float(self.head_dim**-0.5)
+
+    @property
+    def carried_width(self) -> int:
+        """Numbers that a token takes along from layer to layer."""
+        return self.hidden_size
+
+    @property
+    def rotation_width(self) -> int:
+        """Numbers that depend on a token's position, of cos and of sin."""
+        return self.head_dim
 
     @property
     def qkv_rows(self) -> int:
@@ -232,7 +242,7 @@ class ModelConfig:
         more = (
             form.named(name).loading_bytes(m.rows, m.columns, dtype, device) for name, m in self.each_matrix()
         )
-        return self.weight_bytes(dtype, form) + max(more)
+        return self.weight_bytes(dtype, form) + max(more, default=0)
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values that one token takes over all layers."""
@@ -258,6 +268,7 @@ def stretched_tokens(trained_tokens: int, rope: RopeConfig) -> int:
     return min(max(trained_tokens, stretched), MAX_CONTEXT_TOKENS)
 
 
-def _generation_file(path: Path) -> JsonFile:
+def generation_file(path: Path) -> JsonFile:
+    """Return a folder's generation_config.json; one that is missing is empty."""
     file = path / "generation_config.json"
     return JsonFile.read(file) if file.exists() else JsonFile(file, {})

@@ -116,12 +116,21 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 def family_of(file: JsonFile) -> Family:
     """Return what config.json names; ModelError for what is not supported."""
+    family = written_family(file)
+    if family is not None:
+        return family
+    names = file.raw("architectures") or [file.raw("model_type")]
+    supported = ", ".join(family.architecture for family in FAMILIES)
+    raise ModelError(f"{file.path} describes {names}, which is not supported: choose a model of {supported}.")
+
+
+def written_family(file: JsonFile) -> Family | None:
+    """Return what config.json names; None: there is no decoder of ours for it."""
     names = file.raw("architectures") or [file.raw("model_type")]
     for family in FAMILIES:
         if names in ([family.architecture], [family.model_type]):
             return family
-    supported = ", ".join(family.architecture for family in FAMILIES)
-    raise ModelError(f"{file.path} describes {names}, which is not supported: choose a model of {supported}.")
+    return None
 
 
 def refuse_unsupported(file: JsonFile, family: Family) -> None:

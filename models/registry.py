@@ -9,8 +9,12 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
+from neo_desktop.models.operators import Operators
 from neo_desktop.models.ranks import ALONE, Rank, config_of_rank, weights_of_rank
+from neo_desktop.models.stages import Stages
 from neo_desktop.models.stored_form import what_becomes
+from neo_desktop.models.traced.config import TracedConfig
+from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.weights import BytesRead, Weights, named_weights
 
 logger = logging.getLogger(__name__)
@@ -33,7 +37,7 @@ def load_model(
     divided.
     """
     weights = weights_of_rank(check_model(checkpoint, config), config, rank)
-    decoder = Decoder(config_of_rank(config, rank), dtype=dtype, device=device, form=form)
+    decoder = _decoder(config_of_rank(config, rank), dtype, device, form)
     weights.load_into({weight.name: weight for weight in named_weights(decoder)}, dtype, progress)
     if weights.is_quantised:
         logger.info("%s: weights in %s, %s", checkpoint.name, weights.stored_as, what_becomes(form, dtype))
@@ -47,10 +51,33 @@ def check_model(checkpoint: Checkpoint, config: ModelConfig) -> Weights:
     Raises ModelError for weights that are missing, left over, damaged or of another shape.
     """
     weights = checkpoint.weights()
-    outline = Decoder(config, dtype=config.dtype, device=torch.device("meta"))
+    outline = _decoder(config, config.dtype, torch.device("meta"))
+    if isinstance(config, TracedConfig):
+        weights.rename(config.of_model)
     expected = {weight.name: weight for weight in named_weights(outline)}
     weights.check(expected, tied_embeddings=config.tie_word_embeddings)
     return weights
+
+
+def _decoder(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, form: LinearForm = DENSE
+) -> Decoder:
+    if isinstance(config, TracedConfig):
+        return TracedDecoder(config, dtype=dtype, device=device, form=form)
+    return Decoder(config, dtype=dtype, device=device, form=form)
+
+
+def stages_of(decoder: Decoder, operators: Operators | None) -> Stages:
+    """Return the stages of a whole decoder; see `Stages`.
+
+    Raises:
+        ModelError: they are those of transformers, and cannot be cut.
+    """
+    if isinstance(decoder, TracedDecoder):
+        from neo_desktop.models.traced.stages import TracedStages  # noqa: PLC0415 - rarely needed
+
+        return TracedStages.of(decoder)
+    return Stages(decoder, operators)
 
 
 def random_model(

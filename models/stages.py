@@ -94,12 +94,12 @@ class State:
             return torch.empty(rows, *shape, dtype=of, device=device)
 
         return cls(
-            residual=room(config.hidden_size),
+            residual=room(config.carried_width),
             x=room(config.hidden_size),
             qkv=room(config.qkv_rows),
             attention=room(config.num_heads, config.head_dim),
-            cos=room(1, config.head_dim, of=torch.float32),
-            sin=room(1, config.head_dim, of=torch.float32),
+            cos=room(1, config.rotation_width, of=torch.float32),
+            sin=room(1, config.rotation_width, of=torch.float32),
             counted=room(of=torch.bool),
             scratch=scratch.first(rows),
         )

@@ -1,5 +1,6 @@
 """Weights from a checkpoint: checked whole before use, then streamed tensor by tensor."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,9 @@ from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.quantised import Quantised
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
 from neo_desktop.models.linear.split import Split
+from neo_desktop.models.traced.config import TracedConfig
+from neo_desktop.models.traced.decoder import TracedDecoder
+from neo_desktop.models.traced.sizes import Outline
 
 BytesRead = Callable[[int, int], None]  # (bytes read so far, bytes in total)
 """Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""
@@ -44,6 +48,9 @@ class NamedWeight:
 
 def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:
     """Yield all weights of a decoder."""
+    if isinstance(decoder, TracedDecoder):
+        yield from _traced_weights(decoder)
+        return
     config = decoder.config
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -75,6 +82,24 @@ def named_weights(decoder: Decoder) -> Iterator[NamedWeight]:
     yield _tensor("model.norm.weight", decoder.final_norm)
     if not config.tie_word_embeddings:
         yield from _parts("", decoder.lm_head, hidden, {"lm_head": config.vocab_size})
+
+
+def _traced_weights(decoder: TracedDecoder) -> Iterator[NamedWeight]:
+    outline = decoder.outline
+    name = outline.embedding
+    if isinstance(decoder.embedding, Tensor):
+        yield _tensor(name, decoder.embedding)
+    else:
+        vocab, width = outline.parameters[name]
+        (weight,) = _parts("", decoder.embedding, width, {name: vocab})
+        yield replace(weight, name=name)
+    for name, tensor in decoder.tensors.items():
+        yield _tensor(name, tensor)
+    for fused, linear in decoder.fused:
+        rows = dict(zip(fused.weights, fused.rows, strict=True))
+        found = list(_parts("", linear, fused.columns, rows))
+        for each, name in zip(found, (*fused.weights, *fused.biases), strict=True):
+            yield replace(each, name=name)
 
 
 def _expert_weights(prefix: str, experts: Experts, config: ModelConfig, layer: int) -> Iterator[NamedWeight]:
@@ -158,6 +183,11 @@ def _load_stored(linear: Packed, first: int, row: int, raw: Tensor) -> None:
 
 def matrix_names(config: ModelConfig) -> dict[str, list[str]]:
     """Return, for each name of `LinearForm.named` and for "embedding", the tensors of its parts."""
+    if isinstance(config, TracedConfig):
+        of_model = config.of_model
+        names = {fused.name: list(fused.weights) for fused in of_model.matrices}
+        names |= {} if of_model.head is None else {"head": list(of_model.head.weights)}
+        return names | {"embedding": [of_model.embedding]}
     names = {"embedding": ["model.embed_tokens.weight"]}
     if not config.tie_word_embeddings:
         names["head"] = ["lm_head.weight"]
@@ -243,6 +273,19 @@ class Weights:
     def is_quantised(self) -> bool:
         """Whether some are stored with less than 16 bits, and turned into floats when they are loaded."""
         return any(stored.is_quantised for stored in self.tensors.values())
+
+    def rename(self, outline: Outline) -> None:
+        """Give tensors the names that parameters have; what is stored twice is taken once."""
+        known = {*outline.parameters, *(name for each in outline.matrices for name in each.weights)}
+        for pattern, target in outline.renamed:
+            for stored_name in [name for name in self.tensors if name not in known]:
+                name = re.sub(pattern, target, stored_name)
+                if name != stored_name:
+                    self.tensors.setdefault(name, self.tensors.pop(stored_name))
+        for alias, name in outline.aliases.items():
+            if alias in self.tensors:
+                stored = self.tensors.pop(alias)
+                self.tensors.setdefault(name, stored)
 
     def check(self, expected: dict[str, NamedWeight], *, tied_embeddings: bool) -> None:
         """Raise ModelError unless names and shapes are exactly those of `expected`.

@@ -18,6 +18,7 @@ from neo_desktop.models.json_file import ModelError, UnsupportedModelError
 from neo_desktop.models.registry import check_model
 from neo_desktop.models.safetensors.folder import SafetensorsFolder
 from neo_desktop.models.stored_form import StoredForm, stored_form
+from neo_desktop.models.traced.config import read_config
 
 MAX_JSON_BYTES = 4 << 20  # of config.json; real ones have a few kilobytes
 MAX_HEADER_BYTES = 32 << 20  # of one safetensors file
@@ -211,7 +212,7 @@ def _config(path: Path, raw: dict[str, Any]) -> ModelConfig:
     if generation.exists():
         _read_json(generation)  # not too large
     try:
-        return ModelConfig.from_pretrained(path)
+        return read_config(path)
     except ModelError as error:
         # Its folder is known: what matters is what is wrong.
         raise _UnusableError(str(error).replace(f"{path}/", "its ").rstrip(".")) from None

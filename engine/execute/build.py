@@ -25,6 +25,7 @@ from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Watch
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.operators import Operators
+from neo_desktop.models.registry import stages_of
 from neo_desktop.models.stages import Stages
 from neo_desktop.native.relay import empty_flags
 
@@ -89,7 +90,7 @@ def build_executor(
 
 def _stages(model: Decoder, operators: Operators | None, group: Group | None) -> Stages:
     if group is None:
-        return Stages(model, operators)
+        return stages_of(model, operators)
     return Stages(model, operators, reduce=group.sum, has_head=group.rank.number == 0)
 
 

@@ -23,11 +23,11 @@ class StaggeredMemory:
         slots = layers, MAX_STAGGERED
         qkv, out = (*slots, heads + 2 * config.num_kv_heads, head_dim), (2, *slots, heads, head_dim)
         # By set and by the layer whose attention is next: the hidden states before it.
-        self.waiting = torch.zeros(2, *slots, config.hidden_size, dtype=dtype, device=device)
+        self.waiting = torch.zeros(2, *slots, config.carried_width, dtype=dtype, device=device)
         self.qkv = host_memory(lambda pin: torch.zeros(qkv, dtype=dtype, pin_memory=pin), device)
         self.out = host_memory(lambda pin: torch.zeros(out, dtype=dtype, pin_memory=pin), device)
         self.flags = host_memory(lambda pin: empty_flags(layers, pinned=pin), device)
-        rotations = layers * MAX_STAGGERED, 1, head_dim
+        rotations = layers * MAX_STAGGERED, 1, config.rotation_width
         self.cos = torch.zeros(rotations, dtype=torch.float32, device=device)
         self.sin = torch.zeros(rotations, dtype=torch.float32, device=device)
         self.newest = 0  # which of the two sets the last turn has written

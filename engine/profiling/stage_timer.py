@@ -47,7 +47,8 @@ from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.waiting import Watch
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.shares import StreamedShares
-from neo_desktop.models.stages import Scratch, Stages, State
+from neo_desktop.models.registry import stages_of
+from neo_desktop.models.stages import Scratch, State
 
 LAYERS_AT_ONCE = 4  # on a GPU: what runs ahead of the GPU hides the launch of the first kernel
 MIN_ROWS = 32  # a grid has at least two points along each axis, whatever the limits
@@ -90,7 +91,7 @@ class StageTimer:
         self._config = decoder.config
         self.is_cuda = decoder.device.type == "cuda"
         self._uses_gpu = self.is_cuda or gpu is not None
-        self._stages = Stages(decoder, dispatch) if self._uses_gpu else Stages(decoder)
+        self._stages = stages_of(decoder, dispatch if self._uses_gpu else None)
         self._backend = gpu or open_backend(streams or WholeDevice(decoder.device))
         self._regions = {place: choose_region(decoder, storage, place) for place in PLACES}
         # Whether decode attention is the same in all places: the same kind of memory and dtype.
@@ -102,7 +103,7 @@ class StageTimer:
             return torch.randn(shape, generator=generator, device=decoder.device, dtype=decoder.dtype)
 
         config, rows = self._config, max(limits.max_batch_tokens, MIN_ROWS)
-        self._hidden = normal(rows, config.hidden_size)
+        self._hidden = normal(rows, config.carried_width)
         self._q = normal(rows, config.num_heads, config.head_dim)
         self._kv = normal(2, rows, config.num_kv_heads, config.head_dim)
         row_shape = config.num_kv_heads, config.head_dim

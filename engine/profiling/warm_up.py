@@ -33,6 +33,7 @@ from neo_desktop.engine.placement import Place
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.traced.decoder import TracedDecoder
 
 NUM_BLOCKS = 4 * BLOCKS_PER_RUN  # of each place; all requests share them, since nobody reads the answers
 
@@ -161,6 +162,8 @@ def _sequence(index: int, place: Place, start: int, tokens: int) -> ScheduledSeq
 
 
 def _one_layer_of_each_kind(decoder: Decoder) -> Decoder:
+    if isinstance(decoder, TracedDecoder):
+        return decoder  # its stages are one piece
     windows = decoder.config.layer_windows
     kinds = [
         (window, *((name, split.resident_rows) for name, split in splits_of(weights)))

@@ -8,7 +8,7 @@ from safetensors import SafetensorError, safe_open
 
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.experts_config import expert_names
-from neo_desktop.models.families import family_of
+from neo_desktop.models.families import written_family
 from neo_desktop.models.json_file import JsonFile, ModelError, check_size
 from neo_desktop.models.read_ahead import ReadAhead
 from neo_desktop.models.safetensors.experts import take_experts
@@ -17,6 +17,7 @@ from neo_desktop.models.safetensors.scaled import TYPES, scaled_tensor
 from neo_desktop.models.safetensors.scheme import Packed, Scaled, read_scheme
 from neo_desktop.models.safetensors.tensor import FLOATS, SafeTensor
 from neo_desktop.models.tokenizer import Tokenizer
+from neo_desktop.models.traced.config import read_config
 from neo_desktop.models.weights import StoredTensor, Weights
 
 MAX_HEADER_BYTES = 8 << 20  # 1,024 layers in one file have less than 2 MB
@@ -39,7 +40,7 @@ class SafetensorsFolder:
         return self.path.resolve().name
 
     def config(self) -> ModelConfig:  # noqa: D102
-        return ModelConfig.from_pretrained(self.path)
+        return read_config(self.path)
 
     def tokenizer(self) -> Tokenizer:  # noqa: D102
         return Tokenizer.from_pretrained(self.path)
@@ -60,10 +61,11 @@ class SafetensorsFolder:
                 header = opened.get_slice(name)
                 tensors[name] = SafeTensor(file, name, tuple(header.get_shape()), header.get_dtype(), opened)
         description = JsonFile.read(self.path / "config.json")
-        family = family_of(description)
-        scheme = read_scheme(description, has_experts_in_one=family.has_experts_in_one)
+        family = written_family(description)
+        has_experts_in_one = family is not None and family.has_experts_in_one
+        scheme = read_scheme(description, has_experts_in_one=has_experts_in_one)
         matrices: dict[str, StoredTensor] = {}
-        if family.has_experts_in_one:
+        if family is not None and family.has_experts_in_one:
             matrices = take_experts(tensors, expert_names(family.architecture))
         if isinstance(scheme, Packed | Scaled):
             matrices |= _take_matrices(tensors, scheme)

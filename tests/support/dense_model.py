@@ -7,16 +7,22 @@ from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.stages import Reduce, Scratch, Stages, State
 
 
-def logits_of_all(model: Decoder, token_ids: Tensor, reduce: Reduce | None = None) -> Tensor:
+def logits_of_all(
+    model: Decoder, token_ids: Tensor, reduce: Reduce | None = None, stages: Stages | None = None
+) -> Tensor:
     """Scores `[n, vocab]` float32 after each token of one sequence `[n]`; attention in double precision."""
     config, device = model.config, model.device
     of = config, len(token_ids), model.dtype, device
-    stages, state = Stages(model, reduce=reduce), State.empty(*of, Scratch.empty(*of))
+    given, state = stages, State.empty(*of, Scratch.empty(*of))
+    stages = given or Stages(model, reduce=reduce)
     positions = torch.arange(len(token_ids), device=device)
     distance = positions[:, None] - positions
     stages.embed(token_ids.to(device), positions, state)
     for layer, window in enumerate(config.layer_windows):
-        stages.pre_attention(layer, state)
+        if given is None:
+            stages.pre_attention(layer, state)
+        else:
+            stages.advance(layer - 1 if layer else None, layer, state)
         q, k, v = (heads.double() for heads in stages.heads(state))
         k, v = (heads.repeat_interleave(config.group_size, dim=1) for heads in (k, v))
         unseen = (distance < 0) | (distance >= (window or len(token_ids)))
@@ -27,7 +33,10 @@ def logits_of_all(model: Decoder, token_ids: Tensor, reduce: Reduce | None = Non
             scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(token_ids), 1)), 2)
         weights = scores.softmax(-1)[:, :, : len(token_ids)]
         state.attention.copy_(torch.einsum("hqk,khd->qhd", weights, v))
-        stages.post_attention(layer, state)
-    normed = torch.empty_like(state.residual)
+        if given is None:
+            stages.post_attention(layer, state)
+    if given is not None:
+        stages.advance(config.num_layers - 1, None, state)
+    normed = state.residual.new_empty(len(token_ids), config.hidden_size)
     stages.final_norm(state, normed)
     return stages.logits(normed, normed.new_empty(len(token_ids), config.vocab_size)).float()

@@ -1,0 +1,192 @@
+"""What a model of `transformers` asks of attention and linear layers, caught while its code runs."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+NAME = "neo_desktop"  # of the attention, as a model's configuration names it
+HARMLESS = ("position_ids", "cache_position")  # tensors that attention is given, and does not need
+
+
+class CannotCutError(Exception):
+    """What a model does that stages cannot."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One layer's attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None  # tokens, the own one included
+    sinks: Tensor | None  # [heads]
+
+
+@dataclass(slots=True)
+class Product:
+    """A call of a linear layer."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(slots=True)
+class Calls:
+    """All of them, in order."""
+
+    attention: list[AttentionCall] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)
+    looked_up: list[Tensor] = field(default_factory=list)  # weights of embeddings
+    masks: list[tuple[Tensor, int | None]] = field(
+        default_factory=list
+    )  # with windows
+
+
+@torch.library.custom_op("neo_desktop::attention", mutates_args=())
+def attention(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    """Stand for the attention of a layer in a graph.
+
+    Args:
+        q: [1, heads, rows, head_dim]; k and v: [1, kv_heads, rows, head_dim].
+        layer: its number.
+
+    Returns:
+        [1, rows, heads, head_dim]
+    """
+    raise NotImplementedError("the executor attends")
+
+
+@attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
+
+
+class Catching(TorchFunctionMode):
+    """Writes down what linear layers and embeddings are called with."""
+
+    def __init__(self, calls: Calls) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See torch."""
+        given = kwargs or {}
+        if func is functional.linear:
+            bias = given.get("bias", args[2] if len(args) > 2 else None)
+            self._calls.products.append(Product(args[0], args[1], bias))
+        if func is functional.embedding:
+            self._calls.looked_up.append(args[1] if len(args) > 1 else given["weight"])
+        return func(*args, **given)
+
+
+def attend(
+    calls: Calls,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Write a layer's attention down; arguments as of torch's.
+
+    Returns:
+        [1, heads, rows, head_dim], as torch's does.
+
+    Raises:
+        CannotCutError: it is more than the kernels compute.
+    """
+    if attn_mask is not None:
+        windows = [of_mask for mask, of_mask in calls.masks if mask is attn_mask]
+        if not windows:
+            raise CannotCutError("it adds numbers to the scores of attention, as ALiBi does")
+        if windows[0] != window:
+            raise CannotCutError("it hides tokens by masks of its own")
+    if query.shape[2] != key.shape[2]:
+        raise CannotCutError("it attends to other tokens than its own, as encoders' decoders do")
+    heads, kv_heads, head_dim = query.shape[1], key.shape[1], key.shape[3]
+    if value.shape[3] != head_dim or value.shape[1] != kv_heads:
+        raise CannotCutError("its keys and values are of different sizes")
+    if heads % kv_heads:
+        raise CannotCutError(f"{heads} heads cannot share {kv_heads} key-value heads")
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    calls.attention.append(AttentionCall(heads, kv_heads, head_dim, scale, window, sinks))
+    out: Tensor = attention(query, key, value, len(calls.attention) - 1)
+    return out.transpose(1, 2)
+
+
+@contextmanager
+def intercepted(calls: Calls) -> Iterator[None]:
+    """Have the attention of models that are named `NAME`, or torch's, written down while this lasts."""
+    from transformers import masking_utils  # noqa: PLC0415 - large, and rarely needed
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415 - as above
+
+    def attention_of_layer(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        is_causal: bool | None = None,
+        **rest: object,
+    ) -> tuple[Tensor, None]:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        if not causal:
+            raise CannotCutError("its tokens attend to later ones")
+        if softcap is not None:
+            raise CannotCutError("it caps the scores of attention (attn_logit_softcapping)")
+        for name, value_ in rest.items():
+            if isinstance(value_, Tensor) and name not in HARMLESS:
+                raise CannotCutError(f"its attention is given {name}")
+        out = attend(
+            calls, query, key, value, attention_mask, scale=scaling, window=sliding_window, sinks=s_aux
+        )
+        return out.transpose(1, 2), None
+
+    def no_mask(*_: object, local_size: int | None = None, device: Any = None, **__: object) -> Tensor:
+        calls.masks.append((torch.zeros(1, 1, 1, 1, device=device), local_size))
+        return calls.masks[-1][0]
+
+    masks: Any = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
+    functions: Any = ALL_ATTENTION_FUNCTIONS._global_mapping
+    kept = {name: masks.get(name) for name in (NAME, "sdpa")}
+    functions[NAME] = attention_of_layer
+    masks |= dict.fromkeys(kept, no_mask)
+    of_torch: Any = functional
+    of_masks: Any = masking_utils
+    torchs, packed = functional.scaled_dot_product_attention, of_masks.find_packed_sequence_indices
+    of_torch.scaled_dot_product_attention = partial(attend, calls)
+    of_masks.find_packed_sequence_indices = lambda *_: None  # it would look at positions
+    try:
+        yield
+    finally:
+        of_torch.scaled_dot_product_attention = torchs
+        of_masks.find_packed_sequence_indices = packed
+        del functions[NAME]
+        for name, before in kept.items():
+            if before is None:
+                del masks[name]
+            else:
+                masks[name] = before

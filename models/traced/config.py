@@ -1,0 +1,121 @@
+"""The shape of a model whose stages are cut out of the code of `transformers`."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from neo_desktop.models.config import GenerationDefaults, Matrix, ModelConfig, generation_file
+from neo_desktop.models.families import Family, stored_dtype, written_family
+from neo_desktop.models.json_file import JsonFile
+from neo_desktop.models.limits import MAX_HEADS, MAX_HIDDEN_SIZE, MAX_LAYERS, MAX_VOCAB_SIZE
+from neo_desktop.models.rope import RopeConfig
+from neo_desktop.models.safetensors.scheme import read_scheme
+from neo_desktop.models.traced.sizes import NOTHING, Outline
+
+ROTATIONS = 4  # heads for which there is room in what depends on positions: cos and sin of two rotations
+
+
+@dataclass(frozen=True)
+class TracedConfig(ModelConfig):
+    """See `ModelConfig`; what only the written decoders have is empty."""
+
+    path: Path = Path()
+    of_model: Outline = NOTHING
+
+    @property
+    def attention_scale(self) -> float:  # noqa: D102
+        return float(self.of_model.scale)
+
+    @property
+    def carried_width(self) -> int:  # noqa: D102
+        return 2 * max(self.hidden_size, self.of_model.parameters[self.of_model.embedding][1])
+
+    @property
+    def rotation_width(self) -> int:  # noqa: D102
+        return ROTATIONS * self.head_dim
+
+    @property
+    def matrices(self) -> dict[str, Matrix]:  # noqa: D102
+        head = self.of_model.head
+        table = {
+            fused.name: Matrix(sum(fused.rows), fused.columns, bool(fused.biases), None)
+            for fused in self.of_model.matrices
+        }
+        if head is not None:
+            table["head"] = Matrix(head.rows[0], head.columns, bool(head.biases), None)
+        return table
+
+    def each_matrix(self) -> Iterator[tuple[str, Matrix]]:  # noqa: D102
+        yield from self.matrices.items()
+
+    @property
+    def num_parameters(self) -> int:  # noqa: D102
+        others = sum(math.prod(shape) for shape in self.of_model.parameters.values())
+        return others + sum(matrix.weights for matrix in self.matrices.values())
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Read a folder's configuration: of a decoder that is written here, or else of one of transformers.
+
+    Raises:
+        ModelError: as `ModelConfig.from_pretrained` and `read_traced` do.
+    """
+    config_json = path / "config.json"
+    if path.is_dir() and config_json.exists() and written_family(JsonFile.read(config_json)) is None:
+        return read_traced(path)
+    return ModelConfig.from_pretrained(path)
+
+
+def read_traced(path: Path) -> TracedConfig:
+    """Read the configuration of a folder of which `transformers` knows the model.
+
+    Raises:
+        ModelError: it is broken, transformers is not installed or does not know the model, or it cannot be
+            cut into stages.
+    """
+    config_json = path / "config.json"
+    file = JsonFile.read(config_json)
+    read_scheme(file, has_experts_in_one=False)
+    # Before anything is made of such sizes.
+    for key, most in (
+        ("num_hidden_layers", MAX_LAYERS),
+        ("hidden_size", MAX_HIDDEN_SIZE),
+        ("num_attention_heads", MAX_HEADS),
+        ("vocab_size", MAX_VOCAB_SIZE),
+    ):
+        if key in file:
+            file.integer(key, maximum=most)
+    from neo_desktop.models.traced.outline import outline  # noqa: PLC0415 - rarely needed
+
+    found = outline(path, config_json.stat().st_mtime_ns)
+    context = file.integer("max_position_embeddings", 2048)
+    generation = generation_file(path)
+    eos_token_ids = file.token_ids("eos_token_id", ())
+    silent = Family("", "", context)
+    return TracedConfig(
+        architecture=_architecture(file),
+        vocab_size=found.vocab_size,
+        hidden_size=found.hidden_size,
+        intermediate_size=0,
+        num_layers=len(found.windows),
+        num_heads=found.heads,
+        num_kv_heads=found.kv_heads,
+        head_dim=found.head_dim,
+        max_context_tokens=context,
+        rms_norm_eps=0.0,
+        rope=RopeConfig(theta=1.0),
+        tie_word_embeddings=found.head is None,
+        layer_windows=tuple(window if window and window < context else None for window in found.windows),
+        dtype=stored_dtype(file, silent),
+        eos_token_ids=generation.token_ids("eos_token_id", eos_token_ids) or eos_token_ids,
+        bos_token_id=next(iter(file.token_ids("bos_token_id", ())), None),
+        generation=GenerationDefaults.from_json(generation),
+        path=path,
+        of_model=found,
+    )
+
+
+def _architecture(file: JsonFile) -> str:
+    names = file.raw("architectures")
+    return str(names[0] if isinstance(names, list) and names else file.raw("model_type"))

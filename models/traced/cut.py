@@ -1,0 +1,198 @@
+"""A graph cut at its attention into stages; what crosses a cut is chosen by a minimum cut over bytes."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from neo_desktop.models.traced.capture import CannotCutError
+from neo_desktop.models.traced.graph import Exported, name_of, row_dim
+
+_SOURCE, _SINK = "source", "sink"
+
+
+@dataclass(slots=True)
+class Piece:
+    """A stage: what is computed from what is carried to it and from attention, and what it hands on."""
+
+    nodes: list[fx.Node] = field(default_factory=list)  # in order
+    attended: fx.Node | None = None  # the attention before it
+    attends: fx.Node | None = None  # the attention after it
+    carried: tuple[fx.Node, ...] = ()  # to the next stage
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A model's pieces: what precedes the first attention in two, and what follows the others."""
+
+    pieces: list[Piece]  # the embeddings; the stages, of which there is one more than layers
+    normed: fx.Node  # what the head multiplies: the last piece's result
+    head: list[fx.Node]  # the head and what follows
+    scores: fx.Node
+    constants: list[fx.Node]  # that depend on weights only
+    positional: list[fx.Node]  # that depend on positions only
+    rotations: tuple[fx.Node, ...]  # those of them that stages read
+
+
+def cut(exported: Exported, dtype: torch.dtype) -> Cut:
+    """Cut a graph.
+
+    Args:
+        exported: the graph.
+        dtype: of what may cross a cut.
+
+    Raises:
+        CannotCutError: the graph does not go from attention to attention.
+    """
+    order = [node for node in exported.graph.nodes if node.op == "call_function"]
+    free = {*exported.parameters, *exported.buffers}
+    constants = _only(order, free)
+    positional = _only(order, {*free, *constants, exported.positions}, without=constants)
+    apart = {*constants, *positional}
+    rest = [node for node in order if node not in apart and _is_tensor(node)]
+    (results,) = exported.graph.output_node().args
+    scores: Any = results[0]  # type: ignore[index]
+    head, normed = _head(scores, rest, exported)
+    body = [node for node in rest if node not in head]
+    attentions = [node for node in body if name_of(node) == "attention"]
+    pieces: list[Piece] = []
+    left: list[fx.Node] = body
+    carried: tuple[fx.Node, ...] = ()
+    embeddings = [node for node in body if exported.token_ids in node.all_input_nodes]
+    sources: Iterable[fx.Node] = embeddings
+    for index in range(-1, len(attentions)):
+        attended = attentions[index - 1] if index > 0 else None
+        attends = attentions[index] if index >= 0 else None
+        if attends is not None:
+            sources = _ancestors(attends, set(left))
+        following = attentions[index + 1] if index + 1 < len(attentions) else normed
+        taken, crossing = _minimum(left, carried, set(sources), attends, following, dtype)
+        nodes = [node for node in left if node in taken and node is not attends]
+        pieces.append(Piece(nodes, attended, attends, crossing))
+        left = [node for node in left if node not in taken and node is not attends]
+        carried = crossing
+    pieces.append(Piece(left, attentions[-1], None, ()))
+    of_embeddings = set(pieces[0].nodes)
+    rotations = tuple(
+        node
+        for node in (exported.positions, *positional)
+        if any(user not in apart and user not in of_embeddings and user in set(body) for user in node.users)
+        and isinstance(node.meta.get("val"), Tensor)
+    )
+    if any(node in rotations for each in pieces[-1].nodes for node in each.all_input_nodes):
+        raise CannotCutError("what follows its last attention depends on positions")
+    return Cut(pieces, normed, head, scores, constants, positional, rotations)
+
+
+def _only(order: list[fx.Node], known: set[fx.Node], without: Iterable[fx.Node] = ()) -> list[fx.Node]:
+    """Return what depends on known nodes only, in order."""
+    found, skipped = [], set(without)
+    reached = set(known)
+    for node in order:
+        inputs = [each for each in node.all_input_nodes if _is_tensor(each)]
+        if node not in skipped and inputs and _is_tensor(node) and all(each in reached for each in inputs):
+            reached.add(node)
+            found.append(node)
+    return found
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (Tensor, list, tuple))
+
+
+def _head(scores: fx.Node, rest: list[fx.Node], exported: Exported) -> tuple[list[fx.Node], fx.Node]:
+    """Return the head with what follows it, in order, and what it multiplies."""
+    behind, todo = set(), [scores]
+    while todo:
+        node = todo.pop()
+        if node in behind or node not in rest:
+            continue
+        behind.add(node)
+        if name_of(node) != "linear":
+            todo += node.all_input_nodes
+    head = [node for node in rest if node in behind]
+    products = [node for node in head if name_of(node) == "linear"]
+    if len(products) != 1:
+        raise CannotCutError("it does not end with a head")
+    normed = products[0].args[0]
+    assert isinstance(normed, fx.Node)
+    return head, normed
+
+
+def _ancestors(node: fx.Node, among: set[fx.Node]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    todo = list(node.all_input_nodes)
+    while todo:
+        each = todo.pop()
+        if each in among and each not in found:
+            found.add(each)
+            todo += each.all_input_nodes
+    return found
+
+
+def _minimum(
+    left: list[fx.Node],
+    carried: tuple[fx.Node, ...],
+    sources: set[fx.Node],
+    attends: fx.Node | None,
+    following: fx.Node,
+    dtype: torch.dtype,
+) -> tuple[set[fx.Node], tuple[fx.Node, ...]]:
+    """Return what of `left` is computed before a cut, and what crosses it.
+
+    Args:
+        left: what no stage before computes, in order.
+        carried: what that one hands on.
+        sources: what is computed before the cut in any case.
+        attends: the attention at the cut, which is not part of it; None: there is none.
+        following: what is computed behind it in any case, with all that comes later.
+        dtype: of what may cross.
+    """
+    import networkx  # noqa: PLC0415 - rarely needed
+
+    end = left.index(following)
+    region = [node for node in left[:end] if node is not attends]
+    inside = {*region, *carried}
+    graph = networkx.DiGraph()
+
+    def later(node: fx.Node) -> bool:
+        return node not in inside and node is not attends
+
+    for node in (*carried, *region):
+        graph.add_edge((node, "in"), (node, "out"), **_capacity(node, dtype))
+        if node in sources or node in carried:
+            graph.add_edge(_SOURCE, (node, "in"))
+        for each in node.all_input_nodes if node not in carried else ():
+            if each in inside:
+                graph.add_edge((node, "in"), (each, "in"))  # what it needs is computed before it
+            elif each is attends:
+                graph.add_edge((node, "in"), _SINK)
+        for user in node.users:
+            if user in inside and user not in carried:
+                graph.add_edge((node, "out"), (user, "in"))
+            elif user in left and later(user):
+                graph.add_edge((node, "out"), _SINK)
+    if _SINK not in graph or _SOURCE not in graph:
+        raise CannotCutError("a part of it has no use")
+    try:
+        _, (before, _) = networkx.minimum_cut(graph, _SOURCE, _SINK)
+    except networkx.NetworkXUnbounded:
+        raise CannotCutError("what has to cross an attention is of another kind than hidden states") from None
+    taken = {node for node in region if (node, "in") in before}
+    crossing = tuple(
+        node for node in (*carried, *region) if (node, "in") in before and (node, "out") not in before
+    )
+    return taken, crossing
+
+
+def _capacity(node: fx.Node, dtype: torch.dtype) -> dict[str, int]:
+    """Return the bytes of a row, as an edge's attribute; nothing: it must not cross."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.dtype is not dtype or row_dim(node) is None:
+        return {}
+    count = 1
+    for size in value.shape:
+        count *= size if isinstance(size, int) else 1
+    return {"capacity": count * dtype.itemsize}

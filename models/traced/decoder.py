@@ -1,0 +1,95 @@
+"""The weights of a model whose stages are cut out of the code of `transformers`."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.linear.protocol import Linear, LinearForm
+from neo_desktop.models.linear.shares import UNMEASURED
+from neo_desktop.models.linear.split import SplitForm
+from neo_desktop.models.traced.config import TracedConfig
+from neo_desktop.models.traced.sizes import Fused
+
+
+@dataclass(frozen=True, slots=True)
+class TracedLayer:
+    """What is asked of a layer: it has no matrices of the names that the written ones have."""
+
+    sinks: Tensor | None = None
+
+    def linear(self, name: str) -> Linear | None:
+        """Return none; see `decoder.LayerWeights`."""
+        return None
+
+
+class TracedDecoder(Decoder):
+    """See `decoder.Decoder`; its weights have the names of transformers."""
+
+    def __init__(
+        self,
+        config: TracedConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: LinearForm = DENSE,
+    ) -> None:
+        if isinstance(form, SplitForm):
+            raise ModelError(
+                f"{config.architecture} runs by the code of transformers, whose matrices cannot be divided "
+                "between GPU and host memory: use a GPU with more memory, or the CPU (--device cpu)."
+            )
+        of_model = config.of_model
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.outline = of_model
+        rows, columns = of_model.parameters[of_model.embedding]
+        self.embedding = form.embedding(rows, columns, dtype, device)
+        self.tensors = {
+            name: torch.empty(shape, dtype=dtype, device=device)
+            for name, shape in of_model.parameters.items()
+            if name != of_model.embedding
+        }
+        self.fused: list[tuple[Fused, Linear]] = [
+            (fused, self._linear(fused, form.named(fused.name))) for fused in of_model.matrices
+        ]
+        if of_model.head is not None:
+            self.lm_head = self._linear(of_model.head, form.named("head"))
+            self.fused.append((of_model.head, self.lm_head))
+        elif isinstance(self.embedding, Tensor):
+            self.lm_head = form.tied(self.embedding)
+        else:
+            self.lm_head = self.embedding
+        self.layers = [TracedLayer() for _ in range(config.num_layers)]  # type: ignore[misc]
+        self.streamed_shares = UNMEASURED
+        self.stages: Any = None  # `TracedStages`, once they were made
+
+    def _linear(self, fused: Fused, form: LinearForm) -> Linear:
+        has_bias, dtype, device = bool(fused.biases), self.dtype, self.device
+        return form.empty(sum(fused.rows), fused.columns, has_bias=has_bias, dtype=dtype, device=device)
+
+    def memory(self) -> dict[torch.device, int]:  # noqa: D102
+        memory = Counter[torch.device]()
+        for linear in self.linears():
+            memory.update(linear.memory())
+        if self.outline.head is not None and not isinstance(self.embedding, Tensor):
+            memory.update(self.embedding.memory())
+        elif self.outline.head is not None:
+            memory[self.device] += self.embedding.nbytes  # type: ignore[union-attr]
+        memory[self.device] += sum(tensor.nbytes for tensor in self.tensors.values())
+        return dict(memory)
+
+    @property
+    def sinks(self) -> list[Tensor] | None:  # noqa: D102
+        return None
+
+    def linears(self) -> Iterator[Linear]:  # noqa: D102
+        yield from (linear for fused, linear in self.fused if linear is not self.lm_head)
+        yield self.lm_head

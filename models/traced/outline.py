@@ -1,0 +1,214 @@
+"""What a model of `transformers` consists of, found out by a run without numbers."""
+
+import inspect
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from logging import ERROR
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.traced.capture import NAME, Calls, CannotCutError, Catching, intercepted
+from neo_desktop.models.traced.sizes import Fused, Outline
+
+ROWS = 5  # of the run; any number that is no size of a model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' advice to itself."""
+    from transformers.utils import logging  # noqa: PLC0415 - large, and rarely needed
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def empty_model(path: Path, dtype: torch.dtype) -> Any:
+    """Return the model of a folder's config.json, without numbers.
+
+    Raises:
+        ModelError: transformers is not installed, or does not know it.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - as above
+    except ImportError:
+        raise ModelError(
+            f"{path / 'config.json'} describes a model that only transformers knows: install "
+            "neo-desktop[transformers], or choose another model."
+        ) from None
+    with _quiet():
+        try:
+            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            with torch.device("meta"), intercepted(Calls()):  # so that its name is known
+                make: Any = AutoModelForCausalLM
+                try:
+                    model = make.from_config(config, attn_implementation=NAME, dtype=dtype)
+                except KeyError:  # its attention is chosen from a list of its own
+                    model = make.from_config(config, attn_implementation="sdpa", dtype=dtype)
+        except Exception as error:  # of whatever kind: it is other people's code
+            raise ModelError(
+                f"{path / 'config.json'} describes a model that transformers cannot make: {_shortly(error)}."
+            ) from None
+    names = config.architectures or [type(model).__name__]
+    if type(model).__name__ not in names:
+        raise ModelError(
+            f"{path / 'config.json'} describes {str(names[0])[:50]!r}, of which transformers knows no decoder: "
+            "choose another model."
+        )
+    return model.eval()
+
+
+def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tensor:
+    """Run a model and write down what it asks for; return its scores [1, rows, vocab].
+
+    Raises:
+        CannotCutError: it is more than stages can do.
+    """
+    given = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, "return_dict": True}
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise CannotCutError("it takes no positions")
+    with _quiet(), intercepted(calls), Catching(calls):
+        logits: Tensor = model(**given).logits
+    return logits
+
+
+@lru_cache(maxsize=32)
+def outline(path: Path, _modified_ns: int) -> Outline:
+    """Return the outline of a folder's model.
+
+    Raises:
+        ModelError: transformers does not know it, or it cannot be cut into stages.
+    """
+    model, calls = empty_model(path, torch.float32), Calls()
+    ids = torch.zeros(1, ROWS, dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad():
+            logits = run(model, ids, ids, calls)
+        return _outline(model, calls, logits)
+    except Exception as error:  # of whatever kind: it is other people's code
+        raise cannot_cut(path, model, error) from None
+
+
+def cannot_cut(path: Path, model: Any, error: Exception) -> ModelError:
+    """Return the sentence for a model that cannot be cut."""
+    said = _shortly(error)
+    if not isinstance(error, CannotCutError):
+        said = f"its code cannot be followed without numbers ({type(error).__name__}: {said})"
+    return ModelError(
+        f"{path / 'config.json'} describes {type(model).__name__}, which cannot be cut into stages at "
+        f"attention: {said}."
+    )
+
+
+def _shortly(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:100].rstrip(".")
+
+
+def _outline(model: Any, calls: Calls, logits: Tensor) -> Outline:
+    names: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        first = names.setdefault(id(parameter), name)
+        if first != name:
+            aliases[name] = first
+    shapes = {name: tuple(parameters[name].shape) for name in names.values()}
+
+    first = _same_attention(model, calls)
+    products = [each for each in calls.products if id(each.weight) in names]
+    if not products or not calls.looked_up or id(calls.looked_up[0]) not in names:
+        raise CannotCutError("it has no embeddings of tokens, or no linear layers")
+    last = products[-1]
+    if last.weight.shape[0] != logits.shape[-1]:
+        raise CannotCutError("it does not end with a head")
+    looked_up = {id(weight) for weight in calls.looked_up}
+    times = {id(each.weight): 0 for each in products}
+    for each in products:
+        times[id(each.weight)] += 1
+    groups: dict[tuple[int, bool], list[Any]] = {}
+    for each in products[:-1]:
+        if times[id(each.weight)] == 1 and id(each.weight) not in looked_up:
+            groups.setdefault((id(each.x), each.bias is None), []).append(each)
+    matrices = tuple(_fused(group, names) for group in groups.values())
+    is_tied = id(last.weight) in looked_up
+    if times[id(last.weight)] > 1 or (is_tied and last.bias is not None):
+        raise CannotCutError("its head is used elsewhere, too")
+    head = None if is_tied else _fused([last], names)
+    for fused in (*matrices, *(() if head is None else (head,))):
+        for name in (*fused.weights, *fused.biases):
+            del shapes[name]
+    return Outline(
+        parameters=shapes,
+        matrices=matrices,
+        head=head,
+        embedding=names[id(calls.looked_up[0])],
+        vocab_size=logits.shape[-1],
+        hidden_size=last.weight.shape[1],
+        aliases=aliases,
+        renamed=_renamed(model),
+        heads=first.heads,
+        kv_heads=first.kv_heads,
+        head_dim=first.head_dim,
+        scale=first.scale,
+        windows=tuple(call.window for call in calls.attention),
+    )
+
+
+def _renamed(model: Any) -> tuple[tuple[str, str], ...]:
+    """Return how names of checkpoints become those of parameters, where they are not the same."""
+    from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
+    from transformers.core_model_loading import WeightRenaming  # noqa: PLC0415
+
+    found = [each for each in get_model_conversion_mapping(model) if type(each) is WeightRenaming]
+    return tuple(
+        (source, target)
+        for each in found
+        for source, target in zip(each.source_patterns, each.target_patterns, strict=False)
+    )
+
+
+def _fused(products: list[Any], names: dict[int, str]) -> Fused:
+    return Fused(
+        weights=tuple(names[id(each.weight)] for each in products),
+        biases=tuple(names[id(each.bias)] for each in products if each.bias is not None),
+        rows=tuple(each.weight.shape[0] for each in products),
+        columns=products[0].weight.shape[1],
+    )
+
+
+def _same_attention(model: Any, calls: Calls) -> Any:
+    """Return the first layer's attention, of which the others differ by windows at most."""
+    layers = model.config.get_text_config().num_hidden_layers
+    if len(calls.attention) != layers:
+        raise CannotCutError(
+            f"{len(calls.attention)} of its {layers} layers have attention that can be told apart"
+        )
+    first = calls.attention[0]
+    for call in calls.attention:
+        sizes = (call.heads, call.kv_heads, call.head_dim)
+        if sizes != (first.heads, first.kv_heads, first.head_dim):
+            raise CannotCutError("its layers have attention of different sizes")
+        if not math.isclose(call.scale, first.scale):
+            raise CannotCutError("its layers scale scores of attention differently")
+        if call.sinks is not None:
+            raise CannotCutError("its attention has sinks")
+    if first.head_dim % 2:
+        raise CannotCutError(f"a head_dim of {first.head_dim} is odd")
+    return first
+
+
+def parameters_of(model: Any) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield the parameters with the modules that have them; those that several have come several times."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield module, name, parameter

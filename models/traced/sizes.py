@@ -1,0 +1,40 @@
+"""What a model of `transformers` consists of, as far as it is known before it is loaded."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """Matrices that multiply the same numbers, one below the other."""
+
+    weights: tuple[str, ...]
+    biases: tuple[str, ...]  # none, or one of each
+    rows: tuple[int, ...]  # of each
+    columns: int
+
+    @property
+    def name(self) -> str:
+        """That of the first matrix, without what stands for a weight."""
+        return self.weights[0].removesuffix(".weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a checkpoint holds, and what attention is like; nothing of it depends on a dtype."""
+
+    parameters: dict[str, tuple[int, ...]]  # name -> shape, of those that are not matrices
+    matrices: tuple[Fused, ...]  # in the order of their use, without the head
+    head: Fused | None  # None: it is the embeddings
+    embedding: str  # whose rows the tokens look up
+    vocab_size: int
+    hidden_size: int  # that the head multiplies
+    aliases: dict[str, str]  # another name of a parameter -> its name
+    renamed: tuple[tuple[str, str], ...]  # (regular expression of a name in files, what stands for it)
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    windows: tuple[int | None, ...]
+
+
+NOTHING = Outline({}, (), None, "", 0, 0, {}, (), 0, 0, 0, 1.0, ())

@@ -1,0 +1,147 @@
+"""Models whose stages are cut out of the code of `transformers`, against `transformers`."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import save_tokenizer, transformers_greedy
+from cost_models import machine
+from dense_model import logits_of_all
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.loading import load
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.parts import take_memory
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.schedule.policies import POLICIES
+from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.registry import load_model, stages_of
+from neo_desktop.models.traced.config import read_traced
+from neo_desktop.models.traced.graph import exported
+
+CPU = torch.device("cpu")
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 32,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "phi3": ("phi3", {}),
+    "phi3-window": ("phi3", {"sliding_window": 9}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 3.0}),
+    "stablelm": ("stablelm", {}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
+    "gpt-neox": ("gpt_neox", {}),
+    "falcon": ("falcon", {}),
+    "falcon-grouped": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "starcoder2": ("starcoder2", {}),
+}
+WRITTEN = ("llama", "qwen3", "mistral")
+
+
+def save(folder: Path, model_type: str, changes: dict[str, Any], seed: int = 0) -> Path:
+    """Write a checkpoint of a small model with random weights."""
+    torch.manual_seed(seed)
+    names = dict(SIZES)
+    if model_type in ("opt", "gpt_neox", "falcon"):
+        del names["num_key_value_heads"]
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**(names | changes)))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+        else:
+            torch.nn.init.normal_(parameter, mean=0.8, std=0.1)
+    model.eval().save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_words() -> None:
+    """Torch says millions of them about an export, if somebody listens."""
+    logging.getLogger("torch").setLevel(logging.WARNING)
+    logging.getLogger("torch.__trace").setLevel(logging.WARNING)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("traced")
+    saved = {name: save(root / name, *family) for name, family in FAMILIES.items()}
+    return saved | {name: save(root / name, name, {}) for name in WRITTEN}
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_cut_stages_compute_what_the_written_ones_do(folders: dict[str, Path], family: str) -> None:
+    checkpoint = open_checkpoint(folders[family])
+    token_ids = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(0))
+    config = ModelConfig.from_pretrained(checkpoint.path)
+    written = load_model(checkpoint, config, dtype=torch.float32, device=CPU)
+    traced = load_model(checkpoint, read_traced(checkpoint.path), dtype=torch.float32, device=CPU)
+    expected = logits_of_all(written, token_ids)
+    torch.testing.assert_close(
+        logits_of_all(traced, token_ids, stages=stages_of(traced, None)), expected, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_gives_the_tokens_of_transformers(folders: dict[str, Path], family: str) -> None:
+    """With every policy; prompts are computed in pieces."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 300, (n,), generator=generator).tolist() for n in (1, 7, 30, 70)]
+    expected = [transformers_greedy(folders[family], prompt, 16) for prompt in prompts]
+    options = EngineOptions(
+        model=folders[family],
+        device="cpu",
+        gpu_cache_tokens=128,
+        cpu_cache_tokens=640,
+        max_batch_tokens=48,
+        max_batch_requests=8,
+    )
+    loaded = load(options)
+    for policy in sorted(POLICIES):
+        parts = take_memory(loaded, options)
+        with Engine.from_parts(parts, policy, cost_model=machine(cpu_token_ms=1e-6)) as engine:
+            outputs = engine.generate(
+                prompts, SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+            )
+        assert [list(output.token_ids) for output in outputs] == expected, policy
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "said"),
+    [
+        ("gemma2", {"head_dim": 16}, "caps the scores"),
+        ("falcon", {"alibi": True}, "ALiBi"),
+        ("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}, "cannot be cut"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], said: str
+) -> None:
+    sizes = {name: size for name, size in SIZES.items() if model_type != "falcon" or "key_value" not in name}
+    CONFIG_MAPPING[model_type](**(sizes | changes)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=said):
+        exported(tmp_path, torch.float32, read_traced(tmp_path).of_model.aliases)
