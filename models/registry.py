@@ -63,6 +63,8 @@ def _decoder(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, form: LinearForm = DENSE
 ) -> Decoder:
     if isinstance(config, TracedConfig):
+        if device.type != "meta":
+            logger.info("%s: no decoder of our own, so that of transformers is cut", config.architecture)
         return TracedDecoder(config, dtype=dtype, device=device, form=form)
     return Decoder(config, dtype=dtype, device=device, form=form)
 

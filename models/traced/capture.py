@@ -47,9 +47,7 @@ class Calls:
     attention: list[AttentionCall] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
     looked_up: list[Tensor] = field(default_factory=list)  # weights of embeddings
-    masks: list[tuple[Tensor, int | None]] = field(
-        default_factory=list
-    )  # with windows
+    masks: list[tuple[Tensor, int | None]] = field(default_factory=list)  # with windows
 
 
 @torch.library.custom_op("neo_desktop::attention", mutates_args=())

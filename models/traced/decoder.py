@@ -68,7 +68,8 @@ class TracedDecoder(Decoder):
         else:
             self.lm_head = self.embedding
         self.layers = [TracedLayer() for _ in range(config.num_layers)]  # type: ignore[misc]
-        self.streamed_shares = UNMEASURED
+        self.streamed_shares = self.streamed_experts = UNMEASURED
+        self.expert_use: Tensor | None = None
         self.stages: Any = None  # `TracedStages`, once they were made
 
     def _linear(self, fused: Fused, form: LinearForm) -> Linear:

@@ -25,7 +25,8 @@ _ELEMENTWISE = frozenset((
     "detach", "alias", "dropout", "rsub", "ge", "gt", "le", "lt", "eq", "ne", "logical_and",
     "logical_or", "logical_not", "masked_fill", "bitwise_and", "zeros_like", "ones_like", "full_like",
     "lift_fresh_copy", "getitem", "view", "reshape", "_unsafe_view", "transpose", "permute",
-    "unsqueeze", "squeeze", "expand", "expand_as", "flatten", "unflatten", "t", "movedim", "add_",
+    "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to",
+    "flatten", "unflatten", "t", "movedim", "add_",
     "mul_", "div_", "sub_", "silu_", "relu_",
 ))
 # fmt: on

@@ -61,8 +61,8 @@ def empty_model(path: Path, dtype: torch.dtype) -> Any:
     names = config.architectures or [type(model).__name__]
     if type(model).__name__ not in names:
         raise ModelError(
-            f"{path / 'config.json'} describes {str(names[0])[:50]!r}, of which transformers knows no decoder: "
-            "choose another model."
+            f"{path / 'config.json'} describes {str(names[0])[:50]!r}, of which transformers knows no "
+            "decoder: choose another model."
         )
     return model.eval()
 
