@@ -56,7 +56,8 @@ def empty_model(path: Path, dtype: torch.dtype) -> Any:
                     model = make.from_config(config, attn_implementation="sdpa", dtype=dtype)
         except Exception as error:  # of whatever kind: it is other people's code
             raise ModelError(
-                f"{path / 'config.json'} describes a model that transformers cannot make: {_shortly(error)}."
+                f"{path / 'config.json'} describes a model that is not supported: transformers cannot "
+                f"make it ({_shortly(error)})."
             ) from None
     names = config.architectures or [type(model).__name__]
     if type(model).__name__ not in names:
