@@ -1,6 +1,6 @@
 """What a model of `transformers` consists of, as far as it is known before it is loaded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +22,14 @@ class Fused:
 class Outline:
     """What a checkpoint holds, and what attention is like; nothing of it depends on a dtype."""
 
-    parameters: dict[str, tuple[int, ...]]  # name -> shape, of those that are not matrices
+    # name -> shape, of those that are not matrices
+    parameters: dict[str, tuple[int, ...]] = field(hash=False)
     matrices: tuple[Fused, ...]  # in the order of their use, without the head
     head: Fused | None  # None: it is the embeddings
     embedding: str  # whose rows the tokens look up
     vocab_size: int
     hidden_size: int  # that the head multiplies
-    aliases: dict[str, str]  # another name of a parameter -> its name
+    aliases: dict[str, str] = field(hash=False)  # another name of a parameter -> its name
     renamed: tuple[tuple[str, str], ...]  # (regular expression of a name in files, what stands for it)
     heads: int
     kv_heads: int

@@ -106,6 +106,13 @@ def test_cut_stages_compute_what_the_written_ones_do(folders: dict[str, Path], f
     )
 
 
+def test_configurations_are_equal_and_hashed_alike(folders: dict[str, Path]) -> None:
+    one, other = (read_traced(folders["phi3"]) for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != read_traced(folders["olmo2"])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine_gives_the_tokens_of_transformers(folders: dict[str, Path], family: str) -> None:
     """With every policy; prompts are computed in pieces."""
