@@ -39,6 +39,7 @@ def simulate(
     mismatch: Mismatch | None = None,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
+    observe: Callable[[Decision[SimulatedRequest], CostModel], None] | None = None,
 ) -> SimulationResult:
     """Run a workload to its end.
 
@@ -52,6 +53,8 @@ def simulate(
         block_size: tokens per block.
         mismatch: how the machine differs from the cost model.
         seed: of the mismatch's noise.
+        progress: told how many requests have ended, of how many.
+        observe: told of each iteration what was decided, and what the scheduler believed then.
 
     Raises:
         RuntimeError: the scheduler finds nothing to do while requests wait, or loses blocks.
@@ -86,6 +89,8 @@ def simulate(
                 )
             clock_ms = coming[num_added].arrival_ms
             continue
+        if observe is not None:
+            observe(decision, cost)
         true_cost, iteration_ms = cost, decision.predicted.total_ms
         if reality is not None:
             true_cost = reality.true
