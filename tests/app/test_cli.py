@@ -242,7 +242,7 @@ def damage(folder: Path, how: str) -> None:
         ("truncated weights", "model.safetensors"),
         ("garbled weights", "model.safetensors"),
         ("broken config", "config.json"),
-        ("unknown architecture", "LlamaForCausalLM"),
+        ("unknown architecture", "transformers"),
         ("no tokenizer", "tokenizer.json"),
     ],
 )
