@@ -17,6 +17,7 @@ Whatever goes wrong with a worker is a sentence in a FAILED message, behind whic
 import json
 import socket
 import struct
+import time
 from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from torch import Tensor
 VERSION = 1  # of all of this; both sides must have the same
 MAX_TEXT_BYTES = 1 << 20
 MAX_BYTES = 1 << 31  # of a message
+LAST_S = 1.0  # for the other side to hang up, once it was told why
 AT_ONCE_BYTES = 1 << 16  # shorter messages leave in one piece with their header
 _HEADER = struct.Struct("<BxHHxxIIQ")
 
@@ -142,6 +144,20 @@ class Channel:
             if not count:
                 raise ConnectionError("the other side has closed the connection")
             view = view[count:]
+
+    def fail(self, error: Exception) -> None:
+        """Say why nothing more will come.
+
+        What the other side still sends is read for a moment: a connection that is closed before that is
+        reset, and what was said last is lost.
+        """
+        with suppress(OSError):  # it is gone
+            self.send(Kind.FAILED, str(error).encode())
+            self._socket.shutdown(socket.SHUT_WR)
+            self._socket.settimeout(LAST_S)
+            end = time.monotonic() + LAST_S
+            while time.monotonic() < end and self._socket.recv(AT_ONCE_BYTES):
+                pass
 
     def close(self) -> None:
         """End the connection, whoever waits for it; may be called again, from any thread."""

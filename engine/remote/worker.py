@@ -4,7 +4,6 @@ import logging
 import socket
 import ssl
 import threading
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,10 +86,10 @@ class AttentionWorker:
             self._serve(channel, name)
         except ConnectionError as error:
             logger.info("the engine at %s is gone: %s", name, error)
-            self._tell(channel, error)
+            channel.fail(error)
         except Exception as error:
             logger.exception("what the engine at %s asked for failed", name)
-            self._tell(channel, error)
+            channel.fail(error)
         finally:
             channel.close()
 
@@ -117,7 +116,7 @@ class AttentionWorker:
             channel.send_json(Kind.READY, {"num_blocks": session.num_blocks})
             session.serve(channel)
         except Exception as error:
-            self._tell(channel, error)
+            channel.fail(error)
             raise
         finally:
             session.end()
@@ -152,7 +151,3 @@ class AttentionWorker:
                 self._session.end()  # the engine has lost it
             self._session = Session(names, shape, sinks, num_blocks)
             return self._session
-
-    def _tell(self, channel: Channel, error: Exception) -> None:
-        with suppress(OSError):  # it is gone
-            channel.send(Kind.FAILED, str(error).encode())
