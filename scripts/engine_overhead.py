@@ -54,7 +54,7 @@ def make_scheduler(policy: str, num_requests: int, context: int, stop: Sequence[
     sizes = {Place.DEVICE: blocks if policy == "gpu-only" else blocks * 3 // 4, Place.HOST: blocks}
     chosen = get_policy(policy)
     scheduler = Scheduler(
-        KVCache({place: sizes[place] for place in chosen.places}, BLOCK_SIZE),
+        KVCache({place: sizes.get(place, 0) for place in chosen.places}, BLOCK_SIZE),
         chosen,
         SchedulerLimits(8192, num_requests),
         analytic_cost_model(GPUS["rtx-4090"], HOSTS["ddr5-desktop"], shape("llama-3.2-3b"), torch.float16),

@@ -73,7 +73,7 @@ def simulate_run(policy_name: str) -> list[tuple[float, float, float, float, int
     cost = analytic_cost_model(gpu, get_host(gpu.host), config, torch.float16)
     policy = POLICIES[policy_name]
     tokens = {Place.DEVICE: GPU_CACHE_TOKENS, Place.HOST: CPU_CACHE_TOKENS}
-    kv_cache = KVCache({place: tokens[place] // BLOCK_SIZE for place in policy.places}, BLOCK_SIZE)
+    kv_cache = KVCache({place: tokens.get(place, 0) // BLOCK_SIZE for place in policy.places}, BLOCK_SIZE)
     decider: Decider[SimulatedRequest] = Decider(kv_cache, policy, SchedulerLimits(2048, 256), cost)
     residency = decider.residency
     for ordinal, request in enumerate(synthetic(100, 372, 45)):
