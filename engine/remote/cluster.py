@@ -114,6 +114,8 @@ class Cluster:
     def _address_of(self, actor: Any) -> Address:
         try:
             return Address(*self._ray.get(actor.address.remote(), timeout=ANSWER_S))
+        except SystemExit:  # so Ray ends threads that wait for it when it ends itself
+            raise ConnectionError("the cluster has ended") from None
         except self._ray.exceptions.GetTimeoutError:
             raise ConnectionError("no computer of the cluster has offered itself for it yet") from None
         except self._ray.exceptions.RayError as error:

@@ -125,7 +125,7 @@ def test_the_self_test_runs_survives_a_reload_and_shows_its_report(
     server.loader.open.set()
     page = open_tab(f"{server.url}/#/self-test")
     expect(page.locator("#model")).to_contain_text(BUILTIN_NAME, timeout=60_000)
-    expect(page.get_by_role("checkbox")).to_have_count(6)
+    expect(page.get_by_role("checkbox")).to_have_count(7)
     for box in page.get_by_role("checkbox").all()[1:]:
         box.uncheck()
     page.get_by_role("button", name="Start").click()

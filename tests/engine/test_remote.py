@@ -43,6 +43,15 @@ def open_link(model: Decoder, address: Address, trust: Trust = TRUST, most: int 
     return link
 
 
+def open_next(model: Decoder, address: Address, most: int = 8) -> WorkerLink:
+    """Open a link once the worker has ended the session of the last one, which takes a moment."""
+    for _ in range(400):
+        with suppress(ProtocolError):
+            return open_link(model, address, most=most)
+        threading.Event().wait(0.05)
+    raise AssertionError("the worker does not end the last session")
+
+
 def test_a_worker_gives_as_many_blocks_as_it_has_memory_for_or_as_are_of_use(model: Decoder) -> None:
     shape = shape_of(model, BLOCK_SIZE)
     with running_worker(memory_bytes=1 << 20) as (_, address):
@@ -51,7 +60,7 @@ def test_a_worker_gives_as_many_blocks_as_it_has_memory_for_or_as_are_of_use(mod
         link = open_link(model, address, most=10_000)
         assert link.num_blocks == fitting
         link.close()
-        link = open_link(model, address, most=5)
+        link = open_next(model, address, most=5)
         assert link.num_blocks == 5
         link.close()
 
@@ -151,13 +160,7 @@ def test_one_engine_at_a_time_and_the_next_one_once_it_is_gone(model: Decoder, a
         open_link(model, address)
     first.ping()
     first.close()
-    deadline = threading.Event()
-    for _ in range(400):
-        try:
-            second = open_link(model, address)
-            break
-        except ProtocolError:
-            deadline.wait(0.05)
+    second = open_next(model, address)
     second.ping()
     second.close()
 
@@ -202,18 +205,12 @@ def test_what_cannot_be_is_refused_and_ends_the_session(model: Decoder, address:
         "slots": lambda channel: channel.send(Kind.READ, struct.pack("<q", -5), rows=1),
     }
     for words, say in bad.items():
-        link = open_link(model, address)
+        link = open_next(model, address)
         channel = channel_of(link)
         say(channel)
         with pytest.raises(ProtocolError, match=words):
             channel.header()
         link.close()
-        for _ in range(400):  # until the worker has ended the session
-            try:
-                open_link(model, address).close()
-                break
-            except ProtocolError:
-                threading.Event().wait(0.05)
 
 
 def test_a_shape_that_cannot_be_is_refused(model: Decoder) -> None:
