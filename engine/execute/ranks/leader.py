@@ -143,6 +143,7 @@ class _Process:
                 if isinstance(message, Failed):
                     self._failed = message.error
                 self._messages.put(message)
+        self.what_ended(EXIT_S)  # its pipe ends a moment before it does
         self._messages.put(None)
         self._alarm()
 
