@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from neo_desktop import native
 from neo_desktop.engine.cuda.pinned import pinned_bytes
 from neo_desktop.engine.kv.layer import KVLayer, Rows
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
@@ -102,10 +102,8 @@ class SwappedPool(KVPool):
             slots: [tokens] int64 in host memory.
             rows: [swapped layers, 2, tokens, kv_heads, head_dim] in host memory.
         """
-        # By numpy: rows of so few bytes are not worth the threads that torch would wake for them.
-        new = _as_items(rows)
         for index, home in enumerate(self.homes):
-            _as_items(home)[:, slots.numpy()] = new[:, index]
+            native.store_rows(rows[:, index].flatten(-2), slots, home.flatten(-2))
 
 
 def make_pool(
@@ -155,12 +153,6 @@ class SwappedRows(PoolRows):
         for home, each in zip(self._swapped.homes, rows.contiguous(), strict=True):
             for first, slot, count in self._runs:
                 home[turn, slot : slot + count].copy_(each[first : first + count], non_blocking=True)
-
-
-def _as_items(rows: Tensor) -> NDArray[np.void]:
-    """View rows, [.., kv_heads, head_dim], as an array of one item each."""
-    data = rows.flatten(-2).view(torch.uint8).numpy()
-    return data.view(np.dtype((np.void, data.shape[-1])))[..., 0]
 
 
 def _runs(slots: Tensor) -> list[tuple[int, int, int]]:

@@ -22,6 +22,7 @@
 #include "neo_desktop/paged_attention.h"
 #include "neo_desktop/quantised_pack.h"
 #include "neo_desktop/relay.h"
+#include "neo_desktop/row_store.h"
 #include "neo_desktop/thread_pool.h"
 
 namespace py = pybind11;
@@ -303,6 +304,12 @@ PYBIND11_MODULE(_native, m) {
         paged_kv_read(view("k_cache", k_cache), view("v_cache", v_cache), pointer(k_scale_view),
                       pointer(v_scale_view), view("slots", slots), view("k_out", k_out), view("v_out", v_out),
                       num_threads, isa_from_name(isa));
+      },
+      without_gil);
+  m.def(
+      "store_rows",
+      [](const Tensor& rows, const Tensor& slots, const Tensor& into, int num_threads) {
+        store_rows(view("rows", rows), view("slots", slots), view("into", into), num_threads);
       },
       without_gil);
   m.def("add_rms_norm", &add_rms_norm_of, without_gil);

@@ -28,6 +28,7 @@ constexpr Suite kSuites[] = {
     {"decode of garbage", test_decode_of_garbage, 1},
     {"write", test_write, 1},
     {"read", test_read, 1},
+    {"store", test_store, 1},
     {"concurrent calls", test_concurrent_calls, 10},
     {"relay", test_relay, 4},
     {"transfers", test_transfers, 4},

@@ -21,6 +21,9 @@ void test_write(Random& random, Report& report);
 // paged_kv_read gives what the slots hold, rounded correctly, on every ISA; of wrong slots it throws.
 void test_read(Random& random, Report& report);
 
+// store_rows copies rows of all layers to their slots and writes nothing else; of wrong slots it throws.
+void test_store(Random& random, Report& report);
+
 // Threads that call at the same time get their own answers.
 void test_concurrent_calls(Random& random, Report& report);
 

@@ -65,6 +65,7 @@ __all__ = [
     "rope",
     "set_default_num_threads",
     "silu_mul",
+    "store_rows",
     "unpack_quantised",
 ]
 
@@ -283,6 +284,21 @@ def paged_kv_read(
         num_threads,
         isa or default_isa(),
     )
+
+
+def store_rows(rows: torch.Tensor, slots: torch.Tensor, into: torch.Tensor, num_threads: int = 0) -> None:
+    """Put rows of several layers into their slots: `into[layer, slots[i]] = rows[layer, i]`.
+
+    Args:
+        rows: [layers, n, width], of any dtype of the native functions; may be strided in layers and n.
+        slots: [n] int64, contiguous, all different (of equal ones, any may win).
+        into: [layers, slots, width] of rows' dtype; may be strided likewise; must not overlap rows.
+        num_threads: 0 means `default_num_threads()`.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape, stride or value is wrong; nothing was written.
+    """
+    _native.store_rows(view_of("rows", rows), view_of("slots", slots), view_of("into", into), num_threads)
 
 
 def add_rms_norm(

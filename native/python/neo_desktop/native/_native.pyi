@@ -64,6 +64,7 @@ def paged_kv_read(
     isa: str,
     /,
 ) -> None: ...
+def store_rows(rows: Tensor, slots: Tensor, into: Tensor, num_threads: int, /) -> None: ...
 def add_rms_norm(
     x: Tensor,
     residual: Tensor,
