@@ -7,14 +7,14 @@ thread that launches work stands between the GPU and the CPU.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
 from neo_desktop.engine.execute.host_work import HostWork
-from neo_desktop.engine.execute.lane import Lane
+from neo_desktop.engine.execute.lane import HostStep, Lane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.execute.transfers import HostTransfer
 from neo_desktop.engine.execute.weight_stream import StagedWeights
@@ -22,6 +22,7 @@ from neo_desktop.engine.execute.workspace import HandOver
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.remote.pool import RemoteLayer
 from neo_desktop.engine.waiting import Watch
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.native.relay import Relay, RelayBatch, RelayItem, RelayStalledError
@@ -85,14 +86,26 @@ class HostBatch(HostWork):
             name = "worker's attention"
         return Stage(name, layer, self.index, self.context_lens.shape[-1])
 
+    def step(self, layer: int) -> HostStep:
+        """See `HostWork`; a worker is asked, and answers later."""
+        step, there = super().step(layer), self.pool.layer(layer)
+        if not isinstance(there, RemoteLayer):
+            return step
+        batch = self.arguments
+        tensors = batch.q, batch.k, batch.v, batch.block_tables, batch.context_lens
+        return replace(step, ask=partial(there.ask, *tensors))
+
     def carry_out(self, layer: int) -> None:
-        """Attend."""
-        batch, config = self.arguments, self.config
+        """Attend, or take the answer of a worker that was asked."""
+        batch, config, there = self.arguments, self.config, self.pool.layer(layer)
+        if isinstance(there, RemoteLayer):
+            there.answer(batch.out)
+            return
         tensors = (batch.q, batch.k, batch.v, batch.block_tables, batch.context_lens, batch.out)
         q, k, v, block_tables, context_lens, out = (
             (each[layer] for each in tensors) if self.is_staggered else tensors
         )
-        self.pool.layer(layer).decode(
+        there.decode(
             q,
             k,
             v,

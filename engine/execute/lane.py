@@ -49,6 +49,7 @@ class HostStep:
 
     work: Work
     flags: Tensor  # [2, ints]: see `native.relay.empty_flags`, of the layer
+    ask: Work | None = None  # that sends a worker what `work` takes the answer to; None: the CPU does it
 
 
 class Recorder(Protocol):

@@ -26,6 +26,7 @@ from neo_desktop.engine.execute.lane import HostLane, HostStep, Lane, Signal, Wo
 from neo_desktop.engine.execute.stream_lane import PATIENCE_WITH_RELAYS, RelayLane, StreamLane, Tape
 from neo_desktop.engine.execute.thread_lane import ThreadLane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.execute.worker_lane import WorkerLane
 from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Watch
 
 # The CPU's lanes, and whose streams raise the flags of their relays.
@@ -164,7 +165,7 @@ class Lanes:
         return (self._host.get(lane) or self._of_worker(lane)).submit_step(stage, step, after)
 
     def _of_worker(self, name: str) -> HostLane:
-        lane = ThreadLane(name, self._timeline)
+        lane = WorkerLane(name, self._timeline)
         lane.begin(self._watch)
         with self._changes:
             if self._is_stopped:

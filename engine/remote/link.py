@@ -67,7 +67,8 @@ class Trust:
 class WorkerLink:
     """Two connections to a worker: for attention, and for rows that come and go beside it.
 
-    Each may be used by a thread of its own. The first failure ends both, and all waiting for them.
+    Each may be used by a thread of its own, that for attention by two: one asks, the other one takes answers.
+    The first failure ends both, and all waiting for them.
 
     Args:
         name: of the worker, for people.
@@ -85,7 +86,7 @@ class WorkerLink:
         self._shape: AttentionShape | None = None
         self._attention: Channel | None = None
         self._rows: Channel | None = None
-        self._locks = threading.Lock(), threading.Lock()  # of attention, and of rows
+        self._asking, self._answering, self._moving = (threading.Lock() for _ in range(3))
         self._lost: WorkerLostError | None = None
         self._tables: list[Tensor | None] = [None] * NUM_TABLES  # the context lengths of those that it has
         self._turn = 0
@@ -143,25 +144,24 @@ class WorkerLink:
             raise
         return Channel(connection)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        block_tables: Tensor,
-        context_lens: Tensor,
-        out: Tensor,
+    def ask(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, block_tables: Tensor, context_lens: Tensor
     ) -> None:
-        """Let the worker attend; arguments as of `KVLayer.decode`.
+        """Send the rows that the worker is to attend for; arguments as of `KVLayer.decode`.
+
+        It takes `NUM_INPUTS` before the first is answered. Each answer must be taken, in order.
 
         Raises:
             WorkerLostError: it does not answer.
         """
-        with self._using(self._attention, self._locks[0]) as channel:
+        with self._using(self._attention, self._asking) as channel:
             table = self._table(channel, block_tables, context_lens)
             qkv = self._joined(q, k, v)
             channel.send(Kind.ATTEND, bytes_of(qkv), layer=layer, table=table, rows=len(q))
+
+    def answer(self, out: Tensor) -> None:
+        """Wait for the output for the first rows that have none yet; raises as `ask`."""
+        with self._using(self._attention, self._answering) as channel:
             channel.read_into(channel.answer(Kind.OUTPUT), out)
 
     def _joined(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -187,21 +187,21 @@ class WorkerLink:
         return number
 
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store rows, [rows, kv_heads, head_dim] each, in slots, [rows] int64; raises as `attend`."""
-        with self._using(self._rows, self._locks[1]) as channel:
+        """Store rows, [rows, kv_heads, head_dim] each, in slots, [rows] int64; raises as `ask`."""
+        with self._using(self._rows, self._moving) as channel:
             payload = (bytes_of(each.contiguous()) for each in (slots, k, v))
             channel.send(Kind.STORE, *payload, layer=layer, rows=len(slots))
             channel.read_into(channel.answer(Kind.STORED))
 
     def read(self, layer: int, slots: Tensor, out: Tensor) -> None:
-        """Read the rows of slots, to [2, rows, kv_heads, head_dim]; raises as `attend`."""
-        with self._using(self._rows, self._locks[1]) as channel:
+        """Read the rows of slots, to [2, rows, kv_heads, head_dim]; raises as `ask`."""
+        with self._using(self._rows, self._moving) as channel:
             channel.send(Kind.READ, bytes_of(slots.contiguous()), layer=layer, rows=len(slots))
             channel.read_into(channel.answer(Kind.ROWS), out)
 
     def ping(self) -> None:
-        """Wait for an answer; raises as `attend`."""
-        with self._using(self._attention, self._locks[0]) as channel:
+        """Wait for an answer, while nothing else is asked; raises as `ask`."""
+        with self._using(self._attention, self._asking) as channel:
             channel.send(Kind.PING)
             channel.read_into(channel.answer(Kind.PONG))
 

@@ -60,7 +60,16 @@ class RemoteLayer(KVLayer):
         """See `KVLayer`; the worker knows the scale and the windows."""
         assert k is not None
         assert v is not None
-        self._link.attend(self._index, q, k, v, block_tables, context_lens, out)
+        self.ask(q, k, v, block_tables, context_lens)
+        self.answer(out)
+
+    def ask(self, q: Tensor, k: Tensor, v: Tensor, block_tables: Tensor, context_lens: Tensor) -> None:
+        """Send what `decode` takes, and do not wait; the answer must be taken, in order."""
+        self._link.ask(self._index, q, k, v, block_tables, context_lens)
+
+    def answer(self, out: Tensor) -> None:
+        """Wait for the output for the first rows that have none yet, [requests, heads, head_dim]."""
+        self._link.answer(out)
 
 
 class RemotePool(KVPool):

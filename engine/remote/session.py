@@ -3,7 +3,11 @@
 Which block holds whose KV is known to the engine alone.
 """
 
+import queue
 import threading
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +20,7 @@ from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.wire import Channel, Header, Kind, ProtocolError, bytes_of
 
 NUM_TABLES = 4  # block tables that are kept: of two sub-batches, of this iteration and of the last one
+NUM_INPUTS = 2  # messages of a connection that are not answered yet: the next rows come while it attends
 MAX_ROWS = 1 << 20
 CPU = torch.device("cpu")
 
@@ -59,9 +64,7 @@ class Session:
             if self._is_over:
                 raise ProtocolError("the session is over")
             self._channels.add(channel)
-        desk = _Desk(self, self._layers, channel)
-        while True:
-            desk.carry_out(channel.header())
+        _Desk(self, self._layers, channel).serve()
 
     def end(self) -> None:
         """End all connections; what was kept is lost."""
@@ -73,34 +76,70 @@ class Session:
 
 
 class _Desk:
-    """One connection's memory, and what it asks for."""
+    """One connection: a thread takes in the next messages while this one carries out what came before.
+
+        reader   |rows 0     |rows 1     |                |rows 0, next layer|
+        this one             |attend to 0  |o 0|attend to 1  |o 1|attend to 0 ..
+
+    It answers in order, and what is wrong with a message is said when those before it are answered.
+    """
 
     def __init__(self, session: Session, layers: list[HostLayer], channel: Channel) -> None:
         self._shape = session.shape
         self._layers = layers
         self._channel = channel
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # context lengths, block tables
-        self._inputs, self._outputs = HostBuffer(CPU), HostBuffer(CPU)
+        self._outputs = HostBuffer(CPU)
+        self._jobs: queue.SimpleQueue[_Job | Exception] = queue.SimpleQueue()
+        self._inputs: queue.SimpleQueue[HostBuffer | None] = queue.SimpleQueue()  # None: it is over
+        for _ in range(NUM_INPUTS):
+            self._inputs.put(HostBuffer(CPU))
 
-    def carry_out(self, header: Header) -> None:
-        """Take a message in, and answer."""
+    def serve(self) -> None:
+        """Do what comes, until the connection ends; raises as `Session.serve`."""
+        threading.Thread(target=self._take_in_all, name="takes in what engines send", daemon=True).start()
+        try:
+            while True:
+                job = self._jobs.get()
+                if isinstance(job, Exception):
+                    raise job
+                job.carry_out()
+                self._inputs.put(job.inputs)
+        finally:
+            self._inputs.put(None)
+
+    def _take_in_all(self) -> None:
+        try:
+            while True:
+                header = self._checked(self._channel.header())
+                if header.kind == Kind.TABLES:
+                    self._keep_tables(header)
+                elif (inputs := self._inputs.get()) is not None:
+                    self._jobs.put(_Job(inputs, self._taken_in(header, inputs)))
+                else:
+                    return
+        except Exception as error:
+            self._jobs.put(error)
+
+    def _checked(self, header: Header) -> Header:
         if header.rows > MAX_ROWS or header.width > MAX_ROWS:
             raise ProtocolError(f"{header.rows} rows of {header.width} blocks are too many")
         if header.layer >= len(self._layers):
             raise ProtocolError(f"there is no layer {header.layer}")
-        if header.kind == Kind.TABLES:
-            self._keep_tables(header)
-        elif header.kind == Kind.ATTEND:
-            self._attend(header)
-        elif header.kind == Kind.STORE:
-            self._store(header)
-        elif header.kind == Kind.READ:
-            self._read(header)
-        elif header.kind == Kind.PING:
+        return header
+
+    def _taken_in(self, header: Header, inputs: HostBuffer) -> Callable[[], None]:
+        """Take the bytes of a message in; return what it asks for."""
+        if header.kind == Kind.ATTEND:
+            return self._attend(header, inputs)
+        if header.kind == Kind.STORE:
+            return self._store(header, inputs)
+        if header.kind == Kind.READ:
+            return self._read(header)
+        if header.kind == Kind.PING:
             self._channel.read_into(header)
-            self._channel.send(Kind.PONG)
-        else:
-            raise ProtocolError(f"message {header.kind} is unknown")
+            return partial(self._channel.send, Kind.PONG)
+        raise ProtocolError(f"message {header.kind} is unknown")
 
     def _keep_tables(self, header: Header) -> None:
         if header.table >= NUM_TABLES:
@@ -108,36 +147,56 @@ class _Desk:
         lens = torch.empty(header.rows, dtype=torch.int32)
         tables = torch.empty(header.rows, header.width, dtype=torch.int32)
         self._channel.read_into(header, lens, tables)
-        self._tables[header.table] = lens, tables
+        self._tables[header.table] = lens, tables  # those of before are kept by whoever attends by them
 
-    def _attend(self, header: Header) -> None:
+    def _attend(self, header: Header, inputs: HostBuffer) -> Callable[[], None]:
         shape = self._shape
         if header.table not in self._tables or len(self._tables[header.table][0]) != header.rows:
             raise ProtocolError(f"block table {header.table} is not one of {header.rows} requests")
         lens, tables = self._tables[header.table]
         heads, kv_heads = shape.num_heads, shape.num_kv_heads
-        qkv = self._inputs.view((header.rows, heads + 2 * kv_heads, shape.head_dim), shape.dtype)
-        out = self._outputs.view((header.rows, heads, shape.head_dim), shape.dtype)
+        qkv = inputs.view((header.rows, heads + 2 * kv_heads, shape.head_dim), shape.dtype)
         self._channel.read_into(header, qkv)
         q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
-        window = shape.windows[header.layer]
-        self._layers[header.layer].decode(q, k, v, None, tables, lens, out, shape.scale, window)
-        self._channel.send(Kind.OUTPUT, bytes_of(out), rows=header.rows)
 
-    def _store(self, header: Header) -> None:
-        slots, rows = torch.empty(header.rows, dtype=torch.int64), self._rows(self._inputs, header.rows)
+        def attend() -> None:
+            out = self._outputs.view((header.rows, heads, shape.head_dim), shape.dtype)
+            window = shape.windows[header.layer]
+            self._layers[header.layer].decode(q, k, v, None, tables, lens, out, shape.scale, window)
+            self._channel.send(Kind.OUTPUT, bytes_of(out), rows=header.rows)
+
+        return attend
+
+    def _store(self, header: Header, inputs: HostBuffer) -> Callable[[], None]:
+        slots, rows = torch.empty(header.rows, dtype=torch.int64), self._rows(inputs, header.rows)
         self._channel.read_into(header, slots, rows)
-        self._layers[header.layer].write(rows[0], rows[1], slots)
-        self._channel.send(Kind.STORED)
 
-    def _read(self, header: Header) -> None:
-        slots, rows = torch.empty(header.rows, dtype=torch.int64), self._rows(self._outputs, header.rows)
+        def store() -> None:
+            self._layers[header.layer].write(rows[0], rows[1], slots)
+            self._channel.send(Kind.STORED)
+
+        return store
+
+    def _read(self, header: Header) -> Callable[[], None]:
+        slots = torch.empty(header.rows, dtype=torch.int64)
         self._channel.read_into(header, slots)
-        self._layers[header.layer].read(slots, rows)
-        self._channel.send(Kind.ROWS, bytes_of(rows), rows=header.rows)
+
+        def read() -> None:
+            rows = self._rows(self._outputs, header.rows)
+            self._layers[header.layer].read(slots, rows)
+            self._channel.send(Kind.ROWS, bytes_of(rows), rows=header.rows)
+
+        return read
 
     def _rows(self, buffer: HostBuffer, count: int) -> Tensor:
         return buffer.view((2, count, self._shape.num_kv_heads, self._shape.head_dim), self._shape.dtype)
+
+
+class _Job(NamedTuple):
+    """A message that has come."""
+
+    inputs: HostBuffer  # where its bytes are
+    carry_out: Callable[[], None]  # and answer
 
 
 def fitting_blocks(shape: AttentionShape, memory_bytes: int) -> int:

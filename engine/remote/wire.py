@@ -11,11 +11,15 @@
     READ     slots                 →
                                    ←    ROWS      k and v
 
+Each side may send while it receives: an engine need not wait for an OUTPUT before it sends the next rows. A
+worker answers in order, and has room for a few messages that it has not answered.
+
 Whatever goes wrong with a worker is a sentence in a FAILED message, behind which it closes the connection.
 """
 
 import json
 import socket
+import ssl
 import struct
 import time
 from contextlib import suppress
@@ -24,6 +28,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from neo_desktop.engine.remote.tls import SharedTls
 
 VERSION = 1  # of all of this; both sides must have the same
 MAX_TEXT_BYTES = 1 << 20
@@ -66,10 +72,14 @@ class Header(NamedTuple):
 
 
 class Channel:
-    """A connection, once both sides trust each other. Raises OSError for all that can go wrong."""
+    """A connection, once both sides trust each other. Raises OSError for all that can go wrong.
+
+    One thread may send while another one receives.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+        shared = SharedTls(connection) if isinstance(connection, ssl.SSLSocket) else None
+        self._socket: socket.socket | SharedTls = shared or connection
 
     def send(
         self,
@@ -164,7 +174,7 @@ class Channel:
         end(self._socket)
 
 
-def end(connection: socket.socket) -> None:
+def end(connection: socket.socket | SharedTls) -> None:
     """End a connection or a listener, whoever waits for it in another thread."""
     with suppress(OSError):  # it has ended, or was never there
         connection.shutdown(socket.SHUT_RDWR)

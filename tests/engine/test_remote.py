@@ -1,9 +1,7 @@
 """Who may talk to a worker, what it answers, and what it refuses."""
 
-import shutil
 import socket
 import struct
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from certificates import make_certificate
 from pipeline_case import tiny_config, tiny_model
 from workers import SECRET, TRUST, running_worker, shape_of, sinks_of
 
@@ -278,19 +277,8 @@ def test_addresses() -> None:
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Two certificates that sign themselves, each with its key in the same file."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the command openssl")
-    folder, paths = tmp_path_factory.mktemp("tls"), []
-    for name in ("first", "second"):
-        key, certificate = folder / f"{name}.key", folder / f"{name}.crt"
-        made = ("-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=worker")
-        names = ("-addext", "subjectAltName=IP:127.0.0.1")
-        command = ("openssl", "req", *made, *names, "-keyout", key, "-out", certificate)
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
-        both = folder / f"{name}.pem"
-        both.write_bytes(key.read_bytes() + certificate.read_bytes())
-        paths.append(both)
-    return paths
+    folder = tmp_path_factory.mktemp("tls")
+    return [make_certificate(folder, name) for name in ("first", "second")]
 
 
 def test_tls_is_for_those_who_trust_the_certificate(model: Decoder, certificates: list[Path]) -> None:

@@ -1,0 +1,61 @@
+"""The lane of an attention worker: rows are sent ahead of the answers to those before."""
+
+from collections.abc import Sequence
+
+from neo_desktop.engine.execute.lane import HostStep, Signal
+from neo_desktop.engine.execute.thread_lane import ThreadLane
+from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.waiting import Watch
+
+
+class WorkerLane:
+    """Two threads: one sends rows, and one takes the answers, in the same order (Lamina, section 5.2).
+
+        sends    |rows 0|        |rows 1|            |rows 0, next layer|
+        worker          |attend to 0    |attend to 1     |attend to 0 ..
+        takes                        |o 0|            |o 1|
+
+    Each sub-batch has one layer's rows on their way: no more than two are without an answer.
+
+    Args:
+        name: the worker's.
+        timeline: records when rows were sent, and from then or the answer before until their answer.
+    """
+
+    def __init__(self, name: str, timeline: Timeline | None = None) -> None:
+        self.name = name
+        self._sends = ThreadLane(f"{name} sends", timeline)
+        self._takes = ThreadLane(name, timeline)
+
+    def begin(self, watch: Watch) -> None:
+        """See `HostLane`."""
+        self._sends.begin(watch)
+        self._takes.begin(watch)
+
+    def submit_step(self, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
+        """See `HostLane`; the signal is the answer's."""
+        if step.ask is None:
+            return self._takes.submit(stage, step.work, after)
+        sent = self._sends.submit(stage._replace(name="q, k, v to a worker"), step.ask, after)
+        return self._takes.submit(stage, step.work, (sent,))
+
+    def cancel(self) -> None:
+        """Drop what was not sent. The other answers are taken, or later rows would get them."""
+        self._sends.cancel()
+
+    def join(self) -> None:
+        """See `HostLane`."""
+        try:
+            self._sends.join()
+        finally:
+            self._takes.join()
+
+    def stop(self) -> None:
+        """See `HostLane`."""
+        self._sends.stop()
+        self._takes.stop()
+
+    def close(self) -> None:
+        """See `HostLane`."""
+        self._sends.close()
+        self._takes.close()
