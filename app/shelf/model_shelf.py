@@ -59,7 +59,7 @@ class ModelShelf:
         self._pull_stopped = threading.Event()
         self._looking: set[asyncio.Task[None]] = set()
         host.listeners.append(self._host_changed)
-        hub.greet("models", self.fresh_view)
+        hub.greet("models", self._greeting)
 
     def view(self) -> dict[str, Any]:
         """Return a ModelsView, with the models as they were last looked at."""
@@ -213,9 +213,22 @@ class ModelShelf:
     def _host_changed(self) -> None:
         self._publish()
         if self._host.loading is None:  # memory has changed, and so has what fits
-            task = asyncio.get_running_loop().create_task(self._look_again())
-            self._looking.add(task)
-            task.add_done_callback(self._looking.discard)
+            self._look_soon()
+
+    async def _greeting(self) -> dict[str, Any]:
+        """Return a ModelsView at once, if it can be; what has changed in the folders since is told soon after.
+
+        A page shows nothing before it, and looking takes long on a slow disk, or while a model is loaded.
+        """
+        if not self._models:
+            return await self.fresh_view()
+        self._look_soon()
+        return self.view()
+
+    def _look_soon(self) -> None:
+        task = asyncio.get_running_loop().create_task(self._look_again())
+        self._looking.add(task)
+        task.add_done_callback(self._looking.discard)
 
     async def _look_again(self) -> None:
         if self._hub.has_listeners("models"):

@@ -14,10 +14,12 @@ from checkpoints import save_checkpoint
 from fastapi import FastAPI
 
 from neo_desktop.app.service import EngineService
-from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue
+from neo_desktop.app.shelf.catalogue import BUILTIN_NAME, Catalogue, LocalModel
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.shelf.model_loader import ModelLoader
+from neo_desktop.app.shelf.model_shelf import ModelShelf
 from neo_desktop.app.shelf.pull_errors import PullError
+from neo_desktop.app.web.events import Hub
 from neo_desktop.app.web.server import create_app
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.progress import Progress
@@ -178,6 +180,31 @@ folder = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
 folder.mkdir(parents=True)
 (folder / "report.html").write_text("<script>alert(1)</script><h1>It went well")
 """
+
+
+async def test_a_page_need_not_wait_until_the_folders_were_looked_at(
+    loader: FakeLoader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub()
+    ModelShelf(ModelHost(load=loader, name=BUILTIN_NAME), loader, hub)
+    await hub.subscribe()
+    look, disk_is_slow = loader.catalogue.models, threading.Event()
+
+    def look_slowly() -> list[LocalModel]:
+        assert disk_is_slow.wait(TIMEOUT_S)
+        return look()
+
+    monkeypatch.setattr(loader.catalogue, "models", look_slowly)
+    save_checkpoint(tmp_path / "mine" / "new", "llama")
+
+    async def names(news: AsyncIterator[tuple[str, Any]]) -> set[str]:
+        return {model["name"] for model in (await anext(news))[1]["models"]}
+
+    async with asyncio.timeout(TIMEOUT_S / 2), await hub.subscribe() as page:
+        news = aiter(page)
+        assert await names(news) == {BUILTIN_NAME, "tiny", "broken", "foreign"}
+        disk_is_slow.set()
+        assert "new" in await names(news)
 
 
 async def test_the_self_test_leaves_the_memory_to_what_is_measured(
