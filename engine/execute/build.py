@@ -56,7 +56,7 @@ def build_executor(
     backend = open_backend(streams, timeline, None if peer is None else peer.device)
     if model.device.type != "cuda":
         return PlanExecutor(_stages(model, None, group), storage, capacity, backend, timeline=timeline)
-    if ladder.rung("graphs") == "host-flags" and any(place.cpu_attends for place in storage.places):
+    if ladder.rung("graphs") == "host-flags" and any(place.through_host for place in storage.places):
         flags = host_memory(lambda pin: empty_flags(1, pinned=pin), model.device)
         try:
             if flags.is_pinned():

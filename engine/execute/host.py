@@ -2,7 +2,8 @@
 KV in and out of pages.
 
 Where there is a GPU, relays carry it out: native threads that are told by flags, so that neither Python nor a
-thread that launches work stands between the GPU and the CPU.
+thread that launches work stands between the GPU and the CPU. What a worker does is told by flags, too, to a
+thread that talks to it (`worker_relay`).
 """
 
 import logging
@@ -17,7 +18,7 @@ from neo_desktop.engine.execute.host_work import HostWork
 from neo_desktop.engine.execute.lane import HostStep, Lane
 from neo_desktop.engine.execute.timeline import Stage, Timeline
 from neo_desktop.engine.execute.transfers import HostTransfer
-from neo_desktop.engine.execute.weight_stream import StagedWeights
+from neo_desktop.engine.execute.worker_relay import WorkerRelay
 from neo_desktop.engine.execute.workspace import HandOver
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
@@ -76,7 +77,7 @@ class HostBatch(HostWork):
 
     @property
     def lane(self) -> str:
-        """What carries it out: the CPU, or a lane of each worker."""
+        """See `HostWork`: the CPU, or a lane of each worker."""
         return self.pool.worker or Lane.CPU
 
     def stage(self, layer: int) -> Stage:
@@ -119,7 +120,7 @@ class HostBatch(HostWork):
 
 
 class Relays:
-    """Native threads for the CPU's part of iterations.
+    """Threads for the part of the CPU and of workers in iterations: native ones, and one for each worker.
 
     Args:
         config: the model's.
@@ -128,9 +129,12 @@ class Relays:
 
     def __init__(self, config: ModelConfig, storage: KVStorage) -> None:
         self._transfers: dict[KVPool, Relay] = {}
+        self._workers: dict[str, WorkerRelay] = {}
         computing: Relay | None = None  # that attends and multiplies
         for place in storage.places:
             pool = storage[place]
+            if pool.worker is not None:
+                self._workers[pool.worker] = WorkerRelay(pool.worker)
             if not place.cpu_attends:
                 continue
             layers = []
@@ -153,31 +157,39 @@ class Relays:
         """Begin an iteration; to be called before the device begins.
 
         Args:
-            computed: what the CPU attends for, multiplies or stages, in the order in which the device has it
-                in each turn.
+            computed: what the CPU and workers attend for, and the CPU multiplies or stages, in the order in
+                which the device has it in each turn.
             transfers: in the order in which the device has them in each layer.
             watch: takes in what goes on.
         """
         self._under_way = []
-        staged = [each for each in computed if isinstance(each, StagedWeights)]
-        others = [each for each in computed if not isinstance(each, StagedWeights)]
-        if others:
-            self._begin(_UnderWay(self._computing, Lane.CPU, others), [x.arguments for x in others], watch)
-        for each in staged:
-            if self._copying is None:
-                self._copying = Relay((), num_layers=each.flags.shape[1], num_threads=1)
-            self._begin(_UnderWay(self._copying, Lane.HOST_WEIGHTS, [each]), [each.arguments], watch)
+        of_lanes: dict[str, list[HostWork]] = {}
+        for each in computed:
+            of_lanes.setdefault(each.lane, []).append(each)
+        for lane, works in of_lanes.items():
+            if lane in self._workers:
+                self._workers[lane].start(works, watch)
+                self._under_way.append(_UnderWay(self._workers[lane], lane, works))
+                continue
+            relay = self._computing if lane == Lane.CPU else self._copying_relay(works)
+            self._begin(_UnderWay(relay, lane, works), relay, [x.arguments for x in works], watch)
         for pool, swap in self._transfers.items():
             of_pool = [each for each in transfers if each.pool is pool]
             if of_pool:
-                self._begin(_UnderWay(swap, Lane.HOST_SWAP, of_pool), [x.transfer for x in of_pool], watch)
+                begun = _UnderWay(swap, Lane.HOST_SWAP, of_pool)
+                self._begin(begun, swap, [x.transfer for x in of_pool], watch)
         flags = [each.flags for each in computed]
         flags += [each.transfer.flags for each in transfers]
         if flags:
             watch.follow(partial(_num_raised, flags))
 
-    def _begin(self, begun: "_UnderWay", items: Sequence[RelayItem], watch: Watch) -> None:
-        begun.relay.start(items, watch.patience_s)
+    def _copying_relay(self, works: Sequence[HostWork]) -> Relay:
+        if self._copying is None:
+            self._copying = Relay((), num_layers=works[0].flags.shape[1], num_threads=1)
+        return self._copying
+
+    def _begin(self, begun: "_UnderWay", relay: Relay, items: Sequence[RelayItem], watch: Watch) -> None:
+        relay.start(items, watch.patience_s)
         self._under_way.append(begun)
 
     def finish(self, timeline: Timeline | None) -> None:
@@ -185,13 +197,14 @@ class Relays:
 
         Raises:
             RelayStalledError: a relay was given up.
+            WorkerLostError: a worker does not answer.
             RuntimeError: a relay was cancelled, or a step failed.
         """
         recorder = timeline if timeline is not None and timeline.is_recording else None
         for relay, lane, works in self._under_way:
             for step in relay.finish():
                 each = works[step.item]
-                if isinstance(each, HostWork):
+                if isinstance(each, HostWork) and isinstance(relay, Relay):  # others count themselves
                     each.busy_ns += step.end_ns - step.start_ns
                 if recorder is not None:
                     recorder.add(lane, each.stage(step.layer), step.start_ns, step.end_ns)
@@ -212,12 +225,12 @@ class Relays:
         return stalled
 
     @property
-    def _all(self) -> list[Relay]:
+    def _all(self) -> list[Relay | WorkerRelay]:
         copying = [] if self._copying is None else [self._copying]
-        return [self._computing, *copying, *self._transfers.values()]
+        return [self._computing, *copying, *self._transfers.values(), *self._workers.values()]
 
     def cancel(self) -> None:
-        """Let nobody wait for the CPU any more."""
+        """Let nobody wait for the CPU or a worker any more."""
         for relay in self._all:
             relay.cancel()
 
@@ -230,8 +243,8 @@ class Relays:
 class _UnderWay(NamedTuple):
     """What a relay does in an iteration."""
 
-    relay: Relay
-    lane: Lane
+    relay: Relay | WorkerRelay
+    lane: str
     works: Sequence[HostWork | HostTransfer]
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from neo_desktop.engine.execute.lane import HostStep
+from neo_desktop.engine.execute.lane import HostStep, Lane
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.native.relay import RelayItem
 
@@ -15,6 +15,11 @@ class HostWork(ABC):
     """Work of a sub-batch: done by a thread step by step, or by a relay, which is told of all at once."""
 
     busy_ns: int  # how long the CPU has worked, in all layers
+
+    @property
+    def lane(self) -> str:
+        """What carries it out."""
+        return Lane.CPU
 
     @property
     @abstractmethod

@@ -48,7 +48,7 @@ class HostStep:
     """Work of the CPU in one layer: done by a thread that calls it, or by a relay that is told by flags."""
 
     work: Work
-    flags: Tensor  # [2, ints]: see `native.relay.empty_flags`, of the layer
+    flags: Tensor | None  # [2, ints]: see `native.relay.empty_flags`, of the layer; None: always by a thread
     ask: Work | None = None  # that sends a worker what `work` takes the answer to; None: the CPU does it
 
 

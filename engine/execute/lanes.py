@@ -97,6 +97,7 @@ class Lanes:
         beside: the other lanes whose work belongs to the device.
         host: those of the CPU's work.
         timeline: for lanes of workers: threads, which are made when one is first used.
+        with_flags: whether streams tell of the CPU's work, and of workers', by flags.
     """
 
     def __init__(
@@ -105,11 +106,14 @@ class Lanes:
         beside: Mapping[Lane, WorkLane],
         host: Mapping[Lane, HostLane],
         timeline: Timeline | None = None,
+        *,
+        with_flags: bool = False,
     ) -> None:
         self._device = device
         self._work: dict[Lane, WorkLane] = {Lane.DEVICE: device, **beside}
         self._host: dict[str, HostLane] = {str(lane): each for lane, each in host.items()}
         self._timeline = timeline
+        self._with_flags = with_flags
         self._watch = DEFAULT_PATIENCE.watch()
         self._is_stopped = False
         self._changes = threading.Lock()  # of what lanes there are
@@ -149,7 +153,7 @@ class Lanes:
         for lane, told_by in TOLD_BY.items():
             host[lane] = RelayLane(lanes[told_by]) if with_flags else ThreadLane(lane, timeline)
         device = lanes.pop(Lane.DEVICE)
-        return cls(device, lanes, host, timeline)
+        return cls(device, lanes, host, timeline, with_flags=with_flags)
 
     @property
     def _all(self) -> tuple[WorkLane | HostLane, ...]:
@@ -162,9 +166,11 @@ class Lanes:
 
     def host(self, lane: str, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
         """See `Recorder`."""
-        return (self._host.get(lane) or self._of_worker(lane)).submit_step(stage, step, after)
+        return (self._host.get(lane) or self._of_worker(lane, step)).submit_step(stage, step, after)
 
-    def _of_worker(self, name: str) -> HostLane:
+    def _of_worker(self, name: str, step: HostStep) -> HostLane:
+        if self._with_flags and step.flags is not None:
+            return self._host[Lane.CPU]  # the same stream tells
         lane = WorkerLane(name, self._timeline)
         lane.begin(self._watch)
         with self._changes:

@@ -104,7 +104,7 @@ class PlanExecutor(Executor):
             )
             self._builder = ProgramBuilder(stages, storage, self._workspace, capacity.decodes)
         self._has_graphs = self._has_graphs and self.fits_graphs
-        has_host = model.has_splits or any(place.cpu_attends for place in storage.places)
+        has_host = model.has_splits or any(place.through_host for place in storage.places)
         self._relays = Relays(model.config, storage) if has_host and self._may_use_flags else None
         self._pause = 0  # iterations for which graphs are not tried
         self._ladder_changes = ladder.changes  # when graphs were captured
@@ -333,7 +333,7 @@ class PlanExecutor(Executor):
         rows_of_tokens = self._rows_of_tokens if plan.is_ahead else {}
         program = self._builder.build(plan, rows_of_tokens, for_graphs=with_graphs)
         on_host, transfers = program.on_host, program.transfers
-        with_flags = self._relays is not None and self._may_use_flags and not program.has_workers
+        with_flags = self._relays is not None and self._may_use_flags
         if (on_host or transfers) and not with_flags:
             with_graphs = False  # threads do the CPU's part, and Python is needed between layers
         with_graphs = with_graphs and not program.has_peers

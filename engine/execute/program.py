@@ -248,13 +248,6 @@ class Program:
         return found
 
     @property
-    def has_workers(self) -> bool:
-        """Whether a worker attends or stores in it: that is the work of threads."""
-        batches = (hand_off.batch.pool for each in self._passes for hand_off in each.hand_offs)
-        pools = (*batches, *(transfer.pool for transfer in self.transfers))
-        return any(pool.worker is not None for pool in pools)
-
-    @property
     def has_peers(self) -> bool:
         """Whether a second GPU attends in it: what that works in is made anew for each iteration."""
         return any(each.peers for each in self._passes)

@@ -174,6 +174,7 @@ class RelayLane:
 
     def submit_step(self, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
         """Raise the step's flag after the signals."""
+        assert step.flags is not None
         self._told_by.wait(after)
         stream_write_value(self._told_by.stream, step.flags[READY, :1])
         return _Flag(self._told_by.mark("the raise of a flag"), step.flags[DONE, :1], stage.words)

@@ -11,7 +11,7 @@ import torch
 from neo_desktop.engine.cuda.errors import StageStalledError
 from neo_desktop.engine.execute.lane import HostStep, Signal, Work
 from neo_desktop.engine.execute.timeline import Stage, Timeline
-from neo_desktop.engine.execute.worker import Worker
+from neo_desktop.engine.execute.worker import Worker, has_ended
 from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Watch
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class ThreadLane:
             StageStalledError: it did not.
         """
         watch = self._watch
-        if task.done() or watch.wait_by(partial(_has_ended, task), _THREADS_SHARE):
+        if task.done() or watch.wait_by(partial(has_ended, task), _THREADS_SHARE):
             return
         watch.give_up()
         raise StageStalledError(
@@ -122,13 +122,3 @@ class ThreadLane:
         self._worker.stop()
         if not self._worker.join(1.0 if self._watch.is_given_up else self._watch.patience_s):
             logger.error("the thread %s does not end, and is left behind", self.name)
-
-
-def _has_ended(task: Future[None], timeout_s: float) -> bool:
-    try:
-        task.exception(timeout_s)
-    except TimeoutError:
-        return task.done()
-    except CancelledError:
-        pass
-    return True

@@ -53,7 +53,9 @@ class HostTransfer:
 
     def step(self, layer: int) -> HostStep:
         """Return what is to be done in a layer."""
-        return HostStep(partial(self._carry_out, layer), self.transfer.flags[:, layer])
+        # A worker's rows are never part of a graph, so that no flags are needed.
+        flags = self.transfer.flags[:, layer] if self.pool.worker is None else None
+        return HostStep(partial(self._carry_out, layer), flags)
 
     def _carry_out(self, layer: int) -> None:
         rows, slots = self.buffer(layer), self.transfer.slots

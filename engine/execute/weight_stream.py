@@ -118,6 +118,11 @@ class StagedWeights(HostWork):
         self.busy_ns = 0
 
     @property
+    def lane(self) -> str:
+        """See `HostWork`: there is a thread for it."""
+        return Lane.HOST_WEIGHTS
+
+    @property
     def flags(self) -> Tensor:
         """See `native.relay.empty_flags`."""
         return self._staging.flags

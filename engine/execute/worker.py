@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 
 END_PATIENCE_S = 5.0  # for threads that are at work when the program ends
 
@@ -67,6 +67,17 @@ class Worker:
             return True
         thread.join(timeout_s)
         return not thread.is_alive()
+
+
+def has_ended(call: Future[None], timeout_s: float) -> bool:
+    """Wait for the end of a call; return whether it has come, in whichever way."""
+    try:
+        call.exception(timeout_s)
+    except TimeoutError:
+        return call.done()
+    except CancelledError:
+        pass
+    return True
 
 
 def _serve(calls: _Calls) -> None:

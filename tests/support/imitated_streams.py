@@ -83,9 +83,14 @@ class ImitatedRecorder:
         return self._add(Operation(lane, stage, work, self._after(lane, after)))
 
     def host(self, lane: str, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
+        if step.flags is None:  # a worker's rows, by a thread
+            return self.run(Lane.SWAP, stage, step.work, after)
+        told_by = TOLD_BY[Lane(lane)] if lane in TOLD_BY else Lane.TO_HOST  # a worker's attention
         if not self.with_flags:
-            return self.run(TOLD_BY[Lane(lane)], stage, step.work, after)
-        told_by, ready = TOLD_BY[Lane(lane)], step.flags[READY, :1]
+            if step.ask is not None:
+                self.run(told_by, stage, step.ask, after)
+            return self.run(told_by, stage, step.work, after)
+        ready = step.flags[READY, :1]
         before = self._after(told_by, after)
         raised = Operation(told_by, NOTHING, lambda: ready.fill_(1), before, flag=ready.data_ptr())
         return Answer(self._add(raised), step.flags[DONE, :1])
@@ -154,7 +159,7 @@ class ImitatedBackend:
         self._done: set[Operation] = set()
         self.num_runs = 0
         self.num_graphs_launched = 0  # in the last program
-        self.num_launched = 0  # of operations one by one, on the device's lane, in the last program
+        self.num_launched = 0  # of stages one by one, in the last program
         self.was_graph = False
         self.num_abandoned = 0
         self.is_closed = False
@@ -190,8 +195,9 @@ class ImitatedBackend:
         num_graphs = len(self._graphs)
         for number, part in enumerate(program.parts()):
             if not self.was_graph or not part.is_fixed:
+                before = len(recorder.operations)
                 part(recorder)
-                self.num_launched += sum(o.lane is Lane.DEVICE for o in recorder.operations)
+                self.num_launched += sum(o.stage is not NOTHING for o in recorder.operations[before:])
                 continue
             if (program.key, number) not in self._graphs:
                 self._graphs[program.key, number] = self._capture(part)

@@ -1,0 +1,141 @@
+"""A worker's part in an iteration that a GPU runs by itself: what a native relay is for the CPU.
+
+    device  |linear 0|raises a flag|attention 0|linear 1|raises a flag|attention 1|waits|linear 0|..
+    asks    |looks         |rows 0 to the worker| looks        |rows 1 to the worker| looks
+    takes                                            |o 0 from the worker, raises a flag|o 1 ..
+
+The GPU knows memory, not sockets. So one thread looks at the flags that the GPU raises, and sends its rows to
+the worker; another takes the answers, and raises the flags for which the GPU waits (see `worker_lane`). All
+of an iteration can be one graph.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+
+import torch
+
+from neo_desktop.engine.execute.host_work import HostWork
+from neo_desktop.engine.execute.worker import Worker, has_ended
+from neo_desktop.engine.waiting import Watch
+from neo_desktop.native.relay import DONE, READY, RelayStalledError, RelayStep
+
+_END_PATIENCE = 1.5  # in units of the watch's: the thread that asks waits for the GPU for as long as that
+
+
+@dataclass
+class _Iteration:
+    works: Sequence[HostWork]
+    watch: Watch
+    asked: "SimpleQueue[tuple[int, int] | None]" = field(default_factory=SimpleQueue)  # layer and work
+    steps: list[RelayStep] = field(default_factory=list)
+    ends: list[Future[None]] = field(default_factory=list)  # of both threads
+    is_cancelled: bool = False
+
+    def raise_all(self) -> None:
+        """Raise all flags that the GPU may wait for."""
+        for each in self.works:
+            each.flags[DONE, :, 0] = 1
+
+
+class WorkerRelay:
+    """Two threads that carry out a worker's steps, each once its flag is raised.
+
+    Whatever happens, in the end all flags are raised that the GPU may wait for.
+
+    Args:
+        name: the worker's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._asks, self._takes = (Worker(f"neo-desktop-{name} {does}") for does in ("asks", "takes"))
+        self._iteration: _Iteration | None = None  # that is under way
+
+    def start(self, works: Sequence[HostWork], watch: Watch) -> None:
+        """Begin an iteration; to be called before the device begins.
+
+        Args:
+            works: what the worker does in each layer, in the order in which the device has it.
+            watch: for how long the GPU may let it wait.
+        """
+        for each in works:
+            each.flags.zero_()
+        self._iteration = begun = _Iteration(works, watch)
+        begun.ends += (self._asks.submit(partial(_ask, begun)), self._takes.submit(partial(_take, begun)))
+
+    def finish(self) -> list[RelayStep]:
+        """Wait for the iteration's end; return what was done when.
+
+        Raises:
+            RelayStalledError: nothing went on for too long.
+            WorkerLostError: the worker does not answer.
+            RuntimeError: the iteration was cancelled.
+        """
+        ended, self._iteration = self._iteration, None
+        if ended is None:
+            return []
+        for end in ended.ends:
+            if not ended.watch.wait_by(partial(has_ended, end), _END_PATIENCE):
+                raise RelayStalledError(f"{self._name} did not end what it does {ended.watch.words}")
+        for end in ended.ends:
+            end.result()
+        if ended.is_cancelled:
+            raise RuntimeError("the iteration was cancelled")
+        return ended.steps
+
+    def cancel(self) -> None:
+        """Let nobody wait for the worker any more; what it was asked it answers all the same."""
+        iteration = self._iteration
+        if iteration is not None:
+            iteration.is_cancelled = True
+            iteration.raise_all()
+
+    def close(self) -> bool:
+        """End the threads; return whether they have ended."""
+        self.cancel()
+        for thread in (self._asks, self._takes):
+            thread.stop()
+        have_ended = [thread.join(1.0) for thread in (self._asks, self._takes)]
+        return all(have_ended)
+
+
+@torch.inference_mode()
+def _ask(iteration: _Iteration) -> None:
+    """Send the worker what it attends to, as it comes."""
+    try:
+        for layer in range(iteration.works[0].flags.shape[1]):
+            for number, work in enumerate(iteration.works):
+                if not _has_come(iteration, work, layer):
+                    return
+                ask = work.step(layer).ask
+                assert ask is not None
+                ask()
+                iteration.asked.put((layer, number))
+    finally:
+        iteration.asked.put(None)
+
+
+def _has_come(iteration: _Iteration, work: HostWork, layer: int) -> bool:
+    """Wait until the GPU has raised a flag; return whether it has, and the iteration goes on."""
+    watch, flag = iteration.watch, work.flags[READY, layer].numpy()
+    if not watch.wait_until(lambda: iteration.is_cancelled or flag[0] == 1):
+        raise RelayStalledError(f"the GPU did not come to {work.stage(layer).words} {watch.words}")
+    return not iteration.is_cancelled
+
+
+@torch.inference_mode()
+def _take(iteration: _Iteration) -> None:
+    """Take the worker's answers, in the same order."""
+    try:
+        while (asked := iteration.asked.get()) is not None:
+            layer, number = asked
+            work, start_ns = iteration.works[number], time.perf_counter_ns()
+            work.step(layer).work()
+            work.flags[DONE, layer, 0] = 1
+            iteration.steps.append(RelayStep(layer, number, start_ns, time.perf_counter_ns()))
+    finally:
+        iteration.raise_all()

@@ -1,0 +1,215 @@
+"""Iterations with attention workers as graphs: the same tokens, and a clean way out when a worker is lost."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from graph_case import BLOCK_SIZE, CAPACITY, NUM_BLOCKS, TOKENS, sequence
+from imitated_streams import Hook, ImitatedBackend, StallingBackend
+from pipeline_case import RandomIterations, check_result, make_storage, tiny_model
+from workers import running_worker, with_workers
+
+from neo_desktop.engine.batch import IterationPlan, SubBatch
+from neo_desktop.engine.execute.lane import Lane
+from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.execute.timeline import Stage, Timeline
+from neo_desktop.engine.int_array import IntArray
+from neo_desktop.engine.kernels import dispatch
+from neo_desktop.engine.kv.device_layer import DeviceLayer
+from neo_desktop.engine.kv.storage import KVStorage
+from neo_desktop.engine.ladder import ladder
+from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.remote.link import WorkerLostError
+from neo_desktop.engine.remote.worker import AttentionWorker
+from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Patience
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.linear.dense import Dense
+from neo_desktop.models.stages import Stages
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+ONE, TWO = Place.worker(1), Place.worker(2)
+# Where each lives, its blocks, and how many tokens it has before the first decode.
+HOMES = {
+    "a": (Place.DEVICE, (0, 5), 20),
+    "b": (Place.HOST, (8, 1), 16),
+    "c": (ONE, (0, 7), 25),
+    "d": (TWO, (3,), 1),
+    "e": (ONE, (4, 6), 9),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    """Two layers, one with a window."""
+    return tiny_model((None, 5), form=Dense(uses_tiles=False))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+class Case:
+    """An executor whose GPU is imitated, with two workers in threads."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        model: Decoder,
+        seed: int = 0,
+        hook: Hook | None = None,
+        num_queues: int | None = None,
+        backend: ImitatedBackend | None = None,
+        patience: Patience = DEFAULT_PATIENCE,
+    ) -> None:
+        started = [stack.enter_context(running_worker()) for _ in range(2)]
+        self.workers: list[AttentionWorker] = [worker for worker, _ in started]
+        here = make_storage(model, dict.fromkeys(PLACES, NUM_BLOCKS), BLOCK_SIZE, device_kind=DeviceLayer)
+        pools = {place: here[place] for place in here.places}
+        addresses = [address for _, address in started]
+        self.storage = KVStorage(with_workers(model, pools, addresses, NUM_BLOCKS, BLOCK_SIZE))
+        self.backend = backend or ImitatedBackend(seed, hook, num_queues)
+        self.timeline = Timeline()
+        self.executor = PlanExecutor(
+            Stages(model, dispatch),
+            self.storage,
+            CAPACITY,
+            self.backend,
+            num_programs=8,
+            uses_gpu=True,
+            timeline=self.timeline,
+            patience=patience,
+        )
+        stack.callback(self.executor.close)
+
+    def check(self, model: Decoder, plan: IterationPlan) -> None:
+        contexts = {s.request_id: TOKENS[s.request_id][: s.context_len] for s in plan.sequences}
+        check_result(model, plan, contexts, self.executor.execute(plan))
+
+
+def plan_of(step: int | None, *parts: str) -> IterationPlan:
+    """The prompts, or the tokens after them: sub-batches of these names."""
+
+    def batch(names: str) -> SubBatch:
+        found = []
+        for name in sorted(names):
+            place, blocks, start = HOMES[name]
+            begin, end = (0, start) if step is None else (start + step, start + step + 1)
+            made = sequence(name, begin, end)
+            found.append(made._replace(place=place, block_table=IntArray(blocks).view()))
+        return SubBatch(tuple(found))
+
+    return IterationPlan(tuple(batch(names) for names in parts))
+
+
+@pytest.mark.parametrize("parts", [("abcde",), ("acd", "be"), ("c", "d"), ("cde",)])
+@pytest.mark.parametrize("num_queues", [None, 1, 2, 8])
+def test_decodes_of_workers_are_one_graph(
+    stack: ExitStack, model: Decoder, num_queues: int | None, parts: tuple[str, ...]
+) -> None:
+    """Nothing is launched besides but the inputs before it, and the sampling after it."""
+    case = Case(stack, model, num_queues or 0, num_queues=num_queues)
+    case.check(model, plan_of(None, "abcde"))
+    for step in range(4):
+        case.check(model, plan_of(step, *parts))
+        case.backend.check_flags()
+        assert case.backend.num_graphs_launched == (step > 0)
+    assert case.backend.num_programs == 1
+    assert case.backend.num_launched == 2
+
+
+def test_prompts_of_workers_leave_the_layers_graphs(stack: ExitStack, model: Decoder) -> None:
+    case = Case(stack, model)
+    case.check(model, plan_of(None, "abcd"))
+    for step in range(3):
+        decodes, prompt = plan_of(step, "abcd").sub_batches[0], plan_of(None, "e").sub_batches[0]
+        case.check(model, IterationPlan((SubBatch((*decodes.sequences, *prompt.sequences)),)))
+    assert case.backend.num_graphs_launched == 3  # of two layers
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_plans_give_the_tokens_of_a_plain_computation(
+    stack: ExitStack, model: Decoder, seed: int
+) -> None:
+    case = Case(stack, model, seed, num_queues=seed or None)
+    iterations = RandomIterations(seed, NUM_BLOCKS, places=case.storage.places, block_size=BLOCK_SIZE)
+    for plan, contexts in iterations.plans(8):
+        result = case.executor.execute(plan)
+        check_result(model, plan, contexts, result)
+        case.backend.check_flags()
+        iterations.take_in(result)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_worker_that_is_lost_within_a_graph_ends_the_iteration_and_the_graph_serves_again(
+    stack: ExitStack, model: Decoder, layer: int
+) -> None:
+    """The flags are raised that the GPU waits for, and it is done again without the lost one's decodes."""
+    is_losing = False
+
+    def hook(lane: Lane, stage: Stage) -> None:
+        if is_losing and lane is Lane.TO_HOST and stage.layer == layer:
+            case.workers[1].close()
+
+    case = Case(stack, model, hook=hook)
+    case.check(model, plan_of(None, "abcde"))
+    for step in range(2):
+        case.check(model, plan_of(step, "abcde"))
+    is_losing = True
+    with pytest.raises(WorkerLostError, match="worker-2 is lost") as caught:
+        case.executor.execute(plan_of(2, "abcde"))
+    assert caught.value.worker == "worker-2"
+    assert case.backend.num_graphs_launched == 1
+    is_losing = False
+    for step in (2, 3):
+        case.check(model, plan_of(step, "abce"))
+    assert case.backend.num_graphs_launched == 1
+    assert ladder.rung("graphs") == "host-flags"
+
+
+def test_what_workers_do_is_recorded_beside_the_cpu(stack: ExitStack, model: Decoder) -> None:
+    case = Case(stack, model)
+    case.check(model, plan_of(None, "abcde"))
+    result = case.executor.execute(plan_of(0, "abcde"))
+    attending = {span.lane for span in case.timeline.spans if "attention" in span.stage.name}
+    assert {"cpu", "worker-1", "worker-2"} <= attending
+    assert result.timing is not None
+    assert result.timing.host_attention_ms > 0
+
+
+def test_where_streams_have_no_flags_threads_talk_to_workers(stack: ExitStack, model: Decoder) -> None:
+    ladder.limit("graphs", "device-only", "a test")
+    case = Case(stack, model)
+    case.check(model, plan_of(None, "abcde"))
+    for step in range(2):
+        case.check(model, plan_of(step, "acd", "be"))
+        assert case.backend.num_graphs_launched == 0
+
+
+def test_a_gpu_that_never_hands_over_is_done_without_from_then_on(
+    stack: ExitStack, model: Decoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = StallingBackend()
+    case = Case(stack, model, backend=backend, patience=Patience(1.0, 0.0))
+    case.check(model, plan_of(None, "ac"))
+    backend.is_stalling = True
+    for step in range(2):
+        case.check(model, plan_of(step, "ac"))
+        assert not backend.was_graph
+    assert 'the GPU did not come to "worker\'s attention" in layer 1' in caplog.text
+    assert ladder.rung("graphs") == "device-only"
+
+
+def test_an_executor_may_be_closed_while_a_worker_is_asked(stack: ExitStack, model: Decoder) -> None:
+    def hook(lane: Lane, stage: Stage) -> None:
+        if lane is Lane.TO_HOST and stage.layer == 1 and is_closing:
+            case.executor.close()
+
+    is_closing = False
+    case = Case(stack, model, hook=hook)
+    case.check(model, plan_of(None, "acde"))
+    is_closing = True
+    with pytest.raises(RuntimeError, match="closed in the middle"):
+        case.executor.execute(plan_of(0, "acde"))
