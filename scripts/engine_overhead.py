@@ -96,7 +96,7 @@ def step(scheduler: Scheduler, logits: Tensor, pause_ms: float) -> tuple[Iterati
     plan = scheduler.schedule()
     clock.end("plan")
     members = [Members.of(sub_batch, PLACES) for sub_batch in plan.sub_batches]
-    Bucket.of(plan, members, PLACES).rounded()
+    Bucket.of(plan, members, PLACES, BLOCK_SIZE).rounded()
     clock.end("its rows")
     scheduler.look_ahead()
     clock.end("decide ahead")

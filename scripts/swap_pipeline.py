@@ -28,7 +28,7 @@ from neo_desktop.engine.execute.layout import Capacity
 from neo_desktop.engine.execute.plan_executor import PlanExecutor
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.kv.swapped import SwappedPool
+from neo_desktop.engine.kv.swapped import BlockRun, SwappedPool
 from neo_desktop.engine.loading import load
 from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.parts import EngineParts, take_memory
@@ -140,10 +140,11 @@ def engine_of(parts: EngineParts, true: Rates, believed: Rates) -> tuple[Engine,
     token_bytes = config.kv_bytes_per_token(decoder.dtype) / config.num_layers
     bring = swapped.bring
 
-    def bring_in_time(layer: int, num_blocks: int) -> None:
-        tokens = num_blocks * BLOCK_SIZE
-        throttled(partial(bring, layer, num_blocks), tokens * token_bytes / true.bus_bytes_per_s)
+    def bring_in_time(layer: int, runs: Sequence[BlockRun]) -> None:
+        tokens = sum(run.count for run in runs) * BLOCK_SIZE
+        throttled(partial(bring, layer, runs), tokens * token_bytes / true.bus_bytes_per_s)
 
+    swapped.bridged_bytes = 0  # on a bus as slow as this, a gap takes longer than another copy
     swapped.bring = bring_in_time  # type: ignore[method-assign]
     stages = ThrottledStages(decoder)
     stages.layer_s = true.layer_ms / 1e3

@@ -11,7 +11,7 @@ from torch import Tensor
 from neo_desktop.engine.batch import MAX_STAGGERED, UNKNOWN_TOKEN, IterationPlan, ScheduledSequence
 from neo_desktop.engine.cuda.copies import suits_graphs, upload
 from neo_desktop.engine.execute.host import HostBatch
-from neo_desktop.engine.execute.layout import Bucket, Members
+from neo_desktop.engine.execute.layout import Bucket, Members, swapped_blocks
 from neo_desktop.engine.execute.outputs import Asked, Outputs
 from neo_desktop.engine.execute.peer import PeerDecodes
 from neo_desktop.engine.execute.prefill import Prefill
@@ -38,7 +38,7 @@ from neo_desktop.engine.execute.workspace import HandOver, Memory, Workspace
 from neo_desktop.engine.int_array import IntArray, IntView
 from neo_desktop.engine.kv.peer import PeerPool
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
-from neo_desktop.engine.kv.swapped import SwappedPool
+from neo_desktop.engine.kv.swapped import BlockRun, SwappedPool
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.operators import Store
 from neo_desktop.models.stages import Stages
@@ -93,14 +93,14 @@ class ProgramBuilder:
         places = self._storage.places
         self._check_staggered(plan)
         members = Members.of_all(plan, places)
-        bucket = Bucket.of(plan, members, places)
+        bucket = Bucket.of(plan, members, places, self._storage.block_size)
         memory = self._workspace.memory(bucket.rounded() if for_graphs else bucket)
         if for_graphs and not memory.is_fixed:
             memory = self._workspace.memory(bucket)
         chooses = memory.is_fixed and for_graphs and bucket.is_whole and not _pools(plan)
         self._transfers.begin()
         moves = Moves(self._storage.copy_groups(plan.copies), self._transfers)
-        stream = self._window_stream(plan, memory.bucket)
+        stream = self._window_stream(plan, memory.bucket if chooses else None)
         passes, asked, first_row = [], [], 0
         for part, each in zip(memory.parts, members, strict=True):
             wanted = [
@@ -132,11 +132,20 @@ class ProgramBuilder:
         moves, outputs = Moves((), self._transfers), Outputs((), self._stages, self._workspace, 0)
         return Program(self._stages, self._workspace, memory, passes, moves, outputs, chooses=True)
 
-    def _window_stream(self, plan: IterationPlan, bucket: Bucket) -> WindowStream | None:
-        """Return what brings swapped KV to the device; None: nobody attends to any."""
-        if self._swaps is None or not any(sequence.place.is_swapped for sequence in plan.sequences):
+    def _window_stream(self, plan: IterationPlan, graph: Bucket | None) -> WindowStream | None:
+        """Return what brings swapped KV to the device; None: nobody attends to any.
+
+        Args:
+            graph: the sizes of the graph that serves it; None: it is launched.
+        """
+        if self._swaps is None or self._swapped is None:
             return None
-        return self._swaps.stream(bucket.swapped_blocks)
+        if not any(sequence.place.is_swapped for sequence in plan.sequences):
+            return None
+        if graph is None:
+            return self._swaps.stream(self._swapped.runs_of(swapped_blocks(plan, self._storage.block_size)))
+        count = min(graph.swapped_blocks, self._swapped.num_blocks)
+        return self._swaps.stream([BlockRun(0, count)] if count else [])
 
     def _pass(
         self,

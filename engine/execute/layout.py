@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from neo_desktop.engine.batch import MAX_STAGGERED, Cohort, IterationPlan, ScheduledSequence, SubBatch
 from neo_desktop.engine.placement import Place
 
@@ -110,7 +113,9 @@ class Bucket:
     swapped_blocks: int = 0  # the first ones of their place, that come to the device for each layer
 
     @classmethod
-    def of(cls, plan: IterationPlan, members: Sequence[Members], places: Sequence[Place]) -> Self:
+    def of(
+        cls, plan: IterationPlan, members: Sequence[Members], places: Sequence[Place], block_size: int
+    ) -> Self:
         """Return the exact sizes of a plan, whose sub-batches that are not empty have these members."""
         tables = (
             len(sequence.block_table)
@@ -119,13 +124,9 @@ class Bucket:
             if not place.host_attends
             for sequence in sequences
         )
-        swapped = (
-            int(sequence.block_table.max()) + 1
-            for sequence in plan.sequences
-            if sequence.place.is_swapped and sequence.start
-        )
+        swapped = swapped_blocks(plan, block_size)
         rows = tuple(each.rows for each in members)
-        return cls(rows, max(tables, default=0), bool(plan.copies), max(swapped, default=0))
+        return cls(rows, max(tables, default=0), bool(plan.copies), int(swapped.max(initial=-1)) + 1)
 
     def rounded(self) -> "Bucket":
         """Return the sizes of the graphs that serve this iteration and many like it.
@@ -169,6 +170,16 @@ class Capacity:
         decodes = round_decodes(min(max_requests, MAX_DECODES))
         tokens = round_tokens(max_tokens + 2 * MIN_DECODES + MAX_STAGGERED)
         return cls(max(tokens, decodes), decodes, _power_of_two(-(-max_context_tokens // block_size)))
+
+
+def swapped_blocks(plan: IterationPlan, block_size: int) -> NDArray[np.int32]:
+    """Return the blocks of swapped KV that a plan attends to, those that are shared several times."""
+    tables = [
+        sequence.block_table[: -(-sequence.start // block_size)]
+        for sequence in plan.sequences
+        if sequence.place.is_swapped
+    ]
+    return np.concatenate(tables) if tables else np.empty(0, np.int32)
 
 
 def round_decodes(count: int) -> int:

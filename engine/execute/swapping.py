@@ -28,7 +28,7 @@ from neo_desktop.engine.execute.ring import Ring
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.engine.kv.storage import KVStorage
-from neo_desktop.engine.kv.swapped import WINDOW, SwappedPool
+from neo_desktop.engine.kv.swapped import WINDOW, BlockRun, SwappedPool
 
 NAME = "swap in"
 
@@ -44,15 +44,16 @@ class WindowStream:
 
     Args:
         pool: the pool.
-        num_blocks: the first blocks, which hold all that is attended to; of more than there are, all.
+        runs: of blocks, which hold all that is attended to.
         times: of the copies.
     """
 
-    def __init__(self, pool: SwappedPool, num_blocks: int, times: CopyTimes) -> None:
+    def __init__(self, pool: SwappedPool, runs: Sequence[BlockRun], times: CopyTimes) -> None:
         self._pool = pool
-        self._num_blocks = min(num_blocks, pool.num_blocks)
+        self._runs = runs
+        self._num_tokens = sum(run.count for run in runs) * pool.block_size
         self._times = times
-        self._waiting = deque(pool.swapped_layers if num_blocks else ())
+        self._waiting = deque(pool.swapped_layers if runs else ())
         self._ready: dict[int, Sequence[Signal]] = {}  # by layer: what precedes its copy
         self._arrived: dict[int, Signal] = {}
         self._wanted: set[int] = set()  # layers that the device waits for, or has waited for
@@ -82,10 +83,9 @@ class WindowStream:
 
         All must have ended.
         """
-        if not self._num_blocks:
+        if not self._runs:
             return 0.0, 0.0, 0
-        copies_ms, waits_ms = self._times.read()
-        return copies_ms, waits_ms, self._num_blocks * self._pool.block_size
+        return *self._times.read(), self._num_tokens
 
     def used(self, recorder: Recorder, layer: int) -> None:
         """Take in that all that attends to a layer has been given to the device."""
@@ -100,8 +100,8 @@ class WindowStream:
         while self._waiting and self._waiting[0] in self._ready and self._ring.has_room:
             layer = self._waiting.popleft()
             _, is_free = self._ring.fill()  # the pool knows the slot of a layer
-            stage = Stage(NAME, layer, NO_SUB_BATCH, self._num_blocks * pool.block_size)
-            copy = partial(self._times.around, layer, partial(pool.bring, layer, self._num_blocks))
+            stage = Stage(NAME, layer, NO_SUB_BATCH, self._num_tokens)
+            copy = partial(self._times.around, layer, partial(pool.bring, layer, self._runs))
             self._arrived[layer] = recorder.run(Lane.SWAP_IN, stage, copy, (*is_free, *self._ready[layer]))
 
 
@@ -127,9 +127,9 @@ class SwapMemory:
         """What graphs copy from and to."""
         return [*self._pool.homes, *(on_host for _, on_host in self._kept)]
 
-    def stream(self, num_blocks: int) -> WindowStream:
-        """Return what brings the first blocks of all layers in an iteration."""
-        return WindowStream(self._pool, num_blocks, self._times)
+    def stream(self, runs: Sequence[BlockRun]) -> WindowStream:
+        """Return what brings runs of blocks of all layers in an iteration."""
+        return WindowStream(self._pool, runs, self._times)
 
     def rows_of(self, index: int, slots: Sequence[int], rows: int) -> "NewRows":
         """Return what the decodes of a sub-batch go through.

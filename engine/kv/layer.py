@@ -83,9 +83,9 @@ class KVLayer(ABC):
     def read(self, slots: Tensor, out: Rows) -> None:
         """Copy the rows of slots, [tokens] int64, to `out`; of slots never written it may be anything."""
 
-    def fill(self, k: Tensor, v: Tensor) -> None:
-        """Put rows into the first slots, without waiting for them to come from host memory."""
-        self.write(k, v, torch.arange(len(k), device=self.device))
+    def fill(self, k: Tensor, v: Tensor, first: int = 0) -> None:
+        """Put rows into the slots from `first` on, without waiting for them to come from host memory."""
+        self.write(k, v, torch.arange(first, first + len(k), device=self.device))
 
     def store(self, slots: Tensor) -> Store | None:
         """Return where rows go that are stored early, if they are; slots as of `operators.Store`."""

@@ -14,9 +14,11 @@ is apart, and what is brought or stored is copied in one piece wherever slots fo
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from neo_desktop import native
@@ -29,6 +31,13 @@ from neo_desktop.models.config import ModelConfig
 
 NUM_RESIDENT = 1  # layers that stay on the device
 WINDOW = 2  # layers on the device that are not resident: one is attended to while the next one comes
+
+
+class BlockRun(NamedTuple):
+    """Blocks that follow each other."""
+
+    first: int
+    count: int
 
 
 class SwappedPool(KVPool):
@@ -44,6 +53,10 @@ class SwappedPool(KVPool):
         sinks: see `KVPool`.
         num_resident: layers that stay there, at least one.
     """
+
+    # A gap between two runs that is no larger comes, too: a bus of 25 GB/s takes about 10 µs for it, which is
+    # what another copy would take to start.
+    bridged_bytes = 256 * 1024
 
     def __init__(
         self,
@@ -85,11 +98,22 @@ class SwappedPool(KVPool):
         """Return which of the swapped layers a layer is; None: it is resident."""
         return self._turns.get(layer)
 
-    def bring(self, layer: int, num_blocks: int) -> None:
-        """Start to bring the first blocks of a swapped layer to its slot of the window."""
-        turn, end = self._turns[layer], num_blocks * self.block_size
+    def runs_of(self, blocks: NDArray[np.int32]) -> list["BlockRun"]:
+        """Return the runs that hold these blocks, any of them several times: what is brought by copies.
+
+        Small gaps come, too: they take less time than another copy would.
+        """
+        block_bytes = 2 * self.block_size * math.prod(self.row_shape) * self.dtype.itemsize
+        return _merged(np.unique(blocks), self.bridged_bytes // block_bytes)
+
+    def bring(self, layer: int, runs: Sequence["BlockRun"]) -> None:
+        """Start to bring runs of blocks of a swapped layer to its slot of the window."""
+        turn, there = self._turns[layer], self.layer(layer)
         k, v = self.homes
-        self.layer(layer).fill(k[turn, :end], v[turn, :end])
+        for first_block, num_blocks in runs:
+            first = first_block * self.block_size
+            end = first + num_blocks * self.block_size
+            there.fill(k[turn, first:end], v[turn, first:end], first)
 
     def rows_at(self, slots: Tensor) -> "SwappedRows":
         """See `KVPool`."""
@@ -153,6 +177,18 @@ class SwappedRows(PoolRows):
         for home, each in zip(self._swapped.homes, rows.contiguous(), strict=True):
             for first, slot, count in self._runs:
                 home[turn, slot : slot + count].copy_(each[first : first + count], non_blocking=True)
+
+
+def _merged(blocks: NDArray[np.int32], most_between: int) -> list[BlockRun]:
+    """Return runs that cover blocks, which rise; between two runs are more others than `most_between`."""
+    if not len(blocks):
+        return []
+    begins = np.flatnonzero(np.diff(blocks, prepend=blocks[:1] - most_between - 2) > most_between + 1)
+    ends = [*begins[1:], len(blocks)]
+    return [
+        BlockRun(int(blocks[begin]), int(blocks[end - 1]) + 1 - int(blocks[begin]))
+        for begin, end in zip(begins, ends, strict=True)
+    ]
 
 
 def _runs(slots: Tensor) -> list[tuple[int, int, int]]:

@@ -304,8 +304,8 @@ class Decider(Generic[R]):
     def _join_swapped(self, chosen: _Chosen[R], draft: Draft) -> None:
         """Let those swapped decodes join whose KV comes while the device is busy.
 
-        All blocks up to the last one that is needed come. So those at the front come first, once nobody has
-        waited too long, and whoever lies before another one joins, too.
+        Those at the front of the memory come first, once nobody has waited too long: so the blocks that come
+        lie together, and few copies bring them.
         """
         if not chosen.swapped:
             return
@@ -314,8 +314,6 @@ class Decider(Generic[R]):
         chosen.swapped[num_due:] = sorted(chosen.swapped[num_due:], key=lambda r: last_block[id(r)])
         decodes = [(self.residency.place_of(r), r.num_tokens) for r in chosen.swapped]
         positions = set(self._policy.swap(draft, decodes, num_due))
-        end = max((last_block[id(chosen.swapped[i])] for i in positions), default=-1)
-        positions |= {i for i, request in enumerate(chosen.swapped) if last_block[id(request)] <= end}
         draft.load = draft.load.plus(HostQueue(decodes).decodes(sorted(positions)))
         chosen.decodes += [request for i, request in enumerate(chosen.swapped) if i in positions]
         chosen.swapped = [request for i, request in enumerate(chosen.swapped) if i not in positions]

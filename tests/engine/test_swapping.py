@@ -3,11 +3,13 @@
 import random
 import threading
 import time
-from itertools import permutations
+from itertools import pairwise, permutations
 
+import hypothesis.strategies as st
 import pytest
 import torch
 from executors import Hook, HookedLanes, carry_out_copies, thread_executor
+from hypothesis import HealthCheck, given, settings
 from pipeline_case import BLOCK_SIZE, RandomIterations, check_result, make_storage, sampling_input, tiny_model
 from tiny_engine import engine, tokens_of
 from torch_layer import TorchLayer
@@ -46,6 +48,12 @@ TOKENS = {name: [(7 * ord(name) + 3 * i) % 257 for i in range(32)] for name in H
 @pytest.fixture(scope="module")
 def model() -> Decoder:
     return tiny_model(WINDOWS)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_bridged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all that is so small would come in one piece."""
+    monkeypatch.setattr(SwappedPool, "bridged_bytes", 0)
 
 
 def make_executor(
@@ -252,6 +260,57 @@ def test_blocks_that_requests_share_are_brought_once(model: Decoder) -> None:
     assert [stage.layer for stage in brought] == list(range(1, NUM_LAYERS))
     assert {stage.tokens for stage in brought} == {4 * BLOCK_SIZE}
     executor.close()
+
+
+@pytest.mark.parametrize("device_kind", [TorchLayer, None])
+def test_only_what_is_used_is_brought(model: Decoder, device_kind: type[KVLayer] | None) -> None:
+    """Other decodes join each iteration. What earlier ones left in the window is not a number."""
+    timeline = Timeline()
+    storage = make_storage(model, dict.fromkeys(ALL, NUM_BLOCKS), device_kind=device_kind)
+    executor = thread_executor(model, storage, timeline=timeline)
+    run_and_check(model, executor, beginning())
+    pool = storage[Place.SWAPPED]
+    assert isinstance(pool, SwappedPool)
+    steps = dict.fromkeys(HOMES, 0)
+    for names in ("a", "be", "e", "ab", "bea", "b", "eca"):
+        for part in pool.parts:
+            part[max(NUM_LAYERS - len(pool.swapped_layers), 1) :] = torch.nan  # the window
+        timeline.take()
+        decodes = []
+        for name in names:
+            start = HOMES[name][2] + steps[name]
+            decodes.append(sequence(name, start, start + 1))
+            steps[name] += 1
+        run_and_check(model, executor, IterationPlan((SubBatch(tuple(decodes)),)))
+        swapped = [each for each in decodes if each.place.is_swapped]
+        num_blocks = sum(-(-each.start // BLOCK_SIZE) for each in swapped)
+        brought = [span.stage.tokens for span in timeline.take() if span.lane == Lane.SWAP_IN]
+        assert brought == [num_blocks * BLOCK_SIZE] * (NUM_LAYERS - 1)
+    executor.close()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    blocks=st.lists(st.integers(0, 60), min_size=1, max_size=20),
+    most_between=st.integers(0, 6),
+    row_bytes=st.integers(0, 7),
+)
+def test_runs_hold_all_blocks_and_no_large_gap(
+    model: Decoder, blocks: list[int], most_between: int, row_bytes: int
+) -> None:
+    pool = SwappedPool(model.config, 1, BLOCK_SIZE, model.dtype, model.device, TorchLayer)
+    block_bytes = 2 * pool.homes[0][0, :BLOCK_SIZE].nbytes
+    pool.bridged_bytes = most_between * block_bytes + row_bytes
+    runs = pool.runs_of(torch.tensor(blocks, dtype=torch.int32).numpy())
+    brought = [block for first, count in runs for block in range(first, first + count)]
+    assert set(blocks) <= set(brought)
+    assert {run.first for run in runs} | {run.first + run.count - 1 for run in runs} <= set(blocks)
+    assert brought == sorted(set(brought))
+    for before, after in pairwise(runs):
+        assert after.first - (before.first + before.count) > most_between
+    for before, after in pairwise(sorted(set(blocks))):
+        is_bridged = after - before - 1 <= most_between
+        assert all(block in brought for block in range(before, after)) == is_bridged or after == before + 1
 
 
 def test_whatever_fails_the_iteration_can_be_done_again(model: Decoder) -> None:

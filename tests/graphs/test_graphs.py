@@ -367,7 +367,7 @@ def test_a_bucket_holds_its_plan_and_not_much_more(
     )
     plan = IterationPlan(sub_batches, staggered=((None,) * num_slots,) * 3 if num_slots else ())
     members = Members.of_all(plan, PLACES)
-    exact = Bucket.of(plan, members, PLACES)
+    exact = Bucket.of(plan, members, PLACES, BLOCK_SIZE)
     bucket = exact.rounded()
     assert bucket.rounded() == bucket
     has_prompts = not exact.is_whole
