@@ -141,7 +141,7 @@ def engine_of(parts: EngineParts, true: Rates, believed: Rates) -> tuple[Engine,
     bring = swapped.bring
 
     def bring_in_time(layer: int, runs: Sequence[BlockRun]) -> None:
-        tokens = sum(run.count for run in runs) * BLOCK_SIZE
+        tokens = sum(run.num_blocks for run in runs) * BLOCK_SIZE
         throttled(partial(bring, layer, runs), tokens * token_bytes / true.bus_bytes_per_s)
 
     swapped.bridged_bytes = 0  # on a bus as slow as this, a gap takes longer than another copy

@@ -51,7 +51,7 @@ class WindowStream:
     def __init__(self, pool: SwappedPool, runs: Sequence[BlockRun], times: CopyTimes) -> None:
         self._pool = pool
         self._runs = runs
-        self._num_tokens = sum(run.count for run in runs) * pool.block_size
+        self._num_tokens = sum(run.num_blocks for run in runs) * pool.block_size
         self._times = times
         self._waiting = deque(pool.swapped_layers if runs else ())
         self._ready: dict[int, Sequence[Signal]] = {}  # by layer: what precedes its copy

@@ -37,7 +37,7 @@ class BlockRun(NamedTuple):
     """Blocks that follow each other."""
 
     first: int
-    count: int
+    num_blocks: int
 
 
 class SwappedPool(KVPool):

@@ -103,8 +103,9 @@ class CorrectedCostModel:
             smoothing = self.SLOWER_BUS if measured.copies_ms > expected_ms else self.FASTER_BUS
             self.bus_factor = self._corrected(self.bus_factor, expected_ms, measured.copies_ms, smoothing)
         if host_ms < predicted.total_ms / 2 and not self._waits_for_copies(predicted, measured):
-            # The device bounded it.
-            self.device_factor = self._corrected(self.device_factor, predicted.total_ms, measured.total_ms)
+            # The device bounded it; what it waited for copies is no part of what it takes.
+            predicted_ms, measured_ms = (each.total_ms - each.copy_wait_ms for each in (predicted, measured))
+            self.device_factor = self._corrected(self.device_factor, predicted_ms, measured_ms)
 
     def _waits_for_copies(self, predicted: IterationTiming, measured: IterationTiming) -> bool:
         """Whether copies are most of an iteration, and more of it than was predicted."""

@@ -273,10 +273,13 @@ def timing_of(
             if place.host_attends:
                 attention_ms += cost.attention_ms(place, requests, context_tokens)
     copied_tokens = sum(map(swapped_tokens_of, loads))
+    if not copied_tokens:
+        return IterationTiming(total_ms, attention_ms * cost.num_layers)
     return IterationTiming(
         total_ms,
         attention_ms * cost.num_layers,
         copies_ms=cost.swap_ms(copied_tokens) * cost.num_layers,
+        copy_wait_ms=max(total_ms - _iteration_ms(cost, loads, staggered, 0.0), 0.0),
         copied_tokens=copied_tokens,
     )
 

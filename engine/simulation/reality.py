@@ -69,6 +69,7 @@ class Reality:
             total_ms=total_ms,
             host_attention_ms=timing.host_attention_ms * noise,
             copies_ms=timing.copies_ms * noise,
+            copy_wait_ms=timing.copy_wait_ms * noise,
         )
         self.believed.learn(predicted, measured)  # as the engine does
         return total_ms

@@ -303,11 +303,18 @@ def test_a_bus_that_became_slower_is_noticed_soon_and_nothing_swings(slowdown: f
     corrected, base = CorrectedCostModel(machine()), machine()
     load = Load().plus({Place.SWAPPED: Decodes(20, 9000)})
     measured = 32 * base.swap_ms(9000) * slowdown
-    total_ms = max(measured, iteration_ms(base, Load().plus({Place.DEVICE: Decodes(20, 9000)})))
+    alone_ms = iteration_ms(base, Load().plus({Place.DEVICE: Decodes(20, 9000)}))
+    total_ms = max(measured, alone_ms)
     factors, noise = [], random.Random(seed)
     for _ in range(400):
         truly = noise.lognormvariate(0.0, 0.05)
-        timing = IterationTiming(total_ms * truly, 0.0, copies_ms=measured * truly, copied_tokens=9000)
+        timing = IterationTiming(
+            total_ms * truly,
+            0.0,
+            copies_ms=measured * truly,
+            copy_wait_ms=(total_ms - alone_ms) * truly,
+            copied_tokens=9000,
+        )
         corrected.learn(predict(corrected, load), timing)
         factors.append(corrected.bus_factor)
     if slowdown > 1:
@@ -315,6 +322,35 @@ def test_a_bus_that_became_slower_is_noticed_soon_and_nothing_swings(slowdown: f
     assert all(0.92 * slowdown < factor < 1.25 * slowdown for factor in factors[200:])
     assert corrected.device_factor < 1.2
     assert corrected.swap_ms(100) == pytest.approx(base.swap_ms(100) * corrected.bus_factor)
+
+
+@given(
+    slowdown=st.floats(0.5, 2.0),
+    waits=st.floats(0.0, 1.0),
+    tokens=st.integers(100, 20_000),
+    seed=st.integers(0, 9),
+)
+def test_what_the_device_waits_for_copies_is_not_taken_for_its_own_time(
+    slowdown: float, waits: float, tokens: int, seed: int
+) -> None:
+    """Some layers are resident: copies may be short beside an iteration that waits for them."""
+    corrected, base = CorrectedCostModel(machine()), machine()
+    load = Load().plus({Place.DEVICE: Decodes(20, 9000), Place.SWAPPED: Decodes(20, tokens)})
+    alone = predict(base, load)
+    busy_ms = (alone.total_ms - alone.copy_wait_ms) * slowdown
+    noise = random.Random(seed)
+    for _ in range(300):
+        truly = noise.lognormvariate(0.0, 0.02)
+        wait_ms = waits * busy_ms
+        measured = IterationTiming(
+            (busy_ms + wait_ms) * truly,
+            0.0,
+            copies_ms=0.5 * busy_ms * truly,
+            copy_wait_ms=wait_ms * truly,
+            copied_tokens=tokens,
+        )
+        corrected.learn(predict(corrected, load), measured)
+    assert corrected.device_factor == pytest.approx(slowdown, rel=0.1)
 
 
 def test_nothing_is_learned_from_the_first_iteration_of_its_sizes() -> None:

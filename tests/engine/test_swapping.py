@@ -304,10 +304,10 @@ def test_runs_hold_all_blocks_and_no_large_gap(
     runs = pool.runs_of(torch.tensor(blocks, dtype=torch.int32).numpy())
     brought = [block for first, count in runs for block in range(first, first + count)]
     assert set(blocks) <= set(brought)
-    assert {run.first for run in runs} | {run.first + run.count - 1 for run in runs} <= set(blocks)
+    assert {run.first for run in runs} | {run.first + run.num_blocks - 1 for run in runs} <= set(blocks)
     assert brought == sorted(set(brought))
     for before, after in pairwise(runs):
-        assert after.first - (before.first + before.count) > most_between
+        assert after.first - (before.first + before.num_blocks) > most_between
     for before, after in pairwise(sorted(set(blocks))):
         is_bridged = after - before - 1 <= most_between
         assert all(block in brought for block in range(before, after)) == is_bridged or after == before + 1
