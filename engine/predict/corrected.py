@@ -83,6 +83,11 @@ class CorrectedCostModel:
         return self._base.swap_ms(tokens) * self.bus_factor
 
     @property
+    def duplex(self) -> float:
+        """See `CostModel`."""
+        return self._base.duplex
+
+    @property
     def memory_shares(self) -> MemoryShares:
         """See `CostModel`."""
         return self._base.memory_shares

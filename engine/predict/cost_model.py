@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, Self
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.models.linear.shares import UNMEASURED, StreamedShares
 
-FILE_VERSION = 7  # of the JSON form of the tables
+FILE_VERSION = 8  # of the JSON form of the tables
 
 
 class MemoryShares(NamedTuple):
@@ -67,6 +67,10 @@ class CostModel(Protocol):
         """Likewise of swapped KV, which lies in host memory as on the device: plain copies."""
 
     @property
+    def duplex(self) -> float:
+        """How many times longer swapped KV takes to come while as much leaves than alone: 1 to 2."""
+
+    @property
     def memory_shares(self) -> MemoryShares:
         """What copies and the CPU's attention take of the host's memory; nothing where nothing overlaps."""
 
@@ -80,6 +84,7 @@ class ZeroCostModel:
     num_layers = 1
     overlaps = True
     iteration_ms = 0.0
+    duplex = 1.0
     memory_shares = UNSHARED
 
     def linear_ms(self, tokens: int) -> float:
@@ -242,6 +247,7 @@ class TableCostModel:
     attention: Mapping[Place, Surface]
     host_linear: Curve = NOTHING
     swap: Curve = NOTHING
+    duplex: float = 1.0
     memory_shares: MemoryShares = UNSHARED
     # How split matrices, and experts in host memory, were divided when this was measured.
     streamed_shares: StreamedShares = UNMEASURED

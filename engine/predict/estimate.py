@@ -17,8 +17,8 @@ sub-batch 0, and the host attends for those of layer l once it has attended for 
 that within the iteration, but what takes longer than the host has time delays its other work.
 
 Decodes whose KV is swapped are the device's, and all their KV of a layer crosses the bus while it computes
-the layers before. So do prompts' KV for host memory, and moves: a layer takes as long as all of that, at
-least.
+the layers before; what is new of it leaves meanwhile, which may slow both. So do prompts' KV for host memory,
+and moves: a layer takes as long as all of that, at least.
 Copies read the host's memory, and so does the CPU's attention: where both together would take more than it
 gives, a layer takes as long as it takes to read all of it.
 """
@@ -49,7 +49,8 @@ class Load(NamedTuple):
     rows: int = 0  # requests to be sampled
     prefill_ms: float = 0.0  # T_pf of all prompt chunks, one layer
     decodes: Mapping[Place, Decodes] = NO_DECODES  # place -> those whose KV lies there
-    fetched: int = 0  # tokens of prompts whose KV is swapped: what comes to the device, and what leaves it
+    fetched: int = 0  # tokens of prompts whose KV is swapped and comes to the device
+    stored: int = 0  # and of those whose KV leaves it
 
     @property
     def num_decodes(self) -> int:
@@ -72,6 +73,7 @@ class Load(NamedTuple):
             self.prefill_ms,
             joined(self.decodes, more),
             self.fetched,
+            self.stored,
         )
 
 
@@ -110,13 +112,25 @@ def host_ms(cost: CostModel, decodes: Mapping[Place, Decodes]) -> float:
     return max(ms, worker_ms) + cost.hand_off_ms(requests) if requests else 0.0
 
 
-def swapped_tokens_of(load: Load) -> int:
-    """Return the tokens whose KV crosses the bus in each layer, since it is swapped."""
-    tokens = load.fetched
+def swapped_tokens_of(load: Load) -> tuple[int, int]:
+    """Return of how many tokens swapped KV comes to the device in each layer, and of how many it leaves."""
+    fetched, stored = load.fetched, load.stored
     for place, decodes in load.decodes.items():
         if place.is_swapped:
-            tokens += decodes.context_tokens
-    return tokens
+            fetched += decodes.context_tokens
+            stored += decodes.requests
+    return fetched, stored
+
+
+def swap_both_ms(cost: CostModel, fetched: int, stored: int) -> float:
+    """Return what copies of swapped KV take in a layer, both ways at once.
+
+    Args:
+        fetched: tokens whose KV comes to the device.
+        stored: tokens whose KV leaves it.
+    """
+    shorter_ms, longer_ms = sorted((cost.swap_ms(fetched), cost.swap_ms(stored)))
+    return longer_ms + (cost.duplex - 1.0) * shorter_ms
 
 
 def copies_ms(cost: CostModel, loads: Sequence[Load], moved_tokens: int = 0) -> float:
@@ -125,11 +139,13 @@ def copies_ms(cost: CostModel, loads: Sequence[Load], moved_tokens: int = 0) -> 
     Args:
         moved_tokens: see `iteration_ms`.
     """
-    swapped_tokens = 0
+    fetched = stored = 0
     for load in loads:
-        swapped_tokens += swapped_tokens_of(load)
+        of_load = swapped_tokens_of(load)
+        fetched += of_load[0]
+        stored += of_load[1]
     ms = cost.transfer_ms(moved_tokens) if moved_tokens else 0.0
-    return ms + cost.swap_ms(swapped_tokens) if swapped_tokens else ms
+    return ms + swap_both_ms(cost, fetched, stored) if fetched or stored else ms
 
 
 class Times(NamedTuple):
@@ -272,7 +288,7 @@ def timing_of(
         for place, (requests, context_tokens) in load.decodes.items():
             if place.host_attends:
                 attention_ms += cost.attention_ms(place, requests, context_tokens)
-    copied_tokens = sum(map(swapped_tokens_of, loads))
+    copied_tokens = sum(swapped_tokens_of(load)[0] for load in loads)
     if not copied_tokens:
         return IterationTiming(total_ms, attention_ms * cost.num_layers)
     return IterationTiming(

@@ -33,7 +33,7 @@ from neo_desktop.models.experts_config import ExpertsConfig
 logger = logging.getLogger(__name__)
 
 SHARE_DIGITS = 1  # of shares of weights: a tenth more or less changes little
-PROFILER_VERSION = 12  # raise it when what is measured, or how, changes
+PROFILER_VERSION = 13  # raise it when what is measured, or how, changes
 
 
 def load_or_profile(

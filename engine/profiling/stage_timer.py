@@ -41,6 +41,7 @@ from neo_desktop.engine.profiling.hand_off import HandOff
 from neo_desktop.engine.profiling.points import NEAR, Point, Stage
 from neo_desktop.engine.profiling.regions import Region, choose_region
 from neo_desktop.engine.profiling.shares import measured_shares
+from neo_desktop.engine.profiling.swap_copies import IN_A_ROW, SwapCopies
 from neo_desktop.engine.sampler import sample
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -54,7 +55,7 @@ LAYERS_AT_ONCE = 4  # on a GPU: what runs ahead of the GPU hides the launch of t
 MIN_ROWS = 32  # a grid has at least two points along each axis, whatever the limits
 FREED_BYTES = 31 * 1024**2  # nearly the largest piece that glibc's malloc ever learns to keep
 FEW_ROWS = 8
-SWAP_REGION_BYTES = 64 * 1024**2
+REPEATS = 3
 PATIENCE_S = 60.0  # with a few layers, of which nothing is seen within a graph
 
 _TIMED_ON_CPU = (Stage.HEAD, Stage.CPU_ATTENTION)  # since it waits for the GPU
@@ -197,6 +198,20 @@ class StageTimer:
         with self._run(_in_a_row([begin]), in_graph=self._has_graphs) as seconds:
             return seconds * 1e3
 
+    @torch.inference_mode()
+    def duplex(self) -> float:
+        """Measure how many times longer copies of swapped KV take both ways at once than one way: 1 to 2."""
+
+        def least_s(*lanes: Lane) -> float:
+            found = []
+            for _ in range(REPEATS):
+                with self._run(self._copies.ways(lanes)) as seconds:
+                    found.append(seconds)
+            return min(found)
+
+        one_way_s = max(least_s(Lane.SWAP_IN), least_s(Lane.SWAP_OUT))
+        return min(max(least_s(Lane.SWAP_IN, Lane.SWAP_OUT) / one_way_s, 1.0), 2.0)
+
     @property
     def _has_graphs(self) -> bool:
         return self._uses_gpu and self._stages.writes_in_place and ladder.rung("graphs") != "eager"
@@ -306,31 +321,12 @@ class StageTimer:
     def _swap_ms(self, tokens: int, turn: int) -> float:
         """K and V of a layer of so many tokens, in a piece each, from host memory to the device."""
         count = min(tokens, self._hidden.shape[0])
-        first = turn * LAYERS_AT_ONCE
-
-        def copy(step: int) -> None:
-            for kind, (home, there) in enumerate(zip(self._homes, self._kv, strict=True)):
-                place = (2 * (first + step) + kind) % len(home)
-                there[:count].copy_(home[place, :count], non_blocking=True)
-
-        def record(recorder: Recorder) -> None:
-            for step in range(LAYERS_AT_ONCE):
-                recorder.wait((recorder.run(Lane.SWAP_IN, _MEASURED, partial(copy, step)),))
-
-        with self._run(record) as seconds:
-            return seconds * 1e3 / LAYERS_AT_ONCE
+        with self._run(self._copies.inward(count, turn)) as seconds:
+            return seconds * 1e3 / IN_A_ROW
 
     @cached_property
-    def _homes(self) -> tuple[Tensor, Tensor]:
-        """Rows in host memory, of K and of V, [copies, tokens, kv_heads, head_dim]: more than caches hold."""
-        rows, device = self._kv[0], self._decoder.device
-        copies = max(-(-SWAP_REGION_BYTES // (2 * rows.nbytes)), 1)
-        shape = (copies, *rows.shape)
-        k, v = (
-            host_memory(lambda pin: torch.ones(shape, dtype=rows.dtype, pin_memory=pin), device)
-            for _ in range(2)
-        )
-        return k, v
+    def _copies(self) -> SwapCopies:
+        return SwapCopies(self._kv, self._decoder.device)
 
     def _prepare(self, point: Point, turn: int) -> Callable[[int], object]:
         """Return what is to be timed; it takes the number of the layer, counted from that of this turn."""

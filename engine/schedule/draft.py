@@ -147,7 +147,8 @@ class Draft:
                 load.prefill_ms + prefill_ms,
                 load.decodes,
                 # It attends to what is before it, which comes, and its own leaves.
-                load.fetched + (start + tokens if place.is_swapped else 0),
+                load.fetched + (start if place.is_swapped else 0),
+                load.stored + (tokens if place.is_swapped else 0),
             )
         else:  # for the kernels, a single token is a decode
             self.load = load.plus({place: Decodes(1, start + 1)})._replace(rows=load.rows + is_last)

@@ -26,6 +26,7 @@ from neo_desktop.engine.predict.estimate import (
     Times,
     staggered_ms,
     staggered_rows,
+    swap_both_ms,
     times_ms,
     times_of,
 )
@@ -240,7 +241,8 @@ class RegimeFinder:
         moved_tokens = int(chunk_tokens * on_host / regime.num_decoded) if on_host else 0
         of_swapped = chunk_tokens * regime.num_swapped / regime.num_decoded if regime.num_swapped else 0.0
         copies_ms = cost.transfer_ms(moved_tokens)
-        copies_ms += cost.swap_ms(regime.num_swapped * context_tokens + int(of_swapped))
+        stored = regime.num_swapped + int(of_swapped)
+        copies_ms += swap_both_ms(cost, regime.num_swapped * context_tokens, stored)
         own_ms = staggered_ms(cost, staggered)
         return times_ms(cost, first, second, sampled, copies_ms, own_ms) + others * other_ms
 

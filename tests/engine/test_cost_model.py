@@ -20,7 +20,15 @@ from neo_desktop.engine.predict.cost_model import (
     Surface,
     TableCostModel,
 )
-from neo_desktop.engine.predict.estimate import Decodes, Load, copy_wait_ms, iteration_ms, predict
+from neo_desktop.engine.predict.estimate import (
+    Decodes,
+    Load,
+    copies_ms,
+    copy_wait_ms,
+    iteration_ms,
+    predict,
+    swap_both_ms,
+)
 from neo_desktop.engine.profiling.rates import shares_of
 from neo_desktop.models.linear.shares import StreamedShares
 
@@ -229,9 +237,9 @@ def test_swapped_decodes_cost_what_the_devices_do_or_as_long_as_their_kv_takes_t
     here = iteration_ms(cost, resident)
     there = iteration_ms(cost, swapped, moved_tokens=crossing)
     swap_ms = cost.num_layers * cost.swap_ms(decodes.context_tokens)
-    copies_ms = swap_ms + cost.num_layers * cost.transfer_ms(crossing)
+    on_bus_ms = swap_ms + cost.num_layers * cost.transfer_ms(crossing)
     extra = cost.head_ms(requests) + cost.iteration_ms
-    expected = max(here, copies_ms + extra) if cost.overlaps else here + copies_ms
+    expected = max(here, on_bus_ms + extra) if cost.overlaps else here + on_bus_ms
     assert there == pytest.approx(expected)
     assert copy_wait_ms(cost, swapped, moved_tokens=crossing) == pytest.approx(expected - here, abs=1e-6)
     timing = predict(cost, swapped, moved_tokens=crossing)
@@ -240,20 +248,50 @@ def test_swapped_decodes_cost_what_the_devices_do_or_as_long_as_their_kv_takes_t
     assert there <= iteration_ms(cost, more, moved_tokens=crossing) * (1 + 1e-9) + 1e-9
 
 
+@given(
+    fetched=st.integers(0, 5000),
+    stored=st.integers(0, 5000),
+    more=st.integers(0, 100),
+    duplex=st.floats(1.0, 2.0),
+)
+def test_copies_both_ways_take_between_the_longer_and_both_in_turn(
+    fetched: int, stored: int, more: int, duplex: float
+) -> None:
+    cost = machine(duplex=duplex)
+    one, other = cost.swap_ms(fetched), cost.swap_ms(stored)
+    both = swap_both_ms(cost, fetched, stored)
+    assert max(one, other) <= both <= one + other + 1e-9
+    assert both == swap_both_ms(cost, stored, fetched)
+    assert both <= swap_both_ms(cost, fetched + more, stored) + 1e-9
+    assert swap_both_ms(cost, fetched, fetched) == pytest.approx(duplex * one)
+    assert swap_both_ms(machine(duplex=1.0), fetched, stored) == max(one, other)
+    assert swap_both_ms(machine(duplex=2.0), fetched, stored) == pytest.approx(one + other)
+
+
+def test_prompts_whose_kv_is_swapped_take_the_bus_both_ways() -> None:
+    """A chunk's own KV leaves while what precedes it comes."""
+    load = Load(tokens=300, fetched=2000, stored=300)
+    one_way, shared = machine(duplex=1.0), machine(duplex=1.5)
+    assert copies_ms(one_way, [load]) == one_way.swap_ms(2000)
+    assert copies_ms(shared, [load]) == pytest.approx(one_way.swap_ms(2000) + 0.5 * one_way.swap_ms(300))
+    assert copies_ms(shared, [load._replace(fetched=0)]) == shared.swap_ms(300)
+    assert copies_ms(CorrectedCostModel(shared), [load]) == copies_ms(shared, [load])
+
+
 def test_what_copies_and_the_cpus_attention_read_together_is_what_memory_gives() -> None:
     """Each of them alone hides behind the device; both of them would need half as much again as there is."""
     cost = machine(hand_off_ms=0.0, memory_shares=MemoryShares(0.8, 0.7))
     first = Load().plus({Place.DEVICE: Decodes(30, 3000), Place.SWAPPED: Decodes(1, 400)})
     second = Load().plus({Place.HOST: Decodes(2, 2600)})
-    copies_ms, on_host_ms = cost.swap_ms(400), cost.attention_ms(Place.HOST, 2, 2600)
+    on_bus_ms, on_host_ms = cost.swap_ms(400), cost.attention_ms(Place.HOST, 2, 2600)
     extra = cost.head_ms(33) + cost.iteration_ms
     alone = iteration_ms(replace(cost, memory_shares=MemoryShares()), first, second)
     slow = replace(cost, memory_shares=MemoryShares(8.0, 7.0))
-    shared = 32 * (8.0 * copies_ms + 7.0 * on_host_ms) + extra
+    shared = 32 * (8.0 * on_bus_ms + 7.0 * on_host_ms) + extra
     assert iteration_ms(slow, first, second) == pytest.approx(shared)
     assert shared > alone
     assert iteration_ms(cost, first, second) == pytest.approx(
-        max(alone, 32 * (0.8 * copies_ms + 0.7 * on_host_ms) + extra)
+        max(alone, 32 * (0.8 * on_bus_ms + 0.7 * on_host_ms) + extra)
     )
     no_copies = first._replace(decodes={Place.DEVICE: Decodes(31, 3400)})
     assert iteration_ms(slow, no_copies, second) == iteration_ms(cost, no_copies, second)

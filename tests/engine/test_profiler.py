@@ -1,12 +1,14 @@
 """The profiler's tables are finite, never fall, and span what the scheduler may ask for."""
 
 import gc
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from pipeline_case import tiny_model
 
 from neo_desktop.engine.cuda.errors import StreamMemoryError
 from neo_desktop.engine.execute.backend import AnyProgram
+from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
@@ -133,6 +136,9 @@ class FakeTimer(StageTimer):
 
     def close(self) -> None:
         pass
+
+    def duplex(self) -> float:
+        return 1.25
 
     def time_ms(self, point: Point, turn: int) -> float:
         self.calls.append(point)
@@ -377,6 +383,25 @@ def test_on_a_gpu_stages_run_as_iterations_run_them(
     rungs(graphs="eager")
     assert gpu_timer.time_ms(point, 3) > 0
     assert gpu.way == (False, False)
+
+
+def test_copies_both_ways_are_compared_with_the_longer_of_both(
+    gpu_timer: StageTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the least of some times; whatever was measured, it is between one way and both in turn."""
+    assert 1.0 <= gpu_timer.duplex() <= 2.0
+    disturbances = itertools.cycle((0.5, 0.0, 9.0))
+    took = {(Lane.SWAP_IN,): 4.0, (Lane.SWAP_OUT,): 5.0}
+
+    @contextmanager
+    def timed(lanes: tuple[Lane, ...]) -> Iterator[float]:
+        yield took[lanes] + next(disturbances)
+
+    monkeypatch.setattr(gpu_timer, "_copies", SimpleNamespace(ways=lambda lanes: lanes))
+    monkeypatch.setattr(gpu_timer, "_run", timed)
+    for both, expected in ((6.0, 1.2), (3.0, 1.0), (20.0, 2.0)):
+        took[Lane.SWAP_IN, Lane.SWAP_OUT] = both
+        assert gpu_timer.duplex() == pytest.approx(expected)
 
 
 def test_on_a_gpu_linear_stages_store_keys_and_values_as_iterations_do(

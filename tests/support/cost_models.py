@@ -30,6 +30,7 @@ def machine(
     hand_off_ms: float = 0.02,
     transfer_token_ms: float = 0.001,
     swap_token_ms: float = 0.0007,
+    duplex: float = 1.0,
     memory_shares: MemoryShares = UNSHARED,
     overlaps: bool = True,
     num_layers: int = 32,
@@ -51,6 +52,7 @@ def machine(
         hand_off=Curve(SIZES, [hand_off_ms] * len(SIZES)),
         transfer=Curve(SIZES, [n * transfer_token_ms for n in SIZES]),
         swap=Curve(SIZES, [n * swap_token_ms for n in SIZES]),
+        duplex=duplex,
         memory_shares=memory_shares,
         first_chunk_attention=Curve(
             SIZES, [0.002 * bool(gpu_token_ms) + n * n / 2 * gpu_token_ms / 10 for n in SIZES]

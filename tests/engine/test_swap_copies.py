@@ -1,0 +1,40 @@
+"""Copies of swapped KV as the profiler times them: one way, and both at once."""
+
+import threading
+from contextlib import closing
+
+import pytest
+import torch
+from executors import HookedLanes
+
+from neo_desktop.engine.execute.backend import ThreadBackend
+from neo_desktop.engine.execute.lane import Lane
+from neo_desktop.engine.execute.round_trips import SmallProgram
+from neo_desktop.engine.execute.timeline import Stage
+from neo_desktop.engine.profiling.swap_copies import SwapCopies
+from neo_desktop.engine.waiting import Watch
+
+PATIENCE_S = 20.0  # for what must come at once; only a defect waits for so long
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("lanes", [(Lane.SWAP_IN,), (Lane.SWAP_OUT,), (Lane.SWAP_IN, Lane.SWAP_OUT)], ids=len)
+def test_each_way_copies_its_rows_and_neither_waits_for_the_other(lanes: tuple[Lane, ...]) -> None:
+    begun: dict[str, threading.Event] = {lane: threading.Event() for lane in lanes}
+
+    def meet(lane: str, stage: Stage) -> None:
+        if lane in begun:
+            begun[lane].set()
+            for other in begun.values():
+                assert other.wait(PATIENCE_S)
+
+    kv = torch.zeros(2, 8, 2, 4)
+    copies = SwapCopies(kv, CPU)
+    with closing(ThreadBackend(None, HookedLanes(meet))) as backend:
+        backend.begin(Watch(PATIENCE_S))
+        backend.start(SmallProgram("measured", copies.ways(lanes)), with_flags=False, with_graphs=False)
+        backend.wait()
+    assert bool((kv[0] == 1).all()) == (Lane.SWAP_IN in lanes)
+    assert not kv[1].any()
+    _, home = copies._homes
+    assert bool((home == 0).flatten(1).all(1).any()) == (Lane.SWAP_OUT in lanes)
