@@ -10,6 +10,7 @@ import queue
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,6 +46,8 @@ def main() -> None:
     except BrokenGroupError:  # another one is the cause
         os._exit(FAILED_STATUS)
     except Exception as error:
+        if not isinstance(error, (MemoryError, ValueError)):  # which say all themselves
+            traceback.print_exc()  # rank 0 shows it beside what it tells
         writer.put(Failed(_portable(error)))
         os._exit(FAILED_STATUS)
 

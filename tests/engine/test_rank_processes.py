@@ -112,6 +112,18 @@ def test_a_rank_that_is_killed_ends_requests_with_a_sentence(folder: Path) -> No
             divided.step()
 
 
+def test_what_a_lost_rank_wrote_last_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A crash leaves the lines of Python on its stderr: they stand beside the sentence."""
+    with engine(folder / "llama", 2) as divided:
+        (other,) = others_of(divided)
+        other.send_signal(signal.SIGSEGV)
+        with pytest.raises(RankLostError, match="part 2 of the model, was ended by SIGSEGV"):
+            divided.generate(PROMPTS[:1], PARAMS)
+    assert f"what process {other.pid} wrote last" in caplog.text
+    assert "Fatal Python error: Segmentation fault" in caplog.text
+    assert "follower.py" in caplog.text
+
+
 def test_of_several_ranks_the_one_that_was_killed_is_named(folder: Path) -> None:
     with engine(folder / "llama", 4) as divided:
         others = others_of(divided)

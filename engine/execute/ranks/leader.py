@@ -25,6 +25,7 @@ from neo_desktop.engine.cuda.errors import EngineLostError, is_lost
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.plan_executor import PlanExecutor
 from neo_desktop.engine.execute.ranks.group import Group
+from neo_desktop.engine.execute.ranks.last_lines import LastLines
 from neo_desktop.engine.execute.ranks.messages import (
     Agreed,
     Beginning,
@@ -42,6 +43,7 @@ from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.ranks import Rank
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PATIENCE_S = 120.0  # with a sum: kernels may be compiled by one rank meanwhile
@@ -69,9 +71,12 @@ class _Process:
             [sys.executable, "-P", "-c", _PROGRAM],  # nothing is imported from the current folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env=environment,
         )
         assert self._process.stdin is not None
+        assert self._process.stderr is not None
+        self._said = LastLines(self._process.stderr, f"stderr of rank {self.rank.number}")
         self._writer = FrameWriter(self._process.stdin)
         self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._failed: Exception | None = None
@@ -126,6 +131,11 @@ class _Process:
     def is_cause(self) -> bool:
         """Whether a signal ended it, or an error of its own: others end because of that."""
         return self._failed is not None or (self._process.poll() or 0) < 0
+
+    def log_last_lines(self) -> None:
+        """Tell what it wrote last, after its end."""
+        if text := self._said.text():
+            logger.error("what process %d wrote last:\n%s", self.pid, text)
 
     def end(self) -> None:
         """End it."""
@@ -269,6 +279,8 @@ class Leader:
         while not ended and time.monotonic() < deadline_s:
             ended = [each for each in self.processes if each.what_ended(POLL_S) is not None]
         ended.sort(key=lambda each: not each.is_cause)
+        for process in ended[:1]:
+            process.log_last_lines()
         if not ended:
             numbers = ", ".join(str(each.pid) for each in self.processes)
             return f"the processes that have the other parts of the model ({numbers}) do not answer"
