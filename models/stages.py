@@ -148,11 +148,23 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
+class Sum:
+    """A sum over all ranks: of what each of them has in `x`, and into it."""
+
+    reduce: Reduce
+    x: Tensor
+
+    def __call__(self) -> None:
+        """Compute it, together with the others."""
+        self.reduce(self.x)
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """What is computed up to a product that is split, and that product; None: there is none."""
+    """What is computed up to a product that is split, or a sum, and that; None: there is none."""
 
     work: Callable[[], object] | None
-    product: "Product | DividedExperts | None"
+    product: "Product | DividedExperts | Sum | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,15 +270,16 @@ class Stages:
     def steps(
         self, finished: int | None, begun: int | None, state: State, store: Store | None = None
     ) -> Iterator[Step]:
-        """Yield the arithmetic of `advance`, cut where a product with a matrix that is split stands.
+        """Yield the arithmetic of `advance`, cut at products with split matrices and at sums over ranks.
 
-        Whoever takes them runs the work of a step, then sees to its product, one step after the other. All
-        products have to be written in place.
+        Whoever takes them runs the work of a step, then sees to its product or sum, one step after the other.
+        All products have to be written in place.
         """
         work: list[Callable[[], object]] = []
         if finished is not None:
             scratch = state.scratch
             yield from self._cut(work, "output", finished, state.attention.flatten(1), state.x)
+            yield from self._cut_at_sum(work, state)
             mixture = self.mixtures.get(finished)
             if mixture is not None and mixture.on_host is not None:
                 assert scratch.experts is not None
@@ -276,12 +289,13 @@ class Stages:
                 yield Step(partial(_run, tuple(work)), experts)
                 work.clear()
             elif mixture is not None:
-                work.append(partial(self.mlp, finished, state))
+                work.append(partial(self._mlp, finished, state))
             else:
                 work.append(partial(self._norm_for_mlp, finished, state))
                 yield from self._cut(work, "gate_up", finished, scratch.normed, scratch.gate_up)
                 work.append(partial(self._operators.silu_mul, scratch.gate_up, scratch.gated))
                 yield from self._cut(work, "down", finished, scratch.gated, state.x)
+            yield from self._cut_at_sum(work, state)
         if begun is not None:
             work.append(partial(self._norm_for_attention, begun, state))
             yield from self._cut(work, "qkv", begun, state.scratch.normed, state.qkv)
@@ -299,6 +313,11 @@ class Stages:
             work.clear()
         elif linear is not None:
             work.append(partial(linear.multiply, x, out))
+
+    def _cut_at_sum(self, work: list[Callable[[], object]], state: State) -> Iterator[Step]:
+        if self._reduce is not None:
+            yield Step(partial(_run, tuple(work)), Sum(self._reduce, state.x))
+            work.clear()
 
     def _seen_by_native(self, state: State) -> native.LayerState:
         if state.seen_by_native is None:
@@ -364,6 +383,11 @@ class Stages:
 
     def mlp(self, layer: int, state: State) -> None:
         """Compute the feed-forward network."""
+        self._mlp(layer, state)
+        if self._reduce is not None:
+            self._reduce(state.x)
+
+    def _mlp(self, layer: int, state: State) -> None:
         weights, scratch = self.decoder.layers[layer], state.scratch
         self._norm_for_mlp(layer, state)
         if isinstance(weights.mlp, Experts):
@@ -373,8 +397,6 @@ class Stages:
             gate_up = weights.mlp.gate_up.multiply(scratch.normed, scratch.gate_up)
             self._operators.silu_mul(gate_up, scratch.gated)
             state.x = weights.mlp.down.multiply(scratch.gated, state.x)
-        if self._reduce is not None:
-            self._reduce(state.x)
 
     def _norm_for_mlp(self, layer: int, state: State) -> None:
         norm = self.decoder.layers[layer].post_attention_norm

@@ -96,12 +96,13 @@ class PlanExecutor(Executor):
         self._timeline = timeline
         self._patience = patience
         self._watch = patience.watch()  # of the iteration
-        can_have_graphs = uses_gpu and stages.writes_in_place and not stages.is_part
+        can_have_graphs = uses_gpu and stages.writes_in_place
         self._has_graphs = can_have_graphs and ladder.rung("graphs") != "eager"
+        # All ranks add up the same rows, so that all round them up, whether or not each of them has graphs.
+        self._always_rounds = can_have_graphs and stages.is_part
         with self._backend.on_device():
-            self._workspace = Workspace(
-                stages, storage.places, capacity, num_programs, has_graphs=self._has_graphs
-            )
+            has_graphs = self._has_graphs or self._always_rounds
+            self._workspace = Workspace(stages, storage.places, capacity, num_programs, has_graphs=has_graphs)
             self._builder = ProgramBuilder(stages, storage, self._workspace, capacity.decodes)
         self._has_graphs = self._has_graphs and self.fits_graphs
         has_host = model.has_splits or any(place.through_host for place in storage.places)
@@ -131,7 +132,7 @@ class PlanExecutor(Executor):
 
     def warm_up(self) -> None:
         """Compile the kernels of decodes, which takes seconds, by iterations in which nobody decodes."""
-        if not self._tries_graphs:
+        if not self._tries_graphs or self._stages.is_part:  # nobody says when all ranks would do it
             return
         # Contexts are cut most where one request is long, and least where many are short. No kernel has more
         # variants than these two: without merging and with it.
@@ -331,12 +332,12 @@ class PlanExecutor(Executor):
         with_graphs = self._tries_graphs
         self._pause = max(self._pause - 1, 0)
         rows_of_tokens = self._rows_of_tokens if plan.is_ahead else {}
-        program = self._builder.build(plan, rows_of_tokens, for_graphs=with_graphs)
+        for_graphs = with_graphs or self._always_rounds
+        program = self._builder.build(plan, rows_of_tokens, for_graphs=for_graphs)
         on_host, transfers = program.on_host, program.transfers
         with_flags = self._relays is not None and self._may_use_flags
         if (on_host or transfers) and not with_flags:
             with_graphs = False  # threads do the CPU's part, and Python is needed between layers
-        with_graphs = with_graphs and not program.has_peers
         relays = self._relays if with_flags and (on_host or transfers) else None
         if relays is not None:
             relays.start(on_host, transfers, watch)

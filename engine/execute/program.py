@@ -34,7 +34,7 @@ KV that is swapped comes to the device a layer ahead, and what is new of it leav
 Of matrices that lie in host memory, too, the CPU has a part in the linear stages: see `split_products`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -44,7 +44,7 @@ from torch import Tensor
 from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.execute.host import HostBatch
 from neo_desktop.engine.execute.host_work import HostWork
-from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
+from neo_desktop.engine.execute.lane import Lane, Recorder, Signal, Work
 from neo_desktop.engine.execute.layout import Bucket
 from neo_desktop.engine.execute.outputs import Outputs
 from neo_desktop.engine.execute.peer import PeerDecodes
@@ -59,7 +59,7 @@ from neo_desktop.engine.execute.workspace import BatchMemory, Memory, Workspace
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.sampler import NO_TOKEN
 from neo_desktop.models.operators import Store
-from neo_desktop.models.stages import Scratch, Stages, State
+from neo_desktop.models.stages import Scratch, Stages, State, Step, Sum
 
 Record = Callable[[Recorder], None]
 
@@ -217,6 +217,11 @@ class Program:
         return self._chooses or (self._stream is None and self._window is None)
 
     @property
+    def _is_cut_at_sums(self) -> bool:
+        """Whether linear stages end at each sum over ranks; without graphs nothing is won by that."""
+        return self._stages.is_part and self.is_fixed
+
+    @property
     def _has_cuts(self) -> bool:
         """Whether something has to happen before each layer that is not fixed."""
         return self._moves.has_any or any(
@@ -247,11 +252,6 @@ class Program:
             found.append(self._stream.staged)
         return found
 
-    @property
-    def has_peers(self) -> bool:
-        """Whether a second GPU attends in it: what that works in is made anew for each iteration."""
-        return any(each.peers for each in self._passes)
-
     def copies(self) -> tuple[float, float, int]:
         """Return how copies of swapped KV went; see `WindowStream.measured`."""
         return (0.0, 0.0, 0) if self._window is None else self._window.measured()
@@ -277,14 +277,17 @@ class Program:
             if self._has_cuts:
                 build.add(partial(self._begin_layer, layer), is_fixed=False)
             for each in self._passes:
-                build.add(partial(self._step, each, layer), is_fixed=self._has_fixed_layers)
+                self._add_step(build, each, layer)
                 if each.prompts:
                     build.add(partial(self._attend_to_prompts, each, layer), is_fixed=False)
             if self._window is not None:
                 build.add(partial(self._end_layer, self._window, layer), is_fixed=self._has_fixed_layers)
+        for each in self._passes:
+            if each.peers:
+                build.add(partial(self._wait_for_peers, each), is_fixed=False)
         build.add(self._collect_last, is_fixed=self._has_fixed_layers)
         if self._chooses:
-            build.add(self._choose, is_fixed=True)
+            self._add_choice(build)
         else:
             build.add(self._finish, is_fixed=False)
         if self.outputs.count:
@@ -321,18 +324,50 @@ class Program:
     def _end_layer(self, window: WindowStream, layer: int, recorder: Recorder) -> None:
         window.used(recorder, layer)
 
-    def _step(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:
-        """Go from the attention of the layer before to that of this one; prompts' follows."""
-        memory = each.memory
-        linear = self._advance(each, layer, recorder)
+    def _add_step(self, build: PartBuilder, each: SubBatchPass, layer: int) -> None:
+        """Go from the attention of the layer before to that of this one; prompts' follows.
+
+        Sums over ranks and the work of a second GPU are never fixed: graphs stand before and after them.
+        """
+        is_fixed = self._has_fixed_layers
+        if each.peers and layer:
+            build.add(partial(self._wait_for_peers, each), is_fixed=False)
+        if self._is_cut_at_sums:
+            build.add(partial(self._begin_step, each, layer), is_fixed=is_fixed)
+            steps = self._stages.steps(
+                layer - 1 if layer else None, layer, each.memory.state, each.store(layer)
+            )
+            self._add_steps(build, Stage("linear", layer, each.memory.index, each.memory.rows.count), steps)
+        else:
+            build.add(partial(self._advance, each, layer), is_fixed=is_fixed)
+        if each.peers:
+            build.add(partial(self._ask_peers, each, layer), is_fixed=False)
+        if each.decodes or each.hand_offs or each.staggered is not None:
+            build.add(partial(self._attend_to_decodes, each, layer), is_fixed=is_fixed)
+
+    def _add_steps(self, build: PartBuilder, stage: Stage, steps: Iterable[Step]) -> None:
+        """Go through steps between which there are sums."""
+        for step in steps:
+            if step.work is not None:
+                build.add(partial(_run, stage, step.work), is_fixed=self._has_fixed_layers)
+            if isinstance(step.product, Sum):
+                build.add(partial(_run, stage._replace(name="sum"), step.product), is_fixed=False)
+
+    def _begin_step(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:
+        recorder.wait(self._collect(each, layer - 1, recorder))
+        if layer == 0:
+            stage = Stage("linear", 0, each.memory.index, each.memory.rows.count)
+            recorder.run(Lane.DEVICE, stage, partial(self._embed, each))
+
+    def _attend_to_decodes(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:
+        """Give the CPU and workers what they attend to, and attend to the rest on the device meanwhile."""
+        memory, linear = each.memory, recorder.mark()
         for hand_off in each.hand_offs:
             count = len(hand_off.batch.hand_over.qkv)
             stage = Stage("q, k, v", layer, memory.index, count)
             sent = recorder.run(Lane.TO_HOST, stage, partial(self._send, each, hand_off), (linear,))
             batch = hand_off.batch
             hand_off.attended = recorder.host(batch.lane, batch.stage(layer), batch.step(layer), (sent,))
-        for peer in each.peers:
-            peer.submit(recorder, layer, memory.index, memory.state, linear)
         exchanged = () if each.staggered is None else each.staggered.exchange(recorder, layer, linear)
         for decodes in each.decodes:
             stage = Stage("attention", layer, memory.index, len(decodes.context_lens))
@@ -343,19 +378,27 @@ class Program:
                 decodes.new_rows.send(recorder, layer, attended)
         recorder.wait(exchanged)
 
-    def _advance(self, each: SubBatchPass, layer: int, recorder: Recorder) -> Signal:
-        """Give the linear stages to the lanes; return their end."""
+    def _ask_peers(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:
+        linear = recorder.mark()
+        for peer in each.peers:
+            peer.submit(recorder, layer, each.memory.index, each.memory.state, linear)
+
+    def _wait_for_peers(self, each: SubBatchPass, recorder: Recorder) -> None:
+        recorder.wait([peer.attended for peer in each.peers if peer.attended is not None])
+
+    def _advance(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:
+        """Give the linear stages to the lanes."""
         memory, finished = each.memory, layer - 1 if layer else None
         stage = Stage("linear", layer, memory.index, memory.rows.count)
         after = self._collect(each, layer - 1, recorder)
         if each.split is None or self._stream is None:
-            return recorder.run(Lane.DEVICE, stage, partial(self._linear, each, layer), after)
+            recorder.run(Lane.DEVICE, stage, partial(self._linear, each, layer), after)
+            return
         if layer == 0:
             self._stream.bring(recorder)
             recorder.run(Lane.DEVICE, stage, partial(self._embed, each))
         steps = self._stages.steps(finished, layer, memory.state, each.store(layer))
-        (end,) = each.split.advance(recorder, self._stream, stage, steps, after)
-        return end
+        each.split.advance(recorder, self._stream, stage, steps, after)
 
     def _collect(self, each: SubBatchPass, layer: int, recorder: Recorder) -> list[Signal]:
         """Bring what the CPU attended to in a layer back; return what ends then."""
@@ -367,10 +410,6 @@ class Program:
                 bring = partial(rows.copy_, out, non_blocking=True)
                 arrived.append(recorder.run(Lane.TO_DEVICE, stage, bring, (hand_off.attended,)))
                 hand_off.attended = None
-        for peer in each.peers:
-            if peer.attended is not None:
-                arrived.append(peer.attended)
-                peer.attended = None
         return arrived
 
     def _attend_to_prompts(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:
@@ -394,17 +433,23 @@ class Program:
         for each in self._passes:
             recorder.wait(self._collect(each, self._config.num_layers - 1, recorder))
 
-    def _choose(self, recorder: Recorder) -> None:
+    def _add_choice(self, build: PartBuilder) -> None:
         """Finish all rows, and choose tokens greedily; whoever samples in another way reads the logits."""
         num_layers, first_row = self._config.num_layers, 0
         for number, each in enumerate(self._passes):
-            rows = each.memory.rows.count
+            rows, state = each.memory.rows.count, each.memory.state
             stage = Stage("linear", num_layers, each.memory.index, rows)
             out = self._workspace.last_hidden[first_row : first_row + rows]
-            self._finish_all(recorder, stage, each.memory.state, out, number)
+            if self._is_cut_at_sums:
+                self._add_steps(build, stage, self._stages.steps(num_layers - 1, None, state))
+                end = partial(self._stages.final_norm, state, out)
+                build.add(partial(_run, stage, end), is_fixed=True)
+            else:
+                build.add(partial(self._finish_all, stage, state, out, number), is_fixed=True)
             first_row += rows
-        stage = Stage("most probable", num_layers, NO_SUB_BATCH, first_row)
-        recorder.run(Lane.DEVICE, stage, partial(self._most_probable, first_row))
+        if self._stages.has_head:
+            stage = Stage("most probable", num_layers, NO_SUB_BATCH, first_row)
+            build.add(partial(_run, stage, partial(self._most_probable, first_row)), is_fixed=True)
 
     def _finish(self, recorder: Recorder) -> None:
         """Compute the last hidden states that are needed, of all sub-batches in order."""
@@ -420,10 +465,10 @@ class Program:
             scratch = Scratch.empty(self._config, count, state.residual.dtype, state.residual.device)
             state = State.empty(self._config, count, state.residual.dtype, state.residual.device, scratch)
             recorder.run(Lane.DEVICE, stage, partial(self._select, wanted, state))
-        self._finish_all(recorder, stage, state, self._last_states, 0)
+        self._finish_all(stage, state, self._last_states, 0, recorder)
 
     def _finish_all(
-        self, recorder: Recorder, stage: Stage, state: State, out: Tensor, finishing: int
+        self, stage: Stage, state: State, out: Tensor, finishing: int, recorder: Recorder
     ) -> None:
         """End the last layer for all rows of a state.
 
@@ -498,3 +543,7 @@ class Program:
         logits = self._stages.logits(workspace.last_hidden[:rows], workspace.logits[:rows])
         largest, tokens = logits.max(dim=-1)
         workspace.tokens[:rows].copy_(torch.where(largest.isfinite(), tokens, NO_TOKEN))
+
+
+def _run(stage: Stage, work: Work, recorder: Recorder) -> None:
+    recorder.run(Lane.DEVICE, stage, work)

@@ -342,7 +342,7 @@ class SplitPass:
             after = (made,)
             if isinstance(step.product, DividedExperts):
                 after = self.experts.submit(recorder, stream, stage, step.product, made)
-            elif step.product is not None:
+            elif isinstance(step.product, Product):
                 after = self._multiply(recorder, stream, stage, step.product, made)
         return after
 

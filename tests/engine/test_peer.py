@@ -106,7 +106,30 @@ def test_lanes_of_any_speed_change_no_token(model: Decoder, lane: Lane) -> None:
 def test_streams_in_any_order_that_their_events_allow_change_no_token(
     model: Decoder, places: tuple[Place, ...], seed: int
 ) -> None:
-    backend = ImitatedBackend(seed, num_queues=(None, 1, 2, 3)[seed])
+    executor, _ = imitated_executor(model, places, seed, num_queues=(None, 1, 2, 3)[seed])
+    run_random(model, executor, seed, places, 5)
+
+
+@pytest.mark.parametrize("num_queues", [None, 1, 2, 8])
+def test_between_the_second_gpus_attention_all_is_graphs(model: Decoder, num_queues: int | None) -> None:
+    """Of each layer the linear stages are a graph, and what the others attend to is another."""
+    executor, backend = imitated_executor(model, ALL, num_queues or 0, num_queues)
+    plan, contexts = one_of_each_place(0, 9)
+    check_result(model, plan, contexts, executor.execute(plan))
+    for end in range(10, 14):
+        plan, contexts = one_of_each_place(end - 1, end)
+        check_result(model, plan, contexts, executor.execute(plan))
+        backend.check_flags()
+    assert backend.num_programs == 1
+    assert backend.num_graphs_launched == 2 * model.config.num_layers + 1
+    assert backend.num_launched == model.config.num_layers + 2  # its attention, inputs, sampling
+    executor.close()
+
+
+def imitated_executor(
+    model: Decoder, places: tuple[Place, ...], seed: int, num_queues: int | None
+) -> tuple[PlanExecutor, ImitatedBackend]:
+    backend = ImitatedBackend(seed, num_queues=num_queues)
     executor = PlanExecutor(
         Stages(model, dispatch),
         storage_of(model, places, DeviceLayer),
@@ -115,26 +138,26 @@ def test_streams_in_any_order_that_their_events_allow_change_no_token(
         num_programs=8,
         uses_gpu=True,
     )
-    run_random(model, executor, seed, places, 5)
+    return executor, backend
+
+
+def one_of_each_place(start: int, end: int) -> tuple[IterationPlan, dict[str, list[int]]]:
+    """A plan for some tokens of a request in each place, and all tokens up to them."""
+    tokens = {name: [(7 * ord(name) + 3 * i) % 257 for i in range(20)] for name in "abc"}
+    blocks = IntArray(range(-(-end // BLOCK_SIZE))).view()
+    sequences = (
+        ScheduledSequence(name, tuple(each[start:end]), start, place, blocks, sampling_input(end))
+        for (name, each), place in zip(tokens.items(), ALL, strict=True)
+    )
+    return IterationPlan((SubBatch(tuple(sequences)),)), {name: each[:end] for name, each in tokens.items()}
 
 
 def test_its_attention_is_done_by_a_lane_of_its_own_beside_the_devices(model: Decoder) -> None:
     timeline = Timeline()
     executor = thread_executor(model, storage_of(model, ALL), timeline=timeline)
-    tokens = {name: [(7 * ord(name) + 3 * i) % 257 for i in range(20)] for name in "abc"}
-
-    def plan(start: int, end: int) -> IterationPlan:
-        blocks = IntArray(range(-(-end // BLOCK_SIZE))).view()
-        sequences = (
-            ScheduledSequence(name, tuple(each[start:end]), start, place, blocks, sampling_input(end))
-            for (name, each), place in zip(tokens.items(), ALL, strict=True)
-        )
-        return IterationPlan((SubBatch(tuple(sequences)),))
-
     for start, end in ((0, 9), (9, 10)):
-        asked = plan(start, end)
-        found = executor.execute(asked)
-        check_result(model, asked, {name: each[:end] for name, each in tokens.items()}, found)
+        plan, contexts = one_of_each_place(start, end)
+        check_result(model, plan, contexts, executor.execute(plan))
     executor.close()
     attending = {s.lane for s in timeline.spans if "attention" in s.stage.name}
     assert attending == {"device", "cpu", "peer"}

@@ -4,7 +4,7 @@ import contextlib
 import sys
 import threading
 from collections import deque
-from typing import BinaryIO
+from typing import IO
 
 MOST_LINES = 40
 MOST_CHARACTERS = 400  # of a line
@@ -19,7 +19,7 @@ class LastLines:
         name: of the thread that reads.
     """
 
-    def __init__(self, pipe: BinaryIO, name: str) -> None:
+    def __init__(self, pipe: IO[bytes], name: str) -> None:
         self._pipe = pipe
         self._lines: deque[str] = deque(maxlen=MOST_LINES)
         self._thread = threading.Thread(target=self._read, name=name, daemon=True)

@@ -1,8 +1,8 @@
 """Plans on their way to other ranks: what they know already is not told again.
 
 A plan has the whole block table of each sequence. The table of a request only grows while it stays where it
-is, so that what is new of it is enough. What only rank 0 does, choosing tokens and pooling, is reduced to the
-rows that all ranks have to compute for it.
+is, so that what is new of it is enough. Only rank 0 chooses tokens: the others are told where, not how, so
+that all compute the same rows.
 """
 
 from collections import OrderedDict
@@ -15,15 +15,18 @@ from neo_desktop.engine.batch import (
     BlockCopy,
     IterationPlan,
     IterationTiming,
+    SamplingInput,
     ScheduledSequence,
     SubBatch,
 )
 from neo_desktop.engine.int_array import IntArray, IntView
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
 MAX_TABLES = 4096  # that are remembered; of others all is told again
+_SOMEHOW = SamplingInput(SamplingParams(), 0, 0, 0, IntArray().view(), IntArray().view())
 
 
 class ToldSequence(NamedTuple):
@@ -35,7 +38,8 @@ class ToldSequence(NamedTuple):
     place: Place
     num_known: int  # blocks of its table that were told before
     new_blocks: bytes  # int32: those after them
-    num_rows: int  # last rows whose hidden states are needed
+    num_pooled: int
+    is_sampled: bool  # whether a token is chosen
 
 
 class ToldPlan(NamedTuple):
@@ -67,7 +71,6 @@ class PlanWriter:
         known = self._tables.get(key)
         num_known = len(known) if known is not None and _goes_on(known, table) else 0
         _keep(self._tables, key, table)
-        num_rows = sequence.num_pooled or int(sequence.sampling is not None)
         new_blocks = table[num_known:].tobytes()
         return ToldSequence(
             sequence.request_id,
@@ -76,7 +79,8 @@ class PlanWriter:
             sequence.place,
             num_known,
             new_blocks,
-            num_rows,
+            sequence.num_pooled,
+            sequence.sampling is not None,
         )
 
 
@@ -87,7 +91,7 @@ class PlanReader:
         self._tables: OrderedDict[tuple[str, Place], IntArray] = OrderedDict()
 
     def plan(self, told: ToldPlan) -> IterationPlan:
-        """Return the plan, in which no token is chosen."""
+        """Return the plan, in which nothing is said of how tokens are chosen."""
         sub_batches = [SubBatch(tuple(self._sequences(batch))) for batch in told.sub_batches]
         return IterationPlan(
             tuple(sub_batches),
@@ -119,8 +123,8 @@ class PlanReader:
             told.start,
             told.place,
             table.view(),
-            None,
-            num_pooled=told.num_rows,
+            _SOMEHOW if told.is_sampled else None,
+            num_pooled=told.num_pooled,
         )
 
 
