@@ -216,7 +216,7 @@ class ModelShelf:
             self._look_soon()
 
     async def _greeting(self) -> dict[str, Any]:
-        """Return a ModelsView at once, if it can be; what has changed in the folders since is told soon after.
+        """Return a ModelsView at once, if it can be; what has changed in the folders since is told soon.
 
         A page shows nothing before it, and looking takes long on a slow disk, or while a model is loaded.
         """
