@@ -22,12 +22,14 @@ from neo_desktop.app.api.tools import (
     explained,
     format_of,
     with_single_calls,
+    with_thinking,
 )
 from neo_desktop.app.chat_template import ChatTemplateError
 from neo_desktop.app.service import EngineService
-from neo_desktop.app.thoughts import OPENING
+from neo_desktop.app.thoughts import CLOSING, OPENING
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine import grammar
+from neo_desktop.models import harmony
 from neo_desktop.models.tokenizer import Tokenizer
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -65,9 +67,10 @@ class Prepared(NamedTuple):
     tool_format: ToolFormat
     tools: Sequence[Tool]  # that may be called
     is_thinking: bool  # the prompt has begun a thought
-    is_calling: bool  # a call must come; without a thought, the prompt has begun it
+    is_calling: bool  # the prompt has begun a call, which must come
     is_parallel: bool
     grammar: str | None
+    grammar_after: str | None  # text that the output holds before it follows the grammar
 
 
 async def prepare(service: EngineService, conversation: Conversation) -> Prepared:
@@ -84,6 +87,8 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
         messages = [_with_short_ids(message) for message in messages]
     if tool_format.single_calls:
         messages = with_single_calls(messages)
+    if tool_format.on_channels:
+        messages = with_thinking(messages)
     if not tool_format.in_template:
         messages = explained(messages, tools)
     shown = [tool.for_template() for tool in tools] if tool_format.in_template else []
@@ -97,18 +102,21 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
     if conversation.continues_last:
         prompt = _cut_after(prompt, messages[-1], conversation.field)
     is_thinking = prompt.rstrip().endswith(OPENING)
-    is_calling = choice is not None and choice.is_required
-    if is_calling and not is_thinking:
+    must_call = choice is not None and choice.is_required
+    is_calling = must_call and not is_thinking and not tool_format.on_channels
+    if is_calling:
         prompt += tool_format.prompt_end()
     try:
         # In a thread: schemas may be long.
-        lark = await asyncio.to_thread(
-            _grammar, service.tokenizer, conversation, tool_format, tools, is_thinking
+        form = _grammar_on_channels if tool_format.on_channels else _grammar
+        lark, after = await asyncio.to_thread(
+            form, service.tokenizer, conversation, tool_format, tools, is_thinking
         )
     except ValueError as error:
         blamed = conversation.structure[0] if conversation.structure else "tools"
         raise ApiError(400, f"{blamed} cannot be enforced: {error}", param=blamed) from error
-    return Prepared(prompt, tool_format, tools, is_thinking, is_calling, conversation.is_parallel, lark)
+    is_parallel = conversation.is_parallel
+    return Prepared(prompt, tool_format, tools, is_thinking, is_calling, is_parallel, lark, after)
 
 
 def thinking_fields(
@@ -159,26 +167,59 @@ def _grammar(
     tool_format: ToolFormat,
     tools: Sequence[Tool],
     is_thinking: bool,
-) -> str | None:
-    """What the answer must follow; None: nothing."""
-    structure = conversation.structure
+) -> tuple[str | None, str | None]:
+    """What the answer must follow, None: nothing; and after which text, None: from its beginning on."""
+    structure, after = conversation.structure, CLOSING if is_thinking else None
     if conversation.choice is not None and conversation.choice.is_required:
         mark = _in_lark(tokenizer, "[ARGS]")
         calls = tool_format.grammar(tools, is_parallel=conversation.is_parallel, arguments_mark=mark)
         opening = f'/\\s*/ {_in_lark(tokenizer, tool_format.opening)} "\\n"' if is_thinking else ""
-        return grammar.from_lark(f"start: {opening} calls\n{calls}")
+        return grammar.from_lark(f"start: {opening} calls\n{calls}"), after
     if structure is None:
-        return None
+        return None, None
     if not tools:
-        return structure[1].grammar()
-    schema = structure[1].schema()
-    if schema is None:
-        raise ValueError("beside tools, the answer's form can only be JSON: leave the tools out")
+        return structure[1].grammar(), after
+    schema = _schema(structure[1])
     mark = _in_lark(tokenizer, "[ARGS]")
     calls = tool_format.grammar(tools, is_parallel=conversation.is_parallel, arguments_mark=mark)
     opening = "" if tool_format.is_bare else _in_lark(tokenizer, tool_format.opening)
     opening += ' "\\n"' if tool_format.closing else ""
-    return grammar.from_lark(f"start: answer | {opening} calls\nanswer: %json {schema}\n{calls}")
+    return grammar.from_lark(f"start: answer | {opening} calls\nanswer: %json {schema}\n{calls}"), after
+
+
+def _grammar_on_channels(
+    tokenizer: Tokenizer,
+    conversation: Conversation,
+    tool_format: ToolFormat,
+    tools: Sequence[Tool],
+    is_thinking: bool,
+) -> tuple[str | None, str | None]:
+    """See `_grammar`: the model thinks first, in a message of its own, and then follows headers, too."""
+    structure = conversation.structure
+    start, channel, message = (
+        _in_lark(tokenizer, mark) for mark in (harmony.START, harmony.CHANNEL, harmony.MESSAGE)
+    )
+    must_call = conversation.choice is not None and conversation.choice.is_required
+    if not must_call:
+        if structure is None:
+            return None, None
+        if not tools:
+            return structure[1].grammar(), f"{harmony.CHANNEL}final{harmony.MESSAGE}"
+    calls = tool_format.grammar(tools, is_parallel=False, arguments_mark=message)
+    called = json.dumps(f"commentary {harmony.TO_FUNCTION}")
+    forms = f"{called} calls"
+    if not must_call and structure is not None:
+        calls += f"\nanswer: %json {_schema(structure[1])}"
+        forms += f' | "final" {message} answer'
+    lark = f'start: {start} "assistant" {channel} ({forms})\n{calls}'
+    return grammar.from_lark(lark), harmony.END
+
+
+def _schema(structure: Structure) -> str:
+    schema = structure.schema()
+    if schema is None:
+        raise ValueError("beside tools, the answer's form can only be JSON: leave the tools out")
+    return schema
 
 
 def _in_lark(tokenizer: Tokenizer, mark: str) -> str:

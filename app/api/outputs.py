@@ -12,7 +12,7 @@ from neo_desktop.app.api.structure import Structure
 from neo_desktop.app.generation import Generation
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.service_errors import EngineFailedError
-from neo_desktop.app.thoughts import CLOSING, ThoughtSplitter
+from neo_desktop.app.thoughts import ThoughtSplitter
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.errors import ContextLengthError, SettingError
@@ -122,8 +122,9 @@ class _Reader:
         if prepared and prepared.tools:
             max_calls = None if prepared.is_parallel else 1
             names = {tool.name for tool in prepared.tools}
-            is_begun = prepared.is_calling and not prepared.is_thinking
-            self._calls = CallReader(prepared.tool_format, names, is_begun=is_begun, max_calls=max_calls)
+            self._calls = CallReader(
+                prepared.tool_format, names, is_begun=prepared.is_calling, max_calls=max_calls
+            )
 
     def feed(self, text: str) -> list[Piece]:
         """Take in the next piece of text."""
@@ -234,8 +235,7 @@ async def begin(service: EngineService, conversation: Conversation, params: Samp
     prepared = await prepare(service, conversation)
     forms = conversation.structure[0] if conversation.structure else "tools"
     if prepared.grammar is not None:
-        after = CLOSING if prepared.is_thinking else None
-        params = _with_grammar(params, prepared.grammar, forms, after)
+        params = _with_grammar(params, prepared.grammar, forms, prepared.grammar_after)
     # The template has written the special tokens out.
     generation = await submit(
         service, [prepared.prompt], params, conversation.field, add_special_tokens=False, grammar_field=forms

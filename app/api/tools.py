@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from neo_desktop.app.api.fields import Json
+from neo_desktop.models import harmony
 
 WHITE_SPACE = " \t\r\n"
 
@@ -53,10 +54,14 @@ class ToolFormat:
     in_template: bool = True  # the model's template shows tools, calls and results
     short_ids: bool = False  # the template wants ids of nine letters and digits
     single_calls: bool = False  # the template takes one call per message
+    on_channels: bool = (
+        False  # messages have headers, which tell calls, thoughts and answers: `models.harmony`
+    )
 
     def prompt_end(self) -> str:
         """What stands in the prompt before a call that must come."""
-        return "" if self.is_bare else self.opening + ("\n" if self.closing else "")
+        has_none = self.is_bare or self.on_channels
+        return "" if has_none else self.opening + ("\n" if self.closing else "")
 
     def grammar(self, tools: Sequence[Tool], *, is_parallel: bool, arguments_mark: str = '"[ARGS]"') -> str:
         """Lark rules of `calls`: calls of these tools, after `prompt_end`.
@@ -100,12 +105,15 @@ LLAMA = ToolFormat(
 )
 MISTRAL = ToolFormat("[TOOL_CALLS]", separators=f"{WHITE_SPACE},[]", in_list=True, short_ids=True)
 MISTRAL_NAMES = ToolFormat("[TOOL_CALLS]", has_names=True, short_ids=True)
+HARMONY = ToolFormat(harmony.CALL, has_names=True, single_calls=True, on_channels=True)
 
 
 def format_of(template: str | None) -> ToolFormat:
     """The family's format, told by the text of its chat template; `EXPLAINED` where it knows no tools."""
     if template is None or not re.search(r"\btools\b", template):
         return EXPLAINED
+    if harmony.CHANNEL in template:
+        return HARMONY
     if "[TOOL_CALLS]" in template:
         return MISTRAL_NAMES if "[ARGS]" in template else MISTRAL
     if "<tool_call>" in template and "<function=" not in template:
@@ -131,6 +139,19 @@ def with_single_calls(messages: Sequence[Json]) -> list[Json]:
         elif message["role"] != "tool" or message.get("tool_call_id") not in told:
             result.append(message)
     return result
+
+
+def with_thinking(messages: Sequence[Json]) -> list[Json]:
+    """The same chat with the thoughts that led to calls where gpt-oss's template looks for them.
+
+    It takes them only where there is no text beside the call.
+    """
+    return [
+        message | {"thinking": message["reasoning_content"]}
+        if message.get("tool_calls") and message.get("reasoning_content") and not message["content"]
+        else message
+        for message in messages
+    ]
 
 
 _EXPLANATION = """\

@@ -5,6 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from neo_desktop.models import harmony
 from neo_desktop.models.gguf.container import GGUFFile, NumberArray, StringArray
 from neo_desktop.models.json_file import JsonFile, ModelError
 from neo_desktop.models.limits import MAX_VOCAB_SIZE
@@ -100,7 +101,10 @@ class Vocabulary:
         """Tokens that end an answer, the one that the file names first."""
         named = [self.token_id(role) for role in ("eos", "eot", "eom")]
         known = [index for index, text in enumerate(self.tokens) if text in _ENDS]
-        return tuple(dict.fromkeys(token for token in (*named, *known) if token is not None))
+        ends = dict.fromkeys(token for token in (*named, *known) if token is not None)
+        if set(harmony.MARKS).issubset(self.tokens):  # there it ends a message, and the next one follows
+            ends.pop(self.tokens.index(harmony.END), None)
+        return tuple(ends)
 
     def _texts(self, key: str) -> list[str]:
         texts = self.entries.raw(key)

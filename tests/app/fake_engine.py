@@ -19,7 +19,7 @@ from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
 from neo_desktop.models.config import GenerationDefaults, ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.rope import RopeConfig
-from neo_desktop.models.tokenizer import ByteTokenizer
+from neo_desktop.models.tokenizer import ByteTokenizer, Tokenizer
 
 MODEL = "alphabet"
 CONTEXT_TOKENS = 512
@@ -83,15 +83,16 @@ class ScriptedExecutor(FakeExecutor):
     """Writes the answers it is given, one per prompt and the last one again and again, and then ends."""
 
     answers: list[str] = field(default_factory=lambda: ["yes"])
-    _begun: dict[str, tuple[bytes, int]] = field(default_factory=dict)  # request -> answer, where it begins
+    tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
+    _begun: dict[str, tuple[list[int], int]] = field(default_factory=dict)  # request -> answer, its position
 
     def _token(self, request_id: str, sampling: SamplingInput) -> SampledToken:
         if request_id not in self._begun:
             answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-            self._begun[request_id] = (answer.encode(), sampling.position)
-        answer_bytes, start = self._begun[request_id]
-        written = sampling.position - start
-        return SampledToken(answer_bytes[written] if written < len(answer_bytes) else 256)
+            tokens = [*self.tokenizer.encode(answer), *self.tokenizer.eos_token_ids]
+            self._begun[request_id] = (tokens, sampling.position)
+        tokens, start = self._begun[request_id]
+        return SampledToken(tokens[min(sampling.position - start, len(tokens) - 1)])
 
 
 def letter(sampling: SamplingInput) -> SampledToken:
@@ -118,10 +119,13 @@ def make_engine(
     template: str | None = TEMPLATE,
     generation: GenerationDefaults | None = None,
     context_tokens: int = CONTEXT_TOKENS,
+    tokenizer: Tokenizer | None = None,
 ) -> Engine:
+    tokenizer = tokenizer or ByteTokenizer()
+    tokenizer.chat_template = template
     config = ModelConfig(
         architecture="LlamaForCausalLM",
-        vocab_size=257,
+        vocab_size=tokenizer.vocab_size,
         hidden_size=8,
         intermediate_size=8,
         num_layers=1,
@@ -134,11 +138,9 @@ def make_engine(
         tie_word_embeddings=True,
         layer_windows=(None,),
         dtype=torch.float32,
-        eos_token_ids=(256,),
+        eos_token_ids=tokenizer.eos_token_ids,
         generation=generation or GenerationDefaults(),
     )
-    tokenizer = ByteTokenizer()
-    tokenizer.chat_template = template
     policy = get_policy("gpu-only")
     kv_cache = KVCache({Place.DEVICE: num_blocks}, BLOCK_SIZE)
     scheduler = Scheduler(kv_cache, policy, SchedulerLimits(max_batch_tokens=256, max_batch_requests=32))

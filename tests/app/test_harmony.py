@@ -1,5 +1,9 @@
 """Answers of gpt-oss are read as those of other models that think first."""
 
+from collections.abc import Iterator
+from typing import Any
+
+import openai
 import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -8,16 +12,28 @@ from neo_desktop.app.thoughts import ThoughtSplitter
 from neo_desktop.models.harmony import MARKS
 from neo_desktop.models.tokenizer import Tokenizer
 
+from .conftest import running
+from .fake_engine import MODEL, ScriptedExecutor, make_engine
+
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 THOUGHT = "<|channel|>analysis<|message|>"
 ANSWER = "<|start|>assistant<|channel|>final<|message|>"
+CALL = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+TEMPLATE = """\
+{% if tools %}{{ tools | tojson }}{% endif %}
+{%- for m in messages %}<|start|>{{ m.role }}
+{%- if m.role == "assistant" %}<|channel|>final{% endif %}<|message|>
+{%- if m.tool_calls %}{{ m.thinking }} {{ m.tool_calls[0].function.arguments | tojson }}
+{%- else %}{{ m.content }}{% endif %}<|end|>{% endfor %}<|start|>assistant"""
 
 
 def tokenizer_with(marks: tuple[str, ...]) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(ALPHABET)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, special=True) for text in (*marks, "<|return|>")])
+    backend.add_special_tokens(
+        [AddedToken(text, special=True) for text in (*marks, "<|return|>", "<|constrain|>")]
+    )
     return Tokenizer(backend, {"eos_token": "<|return|>"})
 
 
@@ -39,6 +55,18 @@ def read(tokenizer: Tokenizer, text: str) -> str:
             "<think>One.Two.</think>Yes",
         ),
         (f"{THOUGHT}cut off", "<think>cut off"),
+        (
+            f"{THOUGHT}Hm.<|end|><|start|>assistant{CALL}",
+            '<think>Hm.</think><tool_call>add{"a": 1}',
+        ),
+        (
+            f"{THOUGHT}Hm.<|end|><|start|>assistant to=functions.add<|channel|>commentary json<|message|>1",
+            "<think>Hm.</think><tool_call>add1",
+        ),
+        (' to=functions.add<|channel|>commentary<|message|>{"a": 1}', '<tool_call>add{"a": 1}'),
+        ("<|channel|>commentary<|message|>I look it up.<|end|>", "I look it up."),
+        (" to=functions.", " to=functions."),
+        (" today", " today"),
         (f"{THOUGHT}Hm.<|end|><|start|>assi", "<think>Hm."),
         ("a completion, without any mark", "a completion, without any mark"),
         ("", ""),
@@ -60,3 +88,84 @@ def test_the_page_and_the_api_tell_them_apart() -> None:
 
 def test_other_vocabularies_are_read_as_before() -> None:
     assert read(tokenizer_with(MARKS[:3]), "<|start|>a<|message|>b") == "ab"
+
+
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    },
+}
+SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "n", "schema": ADD["function"]["parameters"]}}
+
+
+class Chat:
+    def __init__(self, client: openai.OpenAI, executor: ScriptedExecutor) -> None:
+        self._client, self.executor = client, executor
+
+    def ask(self, answer: str, **fields: Any) -> Any:
+        self.executor.answers = [answer]
+        messages = fields.pop("messages", [{"role": "user", "content": "1 + 1?"}])
+        return self._client.chat.completions.create(model=MODEL, messages=messages, **fields).choices[0]
+
+
+@pytest.fixture(scope="module")
+def chat() -> Iterator[Chat]:
+    tokenizer = tokenizer_with(MARKS)
+    executor = ScriptedExecutor(tokenizer=tokenizer)
+    engine = make_engine(
+        executor, template=TEMPLATE, tokenizer=tokenizer, context_tokens=2048, num_blocks=256
+    )
+    with running(engine) as server:
+        yield Chat(server.client(), executor)
+
+
+def test_a_call_is_told_as_one(chat: Chat) -> None:
+    choice = chat.ask(f"{THOUGHT}Hm.<|end|><|start|>assistant{CALL}", tools=[ADD])
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
+    assert (choice.message.reasoning_content, choice.finish_reason) == ("Hm.", "tool_calls")
+    assert chat.ask(f"{THOUGHT}Hm.<|end|>{ANSWER}2.", tools=[ADD]).message.content == "2."
+
+
+def test_a_call_that_must_come_follows_the_thought(chat: Chat) -> None:
+    thought, called = (
+        f"{THOUGHT}Hm.<|end|>",
+        "<|start|>assistant<|channel|>commentary to=functions.add<|message|>",
+    )
+    choice = chat.ask(f'{thought}{called}{{"a": 1}}', tools=[ADD], tool_choice="required")
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("add", '{"a": 1}')
+    assert choice.message.reasoning_content == "Hm."
+    for wrong in (f"{ANSWER}2.", f'{called}{{"b": 1}}', f'{called.replace("add", "sub")}{{"a": 1}}'):
+        with pytest.raises(openai.BadRequestError, match="grammar"):
+            chat.ask(thought + wrong, tools=[ADD], tool_choice="required")
+
+
+@pytest.mark.parametrize("tools", [{}, {"tools": [ADD]}])
+def test_the_form_of_an_answer_is_enforced_after_the_thought(chat: Chat, tools: Any) -> None:
+    thought = f"{THOUGHT}Hm.<|end|>{ANSWER}"
+    choice = chat.ask(f'{thought}{{"a": 2}}', response_format=SCHEMA, **tools)
+    assert (choice.message.content, choice.message.reasoning_content) == ('{"a": 2}', "Hm.")
+    with pytest.raises(openai.BadRequestError, match="grammar"):
+        chat.ask(f"{thought}two", response_format=SCHEMA, **tools)
+
+
+def test_calls_and_the_thoughts_that_led_to_them_go_back(chat: Chat) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages: Any = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "reasoning_content": "A sum.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    chat.executor.prompts.clear()
+    assert chat.ask(f"{ANSWER}2.", messages=messages, tools=[ADD]).message.content == "2."
+    (prompt,) = chat.executor.prompts.values()
+    written = chat.executor.tokenizer.decode(prompt, skip_special_tokens=False)
+    assert 'A sum. {"a": 1}<|end|><|start|>tool<|message|>2' in written

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from neo_desktop.app.api.calls import CallArguments, CallReader, CallStart, Text, short_id
 from neo_desktop.app.api.tools import (
     EXPLAINED,
+    HARMONY,
     HERMES,
     LLAMA,
     MISTRAL,
@@ -77,6 +78,8 @@ CASES: list[tuple[ToolFormat, str, str, list[tuple[str, str]]]] = [
     (MISTRAL, "[1, 2] is a list", "[1, 2] is a list", []),
     (MISTRAL_NAMES, f"[TOOL_CALLS]add[ARGS]{ADD[1]}[TOOL_CALLS]weather{RAIN[1]}", "", [ADD, RAIN]),
     (MISTRAL_NAMES, f"[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{ADD[1]}", "", [ADD]),
+    (HARMONY, f"I look. <tool_call>add{ADD[1]}", "I look. ", [ADD]),
+    (HARMONY, "<tool_call>add", "<tool_call>add", []),
 ]
 
 
@@ -139,6 +142,7 @@ def test_a_call_may_have_been_begun_by_the_prompt() -> None:
         ("{% if tools %}[TOOL_CALLS]{% endif %}", MISTRAL),
         ("{% if tools %}[TOOL_CALLS]{{ name }}[ARGS]{% endif %}", MISTRAL_NAMES),
         ("{% if tools %}<|start_header_id|>{'name': name, 'parameters': {}}{% endif %}", LLAMA),
+        ("{% if tools %}<|channel|>commentary{% endif %}", HARMONY),
         ("{% if tools %}something else{% endif %}", EXPLAINED),
     ],
 )

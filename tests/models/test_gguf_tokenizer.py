@@ -86,6 +86,16 @@ def test_control_tokens_are_special_and_others_are_text(tmp_path: Path) -> None:
     assert ours.special_tokens == {"eos_token": "<|end|>", "bos_token": "<|user|>"}
 
 
+def test_gpt_oss_goes_on_after_the_end_of_a_thought(tmp_path: Path) -> None:
+    entries = byte_level("gpt-4o")
+    more = ["<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|return|>"]
+    entries[f"{PREFIX}tokens"] = [*entries[f"{PREFIX}tokens"], *more]
+    entries[f"{PREFIX}token_type"] = [*entries[f"{PREFIX}token_type"], *[3] * len(more)]
+    write_vocabulary(tmp_path / "vocabulary.gguf", entries)
+    vocabulary = Vocabulary.read(GGUFFile(tmp_path / "vocabulary.gguf"))
+    assert {vocabulary.tokens[token] for token in vocabulary.end_ids} == {"<|call|>", "<|return|>"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
