@@ -22,6 +22,7 @@ from neo_desktop.engine.execute.ranks.leader import LeadingExecutor
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.generate import Completion, embed, generate
 from neo_desktop.engine.grammar import GrammarCompiler
+from neo_desktop.engine.host_reserve import HostReserve, reserve_bytes
 from neo_desktop.engine.intake import Intake, PreparedRequest, Prompt
 from neo_desktop.engine.iterations import Iterations
 from neo_desktop.engine.kv.cache import KVCache
@@ -70,6 +71,7 @@ class Engine:
         cost_model: CorrectedCostModel | None = None,
         timeline: Timeline | None = None,
         workers: Workers | None = None,
+        reserve: HostReserve | None = None,
     ) -> None:
         self.model_name = model.name
         self.config = model.config
@@ -92,7 +94,7 @@ class Engine:
         self._cost_model = cost_model
         self._notes = Notes(timeline)
         self._workers = workers
-        self._iterations = Iterations(scheduler, executor, cost_model, self._notes, workers)
+        self._iterations = Iterations(scheduler, executor, cost_model, self._notes, workers, reserve)
         self._arrivals = itertools.count(1)
         self._first_asked_s: float | None = None  # when the first request came
         self._has_answered = False
@@ -149,7 +151,12 @@ class Engine:
                 if peer is not None:
                     parts = with_second_gpu(parts, peer, free_bytes(peer))
                 return cls.from_parts(
-                    parts, options.policy, cost_model=cost_model, timeline=timeline, progress=measured
+                    parts,
+                    options.policy,
+                    cost_model=cost_model,
+                    timeline=timeline,
+                    progress=measured,
+                    host_reserve_bytes=reserve_bytes(options),
                 )
             except BaseException:
                 if parts.leader is not None:
@@ -167,11 +174,16 @@ class Engine:
         cost_model: CostModel | None = None,
         timeline: Timeline | None = None,
         progress: Progress | None = None,
+        host_reserve_bytes: int | None = None,
     ) -> Self:
         """Make an engine of a loaded model and the memory of all places that the policy uses.
 
         `close` drops them from the engine; the memory is free when nobody else refers to the parts.
         See `from_options` for the arguments; ValueError: the policy is unknown.
+
+        Args:
+            host_reserve_bytes: what caches leave to other programs, see `HostReserve`; None: nothing is
+                given back.
         """
         chosen_policy = get_policy(policy).with_places(place for place in parts.num_blocks if place.is_remote)
         decoder, limits, storage = parts.model.decoder, parts.limits, parts.storage
@@ -198,7 +210,12 @@ class Engine:
         executor = own if leader is None else LeadingExecutor(own, leader)
         corrected = None if cost_model is None else CorrectedCostModel(cost_model)
         scheduler = Scheduler(kv_cache, chosen_policy, limits, corrected, decoder.config.num_layers)
-        return cls(parts.model, scheduler, kv_cache, executor, policy, corrected, timeline, parts.workers)
+        reserve = None
+        if host_reserve_bytes is not None:
+            reserve = HostReserve(scheduler, kv_cache, storage, host_reserve_bytes)
+        return cls(
+            parts.model, scheduler, kv_cache, executor, policy, corrected, timeline, parts.workers, reserve
+        )
 
     @property
     def sampling_defaults(self) -> GenerationDefaults:
@@ -259,6 +276,10 @@ class Engine:
         """Raise RuntimeError if it is known that nothing can be computed in this process any more."""
         if (loss := self._iterations.executor.loss) is not None:
             raise loss
+
+    def rest(self) -> bool:
+        """Do what is to be done now and then while there is no work; return whether figures have changed."""
+        return self._iterations.rest()
 
     def step(self) -> list[RequestOutput]:
         """Wait for an iteration and start the next one; return what each request gained by the first.

@@ -7,6 +7,7 @@ from collections import deque
 from neo_desktop.engine.batch import DeviceMemoryError, IterationPlan, IterationTiming
 from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.execute.executor import Executor, Wait
+from neo_desktop.engine.host_reserve import HostReserve
 from neo_desktop.engine.live import Notes
 from neo_desktop.engine.predict.corrected import CorrectedCostModel
 from neo_desktop.engine.remote.link import WorkerLostError
@@ -28,6 +29,7 @@ class Iterations:
         cost_model: learns from each iteration.
         notes: for those who look at what goes on.
         workers: attention workers; None: there are none.
+        reserve: looks after the host's memory; None: nobody does.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Iterations:
         cost_model: CorrectedCostModel | None,
         notes: Notes,
         workers: Workers | None = None,
+        reserve: HostReserve | None = None,
     ) -> None:
         self.executor = executor
         self.num_started = 0
@@ -45,6 +48,7 @@ class Iterations:
         self._cost_model = cost_model
         self._notes = notes
         self._workers = workers
+        self._reserve = reserve
         self._under_way: deque[tuple[IterationPlan, Wait]] = deque()  # one, or two for a moment
         self._gained: list[Request] = []  # by the iterations whose outputs nobody has taken yet
         self._failed: list[RequestOutput] = []  # the ends of requests that iterations failed for
@@ -86,10 +90,13 @@ class Iterations:
         """
         if self._under_way:
             return
+        self.rest()
         if self._workers is not None:
             for place, num_blocks in self._workers.take_returned().items():
                 self._scheduler.open(place, num_blocks)
         plan = self._scheduler.schedule()
+        while plan is None and self._scheduler.num_waiting and self._reserve and self._reserve.make_room():
+            plan = self._scheduler.schedule()
         if plan is None:
             self._last_end_s = None
             if self._scheduler.num_waiting and self._workers is not None:
@@ -99,6 +106,10 @@ class Iterations:
             self._start(plan)
         except Exception as error:  # whatever broke, the other requests must go on
             self._give_up(error)
+
+    def rest(self) -> bool:
+        """Look after the host's memory; return whether a cache has another size by that."""
+        return self._reserve is not None and not self._under_way and self._reserve.look()
 
     def _await_workers(self, workers: Workers) -> None:
         """Wait a moment for a lost worker: nobody else has memory for the request that comes first."""
@@ -110,7 +121,9 @@ class Iterations:
 
     def _launch_ahead(self) -> None:
         """Decide on the iteration after the one under way, and start it if it need not wait for that."""
-        plan = self._scheduler.look_ahead(may_start=self.executor.runs_ahead)
+        # The sizes of caches change between two iterations, when nothing is under way.
+        may_start = self.executor.runs_ahead and not (self._reserve is not None and self._reserve.is_due)
+        plan = self._scheduler.look_ahead(may_start=may_start)
         if plan is None:
             return
         try:

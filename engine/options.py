@@ -159,6 +159,17 @@ class EngineOptions:
             help="The most host memory to take for KV and transfers. Default: half of what is available.",
         ),
     ] = None
+    host_reserve_gib: Annotated[
+        float | None,
+        Option(
+            flag="--host-reserve",
+            metavar="GIB",
+            least=0,
+            help="Host memory that is left to other programs: when less is available, the caches there "
+            "become smaller, and larger again when there is plenty; 0: they keep what they have. Default: "
+            "a tenth of the memory, at most 2.",
+        ),
+    ] = None
     cpu_cache_dtype: Annotated[
         str,
         Option(
@@ -280,6 +291,7 @@ class EngineKeywords(TypedDict, total=False):
     gpu_weights_gib: float | None
     gpu_slice: int | None
     cpu_memory_gib: float | None
+    host_reserve_gib: float | None
     cpu_cache_dtype: str
     workers: str | None
     worker_secret: Path | None

@@ -64,7 +64,7 @@ _SUITES_WITH_MODEL = {
 def bench(
     *,
     model: Model = None,
-    engine: Annotated[EngineOptions, Without("policy", "trace_timeline")],
+    engine: Annotated[EngineOptions, Without("policy", "trace_timeline", "host_reserve_gib")],
     random_weights: RandomWeights = False,
     requests: RequestFlags,
     baseline: BaselineFlags,

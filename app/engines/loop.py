@@ -36,6 +36,7 @@ from neo_desktop.engine.cuda.errors import is_device_lost, is_lost
 logger = logging.getLogger(__name__)
 
 ADVICE = ": start the engine again"  # with which the engine ends its sentence of a lost GPU
+REST_S = 1.0  # between two looks at what is to be done while there is no work
 MAX_COMPILERS = 8  # threads that make grammars ready
 
 
@@ -87,8 +88,9 @@ class EngineLoop:
         has_run = False
         while not self._is_stopping:
             try:
-                command = self._inbox.get(block=wait)
+                command = self._inbox.get(block=wait, timeout=REST_S)
             except queue.Empty:
+                has_run = has_run or (wait and self._engine.rest())
                 break
             wait, has_run = False, True
             answers += self._run_command(command)

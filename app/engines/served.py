@@ -55,6 +55,9 @@ class ServedEngine(Protocol):
     def check(self) -> None:
         """Raise why nothing can be computed any more, as far as it is known."""
 
+    def rest(self) -> bool:
+        """Do what is to be done now and then while there is no work; return whether figures have changed."""
+
     def stats(self) -> EngineStats:
         """Return how it stands."""
 

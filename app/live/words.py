@@ -30,7 +30,18 @@ def notes(view: LiveView) -> list[str]:
     """What a reader must know beside it."""
     if view.stats.backend == LLAMACPP:
         return [LLAMACPP_NOTE]
-    return [*([IMITATED] if view.is_gpu_imitated else []), *_of_workers(view)]
+    return [*([IMITATED] if view.is_gpu_imitated else []), *_given_back(view), *_of_workers(view)]
+
+
+def _given_back(view: LiveView) -> list[str]:
+    """Which caches are smaller than they were, each in a sentence."""
+    return [
+        f"Other programs need main memory: the {place.title} has room for "
+        f"{pool.num_blocks * view.stats.block_size:,} tokens for now, and gave back that of "
+        f"{pool.num_given_back_blocks * view.stats.block_size:,}."
+        for place, pool in view.stats.pools.items()
+        if pool.num_given_back_blocks
+    ]
 
 
 def _of_workers(view: LiveView) -> list[str]:

@@ -107,6 +107,10 @@ class LlamaCppEngine:
     def check(self) -> None:
         """See `watch`."""
 
+    def rest(self) -> bool:
+        """See `ServedEngine`: there is nothing."""
+        return False
+
     def collect(self) -> None:
         """Compute a piece of the running request's prompt, or its next token."""
         if self._running is None and self._waiting:

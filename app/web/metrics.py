@@ -110,10 +110,16 @@ class EngineCollector(Collector):
             running.add_metric([place.label], count)
         used = GaugeMetricFamily("neo_desktop_cache_used_tokens", "KV in use, by place", labels=["place"])
         size = GaugeMetricFamily("neo_desktop_cache_size_tokens", "KV that fits, by place", labels=["place"])
+        given_back = GaugeMetricFamily(
+            "neo_desktop_cache_given_back_tokens",
+            "KV whose memory other programs have for now, by place",
+            labels=["place"],
+        )
         for place, pool in stats.pools.items():
+            given_back.add_metric([place.label], pool.num_given_back_blocks * stats.block_size)
             used.add_metric([place.label], pool.num_used_blocks * stats.block_size)
             size.add_metric([place.label], pool.num_blocks * stats.block_size)
-        yield from (running, used, size)
+        yield from (running, used, size, given_back)
         for name, help_text, count in (
             ("prompt_tokens", "Prompt tokens, computed or reused", stats.num_prompt_tokens),
             ("cached_prompt_tokens", "Prompt tokens whose KV was reused", stats.num_cached_tokens),

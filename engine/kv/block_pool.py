@@ -29,11 +29,12 @@ def extend_hashes(hashes: list[BlockHash], token_ids: Sequence[int], block_size:
 class BlockPool:
     """Reference-counted blocks `0 .. num_blocks - 1`.
 
-    Every block is in exactly one of three states:
+    Every block is in exactly one of four states:
 
         used      reference count >= 1: in the block tables of that many requests
         cached    reference count 0, but its content is known by hash: reusable until somebody needs the room
         free      reference count 0, content worthless
+        withheld  reference count 0, at the limit or above it: there is no memory behind it
 
     Cached blocks count as free for whoever asks. Those unused for longest are given up first, run by run.
 
@@ -52,6 +53,9 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, *, stays_low: bool = False) -> None:
         self.num_blocks = num_blocks
+        self.limit = num_blocks  # blocks from here on are not given away
+        self.num_touched = 0  # all from here on are as they were when the memory was taken, or opened again
+        self._withheld: set[int] = set()
         self._stays_low = stays_low
         self._free = set(range(num_blocks))
         self._num_references = [0] * num_blocks
@@ -71,6 +75,11 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     @property
+    def num_used_blocks(self) -> int:
+        """Blocks that requests refer to."""
+        return self.num_blocks - self.num_free_blocks - len(self._withheld)
+
+    @property
     def num_cached_blocks(self) -> int:
         """Unused blocks whose content can still be reused."""
         return len(self._cached)
@@ -88,7 +97,41 @@ class BlockPool:
         self._free.discard(block)
         self._idle_runs.pop(block // BLOCKS_PER_RUN, None)
         self._num_references[block] = 1
+        self.num_touched = max(self.num_touched, block + 1)
         return block
+
+    def set_limit(self, limit: int) -> bool:
+        """Give away no block from this one on; used ones stay with whom they belong to.
+
+        Args:
+            limit: at most `num_blocks`; a multiple of BLOCKS_PER_RUN, or `num_blocks`.
+
+        Returns:
+            Whether no block from there on is used.
+        """
+        assert limit == self.num_blocks or (0 <= limit < self.num_blocks and not limit % BLOCKS_PER_RUN)
+        before, self.limit = self.limit, limit
+        for block in range(limit, before):
+            self._forget_announced(block)
+            if block in self._cached:
+                self._give_up(block)
+            elif (block_hash := self._hash_of_block.pop(block, None)) is not None:
+                del self._block_of_hash[block_hash]
+            if block in self._free:
+                self._free.discard(block)
+                self._withheld.add(block)
+        opened = {block for block in range(before, limit) if block in self._withheld}
+        self._withheld -= opened
+        self._free |= opened
+        for run in range(min(before, limit) // BLOCKS_PER_RUN, -(-max(before, limit) // BLOCKS_PER_RUN)):
+            self._idle_runs.pop(run, None)
+            if run * BLOCKS_PER_RUN < limit and not any(self.is_used(block) for block in self._blocks(run)):
+                self._idle_runs[run] = None
+        return not self.is_used_from(limit)
+
+    def is_used_from(self, begin: int) -> bool:
+        """Whether a block from this one on is used."""
+        return any(self._num_references[begin:])
 
     def _choose(self, after: int | None) -> int:
         """Return a free block; give up cached content for it if need be."""
@@ -126,7 +169,8 @@ class BlockPool:
 
     def announce(self, block: int, block_hash: BlockHash) -> None:
         """Say what a used block will hold once that is computed."""
-        if block_hash not in self._block_to_come and block_hash not in self._block_of_hash:
+        is_known = block_hash in self._block_to_come or block_hash in self._block_of_hash
+        if block < self.limit and not is_known:
             self._block_to_come[block_hash] = block
             self._hash_to_come[block] = block_hash
 
@@ -163,7 +207,7 @@ class BlockPool:
     def publish(self, block: int, block_hash: BlockHash) -> None:
         """Make the content of a used, full block findable; the first block with a content keeps the name."""
         self._forget_announced(block)
-        if block_hash not in self._block_of_hash and block not in self._hash_of_block:
+        if block < self.limit and block_hash not in self._block_of_hash and block not in self._hash_of_block:
             self._block_of_hash[block_hash] = block
             self._hash_of_block[block] = block_hash
 
@@ -175,6 +219,9 @@ class BlockPool:
         if self._num_references[block] > 0:
             return
         self._forget_announced(block)
+        if block >= self.limit:
+            self._withheld.add(block)
+            return
         if block in self._hash_of_block:
             self._cached[block] = None
         else:
@@ -197,14 +244,18 @@ class BlockPool:
         assert list(num_owners) == self._num_references, "reference counts differ from block tables"
         free, cached = self._free, set(self._cached)
         used = {block for block, count in enumerate(self._num_references) if count}
-        assert len(free) + len(cached) + len(used) == self.num_blocks, "a block is lost or in two states"
-        assert free | cached | used == set(range(self.num_blocks)), "a block is lost or in two states"
+        states = free, cached, used, self._withheld
+        assert sum(map(len, states)) == self.num_blocks, "a block is lost or in two states"
+        assert set().union(*states) == set(range(self.num_blocks)), "a block is lost or in two states"
+        assert min(self._withheld, default=self.limit) >= self.limit, "a block is withheld that may be used"
+        assert max(free | cached, default=-1) < self.limit, "a block would be given away that is withheld"
+        assert max(self._hash_of_block, default=-1) < self.limit, "a withheld block can be found"
         assert {h: b for b, h in self._hash_of_block.items()} == self._block_of_hash, "hash maps differ"
         assert cached <= self._hash_of_block.keys(), "a cached block has no hash"
         assert not free & self._hash_of_block.keys(), "a free block has a hash"
         assert {h: b for b, h in self._hash_to_come.items()} == self._block_to_come, "announcements differ"
         assert self._hash_to_come.keys() >= self._arriving, "nobody knows what arrives"
         assert used >= self._hash_to_come.keys(), "nobody computes what was announced"
-        runs = range(-(-self.num_blocks // BLOCKS_PER_RUN))
+        runs = range(-(-self.limit // BLOCKS_PER_RUN))
         idle = {run for run in runs if used.isdisjoint(self._blocks(run))}
         assert idle == self._idle_runs.keys(), "runs without a used block differ from the idle ones"

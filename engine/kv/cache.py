@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,15 @@ class PoolUsage:
     num_blocks: int
     num_used_blocks: int
     num_cached_blocks: int
+    num_given_back_blocks: int = 0  # whose memory the system has for now, beside all
+
+
+class PoolSize(NamedTuple):
+    """Of one place, in blocks."""
+
+    most: int  # that its memory was taken for
+    limit: int  # of them, those that may be used now
+    touched: int  # of those, the first ones, behind which nothing has been written
 
 
 class KVCache:
@@ -59,8 +69,27 @@ class KVCache:
         return int(np.max(self._tables[request_id].blocks.view(), initial=0))
 
     def capacity_tokens(self, place: Place) -> int:
-        """Tokens that the place can hold when nothing else is there."""
-        return self._pools[place].num_blocks * self.block_size
+        """Tokens that the place can hold now when nothing else is there."""
+        return self._pools[place].limit * self.block_size
+
+    def size(self, place: Place) -> PoolSize:
+        """Return how many blocks a place has, and how many of them are worth giving back."""
+        pool = self._pools[place]
+        return PoolSize(pool.num_blocks, pool.limit, min(pool.num_touched, pool.limit))
+
+    def set_limit(self, place: Place, num_blocks: int) -> bool:
+        """Give away only the first blocks of a place; see `BlockPool.set_limit`."""
+        return self._pools[place].set_limit(num_blocks)
+
+    def is_drained(self, place: Place) -> bool:
+        """Whether nobody has a block beyond the limit of a place."""
+        pool = self._pools[place]
+        return not pool.is_used_from(pool.limit)
+
+    def forget_touched(self, place: Place) -> None:
+        """Take in that the memory beyond the limit has been given back."""
+        pool = self._pools[place]
+        pool.num_touched = min(pool.num_touched, pool.limit)
 
     def resize(self, place: Place, num_blocks: int) -> None:
         """Make the pool of a place anew, in which nobody lives: all that it held is forgotten."""
@@ -73,12 +102,14 @@ class KVCache:
 
     def num_used_blocks(self, place: Place) -> int:
         """Blocks that requests have there."""
-        return self._pools[place].num_blocks - self._pools[place].num_free_blocks
+        return self._pools[place].num_used_blocks
 
     def usage(self) -> dict[Place, PoolUsage]:
         """Return `place -> how full it is`."""
         return {
-            place: PoolUsage(pool.num_blocks, pool.num_blocks - pool.num_free_blocks, pool.num_cached_blocks)
+            place: PoolUsage(
+                pool.limit, pool.num_used_blocks, pool.num_cached_blocks, pool.num_blocks - pool.limit
+            )
             for place, pool in self._pools.items()
         }
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from neo_desktop import native
 from neo_desktop.engine.kv.layer import KVLayer, KVShape, Partials, Rows
 from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
+from neo_desktop.engine.kv.pages import give_back
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.native.relay import RelayLayer
 
@@ -67,6 +68,15 @@ class HostLayer(KVLayer):
         k, v = memory.unbind(-2)
         keys = (dim // 2, page_tokens, 2) if in_pairs else (page_tokens, dim)
         return k.view(*pages, *keys), v.view(*pages, page_tokens, dim), *tensors[1:]
+
+    @classmethod
+    def give_back(cls, parts: tuple[Tensor, ...], num_blocks: int) -> int:
+        """See `KVLayer`."""
+        k, _, *scales = parts
+        _, num_pages, *_ = k.shape
+        # K and V of a head follow each other: from K's first number on it is the memory of both.
+        both = k.as_strided((len(k), num_pages, k.stride(1)), (k.stride(0), k.stride(1), 1))
+        return sum(give_back(each, num_blocks // BLOCKS_PER_RUN) for each in (both, *scales))
 
     def for_relay(self, window: int | None) -> RelayLayer:
         """Return the layer as `native.relay` takes it."""

@@ -83,6 +83,19 @@ class KVLayer(ABC):
     def read(self, slots: Tensor, out: Rows) -> None:
         """Copy the rows of slots, [tokens] int64, to `out`; of slots never written it may be anything."""
 
+    @classmethod
+    def give_back(cls, parts: tuple[Tensor, ...], num_blocks: int) -> int:
+        """Give the memory behind the first blocks back to the system, as far as this kind can.
+
+        Args:
+            parts: what `allocate` returned.
+            num_blocks: that are kept, whole runs.
+
+        Returns:
+            The bytes that were given back. OSError: the system refuses.
+        """
+        return 0
+
     def fill(self, k: Tensor, v: Tensor, first: int = 0) -> None:
         """Put rows into the slots from `first` on, without waiting for them to come from host memory."""
         self.write(k, v, torch.arange(first, first + len(k), device=self.device))

@@ -90,6 +90,21 @@ class KVPool:
         """Return the rows at some slots, [n] int64 in host memory, all different."""
         return PoolRows(self, slots)
 
+    @property
+    def block_bytes(self) -> int:
+        """What a block takes of host memory that can be given back; 0: none of it can."""
+        if self.device.type != "cpu" or not issubclass(self.kind, HostLayer):
+            return 0
+        return sum(part.nbytes for part in self.parts) // max(self.num_blocks, 1)
+
+    def give_back(self, num_blocks: int) -> int:
+        """Give the memory behind the first blocks, whole runs, back to the system; return how many bytes.
+
+        Raises:
+            OSError: the system refuses.
+        """
+        return self.kind.give_back(self.parts, num_blocks)
+
     def with_layers(self, indices: Iterable[int]) -> "KVPool":
         """Return a pool that has these layers in their order, in the same memory; `parts` stay all of it."""
         pool = copy.copy(self)

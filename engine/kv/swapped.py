@@ -25,6 +25,7 @@ from neo_desktop import native
 from neo_desktop.engine.cuda.pinned import pinned_bytes
 from neo_desktop.engine.kv.layer import KVLayer, Rows
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
+from neo_desktop.engine.kv.pages import give_back
 from neo_desktop.engine.kv.storage import KVPool, PoolRows, memory_of
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.config import ModelConfig
@@ -114,6 +115,17 @@ class SwappedPool(KVPool):
             first = first_block * self.block_size
             end = first + num_blocks * self.block_size
             there.fill(k[turn, first:end], v[turn, first:end], first)
+
+    @property
+    def block_bytes(self) -> int:
+        """See `KVPool`; what is pinned cannot be given back."""
+        own = super().block_bytes
+        return own and own + sum(home.nbytes for home in self.homes) // max(self.num_blocks, 1)
+
+    def give_back(self, num_blocks: int) -> int:
+        """See `KVPool`."""
+        begin = num_blocks * self.block_size
+        return super().give_back(num_blocks) + sum(give_back(home, begin) for home in self.homes)
 
     def rows_at(self, slots: Tensor) -> "SwappedRows":
         """See `KVPool`."""

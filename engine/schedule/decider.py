@@ -131,6 +131,11 @@ class Decider(Generic[R]):
         self.cohorts.drop(request)
         self._mix.end()
 
+    def set_limit(self, place: Place, num_blocks: int) -> None:
+        """Use only the first blocks of a place."""
+        self.residency.set_limit(place, num_blocks, self._may_spill)
+        self._refused = None
+
     def shrink_to(self, num_tokens: int) -> None:
         """Make iterations smaller for a while: the device had no memory for more."""
         self._batch_tokens = max(num_tokens, 1)

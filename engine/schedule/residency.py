@@ -136,7 +136,7 @@ class Residency(Generic[R]):
                 while (not has_evicted or request.request_id in self.kv) and not self.kv.extend(
                     request.request_id, request.num_tokens
                 ):
-                    self._evict_youngest(self.place_of(request), may_spill)
+                    self._evict(self.running[self.place_of(request)][-1], may_spill)
                     has_evicted = True
         return self.counters.num_preemptions == num_preemptions
 
@@ -215,12 +215,28 @@ class Residency(Generic[R]):
             self._preempt(request)
         self.kv.resize(place, 0)
 
+    def set_limit(self, place: Place, num_blocks: int, may_spill: Callable[[R, Place], bool]) -> None:
+        """Use only the first blocks of a place: who has others moves to another place, or is preempted."""
+        if self.kv.set_limit(place, num_blocks):
+            return
+        for request in reversed(tuple(self.running[place])):
+            if self.kv.last_block(request.request_id) >= num_blocks:
+                self._evict(request, may_spill)
+
+    def is_drained(self, place: Place, num_blocks: int) -> bool:
+        """Whether nobody needs what lies behind the first blocks, no move that is to come either."""
+        return self.kv.is_drained(place) and not any(
+            (copy.source == place and copy.source_block >= num_blocks)
+            or (copy.target == place and copy.target_block >= num_blocks)
+            for copy in self.copies
+        )
+
     def open(self, place: Place, num_blocks: int) -> None:
         """Let requests live in a place that nobody lives in."""
         self.kv.resize(place, num_blocks)
 
-    def _evict_youngest(self, place: Place, may_spill: Callable[[R, Place], bool]) -> None:
-        victim = self.running[place][-1]
+    def _evict(self, victim: R, may_spill: Callable[[R, Place], bool]) -> None:
+        place = self.place_of(victim)
         for other in (self.places[0], *self.less_preferred):
             if other == place or (other != self.places[0] and not may_spill(victim, other)):
                 continue

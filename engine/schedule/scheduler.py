@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
 from neo_desktop.engine.batch import (
@@ -306,6 +307,38 @@ class Scheduler:
         """Use a place that was lost again; it is empty."""
         self._ahead = None
         self._residency.open(place, num_blocks)
+
+    def set_limit(self, place: Place, num_blocks: int) -> None:
+        """Use only the first blocks of a place, while no iteration is under way.
+
+        Who has others moves to another place in the next iteration, or waits and is computed again.
+
+        Args:
+            num_blocks: whole runs, or all blocks that the place was made with.
+        """
+        assert not self._under_way
+        self._ahead = None
+        self._decider.set_limit(place, num_blocks)
+
+    def is_drained(self, place: Place) -> bool:
+        """Whether nobody needs what lies behind those blocks any more, while no iteration is under way."""
+        return self._residency.is_drained(place, self._kv.size(place).limit)
+
+    def least_blocks(self, place: Place) -> int:
+        """Return the blocks that a place must keep for the oldest request, so that it goes on.
+
+        It is that of all which is never preempted for others; it has some room to grow.
+        """
+        oldest = min(self._requests.values(), key=attrgetter("arrival"), default=None)
+        if oldest is None:
+            return 0
+        num_blocks = self._kv.blocks_for(oldest.num_tokens)
+        room_to_grow = num_blocks // 4 + 1
+        if oldest.request_id in self._kv:
+            is_here = self._residency.place_of(oldest) == place
+            return self._kv.last_block(oldest.request_id) + 1 + room_to_grow if is_here else 0
+        largest = max(self._kv.places, key=lambda each: self._kv.size(each).most)
+        return num_blocks + room_to_grow if place == largest else 0
 
     def refuse_first(self, why: str) -> list[RequestOutput]:
         """End the request that has waited longest, since no place that is left can hold it."""

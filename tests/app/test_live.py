@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -166,6 +167,15 @@ def test_one_sentence_says_what_offloading_does(view: LiveView, expected: str) -
 def test_an_imitated_gpu_is_named_so() -> None:
     assert notes(make_view(imitated=True)) == [IMITATED]
     assert notes(make_view()) == []
+
+
+def test_a_cache_that_gave_memory_back_is_told_with_its_room() -> None:
+    view = make_view()
+    pools = {**view.stats.pools, CPU: PoolUsage(64, 4, 2, num_given_back_blocks=100)}
+    assert notes(replace(view, stats=replace(view.stats, pools=pools))) == [
+        "Other programs need main memory: the CPU-cache has room for 1,024 tokens for now, and gave back "
+        "that of 1,600."
+    ]
     for view in (make_view(chats(2, 2), imitated=True), make_view(imitated=True)):
         assert "imitated" in engine_view(view).model_dump_json()
 

@@ -141,6 +141,31 @@ class KVCacheMachine(RuleBasedStateMachine):
             self.kv.arrived(request_id, hashes(self.owners[request_id].token_ids))
         self.copies, self.moved = [], set()
 
+    @rule(place=places, num_runs=st.integers(0, 3))
+    def set_limit(self, place: Place, num_runs: int) -> None:
+        """Who has blocks beyond the limit keeps them, but nobody gets one, by content neither."""
+        limit = min(num_runs * BLOCKS_PER_RUN, NUM_BLOCKS[place])
+        is_drained = self.kv.set_limit(place, limit)
+        assert is_drained == all(self.kv.last_block(name) < limit for name in self.living_in(place))
+        assert is_drained == self.kv.is_drained(place)
+        assert self.kv.capacity_tokens(place) == limit * BLOCK_SIZE
+        coming = (copy for copy in self.copies if place in (copy.source, copy.target))
+        if is_drained and not any(coming):
+            for block in range(limit, NUM_BLOCKS[place]):
+                self.content[place].pop(block, None)
+            self.kv.forget_touched(place)
+
+    def living_in(self, place: Place) -> list[str]:
+        return [name for name, owner in self.owners.items() if owner.place == place]
+
+    @invariant()
+    def nothing_is_written_behind_what_counts_as_touched(self) -> None:
+        for place, content in self.content.items():
+            most, limit, touched = self.kv.size(place)
+            assert most == NUM_BLOCKS[place]
+            assert touched == min(touched, limit)
+            assert max((block for block in content if block < limit), default=-1) < max(touched, 0)
+
     @rule()
     def fail_to_move(self) -> None:
         """Nobody knows what the blocks hold then: whoever was to have them gives them back."""
@@ -181,6 +206,8 @@ class KVCacheMachine(RuleBasedStateMachine):
             self.kv.free(request_id)
         self.kv.check()
         for place, num_blocks in NUM_BLOCKS.items():
+            assert self.kv.set_limit(place, num_blocks)
+            self.kv.check()
             assert self.kv.num_free_blocks(place) == num_blocks
 
 

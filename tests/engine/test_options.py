@@ -35,6 +35,8 @@ def test_every_choice_exists_and_every_default_is_one() -> None:
         ({"gpu_weights_gib": 0.0}, "gpu_weights_gib must be at least 0.0001, got 0"),
         ({"cpu_memory_gib": float("nan")}, "cpu_memory_gib must be at least 0.001, got nan"),
         ({"gpu_memory_gib": float("inf")}, "gpu_memory_gib must be finite, got inf"),
+        ({"host_reserve_gib": -1.0}, "host_reserve_gib must be at least 0, got -1"),
+        ({"host_reserve_gib": float("nan")}, "host_reserve_gib must be at least 0, got nan"),
         ({"max_batch_tokens": 0}, "max_batch_tokens must be at least 1, got 0"),
     ],
 )

@@ -1,0 +1,301 @@
+"""Caches give memory back while the engine runs: the system has it, no token changes, no request is lost."""
+
+import logging
+import queue
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from threading import Thread
+
+import pytest
+import torch
+from engine_fakes import FakeExecutor, free_blocks, make_request, reference_output
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipeline_case import tiny_model
+
+from neo_desktop import Engine, SamplingParams
+from neo_desktop.app.engines import loop
+from neo_desktop.app.engines.messages import Event, Status, Stop
+from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.host_reserve import PLENTY_S, HostReserve, reserve_bytes
+from neo_desktop.engine.iterations import Iterations
+from neo_desktop.engine.kv import pages
+from neo_desktop.engine.kv.cache import KVCache
+from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
+from neo_desktop.engine.kv.storage import KVStorage
+from neo_desktop.engine.kv.swapped import SwappedPool
+from neo_desktop.engine.live import Notes
+from neo_desktop.engine.loading import LoadedModel
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.parts import take_memory
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.request import Request
+from neo_desktop.engine.schedule.policies import POLICIES
+from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
+from neo_desktop.models.tokenizer import ByteTokenizer
+
+RESERVE = 1000  # bytes, of a machine whose blocks take one
+PLACES = {
+    "neo": (Place.DEVICE, Place.HOST),
+    "auto": (Place.DEVICE, Place.SWAPPED, Place.HOST),
+    "pie": (Place.DEVICE, Place.SWAPPED),
+    "fastdecode": (Place.HOST,),
+}
+
+
+class Machine:
+    """What a computer has available at each look; whenever somebody looks at the clock, it is later."""
+
+    def __init__(self, available: Sequence[int]) -> None:
+        self._available = iter(available)
+        self._now_s = 0.0
+
+    def clock(self) -> float:
+        self._now_s += PLENTY_S
+        return self._now_s
+
+    def available(self) -> int:
+        return next(self._available, RESERVE)
+
+
+class FakePool:
+    """Blocks of a byte; what is given back is gone."""
+
+    block_bytes = 1
+
+    def __init__(self, num_blocks: int, slots: dict[int, int], block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self._slots = slots
+        self._block_size = block_size
+        self.num_returns = 0
+
+    def give_back(self, num_blocks: int) -> int:
+        gone = [slot for slot in self._slots if slot >= num_blocks * self._block_size]
+        for slot in gone:
+            del self._slots[slot]
+        self.num_returns += 1
+        return len(gone) // self._block_size
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    jobs=st.lists(
+        st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(1, 30)),
+        min_size=1,
+        max_size=10,
+    ),
+    policy=st.sampled_from(sorted(PLACES)),
+    sizes=st.lists(st.integers(13, 40), min_size=3, max_size=3),
+    available=st.lists(st.integers(RESERVE - 60, 2 * RESERVE + 60), max_size=60),
+)
+def test_every_request_ends_with_its_own_tokens_however_the_caches_change(
+    jobs: list[tuple[list[int], int]], policy: str, sizes: list[int], available: list[int]
+) -> None:
+    """All caches, that of the imitated GPU, too; what was given back is never read, or the model stumbles."""
+    block_size = 4
+    num_blocks = dict(zip(PLACES[policy], sizes, strict=False))
+    kv = KVCache(num_blocks, block_size)
+    scheduler = Scheduler(kv, POLICIES[policy], SchedulerLimits(16, 8))
+    executor = FakeExecutor(block_size, 16)
+    pools = {place: FakePool(count, executor.slots[place], block_size) for place, count in num_blocks.items()}
+    machine = Machine(available)
+    storage = KVStorage(pools)  # type: ignore[arg-type]
+    reserve = HostReserve(scheduler, kv, storage, RESERVE, machine.clock, machine.available)
+    iterations = Iterations(scheduler, executor, None, Notes(), reserve=reserve)
+    requests: list[Request] = []
+    for arrival, (prompt, max_tokens) in enumerate(jobs):
+        params = SamplingParams(max_tokens=max_tokens)
+        requests.append(make_request(str(arrival), prompt, params, arrival=arrival))
+        scheduler.add(requests[-1])
+    tokens: dict[str, list[int]] = defaultdict(list)
+    for _ in range(3000):
+        iterations.collect()
+        kv.check()
+        for output in iterations.take_outputs():
+            tokens[output.request_id] += [token.token_id for token in output.tokens]
+        if scheduler.num_waiting + scheduler.num_running == 0:
+            break
+    for request in requests:
+        assert tokens[request.owner_id] == reference_output(request, request.params.max_tokens or 0)
+    for place, usage in kv.usage().items():
+        assert usage.num_used_blocks == 0
+        assert usage.num_blocks + usage.num_given_back_blocks == num_blocks[place]
+
+
+def test_a_cache_shrinks_by_what_is_missing_and_grows_after_a_while_of_plenty() -> None:
+    kv = KVCache({Place.HOST: 400}, BLOCK_SIZE)
+    scheduler = Scheduler(kv, POLICIES["fastdecode"], SchedulerLimits(16, 8))
+    pool = FakePool(400, {}, BLOCK_SIZE)
+    now_s, available = 0.0, RESERVE
+    storage = KVStorage({Place.HOST: pool})  # type: ignore[dict-item]
+    reserve = HostReserve(scheduler, kv, storage, RESERVE, lambda: now_s, lambda: available)
+
+    def looks(seconds: float) -> int:
+        nonlocal now_s
+        for _ in range(int(seconds)):
+            now_s += 1.0
+            reserve.look()
+        return kv.size(Place.HOST).limit
+
+    available = RESERVE - 100
+    assert looks(1) == 400, "nothing was ever written there"
+    assert kv.admit("a", 300 * BLOCK_SIZE, [], Place.HOST) == 0
+    kv.free("a")
+    assert looks(1) == 200
+    assert pool.num_returns == 1
+    available = 2 * RESERVE - 1
+    assert looks(60) == 200, "enough is not plenty"
+    available = 2 * RESERVE + 100
+    assert looks(5) == 200
+    available = RESERVE
+    looks(1)
+    available = 2 * RESERVE + 100
+    assert looks(PLENTY_S) == 200, "plenty has to last"
+    assert looks(2) == 300
+    assert looks(10 * PLENTY_S) == 400
+    available = 0
+    assert looks(30) == 400 // 16 // BLOCKS_PER_RUN * BLOCKS_PER_RUN + BLOCKS_PER_RUN
+    assert free_blocks(kv) == {Place.HOST: kv.size(Place.HOST).limit}
+
+
+@contextmanager
+def tiny_engine(policy: str, dtype: str = "auto", machine: Machine | None = None) -> Iterator[Engine]:
+    decoder = tiny_model((None, 5, None))
+    decoder.config = replace(decoder.config, max_context_tokens=256)
+    loaded = LoadedModel("tiny", decoder.config, decoder, ByteTokenizer(), WholeDevice(decoder.device))
+    options = EngineOptions(
+        policy=policy,
+        gpu_cache_tokens=320,
+        cpu_cache_tokens=640,
+        swap_cache_tokens=640 if Place.SWAPPED in POLICIES[policy].places else None,
+        max_batch_tokens=64,
+        max_batch_requests=8,
+        cpu_cache_dtype=dtype,
+    )
+    parts = take_memory(loaded, options, PLACES.get(policy))
+    with Engine.from_parts(parts, policy) as engine:
+        if machine is not None:
+            engine._iterations._reserve = HostReserve(
+                engine._scheduler, engine._kv_cache, parts.storage, RESERVE, machine.clock, machine.available
+            )
+        yield engine
+
+
+SHARED = [(5 * i) % 257 for i in range(40)]
+PROMPTS = [[*SHARED[: 8 * (i % 5)], *((7 * i + 3 * j) % 257 for j in range(9 + 11 * i))] for i in range(8)]
+PARAMS = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype"),
+    [("neo", "auto"), ("pie", "auto"), ("auto", "auto"), ("fastdecode", "auto"), ("neo", "int8")],
+)
+def test_tokens_stay_the_same_while_memory_goes_and_comes(
+    policy: str, dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tiny_engine(policy, dtype) as engine:
+        expected = [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
+    available = [RESERVE - 10**5 if i % 4 < 2 else 10**6 for i in range(10_000)]
+    with tiny_engine(policy, dtype, Machine(available)) as engine, caplog.at_level(logging.INFO):
+        outputs = [output.token_ids for output in engine.generate(PROMPTS, PARAMS)]
+        engine._kv_cache.check()
+        for what in ("gave back", "again"):
+            is_told = sum(what in record.message for record in caplog.records) > 2
+            assert is_told, "the test did not reach what it is about"
+        if dtype == "int8":  # which rows were rounded when depends on who was computed again
+            assert [len(tokens) for tokens in outputs] == [len(tokens) for tokens in expected]
+        else:
+            assert outputs == expected
+
+
+def test_a_system_that_takes_nothing_back_is_told_once_and_all_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pages, "_madvise", lambda *_: -1)
+    with tiny_engine("fastdecode", machine=Machine([0] * 1000)) as engine:
+        for _ in range(2):
+            assert [len(output.token_ids) for output in engine.generate(PROMPTS, PARAMS)] == [40] * 8
+        assert engine.stats().pools[Place.HOST].num_given_back_blocks == 0
+    assert [record.message for record in caplog.records if "given back" in record.message] == [
+        "memory cannot be given back to other programs, so the caches keep it: [Errno 0] the system refuses "
+        "to take pages back"
+    ]
+
+
+def test_an_engine_that_nobody_asks_gives_memory_back_and_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "REST_S", 0.01)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    machine = Machine([])
+    with tiny_engine("fastdecode", machine=machine) as engine:
+        engine.generate(PROMPTS, PARAMS)
+        machine.available = lambda: 0  # type: ignore[method-assign]
+        engine._iterations._reserve._available = machine.available  # type: ignore[union-attr]
+        engine_loop = loop.EngineLoop(engine, lambda some: [events.put(event) for event in some])
+        thread = Thread(target=engine_loop.run)
+        thread.start()
+        told = events.get(timeout=60.0)
+        engine_loop.take(Stop())
+        thread.join()
+    assert isinstance(told, Status)
+    assert told.stats.pools[Place.HOST].num_given_back_blocks > 0
+
+
+RESIDENT_MEMORY = """
+import psutil, torch
+from types import SimpleNamespace
+from neo_desktop.engine.kv.host_layer import HostLayer
+
+dtype = getattr(torch, "{dtype}")
+shape = SimpleNamespace(num_layers=4, num_kv_heads=4, num_heads=4, head_dim=64, attention_sinks=False)
+parts = HostLayer.allocate(shape, 1024, 16, dtype, torch.device("cpu"))
+memory = psutil.Process().memory_info
+num_bytes = sum(part.nbytes for part in parts)
+
+def fill():
+    for part in parts:
+        part.fill_(3)
+
+fill()
+full = memory().rss
+given = HostLayer.give_back(parts, 256)
+less = memory().rss
+assert abs(given / num_bytes - 0.75) < 0.01, (given, num_bytes)
+assert 0.9 * given < full - less < 1.1 * given, (full, less, given)
+for part in parts:
+    kept = part.shape[1] // 4
+    assert (part[:, :kept] == 3).all()
+fill()
+assert memory().rss - less > 0.9 * given
+for part in parts:
+    assert (part == 3).all()
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_the_system_has_what_was_given_back_until_it_is_used_again(dtype: str) -> None:
+    subprocess.run([sys.executable, "-c", RESIDENT_MEMORY.format(dtype=dtype)], check=True)
+
+
+def test_swapped_kv_keeps_its_first_blocks() -> None:
+    config = replace(tiny_model((None,) * 4).config, num_kv_heads=4, head_dim=64)
+    pool = SwappedPool(config, 64, BLOCK_SIZE, torch.float32, torch.device("cpu"))
+    for memory in (*pool.parts, *pool.homes):
+        memory.fill_(3)
+    num_bytes = pool.give_back(16)
+    assert 0.7 * 64 * pool.block_bytes < num_bytes <= 0.75 * 64 * pool.block_bytes
+    for home in pool.homes:
+        assert (home[:, : 16 * BLOCK_SIZE] == 3).all()
+        assert (home[:, 16 * BLOCK_SIZE :] == 0).float().mean() > 0.9
+    for part in pool.parts:
+        assert (part[:, :4] == 3).all()
+
+
+def test_the_reserve_is_a_share_of_the_memory_unless_it_is_said() -> None:
+    assert 0 < (reserve_bytes(EngineOptions()) or 0) <= 2 * 1024**3
+    assert reserve_bytes(EngineOptions(host_reserve_gib=0.5)) == 1024**3 // 2
+    assert reserve_bytes(EngineOptions(host_reserve_gib=0.0)) is None
+    assert reserve_bytes(EngineOptions(tensor_parallel=2)) is None
