@@ -78,7 +78,7 @@ def stages_of(decoder: Decoder, operators: Operators | None) -> Stages:
     if isinstance(decoder, TracedDecoder):
         from neo_desktop.models.traced.stages import TracedStages  # noqa: PLC0415 - rarely needed
 
-        return TracedStages.of(decoder)
+        return TracedStages.of(decoder, operators)
     return Stages(decoder, operators)
 
 

@@ -134,6 +134,7 @@ def _cleaned(program: Any, aliases: dict[str, str]) -> Exported:
     for node in list(graph.nodes):
         if name_of(node) == "_assert_tensor_metadata" or "assert" in str(node.target):
             graph.erase_node(node)
+    _skip_idle(graph)
     _merge_equal(graph)
     graph.eliminate_dead_code()
     token_ids, positions = inputs
@@ -147,6 +148,31 @@ def name_of(node: fx.Node) -> str:
     target = node.target
     packet = getattr(target, "overloadpacket", None)
     return str(getattr(packet, "__name__", getattr(target, "__name__", target)))
+
+
+def _skip_idle(graph: fx.Graph) -> None:
+    """Leave out what gives the numbers that it is given."""
+    for node in list(graph.nodes):
+        name, given = name_of(node), node.args[0] if node.args else None
+        if name == "cat":
+            full = [each for each in node.args[0] if "0" not in _sizes(each)]
+            given = full[0] if len(full) == 1 else None
+        elif name == "slice":
+            is_whole = (
+                given is not None and _sizes(node) == _sizes(given) and tuple(node.args[2:3]) in ((), (0,))
+            )
+            given = given if is_whole else None
+        elif name == "dropout":
+            given = given if node.args[2] is False else None
+        elif name not in ("to", "type_as", "alias"):
+            given = None
+        if isinstance(given, fx.Node) and given.meta["val"].dtype is node.meta["val"].dtype:
+            node.replace_all_uses_with(given)
+            graph.erase_node(node)
+
+
+def _sizes(node: Any) -> list[str]:
+    return [str(size) for size in node.meta["val"].shape]
 
 
 def _merge_equal(graph: fx.Graph) -> None:

@@ -1,6 +1,7 @@
 """Models whose stages are cut out of the code of `transformers`, against `transformers`."""
 
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.registry import load_model, stages_of
+from neo_desktop.models.traced import builder, fused, patterns
 from neo_desktop.models.traced.config import read_traced
 from neo_desktop.models.traced.graph import exported
 
@@ -104,6 +106,63 @@ def test_cut_stages_compute_what_the_written_ones_do(folders: dict[str, Path], f
     torch.testing.assert_close(
         logits_of_all(traced, token_ids, stages=stages_of(traced, None)), expected, rtol=1e-4, atol=1e-4
     )
+
+
+PATTERNS = {
+    "llama": {"sum and norm": 2, "Gate": 1, "Rope": 2},
+    "qwen3": {"sum and norm": 2, "Gate": 1, "Rope": 2},
+    "phi3": {"sum and norm": 2, "Gate": 1, "Rope": 2},
+    "olmo2": {"Norm": 4, "Gate": 1, "Rope": 2},
+    "gemma3": {"Norm": 6, "Rope": 2},
+}
+
+
+@pytest.mark.parametrize("family", PATTERNS)
+def test_operators_compute_what_they_take_the_place_of(
+    folders: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scores are those of the code as it is; patterns are counted in the second layer."""
+    path = folders[family]
+    token_ids = torch.randint(0, 300, (9,), generator=torch.Generator().manual_seed(0))
+    found: list[list[patterns.Pattern]] = []
+
+    def recorded(*given: Any) -> list[patterns.Pattern]:
+        found.append(patterns.find_patterns(*given))
+        return found[-1]
+
+    for dtype, bound in ((torch.float32, 1e-4), (torch.bfloat16, 0.03)):
+        scores = []
+        for find in (recorded, lambda *_: []):
+            found.clear()
+            monkeypatch.setattr(builder, "find_patterns", find)
+            decoder = load_model(open_checkpoint(path), read_traced(path), dtype=dtype, device=CPU)
+            stages = stages_of(decoder, None)
+            if find is recorded and dtype is torch.bfloat16:
+                kinds = [
+                    "sum and norm" if getattr(each, "total", None) else type(each).__name__
+                    for each in found[2]
+                ]
+                assert Counter(kinds) == PATTERNS[family]
+            scores.append(logits_of_all(decoder, token_ids, stages=stages).double())
+        ours, plain = scores
+        assert torch.linalg.vector_norm(ours - plain) <= bound * torch.linalg.vector_norm(plain)
+
+
+def test_an_operator_that_computes_something_else_is_not_used(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = folders["llama"]
+    token_ids = torch.arange(9)
+    expected = logits_of_all(
+        load_model(open_checkpoint(path), ModelConfig.from_pretrained(path), dtype=torch.float32, device=CPU),
+        token_ids,
+    )
+    monkeypatch.setattr(fused.Gate, "forward", lambda _, gate_up: gate_up.chunk(2, -1)[0])
+    traced = load_model(open_checkpoint(path), read_traced(path), dtype=torch.float32, device=CPU)
+    with caplog.at_level(logging.WARNING):
+        found = logits_of_all(traced, token_ids, stages=stages_of(traced, None))
+    assert "slower" in caplog.text
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_configurations_are_equal_and_hashed_alike(folders: dict[str, Path]) -> None:

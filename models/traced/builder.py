@@ -1,0 +1,369 @@
+"""Functions of the pieces of a graph."""
+
+from collections.abc import Callable, Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from neo_desktop.models.linear.protocol import Linear
+from neo_desktop.models.operators import Operators
+from neo_desktop.models.traced.capture import CannotCutError
+from neo_desktop.models.traced.cut import Cut
+from neo_desktop.models.traced.decoder import TracedDecoder
+from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Product, RMSNorm, Rope
+from neo_desktop.models.traced.graph import Exported, name_of, row_dim
+from neo_desktop.models.traced.patterns import Gate as GatePattern
+from neo_desktop.models.traced.patterns import Parts, Pattern, find_patterns
+from neo_desktop.models.traced.patterns import Rope as RopePattern
+
+Code = Callable[..., Any]
+
+
+class _LookUp(nn.Module):
+    def __init__(self, decoder: TracedDecoder) -> None:
+        super().__init__()
+        self._decoder = decoder
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        rows, width = (
+            token_ids.flatten(),
+            self._decoder.outline.parameters[self._decoder.outline.embedding][1],
+        )
+        out = torch.empty(len(rows), width, dtype=self._decoder.dtype, device=token_ids.device)
+        self._decoder.embed(rows, out)
+        return out.view(*token_ids.shape, width)
+
+
+class Builder:
+    """Makes functions of pieces of a graph.
+
+    Args:
+        graph: of the model.
+        found: its pieces.
+        decoder: has the weights.
+        operators: what takes the place of several operators of the graph, where these are known.
+    """
+
+    def __init__(self, graph: Exported, found: Cut, decoder: TracedDecoder, operators: Operators) -> None:
+        self._graph, self._cut, self._decoder, self._operators = graph, found, decoder, operators
+        self._root = nn.Module()
+        self._constants: dict[fx.Node, Tensor] = {}
+        self._number_of = 0
+        self._outline = decoder.outline
+        self._products: dict[str | None, tuple[Linear, tuple[int, ...], int]] = {
+            weight: (linear, fused.rows, index)
+            for fused, linear in decoder.fused
+            for index, weight in enumerate(fused.weights)
+        }
+        if decoder.outline.head is None:
+            self._products[decoder.outline.embedding] = (decoder.lm_head, (decoder.config.vocab_size,), 0)
+        self._fold()
+        self._patterns = self._found_patterns()
+        self._sines = {
+            each.sin for of_piece in self._patterns for each in of_piece if isinstance(each, RopePattern)
+        }
+
+    def _found_patterns(self) -> list[list[Pattern]]:
+        """Return what operators stand for, by piece."""
+        parts = Parts()
+        nodes = [node for piece in self._cut.pieces for node in piece.nodes]
+        for node in nodes:
+            if name_of(node) == "linear" and (given := self._product(node)) is not None:
+                linear, rows, index = given
+                parts.whole[node], parts.rows[node], parts.index[node] = id(linear), rows, index
+        found = []
+        for piece, before in zip(self._cut.pieces, [None, *self._cut.pieces], strict=False):
+            attended = () if piece.attends is None else _nodes_of(piece.attends)[:3]
+            normed = (self._cut.normed,) if piece is self._cut.pieces[-1] else ()
+            of_piece = find_patterns(
+                piece.nodes,
+                self._constants,
+                self._cut.rotations,
+                () if before is None else before.carried,
+                (*piece.carried, *attended, *normed),
+                parts,
+                self._decoder.dtype,
+            )
+            found.append(of_piece)
+        # A sine is kept with its first half negated, so that it must not be anything else.
+        ropes = [each for of_piece in found for each in _ropes(of_piece)]
+        covered = {node for each in ropes for node in each.covered}
+        readers = {node for node in nodes if node not in covered}
+        others = {each.cos for each in ropes}
+        others |= {each.sin for each in ropes if readers & set(each.sin.users)}
+        if any(each.sin in others for each in ropes):
+            return [[each for each in of_piece if not isinstance(each, RopePattern)] for of_piece in found]
+        return found
+
+    def _product(self, node: fx.Node) -> tuple[Linear, tuple[int, ...], int] | None:
+        """Return the matrix of a node, the rows of its parts, and which part is meant."""
+        weight = self._graph.parameters.get(_nodes_of(node)[1])
+        return self._products.get(weight) if weight is not None else None
+
+    def kind(self, index: int) -> tuple[Any, ...]:
+        """Return what tells pieces apart whose patterns are not the same."""
+        return tuple(
+            (type(each), len(each.covered), getattr(each, "in_place", None)) for each in self._patterns[index]
+        )
+
+    def _fold(self) -> None:
+        """Compute what depends on weights only, once."""
+        for node, buffer in self._graph.buffers.items():
+            self._constants[node] = buffer.to(self._decoder.device)
+        for node, name in self._graph.parameters.items():
+            if name in self._decoder.tensors:
+                self._constants[node] = self._decoder.tensors[name]
+        for node in self._cut.constants:
+            if all(each in self._constants for each in node.all_input_nodes):
+                given = fx.node.map_arg((node.args, node.kwargs), lambda each: self._constants[each])
+                args, kwargs = self._here(given)
+                operator: Any = node.target
+                self._constants[node] = operator(*args, **kwargs)
+
+    def _here(self, value: Any) -> Any:
+        """Name the decoder's device where the graph names another one."""
+        if isinstance(value, torch.device):
+            return self._decoder.device
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._here(each) for each in value)
+        if isinstance(value, dict):
+            return {key: self._here(each) for key, each in value.items()}
+        return value
+
+    def piece(self, index: int, *, is_plain: bool = False) -> Code:
+        """Return a stage's code: of tokens and positions, or of what is carried, rotations and attention.
+
+        Args:
+            index: which piece.
+            is_plain: without the decoder's operators.
+        """
+        piece = self._cut.pieces[index]
+        patterns = [] if is_plain else self._patterns[index]
+        graph, known = fx.Graph(), dict[fx.Node, Any]()
+        is_first = piece is self._cut.pieces[0]
+        if is_first:
+            known[self._graph.token_ids] = graph.placeholder("token_ids")
+            known[self._graph.positions] = graph.placeholder("positions")
+            rows = known[self._graph.token_ids]
+            rows = graph.call_function(torch.ops.aten.sym_size.int, (rows, 1))
+            self._copy(graph, self._cut.positional, known, rows)
+        else:
+            memory, rotation = graph.placeholder("carried"), graph.placeholder("rotation")
+            attended = graph.placeholder("attended")
+            rows = graph.call_function(torch.ops.aten.sym_size.int, (memory, 0))
+            self._unpack(graph, memory, self._cut.pieces[index - 1].carried, known, rows)
+            ropes = _ropes(patterns)
+            covered = {node for each in ropes for node in each.covered}
+            used = {each for node in piece.nodes if node not in covered for each in node.all_input_nodes}
+            self._unpack(graph, rotation, self._cut.rotations, known, rows, only=used)
+            angles = {node for each in ropes for node in (each.cos, each.sin)}
+            self._slice(graph, rotation, angles - used, known)
+            if piece.attended is not None:
+                known[piece.attended] = attended
+        self._copy(graph, piece.nodes, known, rows, patterns)
+        if piece is self._cut.pieces[-1]:
+            results: tuple[Any, ...] = (known[self._cut.normed],)
+        else:
+            carried = tuple(known[each] for each in piece.carried)
+            heads = (
+                () if piece.attends is None else tuple(known[each] for each in _nodes_of(piece.attends)[:3])
+            )
+            results = (*heads, *carried)
+        return self._compiled(graph, results)
+
+    def head(self) -> Code:
+        """Return the code of scores, of what the head multiplies."""
+        graph, known = fx.Graph(), dict[fx.Node, Any]()
+        known[self._cut.normed] = graph.placeholder("normed")
+        rows = graph.call_function(torch.ops.aten.sym_size.int, (known[self._cut.normed], 1))
+        self._copy(graph, self._cut.head, known, rows)
+        return self._compiled(graph, known[self._cut.scores])
+
+    def rotation(self, *, is_plain: bool = False) -> Code:
+        """Return the code of what stages read of positions; `is_plain` as of `piece`."""
+        graph, known = fx.Graph(), dict[fx.Node, Any]()
+        known[self._graph.positions] = graph.placeholder("positions")
+        rows = graph.call_function(torch.ops.aten.sym_size.int, (known[self._graph.positions], 1))
+        self._copy(graph, self._cut.positional, known, rows)
+        ordered = []
+        for node in self._cut.rotations:
+            dim = row_dim(node)
+            if dim is None:
+                raise CannotCutError("what depends on positions has no rows")
+            moved = graph.call_function(torch.movedim, (known[node], dim, 0))
+            if node in self._sines and not is_plain:
+                value = node.meta["val"]
+                signs = torch.ones(value.shape[-1], dtype=value.dtype, device=self._decoder.device)
+                signs[: len(signs) // 2] = -1.0
+                kept = graph.get_attr(self._attribute("signs", signs))
+                moved = graph.call_function(torch.mul, (moved, kept))
+            ordered.append(moved)
+        return self._compiled(graph, tuple(ordered))
+
+    def _unpack(
+        self,
+        graph: fx.Graph,
+        memory: fx.Node,
+        values: tuple[fx.Node, ...],
+        known: dict[fx.Node, Any],
+        rows: fx.Node,
+        only: set[fx.Node] | None = None,
+    ) -> None:
+        """Cut values out of rows that hold them beside each other."""
+        first = 0
+        for node in values:
+            value, dim = node.meta["val"], row_dim(node)
+            assert dim is not None
+            others = [size for at, size in enumerate(value.shape) if at != dim]
+            width = int(torch.Size(others).numel())
+            if only is None or node in only:
+                piece = graph.call_function(torch.narrow, (memory, 1, first, width))
+                shaped = (
+                    graph.call_method("view", (piece, rows, *others))
+                    if len(values) == 1
+                    else (graph.call_method("reshape", (piece, rows, *others)))
+                )
+                moved = graph.call_function(torch.movedim, (shaped, 0, dim))
+                if value.dtype is not self._decoder.dtype or memory.name == "rotation":
+                    moved = graph.call_method("to", (moved, value.dtype))
+                known[node] = moved
+            first += width
+
+    def _slice(
+        self, graph: fx.Graph, memory: fx.Node, wanted: set[fx.Node], known: dict[fx.Node, Any]
+    ) -> None:
+        """Take what ropes read of positions as it lies."""
+        first = 0
+        for node in self._cut.rotations:
+            dim = row_dim(node)
+            width = torch.Size([size for at, size in enumerate(node.meta["val"].shape) if at != dim]).numel()
+            if node in wanted:
+                known[node] = graph.call_function(torch.narrow, (memory, 1, first, width))
+            first += width
+
+    def _copy(
+        self,
+        graph: fx.Graph,
+        nodes: list[fx.Node],
+        known: dict[fx.Node, Any],
+        rows: fx.Node,
+        patterns: Sequence[Pattern] = (),
+    ) -> None:
+        """Copy nodes; products with matrices of the decoder become calls of these, patterns of operators."""
+        fused: dict[int, Any] = {}
+        covered = {node for each in patterns for node in each.covered}
+        starts = {next(node for node in nodes if node in each.covered): each for each in patterns}
+
+        def find(node: fx.Node) -> Any:
+            if node in known:
+                return known[node]
+            value = node.meta.get("val")
+            if node in self._constants:
+                known[node] = graph.get_attr(self._attribute("constant", self._constants[node]))
+            elif isinstance(value, torch.SymInt) and name_of(node).startswith("sym_size"):
+                known[node] = rows
+            elif node.op == "call_function" and not isinstance(value, (Tensor, list, tuple)):
+                known[node] = graph.node_copy(node, find)  # arithmetic of sizes
+            else:
+                raise CannotCutError(f"{node.name} is needed where it is not known")
+            return known[node]
+
+        def multiply(node: fx.Node) -> tuple[Any, tuple[int, ...], int] | None:
+            product = self._product(node) if name_of(node) == "linear" else None
+            if product is None:
+                return None
+            linear, rows_of, index = product
+            if id(linear) not in fused:
+                module = self._attribute("product", Product(linear, sum(rows_of)))
+                fused[id(linear)] = graph.call_module(module, (find(_nodes_of(node)[0]),))
+            return fused[id(linear)], rows_of, index
+
+        def whole(node: fx.Node) -> Any:
+            product = multiply(node)
+            return find(node) if product is None else product[0]
+
+        for node in nodes:
+            if node in starts:
+                self._operate(graph, starts[node], known, find, whole)
+            if node in covered:
+                continue
+            name, given = name_of(node), _nodes_of(node)
+            if name == "embedding" and self._graph.parameters.get(given[0]) == self._outline.embedding:
+                look_up = self._attribute("look_up", _LookUp(self._decoder))
+                known[node] = graph.call_module(look_up, (find(given[1]),))
+            elif (product := multiply(node)) is not None:
+                result, rows_of, part = product
+                known[node] = result
+                if len(rows_of) > 1:
+                    place = (-1, sum(rows_of[:part]), rows_of[part])
+                    known[node] = graph.call_function(torch.narrow, (result, *place))
+            else:
+                copied = graph.node_copy(node, find)
+                copied.args = self._here(copied.args)
+                copied.kwargs = self._here(copied.kwargs)
+                known[node] = copied
+
+    def _operate(
+        self,
+        graph: fx.Graph,
+        pattern: Pattern,
+        known: dict[fx.Node, Any],
+        find: Callable[[fx.Node], Any],
+        whole: Callable[[fx.Node], Any],
+    ) -> None:
+        """Call an operator in a pattern's place; `whole` finds all that a matrix gives."""
+        module = self._attribute("operator", self._operator(pattern))
+        if isinstance(pattern, GatePattern):
+            known[pattern.root] = graph.call_module(module, (whole(pattern.gate),))
+        elif isinstance(pattern, RopePattern):
+            given = (find(pattern.x), find(pattern.cos), find(pattern.sin))
+            known[pattern.root] = graph.call_module(module, given)
+        elif pattern.residual is None or pattern.total is None:
+            known[pattern.root] = graph.call_module(module, (find(pattern.x),))
+        else:
+            both = graph.call_module(module, (find(pattern.residual), find(pattern.x)))
+            known[pattern.total] = graph.call_function(getitem, (both, 0))
+            known[pattern.root] = graph.call_function(getitem, (both, 1))
+
+    def _operator(self, pattern: Pattern) -> nn.Module:
+        if isinstance(pattern, GatePattern):
+            return Gate(self._operators)
+        if isinstance(pattern, RopePattern):
+            norm, flags = pattern.norm, {"rows_first": pattern.rows_first, "in_place": pattern.in_place}
+            if norm is None:
+                return Rope(None, 0.0, **flags)
+            heads = pattern.root.meta["val"].shape[1]
+            weight = self._constants[norm.weight].to(self._decoder.dtype)
+            return Rope(weight.expand(heads, -1).contiguous(), norm.eps, **flags)
+        weight = self._constants[pattern.weight]
+        if pattern.total is not None:
+            weight = weight.to(self._decoder.dtype)
+            return AddRMSNorm(weight, pattern.eps, self._operators, pattern.in_place)
+        return RMSNorm(weight, pattern.eps, self._operators, pattern.is_rounded_before)
+
+    def _attribute(self, kind: str, value: Any) -> str:
+        name = f"{kind}_{self._number_of}"
+        self._number_of += 1
+        if isinstance(value, Tensor):
+            self._root.register_buffer(name, value)
+        else:
+            self._root.add_module(name, value)
+        return name
+
+    def _compiled(self, graph: fx.Graph, results: Any) -> Code:
+        graph.output(results)
+        module = fx.GraphModule(self._root, graph)
+        module.graph.eliminate_dead_code()
+        module.recompile()
+        return module.forward
+
+
+def _ropes(patterns: Sequence[Pattern]) -> list[RopePattern]:
+    return [each for each in patterns if isinstance(each, RopePattern)]
+
+
+def _nodes_of(node: fx.Node) -> list[Any]:
+    """Return a node's arguments."""
+    return list(node.args)

@@ -1,0 +1,126 @@
+"""Several operators of a graph as one: those of the written decoders, with the shapes of transformers."""
+
+import torch
+from torch import Tensor, nn
+
+from neo_desktop import native
+from neo_desktop.models.linear.protocol import Linear
+from neo_desktop.models.operators import Operators
+
+
+class Product(nn.Module):
+    """A linear layer, whatever dimensions precede the last one of its input."""
+
+    def __init__(self, linear: Linear, rows: int) -> None:
+        super().__init__()
+        self._linear, self._rows = linear, rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [.., rows] of [.., columns]."""
+        flat = x.reshape(-1, x.shape[-1])
+        out = self._linear.multiply(flat, flat.new_empty(len(flat), self._rows))
+        return out.view(*x.shape[:-1], self._rows)
+
+
+class RMSNorm(nn.Module):
+    """An RMSNorm over the last dimension.
+
+    Args:
+        weight: [hidden]
+        eps: of it.
+        operators: on a CPU, the native ones; elsewhere torch's are called.
+        is_rounded_before: to the dtype, before it is multiplied with the weight.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, operators: Operators, is_rounded_before: bool) -> None:
+        super().__init__()
+        self._of = weight if is_rounded_before else weight.float()
+        self._eps, self._operators, self._is_rounded_before = eps, operators, is_rounded_before
+        self._nothing = torch.zeros(1, len(weight), dtype=self._of.dtype, device=weight.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised x [.., hidden]."""
+        flat = x.reshape(-1, x.shape[-1])
+        wide = flat if self._is_rounded_before else flat.float()
+        if wide.device.type != "cpu":
+            normed = torch.rms_norm(wide, wide.shape[-1:], eps=self._eps) * self._of
+        else:
+            normed = torch.empty(wide.shape, dtype=wide.dtype)
+            nothing = self._nothing.expand(len(wide), -1)
+            self._operators.add_rms_norm(nothing, wide, self._of, self._eps, normed)
+        return normed.to(x.dtype).view(x.shape)
+
+
+class AddRMSNorm(nn.Module):
+    """A sum, and its RMSNorm.
+
+    Args:
+        weight: [hidden]
+        eps: of the norm.
+        operators: which do it.
+        in_place: whether the sum may lie where the residual does.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, operators: Operators, in_place: bool) -> None:
+        super().__init__()
+        self._weight, self._eps, self._operators, self._in_place = weight, eps, operators, in_place
+
+    def forward(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return residual + x [1, rows, hidden], and what is normalised."""
+        on_cpu = x.device.type == "cpu"  # whose kernels take rows that do not follow each other
+        total = (
+            residual if self._in_place and on_cpu else residual.clone(memory_format=torch.contiguous_format)
+        )
+        x = x if on_cpu and x.stride(-1) == 1 else x.contiguous()
+        normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        self._operators.add_rms_norm(x[0], total[0], self._weight, self._eps, normed[0])
+        return total, normed
+
+
+class Gate(nn.Module):
+    """silu(gate) * up."""
+
+    def __init__(self, operators: Operators) -> None:
+        super().__init__()
+        self._operators = operators
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """Return [1, rows, intermediate] of [1, rows, 2 * intermediate]."""
+        out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+        self._operators.silu_mul(gate_up[0], out[0])
+        return out
+
+
+class Rope(nn.Module):
+    """Heads that are normalised, where they are, and rotated.
+
+    Args:
+        weight: [heads, head_dim] of an RMSNorm before; None: there is none.
+        eps: of it.
+        rows_first: whether they are given as [1, rows, heads, head_dim].
+        in_place: whether they may lie where they are given.
+    """
+
+    def __init__(self, weight: Tensor | None, eps: float, *, rows_first: bool, in_place: bool) -> None:
+        super().__init__()
+        self._weight, self._eps, self._rows_first, self._in_place = weight, eps, rows_first, in_place
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return [1, heads, rows, head_dim].
+
+        Args:
+            x: [1, heads, rows, head_dim], unless `rows_first`.
+            cos: [rows, head_dim] float32; sin likewise, its first half negated.
+        """
+        heads = x[0] if self._rows_first else x[0].transpose(0, 1)
+        if heads.device.type != "cpu":
+            if self._weight is not None:
+                heads = torch.rms_norm(heads, heads.shape[-1:], eps=self._eps) * self._weight
+            swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
+            heads = (heads * cos[:, None] + swapped * sin[:, None]).to(x.dtype)
+        else:
+            is_packed = heads.stride(2) == 1 and heads.stride(1) == heads.shape[2]
+            if not self._in_place or not is_packed:
+                heads = heads.clone(memory_format=torch.contiguous_format)
+            native.rope(heads, cos, sin, self._weight, self._eps)
+        return heads.transpose(0, 1)[None]

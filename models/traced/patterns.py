@@ -1,0 +1,263 @@
+"""What a piece of a graph computes by several operators, and the decoders' operators compute by one."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from neo_desktop.models.traced.graph import name_of
+
+_MOVES = frozenset(("view", "transpose", "alias", "reshape", "to"))  # that make no numbers
+
+
+@dataclass(slots=True)
+class Norm:
+    """An RMSNorm over the last dimension, of a sum where `residual` is given."""
+
+    covered: set[fx.Node]
+    root: fx.Node  # the result
+    x: fx.Node
+    weight: fx.Node
+    eps: float
+    is_rounded_before: bool  # to the model's dtype, before it is multiplied with the weight
+    residual: fx.Node | None = None  # that x is added to
+    total: fx.Node | None = None  # the sum
+    in_place: bool = False  # whether it may lie where the residual does
+
+
+@dataclass(slots=True)
+class Gate:
+    """silu(gate) * up, of one product that has both."""
+
+    covered: set[fx.Node]
+    root: fx.Node
+    gate: fx.Node  # a product: the gates, or gates and ups
+
+
+@dataclass(slots=True)
+class Rope:
+    """Heads [1, heads, rows, head_dim] that are rotated, after a norm where there is one."""
+
+    covered: set[fx.Node]
+    root: fx.Node
+    x: fx.Node
+    cos: fx.Node
+    sin: fx.Node
+    norm: Norm | None
+    rows_first: bool  # whether x is [1, rows, heads, head_dim]
+    in_place: bool  # whether x is nobody else's
+
+
+Pattern = Norm | Gate | Rope
+
+
+@dataclass(slots=True)
+class Parts:
+    """Which products are parts of the same one."""
+
+    whole: dict[fx.Node, int] = field(default_factory=dict)  # product -> which
+    index: dict[fx.Node, int] = field(default_factory=dict)
+    rows: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)  # of the whole one's parts
+
+
+def find_patterns(
+    nodes: list[fx.Node],
+    constants: Iterable[fx.Node],
+    rotations: Iterable[fx.Node],
+    carried: tuple[fx.Node, ...],
+    handed_on: tuple[fx.Node, ...],
+    parts: Parts,
+    dtype: torch.dtype,
+) -> list[Pattern]:
+    """Return the patterns of a piece, none of which overlap.
+
+    Args:
+        nodes: of the piece, in order.
+        constants: what depends on weights only, and weights.
+        rotations: what depends on positions only.
+        carried: what the piece is given.
+        handed_on: what it gives: to attention, and to the next piece.
+        parts: its products.
+        dtype: of the model.
+    """
+    found = _Finder(nodes, set(constants), set(rotations), carried, handed_on, parts, dtype)
+    norms = found.norms(nodes)
+    ropes = [rope for node in nodes if (rope := found.rope(node, norms)) is not None]
+    merged = {id(rope.norm) for rope in ropes}
+    gates = [gate for node in nodes if (gate := found.gate(node)) is not None]
+    left = [norm for norm in norms if id(norm) not in merged]
+    for norm in left:
+        found.add_residual(norm, left)
+    return [*left, *gates, *ropes]
+
+
+class _Finder:
+    def __init__(
+        self,
+        nodes: list[fx.Node],
+        constants: set[fx.Node],
+        rotations: set[fx.Node],
+        carried: tuple[fx.Node, ...],
+        handed_on: tuple[fx.Node, ...],
+        parts: Parts,
+        dtype: torch.dtype,
+    ) -> None:
+        self._inside, self._constants, self._rotations = set(nodes), constants, rotations
+        self._carried, self._handed_on = set(carried), set(handed_on)
+        self._parts, self._dtype = parts, dtype
+        self._fresh: set[fx.Node] = set()  # results of norms
+
+    def norms(self, nodes: list[fx.Node]) -> list[Norm]:
+        """Return all norms, in order; of those that end alike, the longest."""
+        found, covered = list[Norm](), set[fx.Node]()
+        for node in reversed(nodes):
+            norm = None if node in covered else self.norm(node)
+            if norm is not None:
+                found.insert(0, norm)
+                covered |= norm.covered
+        self._fresh = {norm.root for norm in found}
+        return found
+
+    def norm(self, root: fx.Node) -> Norm | None:
+        """Return the norm that ends with a node."""
+        end = _node(root, 0) if self._is(root, "to", "type_as") else root
+        is_rounded_last = end is not root
+        weight, normed = self._factors(end)
+        if normed in self._constants:
+            weight, normed = normed, weight
+        if weight not in self._constants or _shape(weight) != _shape(root)[-1:]:
+            return None
+        scaled = normed
+        if self._is(normed, "to") and not is_rounded_last and _dtype(normed) is self._dtype:
+            scaled = _node(normed, 0)
+        wide, root_mean = self._factors(scaled)
+        chain = [root_mean]
+        for name in ("rsqrt", "add", "mean"):
+            chain.append(_node(chain[-1], 0) if self._is(chain[-1], name) else None)
+        _, plus, mean, power = chain
+        if not self._is(power, "pow") or power.args != (wide, 2):
+            return None
+        x = _node(wide, 0) if self._is(wide, "to") and _dtype(wide) is torch.float32 else wide
+        covered = {root, end, normed, scaled, *chain, *({wide} - {x})}
+        eps, is_over_last = plus.args[1], list(mean.args[1]) == [-1] and mean.args[2:3] == (True,)
+        is_typed = _dtype(x) is _dtype(root) is self._dtype and isinstance(eps, float)
+        if not is_over_last or not is_typed or not self._is_closed(covered, root):
+            return None
+        is_rounded_before = not is_rounded_last or self._dtype is torch.float32
+        return Norm(covered, root, x, weight, eps, is_rounded_before)
+
+    def _factors(self, node: Any) -> tuple[Any, Any]:
+        return (_node(node, 0), _node(node, 1)) if self._is(node, "mul") else (None, None)
+
+    def add_residual(self, norm: Norm, norms: list[Norm]) -> None:
+        """Let a norm's operator compute the sum before it, too."""
+        total = norm.x
+        if not norm.is_rounded_before or not self._is(total, "add") or total.kwargs.get("alpha", 1) != 1:
+            return
+        one, other = total.args
+        if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+            return
+        if {_shape(one), _shape(other)} != {_shape(total)} or len(_shape(total)) != 3:
+            return
+        if {_dtype(one), _dtype(other)} != {self._dtype}:
+            return
+        own = self._carried | {each.total for each in norms if each.total is not None}
+        if one not in own and other in own:
+            one, other = other, one
+        norm.residual, norm.total, norm.x = one, total, other
+        norm.covered.add(total)
+        # What reads the residual otherwise has read it before: it is another norm's sum.
+        readers = {user for user in one.users if user in self._inside and user is not total}
+        before = {node for each in norms if each.total is one for node in each.covered}
+        norm.in_place = one in own and one not in self._handed_on and readers <= before
+
+    def gate(self, root: fx.Node) -> Gate | None:
+        """Return the gated activation that ends with a node."""
+        silu, up = self._factors(root)
+        if not self._is(silu, "silu"):
+            silu, up = up, silu
+        gate = _node(silu, 0) if self._is(silu, "silu") else None
+        if gate is None:
+            return None
+        parts, covered, product = self._parts, {root, silu}, gate
+        if self._is(gate, "getitem") and self._is(up, "getitem"):  # halves of what one matrix gives
+            both = _node(gate, 0)
+            is_half = self._is(both, "chunk") and both is _node(up, 0) and tuple(both.args[1:]) == (2, -1)
+            product, covered = _node(both, 0), covered | {both, gate, up}
+            is_pair = is_half and (gate.args[1], up.args[1]) == (0, 1) and set(product.users) == {both}
+            is_pair = is_pair and len(parts.rows.get(product, ())) == 1
+        else:
+            rows = parts.rows.get(gate, ())
+            is_pair = parts.whole.get(gate) == parts.whole.get(up) and len(rows) == 2 and rows[0] == rows[1]
+            is_pair = is_pair and (parts.index[gate], parts.index[up]) == (0, 1)
+            is_pair = is_pair and set(gate.users) == {silu} and set(up.users) == {root}
+        return Gate(covered, root, product) if is_pair and self._is_closed(covered, root) else None
+
+    def rope(self, root: fx.Node, norms: list[Norm]) -> Rope | None:
+        """Return the rotation that ends with a node: x * cos + (x with its halves swapped) * sin."""
+        if not self._is(root, "add") or len(_shape(root)) != 4:
+            return None
+        (x, cos), (swapped, sin) = self._factors(root.args[0]), self._factors(root.args[1])
+        size = _shape(root)[-1]
+        halves: Any = swapped.args[0] if self._is(swapped, "cat") and swapped.args[1:] == (-1,) else ()
+        minus, low = halves if len(halves) == 2 else (None, None)
+        high = _node(minus, 0) if self._is(minus, "neg") else None
+        if not self._is_slice(low, x, 0, size // 2) or not self._is_slice(high, x, size // 2, size):
+            return None
+        covered = {root, *root.args, swapped, minus, low, high}
+        is_turned = {cos, sin} <= self._rotations and size == _shape(cos)[-1] == _shape(sin)[-1]
+        is_typed = _shape(x) == _shape(root) and _dtype(x) is self._dtype
+        if not is_turned or not is_typed or not self._is_closed(covered, root):
+            return None
+        norm, rows_first = None, False
+        for each in norms:
+            moved = self._is(x, "transpose") and x.args[0] is each.root and set(x.args[1:]) == {1, 2}
+            inner = covered | each.covered | ({x} if moved else set())
+            if each.is_rounded_before and (moved or x is each.root) and self._is_closed(inner, root):
+                norm, rows_first = each, moved
+                covered, x = inner, each.x
+                break
+        return Rope(covered, root, x, cos, sin, norm, rows_first, self._is_own(x, covered))
+
+    def _is_own(self, x: fx.Node, readers: set[fx.Node]) -> bool:
+        """Return whether nobody but some nodes reads numbers that a product has made for them."""
+        while set(x.users) <= readers and x not in self._handed_on:
+            if x in self._parts.whole or x in self._fresh:
+                return True
+            if not self._is(x, *_MOVES):
+                return False
+            readers, x = {x}, _node(x, 0)
+        return False
+
+    def _is_slice(self, node: Any, of: fx.Node, first: int, last: int) -> bool:
+        if not self._is(node, "slice") or node.args[0] is not of:
+            return False
+        dim, *range_ = node.args[1:]
+        end = min(range_[1], _shape(of)[-1]) if len(range_) > 1 else _shape(of)[-1]
+        return dim % 4 == 3 and (range_[0], end) == (first, last) and len(range_) == 2
+
+    def _is(self, node: Any, *names: str) -> bool:
+        return isinstance(node, fx.Node) and node in self._inside and name_of(node) in names
+
+    def _is_closed(self, covered: set[fx.Node], root: fx.Node) -> bool:
+        """Return whether nobody else reads what lies inside."""
+        inner = covered - {root}
+        return not inner & self._handed_on and all(set(node.users) <= covered for node in inner)
+
+
+def _node(node: Any, place: int) -> Any:
+    return node.args[place] if len(node.args) > place else None
+
+
+def _dtype(node: Any) -> torch.dtype | None:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+def _shape(node: Any) -> tuple[Any, ...]:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if not isinstance(value, Tensor):
+        return ()
+    return tuple(size if isinstance(size, int) else str(size) for size in value.shape)
