@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import torch
 
+from neo_desktop.engine.cuda.errors import is_device_lost, is_lost
 from neo_desktop.engine.kv.layer import block_bytes
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.kv.peer import PeerPool
+from neo_desktop.engine.kv.peer import PeerPool, check_copies
 from neo_desktop.engine.kv.storage import KVStorage
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.parts import EngineParts
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.budget import DEVICE_RESERVE_BYTES
@@ -42,6 +44,38 @@ def free_bytes(device: torch.device) -> int:
     return max(torch.cuda.mem_get_info(device)[0] - DEVICE_RESERVE_BYTES, 0)
 
 
+def check_second_gpu(device: torch.device, home: torch.device) -> None:
+    """See to it that what is copied between two GPUs arrives, if need be through host memory.
+
+    Args:
+        home: the model's.
+
+    Raises:
+        RuntimeError: it does not, on either way.
+    """
+    reason = _reason_against(device, home)
+    if reason is not None and ladder.rung("peer_copies") == "direct":
+        ladder.limit("peer_copies", "through-host", reason)
+        reason = _reason_against(device, home)
+    if reason is not None:
+        raise RuntimeError(
+            f"GPU {device.index} cannot be used as the second one: {reason}; leave --peer-gpu out"
+        )
+
+
+def _reason_against(device: torch.device, home: torch.device) -> str | None:
+    """Return what is wrong with copies between two devices, as a clause; None: nothing is."""
+    try:
+        num_bytes = check_copies(home, device)
+    except RuntimeError as error:
+        if is_lost(error) or is_device_lost(error):
+            raise
+        return f"a copy was refused: {str(error).partition(chr(10))[0]}"
+    if num_bytes is None:
+        return None
+    return f"of {num_bytes:,} bytes that were copied not all arrived; an IOMMU may stand between the cards"
+
+
 def with_second_gpu(parts: EngineParts, device: torch.device, num_bytes: int) -> EngineParts:
     """Take memory on another device, and add it to an engine's parts.
 
@@ -50,7 +84,9 @@ def with_second_gpu(parts: EngineParts, device: torch.device, num_bytes: int) ->
 
     Raises:
         MemoryError: there is no room for what measuring takes.
+        RuntimeError: see `check_second_gpu`.
     """
+    check_second_gpu(device, parts.model.decoder.device)
     decoder, config = parts.model.decoder, parts.model.config
     most = parts.limits.max_batch_requests * config.max_context_tokens // BLOCK_SIZE
     of_block = config.num_layers * block_bytes(config, BLOCK_SIZE, decoder.dtype)

@@ -112,7 +112,8 @@ def _running(view: LiveView) -> str:
 def _single(view: LiveView) -> str:
     gpu, request = _gpu(view), view.requests[0]
     if request.place.is_remote:
-        where = f"Its memory is on {request.place}, which attends while {gpu} computes the rest."
+        where = "the second GPU" if request.place.is_peer else str(request.place)
+        where = f"Its memory is on {where}, which attends while {gpu} computes the rest."
     elif request.place.in_host_memory:
         where = f"Its memory is in main memory, where the CPU attends while {gpu} computes the rest."
     else:

@@ -49,7 +49,12 @@ def steps(device_type: str) -> Sequence[Step]:
         {"graphs": "device-only"},
         {"graphs": "eager"},
         dict.fromkeys(KERNELS, "torch"),
-        {"prompt_attention": "math", "host_memory": "pageable", "nvml": "without"},
+        {
+            "prompt_attention": "math",
+            "host_memory": "pageable",
+            "nvml": "without",
+            "peer_copies": "through-host",
+        },
         *on_cpu,
     ]
 

@@ -21,7 +21,7 @@ from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
 from neo_desktop.engine.execute.timeline import Stage
 from neo_desktop.engine.execute.transfers import HostTransfer
 from neo_desktop.engine.kv.layer import Rows
-from neo_desktop.engine.kv.peer import PeerPool
+from neo_desktop.engine.kv.peer import PeerPool, across, copy_across
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.stages import State
 
@@ -55,11 +55,7 @@ class PeerDecodes:
         rows = slice(self.rows.start, self.rows.start + count)  # without padding
         first_k, first_v = config.num_heads, config.num_heads + config.num_kv_heads
         with self.pool.beside_device():
-            qkv = (
-                state.qkv[rows]
-                .view(count, -1, config.head_dim)
-                .to(self.pool.device, non_blocking=True, copy=True)
-            )
+            qkv = across(state.qkv[rows].view(count, -1, config.head_dim), self.pool.device)
             out = torch.empty_like(qkv[:, :first_k])
             self.pool.layer(layer).decode(
                 qkv[:, :first_k],
@@ -73,7 +69,7 @@ class PeerDecodes:
                 config.layer_windows[layer],
             )
             target = state.attention[rows]
-            target.copy_(out.view(target.shape), non_blocking=True)
+            copy_across(out.view(target.shape), target)
             state.attention[rows.stop : self.rows.stop].zero_()  # padding
 
 
@@ -100,7 +96,7 @@ class ToPeer:
 
     def _write(self, layer: int, rows: Rows) -> None:
         with self._pool.beside_device():
-            there = rows.to(self._pool.device, non_blocking=True, copy=True)
+            there = across(rows, self._pool.device)
             self._pool.layer(layer).write(there[0], there[1], self._slots)
 
 
@@ -122,4 +118,4 @@ class FromPeer:
         with self._pool.beside_device():
             rows = torch.empty(target.shape, dtype=target.dtype, device=self._pool.device)
             self._pool.layer(layer).read(self._slots, rows)
-            target.copy_(rows, non_blocking=True)
+            copy_across(rows, target)

@@ -17,7 +17,7 @@ from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.lane import HostStep, Lane, Recorder, Signal
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.kv.layer import Rows
-from neo_desktop.engine.kv.peer import PeerPool, peer_of
+from neo_desktop.engine.kv.peer import PeerPool, across, peer_of
 from neo_desktop.engine.kv.storage import CopyGroup, KVPool, PoolRows
 from neo_desktop.engine.kv.transfer import HostBuffer
 from neo_desktop.native.relay import RelayTransfer, empty_flags
@@ -227,14 +227,17 @@ class _DirectMove:
         return recorder.run(Lane.PEER, stage, partial(self._cross, peer, layer), after)
 
     def _copy(self, layer: int) -> None:
-        pool = self.source
-        rows = torch.empty(2, self.num_rows, *pool.row_shape, dtype=pool.dtype, device=pool.device)
-        self.old.read(layer, rows)
-        self.new.write(layer, rows.to(self.target.device, non_blocking=True))
+        self.new.write(layer, self._read(layer).to(self.target.device, non_blocking=True))
 
     def _cross(self, peer: PeerPool, layer: int) -> None:
         with peer.beside_device():
-            self._copy(layer)
+            self.new.write(layer, across(self._read(layer), self.target.device))
+
+    def _read(self, layer: int) -> Rows:
+        pool = self.source
+        rows = torch.empty(2, self.num_rows, *pool.row_shape, dtype=pool.dtype, device=pool.device)
+        self.old.read(layer, rows)
+        return rows
 
 
 _Move = _MoveToPages | _MoveFromPages | _DirectMove

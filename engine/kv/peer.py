@@ -4,6 +4,11 @@ Rows cross from GPU to GPU by torch's copies, CUDA's peer copies: the driver tak
 where there is one, and host memory where there is none. A copy between two GPUs is put on the source's
 current stream, and waits for the target's. So whoever works for such a pool does it inside `beside_device`:
 there the model's GPU has a stream that nothing else is on, and the copies hold nobody up.
+
+There are computers on which the driver says that cards reach each other, but what is copied does not arrive:
+an IOMMU stands between them (pytorch issues 84803 and 132397). Nothing reports an error. So the bytes are
+compared at the start (`check_copies`), and on the lower rung of `peer_copies` each copy is two, through
+pinned host memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +19,10 @@ from torch import Tensor
 
 from neo_desktop.engine.kv.layer import KVLayer
 from neo_desktop.engine.kv.storage import KVPool
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.models.config import ModelConfig
+
+CHECKED_BYTES = (1, 4097, 1 << 24)  # of each copy that is compared
 
 
 class PeerPool(KVPool):
@@ -58,6 +66,52 @@ class PeerPool(KVPool):
         with torch.cuda.stream(self._beside), torch.cuda.stream(stream):
             yield
         stream.wait_stream(self._beside)
+
+
+def across(rows: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of rows in another device's memory; both devices' current streams take part."""
+    there = torch.empty(rows.shape, dtype=rows.dtype, device=device)
+    copy_across(rows, there)
+    return there
+
+
+def copy_across(source: Tensor, target: Tensor) -> None:
+    """Copy to another device's memory; both devices' current streams take part."""
+    if ladder.rung("peer_copies") == "direct":
+        target.copy_(source, non_blocking=True)
+        return
+    is_gpu = source.device.type == "cuda"
+    # torch keeps pinned memory from others until the streams are past it.
+    host = torch.empty(source.shape, dtype=source.dtype, pin_memory=is_gpu)
+    host.copy_(source, non_blocking=True)
+    if is_gpu:
+        torch.cuda.current_stream(target.device).wait_stream(torch.cuda.current_stream(source.device))
+    target.copy_(host, non_blocking=True)
+
+
+def check_copies(one: torch.device, other: torch.device) -> int | None:
+    """Copy bytes from each of two devices to the other, on the present rung, and compare them.
+
+    Returns:
+        How many bytes the first copy had that did not arrive; None: all did.
+    """
+    for size in CHECKED_BYTES:
+        sent = torch.randint(1, 255, (size,), dtype=torch.uint8)
+        for here, there in ((one, other), (other, one)):
+            source, target = sent.to(here), torch.zeros(size, dtype=torch.uint8, device=there)
+            for device in (here, there):
+                _wait_for(device)
+            copy_across(source, target)
+            for device in (here, there):
+                _wait_for(device)
+            if not torch.equal(target.cpu(), sent):
+                return size
+    return None
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def peer_of(*pools: KVPool) -> PeerPool | None:

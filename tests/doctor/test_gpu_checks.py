@@ -15,7 +15,7 @@ from neo_desktop.engine.doctor.trials import Subject
 from neo_desktop.engine.execute.backend import ThreadBackend
 from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.kernels import dispatch
-from neo_desktop.engine.kv import device_layer
+from neo_desktop.engine.kv import device_layer, peer
 from neo_desktop.engine.kv.device_layer import DeviceLayer
 from neo_desktop.engine.kv.host_layer import HostLayer
 from neo_desktop.engine.ladder import MECHANISMS, ladder
@@ -24,6 +24,7 @@ from neo_desktop.engine.trial.answers import alone
 from neo_desktop.engine.trial.check import Check
 from neo_desktop.engine.trial.hand_off_checks import (
     check_copies,
+    check_peer_copies,
     check_relay,
     check_replay,
     check_swap,
@@ -178,3 +179,12 @@ def test_answers_by_a_rung_alone_are_given_by_that_rung(mechanism: str, rung: st
     """All else is on its lowest rung, but for what the rung cannot do without."""
     with on_rungs(alone(mechanism, rung, MECHANISMS)):
         assert ladder.rung(mechanism) == rung
+
+
+def test_copies_to_another_gpu_that_do_not_arrive_are_found(
+    rig: SmallRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_peer_copies(rig.device, rig.device)
+    monkeypatch.setattr(peer, "copy_across", lambda source, target: None)
+    with pytest.raises(CheckError, match="did not arrive"):
+        check_peer_copies(rig.device, rig.device)

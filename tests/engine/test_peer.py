@@ -8,6 +8,7 @@ import torch
 from executors import HookedLanes, carry_out_copies, thread_executor
 from imitated_streams import ImitatedBackend
 from kv_pools import spoiled
+from ladder_rungs import Rungs
 from pipeline_case import (
     BLOCK_SIZE,
     RandomIterations,
@@ -108,6 +109,12 @@ def test_streams_in_any_order_that_their_events_allow_change_no_token(
 ) -> None:
     executor, _ = imitated_executor(model, places, seed, num_queues=(None, 1, 2, 3)[seed])
     run_random(model, executor, seed, places, 5)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_through_host_memory_rows_are_the_same(model: Decoder, rungs: Rungs, seed: int) -> None:
+    rungs(peer_copies="through-host")
+    run_random(model, thread_executor(model, storage_of(model, ALL)), seed, ALL, 6)
 
 
 @pytest.mark.parametrize("num_queues", [None, 1, 2, 8])

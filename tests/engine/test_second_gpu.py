@@ -4,14 +4,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.kv import peer
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.parts import set_up
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling.peer import measured_peers
 from neo_desktop.engine.sampling_params import SamplingParams
-from neo_desktop.engine.second_gpu import second_gpu, with_second_gpu
+from neo_desktop.engine.second_gpu import check_second_gpu, second_gpu, with_second_gpu
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0)
@@ -65,3 +68,39 @@ def test_a_gpu_that_cannot_be_the_second_one_is_refused(monkeypatch: pytest.Monk
     ):
         with pytest.raises(ValueError, match=reason):
             second_gpu(index, torch.device(device))
+
+
+def test_bytes_that_do_not_arrive_take_the_way_through_host_memory(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with an IOMMU between the cards: no error, and zeros."""
+    copy = peer.copy_across
+
+    def broken(source: Tensor, target: Tensor) -> None:
+        if ladder.rung("peer_copies") == "through-host":
+            copy(source, target)
+
+    monkeypatch.setattr(peer, "copy_across", broken)
+    parts = set_up(EngineOptions(model=checkpoints["llama"], device="cpu", gpu_cache_tokens=256))
+    assert Place.PEER in with_second_gpu(parts, CPU, 1 << 22).num_blocks
+    assert ladder.limits() == {"peer_copies": "through-host"}
+    assert "of 1 bytes that were copied not all arrived; an IOMMU" in caplog.text
+
+
+def test_a_copy_that_is_refused_takes_that_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = peer.copy_across
+
+    def refused(source: Tensor, target: Tensor) -> None:
+        if ladder.rung("peer_copies") == "direct":
+            raise RuntimeError("CUDA error: peer access is not supported between these two devices")
+        copy(source, target)
+
+    monkeypatch.setattr(peer, "copy_across", refused)
+    check_second_gpu(CPU, CPU)
+    assert ladder.limits() == {"peer_copies": "through-host"}
+
+
+def test_where_no_way_works_the_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "copy_across", lambda source, target: None)
+    with pytest.raises(RuntimeError, match="leave --peer-gpu out"):
+        check_second_gpu(CPU, CPU)

@@ -64,7 +64,7 @@ function card(title, about, ...children) {
 function makePage() {
   const sentence = h("p", { class: "engine-sentence", "aria-live": "polite" }, "Asking the engine …");
   const notes = h("p", { class: "engine-notes", hidden: true });
-  const gauges = { gpu: makeGauge("gpu"), cpu: makeGauge("cpu") };
+  const gauges = { gpu: makeGauge("gpu"), cpu: makeGauge("cpu"), secondGpu: makeGauge("second-gpu") };
   const chats = makeChats();
   const speed = makeSpeed();
   const timeline = makeTimeline();
@@ -72,7 +72,7 @@ function makePage() {
   const bound = makeBound();
   const facts = h("dl", { class: "engine-facts" });
   const all = {
-    memory: card("Memory of chats", ABOUT.memory, gauges.gpu.root, gauges.cpu.root, legend()),
+    memory: card("Memory of chats", ABOUT.memory, gauges.gpu.root, gauges.cpu.root, gauges.secondGpu.root, legend()),
     chats: card("Chats", ABOUT.chats, chats.root),
     speed: card("Tokens per second", ABOUT.speed, speed.root),
     timeline: card("Last iteration", ABOUT.timeline, timeline.root),
@@ -121,6 +121,7 @@ function show(view) {
   };
   page.gauges.gpu.show(names.gpu, running.gpu_cache, running.requests);
   page.gauges.cpu.show(names.cpu, running.cpu_cache, running.requests);
+  page.gauges.secondGpu.show("Second GPU", running.second_gpu_cache ?? null, running.requests);
   page.chats.show(running, names);
   page.speed.show(running.rates);
   // What an idle engine has not begun to tell of is left out.
@@ -235,6 +236,7 @@ function makeChats() {
     const sides = [
       ["gpu", `Memory on the ${names.device}`, running.gpu_cache !== null],
       ["cpu", "Memory in main memory", running.cpu_cache !== null],
+      ["second-gpu", "Memory on the second GPU", Boolean(running.second_gpu_cache)],
       ["worker", "Memory on workers", running.workers.length > 0],
     ];
     for (const [place, name, exists] of sides) {

@@ -6,7 +6,7 @@ import { figure, onResize, svg, ticks } from "./svg.js";
 const LANE = 24; // px, with the gap below
 const TOP = 4;
 const AXIS = 20;
-const NAMES = { device: "GPU", "to-host": "to main memory", cpu: "CPU", "to-device": "to the GPU", swap: "moves" };
+const NAMES = { device: "GPU", "to-host": "to main memory", cpu: "CPU", "to-device": "to the GPU", swap: "moves", peer: "second GPU" };
 const SHORT = { "to-host": "to host", "to-device": "to GPU" };
 
 export function makeTimeline() {
