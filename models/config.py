@@ -97,6 +97,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm over each head of q and k, before the rotation
     attention_sinks: bool = False  # each head attends to one more token, of a score that was learned
+    attention_softcap: float | None = None  # scores s become softcap * tanh(s / softcap); None: they do not
     experts: ExpertsConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

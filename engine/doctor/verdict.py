@@ -84,6 +84,7 @@ def verdict_key(device: torch.device, config: ModelConfig, dtype: torch.dtype) -
             "windows": sorted({window for window in config.layer_windows if window is not None}),
             "qk_norm": config.qk_norm,
             "attention_sinks": config.attention_sinks,
+            "attention_softcap": config.attention_softcap,
         },
     }
 

@@ -142,7 +142,13 @@ class Relays:
                 layer = pool.layer(index)
                 assert isinstance(layer, HostLayer)
                 layers.append(layer.for_relay(window))
-            make = partial(Relay, layers, block_size=pool.block_size, scale=config.attention_scale)
+            make = partial(
+                Relay,
+                layers,
+                block_size=pool.block_size,
+                scale=config.attention_scale,
+                softcap=config.attention_softcap or 0.0,
+            )
             self._transfers[pool], computing = make(), make()
         self._computing = computing or Relay((), num_layers=config.num_layers)
         self._copying: Relay | None = None  # that copies weights to pinned memory, once there are any

@@ -124,6 +124,7 @@ class PrefillGroup:
         scale: float,
         window: int | None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> None:
         """Attend from the chunks to their contexts, all of it on q's device.
 
@@ -134,11 +135,15 @@ class PrefillGroup:
             window: how many of the last tokens each query sees, itself included; None: all.
             sinks: [heads]: the score of one more token for each head, whose value is zero; None: there is
                 no such token.
+            softcap: the score s of each other token becomes softcap * tanh(s / softcap); None: it does not.
 
         Raises:
             RuntimeError: no kernel can do it, or the GPU failed or has no memory left.
         """
         windowed = window is not None and window < max(chunk.context_len for chunk in self.chunks)
+        if softcap is not None:  # torch has no kernel that knows of it
+            self._attend_by_products(q, contexts, out, scale, window, sinks, softcap)
+            return
         while True:
             rung = ladder.rung("prompt_attention")
             kernel = kernel_on(q.device, q.dtype, q.shape[2], windowed, rung)
@@ -161,6 +166,9 @@ class PrefillGroup:
         window: int | None,
         sinks: Tensor | None,
     ) -> None:
+        if kernel is PrefillKernel.MATH:
+            self._attend_by_products(q, contexts, out, scale, window, sinks, None)
+            return
         context_lens = [chunk.context_len for chunk in self.chunks]
         if window is not None and window >= max(context_lens):
             window = None
@@ -175,10 +183,22 @@ class PrefillGroup:
             if kernel is PrefillKernel.EFFICIENT:
                 found, lse = _efficient(q[chunk.rows], k, v, scale, needs_lse=sinks is not None)
                 out[chunk.rows] = found if sinks is None else with_sinks(found, lse, sinks)
-            elif kernel is PrefillKernel.MATH:
-                out[chunk.rows] = _by_products(q[chunk.rows], k, v, scale, window, sinks)
             else:
                 out[chunk.rows] = causal_attention(q[chunk.rows], k, v, scale, window, sinks)
+
+    def _attend_by_products(
+        self,
+        q: Tensor,
+        contexts: Rows,
+        out: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
+        softcap: float | None,
+    ) -> None:
+        context_lens = [chunk.context_len for chunk in self.chunks]
+        for chunk, (k, v) in zip(self.chunks, torch.split(contexts, context_lens, dim=1), strict=True):
+            out[chunk.rows] = _by_products(q[chunk.rows], k, v, scale, window, sinks, softcap)
 
 
 def groups_of(chunks: Sequence[Prefill]) -> Iterator[PrefillGroup]:
@@ -368,9 +388,15 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, si
 
 
 def _by_products(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
-    """The same by torch's products alone, in fp32; see `causal_attention`."""
+    """The same by torch's products alone, in fp32; see `causal_attention` and `PrefillGroup.attend`."""
     kv_heads = k.shape[1]
     group = q.shape[1] // kv_heads
     out = torch.empty_like(q)
@@ -380,6 +406,8 @@ def _by_products(
         for piece in _pieces(len(q), len(k), PIECE_SCORES // group, window):
             queries = q[piece.queries, heads].float().transpose(0, 1)  # [group, queries, head_dim]
             scores = (queries @ keys[piece.keys].t()).mul_(scale)
+            if softcap is not None:
+                scores.div_(softcap).tanh_().mul_(softcap)
             scores.masked_fill_(piece.mask(window, q.device).logical_not_(), -torch.inf)
             if sinks is not None:
                 sink = sinks[heads].float().view(group, 1, 1).expand(-1, scores.shape[1], 1)

@@ -423,7 +423,9 @@ class Program:
 
         def attend() -> None:
             for prompts in each.prompts:
-                prompts.attend(layer, q, kv, out, config.attention_scale, window, sinks)
+                prompts.attend(
+                    layer, q, kv, out, config.attention_scale, window, sinks, config.attention_softcap
+                )
 
         recorder.run(Lane.DEVICE, Stage("attention", layer, memory.index, memory.rows.prompts), attend)
         for prompts in each.prompts:

@@ -29,7 +29,7 @@ class Prompts(Protocol):
 
     q [tokens, heads, head_dim], kv [2, tokens, kv_heads, head_dim] and out (as q) are those of the sub-batch;
     `scale` is the factor on q·k, and with a `window` each token sees only the last `window` tokens, itself
-    included. `sinks` [heads]: see `PrefillGroup.attend`.
+    included. `sinks` [heads] and `softcap`: see `PrefillGroup.attend`.
     """
 
     @property
@@ -59,6 +59,7 @@ class Prompts(Protocol):
         scale: float,
         window: int | None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> None:
         """Attend from the chunks to their contexts: work for the device."""
 
@@ -100,6 +101,7 @@ class DevicePrompts:
         scale: float,
         window: int | None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> None:
         """See `Prompts`."""
         cache = self._pool.layer(layer)
@@ -110,7 +112,7 @@ class DevicePrompts:
             if group.has_earlier:
                 contexts = kv.new_empty(2, len(group.slots), *kv.shape[2:])
                 cache.read(group.slots, contexts)
-            group.attend(q, contexts, out, scale, window, sinks)
+            group.attend(q, contexts, out, scale, window, sinks, softcap)
 
     def attended(self, recorder: Recorder) -> None:
         """Do nothing."""
@@ -231,6 +233,7 @@ class DistantPrompts:
         scale: float,
         window: int | None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> None:
         """See `Prompts`."""
         ends = pairwise(self._ends)
@@ -238,7 +241,7 @@ class DistantPrompts:
             earlier: list[Rows | None] = []
             for _, (begin, end) in zip(group.chunks, ends, strict=False):
                 earlier.append(self._earlier[layer % NUM_BUFFERS][:, begin:end] if end > begin else None)
-            group.attend(q, group.pack(kv, earlier), out, scale, window, sinks)
+            group.attend(q, group.pack(kv, earlier), out, scale, window, sinks, softcap)
 
     def attended(self, recorder: Recorder) -> None:
         """See `Prompts`."""

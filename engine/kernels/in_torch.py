@@ -40,6 +40,7 @@ def paged_decode(
     scale: float,
     window: int | None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> None:
     """Attend from one new token per request to its whole context, whose KV is in the cache already.
 
@@ -60,6 +61,7 @@ def paged_decode(
         window: how many of the last tokens are attended to; None: all.
         sinks: [heads] fp32: the score of one more token for each head, whose value is zero; None: there is
             no such token.
+        softcap: the score s of each other token becomes softcap * tanh(s / softcap); None: it does not.
     """
     requests, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_cache.shape
@@ -87,7 +89,10 @@ def paged_decode(
         values = values.masked_fill(beyond[:, None, :, None], 0.0)  # 0 * nan is nan
 
         hidden = beyond[:, None, None, :]
-        scores = (queries @ keys.transpose(2, 3)).masked_fill(hidden, lowest)
+        scores = queries @ keys.transpose(2, 3)
+        if softcap is not None:
+            scores = softcap * (scores / softcap).tanh()
+        scores = scores.masked_fill(hidden, lowest)
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
         weights = (scores - new_top).exp().masked_fill(hidden, 0.0)
         decay = (top - new_top).exp()

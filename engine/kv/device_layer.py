@@ -22,8 +22,14 @@ class DeviceLayer(KVLayer):
 
     stores_early = True  # with the rotation
 
-    def __init__(self, parts: tuple[Tensor, ...], block_size: int, sinks: Tensor | None = None) -> None:
-        super().__init__(parts, block_size, sinks)
+    def __init__(
+        self,
+        parts: tuple[Tensor, ...],
+        block_size: int,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__(parts, block_size, sinks, softcap)
         self._k, self._v = parts
         self._num_sms = num_sms(self.device)
 
@@ -37,7 +43,8 @@ class DeviceLayer(KVLayer):
         shape = (config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
         parts = torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
         sinks = torch.zeros(config.num_heads, device=device) if config.attention_sinks else None
-        cls(tuple(part[0] for part in parts), block_size, sinks).launch_all_kernels(config.num_heads)
+        first = cls(tuple(part[0] for part in parts), block_size, sinks, config.attention_softcap)
+        first.launch_all_kernels(config.num_heads)
         return parts
 
     def launch_all_kernels(self, num_heads: int) -> None:
@@ -51,7 +58,8 @@ class DeviceLayer(KVLayer):
         zero = torch.zeros(1, dtype=torch.int32, device=self.device)
         for splits in (1, 2):  # without merging and with it
             parts = self._partials(q, 1, splits)
-            paged_decode(q, self._k, self._v, zero.view(1, 1), zero, q, *parts, 1.0, None, self.sinks)
+            tensors = q, self._k, self._v, zero.view(1, 1), zero, q, *parts
+            paged_decode(*tensors, 1.0, None, self.sinks, self.softcap)
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Put rows into slots."""
@@ -90,7 +98,8 @@ class DeviceLayer(KVLayer):
         # next to nothing.
         most = min(block_tables.shape[1], self._k.shape[0]) * self.block_size
         parts = (partials or partial(self._partials, q))(min(most, window or most))
-        paged_decode(q, self._k, self._v, block_tables, context_lens, out, *parts, scale, window, self.sinks)
+        tensors = q, self._k, self._v, block_tables, context_lens, out, *parts
+        paged_decode(*tensors, scale, window, self.sinks, self.softcap)
 
     def _partials(self, q: Tensor, max_tokens: int, splits: int | None = None) -> Partials:
         """Take memory: at most a few MB, which torch keeps for the next layer."""

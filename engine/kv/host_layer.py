@@ -35,8 +35,14 @@ class HostLayer(KVLayer):
 
     __slots__ = ("_k", "_k_scale", "_v", "_v_scale")
 
-    def __init__(self, parts: tuple[Tensor, ...], block_size: int, sinks: Tensor | None = None) -> None:
-        super().__init__(parts, block_size, sinks)
+    def __init__(
+        self,
+        parts: tuple[Tensor, ...],
+        block_size: int,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__(parts, block_size, sinks, softcap)
         k, self._v, *scales = parts
         in_pairs = k.dim() > self._v.dim()
         self._k = k.transpose(-3, -2) if in_pairs else k  # as the kernels see it: tokens before pairs
@@ -119,6 +125,7 @@ class HostLayer(KVLayer):
             k_scale=self._k_scale,
             v_scale=self._v_scale,
             sinks=self.sinks,
+            softcap=self.softcap or 0.0,
         )
 
 

@@ -36,6 +36,10 @@ class KVShape(Protocol):
     def attention_sinks(self) -> bool:
         """Whether heads attend to one more token, see `KVLayer.decode`."""
 
+    @property
+    def attention_softcap(self) -> float | None:
+        """Where scores level off, see `KVLayer.decode`; None: nowhere."""
+
 
 class Partials(NamedTuple):
     """What decode attention works in where it cuts contexts, see `kernels.dispatch.paged_decode`."""
@@ -53,16 +57,24 @@ class KVLayer(ABC):
         parts: the memory: one layer of what `allocate` returned.
         block_size: tokens per block.
         sinks: [heads] fp32, of the layer: see `decode`; None: it has none.
+        softcap: see `decode`; None: it has none.
     """
 
-    __slots__ = ("block_size", "device", "sinks")
+    __slots__ = ("block_size", "device", "sinks", "softcap")
 
     stores_early = False  # whether rows are stored where they are made, and not by `decode`
 
-    def __init__(self, parts: tuple[Tensor, ...], block_size: int, sinks: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        parts: tuple[Tensor, ...],
+        block_size: int,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> None:
         self.block_size = block_size
         self.device = parts[0].device
         self.sinks = sinks
+        self.softcap = softcap
 
     @classmethod
     @abstractmethod
@@ -121,6 +133,7 @@ class KVLayer(ABC):
         """Store one new token per request, and attend from it to the request's whole context.
 
         A head of a layer with sinks attends to one more token, with that score and a value of zero.
+        In a layer with a softcap, the score s of each other token becomes softcap * tanh(s / softcap).
 
         Args:
             q: [requests, heads, head_dim]; out likewise.

@@ -73,6 +73,7 @@ class KVPool:
                 tuple(part[memory] for part in self.parts),
                 block_size,
                 None if sinks is None else sinks[index].to(device, torch.float32),
+                config.attention_softcap,
             )
             for index, memory in enumerate(memory_of_layers)
         ]

@@ -17,7 +17,7 @@ from typing import Self
 import torch
 
 from neo_desktop.engine.execute.layout import Capacity
-from neo_desktop.engine.execute.prefill import PACKED_TOKENS
+from neo_desktop.engine.execute.prefill import PACKED_TOKENS, PIECE_SCORES
 from neo_desktop.engine.execute.workspace import device_bytes
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.layer import block_bytes
@@ -290,13 +290,17 @@ def activation_bytes(config: ModelConfig, limits: SchedulerLimits, dtype: torch.
     """Return the most memory that one iteration needs beside weights and KV.
 
     Linear stages work in memory that is kept (`Workspace`). A chunk of a long prompt, or several of short
-    ones, need the KV before them in one piece, twice while it is put together, and a mask. Each sampled
-    request has its logits in the model's dtype and in float32, and the sampler copies of some of them.
+    ones, need the KV before them in one piece, twice while it is put together, and a mask; where the model
+    caps scores, they need a piece of scores and of weights in float32, too. Each sampled request has its
+    logits in the model's dtype and in float32, and the sampler copies of some of them.
     """
     tokens = limits.max_batch_tokens
     context = max(min(config.max_context_tokens, LONG_CONTEXT_TOKENS), PACKED_TOKENS)
     layer_kv_bytes = config.kv_bytes_per_token(dtype) // config.num_layers
     attention = context * (2 * layer_kv_bytes + tokens * (1 + dtype.itemsize))
+    if config.attention_softcap is not None:
+        scores = min(tokens * context * config.group_size, PIECE_SCORES)
+        attention += 2 * torch.float32.itemsize * scores
     logits = limits.max_batch_requests * config.vocab_size
     sampling = MOST_COPIES * min(logits, max(PIECE_ELEMENTS, config.vocab_size)) * torch.float32.itemsize
     requests = limits.max_batch_requests

@@ -137,6 +137,7 @@ def _model_key(config: ModelConfig) -> dict[str, Any]:
         "mlp_bias": config.mlp_bias,
         "qk_norm": config.qk_norm,
         "attention_sinks": config.attention_sinks,
+        "attention_softcap": config.attention_softcap,
         "experts": _experts_key(config.experts),
     }
 

@@ -420,7 +420,8 @@ class StageTimer:
         out = torch.empty_like(q)
 
         def attend(layer: int, scale: float, window: int | None) -> None:
-            prompts.attend(layer, q, kv, out, scale, window, region.pool.layer(layer).sinks)
+            cache = region.pool.layer(layer)
+            prompts.attend(layer, q, kv, out, scale, window, cache.sinks, cache.softcap)
 
         return self._in_layers(region, turn, attend)
 

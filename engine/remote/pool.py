@@ -25,7 +25,7 @@ class RemoteLayer(KVLayer):
     def __init__(self, link: WorkerLink, index: int, block_size: int) -> None:
         self.block_size = block_size
         self.device = CPU
-        self.sinks = None  # the worker has them
+        self.sinks = self.softcap = None  # the worker has them
         self._link = link
         self._index = index
 

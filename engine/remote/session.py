@@ -47,6 +47,7 @@ class Session:
                 tuple(part[index] for part in parts),
                 shape.block_size,
                 None if sinks is None else sinks[index],
+                shape.attention_softcap,
             )
             for index in range(shape.num_layers)
         ]

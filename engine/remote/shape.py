@@ -1,5 +1,6 @@
 """What a worker has to know of a model to attend for it."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -23,6 +24,7 @@ class AttentionShape:
     scale: float  # the factor on q·k
     windows: tuple[int | None, ...]  # of each layer; None: it attends to all tokens
     attention_sinks: bool
+    attention_softcap: float | None  # scores s become softcap * tanh(s / softcap)
     block_size: int  # tokens
     dtype: torch.dtype  # of q, k, v and the output
     kv_dtype: torch.dtype  # as K and V lie in memory
@@ -39,6 +41,7 @@ class AttentionShape:
             config.attention_scale,
             config.layer_windows,
             config.attention_sinks,
+            config.attention_softcap,
             block_size,
             dtype,
             kv_dtype or dtype,
@@ -75,6 +78,8 @@ class AttentionShape:
                 raise ValueError("a size is out of range")
             if not isinstance(shape.scale, float) or not isinstance(shape.attention_sinks, bool):
                 raise ValueError("the scale is no number, or it is not said whether there are sinks")
+            if shape.attention_softcap is not None and not 0 < shape.attention_softcap < math.inf:
+                raise ValueError("the cap of scores is no positive number")
             if shape.num_heads % shape.num_kv_heads or shape.dtype is torch.int8:
                 raise ValueError("the sizes do not go together")
             return shape

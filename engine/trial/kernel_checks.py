@@ -24,7 +24,7 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.ladder import MECHANISMS
 from neo_desktop.engine.trial.check import Check
 from neo_desktop.engine.trial.expert_checks import check_experts
-from neo_desktop.engine.trial.kv_checks import BOUNDS, check_decode, check_rows, error_of, weights_of
+from neo_desktop.engine.trial.kv_checks import BOUNDS, capped, check_decode, check_rows, error_of, weights_of
 from neo_desktop.engine.trial.rig import Rig, on_rungs, require
 from neo_desktop.models.linear import grouped, unpack
 from neo_desktop.models.linear.codes import UNIT
@@ -221,7 +221,7 @@ def check_prompts(rig: Rig) -> Figures:
         rows = slice(first, first + count)
         chunks.append(Prefill(rows, start, torch.zeros(start + count, dtype=torch.int64, device=rig.device)))
         first += count
-    given_q = _random(rig, first, config.num_heads, config.head_dim)
+    given_q = _random(rig, first, config.num_heads, config.head_dim) * rig.query_size
     lengths = [start + count for start, count in CHUNKS]
     rows_given = _random(rig, 2, sum(lengths), config.num_kv_heads, config.head_dim)
     q, contexts = given_q.to(rig.device), rows_given.to(rig.device)
@@ -231,28 +231,27 @@ def check_prompts(rig: Rig) -> Figures:
     out = torch.empty_like(q)
     for window in rig.windows:
         out.fill_(torch.nan)
-        group.attend(q, contexts, out, scale, window, sinks)
+        group.attend(q, contexts, out, scale, window, sinks, config.attention_softcap)
         found = out.cpu()
         by_chunk = torch.split(rows_given, lengths, dim=1)
         for chunk, (k, v) in zip(chunks, by_chunk, strict=True):
-            expected = _dense(given_q[chunk.rows], k, v, scale, window, rig.sinks)
+            expected = _dense(rig, given_q[chunk.rows], k, v, window)
             errors.append(error_of(found[chunk.rows], expected))
     require(_worst(errors), BOUNDS[rig.dtype], figures)
-    work = partial(group.attend, q, contexts, out, scale, None, sinks)
+    work = partial(group.attend, q, contexts, out, scale, None, sinks, config.attention_softcap)
     return {**figures, "ms": rig.milliseconds(work), "bytes": 2 * q.nbytes + contexts.nbytes}
 
 
-def _dense(
-    q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None, sinks: Tensor | None
-) -> Tensor:
+def _dense(rig: Rig, q: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
     """Attention in float64; the last query sees the last key."""
     group = q.shape[1] // keys.shape[1]
     k, v = (part.double().repeat_interleave(group, 1) for part in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * rig.config.attention_scale
+    scores = capped(scores, rig.config.attention_softcap)
     positions = torch.arange(len(k), device=q.device)
     distance = positions[-len(q) :, None] - positions
     hidden = (distance < 0) | (distance >= (window or len(k)))
-    weights = weights_of(scores.masked_fill(hidden, -torch.inf), sinks)
+    weights = weights_of(scores.masked_fill(hidden, -torch.inf), rig.sinks)
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 

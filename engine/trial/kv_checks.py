@@ -36,7 +36,7 @@ class LayerCase:
         self.scale = config.attention_scale
         generator = torch.Generator().manual_seed(len(lengths))
         blocks = [-(-length // BLOCK_SIZE) for length in lengths]
-        self.sinks = rig.sinks
+        self.sinks, self.softcap = rig.sinks, config.attention_softcap
         sinks = None if self.sinks is None else [self.sinks]
         pool = KVPool(config, sum(blocks) + 3, BLOCK_SIZE, dtype, self.device, kind, sinks)
         self.layer: KVLayer = pool.layer(0)
@@ -53,7 +53,7 @@ class LayerCase:
             return values.to(self.compute_dtype)
 
         self.k, self.v = (rows(sum(lengths), config.num_kv_heads) for _ in range(2))
-        self.q = rows(len(lengths), config.num_heads)
+        self.q = rows(len(lengths), config.num_heads) * rig.query_size
         self.lengths = lengths
         self.ends = torch.tensor(lengths).cumsum(0)
 
@@ -90,11 +90,17 @@ class LayerCase:
             length = min(self.lengths[request], window or self.lengths[request])
             k, v = (part[end - length : end].repeat_interleave(group, 1) for part in (keys, values))
             scores = torch.einsum("hd,thd->ht", self.q[request].double(), k) * self.scale
-            out[request] = torch.einsum("ht,thd->hd", weights_of(scores, self.sinks), v)
+            weights = weights_of(capped(scores, self.softcap), self.sinks)
+            out[request] = torch.einsum("ht,thd->hd", weights, v)
         return out
 
     def _there(self, *tensors: Tensor) -> list[Tensor]:
         return [tensor.to(self.device) for tensor in tensors]
+
+
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Scores as they level off at a model's cap, if it has one."""
+    return scores if softcap is None else softcap * (scores / softcap).tanh()
 
 
 def weights_of(scores: Tensor, sinks: Tensor | None) -> Tensor:

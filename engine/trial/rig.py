@@ -60,6 +60,11 @@ class Rig:
         heads = self.config.num_heads
         return torch.linspace(-2.0, 4.0, heads) if self.config.attention_sinks else None
 
+    @property
+    def query_size(self) -> float:
+        """How large numbers of queries are: so that a cap of scores, if the model has one, changes many."""
+        return (self.config.attention_softcap or 2.0) / 2
+
     def one_layer(self) -> ModelConfig:
         """Return the shape with a single layer."""
         return replace(self.config, num_layers=1, layer_windows=(None,))

@@ -29,6 +29,7 @@ class AttentionCall:
     scale: float
     window: int | None  # tokens, the own one included
     sinks: Tensor | None  # [heads]
+    softcap: float | None  # scores s become softcap * tanh(s / softcap)
 
 
 @dataclass(slots=True)
@@ -102,6 +103,7 @@ def attend(
     *,
     window: int | None = None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Write a layer's attention down; arguments as of torch's.
 
@@ -125,7 +127,7 @@ def attend(
     if heads % kv_heads:
         raise CannotCutError(f"{heads} heads cannot share {kv_heads} key-value heads")
     scale = head_dim**-0.5 if scale is None else float(scale)
-    calls.attention.append(AttentionCall(heads, kv_heads, head_dim, scale, window, sinks))
+    calls.attention.append(AttentionCall(heads, kv_heads, head_dim, scale, window, sinks, softcap))
     out: Tensor = attention(query, key, value, len(calls.attention) - 1)
     return out.transpose(1, 2)
 
@@ -153,13 +155,19 @@ def intercepted(calls: Calls) -> Iterator[None]:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if not causal:
             raise CannotCutError("its tokens attend to later ones")
-        if softcap is not None:
-            raise CannotCutError("it caps the scores of attention (attn_logit_softcapping)")
         for name, value_ in rest.items():
             if isinstance(value_, Tensor) and name not in HARMLESS:
                 raise CannotCutError(f"its attention is given {name}")
         out = attend(
-            calls, query, key, value, attention_mask, scale=scaling, window=sliding_window, sinks=s_aux
+            calls,
+            query,
+            key,
+            value,
+            attention_mask,
+            scale=scaling,
+            window=sliding_window,
+            sinks=s_aux,
+            softcap=softcap,
         )
         return out.transpose(1, 2), None
 

@@ -108,6 +108,7 @@ def read_traced(path: Path) -> TracedConfig:
         tie_word_embeddings=found.head is None,
         layer_windows=tuple(window if window and window < context else None for window in found.windows),
         dtype=stored_dtype(file, silent),
+        attention_softcap=found.softcap,
         eos_token_ids=generation.token_ids("eos_token_id", eos_token_ids) or eos_token_ids,
         bos_token_id=next(iter(file.token_ids("bos_token_id", ())), None),
         generation=GenerationDefaults.from_json(generation),

@@ -161,6 +161,7 @@ def _outline(model: Any, calls: Calls, logits: Tensor) -> Outline:
         head_dim=first.head_dim,
         scale=first.scale,
         windows=tuple(call.window for call in calls.attention),
+        softcap=first.softcap,
     )
 
 
@@ -200,6 +201,8 @@ def _same_attention(model: Any, calls: Calls) -> Any:
             raise CannotCutError("its layers have attention of different sizes")
         if not math.isclose(call.scale, first.scale):
             raise CannotCutError("its layers scale scores of attention differently")
+        if call.softcap != first.softcap:
+            raise CannotCutError("its layers cap scores of attention differently")
         if call.sinks is not None:
             raise CannotCutError("its attention has sinks")
     if first.head_dim % 2:

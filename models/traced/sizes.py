@@ -36,6 +36,7 @@ class Outline:
     head_dim: int
     scale: float
     windows: tuple[int | None, ...]
+    softcap: float | None = None
 
 
 NOTHING = Outline({}, (), None, "", 0, 0, {}, (), 0, 0, 0, 1.0, ())

@@ -49,6 +49,7 @@ class PairStep {
     alignas(64) float weights[Q * kPairTile];
     M::template scores<Q>(task, tile, queries, during_scores, weights);
     if constexpr (kScaled) multiply(tile, tile.k_scale, weights);
+    if (task.softcap > 0) cap(task, tile, weights);
     if (tile.first > 0 || tile.count < kPairTile) mask(tile, kLowest, weights);
     softmax(task, weights, queries.state, queries.acc);
     if constexpr (kScaled) {
@@ -80,6 +81,11 @@ class PairStep {
         }
       }
     }
+  }
+
+  static void cap(const AttendTask& task, const PairTile<T>& tile, float* weights) {
+    const int count = (tile.count + kSegmentTokens - 1) / kSegmentTokens * kSegmentTokens;
+    for (int g = 0; g < Q; ++g) cap_scores<V>(task.softcap, weights + g * kPairTile, count);
   }
 
   // Tokens that are not attended to may hold anything: their scores are replaced, and what a scale that is

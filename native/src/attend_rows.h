@@ -104,6 +104,7 @@ class Step {
     alignas(64) float weights[kGroups * V::kLanes];
     const int groups = (count + kTokens - 1) / kTokens;
     scores(task, rows, ahead, groups, q, weights);
+    if (task.softcap > 0) cap_scores<V>(task.softcap, weights, groups * V::kLanes);
     softmax(task, groups, count, weights, lanes, acc);
     add_values<V::kLanes / Q>(task, 0, rows, ahead, count, weights, acc);
   }

@@ -42,12 +42,12 @@ std::optional<TensorView> view(const char* name, const std::optional<Tensor>& te
   return view(name, *tensor);
 }
 
-// q, out, block_tables, context_lens, k and v of the new tokens or neither, block_size, scale
-using Decode =
-    std::tuple<Tensor, Tensor, Tensor, Tensor, std::optional<Tensor>, std::optional<Tensor>, int64_t, float>;
+// q, out, block_tables, context_lens, k and v of the new tokens or neither, block_size, scale, softcap
+using Decode = std::tuple<Tensor, Tensor, Tensor, Tensor, std::optional<Tensor>, std::optional<Tensor>,
+                          int64_t, float, float>;
 
 DecodeArguments arguments(const Decode& decode) {
-  const auto& [q, out, block_tables, context_lens, k, v, block_size, scale] = decode;
+  const auto& [q, out, block_tables, context_lens, k, v, block_size, scale, softcap] = decode;
   std::optional<NewRows> new_rows;
   if (k && v) new_rows = {view("k", *k), view("v", *v)};
   return {view("q", q),
@@ -56,7 +56,8 @@ DecodeArguments arguments(const Decode& decode) {
           view("context_lens", context_lens),
           new_rows,
           block_size,
-          scale};
+          scale,
+          softcap};
 }
 
 // type, address, bytes, rows

@@ -87,6 +87,7 @@ class DecodeCall {
         sinks_(sinks),
         kernels_(kernels),
         q_scale_(arguments.scale * std::numbers::log2e_v<float>),
+        softcap_(arguments.softcap * std::numbers::log2e_v<float>),
         group_(static_cast<int>(q_.size(1) / cache.kv_heads)),
         padded_group_(neo_desktop::padded_group(group_)),
         dot_products_(cache.k_pairs && q_.dtype == DType::kBFloat16 &&
@@ -193,6 +194,7 @@ class DecodeCall {
     task.head_dim = cache_.head_dim;
     task.padded_head_dim = padded_head_dim_;
     task.score_scale = q_scale_;
+    task.softcap = softcap_;
     return task;
   }
 
@@ -302,6 +304,7 @@ class DecodeCall {
   const float* const sinks_;  // null: none
   const Kernels& kernels_;
   const float q_scale_;
+  const float softcap_;  // in units of log2; 0: none
   const int group_;
   const int padded_group_;
   const bool dot_products_;

@@ -11,6 +11,9 @@
 namespace neo_desktop {
 namespace {
 
+// An infinite score becomes NaN, as in the other kernels.
+float capped(float score, float cap) { return cap * std::tanh(score / cap) + 0 * score; }
+
 template <class T, bool pairs>
 void attend_head(const AttendTask& task, int head) {
   const int dim = task.head_dim;
@@ -49,6 +52,7 @@ void attend_head(const AttendTask& task, int head) {
       float* acc = accs + g * task.padded_head_dim;
       float score = 0;
       for (int i = 0; i < dim; ++i) score += q[i] * key[i];
+      if (task.softcap > 0) score = capped(score, task.softcap);
       if (score > max[g]) {  // false for NaN, which then reaches the output through the weight
         const float correction = std::exp2(max[g] - score);
         max[g] = score;

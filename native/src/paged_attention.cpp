@@ -70,6 +70,9 @@ void DecodeArguments::check(const PagedCache& cache, int64_t window, const Tenso
   check_dtype(context_lens, {DType::kInt32});
   check_packed(context_lens, 1);
   if (!std::isfinite(scale)) fail("scale is ", scale, "; expected a finite number");
+  if (!std::isfinite(softcap) || softcap < 0) {
+    fail("softcap is ", softcap, "; expected 0 (none) or a positive number");
+  }
   if (window < 0) fail("window is ", window, "; expected 0 (all tokens) or a number of tokens");
   if (sinks != nullptr) {
     check_shape(*sinks, "[heads of q]", {q.size(1)});

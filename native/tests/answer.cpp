@@ -38,12 +38,14 @@ Rows attended_rows(const DecodeProblem& problem, int64_t b, int64_t head) {
 }
 
 // Attention of one query, [dim], to `out`, [dim], and what rounding may do to it. A sink of -infinity is
-// none.
-RowError attend(const std::vector<double>& query, const Rows& rows, double scale, double sink, double* out) {
+// none, a cap of 0 likewise.
+RowError attend(const std::vector<double>& query, const Rows& rows, double scale, double cap, double sink,
+                double* out) {
   const auto dim = static_cast<int64_t>(query.size());
   std::vector<double> weights(rows.tokens);
   double max = sink;
   double terms = 0;  // the largest sum of |query * key|
+  double off = 0;    // what the kernels' tanh, with relative errors below 4e-7, may do to a score
   for (int64_t t = 0; t < rows.tokens; ++t) {
     double score = 0;
     double sum = 0;
@@ -53,6 +55,10 @@ RowError attend(const std::vector<double>& query, const Rows& rows, double scale
       sum += std::fabs(term);
     }
     weights[t] = score * scale;
+    if (cap > 0) {
+      weights[t] = cap * std::tanh(weights[t] / cap) + 0 * weights[t];
+      off = std::max(off, 4e-7 * std::fabs(weights[t]));
+    }
     max = std::max(max, weights[t]);
     terms = std::max(terms, sum);
   }
@@ -72,7 +78,7 @@ RowError attend(const std::vector<double>& query, const Rows& rows, double scale
     if (std::isfinite(sum)) squares += sum * sum;
   }
   constexpr double kRounding = 0x1p-24;
-  return {8 * kRounding * terms * std::fabs(scale), 16 * kRounding * std::sqrt(squares)};
+  return {8 * kRounding * terms * std::fabs(scale) + 2 * off, 16 * kRounding * std::sqrt(squares)};
 }
 
 // The error allowed of a row of results, relative to its norm: what storing it costs, and never less than
@@ -104,7 +110,8 @@ Answer right_answer(const DecodeProblem& problem) {
         for (int64_t i = 0; i < dim; ++i) query[i] = problem.q.get(problem.q.at({b, h, i}));
         const int64_t at = b * problem.heads() + h;
         const double sink = problem.sinks ? problem.sinks->get(h) : -std::numeric_limits<double>::infinity();
-        answer.errors[at] = attend(query, rows, problem.scale, sink, answer.out.data() + at * dim);
+        answer.errors[at] =
+            attend(query, rows, problem.scale, problem.softcap, sink, answer.out.data() + at * dim);
       }
     }
   }

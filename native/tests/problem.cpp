@@ -295,6 +295,7 @@ DecodeProblem::DecodeProblem(const DecodePlan& plan, Random& random, bool filled
                    packed_strides({plan.batch, plan.max_blocks}, random.pick({0, 1})), random),
       context_lens("context_lens", DType::kInt32, {plan.batch}, {1}, random),
       scale(random_scale(kind, plan.cache.head_dim, random)),
+      softcap(random.chance(0.3) ? random.pick({0.5f, 5.0f, 50.0f}) : 0.0f),
       window(random_window(random)),
       num_threads(random.pick({1, 2, 3, 8})) {
   const CacheShape& shape = plan.cache;
@@ -325,12 +326,14 @@ DecodeProblem::DecodeProblem(const DecodePlan& plan, Random& random, bool filled
     for (int64_t head = 0; head < shape.kv_heads; ++head) filler.fill(slot, head);
   }
   fill_queries(*this, random);
-  if (random.chance(0.3)) {
+  const bool far_scores = kind == Kind::kLargeLogits || kind == Kind::kOneDominates;
+  if (!far_scores && random.chance(0.3)) {
     sinks.emplace("sinks", DType::kFloat32, std::vector<int64_t>{plan.heads}, std::vector<int64_t>{1},
                   random);
-    // About as large as scores, far below, or far above.
+    // About as large as scores, far below, or far above; not so far above that fp32 has no numbers for what
+    // is left.
     for (int64_t h = 0; h < plan.heads; ++h) {
-      sinks->set(h, random.pick({1, 1, 40}) * *random.noise(1));
+      sinks->set(h, std::clamp(random.pick({1, 1, 40}) * *random.noise(1), -60.0, 60.0));
     }
   }
   if (kind == Kind::kOneDominates) add_dominant_tokens(*this, random);
@@ -378,7 +381,8 @@ DecodeArguments DecodeProblem::arguments() const {
           context_lens.view(),
           new_rows,
           default_block_size ? 0 : block_tokens,
-          scale};
+          scale,
+          softcap};
 }
 
 void DecodeProblem::call(Isa isa, int threads) const {
@@ -394,7 +398,8 @@ std::string DecodeProblem::text() const {
        << "; q " << dtype_text(q.dtype()) << " " << to_string(q.view().shape) << (new_k ? ", new rows" : "")
        << (sinks ? ", sinks" : "") << ", out " << dtype_text(out.dtype()) << "; lengths";
   for (int64_t b = 0; b < batch(); ++b) text << " " << context_len(b);
-  text << "; window " << window << ", scale " << scale << ", " << num_threads << " threads";
+  text << "; window " << window << ", scale " << scale << ", softcap " << softcap << ", " << num_threads
+       << " threads";
   return text.str();
 }
 

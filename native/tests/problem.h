@@ -81,6 +81,7 @@ struct DecodeProblem {
   std::optional<Tensor> new_v;
   std::optional<Tensor> sinks;
   float scale;
+  float softcap;  // 0: none
   int64_t window;
   int num_threads;
 

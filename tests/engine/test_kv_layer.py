@@ -40,9 +40,15 @@ each_kind = pytest.mark.parametrize(("kind", "dtype", "block_size"), KINDS)
 
 
 def make_pool(
-    kind: type[KVLayer], dtype: torch.dtype, block_size: int, group: int = 2, sinks: Tensor | None = None
+    kind: type[KVLayer],
+    dtype: torch.dtype,
+    block_size: int,
+    group: int = 2,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> KVPool:
-    config = replace(CONFIG, num_heads=group * KV_HEADS, attention_sinks=sinks is not None)
+    of_model = {"attention_sinks": sinks is not None, "attention_softcap": softcap}
+    config = replace(CONFIG, num_heads=group * KV_HEADS, **of_model)
     each = None if sinks is None else [sinks, sinks + 1]
     return spoiled(KVPool(config, NUM_BLOCKS, block_size, dtype, CPU, kind, each))
 
@@ -157,7 +163,8 @@ def test_decode_attention_stores_the_new_token_and_attends_to_what_is_stored(
     torch.manual_seed(4)
     rows_dtype = model_dtype(dtype)
     sinks = torch.randn(group * KV_HEADS).to(rows_dtype) if window is None else None
-    layer = make_pool(kind, dtype, block_size, group, sinks).layer(0)
+    softcap = 0.8 if group == 4 else None
+    layer = make_pool(kind, dtype, block_size, group, sinks, softcap).layer(0)
     tables = torch.randperm(NUM_BLOCKS).view(2, -1).int()
     lens = torch.tensor([1, 2 * block_size + 3], dtype=torch.int32)
     contexts = [
@@ -173,7 +180,8 @@ def test_decode_attention_stores_the_new_token_and_attends_to_what_is_stored(
 
     for row, context in enumerate(contexts):
         keys, values = read(layer, context, rows_dtype)
-        expected = dense(q[row : row + 1], keys, values, CONFIG.attention_scale, window, sinks)
+        how = CONFIG.attention_scale, window, sinks, softcap
+        expected = dense(q[row : row + 1], keys, values, *how)
         tolerance = 1e-5 if rows_dtype is torch.float32 else 4 * torch.finfo(rows_dtype).eps
         torch.testing.assert_close(out[row : row + 1].double(), expected, atol=tolerance, rtol=tolerance)
 

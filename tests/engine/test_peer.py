@@ -64,7 +64,8 @@ def model() -> Decoder:
 
 @pytest.fixture(scope="module")
 def model_with_sinks() -> Decoder:
-    return tiny_model(attention_sinks=True)
+    """And with a cap of scores."""
+    return tiny_model(attention_sinks=True, softcap=0.5)
 
 
 def run_random(model: Decoder, executor: PlanExecutor, seed: int, places: tuple[Place, ...], n: int) -> None:

@@ -99,6 +99,7 @@ def test_every_kernel_is_asked_for_the_same(kernel: PrefillKernel, data: st.Data
     window = data.draw(st.none() | st.integers(1, 12))
     piece_scores = data.draw(st.sampled_from([1, 20, prefill.PIECE_SCORES]))
     sinks = torch.randn(HEADS) * 3 if data.draw(st.booleans()) else None
+    softcap = data.draw(st.sampled_from([None, None, 0.8]))
     if kernel is PrefillKernel.EFFICIENT:
         window = None  # not chosen otherwise
     first_row = data.draw(st.integers(0, 3))
@@ -121,13 +122,13 @@ def test_every_kernel_is_asked_for_the_same(kernel: PrefillKernel, data: st.Data
         before = iter(earlier)
         for group in groups_of(chunks):
             contexts = group.pack(kv, [next(before) for _ in group.chunks])
-            group.attend(q, contexts, out, SCALE, window, sinks)
+            group.attend(q, contexts, out, SCALE, window, sinks, softcap)
 
     for chunk, rows in zip(chunks, earlier, strict=True):
         keys, values = (
             x[chunk.rows] if rows is None else torch.cat((rows[i], x[chunk.rows])) for i, x in enumerate(kv)
         )
-        expected = dense(q[chunk.rows], keys, values, SCALE, window, sinks)
+        expected = dense(q[chunk.rows], keys, values, SCALE, window, sinks, softcap)
         torch.testing.assert_close(out[chunk.rows].double(), expected, atol=1e-5, rtol=1e-4)
         untouched[chunk.rows] = out[chunk.rows]
     assert torch.equal(out, untouched)

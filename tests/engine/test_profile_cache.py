@@ -108,6 +108,7 @@ MODEL_CHANGES = [
     {"output_bias": True},
     {"mlp_bias": True},
     {"qk_norm": True},
+    {"attention_softcap": 50.0},
 ]
 
 

@@ -27,7 +27,7 @@ BLOCK_SIZE = 16
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    return tiny_model(attention_sinks=True)
+    return tiny_model(attention_sinks=True, softcap=0.5)
 
 
 @pytest.fixture
@@ -224,6 +224,7 @@ def test_a_shape_that_cannot_be_is_refused(model: Decoder) -> None:
         "dtype": "torch.int8",
         "kv_dtype": "torch.complex64",
         "scale": None,
+        "attention_softcap": -50.0,
         "more": 1,
     }.items():
         with pytest.raises(ProtocolError, match="cannot be used"):

@@ -26,7 +26,7 @@ NUM_BLOCKS = 24
 
 @pytest.fixture(scope="module")
 def model() -> Decoder:
-    return tiny_model(attention_sinks=True)
+    return tiny_model(attention_sinks=True, softcap=0.5)
 
 
 def make_executor(

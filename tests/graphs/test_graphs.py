@@ -53,7 +53,7 @@ both_kernels = pytest.mark.parametrize("kernels", ["triton", "torch"], indirect=
 @pytest.fixture(scope="module")
 def model() -> Decoder:
     """Two layers, one with a window."""
-    return tiny_model((None, 5), form=PLAIN, attention_sinks=True)
+    return tiny_model((None, 5), form=PLAIN, attention_sinks=True, softcap=0.5)
 
 
 @both_kernels

@@ -25,14 +25,16 @@ def _by_torch() -> Mapping[str, Callable[..., None]]:
     in_triton = import_module("neo_desktop.engine.kernels.in_triton.paged_decode")
     operators = import_module("neo_desktop.models.operators")
 
-    def attend(*args: Any, **constants: object) -> None:
+    def attend(*args: Any, **constants: Any) -> None:
         sinks, scale, window = args[8:11]
+        softcap = constants["SOFTCAP"]
         _merged.add(_partial_lse(args))
         in_torch.paged_decode(
             *args[:8],
             scale / in_triton.LOG2_E,
             None if window == in_triton.EVERYTHING else window,
             sinks if constants["HAS_SINKS"] else None,
+            softcap / in_triton.LOG2_E if softcap > 0 else None,
         )
 
     def copy_rows(*args: Any, **constants: object) -> None:

@@ -64,6 +64,7 @@ def test_decode_attention_equals_the_hosts_and_float64(data: st.DataObject, devi
     if data.draw(st.booleans()):
         config = replace(config, attention_sinks=True)
         sinks = list(torch.randn(2, config.num_heads).to(dtype) * 3)
+    config = replace(config, attention_softcap=data.draw(st.sampled_from([None, 0.8])))
     lengths = data.draw(st.lists(st.integers(1, 60) | st.integers(200, 280), min_size=1, max_size=3))
     width = -(-max(lengths) // 16)
     num_blocks = width * len(lengths) + 2
@@ -88,7 +89,7 @@ def test_decode_attention_equals_the_hosts_and_float64(data: st.DataObject, devi
         moved = (tensor.to(where) for tensor in arguments)
         layer.decode(*moved, out, config.attention_scale, window)  # type: ignore[call-arg]
         outs.append(out.cpu())
-    how = config.attention_scale, window, None if sinks is None else sinks[1]
+    how = config.attention_scale, window, None if sinks is None else sinks[1], config.attention_softcap
     expected = torch.cat([dense(q[i : i + 1], k, v, *how) for i, (k, v) in enumerate(rows)])
     for out in outs:
         error = (out.double() - expected).norm(dim=-1) / expected.norm(dim=-1)

@@ -61,6 +61,7 @@ def attend(case: PagedCase, splits: int, device: torch.device) -> Tensor:
         case.scale,
         case.window or None,
         None if case.sinks is None else case.sinks.to(device),
+        case.softcap or None,
     )
     return out.cpu()
 
@@ -113,6 +114,16 @@ def test_equals_float64_for_random_batches(data: st.DataObject, device: torch.de
         generator = torch.Generator().manual_seed(len(lengths))
         case.sinks = 5 * torch.randn(case.q.shape[1], generator=generator)
     check(case, attend(case, data.draw(st.integers(1, 20)), device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("group", [2, 5])
+def test_scores_level_off_at_a_cap(group: int, splits: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Many scores are beyond it; sinks are none of them."""
+    case = make_case([1, 40, 150], group=group, dtype=dtype, window=100)
+    case.q, case.softcap, case.sinks = 3 * case.q, 1.5, torch.linspace(-3.0, 6.0, 2 * group)
+    check(case, attend(case, splits, device))
 
 
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 70, 5000])

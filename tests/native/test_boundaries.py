@@ -67,6 +67,8 @@ Change = Callable[[torch.Tensor], object]
         ("out", lambda t: t[:1].expand(2, -1, -1), r"out is expanded in dimension 0"),
         ("out", lambda t: t.mT.contiguous().mT, r"out has strides"),
         ("scale", lambda _: float("nan"), r"scale is -?nan; expected a finite number"),
+        ("softcap", lambda _: float("inf"), r"softcap is inf; expected 0 \(none\) or a positive number"),
+        ("softcap", lambda _: -50.0, r"softcap is -50"),
         ("window", lambda _: -1, r"window is -1"),
         ("sinks", lambda _: torch.zeros(3), r"sinks has shape \[3\]; expected \[4\] = \[heads of q\]"),
         ("sinks", lambda _: torch.zeros(4).half(), r"sinks has dtype float16; expected float32"),

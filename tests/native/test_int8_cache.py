@@ -49,6 +49,7 @@ class Int8Case:
             block_size=case.block_size,
             window=case.window,
             sinks=case.sinks,
+            softcap=case.softcap,
             k_scale=self.scales[0],
             v_scale=self.scales[1],
             isa=isa,
@@ -77,6 +78,15 @@ def test_sinks(isa: str) -> None:
     case = Int8Case([1, 40, 700], group=2)
     sinks = torch.tensor([-3.0, 0.0, 1.0, 20.0])
     case.exact, stored = replace(case.exact, sinks=sinks), replace(case.stored, sinks=sinks)
+    assert stored.error(case.run(isa)) < TOLERANCE[torch.float32]
+
+
+@each_isa
+@pytest.mark.parametrize("group", [1, 5])
+def test_softcap(isa: str, group: int) -> None:
+    case = Int8Case([1, 40, 700], group=group)
+    changes = {"q": 3 * case.exact.q, "softcap": 1.5}
+    case.exact, stored = replace(case.exact, **changes), replace(case.stored, **changes)
     assert stored.error(case.run(isa)) < TOLERANCE[torch.float32]
 
 

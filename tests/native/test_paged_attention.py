@@ -96,6 +96,19 @@ def test_sinks_take_part_in_the_softmax(isa: str, paired: bool, dtype: torch.dty
 
 @each_layout
 @each_isa
+@each_dtype
+@pytest.mark.parametrize("softcap", [1.5, 50.0])
+def test_scores_level_off_at_a_cap(isa: str, paired: bool, dtype: torch.dtype, softcap: float) -> None:
+    """Many scores are beyond it, in contexts of one part and of several; it does not apply to sinks."""
+    case = make_case([1, 40, 1100], group=3, head_dim=72, dtype=dtype, paired=paired, window=700)
+    capped = replace(case, q=3 * case.q, softcap=softcap)
+    assert capped.error(capped.run(isa=isa)) < TOLERANCE[dtype]
+    with_sinks = replace(capped, sinks=torch.linspace(-3.0, 6.0, 6))
+    assert with_sinks.error(with_sinks.run(isa=isa)) < TOLERANCE[dtype]
+
+
+@each_layout
+@each_isa
 @pytest.mark.parametrize("group", [2, 3, 5, 12, 71])
 def test_any_group_size(isa: str, paired: bool, group: int) -> None:
     case = make_case([2, 50, 260 * group], kv_heads=1, group=group, dtype=torch.bfloat16, paired=paired)

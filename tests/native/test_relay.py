@@ -136,6 +136,15 @@ def test_each_layer_has_sinks_of_its_own() -> None:
         Relay([replace(layers[0], sinks=torch.zeros(6))] * 3, block_size=16, scale=1.0).start([batch])
 
 
+def test_scores_level_off_at_a_cap() -> None:
+    case = replace(make_case([400, 120], group=2), softcap=0.5)
+    relay, batch = relay_of(case), batch_of(case)
+    relay.start([batch])
+    for layer in range(NUM_LAYERS):
+        assert torch.equal(hand_over(batch, layer), case.run())
+    relay.finish()
+
+
 def test_the_relay_sleeps_between_iterations() -> None:
     case = make_case([2000, 700])
     relay, batch = relay_of(case), batch_of(case)

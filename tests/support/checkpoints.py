@@ -117,9 +117,11 @@ def save_checkpoint(
 
 
 @torch.inference_mode()
-def transformers_greedy(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
-    """Return what transformers chooses, in float32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def transformers_greedy(
+    folder: Path, prompt: list[int], num_tokens: int, attention: str | None = None
+) -> list[int]:
+    """Return what transformers chooses, in float32, with its own choice of attention or another of its."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
     token_ids = torch.tensor([prompt])
     output = model.generate(
         token_ids,

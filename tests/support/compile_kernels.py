@@ -85,16 +85,21 @@ def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def decode(
-    dtype: torch.dtype, group: int, head_dim: int, *, kv_heads: int = 8, window: int | None = None
+    dtype: torch.dtype,
+    group: int,
+    head_dim: int,
+    *,
+    kv_heads: int = 8,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> None:
     q = empty(4, kv_heads * group, head_dim, dtype=dtype)
     cache = empty(64, 16, kv_heads, head_dim, dtype=dtype)
     tables, lens = empty(4, 64, dtype=torch.int32), empty(4, dtype=torch.int32)
     partial_out = empty(4, kv_heads * group, 16, head_dim, dtype=FP32)
     partial_lse = empty(4, kv_heads * group, 16, dtype=FP32)
-    paged_decode(
-        q, cache, cache, tables, lens, torch.empty_like(q), partial_out, partial_lse, head_dim**-0.5, window
-    )
+    tensors = q, cache, cache, tables, lens, torch.empty_like(q), partial_out, partial_lse
+    paged_decode(*tensors, head_dim**-0.5, window, None, softcap)
 
 
 def rope(dtype: torch.dtype, *, normed: bool, head_dim: int = 128) -> None:
@@ -178,6 +183,8 @@ VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
     "decode bf16, group 1, head_dim 64": (lambda: decode(BF16, 1, 64), (80,)),
     "decode bf16, group 4, head_dim 128": (lambda: decode(BF16, 4, 128), BF16_GPUS),
     "decode bf16, group 8, head_dim 128, window": (lambda: decode(BF16, 8, 128, window=4096), BF16_GPUS),
+    "decode bf16, group 2, head_dim 256, softcap": (lambda: decode(BF16, 2, 256, softcap=50.0), BF16_GPUS),
+    "decode fp16, group 2, head_dim 256, softcap": (lambda: decode(FP16, 2, 256, softcap=50.0), (75, 86)),
     "decode fp16, group 7, head_dim 80": (lambda: decode(FP16, 7, 80), (75, 86)),
     "decode fp16, group 8, head_dim 256": (lambda: decode(FP16, 8, 256), (75, 90)),
     "decode fp16, group 16, head_dim 128": (lambda: decode(FP16, 16, 128), (75,)),

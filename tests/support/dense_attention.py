@@ -5,16 +5,25 @@ from torch import Tensor
 
 
 def dense(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend from the last `len(q)` tokens of one context, each up to itself; [queries, heads, head_dim].
 
     Keys and values are [context, kv_heads, head_dim]; with a window each query sees that many tokens.
-    Sinks [heads] are the scores of one more token, whose value is zero.
+    Sinks [heads] are the scores of one more token, whose value is zero. With a softcap, the score s of each
+    other token becomes softcap * tanh(s / softcap).
     """
     group = q.shape[1] // k.shape[1]
     keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), keys) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     positions = torch.arange(len(k) - len(q), len(k)).unsqueeze(1)
     past = torch.arange(len(k)).unsqueeze(0)
     hidden = past > positions

@@ -27,6 +27,8 @@ def logits_of_all(
         k, v = (heads.repeat_interleave(config.group_size, dim=1) for heads in (k, v))
         unseen = (distance < 0) | (distance >= (window or len(token_ids)))
         scores = torch.einsum("qhd,khd->hqk", q, k) * config.attention_scale
+        if config.attention_softcap is not None:
+            scores = config.attention_softcap * (scores / config.attention_softcap).tanh()
         scores = scores.masked_fill(unseen, -torch.inf)
         sinks = model.layers[layer].sinks
         if sinks is not None:

@@ -26,6 +26,7 @@ class PagedCase:
     window: int = 0
     block_size: int | None = None  # None: a page of the caches
     sinks: Tensor | None = None  # [heads]
+    softcap: float = 0.0  # 0: none
 
     def run(self, *, num_threads: int = 0, isa: str | None = None, out: Tensor | None = None) -> Tensor:
         """The native kernel's answer."""
@@ -41,6 +42,7 @@ class PagedCase:
             block_size=self.block_size,
             window=self.window,
             sinks=self.sinks,
+            softcap=self.softcap,
             isa=isa,
         )
 
@@ -63,6 +65,8 @@ class PagedCase:
         out = torch.empty(self.q.shape, dtype=torch.float64)
         for request, q in enumerate(self.q.double()):
             scores = torch.einsum("hd,thd->ht", q, self.context(self.k_cache, request)) * self.scale
+            if self.softcap:
+                scores = self.softcap * (scores / self.softcap).tanh()
             if self.sinks is not None:
                 scores = torch.cat((scores, self.sinks.double()[:, None]), 1)
             values = self.context(self.v_cache, request)

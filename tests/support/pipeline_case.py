@@ -39,11 +39,18 @@ PARAMS = SamplingParams(temperature=0.0, logprobs=3)
 
 
 def tiny_config(
-    windows: tuple[int | None, ...] = (None, 11, None, 3), *, attention_sinks: bool = False
+    windows: tuple[int | None, ...] = (None, 11, None, 3),
+    *,
+    attention_sinks: bool = False,
+    softcap: float | None = None,
 ) -> ModelConfig:
     """Grouped-query attention, and a sliding window in some layers."""
     return replace(
-        shape("tiny"), num_layers=len(windows), layer_windows=windows, attention_sinks=attention_sinks
+        shape("tiny"),
+        num_layers=len(windows),
+        layer_windows=windows,
+        attention_sinks=attention_sinks,
+        attention_softcap=softcap,
     )
 
 
@@ -54,8 +61,9 @@ def tiny_model(
     form: LinearForm = DENSE,
     *,
     attention_sinks: bool = False,
+    softcap: float | None = None,
 ) -> Decoder:
-    config = tiny_config(windows, attention_sinks=attention_sinks)
+    config = tiny_config(windows, attention_sinks=attention_sinks, softcap=softcap)
     model = random_model(config, dtype=torch.float32, device=torch.device("cpu"), seed=seed)
     wide = Decoder(model.config, dtype=torch.float32, device=torch.device(device), form=form)
     for target, source in zip(named_weights(wide), named_weights(model), strict=True):

@@ -13,7 +13,8 @@ NUM_LAYERS = 3
 
 def relay_of(case: PagedCase, windows: tuple[int, ...] = (0,) * NUM_LAYERS) -> Relay:
     layers = [RelayLayer(case.k_cache, case.v_cache, None, None, window, case.sinks) for window in windows]
-    return Relay(layers, block_size=case.k_cache.shape[2], scale=case.scale, num_threads=2)
+    block_size = case.k_cache.shape[2]
+    return Relay(layers, block_size=block_size, scale=case.scale, softcap=case.softcap, num_threads=2)
 
 
 def batch_of(case: PagedCase) -> RelayBatch:

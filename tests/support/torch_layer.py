@@ -14,8 +14,14 @@ class TorchLayer(KVLayer):
 
     __slots__ = ("_k", "_v")
 
-    def __init__(self, parts: tuple[Tensor, ...], block_size: int, sinks: Tensor | None = None) -> None:
-        super().__init__(parts, block_size, sinks)
+    def __init__(
+        self,
+        parts: tuple[Tensor, ...],
+        block_size: int,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__(parts, block_size, sinks, softcap)
         self._k, self._v = parts
 
     @classmethod
@@ -56,6 +62,8 @@ class TorchLayer(KVLayer):
             )
             queries = q[row].double().unflatten(0, (keys.shape[0], -1))
             scores = queries @ keys.transpose(1, 2) * scale
+            if self.softcap is not None:
+                scores = self.softcap * (scores / self.softcap).tanh()
             if self.sinks is not None:
                 scores = torch.cat((scores, self.sinks.double().view(*queries.shape[:2], 1)), 2)
             out[row] = (scores.softmax(-1)[:, :, : end - first] @ values).flatten(0, 1).to(out.dtype)

@@ -6,7 +6,8 @@ once. A second kernel merges the parts in fp32, unless there is only one; nothin
     part      out_p = softmax(scores of p) @ V of p          lse_p = log2(sum(exp(scores of p)))
     request   out   = sum(w_p * out_p) / sum(w_p)            w_p   = 2 ** (lse_p - max(lse))
 
-A head's sink, where there is one, joins the last sum of weights.
+A head's sink, where there is one, joins the last sum of weights. Where a model caps scores, a score s becomes
+softcap * tanh(s / softcap); that is another variant of the kernel.
 
 How many parts there may be, and with it the grid, follows from shapes alone (`num_splits`), so that one CUDA
 graph serves all batches of these shapes. Where the parts begin is decided on the device, from each request's
@@ -31,6 +32,7 @@ from neo_desktop.engine.kernels.in_triton.plain_decode import (
     MAX_GROUP,
     NUM_WARPS,
     attend_plain,
+    capped,
     cut,
     plain_shape,
 )
@@ -53,13 +55,13 @@ def paged_decode(
     scale: float,
     window: int | None,
     sinks: Tensor | None = None,
+    softcap: float | None = None,
 ) -> None:
     """See `in_torch.paged_decode`; what lies beyond a context, in tables and in the cache, is not read."""
     requests, heads, head_dim = q.shape
     window = EVERYTHING if window is None else window
-    tile, _ = _launch(
-        q, k_cache, v_cache, block_tables, context_lens, out, partial_out, partial_lse, scale, window, sinks
-    )
+    tensors = q, k_cache, v_cache, block_tables, context_lens, out, partial_out, partial_lse
+    tile, _ = _launch(*tensors, scale, window, sinks, softcap)
     splits = partial_lse.shape[2]
     if splits == 1:
         return
@@ -94,7 +96,18 @@ def programs_per_sm(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> int | None:
         row, partial_lse = torch.empty_like(q[:1]), torch.empty(0, heads, 1, device=q.device)
         partial_out = torch.empty(0, heads, 1, head_dim, device=q.device)
         _, compiled = _launch(
-            row, k_cache, v_cache, nothing.view(1, 1), nothing, row, partial_out, partial_lse, 1.0, 1, None
+            row,
+            k_cache,
+            v_cache,
+            nothing.view(1, 1),
+            nothing,
+            row,
+            partial_out,
+            partial_lse,
+            scale=1.0,
+            window=1,
+            sinks=None,
+            softcap=None,
         )
         major, minor = torch.cuda.get_device_capability(q.device)
         _programs_per_sm[key] = programs_of(compiled, 10 * major + minor)
@@ -125,6 +138,7 @@ def _launch(
     scale: float,
     window: int,
     sinks: Tensor | None,
+    softcap: float | None,
 ) -> tuple[int, Any]:
     """Attend to each part; return its tile, in tokens, and the compiled kernel."""
     requests, heads, head_dim = q.shape
@@ -155,13 +169,14 @@ def _launch(
         k_cache.stride(2),
         block_tables.shape[1],
     )
+    flags = {"HAS_SINKS": sinks is not None, "SOFTCAP": 0.0 if softcap is None else softcap * LOG2_E}
     grid = kv_heads, splits, requests
     if group <= MAX_GROUP and not has_tensor_cores(q.device):
         shape = plain_shape(group, head_pad, q.element_size())
         tile = shape["STEPS"] * shape["LANES"]
         return tile, attend_plain[grid](
             *arguments,
-            HAS_SINKS=sinks is not None,
+            **flags,
             GROUP=group,
             HEAD_DIM=head_dim,
             HEAD_PAD=head_pad,
@@ -175,7 +190,7 @@ def _launch(
     tile = min(32, 4096 // head_pad)  # more tokens at once spill registers on 7.5
     return tile, _attend[grid](
         *arguments,
-        HAS_SINKS=sinks is not None,
+        **flags,
         GROUP=group,
         GROUP_PAD=triton.next_power_of_2(group),
         HEAD_DIM=head_dim,
@@ -223,6 +238,7 @@ def _attend(
     head_stride,
     max_blocks,
     HAS_SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # of scores in units of log2; 0: none
     GROUP: tl.constexpr,
     GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -266,6 +282,8 @@ def _attend(
         keys = tl.load(k_cache + elements, mask=in_tile, other=0.0)
         values = tl.load(v_cache + elements, mask=in_tile, other=0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        if SOFTCAP > 0:
+            scores = capped(scores, SOFTCAP)
         scores = tl.where(in_context[None, :], scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_top[:, None])

@@ -47,6 +47,13 @@ def plain_shape(group: int, head_pad: int, element_bytes: int) -> dict[str, int]
 
 
 @triton.jit
+def capped(scores, CAP: tl.constexpr):
+    """Return CAP * tanh(scores / CAP)."""
+    TURNS: tl.constexpr = 2 * LOG2_E_IN_KERNEL / CAP
+    return CAP - 2 * CAP / (1 + tl.exp2(scores * TURNS))
+
+
+@triton.jit
 def cut(context_len, window, num_splits, TILE: tl.constexpr):
     """Return the first token that is attended to, and the tokens of a part: whole tiles, but the last."""
     first = tl.maximum(context_len - window, 0)
@@ -74,6 +81,7 @@ def attend_plain(  # noqa: PLR0915
     head_stride,
     max_blocks,
     HAS_SINKS: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # of scores in units of log2; 0: none
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
@@ -129,6 +137,8 @@ def attend_plain(  # noqa: PLR0915
     summed = tl.zeros([1, SHARES, HEADS, LANES, HEAD_PAD], tl.float32)
     for start in range(begin, end, TILE):
         scores = tl.sum(queries * keys.to(tl.float32), axis=4, keep_dims=True)
+        if SOFTCAP > 0:
+            scores = capped(scores, SOFTCAP)
         scores = tl.where(start + offsets < end, scores, -float("inf"))
         positions = start + TILE + offsets
         in_context = positions < end

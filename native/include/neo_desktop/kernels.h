@@ -26,6 +26,7 @@ struct AttendTask {
   const float* q;  // [kv_heads, padded_group, padded_head_dim], times scale * log2(e); the padding is zero
   const BFloat16* q_bf16;  // the same before it was multiplied, if q is bf16; for Bf16Kernels
   float score_scale;       // what q_bf16 lacks
+  float softcap;           // of scores in units of log2; 0: none
 
   // The first head of page 0: rows [page_tokens, head_dim], or, of K, pairs [head_dim / 2, page_tokens, 2].
   const void* k;

@@ -18,7 +18,7 @@ struct NewRows {
 
 // out[b, h] = softmax(scale * q[b, h] · K) V over request b's tokens; with a `window` (0: none) over the last
 // ones alone; with `sinks` (null: none), [heads] fp32, as if there were one more token with the score
-// sinks[h] and a value of zero.
+// sinks[h] and a value of zero. With a `softcap` each score s, of a sink not, is softcap * tanh(s / softcap).
 //
 // Query head h reads KV head h / (heads / kv_heads). Accumulates in fp32. The result does not depend on the
 // number of threads nor on the other requests of the batch. A non-finite key, value or query makes the heads
@@ -35,6 +35,7 @@ struct DecodeArguments {
   std::optional<NewRows> new_rows;
   int64_t block_size;  // tokens; a divisor of page_tokens, in pairs a multiple of 16; 0 means page_tokens
   float scale;
+  float softcap = 0;  // 0: none
 
   // Throws std::invalid_argument if any shape, dtype, stride, length or block id is wrong for that cache.
   void check(const PagedCache& cache, int64_t window, const TensorView* sinks) const;

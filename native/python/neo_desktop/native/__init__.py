@@ -111,6 +111,7 @@ def paged_attention_decode(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
     isa: str | None = None,
 ) -> torch.Tensor:
     """Attention of one new token per request over its paged context; returns `out`.
@@ -148,6 +149,7 @@ def paged_attention_decode(
         v_scale: as k_scale.
         sinks: [heads] fp32: the score of one more token for each head, whose value is zero; None: there is
             no such token.
+        softcap: scores s become softcap * tanh(s / softcap), of tokens alone; 0: they stay as they are.
         isa: one of `available_isas()`; None means `default_isa()`.
 
     Raises:
@@ -171,6 +173,7 @@ def paged_attention_decode(
             None if v is None else view_of("v", v),
             block_size or 0,
             scale,
+            softcap,
         ),
         view_of("k_cache", k_cache),
         view_of("v_cache", v_cache),

@@ -4,8 +4,8 @@ from typing import TypeAlias
 # (address, dtype code, shape, strides in elements); the codes are those of native/include/neo_desktop/dtype.h
 Tensor: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 Matrix: TypeAlias = tuple[Sequence[tuple[int, int, int, int]], Tensor | None]
-# q, out, block_tables, context_lens, k and v of the new tokens, block_size, scale
-Decode: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int, float]
+# q, out, block_tables, context_lens, k and v of the new tokens, block_size, scale, softcap
+Decode: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int, float, float]
 
 # of one sub-batch, its flags and its index
 Batch: TypeAlias = tuple[Decode, Tensor, int]

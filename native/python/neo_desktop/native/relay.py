@@ -168,6 +168,7 @@ class Relay:
         layers: all alike but for their windows and the numbers of their sinks.
         block_size: tokens of an entry of the block tables.
         scale: multiplies q·k.
+        softcap: scores s become softcap * tanh(s / softcap); 0: they stay as they are.
         num_layers: of a relay for products alone, or for copies alone, which is given no layers.
         num_threads: 0 means `default_num_threads()`.
         isa: one of `available_isas()`; None means `default_isa()`.
@@ -182,12 +183,14 @@ class Relay:
         *,
         block_size: int = 1,
         scale: float = 1.0,
+        softcap: float = 0.0,
         num_layers: int = 0,
         num_threads: int = 0,
         isa: str | None = None,
     ) -> None:
         self._block_size = block_size
         self._scale = scale
+        self._softcap = softcap
         self._layers = tuple(layers)  # whose memory must stay
         self._items: tuple[RelayItem, ...] = ()  # likewise
         views = [
@@ -277,6 +280,7 @@ class Relay:
             view_of("v", batch.v),
             self._block_size,
             self._scale,
+            self._softcap,
         )
         return decode, view_of("flags", batch.flags), batch.index
 
