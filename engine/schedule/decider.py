@@ -249,12 +249,27 @@ class Decider(Generic[R]):
         return self._policy.spills(draft, place, victim.num_tokens)
 
     def _promote(self) -> None:
-        """Move requests to the preferred place, if it has room, as long as that hides their way there."""
-        layer_ms = self._cost.linear_ms(self.residency.num_running)
-        num_tokens = more = self.residency.promote_one()
-        while more and self._cost.transfer_ms(num_tokens) < layer_ms:
-            more = self.residency.promote_one()
-            num_tokens += more
+        """Move requests to the preferred place, if it has room, as long as that hides their way there.
+
+        If nothing moves, one that the host attends for moves to where KV is swapped, if it will hide there.
+        """
+        best, *others = self.residency.places
+        layer_ms, num_tokens = self._cost.linear_ms(self.residency.num_running), 0
+        while not num_tokens or self._cost.transfer_ms(num_tokens) < layer_ms:
+            request = self.residency.next_to_promote(best)
+            if request is None or not self.residency.promote(request, best):
+                break
+            num_tokens += request.num_tokens
+        for place in others:
+            if place.is_swapped and not self.residency.copies:
+                request = self.residency.next_to_promote(place)
+                if request is not None and self._may_swap(request, place):
+                    self.residency.promote(request, place)
+
+    def _may_swap(self, request: R, place: Place) -> bool:
+        draft = self._draft({})
+        draft.residents = self.residency.typical_decodes(self._mix.output_tokens)
+        return self._policy.admits(draft, place, request.num_tokens)
 
     def _draft(self, decodes: dict[Place, Decodes]) -> Draft:
         """Return an iteration with decodes that the device attends for."""

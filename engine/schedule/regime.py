@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from itertools import chain
 
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel
@@ -35,6 +34,8 @@ COUNT_STEP = 1.3  # between the numbers of CPU decodes that are tried
 STAGGERED_SHARES = (0.0, 0.5, 1.0)  # of the requests in host memory that are left
 KEY_STEP = 1.1  # a load that has changed by less has the same regime
 WORTH_CHANGING = 1.005
+# Likewise, if it needs the host: to fill its memory takes long, and predictions err.
+WORTH_FILLING = 1.03
 
 
 class Kind(Enum):
@@ -129,13 +130,17 @@ class RegimeFinder:
 
     def _find(self, demand: Demand) -> Regime:
         alone = self._regime(demand, Kind.ONE, 0, 0)
+        if not demand.most_swapped:
+            return self._priced(demand, self._better(alone, self._others(demand, 0)))
+        # One thing after the other: without the host; what is best with it, and swapped beside that; then the
+        # host's beside what is swapped.
+        without = self._better(alone, self._with_swapped(demand, alone))
         best = self._better(alone, self._others(demand, 0))
-        if demand.most_swapped:
-            # One thing after the other: what is best with the CPU's as they are, and without any; then the
-            # CPU's beside that.
-            with_swapped = chain(self._with_swapped(demand, best), self._with_swapped(demand, alone))
-            best = self._better(best, with_swapped)
-            best = self._better(best, self._others(demand, best.num_swapped))
+        best = self._better(best, self._with_swapped(demand, best))
+        for count in {best.num_swapped, without.num_swapped} - {0}:
+            best = self._better(best, self._others(demand, count))
+        if best.rate < without.rate * WORTH_FILLING:
+            best = without
         return self._priced(demand, best)
 
     def _better(self, best: Regime, others: Iterable[Regime]) -> Regime:

@@ -140,21 +140,19 @@ class Residency(Generic[R]):
                     has_evicted = True
         return self.counters.num_preemptions == num_preemptions
 
-    def promote_one(self) -> int:
-        """Move the oldest request of a less preferred place up, if there is ample room; return its tokens.
+    def next_to_promote(self, place: Place) -> R | None:
+        """Return the oldest request of the places that are less preferred than this one."""
+        others = self.places[self.places.index(place) + 1 :]
+        oldest = (running[0] for other in others if (running := self.running[other]))
+        return min(oldest, key=attrgetter("arrival"), default=None)
+
+    def promote(self, request: R, place: Place) -> bool:
+        """Move a request to a more preferred place, if there is ample room.
 
         Ample is a block left for everybody there, so that it will not have to go back within the next
         `block_size` iterations; it is what admission asks for, too.
         """
-        best, *others = self.places
-        request = min(
-            (running[0] for place in others if (running := self.running[place])),
-            key=attrgetter("arrival"),
-            default=None,
-        )
-        if request is None or not self._move(request, best, reserve_blocks=len(self.running[best])):
-            return 0
-        return request.num_tokens
+        return self._move(request, place, reserve_blocks=len(self.running[place]))
 
     def may_have_room(self, request: R) -> bool:
         """Whether some place may have room for a waiting request; quick, and wrong on the hopeful side."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.schedule.mix import EXPECTED_OUTPUT_TOKENS, Mix
-from neo_desktop.engine.schedule.regime import WORTH_CHANGING, Demand, Kind, Regime, RegimeFinder
+from neo_desktop.engine.schedule.regime import WORTH_FILLING, Demand, Kind, Regime, RegimeFinder
 from neo_desktop.engine.simulation.analytic import analytic_cost_model
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.models.shapes import shape
@@ -117,7 +117,7 @@ def test_tokens_are_worth_what_the_iteration_takes_and_more_memory_never_harms(
         worth = regime.chunk_tokens * regime.prompt_ms + regime.num_decoded * regime.decode_ms
         assert worth == pytest.approx(regime.ms)
         for less in (replace(demand, most_on_host=0), replace(demand, most_swapped=0)):
-            assert regime.rate * WORTH_CHANGING >= best(cost, less).rate * (1 - 1e-9)
+            assert regime.rate * WORTH_FILLING >= best(cost, less).rate * (1 - 1e-9)
 
 
 def test_a_mix_is_what_came_and_the_latest_counts_more() -> None:

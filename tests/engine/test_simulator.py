@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import inf
+from random import Random
 
 import pytest
 import torch
@@ -510,3 +511,21 @@ def test_copies_that_take_longer_than_believed_are_fewer_soon(slowdown: float) -
     static = swapped(ALWAYS_ALL, cost, budget, mismatch)
     assert pie.totals.copy_wait_ms <= 0.02 * pie.totals.iterating_ms
     assert pie.output_tokens_per_s >= 0.97 * static.output_tokens_per_s
+
+
+def test_auto_with_three_places_is_as_good_as_swapping_alone() -> None:
+    """Where the host's attention and swapping are predicted to be about as good, and lengths differ much."""
+    cost, lengths = machine("gh200", "llama-2-13b"), Random(3)
+    requests = [
+        WorkloadRequest(
+            0.0,
+            int(min(lengths.lognormvariate(6.2, 1.0), 2500)),
+            1 + int(min(lengths.lognormvariate(5.2, 0.9), 1000)),
+        )
+        for _ in range(100)
+    ]
+    blocks = KVBudget(8544, 286_000).swapping(cost, LIMITS).num_blocks()
+    pie, auto = (
+        simulate(requests, POLICIES[policy], cost, blocks, BLOCK_SIZE, LIMITS) for policy in ("pie", "auto")
+    )
+    assert auto.output_tokens_per_s >= 0.99 * pie.output_tokens_per_s
