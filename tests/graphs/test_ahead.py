@@ -1,8 +1,11 @@
 """An iteration of decodes starts before the tokens of the one before are read; nobody sees a difference."""
 
+import itertools
+import logging
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from neo_desktop.engine.execute import plan_executor
 from neo_desktop.engine.execute.backend import AnyProgram
 from neo_desktop.engine.execute.executor import Wait
 from neo_desktop.engine.execute.plan_executor import PlanExecutor
+from neo_desktop.engine.host_reserve import HostReserve
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.loading import LoadedModel
 from neo_desktop.engine.placement import PLACES, Place
@@ -112,6 +116,33 @@ def random_jobs(rng: random.Random) -> dict[str, Job]:
         return Job(prompt, params, arrival, rng.choice([None, None, None, arrival + rng.randint(1, 12)]))
 
     return {f"job {number}": job() for number in range(10)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_graphs_do_not_notice_that_the_cpu_cache_gives_memory_back(
+    model: Decoder, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does so between two iterations, which do not start ahead then; graphs keep its addresses."""
+    rng = random.Random(seed)
+    jobs = {name: replace(job, abort=None) for name, job in random_jobs(rng).items()}
+    results = []
+    for has_reserve in (False, True):
+        backend = ImitatedBackend(seed, num_queues=rng.choice([None, 1, 3]))
+        executor, _ = make_executor(model, places=PLACES, backend=backend)
+        kv = KVCache({Place.DEVICE: 10, Place.HOST: NUM_BLOCKS}, 16)
+        scheduler = Scheduler(kv, get_policy("neo"), SchedulerLimits(64, 6), None)
+        loaded = LoadedModel("tiny", model.config, model, ByteTokenizer(), WholeDevice(torch.device("cpu")))
+        ticks = itertools.count()
+        available = partial(rng.choice, [0, 1000, 10**9])
+        reserve = HostReserve(
+            scheduler, kv, executor._storage, 1000, lambda t=ticks: 4.0 * next(t), available
+        )
+        engine = Engine(loaded, scheduler, kv, executor, "neo", reserve=reserve if has_reserve else None)
+        with caplog.at_level(logging.INFO):
+            results.append(run(engine, jobs))
+        assert any("gave back" in record.message for record in caplog.records) == has_reserve
+        engine.close()
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("seed", range(8))
