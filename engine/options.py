@@ -189,6 +189,16 @@ class EngineOptions:
             panel="Workers",
         ),
     ] = None
+    worker_partition: Annotated[
+        str,
+        Option(
+            flag="--worker-partition",
+            choices=("requests", "heads"),
+            help="What is divided among workers: requests, each of which lives on one of them; or the KV "
+            "heads of all requests, so that all workers attend for each, and one that is lost loses all KV.",
+            panel="Workers",
+        ),
+    ] = "requests"
     worker_secret: Annotated[
         Path | None,
         Option(
@@ -294,6 +304,7 @@ class EngineKeywords(TypedDict, total=False):
     host_reserve_gib: float | None
     cpu_cache_dtype: str
     workers: str | None
+    worker_partition: str
     worker_secret: Path | None
     worker_ca: Path | None
     worker_timeout_s: float

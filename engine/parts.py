@@ -66,7 +66,8 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
     trust = trust_of(options)
     if options.tensor_parallel == 1:
         parts = take_memory(load(options, progress), options)
-        return with_workers(parts, options.workers, trust) if options.workers and trust else parts
+        by_heads = options.worker_partition == "heads"
+        return with_workers(parts, options.workers, trust, by_heads) if options.workers and trust else parts
     leader = Leader(options, choose_device(options.device))
     try:
         parts = take_memory(load(options, progress, rank=leader.rank), options, member=leader)
@@ -97,13 +98,15 @@ def addresses_of(named: str) -> list[Address]:
     return [Address.parse(text.strip()) for text in named.split(",")]
 
 
-def with_workers(parts: EngineParts, named: str, trust: Trust) -> EngineParts:
+def with_workers(parts: EngineParts, named: str, trust: Trust, by_heads: bool = False) -> EngineParts:
     """Connect an engine's parts to workers; who cannot be reached is tried again in the background.
 
     Args:
         named: their addresses, or how many of them Ray shall have.
+        by_heads: whether they divide the heads of all requests, and not the requests.
 
     Raises:
+        ValueError: the heads cannot be divided among so many.
         ConnectionError: a worker refuses.
         RuntimeError: Ray does not start.
     """
@@ -115,7 +118,12 @@ def with_workers(parts: EngineParts, named: str, trust: Trust) -> EngineParts:
     addresses = (
         [partial(_same, address) for address in addresses_of(named)] if cluster is None else cluster.addresses
     )
-    workers = Workers(addresses, trust, config, shape, sinks, most, cluster=cluster)
+    try:
+        workers = Workers(addresses, trust, config, shape, sinks, most, cluster=cluster, by_heads=by_heads)
+    except ValueError:
+        if cluster is not None:
+            cluster.close()
+        raise
     workers.connect()
     pools = {place: parts.storage[place] for place in parts.storage.places}
     return replace(

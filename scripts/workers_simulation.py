@@ -16,7 +16,9 @@ import matplotlib as mpl
 import torch
 
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.predict.cost_model import TableCostModel
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.predict.cost_model import NOTHING, TableCostModel
+from neo_desktop.engine.predict.estimate import Decodes, Load, iteration_ms
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.analytic import KVBudget, analytic_cost_model, kv_budget
@@ -27,9 +29,7 @@ from neo_desktop.engine.simulation.workers import (
     Link,
     SteadyLoad,
     Workers,
-    device_ms,
     with_workers,
-    workers_ms,
     workers_wanted,
 )
 from neo_desktop.engine.simulation.workload import synthetic
@@ -80,18 +80,28 @@ def cost_of(base: TableCostModel, model: str, count: int, link: Link) -> TableCo
     return with_workers(base, Workers(count, SOCKET, link), shape(model), DTYPE)
 
 
-def scaling(model: str, link: Link, sequences: int, length: int) -> Scaling:
-    """As the engine does it: a worker gets rows, attends, sends the output, and only then gets others."""
+def scaling(model: str, link: Link, sequences: int, length: int, *, ahead: bool = True) -> Scaling:
+    """Return what the workers bring.
+
+    Args:
+        ahead: as the engine does it: rows of one sub-batch cross the link while workers attend for the
+            other. False: a worker gets rows, attends, sends the output, and only then gets others.
+    """
     base = analytic_cost_model(A10, SOCKET, shape(model), DTYPE)
     prompt = 16
     budget = KVBudget(0, sequences * (length + 128))
     requests = synthetic(sequences, prompt, length - prompt)
+
+    def cost(count: int) -> TableCostModel:
+        found = cost_of(base, model, count, link)
+        return found if ahead else replace(found, way=NOTHING, sending=NOTHING)
+
     return Scaling(
         [
             simulate(
                 requests,
                 POLICIES["fastdecode"],
-                cost_of(base, model, count, link),
+                cost(count),
                 budget.num_blocks(),
                 BLOCK_SIZE,
                 LIMITS,
@@ -101,36 +111,43 @@ def scaling(model: str, link: Link, sequences: int, length: int) -> Scaling:
     )
 
 
-def scaling_beside(model: str, link: Link, sequences: int, length: int) -> Scaling:
-    """In the long run, if rows of one sub-batch crossed the link while workers attend for the other."""
+def steady(model: str, link: Link, sequences: int, length: int) -> Scaling:
+    """Return what an iteration brings once chats that began at different times are in the middle of it."""
     base = analytic_cost_model(A10, SOCKET, shape(model), DTYPE)
     load = SteadyLoad(sequences, 16, length - 16)
-    rates = []
-    for count in COUNTS:
-        cost = cost_of(base, model, count, link)
-        gpu_ms, way_ms = device_ms(cost, load), cost.hand_off_ms(-(-sequences // 2))
-        attention_ms = workers_ms(cost, load) - way_ms
-        layer_ms = max(2 * gpu_ms, 2 * attention_ms, gpu_ms + way_ms + attention_ms)
-        rates.append(sequences / (cost.num_layers * layer_ms + cost.iteration_ms) * 1e3)
-    return Scaling(rates)
+    rows = sequences // 2
+    prompts = round(rows * load.prompt_tokens / load.output_tokens)
+    half = Load(
+        rows + prompts,
+        rows,
+        prompts * base.prefill_attention_ms(16, 0) / 16,
+        {Place.HOST: Decodes(rows, round(rows * load.context_tokens))},
+    )
+    costs = (cost_of(base, model, count, link) for count in COUNTS)
+    return Scaling([2 * rows / iteration_ms(cost, half, half) * 1e3 for cost in costs])
 
 
 def print_efficiency(out: Path) -> None:
-    print("| model | sequences | link | 1 | 2 | 4 | 8 | efficiency at 8 | link beside attention | wanted |")
-    print("|---" * 10 + "|")
+    print(
+        "| model | sequences | link | 1 | 2 | 4 | 8 | efficiency at 8 | begun at different times "
+        "| not sent ahead | wanted |"
+    )
+    print("|---" * 11 + "|")
     drawn: dict[str, Scaling] = {}
     for model in ("llama-2-7b", "llama-2-13b"):
         base = analytic_cost_model(A10, SOCKET, shape(model), DTYPE)
         for sequences, length in SEQUENCES:
             for name, link in LINKS.items():
                 found = scaling(model, link, sequences, length)
-                beside = scaling_beside(model, link, sequences, length)
+                behind = scaling(model, link, sequences, length, ahead=False)
+                lasting = steady(model, link, sequences, length)
                 load = SteadyLoad(sequences, 16, length - 16)
                 wanted = workers_wanted(base, SOCKET, link, shape(model), DTYPE, load) or "none is enough"
                 rates = " | ".join(f"{rate:,.0f}" for rate in found.tokens_per_s)
                 print(
                     f"| {model} | {sequences} of {length} | {name} | {rates} | "
-                    f"{found.efficiencies[-1]:.0%} | {beside.efficiencies[-1]:.0%} | {wanted} |",
+                    f"{found.efficiencies[-1]:.0%} | {lasting.efficiencies[-1]:.0%} | "
+                    f"{behind.efficiencies[-1]:.0%} | {wanted} |",
                     flush=True,
                 )
                 if (model, sequences, length) == ("llama-2-13b", *SEQUENCES[0]):

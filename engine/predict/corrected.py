@@ -7,7 +7,7 @@ are those of graphs still, and all that the device does takes so many times long
 
 from neo_desktop.engine.batch import IterationTiming
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.predict.cost_model import CostModel, MemoryShares
+from neo_desktop.engine.predict.cost_model import CostModel, MemoryShares, Way
 
 
 class CorrectedCostModel:
@@ -73,6 +73,10 @@ class CorrectedCostModel:
     def hand_off_ms(self, requests: int) -> float:
         """See `CostModel`: most of it is the device's work, and launching it."""
         return self._base.hand_off_ms(requests) * self.device_factor
+
+    def way_ms(self, requests: int) -> Way:
+        """See `CostModel`: a part of that."""
+        return Way(*(ms * self.device_factor for ms in self._base.way_ms(requests)))
 
     def transfer_ms(self, tokens: int) -> float:
         """See `CostModel`."""

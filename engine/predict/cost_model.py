@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, Self
 from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.models.linear.shares import UNMEASURED, StreamedShares
 
-FILE_VERSION = 8  # of the JSON form of the tables
+FILE_VERSION = 9  # of the JSON form of the tables
 
 
 class MemoryShares(NamedTuple):
@@ -22,6 +22,16 @@ class MemoryShares(NamedTuple):
 
 
 UNSHARED = MemoryShares()
+
+
+class Way(NamedTuple):
+    """What rows take to workers, and the output back, in ms. Meanwhile others are attended for."""
+
+    all: float
+    sending: float  # part of it: others' rows cannot be sent beside it
+
+
+NO_WAY = Way(0.0, 0.0)
 
 
 class CostModel(Protocol):
@@ -59,6 +69,9 @@ class CostModel(Protocol):
 
     def hand_off_ms(self, requests: int) -> float:
         """What bringing q, k, v to the host and the attention output back takes."""
+
+    def way_ms(self, requests: int) -> Way:
+        """What of that is the way to workers and back; known in simulations alone."""
 
     def transfer_ms(self, tokens: int) -> float:
         """T_x: the KV of this many tokens over the bus, one way, by rows: it lies differently there."""
@@ -106,6 +119,10 @@ class ZeroCostModel:
     def hand_off_ms(self, requests: int) -> float:
         """Return 0."""
         return 0.0
+
+    def way_ms(self, requests: int) -> Way:
+        """Return 0."""
+        return NO_WAY
 
     def transfer_ms(self, tokens: int) -> float:
         """Return 0."""
@@ -246,6 +263,8 @@ class TableCostModel:
     later_chunk_attention: Surface
     attention: Mapping[Place, Surface]
     host_linear: Curve = NOTHING
+    way: Curve = NOTHING  # part of the hand-off
+    sending: Curve = NOTHING  # part of the way
     swap: Curve = NOTHING
     duplex: float = 1.0
     memory_shares: MemoryShares = UNSHARED
@@ -280,6 +299,10 @@ class TableCostModel:
     def hand_off_ms(self, requests: int) -> float:
         """See `CostModel`."""
         return self.hand_off(requests)
+
+    def way_ms(self, requests: int) -> Way:
+        """See `CostModel`."""
+        return Way(self.way(requests), self.sending(requests))
 
     def transfer_ms(self, tokens: int) -> float:
         """See `CostModel`."""

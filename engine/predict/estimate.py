@@ -9,6 +9,15 @@ Per layer, with sub-batches 0 and 1 (NEO, section 3.2; `device_i` is T_pf + T_ga
 With one sub-batch its attention on the host runs beside its own attention on the device, and the linear
 stages wait for both.
 
+Rows for workers are sent ahead: those of one sub-batch are on their way while workers attend for the other.
+So stages last for what workers attend, without the way there and back; but a layer takes no less than one
+sub-batch needs for its linear stages, its way and its attention (Lamina, section 5.2), and no less than it
+takes to send the rows of both:
+
+    device   | linear 0 | linear 1 |           | linear 0 | ..
+    link               | 0 |       | 1 |  | 0 |
+    workers                | attention 0 | attention 1 | ..
+
 Where a part of the weights lies in host memory, the host multiplies in the linear stages, too. It does all in
 order: its attention for one sub-batch, and then its products for the other.
 
@@ -29,7 +38,7 @@ from typing import NamedTuple
 
 from neo_desktop.engine.batch import IterationTiming
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.predict.cost_model import CostModel
+from neo_desktop.engine.predict.cost_model import NO_WAY, CostModel, Way
 
 
 class Decodes(NamedTuple):
@@ -155,11 +164,19 @@ class Times(NamedTuple):
     on_device: float  # attention there
     on_host: float
     host_linear: float = 0.0  # the host's part in the linear stages, which they wait for
+    way: Way = NO_WAY  # part of `on_host`
 
 
-def times_of(cost: CostModel, tokens: int, on_device_ms: float, on_host_ms: float) -> Times:
-    """Return the times of a layer of a sub-batch of so many tokens, with attention that takes so long."""
-    return Times(cost.linear_ms(tokens), on_device_ms, on_host_ms, cost.host_linear_ms(tokens))
+def times_of(
+    cost: CostModel, tokens: int, on_device_ms: float, on_host_ms: float, handed_off: int = 0
+) -> Times:
+    """Return the times of a layer of a sub-batch of so many tokens, with attention that takes so long.
+
+    Args:
+        handed_off: requests that the host or workers attend for.
+    """
+    way = cost.way_ms(handed_off) if handed_off else NO_WAY
+    return Times(cost.linear_ms(tokens), on_device_ms, on_host_ms, cost.host_linear_ms(tokens), way)
 
 
 def times_ms(
@@ -187,10 +204,17 @@ def times_ms(
         late_ms = max(staggered_ms - idle_ms, 0.0) if cost.overlaps else staggered_ms
         layer = first.linear + both(first.on_device, first.on_host + late_ms)
     else:
-        stage_b, on_host_b = second.linear + first.on_device, first.on_host + second.host_linear
+        on_host_a = second.on_host - second.way.all + first.host_linear
+        stage_b, on_host_b = (
+            second.linear + first.on_device,
+            first.on_host - first.way.all + second.host_linear,
+        )
         late_ms = max(staggered_ms - max(stage_b - on_host_b, 0.0), 0.0) if cost.overlaps else staggered_ms
-        layer = both(first.linear + second.on_device, second.on_host + late_ms + first.host_linear)
+        layer = both(first.linear + second.on_device, on_host_a + late_ms)
         layer += both(stage_b, on_host_b)
+        if cost.overlaps:  # no less than what one of them goes through, or both of them send
+            layer = max(layer, first.linear + first.on_host, second.linear + second.on_host)
+            layer = max(layer, first.way.sending + second.way.sending)
     if copies_ms:
         layer = both(layer, copies_ms)
         if cost.overlaps:
@@ -254,12 +278,17 @@ def _iteration_ms(
     tokens = [load.tokens for load in loads]
     tokens[0] += more_rows
     times = [
-        times_of(cost, count, device_attention_ms(cost, load), host_ms(cost, load.decodes))
+        times_of(cost, count, device_attention_ms(cost, load), host_ms(cost, load.decodes), _handed_off(load))
         for count, load in zip(tokens, loads, strict=True)
     ]
     rows = sum(load.rows for load in loads) + more_rows
     second = times[1] if len(times) > 1 else None
     return times_ms(cost, times[0], second, rows, copies_ms, staggered_ms(cost, staggered))
+
+
+def _handed_off(load: Load) -> int:
+    """Return how many decodes the host or workers attend for."""
+    return sum(decodes.requests for place, decodes in load.decodes.items() if place.host_attends)
 
 
 def predict(

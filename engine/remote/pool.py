@@ -8,6 +8,7 @@ from torch import Tensor
 from neo_desktop.engine.kv.layer import KVLayer, KVShape, Partials, Rows
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.remote.heads import HeadGroup
 from neo_desktop.engine.remote.link import WorkerLink
 from neo_desktop.models.config import ModelConfig
 
@@ -22,7 +23,7 @@ class RemoteLayer(KVLayer):
 
     __slots__ = ("_index", "_link")
 
-    def __init__(self, link: WorkerLink, index: int, block_size: int) -> None:
+    def __init__(self, link: WorkerLink | HeadGroup, index: int, block_size: int) -> None:
         self.block_size = block_size
         self.device = CPU
         self.sinks = self.softcap = None  # the worker has them
@@ -73,7 +74,7 @@ class RemoteLayer(KVLayer):
 
 
 class RemotePool(KVPool):
-    """K and V of all blocks of a worker.
+    """K and V of all blocks of a worker, or of several that divide the heads.
 
     Args:
         place: the worker's.
@@ -84,7 +85,12 @@ class RemotePool(KVPool):
     """
 
     def __init__(
-        self, place: Place, config: ModelConfig, block_size: int, dtype: torch.dtype, link: WorkerLink
+        self,
+        place: Place,
+        config: ModelConfig,
+        block_size: int,
+        dtype: torch.dtype,
+        link: WorkerLink | HeadGroup,
     ) -> None:
         # Nothing of what another pool takes is here: no memory, and no parts.
         self.worker = place.name

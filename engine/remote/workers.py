@@ -11,6 +11,7 @@ from torch import Tensor
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.remote.cluster import Cluster
 from neo_desktop.engine.remote.greeting import RefusedError
+from neo_desktop.engine.remote.heads import HeadGroup, check_heads
 from neo_desktop.engine.remote.link import Address, Trust, WorkerLink
 from neo_desktop.engine.remote.pool import RemotePool
 from neo_desktop.engine.remote.shape import AttentionShape
@@ -43,6 +44,11 @@ class Workers:
         most_blocks: in a worker's memory; more are of no use.
         retries_s: see `RETRIES_S`.
         cluster: that the workers belong to; closed with them.
+        by_heads: whether all of them are one place, and each has some of the heads of all requests; else
+            each is a place of its own.
+
+    Raises:
+        ValueError: the heads cannot be divided among so many.
     """
 
     def __init__(
@@ -55,14 +61,13 @@ class Workers:
         most_blocks: int,
         retries_s: Sequence[float] = RETRIES_S,
         cluster: Cluster | None = None,
+        *,
+        by_heads: bool = False,
     ) -> None:
         self._config, self._shape, self._sinks, self._most_blocks = config, shape, sinks, most_blocks
         self._retries_s = retries_s
         self._cluster = cluster
-        self._links = {
-            Place.worker(number): WorkerLink(Place.worker(number).name, address, trust)
-            for number, address in enumerate(addresses, 1)
-        }
+        self._links = self._grouped(addresses, trust) if by_heads else self._apart(addresses, trust)
         self._reasons: dict[Place, str] = {}  # why those are lost that are
         self._losses = dict.fromkeys(self._links, 0)
         self._returned: list[Place] = []  # whom nobody has taken back yet
@@ -70,6 +75,22 @@ class Workers:
         self._changes = threading.Lock()
         self._news = threading.Event()  # that somebody has returned since the last loss
         self._closing = threading.Event()
+
+    @staticmethod
+    def _apart(
+        addresses: Sequence[Callable[[], Address]], trust: Trust
+    ) -> dict[Place, WorkerLink | HeadGroup]:
+        places = (Place.worker(number) for number in range(1, len(addresses) + 1))
+        return {
+            place: WorkerLink(place.name, find, trust) for place, find in zip(places, addresses, strict=True)
+        }
+
+    def _grouped(
+        self, addresses: Sequence[Callable[[], Address]], trust: Trust
+    ) -> dict[Place, WorkerLink | HeadGroup]:
+        check_heads(self._shape.num_kv_heads, len(addresses))
+        place = Place.worker(1)
+        return {place: HeadGroup(place.name, [WorkerLink(place.name, find, trust) for find in addresses])}
 
     def connect(self) -> None:
         """Reach all; who does not answer is tried again in the background.
@@ -88,7 +109,7 @@ class Workers:
                 logger.warning("%s%s cannot be reached, and is tried again: %s", place, where, error)
                 self._await(place, str(error))
 
-    def _open(self, link: WorkerLink) -> None:
+    def _open(self, link: WorkerLink | HeadGroup) -> None:
         link.open(self._shape, self._sinks, self._most_blocks)
 
     @property

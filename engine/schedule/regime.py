@@ -232,14 +232,14 @@ class RegimeFinder:
         second: Times | None = None
         if regime.kind is Kind.ONE:
             all_tokens = tokens + num_host + rows
-            first = times_of(cost, all_tokens, attention_ms + prefill_ms, host_ms(num_host))
+            first = times_of(cost, all_tokens, attention_ms + prefill_ms, host_ms(num_host), num_host)
         elif regime.kind is Kind.DECODES_APART:
             first = times_of(cost, tokens, attention_ms + prefill_ms, 0.0)
-            second = times_of(cost, num_host, 0.0, host_ms(num_host))
+            second = times_of(cost, num_host, 0.0, host_ms(num_host), num_host)
         else:
             half, of_host = (tokens + num_host) // 2, num_host - num_host // 2
-            first = times_of(cost, half, attention_ms + prefill_ms / 2, host_ms(of_host))
-            second = times_of(cost, half, prefill_ms / 2, host_ms(num_host // 2))
+            first = times_of(cost, half, attention_ms + prefill_ms / 2, host_ms(of_host), of_host)
+            second = times_of(cost, half, prefill_ms / 2, host_ms(num_host // 2), num_host // 2)
         sampled = num_device + num_host + rows
         # Prompts of those who will live in host memory go there over the bus.
         on_host = num_host + regime.num_staggered / cost.num_layers

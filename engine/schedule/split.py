@@ -83,6 +83,7 @@ class Outlook:
         self._copies_ms = copies_ms(cost, (load,), moved_tokens)
         # A prompt's last token alone is a decode, wherever it lives.
         self._at_host = {place: each for place, each in load.decodes.items() if place.host_attends}
+        self._num_at_host = sum(requests for requests, _ in self._at_host.values())
         self._attention_ms = device_attention_ms(cost, load)
 
     def front(self, num_second: int, num_taken: int) -> Split:
@@ -199,9 +200,12 @@ class Outlook:
             second_ms = cost.linear_ms(second.tokens + num_taken // 2) + attention_ms
             num_second = round(num_taken * first_ms / (first_ms + second_ms)) if first_ms else num_taken // 2
             in_second, in_first = range(num_second), range(num_second, num_taken)
-            times = times_of(cost, load.tokens + len(in_first), attention_ms, self._host_ms(in_first))
+            num_first = len(in_first)
+            host_ms = self._host_ms(in_first)
+            times = times_of(cost, load.tokens + num_first, attention_ms, host_ms, num_first)
             of_second = second.tokens + num_second
-            others = times_of(cost, of_second, second.prefill_ms, self._host_ms(in_second))
+            host_ms = self._host_ms(in_second)
+            others = times_of(cost, of_second, second.prefill_ms, host_ms, num_second)
             rows = self.load.rows + num_taken
             predicted_ms = times_ms(cost, times, others, rows, self._copies_ms)
             yield Split(in_second, in_first, self.queue, load, predicted_ms, num_chunks, second)
@@ -223,11 +227,13 @@ class Outlook:
         if not most or not cost.overlaps or split.num_chunks_second:
             return
         under_way = sum(requests for requests, _ in self._staggered.values())
+        num_first = len(split.first) + self._num_at_host
         tokens = self.load.tokens + len(split.first)
         on_host = self._host_ms(split.first, self._at_host)
         second = None
         if split.second:
-            second = times_of(cost, len(split.second), 0.0, self._host_ms(split.second))
+            num_second = len(split.second)
+            second = times_of(cost, num_second, 0.0, self._host_ms(split.second), num_second)
 
         def scaled(count: int) -> Mapping[Place, Decodes]:
             """The same mix of decodes, of another number; where there are few, the first place's."""
@@ -240,7 +246,7 @@ class Outlook:
         def predicted_ms(count: int) -> tuple[float, float]:
             decodes = scaled(count)
             rows = staggered_rows(cost, decodes)
-            times = times_of(cost, tokens + rows, self._attention_ms, on_host)
+            times = times_of(cost, tokens + rows, self._attention_ms, on_host, num_first)
             host_ms = staggered_ms(cost, decodes)
             sampled = split.load.rows + split.num_taken + rows
             return times_ms(cost, times, second, sampled, self._copies_ms, host_ms), host_ms
@@ -268,8 +274,9 @@ class Outlook:
             second, first = (), second
             tokens = len(first)
         cost = self._cost
-        times = times_of(cost, tokens, self._attention_ms, self._host_ms(first, self._at_host))
-        others = times_of(cost, len(second), 0.0, self._host_ms(second)) if second else None
+        host_ms, num_first = self._host_ms(first, self._at_host), len(first) + self._num_at_host
+        times = times_of(cost, tokens, self._attention_ms, host_ms, num_first)
+        others = times_of(cost, len(second), 0.0, self._host_ms(second), len(second)) if second else None
         rows = load.rows + len(first) + len(second)
         predicted_ms = times_ms(cost, times, others, rows, self._copies_ms)
         return Split(second, first, self.queue, load, predicted_ms)

@@ -2,8 +2,9 @@
 
 The model is FastDecode's. A row (a decode in a layer) sends q, k and v over the GPU's link and gets the
 output back; a worker then reads the KV of its requests. Requests are divided evenly, each one belongs to one
-worker, so that more workers than requests bring nothing. Nothing of a row overlaps with itself: link and
-reading add up, and what hides them is the GPU's work for the other sub-batch.
+worker, so that more workers than requests bring nothing. Nothing of a row overlaps with itself: what hides
+its way and its reading is the GPU's work for the other sub-batch. Rows of one sub-batch are on their way
+while workers attend for the other.
 """
 
 from bisect import bisect_left
@@ -71,6 +72,7 @@ def with_workers(
     query_bytes = config.num_heads * config.head_dim * dtype.itemsize
     kv_bytes = config.kv_bytes_per_token(dtype) / config.num_layers  # of one layer, per token
     row_ms = (2 * query_bytes + kv_bytes) / link.bytes_per_s * 1e3
+    sent_ms = (query_bytes + kv_bytes) / link.bytes_per_s * 1e3  # the output comes back beside others' rows
     token_ms = host_attention_ms(workers.kind, config, dtype)
     # The worker with the most requests has one at least: level up to as many requests as workers.
     requests = sorted({1, count, count * MOST_ROWS})
@@ -81,11 +83,15 @@ def with_workers(
         [[CPU_CALL_MS + max(n / count, 1) * c * token_ms for c in contexts] for n in requests],
     )
     rows = cost.hand_off.x
+    # Over the bus and the link, there and back: workers attend for others meanwhile.
+    way = Curve(rows, [cost.hand_off(n) + link.round_trip_ms + n * row_ms for n in rows])
     tokens = cost.transfer.x
     return replace(
         cost,
         memory_shares=cost.memory_shares._replace(attention=0.0),  # theirs is another memory
-        hand_off=Curve(rows, [cost.hand_off(n) + link.round_trip_ms + n * row_ms for n in rows]),
+        hand_off=way,
+        way=way,
+        sending=Curve(rows, [n * sent_ms for n in rows]),
         # Prompts' KV goes on to the link while more of it comes over the bus.
         transfer=Curve(
             tokens, [max(cost.transfer(n), n * kv_bytes / link.bytes_per_s * 1e3) for n in tokens]

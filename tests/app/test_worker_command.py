@@ -105,6 +105,29 @@ def test_a_killed_worker_loses_nothing_and_another_takes_its_place(
             assert other.end() == 0
 
 
+def test_of_workers_that_divide_the_heads_a_killed_one_loses_all_and_comes_back(
+    checkpoint: Path, secret: Path, worker: WorkerProcess
+) -> None:
+    """Both hold a part of each request's KV, and neither part is of use alone."""
+    batch = prompts()
+    with WorkerProcess(secret) as second:
+        workers = f"{worker.address},{second.address}"
+        with make_engine(checkpoint, secret, workers, partition="heads") as engine:
+            assert [place for place in engine.stats().pools if place.is_remote] == [ONE]
+            answers = Answers(engine, batch)
+            answers.until(lambda: engine.stats().num_running_at[ONE] > 1 and len(answers.tokens["0"]) > 5)
+            second.kill()
+            answers.until(lambda: engine.stats().pools[ONE].num_blocks == 0)
+            assert engine.stats().num_running_at[ONE] == 0
+            assert str(second.address) in (engine.live_view().workers[ONE].lost or "")
+            with WorkerProcess(secret, second.address.port):
+                assert answers.end() == expected(checkpoint, batch)
+                again = Answers(engine, batch)
+                again.until_back(ONE)
+                assert again.end() == expected(checkpoint, batch)
+                assert_is_idle(engine)
+
+
 def test_a_stopped_worker_is_lost_after_a_while_and_comes_back(
     checkpoint: Path, secret: Path, worker: WorkerProcess
 ) -> None:

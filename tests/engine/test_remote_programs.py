@@ -15,7 +15,7 @@ from pipeline_case import (
     tiny_config,
     tiny_model,
 )
-from workers import running_worker, with_workers
+from workers import connected, connected_by_heads, running_worker, with_workers
 
 from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, SubBatch
 from neo_desktop.engine.execute.plan_executor import PlanExecutor
@@ -85,6 +85,28 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
     iterations = RandomIterations(seed, NUM_BLOCKS, places=case.storage.places)
     for plan, contexts in iterations.plans(12):
         result = case.executor.execute(plan)
+        check_result(model, plan, contexts, result)
+        iterations.take_in(result)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_plans_with_heads_divided_among_workers(
+    stack: ExitStack, model: Decoder, model_with_sinks: Decoder, seed: int
+) -> None:
+    """One place of two workers, beside the device and a worker with requests of its own."""
+    model = model_with_sinks if seed % 2 else model
+    addresses = [stack.enter_context(running_worker())[1] for _ in range(3)]
+    pools = {
+        Place.DEVICE: make_storage(model, {Place.DEVICE: NUM_BLOCKS})[Place.DEVICE],
+        ONE: connected_by_heads(model, ONE, addresses[:2], NUM_BLOCKS, BLOCK_SIZE),
+        TWO: connected(model, TWO, addresses[2], NUM_BLOCKS, BLOCK_SIZE),
+    }
+    storage = KVStorage(pools)
+    executor = thread_executor(model, storage)
+    stack.callback(executor.close)
+    iterations = RandomIterations(seed, NUM_BLOCKS, places=storage.places)
+    for plan, contexts in iterations.plans(12):
+        result = executor.execute(plan)
         check_result(model, plan, contexts, result)
         iterations.take_in(result)
 

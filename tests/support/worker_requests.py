@@ -23,7 +23,13 @@ def prompts(count: int = 6) -> list[list[int]]:
 
 
 def make_engine(
-    checkpoint: Path, secret: Path, workers: str, *, gpu_cache_tokens: int = 160, timeout_s: float = 10.0
+    checkpoint: Path,
+    secret: Path,
+    workers: str,
+    *,
+    gpu_cache_tokens: int = 160,
+    timeout_s: float = 10.0,
+    partition: str = "requests",
 ) -> Engine:
     return Engine.from_pretrained(
         checkpoint,
@@ -32,6 +38,7 @@ def make_engine(
         gpu_cache_tokens=gpu_cache_tokens,
         cpu_cache_tokens=0,
         workers=workers,
+        worker_partition=partition,
         worker_secret=secret,
         worker_timeout_s=timeout_s,
         cost_model=machine(cpu_token_ms=1e-6, hand_off_ms=0.0),

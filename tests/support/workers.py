@@ -3,13 +3,15 @@
 import socket
 import ssl
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.remote.heads import HeadGroup
 from neo_desktop.engine.remote.link import Address, Trust, WorkerLink
 from neo_desktop.engine.remote.pool import RemotePool
 from neo_desktop.engine.remote.shape import AttentionShape
@@ -51,6 +53,20 @@ def connected(model: Decoder, place: Place, address: Address, num_blocks: int, b
     link = WorkerLink(place.name, lambda: address, TRUST)
     link.open(shape_of(model, block_size), sinks_of(model), num_blocks)
     return RemotePool(place, model.config, block_size, model.dtype, link)
+
+
+def _same(address: Address) -> Address:
+    return address
+
+
+def connected_by_heads(
+    model: Decoder, place: Place, addresses: Sequence[Address], num_blocks: int, block_size: int
+) -> RemotePool:
+    """Return the pool of workers that divide the heads."""
+    links = [WorkerLink(place.name, partial(_same, address), TRUST) for address in addresses]
+    group = HeadGroup(place.name, links)
+    group.open(shape_of(model, block_size), sinks_of(model), num_blocks)
+    return RemotePool(place, model.config, block_size, model.dtype, group)
 
 
 def with_workers(

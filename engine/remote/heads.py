@@ -1,0 +1,101 @@
+"""Workers that hold a place's KV together: each has some of the heads of all requests (Lamina, section 5).
+
+So all of them attend for every request, and have equally much to do whatever requests there are. Each has all
+blocks, with its own KV heads: the same block tables go to all.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from neo_desktop.engine.kv.transfer import HostBuffer
+from neo_desktop.engine.remote.link import WorkerLink
+from neo_desktop.engine.remote.shape import AttentionShape
+
+CPU = torch.device("cpu")
+
+
+def check_heads(num_kv_heads: int, num_workers: int) -> None:
+    """Check that KV heads can be divided evenly; ValueError: they cannot."""
+    if num_kv_heads % num_workers:
+        raise ValueError(
+            f"{num_kv_heads} KV heads cannot be divided among {num_workers} workers: name a number of "
+            "workers that divides them, or let each have requests of its own (worker_partition 'requests')"
+        )
+
+
+class HeadGroup:
+    """Connections to several workers, as one; methods as of `WorkerLink`.
+
+    When one worker is lost, all KV is: the others hold heads of it that are of no use alone.
+
+    Args:
+        name: of the place, which all links have.
+        links: one for each worker, in the order of their heads; at least one.
+    """
+
+    def __init__(self, name: str, links: Sequence[WorkerLink]) -> None:
+        self.name = name
+        self._links = links
+        self._out, self._rows = HostBuffer(CPU), HostBuffer(CPU)
+
+    @property
+    def address(self) -> str | None:
+        """Where they listen, for people; None: nobody knows it of any."""
+        return ", ".join(str(each.address) for each in self._links if each.address is not None) or None
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks all of them have."""
+        return min(each.num_blocks for each in self._links)
+
+    def open(self, shape: AttentionShape, sinks: Tensor | None, most_blocks: int) -> None:
+        """Connect to all; raises as `WorkerLink.open`."""
+        count = len(self._links)
+        check_heads(shape.num_kv_heads, count)
+        part = replace(shape, num_heads=shape.num_heads // count, num_kv_heads=shape.num_kv_heads // count)
+        try:
+            for number, link in enumerate(self._links):
+                heads = slice(number * part.num_heads, (number + 1) * part.num_heads)
+                link.open(part, None if sinks is None else sinks[:, heads], most_blocks)
+        except BaseException:
+            self.close()
+            raise
+
+    def _parts(self, *tensors: Tensor) -> Iterator[tuple[WorkerLink, Sequence[Tensor]]]:
+        """Yield each worker with its heads, which are the last dimension but one of each tensor."""
+        divided = (each.chunk(len(self._links), dim=-2) for each in tensors)
+        return zip(self._links, zip(*divided, strict=True), strict=True)
+
+    def ask(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, block_tables: Tensor, context_lens: Tensor
+    ) -> None:
+        """Send each the rows of its heads."""
+        for link, (of_q, of_k, of_v) in self._parts(q, k, v):
+            link.ask(layer, of_q, of_k, of_v, block_tables, context_lens)
+
+    def answer(self, out: Tensor) -> None:
+        """Wait for the output of all heads."""
+        for link, (target,) in self._parts(out):
+            of_link = self._out.view(tuple(target.shape), target.dtype)
+            link.answer(of_link)
+            target.copy_(of_link)
+
+    def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store the rows of each one's heads."""
+        for link, (of_k, of_v) in self._parts(k, v):
+            link.store(layer, slots, of_k, of_v)
+
+    def read(self, layer: int, slots: Tensor, out: Tensor) -> None:
+        """Read the rows of all heads."""
+        for link, (target,) in self._parts(out):
+            of_link = self._rows.view(tuple(target.shape), target.dtype)
+            link.read(layer, slots, of_link)
+            target.copy_(of_link)
+
+    def close(self) -> None:
+        """End all connections; may be called again, from any thread."""
+        for link in self._links:
+            link.close()
