@@ -34,7 +34,7 @@ from neo_desktop.engine.execute.swapping import (
     swapped_pool,
 )
 from neo_desktop.engine.execute.transfers import Moves, TransferMemory
-from neo_desktop.engine.execute.workspace import HandOver, Memory, Workspace
+from neo_desktop.engine.execute.workspace import BatchMemory, HandOver, Memory, Workspace
 from neo_desktop.engine.int_array import IntArray, IntView
 from neo_desktop.engine.kv.peer import PeerPool
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
@@ -45,6 +45,8 @@ from neo_desktop.models.stages import Stages
 
 NOWHERE: Mapping[str, int] = {}
 NO_BLOCKS = IntArray().view()
+# How many times longer a kernel takes to read host memory than a copy. Not measured: what it has to be worth.
+GATHERING_COST = 1.25
 
 
 class ProgramBuilder:
@@ -94,13 +96,16 @@ class ProgramBuilder:
         self._check_staggered(plan)
         members = Members.of_all(plan, places)
         bucket = Bucket.of(plan, members, places, self._storage.block_size)
+        blocks = np.unique(swapped_blocks(plan, self._storage.block_size))
+        if for_graphs and bucket.is_whole and self._is_worth_gathering(bucket, len(blocks)):
+            bucket = bucket.gathering(len(blocks))
         memory = self._workspace.memory(bucket.rounded() if for_graphs else bucket)
         if for_graphs and not memory.is_fixed:
             memory = self._workspace.memory(bucket)
         chooses = memory.is_fixed and for_graphs and bucket.is_whole and not _pools(plan)
         self._transfers.begin()
         moves = Moves(self._storage.copy_groups(plan.copies), self._transfers)
-        stream = self._window_stream(plan, memory.bucket if chooses else None)
+        stream = self._window_stream(plan, blocks, memory if chooses else None)
         passes, asked, first_row = [], [], 0
         for part, each in zip(memory.parts, members, strict=True):
             wanted = [
@@ -132,20 +137,35 @@ class ProgramBuilder:
         moves, outputs = Moves((), self._transfers), Outputs((), self._stages, self._workspace, 0)
         return Program(self._stages, self._workspace, memory, passes, moves, outputs, chooses=True)
 
-    def _window_stream(self, plan: IterationPlan, graph: Bucket | None) -> WindowStream | None:
+    def _is_worth_gathering(self, bucket: Bucket, num_blocks: int) -> bool:
+        """Whether a graph gathers the used blocks sooner than it copies all up to the last of them."""
+        if self._swapped is None or not self._swapped.gathers:
+            return False
+        copied = min(bucket.rounded().swapped_blocks, self._swapped.num_blocks)
+        return num_blocks * GATHERING_COST < copied
+
+    def _window_stream(
+        self, plan: IterationPlan, blocks: NDArray[np.int32], graph: BatchMemory | None
+    ) -> WindowStream | None:
         """Return what brings swapped KV to the device; None: nobody attends to any.
 
         Args:
-            graph: the sizes of the graph that serves it; None: it is launched.
+            plan: of the iteration.
+            blocks: that are attended to.
+            graph: what it works in, if it is a graph; None: it is launched.
         """
-        if self._swaps is None or self._swapped is None:
-            return None
-        if not any(sequence.place.is_swapped for sequence in plan.sequences):
+        swaps, pool = self._swaps, self._swapped
+        if swaps is None or pool is None or not any(each.place.is_swapped for each in plan.sequences):
             return None
         if graph is None:
-            return self._swaps.stream(self._swapped.runs_of(swapped_blocks(plan, self._storage.block_size)))
-        count = min(graph.swapped_blocks, self._swapped.num_blocks)
-        return self._swaps.stream([BlockRun(0, count)] if count else [])
+            return swaps.stream(pool.runs_of(blocks))
+        if graph.bucket.gathered_blocks:
+            first = graph.parts[0]
+            listed = first.staged.gathered.numpy()
+            listed[: len(blocks)], listed[len(blocks) :] = blocks, -1
+            return swaps.gathering(first.inputs.gathered, len(blocks))
+        count = min(graph.bucket.swapped_blocks, pool.num_blocks)
+        return swaps.stream([BlockRun(0, count)] if count else [])
 
     def _pass(
         self,

@@ -9,7 +9,7 @@ there. Each part may have padding behind it, which nobody reads.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Self
 
@@ -110,7 +110,9 @@ class Bucket:
     sub_batches: tuple[Rows, ...]
     max_blocks: int  # of a row of the block tables of decodes that the device attends for
     has_copies: bool = False  # whether blocks move, so that layers have to wait for them
-    swapped_blocks: int = 0  # the first ones of their place, that come to the device for each layer
+    # Of swapped KV, what comes to the device in each layer: the first blocks, or so many of a list.
+    swapped_blocks: int = 0
+    gathered_blocks: int = 0
 
     @classmethod
     def of(
@@ -140,8 +142,13 @@ class Bucket:
             tuple(_with_prompts(rows) if has_prompts else _decodes(rows) for rows in self.sub_batches),
             max(_power_of_two(table), MIN_BLOCKS) if table else 0,
             self.has_copies,
-            _round_swapped(self.swapped_blocks),
+            round_swapped(self.swapped_blocks),
+            round_swapped(self.gathered_blocks),
         )
+
+    def gathering(self, blocks: int) -> "Bucket":
+        """Return the sizes for an iteration that gathers the swapped blocks that it uses, so many."""
+        return replace(self, swapped_blocks=0, gathered_blocks=blocks)
 
     @property
     def is_whole(self) -> bool:
@@ -196,8 +203,11 @@ def round_tokens(count: int) -> int:
     return -(-count // step) * step
 
 
-def _round_swapped(blocks: int) -> int:
-    """What comes for nothing costs time on the bus: it is at most an eighth, if there are many."""
+def round_swapped(blocks: int) -> int:
+    """Return for how many blocks of swapped KV there are graphs.
+
+    What comes for nothing costs time on the bus: it is at most an eighth, if there are many.
+    """
     step = max(MIN_BLOCKS, 1 << max((blocks - 1).bit_length() - 4, 0))
     return -(-blocks // step) * step
 

@@ -32,6 +32,7 @@ from neo_desktop.engine.execute.build_program import ProgramBuilder
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.host import HostBatch, Relays
 from neo_desktop.engine.execute.layout import MIN_BLOCKS, Bucket, Capacity, Rows
+from neo_desktop.engine.execute.swapping import swapped_pool
 from neo_desktop.engine.execute.timeline import Timeline
 from neo_desktop.engine.execute.workspace import Workspace
 from neo_desktop.engine.kernels.dispatch import fits_graph
@@ -102,7 +103,15 @@ class PlanExecutor(Executor):
         self._always_rounds = can_have_graphs and stages.is_part
         with self._backend.on_device():
             has_graphs = self._has_graphs or self._always_rounds
-            self._workspace = Workspace(stages, storage.places, capacity, num_programs, has_graphs=has_graphs)
+            swapped = swapped_pool(storage)
+            self._workspace = Workspace(
+                stages,
+                storage.places,
+                capacity,
+                num_programs,
+                has_graphs=has_graphs,
+                swapped_blocks=0 if swapped is None else swapped.num_blocks,
+            )
             self._builder = ProgramBuilder(stages, storage, self._workspace, capacity.decodes)
         self._has_graphs = self._has_graphs and self.fits_graphs
         has_host = model.has_splits or any(place.through_host for place in storage.places)

@@ -13,7 +13,7 @@ that fails at any point can be done again.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -43,17 +43,27 @@ class WindowStream:
     """The layers of a swapped pool on their way through the window, in an iteration.
 
     Args:
-        pool: the pool.
-        runs: of blocks, which hold all that is attended to.
+        layers: the swapped ones.
+        bring: starts to bring what is attended to of a layer.
+        num_tokens: how many tokens' KV that is.
         times: of the copies.
+        needs_inputs: whether what comes is told by inputs of the iteration.
     """
 
-    def __init__(self, pool: SwappedPool, runs: Sequence[BlockRun], times: CopyTimes) -> None:
-        self._pool = pool
-        self._runs = runs
-        self._num_tokens = sum(run.num_blocks for run in runs) * pool.block_size
+    def __init__(
+        self,
+        layers: Sequence[int],
+        bring: Callable[[int], None],
+        num_tokens: int,
+        times: CopyTimes,
+        *,
+        needs_inputs: bool = False,
+    ) -> None:
+        self._start = bring
+        self._num_tokens = num_tokens
         self._times = times
-        self._waiting = deque(pool.swapped_layers if runs else ())
+        self._needs_inputs = needs_inputs
+        self._waiting = deque(layers if num_tokens else ())
         self._ready: dict[int, Sequence[Signal]] = {}  # by layer: what precedes its copy
         self._arrived: dict[int, Signal] = {}
         self._wanted: set[int] = set()  # layers that the device waits for, or has waited for
@@ -65,8 +75,9 @@ class WindowStream:
         self._bring(recorder)
 
     def allow_all(self, recorder: Recorder) -> None:
-        """Let all layers come."""
-        self._ready = dict.fromkeys(self._waiting, ())
+        """Let all layers come, as soon as the device has the inputs, if that tell what comes."""
+        after = (recorder.mark(),) if self._needs_inputs and self._waiting else ()
+        self._ready = dict.fromkeys(self._waiting, after)
         self._bring(recorder)
 
     def wait(self, recorder: Recorder, layer: int) -> None:
@@ -83,7 +94,7 @@ class WindowStream:
 
         All must have ended.
         """
-        if not self._runs:
+        if not self._num_tokens:
             return 0.0, 0.0, 0
         return *self._times.read(), self._num_tokens
 
@@ -96,12 +107,11 @@ class WindowStream:
 
     def _bring(self, recorder: Recorder) -> None:
         """Have layers come, as far as there is room."""
-        pool = self._pool
         while self._waiting and self._waiting[0] in self._ready and self._ring.has_room:
             layer = self._waiting.popleft()
             _, is_free = self._ring.fill()  # the pool knows the slot of a layer
             stage = Stage(NAME, layer, NO_SUB_BATCH, self._num_tokens)
-            copy = partial(self._times.around, layer, partial(pool.bring, layer, self._runs))
+            copy = partial(self._times.around, layer, partial(self._start, layer))
             self._arrived[layer] = recorder.run(Lane.SWAP_IN, stage, copy, (*is_free, *self._ready[layer]))
 
 
@@ -129,7 +139,16 @@ class SwapMemory:
 
     def stream(self, runs: Sequence[BlockRun]) -> WindowStream:
         """Return what brings runs of blocks of all layers in an iteration."""
-        return WindowStream(self._pool, runs, self._times)
+        pool, num_blocks = self._pool, sum(run.num_blocks for run in runs)
+        bring = partial(pool.bring, runs=runs)
+        return WindowStream(pool.swapped_layers, bring, num_blocks * pool.block_size, self._times)
+
+    def gathering(self, blocks: Tensor, count: int) -> WindowStream:
+        """Return what brings the blocks of a list of inputs, [n] int32, that are not -1: so many."""
+        pool = self._pool
+        bring = partial(pool.gather, blocks=blocks)
+        tokens = count * pool.block_size
+        return WindowStream(pool.swapped_layers, bring, tokens, self._times, needs_inputs=True)
 
     def rows_of(self, index: int, slots: Sequence[int], rows: int) -> "NewRows":
         """Return what the decodes of a sub-batch go through.

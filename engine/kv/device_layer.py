@@ -6,7 +6,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.kernels.dispatch import paged_decode, programs_per_sm, read_rows, write_rows
+from neo_desktop.engine.kernels.dispatch import (
+    gather_blocks,
+    paged_decode,
+    programs_per_sm,
+    read_rows,
+    write_rows,
+)
 from neo_desktop.engine.kernels.splits import num_splits
 from neo_desktop.engine.kv.layer import KVLayer, KVShape, Partials, Rows
 from neo_desktop.models.operators import Store
@@ -21,6 +27,7 @@ class DeviceLayer(KVLayer):
     __slots__ = ("_k", "_num_sms", "_v")
 
     stores_early = True  # with the rotation
+    gathers = True
 
     def __init__(
         self,
@@ -73,6 +80,10 @@ class DeviceLayer(KVLayer):
         """See `KVLayer`."""
         for rows, cache in ((k, self._k), (v, self._v)):
             cache.flatten(0, 1)[first : first + len(rows)].copy_(rows, non_blocking=True)
+
+    def gather(self, k: Tensor, v: Tensor, blocks: Tensor) -> None:
+        """See `KVLayer`."""
+        gather_blocks(k, v, self._k, self._v, blocks)
 
     def store(self, slots: Tensor) -> Store:
         """See `KVLayer`."""

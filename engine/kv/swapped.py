@@ -22,11 +22,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from neo_desktop import native
+from neo_desktop.engine.cuda.copies import suits_graphs
 from neo_desktop.engine.cuda.pinned import pinned_bytes
 from neo_desktop.engine.kv.layer import KVLayer, Rows
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.pages import give_back
 from neo_desktop.engine.kv.storage import KVPool, PoolRows, memory_of
+from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.placement import Place
 from neo_desktop.models.config import ModelConfig
 
@@ -84,6 +86,8 @@ class SwappedPool(KVPool):
         # [layers, slots, kv_heads, head_dim] each: of those that are not resident.
         shape = (len(swapped), num_blocks * block_size, config.num_kv_heads, config.head_dim)
         self.homes = _host_memory(shape, dtype, device), _host_memory(shape, dtype, device)
+        if swapped and self.gathers:  # compiles the kernel, so that no iteration waits for the compiler
+            self.gather(swapped[0], torch.full((1,), -1, dtype=torch.int32, device=device))
 
     @property
     def stores_early(self) -> bool:
@@ -126,6 +130,25 @@ class SwappedPool(KVPool):
         """See `KVPool`."""
         begin = num_blocks * self.block_size
         return super().give_back(num_blocks) + sum(give_back(home, begin) for home in self.homes)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether `gather` brings the blocks that it is asked for, and no others."""
+        can_read = suits_graphs(self.homes, self.device)
+        return self.kind.gathers and can_read and ladder.rung("row_copy") == "triton"
+
+    def gather(self, layer: int, blocks: Tensor) -> None:
+        """Start to bring the blocks of a list that is read on the device.
+
+        A kernel reads them where they lie in host memory. It is for graphs, whose copies are always the same.
+
+        Args:
+            layer: a swapped one.
+            blocks: [n] int32 on the device; -1: none.
+        """
+        turn = self._turns[layer]
+        k, v = self.homes
+        self.layer(layer).gather(k[turn], v[turn], blocks)
 
     def rows_at(self, slots: Tensor) -> "SwappedRows":
         """See `KVPool`."""
