@@ -188,8 +188,13 @@ VARIANTS: dict[str, tuple[Callable[[], None], tuple[int, ...]]] = {
     "decode bf16, group 1, head_dim 64": (lambda: decode(BF16, 1, 64), (80,)),
     "decode bf16, group 4, head_dim 128": (lambda: decode(BF16, 4, 128), BF16_GPUS),
     "decode bf16, group 8, head_dim 128, window": (lambda: decode(BF16, 8, 128, window=4096), BF16_GPUS),
-    "decode bf16, group 2, head_dim 256, softcap": (lambda: decode(BF16, 2, 256, softcap=50.0), BF16_GPUS),
-    "decode fp16, group 2, head_dim 256, softcap": (lambda: decode(FP16, 2, 256, softcap=50.0), (75, 86)),
+    # Not on 8.6 and 8.9: there such heads spill 8 bytes, with a cap or without.
+    "decode bf16, group 2, head_dim 256, softcap": (
+        lambda: decode(BF16, 2, 256, softcap=50.0),
+        (80, 90, 120),
+    ),
+    "decode fp16, group 2, head_dim 256, softcap": (lambda: decode(FP16, 2, 256, softcap=50.0), (75,)),
+    "decode bf16, group 2, head_dim 128, softcap": (lambda: decode(BF16, 2, 128, softcap=50.0), (86,)),
     "decode fp16, group 7, head_dim 80": (lambda: decode(FP16, 7, 80), (75, 86)),
     "decode fp16, group 8, head_dim 256": (lambda: decode(FP16, 8, 256), (75, 90)),
     "decode fp16, group 16, head_dim 128": (lambda: decode(FP16, 16, 128), (75,)),
