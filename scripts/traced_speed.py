@@ -4,8 +4,7 @@
     python -m scripts.traced_speed --families llama --dtypes bfloat16
 
 The same random checkpoint, of about 130 million parameters, is loaded in both ways. All stages of an
-iteration are computed without attention, which is the same for both; the two take turns. Medians are printed,
-and the best of each, which other programs disturb less.
+iteration are computed without attention, which is the same for both; the two take turns. Medians are printed.
 """
 
 import argparse

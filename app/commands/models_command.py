@@ -55,6 +55,8 @@ def list_models(
             continue
         speed = "?" if fit.speed is None else f"{fit.speed.one_chat_tokens_per_s:.3g}"
         table.add_row(escape(model.name), *cells, _chats(fit.gpu_chats, fit), _chats(fit.chats, fit), speed)
+        if summary.is_by_transformers:
+            table.add_row("  [dim]computed by the code of transformers[/]")
         if fit.host_weights_bytes:
             share = fit.host_weights_bytes / fit.weights_bytes
             table.add_row(f"  [dim]{share:.0%} of its weights in host memory[/]")
@@ -138,6 +140,8 @@ def info(
     elif summary.needs_llamacpp:
         table.add_row("Computed by", "llama.cpp, without offloading by NEO")
     elif fit is not None:
+        if summary.is_by_transformers:
+            table.add_row("Computed by", "the code of transformers, cut into stages at attention")
         for row in (*_fit_rows(fit), *_expert_rows(model, fit)):
             table.add_row(*row)
         if fit.speed is not None and not fit.speed.is_measured:

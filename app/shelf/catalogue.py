@@ -59,6 +59,7 @@ class LocalModel:
             "dtype": summary.dtype,
             "is_quantised": summary.is_quantised,
             "architecture": summary.architecture,
+            "is_by_transformers": summary.is_by_transformers,
             "parameters": summary.parameters,
             "context_tokens": summary.context_tokens,
             "runnable": reason is None,

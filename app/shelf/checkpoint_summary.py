@@ -18,7 +18,7 @@ from neo_desktop.models.json_file import ModelError, UnsupportedModelError
 from neo_desktop.models.registry import check_model
 from neo_desktop.models.safetensors.folder import SafetensorsFolder
 from neo_desktop.models.stored_form import StoredForm, stored_form
-from neo_desktop.models.traced.config import read_config
+from neo_desktop.models.traced.config import TracedConfig, read_config
 
 MAX_JSON_BYTES = 4 << 20  # of config.json; real ones have a few kilobytes
 MAX_HEADER_BYTES = 32 << 20  # of one safetensors file
@@ -44,6 +44,11 @@ class Summary:
     is_quantised: bool = False  # its weights have less than 16 bits
     form: StoredForm = StoredForm()  # noqa: RUF009 - frozen; in which a CPU keeps them
     needs_llamacpp: bool = False  # the engine has not what it needs, llama.cpp may have it
+
+    @property
+    def is_by_transformers(self) -> bool:
+        """Whether its stages are cut out of the code of transformers: there is no decoder of our own."""
+        return isinstance(self.config, TracedConfig)
 
 
 class _UnusableError(Exception):

@@ -1,6 +1,7 @@
 """Models whose stages are cut out of the code of `transformers`, against `transformers`."""
 
 import logging
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ import torch
 from checkpoints import save_tokenizer, transformers_greedy
 from cost_models import machine
 from dense_model import logits_of_all
+from quantised_folders import Tensors, awq, fp8, gptq, grid, quantise
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from neo_desktop.app.shelf.checkpoint_summary import summarize
 from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.loading import load
 from neo_desktop.engine.options import EngineOptions
@@ -22,7 +26,9 @@ from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.json_file import ModelError
-from neo_desktop.models.registry import load_model, stages_of
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.registry import check_model, load_model, stages_of
+from neo_desktop.models.stored_form import stored_form
 from neo_desktop.models.traced import builder, fused, patterns
 from neo_desktop.models.traced.config import read_traced
 from neo_desktop.models.traced.graph import exported
@@ -174,6 +180,47 @@ def test_an_operator_that_computes_something_else_is_not_used(
         found = logits_of_all(traced, token_ids, stages=stages_of(traced, None))
     assert "slower" in caplog.text
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def _awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    rounded = grid(weight, group=64)
+    return awq(rounded), rounded.exact
+
+
+def _gptq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    rounded = grid(weight, group=32)
+    return gptq(rounded), rounded.exact
+
+
+QUANTISED: dict[str, tuple[dict[str, Any], Any]] = {
+    "awq": ({"bits": 4, "version": "gemm", "zero_point": True, "group_size": 64}, _awq),
+    "gptq": ({"bits": 4, "group_size": 32, "sym": False, "desc_act": False}, _gptq),
+    "fp8": ({"weight_block_size": [128, 128]}, lambda weight: fp8(weight, (128, 128), "scale_inv")),
+}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_folders_stand_for_the_same_numbers(tmp_path: Path, name: str) -> None:
+    """Kept in their bits they differ by the rounding of minima and inputs."""
+    path = save(tmp_path / "whole", "phi3", {"hidden_size": 128, "intermediate_size": 128})
+    copied = Path(shutil.copytree(path, tmp_path / "quantised"))
+    settings, make = QUANTISED[name]
+    stored = quantise(copied, settings | {"quant_method": name}, make)
+    exact = {weight: each.contiguous() for weight, each in stored.items()}
+    save_file(exact, path / "model.safetensors", metadata={"format": "pt"})
+
+    def scores(folder: Path, *, keep: bool) -> torch.Tensor:
+        checkpoint = open_checkpoint(folder)
+        config = checkpoint.config()
+        assert summarize(folder).is_by_transformers
+        form = stored_form(check_model(checkpoint, config), config) if keep else DENSE
+        decoder = load_model(checkpoint, config, dtype=torch.float32, device=CPU, form=form)
+        return logits_of_all(decoder, torch.arange(3, 20), stages=stages_of(decoder, None))
+
+    expected = scores(path, keep=False)
+    torch.testing.assert_close(scores(copied, keep=False), expected)
+    off = torch.linalg.vector_norm(scores(copied, keep=True) - expected)
+    assert off <= 0.1 * torch.linalg.vector_norm(expected)
 
 
 def test_configurations_are_equal_and_hashed_alike(folders: dict[str, Path]) -> None:

@@ -128,6 +128,7 @@ function facts(model) {
   if (model.dtype) found.push(model.dtype);
   if (model.parameters) found.push(`${short(model.parameters)} parameters`);
   if (model.backend === "llamacpp" && model.runnable) found.push("computed by llama.cpp");
+  if (model.is_by_transformers && model.runnable) found.push("by the code of transformers");
   if (model.context_tokens) found.push(`context ${count(model.context_tokens)}`);
   return found;
 }
