@@ -1,0 +1,216 @@
+"""Decode attention over a paged KV cache, and rows in and out of it."""
+
+import torch
+
+from neo_desktop.native import _native
+from neo_desktop.native.arguments import default_isa, view_of
+
+
+def paged_attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+    num_threads: int = 0,
+    *,
+    block_size: int | None = None,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    window: int = 0,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    isa: str | None = None,
+) -> torch.Tensor:
+    """Attention of one new token per request over its paged context; returns `out`.
+
+    Work is split over requests, KV heads and chunks of context, whose partial softmaxes are merged in fp32
+    (Flash-Decoding). The result depends neither on the number of threads nor on the rest of the batch.
+
+    Args:
+        q: [batch, heads, head_dim], fp32, fp16 or bf16; may be strided in batch and heads.
+        k_cache: [num_pages, kv_heads, page_tokens, head_dim], fp32, fp16 or bf16; may be strided in
+            num_pages and kv_heads. Query head h reads KV head h // (heads // kv_heads). head_dim is a
+            multiple of 8 up to 256. Faster, above all where heads are grouped: `empty_paired_keys()`,
+            [num_pages, kv_heads, page_tokens, head_dim / 2, 2], which may also be int8.
+        v_cache: [num_pages, kv_heads, page_tokens, head_dim] in the dtype of k_cache.
+        block_tables: [batch, max_blocks] int32; token t is in slot
+            block_tables[b, t // block_size] * block_size + t % block_size, and slot s is row
+            s % page_tokens of page s // page_tokens. Entries outside a request's context or window are not
+            read.
+        context_lens: [batch] int32, tokens in the cache, the newest included; 0: there is no request, and its
+            row of `out` stays as it is.
+        scale: multiplies q·k, usually head_dim ** -0.5.
+        out: [batch, heads, head_dim], fp32, fp16 or bf16, made in q's dtype when None; must not overlap the
+            inputs.
+        num_threads: 0 means `default_num_threads()`.
+        block_size: tokens of an entry of block_tables; divides page_tokens, and is a multiple of 16 where
+            keys are paired. None: page_tokens. Reading is fastest where the blocks of a page follow each
+            other in a table.
+        k: [batch, kv_heads, head_dim], fp32, fp16 or bf16: the newest tokens' keys, which the call writes
+            into the cache, cast to its dtype, before it attends to them; None if they are there already.
+            No two requests may have the same last slot.
+        v: as k.
+        window: attend to the last `window` tokens only; 0 means all.
+        k_scale: [num_pages, kv_heads, page_tokens] fp32, what each row of an int8 cache is multiplied with;
+            None for other dtypes.
+        v_scale: as k_scale.
+        sinks: [heads] fp32: the score of one more token for each head, whose value is zero; None: there is
+            no such token.
+        softcap: scores s become softcap * tanh(s / softcap), of tokens alone; 0: they stay as they are.
+        isa: one of `available_isas()`; None means `default_isa()`.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape, stride or value is wrong; nothing was read or written.
+
+    Non-finite keys, values or queries make the heads that attend to them non-finite, and no others.
+    """
+    if (k is None) != (v is None):
+        raise ValueError("k and v of the new tokens come together, or not at all")
+    if block_size is not None and block_size < 1:
+        raise ValueError(f"block_size is {block_size}; expected at least 1 token")
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype)
+    _native.paged_attention_decode(
+        (
+            view_of("q", q),
+            view_of("out", out),
+            view_of("block_tables", block_tables),
+            view_of("context_lens", context_lens),
+            None if k is None else view_of("k", k),
+            None if v is None else view_of("v", v),
+            block_size or 0,
+            scale,
+            softcap,
+        ),
+        view_of("k_cache", k_cache),
+        view_of("v_cache", v_cache),
+        None if k_scale is None else view_of("k_scale", k_scale),
+        None if v_scale is None else view_of("v_scale", v_scale),
+        window,
+        None if sinks is None else view_of("sinks", sinks),
+        num_threads,
+        isa or default_isa(),
+    )
+    return out
+
+
+def empty_paired_keys(
+    *leading: int, kv_heads: int, page_tokens: int, head_dim: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Make a K cache in the layout that is fastest to read.
+
+    Returns [*leading, kv_heads, page_tokens, head_dim / 2, 2]: a view of memory in which the tokens of a page
+    lie side by side, two dimensions of each at a time, [*leading, kv_heads, head_dim / 2, page_tokens, 2].
+    `flatten(-2)` of it, or of an indexed part of it, gives rows again.
+
+    Raises:
+        ValueError: page_tokens is not a multiple of 16.
+    """
+    if page_tokens % 16 != 0:
+        raise ValueError(f"page_tokens is {page_tokens}; paired keys need a multiple of 16")
+    return torch.empty(*leading, kv_heads, head_dim // 2, page_tokens, 2, dtype=dtype).transpose(-3, -2)
+
+
+def paged_kv_write(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    num_threads: int = 0,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    isa: str | None = None,
+) -> None:
+    """Write the keys and values of new tokens into their slots of the cache, cast to its dtype.
+
+    Args:
+        k: [n, kv_heads, head_dim], fp32, fp16 or bf16; may be strided in n and kv_heads.
+        v: as k.
+        k_cache: as in `paged_attention_decode`.
+        v_cache: as in `paged_attention_decode`.
+        slots: [n] int64, see `paged_attention_decode`; all different (of equal ones, any may win).
+        num_threads: 0 means `default_num_threads()`.
+        k_scale: as in `paged_attention_decode`; written too: a row's largest element becomes 127 steps.
+        v_scale: as k_scale.
+        isa: as in `paged_attention_decode`.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape, stride or value is wrong; nothing was written.
+    """
+    _native.paged_kv_write(
+        view_of("k", k),
+        view_of("v", v),
+        view_of("k_cache", k_cache),
+        view_of("v_cache", v_cache),
+        None if k_scale is None else view_of("k_scale", k_scale),
+        None if v_scale is None else view_of("v_scale", v_scale),
+        view_of("slots", slots),
+        num_threads,
+        isa or default_isa(),
+    )
+
+
+def paged_kv_read(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    k_out: torch.Tensor,
+    v_out: torch.Tensor,
+    num_threads: int = 0,
+    *,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    isa: str | None = None,
+) -> None:
+    """Read keys and values out of slots of the cache; the inverse of `paged_kv_write`.
+
+    Fastest where slots follow each other.
+
+    Args:
+        k_cache: as in `paged_attention_decode`.
+        v_cache: as in `paged_attention_decode`.
+        slots: [n] int64; any may come several times.
+        k_out: [n, kv_heads, head_dim], fp32, fp16 or bf16, to which the rows are cast; may be strided in n
+            and kv_heads; must not overlap the inputs.
+        v_out: as k_out.
+        num_threads: 0 means `default_num_threads()`.
+        k_scale: as in `paged_attention_decode`.
+        v_scale: as k_scale.
+        isa: as in `paged_attention_decode`.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape, stride or value is wrong; nothing was written.
+    """
+    _native.paged_kv_read(
+        view_of("k_cache", k_cache),
+        view_of("v_cache", v_cache),
+        None if k_scale is None else view_of("k_scale", k_scale),
+        None if v_scale is None else view_of("v_scale", v_scale),
+        view_of("slots", slots),
+        view_of("k_out", k_out),
+        view_of("v_out", v_out),
+        num_threads,
+        isa or default_isa(),
+    )
+
+
+def store_rows(rows: torch.Tensor, slots: torch.Tensor, into: torch.Tensor, num_threads: int = 0) -> None:
+    """Put rows of several layers into their slots: `into[layer, slots[i]] = rows[layer, i]`.
+
+    Args:
+        rows: [layers, n, width], of any dtype of the native functions; may be strided in layers and n.
+        slots: [n] int64, contiguous, all different (of equal ones, any may win).
+        into: [layers, slots, width] of rows' dtype; may be strided likewise; must not overlap rows.
+        num_threads: 0 means `default_num_threads()`.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape, stride or value is wrong; nothing was written.
+    """
+    _native.store_rows(view_of("rows", rows), view_of("slots", slots), view_of("into", into), num_threads)

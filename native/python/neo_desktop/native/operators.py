@@ -1,0 +1,98 @@
+"""What lies between the products of a layer."""
+
+import torch
+
+from neo_desktop.native import _native
+from neo_desktop.native.arguments import default_isa, view_of
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    num_threads: int = 0,
+    *,
+    isa: str | None = None,
+) -> None:
+    """Add `x` to `residual` in place, and put the RMSNorm of the sum, times `weight`, into `out`.
+
+    Computes in fp32; rounds the sum, the normalised sum, and its product with the weights.
+
+    Args:
+        x: [n, hidden], fp32, fp16 or bf16; may be strided in n, likewise residual and out. out may be x.
+        residual: as x.
+        weight: [hidden], contiguous.
+        eps: of the RMSNorm.
+        out: as x.
+        num_threads: 0 means `default_num_threads()`.
+        isa: as in `paged_attention_decode`.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape or stride is wrong; nothing was written.
+    """
+    _native.add_rms_norm(
+        view_of("x", x),
+        view_of("residual", residual),
+        view_of("weight", weight),
+        eps,
+        view_of("out", out),
+        num_threads,
+        isa or default_isa(),
+    )
+
+
+def silu_mul(
+    gate_up: torch.Tensor, out: torch.Tensor, num_threads: int = 0, *, isa: str | None = None
+) -> None:
+    """Put `silu(gate) * up` into `out`; rounds silu(gate), and its product with up.
+
+    Args:
+        gate_up: [n, 2 * m], fp32, fp16 or bf16, gates first; may be strided in n.
+        out: [n, m] of that dtype; may be strided in n.
+        num_threads: 0 means `default_num_threads()`.
+        isa: as in `paged_attention_decode`.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape or stride is wrong; nothing was written.
+    """
+    _native.silu_mul(view_of("gate_up", gate_up), view_of("out", out), num_threads, isa or default_isa())
+
+
+def rope(
+    heads: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    norm: torch.Tensor | None,
+    eps: float,
+    num_threads: int = 0,
+    *,
+    isa: str | None = None,
+) -> None:
+    """Normalise (if asked) and rotate heads in place.
+
+    Rounds the normalised head, its product with the weights, and the rotated head.
+
+    Args:
+        heads: [n, heads, head_dim], fp32, fp16 or bf16; may be strided in n.
+        cos: [n, head_dim] fp32.
+        sin: [n, head_dim] fp32; its first half is negated: `x * cos + (x with its halves swapped) * sin`.
+        norm: [heads, head_dim] of heads' dtype, contiguous: the weights of an RMSNorm of each head, before
+            the rotation; None: there is no norm.
+        eps: of the RMSNorm.
+        num_threads: 0 means `default_num_threads()`.
+        isa: as in `paged_attention_decode`.
+
+    Raises:
+        ValueError: an argument's device, dtype, shape or stride is wrong; nothing was written.
+    """
+    _native.rope(
+        view_of("heads", heads),
+        view_of("cos", cos),
+        view_of("sin", sin),
+        None if norm is None else view_of("norm", norm),
+        eps,
+        num_threads,
+        isa or default_isa(),
+    )
