@@ -103,7 +103,9 @@ def test_scores_level_off_at_a_cap(isa: str, paired: bool, dtype: torch.dtype, s
     case = make_case([1, 40, 1100], group=3, head_dim=72, dtype=dtype, paired=paired, window=700)
     capped = replace(case, q=3 * case.q, softcap=softcap)
     assert capped.error(capped.run(isa=isa)) < TOLERANCE[dtype]
-    with_sinks = replace(capped, sinks=torch.linspace(-3.0, 6.0, 6))
+    # Of a single token with a low score a sink leaves little, which has few bits.
+    case = make_case([60, 40, 1100], group=3, head_dim=72, dtype=dtype, paired=paired, window=700)
+    with_sinks = replace(case, q=3 * case.q, softcap=softcap, sinks=torch.linspace(-3.0, 6.0, 6))
     assert with_sinks.error(with_sinks.run(isa=isa)) < TOLERANCE[dtype]
 
 
