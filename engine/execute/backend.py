@@ -13,7 +13,7 @@ from neo_desktop.engine.cuda.streams import Streams
 from neo_desktop.engine.cuda.workspaces import keep_workspaces, let_workspaces_go
 from neo_desktop.engine.execute.lane import Lane, Signal
 from neo_desktop.engine.execute.lanes import TOLD_BY, Lanes
-from neo_desktop.engine.execute.program import Part
+from neo_desktop.engine.execute.part import Part
 from neo_desktop.engine.execute.stream_lane import Tape
 from neo_desktop.engine.execute.timeline import TimedEvents, Timeline
 from neo_desktop.engine.waiting import Watch

@@ -15,7 +15,7 @@ from neo_desktop.engine.execute.layout import Bucket, Members, swapped_blocks
 from neo_desktop.engine.execute.outputs import Asked, Outputs
 from neo_desktop.engine.execute.peer import PeerDecodes
 from neo_desktop.engine.execute.prefill import Prefill
-from neo_desktop.engine.execute.program import DeviceDecodes, HandOff, Program, SubBatchPass
+from neo_desktop.engine.execute.program import Program
 from neo_desktop.engine.execute.prompts import (
     DevicePrompts,
     DistantPrompts,
@@ -26,6 +26,7 @@ from neo_desktop.engine.execute.prompts import (
     slots_of,
 )
 from neo_desktop.engine.execute.staggered import Staggered
+from neo_desktop.engine.execute.sub_batch import DeviceDecodes, HandOff, SubBatchPass
 from neo_desktop.engine.execute.swapping import (
     NewRows,
     SwapMemory,

@@ -34,103 +34,24 @@ KV that is swapped comes to the device a layer ahead, and what is new of it leav
 Of matrices that lie in host memory, too, the CPU has a part in the linear stages: see `split_products`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
-from neo_desktop.engine.cuda.copies import upload
-from neo_desktop.engine.execute.host import HostBatch
+from neo_desktop.engine.execute.ending import Ending
 from neo_desktop.engine.execute.host_work import HostWork
-from neo_desktop.engine.execute.lane import Lane, Recorder, Signal, Work
+from neo_desktop.engine.execute.lane import Lane, Recorder, Signal
 from neo_desktop.engine.execute.layout import Bucket
 from neo_desktop.engine.execute.outputs import Outputs
-from neo_desktop.engine.execute.peer import PeerDecodes
-from neo_desktop.engine.execute.prompts import Prompts
-from neo_desktop.engine.execute.split_products import SplitPass
-from neo_desktop.engine.execute.staggered import Staggered
-from neo_desktop.engine.execute.swapping import NewRows, WindowStream
+from neo_desktop.engine.execute.part import Part, PartBuilder
+from neo_desktop.engine.execute.sub_batch import DeviceDecodes, HandOff, SubBatchPass
+from neo_desktop.engine.execute.swapping import WindowStream
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.execute.transfers import HostTransfer, Moves
 from neo_desktop.engine.execute.weight_stream import WeightStream
-from neo_desktop.engine.execute.workspace import BatchMemory, Memory, Workspace
-from neo_desktop.engine.kv.storage import KVPool
-from neo_desktop.engine.sampler import NO_TOKEN
-from neo_desktop.models.operators import Store
-from neo_desktop.models.stages import Scratch, Stages, State, Step, Sum
-
-Record = Callable[[Recorder], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Some stages in a row.
-
-    Fixed ones depend on nothing but the sizes of the iteration: as a graph they serve the next one, too. They
-    wait for no signal of a part that is not fixed, and no part that is not fixed waits for theirs: between
-    two parts everything has passed the device's lane.
-    """
-
-    is_fixed: bool
-    records: tuple[Record, ...]
-
-    def __call__(self, recorder: Recorder) -> None:
-        """Give the stages to their lanes."""
-        for record in self.records:
-            record(recorder)
-
-
-@dataclass
-class PartBuilder:
-    """Puts stages that follow each other into as few parts as possible."""
-
-    parts: list[Part] = field(default_factory=list)
-
-    def add(self, record: Record, *, is_fixed: bool) -> None:
-        """Add stages to the end."""
-        if self.parts and self.parts[-1].is_fixed == is_fixed:
-            before = self.parts.pop()
-            self.parts.append(Part(is_fixed, (*before.records, record)))
-        else:
-            self.parts.append(Part(is_fixed, (record,)))
-
-
-@dataclass
-class HandOff:
-    """Decodes of a sub-batch that the CPU attends for, by way of a workspace."""
-
-    rows: slice
-    batch: HostBatch
-    attended: Signal | None = None  # the CPU's part, in the layer reached
-
-
-@dataclass
-class DeviceDecodes:
-    """Decodes of a sub-batch that the device attends for."""
-
-    rows: slice
-    pool: KVPool
-    block_tables: Tensor
-    context_lens: Tensor
-    slots: Tensor  # where attention stores k and v, if they are not stored with the rotation
-    new_rows: NewRows | None = None  # where k and v go besides, if the pool is swapped
-
-
-@dataclass
-class SubBatchPass:
-    """One sub-batch on its way through the layers."""
-
-    memory: Memory
-    hand_offs: Sequence[HandOff]
-    decodes: Sequence[DeviceDecodes]
-    prompts: Sequence[Prompts]
-    store: Callable[[int], Store | None]  # where k and v of a layer go with the rotation
-    last_rows: Sequence[int]  # whose hidden states are needed after all layers
-    split: SplitPass | None = None  # its products with split matrices; None: the model has none
-    staggered: Staggered | None = None
-    peers: Sequence[PeerDecodes] = ()
+from neo_desktop.engine.execute.workspace import BatchMemory, Workspace
+from neo_desktop.models.stages import Stages
 
 
 class Program:
@@ -168,11 +89,9 @@ class Program:
         self.outputs = outputs
         self._chooses = chooses
         self._window = window
-        # What ends the last layer: for the rows of each sub-batch, or for those of all that are needed.
-        self._finishing = self._finishing_passes()
+        self._ending = Ending(stages, workspace, self._passes, outputs, chooses=chooses)
         self._stream = self._weight_stream()
         self._moved: dict[int, tuple[Signal, ...]] = {}  # by layer
-        self._last_states: Tensor | None = None  # [rows, hidden], of each sequence what it needs
 
     @property
     def key(self) -> object:
@@ -190,15 +109,6 @@ class Program:
         """Whether its fixed parts can be graphs."""
         return self._memory.is_fixed and self._stages.writes_in_place
 
-    def _finishing_passes(self) -> list[SplitPass]:
-        products, turns = self._workspace.split, range(self._config.num_layers, self._config.num_layers + 1)
-        if products is None:
-            return []
-        if self._chooses:
-            return [products.of_rows(p.memory.index, p.memory.rows.count, turns) for p in self._passes]
-        count = sum(len(each.last_rows) for each in self._passes)
-        return [products.of_rows(0, count, turns)] if count else []
-
     def _weight_stream(self) -> WeightStream | None:
         if self._workspace.split is None:
             return None
@@ -206,7 +116,7 @@ class Program:
         pieces = [
             piece
             for turn in range(self._config.num_layers + 1)
-            for each in (*splits, *self._finishing)
+            for each in (*splits, *self._ending.split)
             for piece in each.pieces(turn)
         ]
         return self._workspace.split.stream(pieces)
@@ -246,8 +156,7 @@ class Program:
             found += [] if each.split is None else each.split.on_host
             found += [hand_off.batch for hand_off in each.hand_offs]
             found += [] if each.staggered is None else [each.staggered.batch]
-        for finishing in self._finishing:
-            found += finishing.on_host
+        found += self._ending.on_host
         if self._stream is not None and self._stream.staged is not None:
             found.append(self._stream.staged)
         return found
@@ -286,12 +195,7 @@ class Program:
             if each.peers:
                 build.add(partial(self._wait_for_peers, each), is_fixed=False)
         build.add(self._collect_last, is_fixed=self._has_fixed_layers)
-        if self._chooses:
-            self._add_choice(build)
-        else:
-            build.add(self._finish, is_fixed=False)
-        if self.outputs.count:
-            build.add(self._sample, is_fixed=False)
+        self._ending.add(build, self._stream, is_cut_at_sums=self._is_cut_at_sums)
         return build.parts
 
     def _bring_inputs(self, recorder: Recorder) -> None:
@@ -337,21 +241,14 @@ class Program:
             steps = self._stages.steps(
                 layer - 1 if layer else None, layer, each.memory.state, each.store(layer)
             )
-            self._add_steps(build, Stage("linear", layer, each.memory.index, each.memory.rows.count), steps)
+            stage = Stage("linear", layer, each.memory.index, each.memory.rows.count)
+            build.add_steps(stage, steps, is_fixed=is_fixed)
         else:
             build.add(partial(self._advance, each, layer), is_fixed=is_fixed)
         if each.peers:
             build.add(partial(self._ask_peers, each, layer), is_fixed=False)
         if each.decodes or each.hand_offs or each.staggered is not None:
             build.add(partial(self._attend_to_decodes, each, layer), is_fixed=is_fixed)
-
-    def _add_steps(self, build: PartBuilder, stage: Stage, steps: Iterable[Step]) -> None:
-        """Go through steps between which there are sums."""
-        for step in steps:
-            if step.work is not None:
-                build.add(partial(_run, stage, step.work), is_fixed=self._has_fixed_layers)
-            if isinstance(step.product, Sum):
-                build.add(partial(_run, stage._replace(name="sum"), step.product), is_fixed=False)
 
     def _begin_step(self, each: SubBatchPass, layer: int, recorder: Recorder) -> None:
         recorder.wait(self._collect(each, layer - 1, recorder))
@@ -435,58 +332,6 @@ class Program:
         for each in self._passes:
             recorder.wait(self._collect(each, self._config.num_layers - 1, recorder))
 
-    def _add_choice(self, build: PartBuilder) -> None:
-        """Finish all rows, and choose tokens greedily; whoever samples in another way reads the logits."""
-        num_layers, first_row = self._config.num_layers, 0
-        for number, each in enumerate(self._passes):
-            rows, state = each.memory.rows.count, each.memory.state
-            stage = Stage("linear", num_layers, each.memory.index, rows)
-            out = self._workspace.last_hidden[first_row : first_row + rows]
-            if self._is_cut_at_sums:
-                self._add_steps(build, stage, self._stages.steps(num_layers - 1, None, state))
-                end = partial(self._stages.final_norm, state, out)
-                build.add(partial(_run, stage, end), is_fixed=True)
-            else:
-                build.add(partial(self._finish_all, stage, state, out, number), is_fixed=True)
-            first_row += rows
-        if self._stages.has_head:
-            stage = Stage("most probable", num_layers, NO_SUB_BATCH, first_row)
-            build.add(partial(_run, stage, partial(self._most_probable, first_row)), is_fixed=True)
-
-    def _finish(self, recorder: Recorder) -> None:
-        """Compute the last hidden states that are needed, of all sub-batches in order."""
-        count = sum(len(each.last_rows) for each in self._passes)
-        if not count:
-            return
-        self._last_states = self._passes[0].memory.state.residual.new_empty(count, self._config.hidden_size)
-        wanted = [each for each in self._passes if each.last_rows]
-        index = wanted[0].memory.index if len(wanted) == 1 else NO_SUB_BATCH
-        stage = Stage("linear", self._config.num_layers, index, count)
-        state = wanted[0].memory.state
-        if len(wanted) > 1 or list(wanted[0].last_rows) != list(range(state.rows)):
-            scratch = Scratch.empty(self._config, count, state.residual.dtype, state.residual.device)
-            state = State.empty(self._config, count, state.residual.dtype, state.residual.device, scratch)
-            recorder.run(Lane.DEVICE, stage, partial(self._select, wanted, state))
-        self._finish_all(stage, state, self._last_states, 0, recorder)
-
-    def _finish_all(
-        self, stage: Stage, state: State, out: Tensor, finishing: int, recorder: Recorder
-    ) -> None:
-        """End the last layer for all rows of a state.
-
-        Args:
-            finishing: which of the split products'.
-        """
-        after: Sequence[Signal] = ()
-        if self._stream is not None:
-            steps = self._stages.steps(self._config.num_layers - 1, None, state)
-            after = self._finishing[finishing].advance(recorder, self._stream, stage, steps)
-        recorder.run(Lane.DEVICE, stage, partial(self._end, state, out), after)
-
-    def _sample(self, recorder: Recorder) -> None:
-        stage = Stage("sample", self._config.num_layers, NO_SUB_BATCH, self.outputs.count)
-        recorder.run(Lane.DEVICE, stage, partial(self.outputs.start, self._last_states))
-
     # What the lanes run.
 
     def _embed(self, each: SubBatchPass) -> None:
@@ -523,29 +368,3 @@ class Program:
         )
         if decodes.new_rows is not None:
             decodes.new_rows.keep(layer, self._stages.keys_values(state)[:, rows])
-
-    def _end(self, state: State, out: Tensor) -> None:
-        if self._stream is None:
-            self._stages.advance(self._config.num_layers - 1, None, state)
-        self._stages.final_norm(state, out)
-
-    def _select(self, passes: Sequence[SubBatchPass], into: State) -> None:
-        """Bring the last rows of all these sub-batches together: weights are read once for them."""
-        device = into.residual.device
-        last_rows = upload([row for each in passes for row in each.last_rows], torch.int64, device)
-        first = 0
-        for each, rows in zip(
-            passes, torch.split(last_rows, [len(each.last_rows) for each in passes]), strict=True
-        ):
-            each.memory.state.select(rows, into, first)
-            first += len(rows)
-
-    def _most_probable(self, rows: int) -> None:
-        workspace = self._workspace
-        logits = self._stages.logits(workspace.last_hidden[:rows], workspace.logits[:rows])
-        largest, tokens = logits.max(dim=-1)
-        workspace.tokens[:rows].copy_(torch.where(largest.isfinite(), tokens, NO_TOKEN))
-
-
-def _run(stage: Stage, work: Work, recorder: Recorder) -> None:
-    recorder.run(Lane.DEVICE, stage, work)

@@ -13,7 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from neo_desktop.engine.execute.lane import HostStep, Lane, Recorder, Signal, Work
-from neo_desktop.engine.execute.program import Part, Record
+from neo_desktop.engine.execute.part import Part, Record
 from neo_desktop.engine.execute.timeline import Stage
 
 

@@ -22,8 +22,8 @@ from neo_desktop.engine.execute.host import Relays
 from neo_desktop.engine.execute.host_work import HostWork
 from neo_desktop.engine.execute.lane import Lane, Recorder, Signal, Work
 from neo_desktop.engine.execute.layout import MAX_DECODES
+from neo_desktop.engine.execute.part import Record
 from neo_desktop.engine.execute.prefill import Prefill
-from neo_desktop.engine.execute.program import Record
 from neo_desktop.engine.execute.prompts import DevicePrompts
 from neo_desktop.engine.execute.round_trips import SmallProgram
 from neo_desktop.engine.execute.split_products import SplitProducts

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import host_memory
 from neo_desktop.engine.execute.lane import Lane, Recorder
-from neo_desktop.engine.execute.program import Record
+from neo_desktop.engine.execute.part import Record
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 
 IN_A_ROW = 4  # copies of a layer

@@ -19,7 +19,7 @@ from neo_desktop.engine.execute.backend import StreamBackend
 from neo_desktop.engine.execute.build import check_flags
 from neo_desktop.engine.execute.lane import HostStep, Lane, Recorder
 from neo_desktop.engine.execute.lanes import TOLD_BY
-from neo_desktop.engine.execute.program import Part, Record
+from neo_desktop.engine.execute.part import Part, Record
 from neo_desktop.engine.execute.timeline import Stage
 
 LANES = [lane for lane in Lane if lane not in (*TOLD_BY, Lane.PEER)]

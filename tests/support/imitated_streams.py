@@ -14,7 +14,7 @@ from neo_desktop.engine.cuda.errors import EngineLostError
 from neo_desktop.engine.execute.backend import NEVER_FIXED, AnyProgram
 from neo_desktop.engine.execute.lane import HostStep, Lane, Signal
 from neo_desktop.engine.execute.lanes import TOLD_BY
-from neo_desktop.engine.execute.program import Part
+from neo_desktop.engine.execute.part import Part
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Stage
 from neo_desktop.engine.waiting import Watch
 from neo_desktop.native.relay import DONE, READY

@@ -1,0 +1,53 @@
+"""A sub-batch of an iteration: its memory, and who attends for which of its rows."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from neo_desktop.engine.execute.host import HostBatch
+from neo_desktop.engine.execute.lane import Signal
+from neo_desktop.engine.execute.peer import PeerDecodes
+from neo_desktop.engine.execute.prompts import Prompts
+from neo_desktop.engine.execute.split_products import SplitPass
+from neo_desktop.engine.execute.staggered import Staggered
+from neo_desktop.engine.execute.swapping import NewRows
+from neo_desktop.engine.execute.workspace import Memory
+from neo_desktop.engine.kv.storage import KVPool
+from neo_desktop.models.operators import Store
+
+
+@dataclass
+class HandOff:
+    """Decodes of a sub-batch that the CPU attends for, by way of a workspace."""
+
+    rows: slice
+    batch: HostBatch
+    attended: Signal | None = None  # the CPU's part, in the layer reached
+
+
+@dataclass
+class DeviceDecodes:
+    """Decodes of a sub-batch that the device attends for."""
+
+    rows: slice
+    pool: KVPool
+    block_tables: Tensor
+    context_lens: Tensor
+    slots: Tensor  # where attention stores k and v, if they are not stored with the rotation
+    new_rows: NewRows | None = None  # where k and v go besides, if the pool is swapped
+
+
+@dataclass
+class SubBatchPass:
+    """One sub-batch on its way through the layers."""
+
+    memory: Memory
+    hand_offs: Sequence[HandOff]
+    decodes: Sequence[DeviceDecodes]
+    prompts: Sequence[Prompts]
+    store: Callable[[int], Store | None]  # where k and v of a layer go with the rotation
+    last_rows: Sequence[int]  # whose hidden states are needed after all layers
+    split: SplitPass | None = None  # its products with split matrices; None: the model has none
+    staggered: Staggered | None = None
+    peers: Sequence[PeerDecodes] = ()
