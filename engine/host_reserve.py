@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Mapping
 
 from neo_desktop.engine.kv.cache import KVCache, PoolSize
-from neo_desktop.engine.kv.layout import BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
@@ -81,6 +80,11 @@ class HostReserve:
         """Whether `look` has something to do."""
         return bool(self._pools) and (bool(self._draining) or self._clock() >= self._next_look_s)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether a cache is smaller than it could be."""
+        return any(size.limit < size.most for size in self._sizes().values())
+
     def look(self) -> bool:
         """Give memory back or take it again, if it is time to; return whether a cache has another size."""
         if not self.is_due:
@@ -113,25 +117,35 @@ class HostReserve:
 
     def _least_blocks(self, place: Place, size: PoolSize) -> int:
         least = max(self._scheduler.least_blocks(place), int(size.most * LEAST_SHARE))
-        return min(-(-least // BLOCKS_PER_RUN) * BLOCKS_PER_RUN, size.most)
+        together = self._pools[place].blocks_given_back
+        return min(-(-least // together) * together, size.most)
 
     def _set_limits(self, limits: Mapping[Place, int]) -> bool:
-        """Set those that change; return whether any did."""
-        changed = {place: limit for place, limit in limits.items() if limit != self._kv.size(place).limit}
-        for place, limit in changed.items():
-            self._scheduler.set_limit(place, limit)
-        return bool(changed)
+        """Set those that change; return whether any did. Who shall grow gets what the system grants."""
+        has_changed = False
+        for place, wanted in limits.items():
+            limit = before = self._kv.size(place).limit
+            if wanted > before:
+                limit = max(self._pools[place].take_again(wanted), before)
+            elif wanted < before:
+                limit = wanted
+            if limit != before:
+                self._scheduler.set_limit(place, limit)
+                has_changed = True
+        return has_changed
 
     def _shrink(self, missing: int) -> bool:
-        """Begin to give back: of what was ever used in each cache, the same share."""
+        """Begin to give back: of the memory that each cache takes, the same share."""
         sizes = self._sizes()
-        held = sum(size.touched * self._pools[place].block_bytes for place, size in sizes.items())
-        kept_share = 1 - min(missing / held, 1.0) if held else 1.0
+        held = {place: self._pools[place].held_blocks(size.touched) for place, size in sizes.items()}
+        held_bytes = sum(blocks * self._pools[place].block_bytes for place, blocks in held.items())
+        kept_share = 1 - min(missing / held_bytes, 1.0) if held_bytes else 1.0
         limits = {}
         for place, size in sizes.items():
-            kept = int(size.touched * kept_share) // BLOCKS_PER_RUN * BLOCKS_PER_RUN
+            together = self._pools[place].blocks_given_back
+            kept = int(held[place] * kept_share) // together * together
             kept = max(kept, self._least_blocks(place, size))
-            if kept < size.touched:
+            if kept < held[place]:
                 limits[place] = min(kept, size.limit)
         has_changed = self._set_limits(limits)
         self._draining |= limits.keys()
@@ -170,10 +184,12 @@ class HostReserve:
         share = min(spare / missing, 1.0)
         limits = {}
         for place, size in sizes.items():
-            more = -(-int((size.most - size.limit) * share) // BLOCKS_PER_RUN) * BLOCKS_PER_RUN
-            limits[place] = min(size.limit + more, size.most)
+            together = self._pools[place].blocks_given_back
+            grown = (size.limit + int((size.most - size.limit) * share)) // together * together
+            limits[place] = size.most if share == 1.0 else max(grown, size.limit)
         has_changed = self._set_limits(limits)
-        for place, limit in limits.items():
+        for place, size in self._sizes().items():
+            limit = size.limit
             if limit > sizes[place].limit:
                 tokens, most = (n * self._kv.block_size for n in (limit, sizes[place].most))
                 logger.info(

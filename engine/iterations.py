@@ -101,6 +101,9 @@ class Iterations:
             self._last_end_s = None
             if self._scheduler.num_waiting and self._workers is not None:
                 self._await_workers(self._workers)
+            elif self._scheduler.num_waiting and self._reserve is not None and self._reserve.is_short:
+                why = "no cache has room for so long a context, and the system gives no more memory for it"
+                self._failed += self._scheduler.refuse_first(why)
             return
         try:
             self._start(plan)

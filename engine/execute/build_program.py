@@ -142,7 +142,7 @@ class ProgramBuilder:
         """Whether a graph gathers the used blocks sooner than it copies all up to the last of them."""
         if self._swapped is None or not self._swapped.gathers:
             return False
-        copied = min(bucket.rounded().swapped_blocks, self._swapped.num_blocks)
+        copied = min(bucket.rounded().swapped_blocks, self._swapped.present_blocks)
         return num_blocks * GATHERING_COST < copied
 
     def _window_stream(
@@ -165,7 +165,7 @@ class ProgramBuilder:
             listed = first.staged.gathered.numpy()
             listed[: len(blocks)], listed[len(blocks) :] = blocks, -1
             return swaps.gathering(first.inputs.gathered, len(blocks))
-        count = min(graph.bucket.swapped_blocks, pool.num_blocks)
+        count = min(graph.bucket.swapped_blocks, pool.present_blocks)
         return swaps.stream([BlockRun(0, count)] if count else [])
 
     def _pass(

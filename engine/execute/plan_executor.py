@@ -117,7 +117,8 @@ class PlanExecutor(Executor):
         has_host = model.has_splits or any(place.through_host for place in storage.places)
         self._relays = Relays(model.config, storage) if has_host and self._may_use_flags else None
         self._pause = 0  # iterations for which graphs are not tried
-        self._ladder_changes = ladder.changes  # when graphs were captured
+        self._swapped = swapped
+        self._changes = self._count_changes()  # when graphs were captured
         self._is_closed = False
         self._lost: EngineLostError | None = None
         self._rows_of_tokens: Mapping[str, int] = {}  # in `Workspace.latest`, of the iteration started last
@@ -164,14 +165,18 @@ class PlanExecutor(Executor):
     def _may_use_flags(self) -> bool:
         return self._uses_gpu and ladder.rung("graphs") == "host-flags" and self.fits_graphs
 
+    def _count_changes(self) -> tuple[int, int]:
+        """Count changes of what graphs hold: kernels as they were chosen, and memory that they copy."""
+        return ladder.changes, 0 if self._swapped is None else self._swapped.changes
+
     def start(self, plan: IterationPlan) -> Wait:
         """See `Executor`."""
         if self._lost is not None:
             raise self._lost.with_traceback(None)
         if self._is_closed:
             raise RuntimeError("the executor is closed")
-        if self._ladder_changes != ladder.changes:  # graphs hold kernels as they were chosen
-            self._ladder_changes = ladder.changes
+        if self._changes != (changes := self._count_changes()):
+            self._changes = changes
             self._backend.forget()
         if not self._uses_gpu:  # no device works beside this thread
             return partial(self._attempt, partial(self._carry_out, plan))

@@ -5,8 +5,6 @@ import queue
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from threading import Thread
 
@@ -16,11 +14,11 @@ from engine_fakes import FakeExecutor, free_blocks, make_request, reference_outp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_case import tiny_model
+from reserve_case import PARAMS, PLACES, PROMPTS, RESERVE, Machine, tiny_engine
 
-from neo_desktop import Engine, SamplingParams
+from neo_desktop import SamplingParams
 from neo_desktop.app.engines import loop
 from neo_desktop.app.engines.messages import Event, Status, Stop
-from neo_desktop.engine.cuda.streams import WholeDevice
 from neo_desktop.engine.host_reserve import PLENTY_S, HostReserve, reserve_bytes
 from neo_desktop.engine.iterations import Iterations
 from neo_desktop.engine.kv import pages
@@ -29,49 +27,30 @@ from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv.swapped import SwappedPool
 from neo_desktop.engine.live import Notes
-from neo_desktop.engine.loading import LoadedModel
 from neo_desktop.engine.options import EngineOptions
-from neo_desktop.engine.parts import take_memory
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.request import Request
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
-from neo_desktop.models.tokenizer import ByteTokenizer
-
-RESERVE = 1000  # bytes, of a machine whose blocks take one
-PLACES = {
-    "neo": (Place.DEVICE, Place.HOST),
-    "auto": (Place.DEVICE, Place.SWAPPED, Place.HOST),
-    "pie": (Place.DEVICE, Place.SWAPPED),
-    "fastdecode": (Place.HOST,),
-}
-
-
-class Machine:
-    """What a computer has available at each look; whenever somebody looks at the clock, it is later."""
-
-    def __init__(self, available: Sequence[int]) -> None:
-        self._available = iter(available)
-        self._now_s = 0.0
-
-    def clock(self) -> float:
-        self._now_s += PLENTY_S
-        return self._now_s
-
-    def available(self) -> int:
-        return next(self._available, RESERVE)
 
 
 class FakePool:
     """Blocks of a byte; what is given back is gone."""
 
     block_bytes = 1
+    blocks_given_back = BLOCKS_PER_RUN
 
     def __init__(self, num_blocks: int, slots: dict[int, int], block_size: int) -> None:
         self.num_blocks = num_blocks
         self._slots = slots
         self._block_size = block_size
         self.num_returns = 0
+
+    def held_blocks(self, touched: int) -> int:
+        return touched
+
+    def take_again(self, num_blocks: int) -> int:
+        return num_blocks
 
     def give_back(self, num_blocks: int) -> int:
         gone = [slot for slot in self._slots if slot >= num_blocks * self._block_size]
@@ -160,34 +139,6 @@ def test_a_cache_shrinks_by_what_is_missing_and_grows_after_a_while_of_plenty() 
     available = 0
     assert looks(30) == 400 // 16 // BLOCKS_PER_RUN * BLOCKS_PER_RUN + BLOCKS_PER_RUN
     assert free_blocks(kv) == {Place.HOST: kv.size(Place.HOST).limit}
-
-
-@contextmanager
-def tiny_engine(policy: str, dtype: str = "auto", machine: Machine | None = None) -> Iterator[Engine]:
-    decoder = tiny_model((None, 5, None))
-    decoder.config = replace(decoder.config, max_context_tokens=256)
-    loaded = LoadedModel("tiny", decoder.config, decoder, ByteTokenizer(), WholeDevice(decoder.device))
-    options = EngineOptions(
-        policy=policy,
-        gpu_cache_tokens=320,
-        cpu_cache_tokens=640,
-        swap_cache_tokens=640 if Place.SWAPPED in POLICIES[policy].places else None,
-        max_batch_tokens=64,
-        max_batch_requests=8,
-        cpu_cache_dtype=dtype,
-    )
-    parts = take_memory(loaded, options, PLACES.get(policy))
-    with Engine.from_parts(parts, policy) as engine:
-        if machine is not None:
-            engine._iterations._reserve = HostReserve(
-                engine._scheduler, engine._kv_cache, parts.storage, RESERVE, machine.clock, machine.available
-            )
-        yield engine
-
-
-SHARED = [(5 * i) % 257 for i in range(40)]
-PROMPTS = [[*SHARED[: 8 * (i % 5)], *((7 * i + 3 * j) % 257 for j in range(9 + 11 * i))] for i in range(8)]
-PARAMS = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
