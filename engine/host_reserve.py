@@ -40,7 +40,8 @@ class HostReserve:
 
     A smaller cache uses its first blocks only. Who has others moves in the next iteration, or is computed
     again. Once nobody needs what lies behind them its pages go back to the system; the addresses stay, so
-    that nothing that refers to them has to be made anew. The oldest request keeps its blocks.
+    that nothing that refers to them has to be made anew, but for graphs that copy from pinned memory. The
+    oldest request keeps its blocks.
 
     All calls come from the engine's thread, while no iteration is under way.
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.engine.cuda.copies import suits_graphs
+from neo_desktop.engine.cuda.driver import reads_host_addresses
 from neo_desktop.engine.cuda.pinned import PinnedPieces
 from neo_desktop.engine.kv.layer import KVLayer, Rows
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
@@ -94,6 +95,8 @@ class SwappedPool(KVPool):
         else:
             shape = len(swapped), num_blocks * block_size, *row
             self.homes = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+        # Kernels read all pieces of a layer by one address.
+        self._reads_pieces = self._pieces is None or device.type == "cpu" or reads_host_addresses(device)
         if swapped and self.gathers:  # compiles the kernel, so that no iteration waits for the compiler
             self.gather(swapped[0], torch.full((1,), -1, dtype=torch.int32, device=device))
 
@@ -178,7 +181,7 @@ class SwappedPool(KVPool):
     @property
     def gathers(self) -> bool:
         """Whether `gather` brings the blocks that it is asked for, and no others."""
-        can_read = suits_graphs(self.homes, self.device)
+        can_read = self._reads_pieces and suits_graphs(self.homes, self.device)
         return self.kind.gathers and can_read and ladder.rung("row_copy") == "triton"
 
     def gather(self, layer: int, blocks: Tensor) -> None:
