@@ -27,6 +27,7 @@ from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.linear.quantised import PartShape
 from neo_desktop.models.stored_form import StoredForm
+from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.weights import StoredTensor, Weights
 
 # Inner numbers are divided by the largest of these that leaves each rank about as many: so quantised columns
@@ -66,6 +67,11 @@ def config_of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
     count, experts = rank.count, config.experts
     if count == 1:
         return config
+    if isinstance(config, TracedConfig):
+        raise ModelError(
+            f"{config.architecture} runs by the code of transformers, which cannot be divided among {count} "
+            "processes: leave out --tensor-parallel."
+        )
     for what, size in {"heads": config.num_heads, "key-value heads": config.num_kv_heads}.items():
         if size % count:
             raise ModelError(

@@ -218,10 +218,24 @@ class Stages:
         return all(linear.writes_in_place for linear in self.decoder.linears())
 
     @property
+    def split_matrices(self) -> dict[tuple[int, str], Split]:
+        """The matrices that are split, by their turn and by their names there, which are some of `TURN`.
+
+        A turn is what lies between the attention of two layers: it ends a layer and begins the next one. Its
+        products follow each other in the order of `TURN`.
+        """
+        linears = {
+            (layer + (name != "qkv"), name): weights.linear(name)
+            for layer, weights in enumerate(self.decoder.layers)
+            for name in TURN
+        }
+        return {place: linear for place, linear in linears.items() if isinstance(linear, Split)}
+
+    @property
     def splits(self) -> list[str]:
-        """Those of `TURN` that are split in any layer."""
-        layers = self.decoder.layers
-        return [name for name in TURN if any(isinstance(each.linear(name), Split) for each in layers)]
+        """Those of `TURN` that are split in any turn."""
+        names = {name for _, name in self.split_matrices}
+        return [name for name in TURN if name in names]
 
     @property
     def has_splits(self) -> bool:

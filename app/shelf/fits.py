@@ -181,7 +181,7 @@ def _resident_shares(config: ModelConfig, plan: WeightPlan) -> dict[str, float]:
     rows: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for name, matrix in config.each_matrix():
         if name in plan.resident_rows:
-            of_kind = rows[name.partition(".")[2]]
+            of_kind = rows[".".join(part for part in name.split(".") if not part.isdigit())]
             of_kind[0] += plan.resident_rows[name]
             of_kind[1] += matrix.rows
     return {kind: resident / count for kind, (resident, count) in rows.items()}

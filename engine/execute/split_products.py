@@ -182,11 +182,7 @@ class SplitProducts:
     def __init__(self, stages: Stages, rows: Sequence[int]) -> None:
         self._decoder = decoder = stages.decoder
         self.num_turns = decoder.config.num_layers + 1
-        self.splits = {
-            (layer + (name != "qkv"), name): split
-            for layer, weights in enumerate(decoder.layers)
-            for name, split in splits_of(weights)
-        }
+        self.splits = stages.split_matrices
         self._names = [name for name in TURN if any(name == each for _, each in self.splits)]
         self._divided: dict[float, dict[tuple[int, str], Divided]] = {}
         self._divided_mixtures: dict[float, dict[int, DividedMixture]] = {}
@@ -219,8 +215,8 @@ class SplitProducts:
             pieces += split.pieces(split.host_rows)
         for mixture in self.mixtures.values():
             pieces += mixture.pieces(mixture.num_on_host, dtype)
-        most = max(piece.nbytes for piece in pieces)
-        numbers = max(piece.elements for piece in pieces)
+        most = max((piece.nbytes for piece in pieces), default=0)
+        numbers = max((piece.elements for piece in pieces), default=0)
         rooms: list[HostRoom | ExpertRoom] = [*self._rooms.of_graphs, *self._expert_rooms.of_graphs]
         self.on_host = [tensor for room in rooms for tensor in room.on_host]  # what graphs copy from and to
         sources = [source for piece in pieces for source in piece.sources]

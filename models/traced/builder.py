@@ -132,7 +132,7 @@ class Builder:
             return {key: self._here(each) for key, each in value.items()}
         return value
 
-    def piece(self, index: int, *, is_plain: bool = False) -> Code:
+    def piece(self, index: int, *, is_plain: bool = False) -> fx.GraphModule:
         """Return a stage's code: of tokens and positions, or of what is carried, rotations and attention.
 
         Args:
@@ -179,7 +179,7 @@ class Builder:
         known[self._cut.normed] = graph.placeholder("normed")
         rows = graph.call_function(torch.ops.aten.sym_size.int, (known[self._cut.normed], 1))
         self._copy(graph, self._cut.head, known, rows)
-        return self._compiled(graph, known[self._cut.scores])
+        return self._compiled(graph, known[self._cut.scores]).forward
 
     def rotation(self, *, is_plain: bool = False) -> Code:
         """Return the code of what stages read of positions; `is_plain` as of `piece`."""
@@ -200,7 +200,7 @@ class Builder:
                 kept = graph.get_attr(self._attribute("signs", signs))
                 moved = graph.call_function(torch.mul, (moved, kept))
             ordered.append(moved)
-        return self._compiled(graph, tuple(ordered))
+        return self._compiled(graph, tuple(ordered)).forward
 
     def _unpack(
         self,
@@ -352,12 +352,12 @@ class Builder:
             self._root.add_module(name, value)
         return name
 
-    def _compiled(self, graph: fx.Graph, results: Any) -> Code:
+    def _compiled(self, graph: fx.Graph, results: Any) -> fx.GraphModule:
         graph.output(results)
         module = fx.GraphModule(self._root, graph)
         module.graph.eliminate_dead_code()
         module.recompile()
-        return module.forward
+        return module
 
 
 def _ropes(patterns: Sequence[Pattern]) -> list[RopePattern]:

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import Linear, LinearForm
 from neo_desktop.models.linear.shares import UNMEASURED
-from neo_desktop.models.linear.split import SplitForm
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.traced.sizes import Fused
 
@@ -40,11 +38,6 @@ class TracedDecoder(Decoder):
         device: torch.device,
         form: LinearForm = DENSE,
     ) -> None:
-        if isinstance(form, SplitForm):
-            raise ModelError(
-                f"{config.architecture} runs by the code of transformers, whose matrices cannot be divided "
-                "between GPU and host memory: use a GPU with more memory, or the CPU (--device cpu)."
-            )
         of_model = config.of_model
         self.config = config
         self.dtype = dtype

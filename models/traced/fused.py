@@ -13,12 +13,12 @@ class Product(nn.Module):
 
     def __init__(self, linear: Linear, rows: int) -> None:
         super().__init__()
-        self._linear, self._rows = linear, rows
+        self.linear, self._rows = linear, rows
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [.., rows] of [.., columns]."""
         flat = x.reshape(-1, x.shape[-1])
-        out = self._linear.multiply(flat, flat.new_empty(len(flat), self._rows))
+        out = self.linear.multiply(flat, flat.new_empty(len(flat), self._rows))
         return out.view(*x.shape[:-1], self._rows)
 
 

@@ -1,7 +1,8 @@
 """Stages that are pieces of a graph; see `models.stages` for what is asked of them."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,17 +10,20 @@ from torch import Tensor, fx
 
 from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
+from neo_desktop.models.linear.split import Split
 from neo_desktop.models.operators import Operators, Store
-from neo_desktop.models.stages import Stages, State, Step
+from neo_desktop.models.stages import Product, Stages, State, Step
 from neo_desktop.models.traced.builder import Builder, Code
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut, cut
 from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.traced.graph import exported, row_dim
 from neo_desktop.models.traced.outline import cannot_cut
+from neo_desktop.models.traced.segments import Segment, segments
 
 logger = logging.getLogger(__name__)
 CHECKED_ROWS = 3
+INPUTS = ("carried", "rotation", "attended")  # of a stage's code
 
 
 class TracedStages(Stages):
@@ -45,14 +49,23 @@ class TracedStages(Stages):
             raise cannot_cut(config.path, config, error) from None  # type: ignore[attr-defined]
         on_cpu = native_operators if decoder.device.type == "cpu" else in_torch
         builder = Builder(graph, found, decoder, operators or on_cpu)
-        self._rotate = builder.rotation()
-        self._embed, *self._pieces = (builder.piece(index) for index in range(len(found.pieces)))
+        self._rotate, every = builder.rotation(), range(len(found.pieces))
+        pieces = [builder.piece(index) for index in every]
+        self._use(pieces)
         if not self._is_right(builder):
             logger.warning("%s: its operators are not what they look like: it is slower", config.architecture)
             self._rotate = builder.rotation(is_plain=True)
-            every = range(len(found.pieces))
-            self._embed, *self._pieces = (builder.piece(index, is_plain=True) for index in every)
+            pieces = [builder.piece(index, is_plain=True) for index in every]
+            self._use(pieces)
         self._head = builder.head()
+        self._segments: dict[int, list[Segment]] = {}  # by turn; none where nothing is split
+        if decoder.has_splits:
+            self._segments = segments(pieces[1:])
+        self._rooms = _Rooms()
+
+    def _use(self, pieces: list[fx.GraphModule]) -> None:
+        codes: list[Code] = [piece.forward for piece in pieces]
+        self._embed, self._pieces = codes[0], codes[1:]
 
     @classmethod
     def of(cls, decoder: TracedDecoder, operators: Operators | None = None) -> "TracedStages":
@@ -85,7 +98,7 @@ class TracedStages(Stages):
             if kind in seen:
                 continue
             seen.add(kind)
-            plain = builder.piece(index, is_plain=True)
+            plain: Code = builder.piece(index, is_plain=True).forward
             ours, theirs = (
                 each(memory.clone(), rotation, attended)
                 for each, rotation in zip((code, plain), rotations, strict=True)
@@ -114,7 +127,11 @@ class TracedStages(Stages):
         """See `Stages`; what follows a layer's attention and what precedes the next one's are one stage."""
         index = 0 if finished is None else finished + 1
         results = self._pieces[index](state.residual, state.cos[:, 0], state.attention[None])
-        if index == len(self._pieces) - 1:
+        self._hand_on(results, index, state, store)
+
+    def _hand_on(self, results: Any, turn: int, state: State, store: Store | None) -> None:
+        """Put what a stage gives into the state, and keys and values into a cache."""
+        if turn == len(self._pieces) - 1:
             state.x = results[0].flatten(0, 1)
             return
         q, k, v, *carried = results
@@ -132,8 +149,50 @@ class TracedStages(Stages):
     def steps(
         self, finished: int | None, begun: int | None, state: State, store: Store | None = None
     ) -> Iterator[Step]:
-        """See `Stages`: there are no split matrices."""
-        yield Step(lambda: self.advance(finished, begun, state, store), None)
+        """See `Stages`; what a step computes stays in memory of its own until the last one has read it."""
+        turn = 0 if finished is None else finished + 1
+        if turn not in self._segments:
+            yield Step(partial(self.advance, finished, begun, state, store), None)
+            return
+        values: dict[str, Any] = {}
+        begin = partial(self._begin, values, state)
+        for segment in self._segments[turn]:
+            linear = segment.linear
+            if linear is None:
+                yield Step(partial(self._end, begin, segment, values, turn, state, store), None)
+                return
+            x, out = self._rooms.of(linear, state)
+            product = Product(segment.name, turn - (segment.name != "qkv"), linear, x, out)
+            yield Step(partial(_run, begin, segment, values, x), product)
+            begin = partial(_take, segment, values, out)
+
+    def _begin(self, values: dict[str, Any], state: State) -> None:
+        given = state.residual, state.cos[:, 0], state.attention[None]
+        values.clear()
+        values.update(zip(INPUTS, given, strict=True))
+
+    def _end(
+        self,
+        begin: Callable[[], None],
+        segment: Segment,
+        values: dict[str, Any],
+        turn: int,
+        state: State,
+        store: Store | None,
+    ) -> None:
+        begin()
+        results = segment.code(*(values[name] for name in segment.takes))
+        values.clear()
+        self._hand_on(results, turn, state, store)
+
+    @property
+    def split_matrices(self) -> dict[tuple[int, str], Split]:  # noqa: D102
+        return {
+            (turn, segment.name): segment.linear
+            for turn, of_turn in self._segments.items()
+            for segment in of_turn
+            if segment.linear is not None
+        }
 
     def final_norm(self, state: State, out: Tensor) -> None:  # noqa: D102
         out.copy_(state.x)
@@ -141,6 +200,44 @@ class TracedStages(Stages):
     def logits(self, normed: Tensor, out: Tensor) -> Tensor:  # noqa: D102
         scores: Tensor = self._head(normed[None]).flatten(0, 1)
         return scores
+
+
+class _Rooms:
+    """Memory in which products with split matrices find their input and leave what comes of it.
+
+    It is the same for all of them, since they follow each other. What became too small is kept: the device
+    may still work in it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def of(self, linear: Split, state: State) -> tuple[Tensor, Tensor]:
+        """Return [rows, columns] and [rows, rows of the matrix], both contiguous."""
+        rows = state.rows
+        sizes = rows * linear.columns, rows * linear.rows
+        if not self._kept or any(len(a) < size for a, size in zip(self._kept[-1], sizes, strict=True)):
+            before = self._kept[-1] if self._kept else (state.residual[0, :0], state.residual[0, :0])
+            x, out = (
+                state.residual.new_empty(max(len(had), 1 << (size - 1).bit_length()))
+                for had, size in zip(before, sizes, strict=True)
+            )
+            self._kept.append((x, out))
+        x, out = self._kept[-1]
+        return x[: sizes[0]].view(rows, -1), out[: sizes[1]].view(rows, -1)
+
+
+def _run(begin: Callable[[], None], segment: Segment, values: dict[str, Any], x: Tensor) -> None:
+    """Compute what precedes a product, and put its input into `x` [rows, columns]."""
+    begin()
+    given = segment.code(*(values[name] for name in segment.takes))
+    values.update(zip(segment.gives, given, strict=True))
+    x.copy_(values[segment.multiplied].reshape(x.shape))
+
+
+def _take(segment: Segment, values: dict[str, Any], out: Tensor) -> None:
+    """Take what a product has left in `out` [rows, rows of the matrix], before the next one needs it."""
+    values[segment.product] = out.clone().view(*values[segment.multiplied].shape[:-1], -1)
 
 
 def _check_widths(found: Cut, decoder: TracedDecoder) -> None:

@@ -17,6 +17,7 @@ from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Patience
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.registry import stages_of
 from neo_desktop.models.stages import Stages
 
 MAX_TOKENS, MAX_REQUESTS, MAX_CONTEXT = 256, 8, 512
@@ -103,5 +104,5 @@ def thread_executor(
     capacity = Capacity.of(MAX_TOKENS, MAX_REQUESTS, MAX_CONTEXT, storage.block_size)
     backend = ThreadBackend(timeline, lanes)
     return PlanExecutor(
-        stages or Stages(model), storage, capacity, backend, timeline=timeline, patience=patience
+        stages or stages_of(model, None), storage, capacity, backend, timeline=timeline, patience=patience
     )

@@ -16,7 +16,7 @@ from neo_desktop.engine.placement import PLACES, Place
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Patience
 from neo_desktop.models.decoder import Decoder
-from neo_desktop.models.stages import Stages
+from neo_desktop.models.registry import stages_of
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 24
@@ -37,7 +37,7 @@ def make_executor(
     storage = make_storage(model, dict.fromkeys(places, NUM_BLOCKS), BLOCK_SIZE, device_kind=DeviceLayer)
     backend = backend or ImitatedBackend(seed, hook)
     executor = PlanExecutor(
-        Stages(model, dispatch),
+        stages_of(model, dispatch),
         storage,
         capacity,
         backend,

@@ -29,8 +29,9 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
-from neo_desktop.models.registry import random_model
+from neo_desktop.models.registry import random_model, stages_of
 from neo_desktop.models.shapes import shape
+from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.weights import named_weights
 
 BLOCK_SIZE = 8
@@ -115,7 +116,8 @@ def sampling_input(position: int) -> SamplingInput:
 @torch.inference_mode()
 def reference_logprobs(model: Decoder, token_ids: list[int]) -> Tensor:
     """Log-probabilities of what follows, without a KV cache, a batch or a kernel."""
-    return logits_of_all(model, torch.tensor(token_ids))[-1].log_softmax(-1)
+    stages = stages_of(model, None) if isinstance(model, TracedDecoder) else None
+    return logits_of_all(model, torch.tensor(token_ids), stages=stages)[-1].log_softmax(-1)
 
 
 @dataclass

@@ -1,0 +1,71 @@
+"""Models by the code of transformers with weights in host memory, on streams of any order and on threads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from executors import thread_executor
+from graph_case import BLOCK_SIZE, make_executor
+from imitated_streams import ImitatedBackend
+from pipeline_case import RandomIterations, check_result, make_storage
+from split_case import random_split
+from split_models import divided
+from torch_layer import TorchLayer
+from traced_models import FAMILIES, save
+
+from neo_desktop.engine.placement import PLACES
+from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.linear.dense import DENSE, Dense
+from neo_desktop.models.registry import load_model
+from neo_desktop.models.traced.config import read_traced
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", params=["llama", "opt", "phi3", "stablelm-parallel"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp(request.param), *FAMILIES.get(request.param, (request.param, {})))
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> Decoder:
+    """What the tokens are compared with."""
+    return load_model(open_checkpoint(folder), read_traced(folder), dtype=torch.float32, device=CPU)
+
+
+def split(folder: Path, seed: int, share: float | None) -> Decoder:
+    config = read_traced(folder)
+    form = random_split(config, seed, device_form=Dense(uses_tiles=False), host_form=DENSE)
+    model = load_model(open_checkpoint(folder), config, dtype=torch.float32, device=CPU, form=form)
+    return divided(model, seed, share)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0, None])
+def test_random_plans_on_streams_of_any_order(folder: Path, whole: Decoder, share: float | None) -> None:
+    seed = int(4 * (share or 0)) + 1
+    backend = ImitatedBackend(seed, num_queues=(None, 1, 2, 3)[seed % 4])
+    executor, _ = make_executor(split(folder, seed, share), backend=backend)
+    iterations = RandomIterations(seed, block_size=BLOCK_SIZE)
+    for plan, context in iterations.plans(5):
+        result = executor.execute(plan)
+        check_result(whole, plan, context, result)
+        backend.check_flags()
+        iterations.take_in(result)
+    assert not backend.was_graph
+    executor.close()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0, None])
+def test_random_plans_on_threads(folder: Path, whole: Decoder, share: float | None) -> None:
+    seed = int(4 * (share or 0)) + 2
+    model = split(folder, seed, share)
+    storage = make_storage(model, dict.fromkeys(PLACES, 24), BLOCK_SIZE, device_kind=TorchLayer)
+    executor, iterations = thread_executor(model, storage), RandomIterations(seed, 24, block_size=BLOCK_SIZE)
+    for plan, context in iterations.plans(5):
+        result = executor.execute(plan)
+        check_result(whole, plan, context, result)
+        iterations.take_in(result)
+    executor.close()

@@ -1,0 +1,151 @@
+"""Models by the code of transformers, whose matrices lie on the device and in host memory."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import transformers_greedy
+from dense_model import logits_of_all
+from split_case import multiply_in_parts, random_split
+from torch import Tensor
+from traced_models import FAMILIES, save
+
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.linear.dense import DENSE, Dense
+from neo_desktop.models.linear.split import SplitForm
+from neo_desktop.models.ranks import Rank
+from neo_desktop.models.registry import load_model, stages_of
+from neo_desktop.models.stages import Product, Scratch, State, Step
+from neo_desktop.models.traced import segments
+from neo_desktop.models.traced.config import read_traced
+from neo_desktop.models.traced.decoder import TracedDecoder
+
+CPU = torch.device("cpu")
+PLAIN = Dense(uses_tiles=False)  # as weights lie on a GPU
+# In the last one's first turn, products precede attention that are no queries, keys and values.
+SPLIT = ("llama", "opt", "phi3", "stablelm-parallel")
+
+
+@pytest.fixture(scope="module", params=SPLIT)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp(request.param), *FAMILIES.get(request.param, (request.param, {})))
+
+
+def load(folder: Path, form: SplitForm | Dense = DENSE) -> TracedDecoder:
+    checkpoint = open_checkpoint(folder)
+    model = load_model(checkpoint, read_traced(folder), dtype=torch.float32, device=CPU, form=form)
+    assert isinstance(model, TracedDecoder)
+    return model
+
+
+def products_of(steps: Iterator[Step], share: float) -> list[str]:
+    """Take all steps before the first one is done, as lanes do; return the products' names."""
+    taken, names = list(steps), []
+    for step in taken:
+        if step.work is not None:
+            step.work()
+        if isinstance(step.product, Product):
+            product = step.product
+            assert product.x.is_contiguous()
+            product.out.fill_(torch.nan)
+            multiply_in_parts(product.linear, product.x, product.out, share)
+            names.append(product.name)
+    return names
+
+
+def logits_in_steps(model: TracedDecoder, token_ids: Tensor, share: float) -> Tensor:
+    stages, seen = stages_of(model, None), list[tuple[int, str]]()
+    undivided, turns = stages.advance, {turn for turn, _ in stages.split_matrices}
+
+    def advance(finished: int | None, begun: int | None, state: State, store: object = None) -> None:
+        turn = 0 if finished is None else finished + 1
+        if turn not in turns:
+            undivided(finished, begun, state)
+            return
+        seen.extend((turn, name) for name in products_of(stages.steps(finished, begun, state), share))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stages, "advance", advance)
+        logits = logits_of_all(model, token_ids, stages=stages)
+    assert seen == list(stages.split_matrices)
+    return logits
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_compute_what_undivided_stages_do(folder: Path, seed: int) -> None:
+    token_ids = torch.randint(0, 300, (20,), generator=torch.Generator().manual_seed(seed))
+    whole = load(folder)
+    expected = logits_of_all(whole, token_ids, stages=stages_of(whole, None))
+    form = random_split(whole.config, seed, device_form=PLAIN, host_form=DENSE)
+    if seed == 0:  # all of them
+        form = SplitForm(PLAIN, DENSE, dict.fromkeys(form.resident_rows, 0))
+    model = load(folder, form)
+    assert model.has_splits
+    for share in (0.0, 0.4, 1.0):
+        torch.testing.assert_close(logits_in_steps(model, token_ids, share), expected, rtol=1e-4, atol=1e-4)
+    at_once = logits_of_all(model, token_ids, stages=stages_of(model, None))
+    torch.testing.assert_close(at_once, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["gpu-only", "neo", "auto"])
+def test_tokens_are_those_of_transformers(folder: Path, policy: str) -> None:
+    """From weights that lie on the device as far as was asked for, divided by what was measured."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 300, (n,), generator=generator).tolist() for n in (3, 40, 17, 70)]
+    model = load(folder)
+    matrices = sum(matrix.weights for matrix in model.config.matrices.values())
+    with Engine.from_pretrained(
+        folder,
+        device="cpu",
+        policy=policy,
+        gpu_weights_gib=(model.nbytes - 2 * matrices) / 2**30,
+        gpu_cache_tokens=320,
+        cpu_cache_tokens=0 if policy == "gpu-only" else 1000,
+        max_batch_tokens=32,
+        max_batch_requests=8,
+    ) as engine:
+        params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        outputs = engine.generate(prompts, params)
+    assert [list(each.token_ids) for each in outputs] == [
+        transformers_greedy(folder, prompt, 12) for prompt in prompts
+    ]
+
+
+def test_ranks_are_refused_by_name(folder: Path) -> None:
+    config = read_traced(folder)
+    with pytest.raises(ModelError, match="by the code of transformers, which cannot be divided among 2"):
+        load_model(open_checkpoint(folder), config, dtype=config.dtype, device=CPU, rank=Rank(0, 2))
+
+
+def test_products_without_a_name_are_computed_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages have more of them than names, and one name would stand for matrices of two widths."""
+    monkeypatch.setattr(segments, "TURN", ("down", "qkv"))
+    token_ids = torch.arange(3, 20)
+    whole, config = load(folder), read_traced(folder)
+    model = load(folder, SplitForm(PLAIN, DENSE, dict.fromkeys(config.matrices, 0) | {"head": 300}))
+    places = stages_of(model, None).split_matrices
+    assert {name for _, name in places} <= {"down", "qkv"}
+    for name in ("down", "qkv"):
+        assert len({split.columns for (_, other), split in places.items() if other == name}) <= 1
+    expected = logits_of_all(whole, token_ids, stages=stages_of(whole, None))
+    torch.testing.assert_close(logits_in_steps(model, token_ids, 0.4), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_memory_of_products_grows_and_is_kept(folder: Path) -> None:
+    """The device may still work in what became too small."""
+    config = read_traced(folder)
+    model = load(folder, SplitForm(PLAIN, DENSE, dict.fromkeys(config.matrices, 0) | {"head": 300}))
+    stages, found = stages_of(model, None), []
+    for rows in (2, 5, 3):
+        of = config, rows, torch.float32, CPU
+        state = State.empty(*of, Scratch.empty(*of))
+        steps = list(stages.steps(None, 0, state))
+        assert isinstance(steps[0].product, Product)
+        found.append(steps[0].product.x)
+        assert found[-1].shape == (rows, steps[0].product.linear.columns)
+    places = [each.untyped_storage().data_ptr() for each in found]
+    assert places[0] != places[1] == places[2]

@@ -1,0 +1,72 @@
+"""Small models of transformers with random weights."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import save_tokenizer
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "gemma2": (  # query_pre_attn_scalar, caps of attention's scores and of logits that do something
+        "gemma2",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 32,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "phi3": ("phi3", {}),
+    "phi3-window": ("phi3", {"sliding_window": 9}),
+    "olmo2": ("olmo2", {}),
+    "granite": ("granite", {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 3.0}),
+    "stablelm": ("stablelm", {}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "qk_layernorm": True}),
+    "gpt-neox": ("gpt_neox", {}),
+    "falcon": ("falcon", {}),
+    "falcon-grouped": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "starcoder2": ("starcoder2", {}),
+}
+
+
+def save(folder: Path, model_type: str, changes: dict[str, Any], seed: int = 0) -> Path:
+    """Write a checkpoint of a small model with random weights."""
+    torch.manual_seed(seed)
+    names = dict(SIZES)
+    if model_type in ("opt", "gpt_neox", "falcon"):
+        del names["num_key_value_heads"]
+    make: Any = AutoModelForCausalLM
+    model = make.from_config(CONFIG_MAPPING[model_type](**(names | changes)))
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+        else:
+            torch.nn.init.normal_(parameter, mean=0.8, std=0.1)
+    model.eval().save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
