@@ -11,7 +11,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from neo_desktop.engine.execute.prefill import Prefill, groups_of, kernel_on
+from neo_desktop.engine.execute.prefill import Prefill, groups_of
+from neo_desktop.engine.execute.prefill_kernels import kernel_on
 from neo_desktop.engine.kernels.dispatch import programs_per_sm
 from neo_desktop.engine.kernels.in_triton.activation import silu_mul
 from neo_desktop.engine.kernels.in_triton.norm import add_rms_norm

@@ -10,40 +10,28 @@ Each query sees its own context up to itself. A kernel that torch refuses to run
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
-from functools import lru_cache
 from itertools import accumulate
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from neo_desktop.engine.cuda.copies import upload
 from neo_desktop.engine.cuda.errors import is_lost, is_out_of_memory
+from neo_desktop.engine.execute.prefill_kernels import (
+    BELOW,
+    PrefillKernel,
+    by_products,
+    causal_attention,
+    efficient,
+    flash,
+    kernel_on,
+    with_sinks,
+)
 from neo_desktop.engine.kv.layer import Rows
 from neo_desktop.engine.ladder import ladder
 
 PACKED_TOKENS = 4096  # whose contexts make a group, unless one chunk's alone has more
-PIECE_SCORES = 32 << 20  # that are in memory at a time, where a kernel writes them there
-BOTTOM_RIGHT = 2  # of the memory-efficient kernel: the last query sees the last key
-
-
-class PrefillKernel(StrEnum):
-    """What computes prefill attention."""
-
-    FLASH = "flash"  # all chunks of a group in one launch
-    EFFICIENT = "efficient"  # memory-efficient, one launch for each chunk
-    SDPA = "sdpa"  # whatever torch chooses, with a mask
-    MATH = "math"  # products and a softmax, head by head: what every device can do
-
-
-# kernel -> the rung of the ladder below it
-BELOW = {
-    PrefillKernel.FLASH: "memory-efficient",
-    PrefillKernel.EFFICIENT: "math",
-    PrefillKernel.SDPA: "math",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +162,14 @@ class PrefillGroup:
             window = None
         if kernel is PrefillKernel.FLASH:
             queries = max(chunk.num_queries for chunk in self.chunks)
-            found, lse = _flash(
+            found, lse = flash(
                 q[self.rows], contexts[0], contexts[1], self.ends, queries, max(context_lens), scale, window
             )
             out[self.rows] = found if sinks is None else with_sinks(found, lse.t(), sinks)
             return
         for chunk, (k, v) in zip(self.chunks, torch.split(contexts, context_lens, dim=1), strict=True):
             if kernel is PrefillKernel.EFFICIENT:
-                found, lse = _efficient(q[chunk.rows], k, v, scale, needs_lse=sinks is not None)
+                found, lse = efficient(q[chunk.rows], k, v, scale, needs_lse=sinks is not None)
                 out[chunk.rows] = found if sinks is None else with_sinks(found, lse, sinks)
             else:
                 out[chunk.rows] = causal_attention(q[chunk.rows], k, v, scale, window, sinks)
@@ -198,7 +186,7 @@ class PrefillGroup:
     ) -> None:
         context_lens = [chunk.context_len for chunk in self.chunks]
         for chunk, (k, v) in zip(self.chunks, torch.split(contexts, context_lens, dim=1), strict=True):
-            out[chunk.rows] = _by_products(q[chunk.rows], k, v, scale, window, sinks, softcap)
+            out[chunk.rows] = by_products(q[chunk.rows], k, v, scale, window, sinks, softcap)
 
 
 def groups_of(chunks: Sequence[Prefill]) -> Iterator[PrefillGroup]:
@@ -213,245 +201,3 @@ def groups_of(chunks: Sequence[Prefill]) -> Iterator[PrefillGroup]:
         tokens += chunk.context_len
     if group:
         yield PrefillGroup.of(tuple(group))
-
-
-def choose_kernel(
-    capability: tuple[int, int] | None, dtype: torch.dtype, head_dim: int, windowed: bool, rung: str = "flash"
-) -> PrefillKernel:
-    """Return the best kernel.
-
-    SDPA's own choice is not relied on, since beside a mask, and with grouped queries below 8.0, it falls back
-    to a kernel that writes all scores to memory.
-
-    Args:
-        capability: of the GPU; None: a CPU.
-        dtype: of queries, keys and values.
-        head_dim: of a head.
-        windowed: whether a window hides part of the context.
-        rung: of the ladder: no better one is used.
-    """
-    if rung == "math":
-        return PrefillKernel.MATH
-    if capability is None:
-        return PrefillKernel.SDPA
-    is_16_bit = dtype in (torch.float16, torch.bfloat16)
-    if rung == "flash" and capability >= (8, 0) and is_16_bit and head_dim % 8 == 0 and head_dim <= 256:
-        return PrefillKernel.FLASH
-    return PrefillKernel.SDPA if windowed else PrefillKernel.EFFICIENT
-
-
-@lru_cache
-def kernel_on(
-    device: torch.device, dtype: torch.dtype, head_dim: int, windowed: bool, rung: str = "flash"
-) -> PrefillKernel:
-    """Choose for a device, with the torch that is installed; arguments as of `choose_kernel`."""
-    if device.type == "cpu":
-        return choose_kernel(None, dtype, head_dim, windowed, rung)
-    capability = torch.cuda.get_device_capability(device)
-    kernel = choose_kernel(capability, dtype, head_dim, windowed, rung)
-    if kernel is PrefillKernel.FLASH and not torch.backends.cuda.is_flash_attention_available():
-        ladder.limit("prompt_attention", BELOW[kernel], "this torch was built without FlashAttention")
-        return kernel_on(device, dtype, head_dim, windowed, BELOW[kernel])
-    try:
-        check_operator(kernel)
-    except RuntimeError as error:
-        ladder.limit("prompt_attention", BELOW[kernel], str(error))
-        return kernel_on(device, dtype, head_dim, windowed, BELOW[kernel])
-    return kernel
-
-
-def check_operator(kernel: PrefillKernel) -> None:
-    """Check that torch has what a kernel is called with.
-
-    Raises:
-        RuntimeError: it does not.
-    """
-    needed = {
-        PrefillKernel.FLASH: ("_flash_attention_forward", {"window_size_left", "window_size_right", "scale"}),
-        PrefillKernel.EFFICIENT: ("_efficient_attention_forward", {"custom_mask_type", "scale"}),
-    }
-    if kernel not in needed:
-        return
-    name, arguments = needed[kernel]
-    operator = getattr(torch.ops.aten, name, None)
-    found = set() if operator is None else {argument.name for argument in operator.default._schema.arguments}
-    if not arguments <= found:
-        raise RuntimeError(f"torch {torch.__version__} has no usable {name}: install a version from 2.11 on")
-
-
-def _flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ends: Tensor,
-    max_queries: int,
-    max_context: int,
-    scale: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the output [queries, heads, head_dim] and log(sum(exp(scores))) [heads, queries]."""
-    # What torch.nn.attention.varlen calls. That must be told of grouped queries from 2.12 on and cannot be
-    # before, and importing it takes a second.
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        ends[0],
-        ends[1],
-        max_queries,
-        max_context,
-        0.0,  # dropout
-        window is None,  # causal; a window says it by its right side
-        False,  # no mask is to be returned
-        scale=scale,
-        window_size_left=-1 if window is None else window - 1,
-        window_size_right=0,
-    )
-    return out, lse
-
-
-def _efficient(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, needs_lse: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return the output [queries, heads, head_dim] and, if needed, log(sum(exp(scores))) [queries, heads]."""
-    # What SDPA calls, which has no way to say that the last query sees the last key without a mask.
-    queries, keys, values = _by_kv_head(q, k, v)
-    out, lse, *_ = torch.ops.aten._efficient_attention_forward(
-        queries.transpose(1, 2),
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        None,  # bias
-        None,
-        None,
-        None,
-        None,
-        0.0,  # dropout
-        BOTTOM_RIGHT,
-        needs_lse,
-        scale=scale,
-    )
-    # Of each KV head it has those of its query heads, for queries up to a multiple of 32.
-    return out.transpose(0, 1).flatten(1, 2), lse[:, :, : len(q)].permute(2, 0, 1).flatten(1, 2)
-
-
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Let one more token, whose value is zero, take part in attention.
-
-    Args:
-        out: [queries, heads, head_dim], without it.
-        lse: [queries, heads]: log(sum(exp(scores))), without it.
-        sinks: [heads]: its score.
-    """
-    return out * torch.sigmoid(lse.float() - sinks.float()).unsqueeze(-1).to(out.dtype)
-
-
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, sinks: Tensor | None = None
-) -> Tensor:
-    """Attend from the last `len(q)` tokens of a context to all tokens up to each of them.
-
-    Args:
-        q: [queries, heads, head_dim]
-        k: [context, kv_heads, head_dim]
-        v: [context, kv_heads, head_dim]
-        scale: the factor on q·k.
-        window: how many of the last tokens each query sees, itself included; None: all.
-        sinks: see `PrefillGroup.attend`.
-    """
-    if sinks is not None and q.device.type != "cpu":
-        return _by_products(q, k, v, scale, window, sinks)
-    is_whole = len(q) == len(k) and (window is None or window >= len(k))
-    if is_whole:
-        return _sdpa(q, k, v, None, scale, sinks)
-    parts = []
-    # On a CPU torch writes no scores to memory; on a GPU it may.
-    most = len(q) * len(k) if q.device.type == "cpu" else PIECE_SCORES // q.shape[1]
-    for piece in _pieces(len(q), len(k), most, window):
-        mask = piece.mask(window, q.device)
-        parts.append(_sdpa(q[piece.queries], k[piece.keys], v[piece.keys], mask, scale, sinks))
-    return torch.cat(parts)
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
-    """Attend where a mask [queries, keys] allows it; None: to all tokens up to the query's."""
-    heads, is_causal = _by_kv_head(q, k, v), mask is None
-    if sinks is None:
-        out = F.scaled_dot_product_attention(*heads, attn_mask=mask, is_causal=is_causal, scale=scale)
-        return out.permute(2, 0, 1, 3).flatten(1, 2)
-    # What SDPA calls on a CPU, which does not tell of the sum.
-    bias = None if mask is None else torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *heads, is_causal=is_causal, attn_mask=bias, scale=scale
-    )
-    out, lse = out.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1, 2)
-    return with_sinks(out, lse, sinks)
-
-
-def _by_products(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """The same by torch's products alone, in fp32; see `causal_attention` and `PrefillGroup.attend`."""
-    kv_heads = k.shape[1]
-    group = q.shape[1] // kv_heads
-    out = torch.empty_like(q)
-    for head in range(kv_heads):
-        heads = slice(head * group, (head + 1) * group)
-        keys, values = k[:, head].float(), v[:, head].float()
-        for piece in _pieces(len(q), len(k), PIECE_SCORES // group, window):
-            queries = q[piece.queries, heads].float().transpose(0, 1)  # [group, queries, head_dim]
-            scores = (queries @ keys[piece.keys].t()).mul_(scale)
-            if softcap is not None:
-                scores.div_(softcap).tanh_().mul_(softcap)
-            scores.masked_fill_(piece.mask(window, q.device).logical_not_(), -torch.inf)
-            if sinks is not None:
-                sink = sinks[heads].float().view(group, 1, 1).expand(-1, scores.shape[1], 1)
-                scores = torch.cat((scores, sink), dim=-1)
-            weights = torch.softmax(scores, dim=-1)[:, :, : len(keys[piece.keys])]
-            out[piece.queries, heads] = (weights @ values[piece.keys]).transpose(0, 1).to(q.dtype)
-    return out
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Some queries, and the keys that any of them sees."""
-
-    queries: slice
-    keys: slice
-    first_position: int  # of the queries, in their context
-
-    def mask(self, window: int | None, device: torch.device) -> Tensor:
-        """Return which keys each query sees, [queries, keys]."""
-        count = self.queries.stop - self.queries.start
-        positions = torch.arange(self.first_position, self.first_position + count, device=device).unsqueeze(1)
-        past = torch.arange(self.keys.start, self.keys.stop, device=device)
-        mask = past <= positions
-        return mask if window is None else mask & (past > positions - window)
-
-
-def _pieces(num_queries: int, num_keys: int, most: int, window: int | None) -> Iterator[_Piece]:
-    """Cut queries so that a head has at most `most` scores, or those of one query."""
-    before = num_keys - num_queries
-    rows = max(most // num_keys, 1)
-    for start in range(0, num_queries, rows):
-        end = min(start + rows, num_queries)
-        first = 0 if window is None else max(before + start + 1 - window, 0)
-        yield _Piece(slice(start, end), slice(first, before + end), before + start)
-
-
-def _by_kv_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """View all as [kv_heads, group, tokens, head_dim]: the heads of K and V repeat without being copied.
-
-    The memory-efficient kernel knows no grouped queries: with `enable_gqa`, SDPA on a GPU older than 8.0 or
-    in float32 falls back to a kernel that writes all scores to memory.
-    """
-    kv_heads = k.shape[1]
-    group = q.shape[1] // kv_heads
-    queries = torch.unflatten(q, 1, (kv_heads, group)).permute(1, 2, 0, 3)
-    keys, values = (x.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for x in (k, v))
-    return queries, keys, values

@@ -17,7 +17,8 @@ from typing import Self
 import torch
 
 from neo_desktop.engine.execute.layout import Capacity
-from neo_desktop.engine.execute.prefill import PACKED_TOKENS, PIECE_SCORES
+from neo_desktop.engine.execute.prefill import PACKED_TOKENS
+from neo_desktop.engine.execute.prefill_kernels import PIECE_SCORES
 from neo_desktop.engine.execute.workspace import device_bytes
 from neo_desktop.engine.kernels import dispatch
 from neo_desktop.engine.kv.layer import block_bytes

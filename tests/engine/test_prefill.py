@@ -10,15 +10,13 @@ from dense_attention import dense
 from hypothesis import given, settings
 from torch import Tensor
 
-from neo_desktop.engine.execute import prefill
-from neo_desktop.engine.execute.prefill import (
-    Prefill,
-    PrefillGroup,
+from neo_desktop.engine.execute import prefill, prefill_kernels
+from neo_desktop.engine.execute.prefill import Prefill, PrefillGroup, groups_of
+from neo_desktop.engine.execute.prefill_kernels import (
     PrefillKernel,
     causal_attention,
     check_operator,
     choose_kernel,
-    groups_of,
 )
 from neo_desktop.engine.ladder import ladder
 
@@ -97,7 +95,7 @@ def test_every_kernel_is_asked_for_the_same(kernel: PrefillKernel, data: st.Data
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
     lengths = data.draw(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), min_size=1, max_size=4))
     window = data.draw(st.none() | st.integers(1, 12))
-    piece_scores = data.draw(st.sampled_from([1, 20, prefill.PIECE_SCORES]))
+    piece_scores = data.draw(st.sampled_from([1, 20, prefill_kernels.PIECE_SCORES]))
     sinks = torch.randn(HEADS) * 3 if data.draw(st.booleans()) else None
     softcap = data.draw(st.sampled_from([None, None, 0.8]))
     if kernel is PrefillKernel.EFFICIENT:
@@ -117,7 +115,7 @@ def test_every_kernel_is_asked_for_the_same(kernel: PrefillKernel, data: st.Data
             _scaled_dot_product_flash_attention_for_cpu=SDPA_OF_CPUS,
         )
         patch.setattr(torch.ops, "aten", operators)
-        patch.setattr(prefill, "PIECE_SCORES", piece_scores)
+        patch.setattr(prefill_kernels, "PIECE_SCORES", piece_scores)
         patch.setattr(prefill, "PACKED_TOKENS", data.draw(st.sampled_from([1, 20, 1000])))
         before = iter(earlier)
         for group in groups_of(chunks):
@@ -230,7 +228,7 @@ def test_a_kernel_that_torch_refuses_gives_way_to_the_next_one(
         ),
     )
     if "sdpa" in refused:
-        monkeypatch.setattr(prefill.F, "scaled_dot_product_attention", refuse)
+        monkeypatch.setattr(prefill_kernels.F, "scaled_dot_product_attention", refuse)
     for _ in range(2):
         attend_on_a_gpu(monkeypatch, capability, window)
     assert ladder.limits() == {"prompt_attention": rung}
@@ -279,10 +277,10 @@ def test_products_take_memory_for_a_piece_of_the_scores_only(monkeypatch: pytest
         return out
 
     monkeypatch.setattr(Tensor, "__matmul__", measured)
-    monkeypatch.setattr(prefill, "PIECE_SCORES", 4096)
+    monkeypatch.setattr(prefill_kernels, "PIECE_SCORES", 4096)
     q, (k, v) = torch.randn(300, HEADS, HEAD_DIM), torch.randn(2, 400, KV_HEADS, HEAD_DIM)
     for window in (None, 50):
-        out = prefill._by_products(q, k, v, SCALE, window)
+        out = prefill_kernels.by_products(q, k, v, SCALE, window)
         torch.testing.assert_close(out.double(), dense(q, k, v, SCALE, window), atol=1e-5, rtol=1e-4)
     assert 0 < largest <= 4096
 
