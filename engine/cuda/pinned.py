@@ -7,7 +7,9 @@ import logging
 import math
 import mmap
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +21,6 @@ from neo_desktop.engine.ladder import ladder
 logger = logging.getLogger(__name__)
 
 _PORTABLE = 1  # cudaHostRegisterPortable
-
-
 NUM_PIECES = 8  # of a part: more would be given back more finely, but cut copies more often
 
 
@@ -31,32 +31,17 @@ class _Pages(mmap.mmap):
 
     def pin(self, address: int, num_bytes: int) -> RuntimeError | None:
         """Pin a range of it; return why it could not be pinned."""
-        try:
-            cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            error = int(cudart.cudaHostRegister(address, num_bytes, _PORTABLE))
-            if error:
-                raise RuntimeError(f"CUDA error {error}")
-        except RuntimeError as error:
-            if is_lost(error):
-                raise
-            _forget_refusal()
-            return error
-        self.pinned_at |= {address}
-        return None
+        refusal = _refusal(lambda cudart: cudart.cudaHostRegister(address, num_bytes, _PORTABLE))
+        if refusal is None:
+            self.pinned_at |= {address}
+        return refusal
 
     def unpin(self, address: int) -> RuntimeError | None:
         """Undo this for the range that begins there; return why it stays pinned."""
-        try:
-            error = int(torch.cuda.cudart().cudaHostUnregister(address))  # type: ignore[no-untyped-call]
-            if error:
-                raise RuntimeError(f"CUDA error {error}")
-        except RuntimeError as error:
-            if is_lost(error):
-                raise
-            _forget_refusal()
-            return error
-        self.pinned_at -= {address}
-        return None
+        refusal = _refusal(lambda cudart: cudart.cudaHostUnregister(address))
+        if refusal is None:
+            self.pinned_at -= {address}
+        return refusal
 
     def __del__(self) -> None:
         for address in self.pinned_at:
@@ -192,6 +177,20 @@ def _advised(nbytes: int, *, is_private: bool = False) -> tuple[_Pages, Tensor]:
     memory = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
     native.advise_huge_pages(memory)
     return pages, memory
+
+
+def _refusal(call: Callable[[Any], int]) -> RuntimeError | None:
+    """Call a function of CUDA's runtime that returns an error number; return why it did not do it."""
+    try:
+        number = int(call(torch.cuda.cudart()))  # type: ignore[no-untyped-call]
+        if number:
+            raise RuntimeError(f"CUDA error {number}")
+    except RuntimeError as error:
+        if is_lost(error):
+            raise
+        _forget_refusal()
+        return error
+    return None
 
 
 def _forget_refusal() -> None:
