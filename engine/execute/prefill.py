@@ -130,7 +130,7 @@ class PrefillGroup:
         """
         windowed = window is not None and window < max(chunk.context_len for chunk in self.chunks)
         if softcap is not None:  # torch has no kernel that knows of it
-            self._attend_by_products(q, contexts, out, scale, window, sinks, softcap)
+            self._attend_with(PrefillKernel.MATH, q, contexts, out, scale, window, sinks, softcap)
             return
         while True:
             rung = ladder.rung("prompt_attention")
@@ -153,10 +153,9 @@ class PrefillGroup:
         scale: float,
         window: int | None,
         sinks: Tensor | None,
+        softcap: float | None = None,
     ) -> None:
-        if kernel is PrefillKernel.MATH:
-            self._attend_by_products(q, contexts, out, scale, window, sinks, None)
-            return
+        """Attend with a kernel; only products know of a softcap."""
         context_lens = [chunk.context_len for chunk in self.chunks]
         if window is not None and window >= max(context_lens):
             window = None
@@ -168,25 +167,13 @@ class PrefillGroup:
             out[self.rows] = found if sinks is None else with_sinks(found, lse.t(), sinks)
             return
         for chunk, (k, v) in zip(self.chunks, torch.split(contexts, context_lens, dim=1), strict=True):
-            if kernel is PrefillKernel.EFFICIENT:
+            if kernel is PrefillKernel.MATH:
+                out[chunk.rows] = by_products(q[chunk.rows], k, v, scale, window, sinks, softcap)
+            elif kernel is PrefillKernel.EFFICIENT:
                 found, lse = efficient(q[chunk.rows], k, v, scale, needs_lse=sinks is not None)
                 out[chunk.rows] = found if sinks is None else with_sinks(found, lse, sinks)
             else:
                 out[chunk.rows] = causal_attention(q[chunk.rows], k, v, scale, window, sinks)
-
-    def _attend_by_products(
-        self,
-        q: Tensor,
-        contexts: Rows,
-        out: Tensor,
-        scale: float,
-        window: int | None,
-        sinks: Tensor | None,
-        softcap: float | None,
-    ) -> None:
-        context_lens = [chunk.context_len for chunk in self.chunks]
-        for chunk, (k, v) in zip(self.chunks, torch.split(contexts, context_lens, dim=1), strict=True):
-            out[chunk.rows] = by_products(q[chunk.rows], k, v, scale, window, sinks, softcap)
 
 
 def groups_of(chunks: Sequence[Prefill]) -> Iterator[PrefillGroup]:
