@@ -108,9 +108,8 @@ async def prepare(service: EngineService, conversation: Conversation) -> Prepare
         prompt += tool_format.prompt_end()
     try:
         # In a thread: schemas may be long.
-        form = _grammar_on_channels if tool_format.on_channels else _grammar
         lark, after = await asyncio.to_thread(
-            form, service.tokenizer, conversation, tool_format, tools, is_thinking
+            _grammar, service.tokenizer, conversation, tool_format, tools, is_thinking
         )
     except ValueError as error:
         blamed = conversation.structure[0] if conversation.structure else "tools"
@@ -169,6 +168,8 @@ def _grammar(
     is_thinking: bool,
 ) -> tuple[str | None, str | None]:
     """What the answer must follow, None: nothing; and after which text, None: from its beginning on."""
+    if tool_format.on_channels:
+        return _grammar_on_channels(tokenizer, conversation, tool_format, tools)
     structure, after = conversation.structure, CLOSING if is_thinking else None
     if conversation.choice is not None and conversation.choice.is_required:
         mark = _in_lark(tokenizer, "[ARGS]")
@@ -192,7 +193,6 @@ def _grammar_on_channels(
     conversation: Conversation,
     tool_format: ToolFormat,
     tools: Sequence[Tool],
-    is_thinking: bool,
 ) -> tuple[str | None, str | None]:
     """See `_grammar`: the model thinks first, in a message of its own, and then follows headers, too."""
     structure = conversation.structure

@@ -54,14 +54,11 @@ class ToolFormat:
     in_template: bool = True  # the model's template shows tools, calls and results
     short_ids: bool = False  # the template wants ids of nine letters and digits
     single_calls: bool = False  # the template takes one call per message
-    on_channels: bool = (
-        False  # messages have headers, which tell calls, thoughts and answers: `models.harmony`
-    )
+    on_channels: bool = False  # headers tell calls, thoughts and answers: see `models.harmony`
 
     def prompt_end(self) -> str:
         """What stands in the prompt before a call that must come."""
-        has_none = self.is_bare or self.on_channels
-        return "" if has_none else self.opening + ("\n" if self.closing else "")
+        return "" if self.is_bare else self.opening + ("\n" if self.closing else "")
 
     def grammar(self, tools: Sequence[Tool], *, is_parallel: bool, arguments_mark: str = '"[ARGS]"') -> str:
         """Lark rules of `calls`: calls of these tools, after `prompt_end`.
