@@ -286,7 +286,7 @@ class EngineService:
     def _answer(self, answer: Answered) -> None:
         self._num_heard += 1
         asked = self._asked.pop(answer.ticket, None)
-        if asked is None or asked.done():  # whoever asked has gone
+        if asked is None or asked.done():  # the caller has gone
             return
         if answer.error is None:
             asked.set_result(answer.value)

@@ -145,8 +145,8 @@ class GrammarState:
 class GrammarCompiler:
     """Makes grammars ready for the tokens of one model.
 
-    May be called by any thread. Compiling takes milliseconds, so whoever makes a request lets it happen in a
-    thread of its own; the engine then finds the grammar ready.
+    May be called by any thread. Compiling takes milliseconds, so it is done in another thread, before a
+    request is added; the engine then finds the grammar ready.
 
     Args:
         vocab_size: of the model's logits.

@@ -271,7 +271,7 @@ class Ladder:
 
     @property
     def changes(self) -> int:
-        """How often anything was changed, for whoever keeps what depends on rungs."""
+        """How often anything was changed; what depends on rungs is made anew when it has grown."""
         return self._changes
 
     def standings(self) -> Sequence[Standing]:

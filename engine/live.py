@@ -4,7 +4,7 @@
     nobody asks   ──→ the notes stop by themselves; an iteration costs one comparison more
 
 The engine's thread only notes and copies. What follows from it (overlap, errors, the bound) is computed by
-whoever reads a `LiveView`.
+the reader of a `LiveView`.
 """
 
 import time
@@ -342,7 +342,7 @@ def live_requests(
 def num_fitting(requests: Sequence[RequestState], num_blocks: int, block_size: int) -> int:
     """Return how many of the requests a cache of so many blocks holds at once, at most: the shortest first.
 
-    Blocks with the same content are there once, whoever owns them.
+    Blocks with the same content are there once, even if several requests have them.
     """
     seen: set[bytes] = set()
     for count, request in enumerate(sorted(requests, key=lambda request: request.num_tokens)):

@@ -1,11 +1,11 @@
 """Waiting for other threads and for the GPU, but never for ever.
 
-Whoever waits in an iteration looks again and again whether something went on anywhere in it. When nothing
-did for longer than its patience, what is waited for is given up. The patience is generous, so that a computer
-that is merely slow or busy never sees it: half a minute without a single stage's end, or twenty times what
-the whole iteration should take, whichever is longer.
+A thread that waits in an iteration looks again and again whether any stage of it has ended. When none has for
+longer than the patience, it gives up what it waits for. The patience is generous, so that a computer that is
+merely slow or busy never sees it: half a minute without a single stage's end, or twenty times what the whole
+iteration should take, whichever is longer.
 
-What is counted is the time in which the one who waits could look. Neither a suspended computer (the clock of
+Only time counts in which the waiting thread could look. Neither a suspended computer (the clock of
 `time.monotonic` stands still then on Linux) nor a stopped process comes back to a deadline that has passed.
 """
 

@@ -138,7 +138,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product with a matrix that is split, to be computed by whoever overlaps its parts."""
+    """A product with a matrix that is split; the caller computes its parts, overlapped."""
 
     name: str  # one of `TURN`
     layer: int
@@ -286,8 +286,8 @@ class Stages:
     ) -> Iterator[Step]:
         """Yield the arithmetic of `advance`, cut at products with split matrices and at sums over ranks.
 
-        Whoever takes them runs the work of a step, then sees to its product or sum, one step after the other.
-        All products have to be written in place.
+        The caller runs the work of a step, then its product or sum, one step after the other. All products
+        have to be written in place.
         """
         work: list[Callable[[], object]] = []
         if finished is not None:

@@ -168,7 +168,7 @@ def _link_open(tokens: list[Token], index: int, *_: object) -> str:
 
 
 def _image(tokens: list[Token], index: int, *_: object) -> str:
-    # The page never fetches what a text names; whoever wants to see it, follows the link.
+    # The page never fetches what a text names; readers who want to see it follow the link.
     token = tokens[index]
     address = html.escape(str(token.attrs.get("src", "")))
     return f'<a href="{address}" target="_blank">{html.escape(token.content or "picture")}</a>'

@@ -146,7 +146,7 @@ def bytes_beyond_caches() -> int:
 
 
 def give_back_memory() -> None:
-    """Return what is no longer referred to, on the GPU too: whoever measures next looks at what is free."""
+    """Return what is no longer referred to, on the GPU too: the next measurement looks at what is free."""
     gc.collect()
     torch.cuda.empty_cache()  # does nothing where no GPU was used
 

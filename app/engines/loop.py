@@ -150,7 +150,7 @@ def _told(error: Exception) -> Exception:
 def _ended(error: Exception) -> str:
     said = str(error).strip().partition("\n")[0] or type(error).__name__
     if is_device_lost(error):
-        # What to do is said by whoever knows what happens next.
+        # The advice is left out: the caller knows what happens next, and says it.
         return f"the engine stopped: {said.partition(ADVICE)[0]}"
     if is_lost(error):
         return f"the engine stopped: {said}"

@@ -230,7 +230,7 @@ class ModelHost:
             assert self.name is not None
             self.begin(self.name)
         if self._task is not None:
-            # Whoever asked may leave; the others still want the model.
+            # One caller may leave; the others still want the model.
             await asyncio.shield(self._task)
         service = self.service
         if service.model_name != model_name:

@@ -10,7 +10,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from neo_desktop.app.web.open_files import allow_open_files
 
-MAX_CONNECTIONS = 16_384  # whom the queue has no room for must be told so
+MAX_CONNECTIONS = 16_384  # enough to answer 503 to those that the queue has no room for
 SLICE_S = 0.004  # of each turn of the event loop for reading requests
 OTHER_FILES = 256  # open ones of the model, the page and the system
 _URGENT = (b"GET /health ", b"HEAD /health ")
@@ -26,8 +26,8 @@ _BUSY_ANSWER = (
 class Turnstile:
     """Lets a little work through in each turn of the event loop, and the rest in the next ones.
 
-    Thousands of requests that arrive at the same moment would otherwise be read in one turn, and nobody else
-    be heard for as long.
+    Thousands of requests that arrive at the same moment would otherwise be read in one turn, and all else
+    would have to wait for as long.
 
     Args:
         slice_s: the time for such work in one turn.
@@ -72,8 +72,8 @@ class LimitedProtocol(H11Protocol):
     `stall_timeout_s`; who was answered in the middle of a body may go on sending for `linger_s`. The body
     itself is timed by `ClientConnection`, which can still answer.
 
-    Requests are read in turns, see `Turnstile`, except those for /health: whoever asks wants to know whether
-    the server lives, not how much it has to do.
+    Requests are read in turns, see `Turnstile`, except those for /health: they ask whether the server is
+    alive, not how busy it is.
     """
 
     head_timeout_s = 15.0

@@ -50,8 +50,8 @@ def upload(numbers: object, dtype: torch.dtype, device: torch.device) -> Tensor:
 def download(tensor: Tensor) -> Callable[[], Tensor]:
     """Start to bring a tensor to host memory; what is returned waits for it.
 
-    It raises DeviceStalledError and DeviceLostError, see `wait_for_gpu`. Whoever has much work before it on
-    the stream waits for that with a patience of its own.
+    It raises DeviceStalledError and DeviceLostError, see `wait_for_gpu`. A caller with much work before it on
+    the stream should wait for that first, with a patience of its own.
     """
     if tensor.device.type == "cpu":
         copy = tensor.clone()

@@ -194,7 +194,7 @@ def _refusal(call: Callable[[Any], int]) -> RuntimeError | None:
 
 
 def _forget_refusal() -> None:
-    """Let the refusal be told here: CUDA keeps it for whoever asks next, and torch asks after each launch."""
+    """Take the error from CUDA, which would report it to the next caller: torch asks after each launch."""
     try:
         torch.zeros(1, device="cuda")
     except RuntimeError as error:

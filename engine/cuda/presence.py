@@ -1,7 +1,7 @@
 """Whether there is an NVIDIA GPU that torch cannot use, why, and the command that mends it.
 
-Nothing here touches CUDA, so that whoever asks can still fork, and start the engine in a process of its own:
-the driver is asked by NVML, the system by its files.
+Nothing here touches CUDA, so that the caller can still fork, and start the engine in a process of its own:
+NVML asks the driver, and files tell about the system.
 """
 
 import os

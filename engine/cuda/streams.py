@@ -1,7 +1,7 @@
 """The one place that CUDA streams come from.
 
-Work on a GPU goes to the stream that is the current one of the thread. So whoever starts such work does it
-inside `Streams.on_device()`, and asks `Streams.stream()` for a stream to work beside that. Then all of it
+Work on a GPU goes to the current stream of the thread. So all such work is started inside
+`Streams.on_device()`, and streams to work beside that come from `Streams.stream()`. Then all of it
 stays in the slice of the GPU that was asked for; torch's own streams, the default one included, do not.
 CUDA graphs must be captured on such a stream, too (`torch.cuda.graph(graph, stream=...)`).
 

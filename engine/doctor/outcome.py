@@ -73,7 +73,7 @@ class Limit:
 def limits_of(outcomes: Sequence[Outcome]) -> list[Limit]:
     """Return the highest rung without a failed check of each mechanism whose highest rung has one.
 
-    Where all rungs failed it is the lowest: whoever reads the outcomes knows that nothing serves.
+    Where all rungs failed it is the lowest: the outcomes themselves tell that none works.
     """
     limits = []
     for name, mechanism in MECHANISMS.items():

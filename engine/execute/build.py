@@ -81,8 +81,8 @@ def build_executor(
     if ladder.rung("graphs") != "eager" and not executor.fits_graphs:
         ladder.limit("graphs", "eager", "what a graph copies in host memory must be pinned, and is not")
     executor.warm_up()
-    # Whoever runs iterations is often another thread, with working memory of its own for cuBLAS: graphs of
-    # this thread would keep this one's for ever. So they are captured anew.
+    # Iterations often run on another thread, which has its own working memory for cuBLAS. Graphs captured
+    # here would keep this thread's for ever, so they are captured anew there.
     backend.forget()
     clear_workspaces(model.device)
     return executor

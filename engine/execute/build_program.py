@@ -124,7 +124,7 @@ class ProgramBuilder:
                     asked.append(Asked(sequence, first_row, count))
                     first_row += count
         if not self._stages.has_head:
-            asked = []  # whoever has it chooses tokens
+            asked = []  # the rank that has the head chooses tokens
         outputs = Outputs(asked, self._stages, self._workspace, first_row if chooses else None)
         return Program(
             self._stages, self._workspace, memory, passes, moves, outputs, chooses=chooses, window=stream

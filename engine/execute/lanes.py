@@ -3,13 +3,13 @@
 Without a GPU, the device's lane is the thread that carries out the iteration, and all others are threads
 that do real copies, so that work in a wrong order shows as wrong tokens on any machine. With a GPU, lanes
 are CUDA streams, and the CPU's are relays; where the driver does not let streams write and wait for flags,
-threads take the relays' place, and whoever launches work waits for them.
+threads take the relays' place, and the thread that launches work waits for them.
 
 Work may wait for signals of what was given to lanes before, and for nothing else, so nothing ever waits in a
 circle. Work that fails fails its signal with the exception, and so does all work that waits for it, without
 running.
 
-Nobody waits for ever. When no stage of any lane has ended for longer than an iteration's patience, waiting
+Nothing waits for ever. When no stage of any lane has ended for longer than an iteration's patience, waiting
 ends with an error that names the stage. It means that nothing more can be computed in this process: neither a
 thread nor the GPU can be made to give a stage up, so that its lane, and the memory it works on, stay lost.
 """

@@ -120,7 +120,7 @@ class StreamLane:
 
     def close(self) -> None:
         """Block until the stream is empty, unless the GPU is lost."""
-        with suppress(RuntimeError):  # whoever waits for what is on it is told
+        with suppress(RuntimeError):  # raised where the work on it is waited for
             wait_for_gpu(self.stream, self._watch)
 
     @contextmanager
@@ -170,7 +170,7 @@ class RelayLane:
         self._told_by = told_by
 
     def begin(self, watch: Watch) -> None:
-        """Do nothing: relays are told their patience by whoever has them."""
+        """Do nothing: the relay's owner sets its patience."""
 
     def submit_step(self, stage: Stage, step: HostStep, after: Sequence[Signal] = ()) -> Signal:
         """Raise the step's flag after the signals."""
@@ -180,7 +180,7 @@ class RelayLane:
         return _Flag(self._told_by.mark("the raise of a flag"), step.flags[DONE, :1], stage.words)
 
     def cancel(self) -> None:
-        """Do nothing: whoever has the relay cancels it."""
+        """Do nothing: the relay's owner cancels it."""
 
     def join(self) -> None:
         """Do nothing, likewise."""

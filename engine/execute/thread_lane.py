@@ -16,7 +16,7 @@ from neo_desktop.engine.waiting import DEFAULT_PATIENCE, Watch
 
 logger = logging.getLogger(__name__)
 
-# Whoever waits for a thread waits longer than the thread may wait for the GPU: it tells what is wrong.
+# A thread is given longer than it may itself wait for the GPU: its own error, which says more, comes first.
 _THREADS_SHARE = 1.5
 
 
@@ -32,7 +32,7 @@ class _Task:
         self._future.result()
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        # A stream cannot wait for a thread: whoever fills the stream does it in its place.
+        # A stream cannot wait for a thread: the thread that fills the stream does it in its place.
         self.wait()
 
 

@@ -158,8 +158,8 @@ class Timeline:
     def write_chrome_trace(self, path: str | Path) -> None:
         """Write all spans in Chrome's trace-event format (chrome://tracing, ui.perfetto.dev).
 
-        Times are microseconds since the timeline was made. The file is replaced as a whole: whoever reads it
-        never sees half of it.
+        Times are microseconds since the timeline was made. The file is replaced as a whole: readers
+        never see half of it.
 
         Raises:
             OSError: the file cannot be written.

@@ -1,6 +1,6 @@
 """Pieces of weights on their way to the device: from pinned memory at once, or through buffers that are.
 
-Memory that is not pinned is slow to copy from, and whoever launches a copy waits for it. So such pieces go
+Copies from memory that is not pinned are slow, and block the thread that launches them. So such pieces go
 through two pinned buffers, which a thread of the CPU fills ahead (HeteGen, section 4.3):
 
     host-weights |piece 0 to buffer 0|piece 1 to buffer 1|piece 2 to buffer 0|..

@@ -91,7 +91,7 @@ def _carry_out(future: Future[None], call: Callable[[], object]) -> None:
         return
     try:
         call()
-    except BaseException as error:  # whoever waits for the call gets it
+    except BaseException as error:  # raised again where the call is waited for
         future.set_exception(error)
     else:
         future.set_result(None)

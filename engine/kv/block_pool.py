@@ -36,15 +36,15 @@ class BlockPool:
         free      reference count 0, content worthless
         withheld  reference count 0, at the limit or above it: there is no memory behind it
 
-    Cached blocks count as free for whoever asks. Those unused for longest are given up first, run by run.
+    Cached blocks count as free. Those unused for longest are given up first, run by run.
 
     Memory is read fastest in order, so the blocks of a request should follow each other. Therefore aligned
-    runs of BLOCKS_PER_RUN blocks are left to whoever has their first block, while there are idle ones:
+    runs of BLOCKS_PER_RUN blocks are left to the request with their first block, while there are idle ones:
 
         | a a a . | b b b b | b . . . | . . . . | c c . . |    a, b and c grow by the block after their last,
-                                       an idle run             somebody else gets the first of an idle run
+                                       an idle run             another request gets the first of an idle run
 
-    Nothing is reserved: once no run is idle, every free block is for anybody.
+    Nothing is reserved: once no run is idle, any request may get any free block.
 
     Args:
         stays_low: whether the lowest blocks are given away first, cached or not: what is used lies together

@@ -213,8 +213,8 @@ class KVCache:
 
         Returns:
             The copies that bring its KV there, to be carried out in order before anything is computed, or
-            None (and nothing changed) when that place has no room. The old blocks are free at once: whoever
-            gets them writes after the copies. `arrived` says that they have been carried out; if they fail,
+            None (and nothing changed) when that place has no room. The old blocks are free at once: their
+            next owner writes after the copies. `arrived` says that they have been carried out; if they fail,
             all requests that moved must give their blocks back.
 
         Raises:

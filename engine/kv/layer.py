@@ -1,4 +1,4 @@
-"""One layer's K and V in one place: whoever uses it knows rows and slots, not how they lie."""
+"""One layer's K and V in one place, by rows and slots: how they lie in memory is hidden."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

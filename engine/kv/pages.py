@@ -11,7 +11,7 @@ _DONT_NEED = getattr(mmap, "MADV_DONTNEED", None)  # None: this system has no su
 def give_back(memory: Tensor, begin: int) -> int:
     """Give the pages back that lie wholly within the last rows of each part of some memory.
 
-    What they held is lost. Whoever writes there again gets new ones, whoever reads there reads zeros.
+    What they held is lost. A write there takes new pages, a read gives zeros.
 
     Args:
         memory: [parts, rows, ...], contiguous, in host memory that is not pinned.

@@ -2,8 +2,8 @@
 
 Rows cross from GPU to GPU by torch's copies, CUDA's peer copies: the driver takes the way between the cards
 where there is one, and host memory where there is none. A copy between two GPUs is put on the source's
-current stream, and waits for the target's. So whoever works for such a pool does it inside `beside_device`:
-there the model's GPU has a stream that nothing else is on, and the copies hold nobody up.
+current stream, and waits for the target's. So work for such a pool happens inside `beside_device`:
+there the model's GPU has a stream that nothing else is on, and the copies delay no other work.
 
 There are computers on which the driver says that cards reach each other, but what is copied does not arrive:
 an IOMMU stands between them (pytorch issues 84803 and 132397). Nothing reports an error. So the bytes are

@@ -8,8 +8,8 @@ of the others is on its way. Those take turns in a window of a few slots, each o
     comes to             slot 0  slot 1  slot 0  slot 1  slot 0
 
 A block has the same number in every layer, in host memory and in the window: a request has one block table,
-and whoever attends sees a layer as always. In host memory rows follow each other by slots: no head, no page
-is apart, and what is brought or stored is copied in one piece wherever slots follow each other.
+and the attention sees a layer as always. In host memory rows follow each other by slots, not divided by heads
+or pages, so that neighbouring slots are brought and stored in one copy.
 """
 
 import math

@@ -16,7 +16,7 @@ class HostBuffer:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the memory as a tensor. All views share it, and whoever takes one must know them unused."""
+        """Return the memory as a tensor. All views share it: the caller must know that no other is in use."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > len(self._bytes):
             size = max(num_bytes, 2 * len(self._bytes))

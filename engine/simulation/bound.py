@@ -40,7 +40,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is to be computed, whoever does it, in tokens."""
+    """What is to be computed, by any device, in tokens."""
 
     linear_tokens: int  # through the linear stages
     outputs: int  # through the head

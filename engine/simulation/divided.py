@@ -72,7 +72,7 @@ class DividedWeights:
 
     @property
     def bound_tokens_per_s(self) -> float:
-        """What one chat cannot exceed, whoever computes."""
+        """What one chat cannot exceed, however its weights are divided."""
         return 1e3 / bound_ms(self.matrices, self.plan, self.rates)
 
     def curves(self, num_layers: int, fixed_ms: float, most_rows: int) -> tuple[Curve, Curve]:

@@ -132,7 +132,7 @@ def workers_wanted(
     other. Fewer make the GPU wait, more of them wait themselves.
 
     Args:
-        cost: of the GPU, whoever attends.
+        cost: of the GPU; what it says of attention is not used.
 
     Returns:
         None: no number is enough, since the link alone, or one request's attention, takes longer than the

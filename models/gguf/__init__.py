@@ -5,6 +5,6 @@ types       the ways in which numbers are stored, and what they are as floats
 tensors     the tensors of a model, under the names and in the order that a decoder knows them by
 config      metadata → `ModelConfig`
 tokenizer   metadata → `Tokenizer`; `pre_tokenizers` has the patterns of the vocabularies
-checkpoint  all of this, for whoever loads a model
+checkpoint  all of this, for loading a model
 writer      the way back, for comparisons with llama.cpp
 """

@@ -83,7 +83,7 @@ class Relay::State {
   const int num_threads_;
   const Isa isa_;
 
-  // Of the iteration. Whoever starts it writes them before `running_`, the thread after.
+  // Of the iteration. `start` writes them before it sets `running_`, the relay's thread afterwards.
   std::vector<RelayItem> items_;
   bool rests_ = false;  // between two looks at a flag
   std::vector<RelayStep> steps_;

@@ -1,4 +1,4 @@
-"""What a process has written to stderr last, for whoever has to tell how it ended."""
+"""What a process has written to stderr last, for the message that tells how it ended."""
 
 import contextlib
 import sys

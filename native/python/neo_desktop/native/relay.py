@@ -207,7 +207,7 @@ class Relay:
         self._relay = _native.Relay(views, num_layers, num_threads, isa or default_isa())
 
     def start(self, items: Sequence[RelayItem], patience_s: float = 0.0) -> None:
-        """Clear the flags and begin an iteration; to be called before whoever raises flags begins.
+        """Clear the flags and begin an iteration; to be called before the device begins to raise flags.
 
         Args:
             items: what is done in every layer.
