@@ -114,10 +114,10 @@ class EngineService:
         timeout_s: float | None = STOP_TIMEOUT_S,
         successor: "Callable[[], Awaitable[EngineService]] | None" = None,
     ) -> None:
-        """Tell everybody who waits, free what they hold and end the engine; a second call does nothing.
+        """End all requests with a reason, free what they hold and end the engine; a second call does nothing.
 
         Args:
-            reason: what those who wait are told.
+            reason: what their clients are told.
             timeout_s: an iteration cannot be interrupted: after this time it is left to itself. None: never,
                 unless the engine has a process of its own, which `close` ends all the same.
             successor: brings the service that takes what is submitted from now on; None: it is refused.

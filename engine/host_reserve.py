@@ -38,10 +38,10 @@ class HostReserve:
                      too little    enough        plenty, for some seconds: a cache grows
                      a cache gives back what is missing
 
-    A smaller cache uses its first blocks only. Who has others moves in the next iteration, or is computed
-    again. Once nobody needs what lies behind them its pages go back to the system; the addresses stay, so
-    that nothing that refers to them has to be made anew, but for graphs that copy from pinned memory. The
-    oldest request keeps its blocks.
+    A smaller cache uses its first blocks only. Requests with others move in the next iteration, or are
+    computed again. Once no request has a block behind them, those pages go back to the system; the
+    addresses stay, so that nothing that refers to them has to be made anew, but for graphs that copy from
+    pinned memory. The oldest request keeps its blocks.
 
     All calls come from the engine's thread, while no iteration is under way.
 
@@ -122,7 +122,7 @@ class HostReserve:
         return min(-(-least // together) * together, size.most)
 
     def _set_limits(self, limits: Mapping[Place, int]) -> bool:
-        """Set those that change; return whether any did. Who shall grow gets what the system grants."""
+        """Set those that change; return whether any did. A cache grows as far as the system grants it."""
         has_changed = False
         for place, wanted in limits.items():
             limit = before = self._kv.size(place).limit

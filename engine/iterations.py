@@ -143,7 +143,7 @@ class Iterations:
     def take_outputs(self) -> list[RequestOutput]:
         """Return what requests gained since the last call; best while an iteration is under way.
 
-        Text is made only now. Who aborted a request has got its last output.
+        Text is made only now. An aborted request has given its last output already.
         """
         gained, self._gained = self._gained, []
         failed, self._failed = self._failed, []

@@ -99,7 +99,7 @@ def addresses_of(named: str) -> list[Address]:
 
 
 def with_workers(parts: EngineParts, named: str, trust: Trust, by_heads: bool = False) -> EngineParts:
-    """Connect an engine's parts to workers; who cannot be reached is tried again in the background.
+    """Connect an engine's parts to workers; those that cannot be reached are tried again in the background.
 
     Args:
         named: their addresses, or how many of them Ray shall have.

@@ -12,7 +12,7 @@ class _Place(NamedTuple):
 
 
 class Place(_Place):
-    """A memory that can hold a request's KV, and who computes the decode attention over it.
+    """A memory that can hold a request's KV, and what computes the decode attention over it.
 
     The two sides: the device (the GPU; where there is none, the CPU stands in for it), and the host. Compare
     places by value: they are sent to other processes. A tuple, since schedulers look up much by place.

@@ -44,7 +44,7 @@ class RequestState:
     Args:
         request_id: unique.
         owner_id: the request as its owner named it; its n outputs are n of these objects.
-        arrival: ordinal that says who came first; it never changes, also when the request is preempted.
+        arrival: its place in the order of arrival; it never changes, also when the request is preempted.
         num_prompt_tokens: at least 1.
         max_num_tokens: of prompt and output, at which it ends at the latest.
     """

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 # Looking without a rest is what an answer within microseconds takes. After that, rests are so short that they
-# add half a percent to what was waited for, and leave the CPU to those who compute.
+# add half a percent to what was waited for, and leave the CPU to threads that compute.
 _RESTLESS_S = 100e-6
 _REST_SHARE = 1 / 200
 _SHORTEST_REST_S, _LONGEST_REST_S = 20e-6, 1e-3

@@ -37,11 +37,11 @@ class Answers:
     """All answers that are being written here.
 
     Args:
-        host: who has the model.
+        host: has the model.
         store: where they are saved.
         worker: the store's thread.
         growing: they are put here, by id, until their end is saved.
-        news: who tells the pages.
+        news: tells the pages.
     """
 
     def __init__(

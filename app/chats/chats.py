@@ -12,11 +12,11 @@ from neo_desktop.app.web.events import Hub
 
 
 class Chats:
-    """The store, the thread that it lives in, the answers under way, and who tells of them.
+    """The store, the thread that it lives in, the answers under way, and the news of them.
 
     Args:
-        host: who has the model.
-        hub: who passes news on.
+        host: has the model.
+        hub: passes news on.
         folder: the user's data folder.
 
     Raises:

@@ -26,11 +26,11 @@ class News:
     """Reads chats as they are now, and tells those who look at them.
 
     Args:
-        host: who knows how much context there is.
+        host: knows how much context there is.
         store: where chats are kept.
         worker: the store's thread.
         growing: answers that are being written, or not saved yet, by id.
-        hub: who passes the news on.
+        hub: passes the news on.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ MAX_COMPILERS = 8  # threads that make grammars ready
 
 
 class EngineLoop:
-    """Carries out commands; `run` is the only one who calls the engine, its grammars excepted.
+    """Carries out commands; only `run` calls the engine, its grammars excepted.
 
     Args:
         engine: nobody else may call it until `run` has returned.

@@ -93,7 +93,7 @@ def routes(feed: EngineFeed) -> APIRouter:
 
 
 def _take_note(asked: asyncio.Task[LiveView]) -> None:
-    """Nobody may be left who wants to know that the engine ended meanwhile."""
+    """Read the error, since asyncio logs one that is never read: the engine may have ended meanwhile."""
     if not asked.cancelled():
         asked.exception()
 

@@ -351,9 +351,7 @@ class ModelHost:
             if self._service is not None and not self._is_resting:
                 since_s = self._service.idle_since_s
             now_s = time.monotonic()
-            due_s = (
-                now_s if since_s is None else since_s
-            ) + idle_s  # not before: who is busy now, is until now
+            due_s = (now_s if since_s is None else since_s) + idle_s  # a busy model's time begins now
             if due_s <= now_s:
                 await self.rest()
             else:

@@ -29,7 +29,7 @@ _MOST_WORKERS = 1024
 def add_workers(
     machine: Machine, options: SimulationOptions, requests: Sequence[WorkloadRequest], limits: SchedulerLimits
 ) -> Machine:
-    """Return the machine with workers, who attend in place of its own host; without any, the same one.
+    """Return the machine with workers, which attend in place of its own host; without any, the same one.
 
     Raises:
         UsageError: the options make no sense.

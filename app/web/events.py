@@ -102,7 +102,7 @@ class Hub:
         merge: Merge | None = None,
         replaces: str | None = None,
     ) -> None:
-        """Tell those whom it concerns.
+        """Tell the pages that it concerns.
 
         Args:
             name: of the event.

@@ -68,9 +68,9 @@ class Turnstile:
 class LimitedProtocol(H11Protocol):
     """HTTP/1.1 for clients that may be slow, but not for ever, and not in any number.
 
-    A request's head must arrive within `head_timeout_s`; who does not read an answer is cut off after
-    `stall_timeout_s`; who was answered in the middle of a body may go on sending for `linger_s`. The body
-    itself is timed by `ClientConnection`, which can still answer.
+    A request's head must arrive within `head_timeout_s`. A client that does not read its answer is cut off
+    after `stall_timeout_s`; one that was answered in the middle of its body may go on sending for `linger_s`.
+    The body itself is timed by `ClientConnection`, which can still answer.
 
     Requests are read in turns, see `Turnstile`, except those for /health: they ask whether the server is
     alive, not how busy it is.

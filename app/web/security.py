@@ -1,4 +1,4 @@
-"""Who may talk to the server: programs and pages of this computer, unless its owner says more."""
+"""Which clients may talk to the server: programs and pages of this computer, unless its owner says more."""
 
 import ipaddress
 import re

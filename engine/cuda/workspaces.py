@@ -1,8 +1,8 @@
 """cuBLAS's working memory: torch keeps a piece of it for each stream of each thread, and gives none back.
 
 A piece has 8 MiB, 32 MiB from compute capability 9.0 on. A captured graph goes on writing to the one that its
-stream had: were it given back while the graph lives, the graph would write to what is others' then. So it is
-given back (`clear_workspaces`) only while nobody has graphs, and those who keep some say so.
+stream had: were it given back while the graph lives, the graph would write to memory that others have now.
+So it is given back (`clear_workspaces`) only while there are no graphs; owners of graphs register themselves.
 """
 
 import threading

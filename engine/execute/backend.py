@@ -247,7 +247,7 @@ class StreamBackend:
     def forget(self) -> None:
         """See `Backend`."""
         for run in self._runs:  # torch gives a graph's memory to others at once
-            with suppress(RuntimeError):  # who waits for the program is told
+            with suppress(RuntimeError):  # raised where the program is waited for
                 run.ends[-1].wait()
         self._seen.clear()
         self._graphs.clear()

@@ -39,7 +39,7 @@ class Outputs:
     """What is asked of an iteration.
 
     Args:
-        asked: of whom, and what.
+        asked: of which sequences, and what.
         stages: the model's.
         workspace: has the logits of a graph, and keeps the tokens for the next iteration.
         chosen_rows: how many rows' most probable tokens the program chooses itself; None: it does not.

@@ -17,17 +17,17 @@ both. Without KV in host memory and without copies only `device` is used.
 Prompts are always attended to on the device. Those whose KV lives in host memory have it stored there layer
 by layer, behind the computation of later layers; what precedes such a chunk is fetched one layer ahead.
 
-Who waits for whom, besides the chain linear → to-host → cpu → to-device → linear of a sub-batch:
+What waits for what, besides the chain linear → to-host → cpu → to-device → linear of a sub-batch:
 
 - whatever attends or stores in layer l: the copies of layer l. They run one layer ahead, in the plan's
-  order, so a block that a move gives up can be given to somebody else in the same iteration;
+  order, so a block that a move gives up can be given to another request in the same iteration;
 - attention of a chunk in layer l: the earlier KV of layer l;
 - fetching the earlier KV of layer l: the attention of layer l - 2, which reads the same one of two buffers;
 - the next layer's linear stages: that k and v of prompts have left, whose memory they take.
 
 Each sub-batch has one set of buffers for q, k, v and o, used by all layers: the chain orders all its uses.
 
-Staggered decodes join the linear stages of sub-batch 0; nobody waits for their attention. See `staggered`.
+Staggered decodes join the linear stages of sub-batch 0; nothing waits for their attention. See `staggered`.
 
 KV that is swapped comes to the device a layer ahead, and what is new of it leaves: see `swapping`.
 

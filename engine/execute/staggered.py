@@ -1,4 +1,4 @@
-"""Decodes that the CPU attends for at their own pace: one layer in each turn, and nobody waits for them.
+"""Decodes that the CPU attends for at their own pace: one layer in each turn, and nothing waits for them.
 
 A turn is an iteration that takes them along. Their rows are among those of sub-batch 0, and are of others at
 each linear stage (see `IterationPlan`). Behind a stage the hidden states of those who have passed it are kept

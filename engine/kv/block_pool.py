@@ -64,7 +64,7 @@ class BlockPool:
         self._idle_runs = OrderedDict.fromkeys(range(-(-num_blocks // BLOCKS_PER_RUN)))
         self._block_of_hash: dict[BlockHash, int] = {}
         self._hash_of_block: dict[int, BlockHash] = {}
-        # Content that is still to be computed: by whom it is computed first.
+        # Content that is still to be computed: into which block it is computed first.
         self._block_to_come: dict[BlockHash, int] = {}
         self._hash_to_come: dict[int, BlockHash] = {}
         self._arriving: set[int] = set()  # those of them that are copied, not computed
@@ -101,7 +101,7 @@ class BlockPool:
         return block
 
     def set_limit(self, limit: int) -> bool:
-        """Give away no block from this one on; used ones stay with whom they belong to.
+        """Give away no block from this one on; used ones stay with their owners.
 
         Args:
             limit: at most `num_blocks`; a multiple of BLOCKS_PER_RUN, or `num_blocks`.

@@ -68,8 +68,8 @@ class StageTimer:
 
     On a GPU, what iterations have as graphs is timed in one, where launching costs nothing: linear stages,
     decode attention, and the way to the CPU and back, if flags tell it. Prompts' attention and transfers are
-    launched, and so are linear stages of many rows with weights in host memory. The head is timed
-    from the last hidden states to the tokens; a graph of greedy requests alone saves its launches.
+    launched, and so are linear stages of many rows with weights in host memory. The head is timed from the
+    last hidden states to the tokens; a graph of greedy requests alone saves its launches.
 
     The KV pools of `storage` are used where they lie (whatever they held is lost), so this must happen before
     the first request. A pool that the policy does not have is imitated by a small one.

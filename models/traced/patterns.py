@@ -47,7 +47,7 @@ class Rope:
     sin: fx.Node
     norm: Norm | None
     rows_first: bool  # whether x is [1, rows, heads, head_dim]
-    in_place: bool  # whether x is nobody else's
+    in_place: bool  # whether nothing else reads x
 
 
 Pattern = Norm | Gate | Rope
@@ -222,7 +222,7 @@ class _Finder:
         return Rope(covered, root, x, cos, sin, norm, rows_first, self._is_own(x, covered))
 
     def _is_own(self, x: fx.Node, readers: set[fx.Node]) -> bool:
-        """Return whether nobody but some nodes reads numbers that a product has made for them."""
+        """Return whether only these nodes read numbers that a product has made for them."""
         while set(x.users) <= readers and x not in self._handed_on:
             if x in self._parts.whole or x in self._fresh:
                 return True
@@ -242,7 +242,7 @@ class _Finder:
         return isinstance(node, fx.Node) and node in self._inside and name_of(node) in names
 
     def _is_closed(self, covered: set[fx.Node], root: fx.Node) -> bool:
-        """Return whether nobody else reads what lies inside."""
+        """Return whether no other node reads what lies inside."""
         inner = covered - {root}
         return not inner & self._handed_on and all(set(node.users) <= covered for node in inner)
 
