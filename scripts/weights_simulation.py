@@ -2,7 +2,7 @@
 
     python scripts/weights_simulation.py sweep      GPU memory of 6 to 90 % of the weights (HeteGen, figure 8)
     python scripts/weights_simulation.py ablation   what each part brings (HeteGen, table 3)
-    python scripts/weights_simulation.py cards      what fits cards of 8, 12, 16 and 24 GB, and how fast
+    python scripts/weights_simulation.py cards      what fits cards of 8 to 32 GB, and how fast
     python scripts/weights_simulation.py experts    what it brings to have those on the GPU that are used most
     python scripts/weights_simulation.py plot       the sweep as a picture
 
@@ -63,7 +63,7 @@ SHARES = (0.06, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 SKEWS = (0.0, 0.5, 1.0)  # of the use of experts
 SKEWED_SHARES = (0.25, 0.5, 0.75)
 MACHINES = ("t4", "rtx-3060", "rtx-4090")
-CARDS = ("rtx-4060", "rtx-3060", "rtx-4060-ti-16gb", "rtx-4090")
+CARDS = ("rtx-4060", "rtx-3060", "rtx-5060-ti-16gb", "rtx-4090", "rtx-5090")
 CARD_HOST_GIB = 64  # of main memory, whatever the usual host of the card has
 CHAT_TOKENS = 4096
 OFFLOADED_ROWS = 32  # from so many on a layer split copies the CPU's layers to the GPU
