@@ -71,7 +71,7 @@ def imports(file: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("folders", "extras", "optional"),
     [
-        (["engine", "models", "native"], [], {"llguidance", "ray", "transformers", "networkx"}),
+        (["engine", "models", "native"], [], {"llguidance", "ray", "transformers", "networkx", "gguf"}),
         (["app", "ui"], ["server", "bench", "llamacpp"], set()),
     ],
 )

@@ -9,9 +9,11 @@ from neo_desktop.models.gguf.config import read_config
 from neo_desktop.models.gguf.container import GGUFFile
 from neo_desktop.models.gguf.tensors import read_tensors
 from neo_desktop.models.gguf.tokenizer import check_kind, make_tokenizer
+from neo_desktop.models.gguf.traced import FAMILIES, read_traced, read_traced_tensors
 from neo_desktop.models.gguf.vocabulary import Vocabulary
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.tokenizer import Tokenizer
+from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.weights import Weights
 
 MAX_PARTS = 512
@@ -65,7 +67,8 @@ class GGUFCheckpoint:
         return model_name(self.path)
 
     def config(self) -> ModelConfig:  # noqa: D102
-        return read_config(self.files, self.vocabulary)
+        is_traced = self.file.metadata.get("general.architecture") in FAMILIES
+        return (read_traced if is_traced else read_config)(self.files, self.vocabulary)
 
     def tokenizer(self) -> Tokenizer:  # noqa: D102
         return make_tokenizer(self.vocabulary)
@@ -78,7 +81,11 @@ class GGUFCheckpoint:
         check_kind(self.vocabulary)
 
     def weights(self) -> Weights:  # noqa: D102
-        tensors = read_tensors(self.files, self.config().head_dim)
+        config = self.config()
+        if isinstance(config, TracedConfig):
+            tensors = read_traced_tensors(self.files, config)
+        else:
+            tensors = read_tensors(self.files, config.head_dim)
         return Weights(self.path, "metadata", dict(tensors))
 
     @cached_property

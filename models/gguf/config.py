@@ -123,7 +123,7 @@ def read_config(files: list[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
         layer_windows=tuple(
             window if is_windowed and not (is_gpt_oss and layer % 2) else None for layer in range(num_layers)
         ),
-        dtype=_dtype(files),
+        dtype=stored_dtype(files),
         qkv_bias="blk.0.attn_q.bias" in places,
         output_bias="blk.0.attn_output.bias" in places,
         mlp_bias="blk.0.ffn_down.bias" in places,
@@ -132,21 +132,26 @@ def read_config(files: list[GGUFFile], vocabulary: Vocabulary) -> ModelConfig:
         experts=experts,
         eos_token_ids=vocabulary.end_ids,
         bos_token_id=vocabulary.token_id("bos"),
-        generation=_generation(metadata),
+        generation=generation_defaults(metadata),
     )
 
 
 def _architecture(metadata: JsonFile) -> str:
     name = metadata.text("general.architecture")
-    if metadata.text("general.type", "model") != "model":
-        raise ModelError(f"{metadata.path} is no model, but {metadata.raw('general.type')!r} for one.")
+    check_is_model(metadata)
     if name not in FAMILIES:
         raise UnsupportedModelError(
             f"{metadata.path} describes a model of the architecture {name[:40]!r}, which is not supported: "
             f"choose one of {', '.join(FAMILIES)} (Llama, Mistral, Mixtral, SmolLM, Qwen2, Qwen2.5, Qwen3, "
-            "Qwen3-MoE, gpt-oss)."
+            "Qwen3-MoE, gpt-oss), or one that transformers computes."
         )
     return name
+
+
+def check_is_model(metadata: JsonFile) -> None:
+    """Raise ModelError for a file that belongs to a model, but is none."""
+    if metadata.text("general.type", "model") != "model":
+        raise ModelError(f"{metadata.path} is no model, but {metadata.raw('general.type')!r} for one.")
 
 
 def _experts(
@@ -221,8 +226,8 @@ def _scaling(
     raise UnsupportedModelError(f"{own.path} asks for the rope type {kind[:40]!r}, which is not supported.")
 
 
-def _dtype(files: list[GGUFFile]) -> torch.dtype:
-    """What most of the weights are stored in; quantised ones are meant for 16 bits."""
+def stored_dtype(files: list[GGUFFile]) -> torch.dtype:
+    """Return what most of the weights are stored in; quantised ones are meant for 16 bits."""
     nbytes: Counter[torch.dtype] = Counter()
     for file in files:
         for place in file.tensors.values():
@@ -230,8 +235,8 @@ def _dtype(files: list[GGUFFile]) -> torch.dtype:
     return max(nbytes, key=lambda dtype: nbytes[dtype], default=torch.bfloat16)
 
 
-def _generation(metadata: JsonFile) -> GenerationDefaults:
-    """Sampling that the model's makers recommend."""
+def generation_defaults(metadata: JsonFile) -> GenerationDefaults:
+    """Return the sampling that the model's makers recommend."""
 
     def number(key: str) -> float | None:
         key = f"general.sampling.{key}"

@@ -50,11 +50,13 @@ class GGUFTensor:
         place: where it lies there.
         rotated_heads: None, or the size of heads whose rows are in llama.cpp's order: it turns channel 2i
             with 2i + 1, a decoder here i with i + head_dim / 2.
+        shift: what has been added to its numbers, which are floats: they are given without.
     """
 
     source: GGUFFile
     place: TensorPlace
     rotated_heads: int | None = None
+    shift: float = 0.0
 
     @property
     def file(self) -> Path:
@@ -103,7 +105,8 @@ class GGUFTensor:
 
     def dequantised(self, first: int, end: int) -> Tensor:
         """Return rows as floats, `[rows, columns]`, of a vector `[rows]`."""
-        return self.type.dequantised(self.raw(first, end)).view(-1, *self.shape[1:])
+        numbers = self.type.dequantised(self.raw(first, end)).view(-1, *self.shape[1:])
+        return numbers - self.shift if self.shift else numbers
 
     def raw_pieces(self, rows: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the first row and bytes as stored, of multiples of `rows` rows and of the rest."""
@@ -134,27 +137,38 @@ def read_tensors(files: list[GGUFFile], head_dim: int) -> dict[str, GGUFTensor]:
     rotated_heads = head_dim if architecture == "llama" else None
     mixtures = {"llama": "MixtralForCausalLM", "gpt-oss": "GptOssForCausalLM"}
     names = expert_names(mixtures.get(str(architecture), ""))
+
+    def named() -> Iterator[tuple[str, GGUFTensor]]:
+        for file in files:
+            for name, place in _named(file.tensors.values(), names):
+                kind = place.name.split(".")[-2:-1]
+                is_rotated = rotated_heads is not None and kind in (["attn_q"], ["attn_k"])
+                if place.name != ROPE_FACTORS:
+                    yield name, GGUFTensor(file, place, rotated_heads if is_rotated else None)
+
+    return checked(named())
+
+
+def checked(named: Iterable[tuple[str, GGUFTensor]]) -> dict[str, GGUFTensor]:
+    """Return tensors by their names.
+
+    Raises ModelError for one that is there twice, and for what is no matrix or vector.
+    """
     tensors: dict[str, GGUFTensor] = {}
-    for file in files:
-        for name, place in _named(file.tensors.values(), names):
-            if place.name == ROPE_FACTORS:
-                continue
-            kind = place.name.split(".")[-2:-1]
-            is_rotated = rotated_heads is not None and kind in (["attn_q"], ["attn_k"])
-            if name in tensors:
-                raise ModelError(
-                    f"{place.name} is in {tensors[name].file} and in {file.path}: download them again."
-                )
-            if len(place.shape) > 2 or (is_rotated and place.shape[0] % head_dim):
-                raise ModelError(
-                    f"{place.name} in {file.path} has the shape {list(place.shape)}, which no matrix of this "
-                    "model has: download it again."
-                )
-            if len(place.shape) == 1 and place.type.dtype is None:
-                raise ModelError(
-                    f"{place.name} in {file.path} is a quantised vector, which is not supported."
-                )
-            tensors[name] = GGUFTensor(file, place, rotated_heads if is_rotated else None)
+    for name, tensor in named:
+        place, file = tensor.place, tensor.source
+        if name in tensors:
+            raise ModelError(
+                f"{place.name} is in {tensors[name].file} and in {file.path}: download them again."
+            )
+        if len(place.shape) > 2 or place.shape[0] % (tensor.rotated_heads or 1):
+            raise ModelError(
+                f"{place.name} in {file.path} has the shape {list(place.shape)}, which no matrix of this "
+                "model has: download it again."
+            )
+        if len(place.shape) == 1 and place.type.dtype is None:
+            raise ModelError(f"{place.name} in {file.path} is a quantised vector, which is not supported.")
+        tensors[name] = tensor
     return tensors
 
 

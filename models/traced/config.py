@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from neo_desktop.models.config import GenerationDefaults, Matrix, ModelConfig, generation_file
 from neo_desktop.models.families import Family, stored_dtype, written_family
 from neo_desktop.models.json_file import JsonFile
@@ -12,6 +14,7 @@ from neo_desktop.models.limits import MAX_HEADS, MAX_HIDDEN_SIZE, MAX_LAYERS, MA
 from neo_desktop.models.rope import RopeConfig
 from neo_desktop.models.safetensors.scheme import read_scheme
 from neo_desktop.models.traced.sizes import NOTHING, Outline
+from neo_desktop.models.traced.source import Source
 
 ROTATIONS = 4  # heads for which there is room in what depends on positions: cos and sin of two rotations
 
@@ -20,7 +23,7 @@ ROTATIONS = 4  # heads for which there is room in what depends on positions: cos
 class TracedConfig(ModelConfig):
     """See `ModelConfig`; what only the written decoders have is empty."""
 
-    path: Path = Path()
+    source: Source = Source(Path())  # noqa: RUF009 - frozen
     of_model: Outline = NOTHING
 
     @property
@@ -86,15 +89,47 @@ def read_traced(path: Path) -> TracedConfig:
     ):
         if key in file:
             file.integer(key, maximum=most)
-    from neo_desktop.models.traced.outline import outline  # noqa: PLC0415 - rarely needed
-
-    found = outline(path, config_json.stat().st_mtime_ns)
     context = file.integer("max_position_embeddings", 2048)
     generation = generation_file(path)
     eos_token_ids = file.token_ids("eos_token_id", ())
-    silent = Family("", "", context)
-    return TracedConfig(
+    return traced_config(
+        Source(path),
+        config_json.stat().st_mtime_ns,
         architecture=_architecture(file),
+        max_context_tokens=context,
+        dtype=stored_dtype(file, Family("", "", context)),
+        eos_token_ids=generation.token_ids("eos_token_id", eos_token_ids) or eos_token_ids,
+        bos_token_id=next(iter(file.token_ids("bos_token_id", ())), None),
+        generation=GenerationDefaults.from_json(generation),
+    )
+
+
+def traced_config(
+    source: Source,
+    modified_ns: int,
+    *,
+    architecture: str,
+    max_context_tokens: int,
+    dtype: torch.dtype,
+    eos_token_ids: tuple[int, ...],
+    bos_token_id: int | None,
+    generation: GenerationDefaults,
+) -> TracedConfig:
+    """Return a model's configuration, of which its code tells the rest.
+
+    Args:
+        source: of the model; `modified_ns` says when it was changed.
+        architecture: as `transformers` calls it.
+        dtype: in which it is stored; the others are those of `ModelConfig`.
+
+    Raises:
+        ModelError: transformers is not installed or does not know the model, or it cannot be cut into stages.
+    """
+    from neo_desktop.models.traced.outline import outline  # noqa: PLC0415 - rarely needed
+
+    found = outline(source, modified_ns)
+    return TracedConfig(
+        architecture=architecture,
         vocab_size=found.vocab_size,
         hidden_size=found.hidden_size,
         intermediate_size=0,
@@ -102,17 +137,19 @@ def read_traced(path: Path) -> TracedConfig:
         num_heads=found.heads,
         num_kv_heads=found.kv_heads,
         head_dim=found.head_dim,
-        max_context_tokens=context,
+        max_context_tokens=max_context_tokens,
         rms_norm_eps=0.0,
         rope=RopeConfig(theta=1.0),
         tie_word_embeddings=found.head is None,
-        layer_windows=tuple(window if window and window < context else None for window in found.windows),
-        dtype=stored_dtype(file, silent),
+        layer_windows=tuple(
+            window if window and window < max_context_tokens else None for window in found.windows
+        ),
+        dtype=dtype,
         attention_softcap=found.softcap,
-        eos_token_ids=generation.token_ids("eos_token_id", eos_token_ids) or eos_token_ids,
-        bos_token_id=next(iter(file.token_ids("bos_token_id", ())), None),
-        generation=GenerationDefaults.from_json(generation),
-        path=path,
+        eos_token_ids=eos_token_ids,
+        bos_token_id=bos_token_id,
+        generation=generation,
+        source=source,
         of_model=found,
     )
 

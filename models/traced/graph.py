@@ -1,7 +1,6 @@
 """The code of a model of `transformers` as a graph of operators, in which tokens meet in attention only."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from neo_desktop.models.traced.capture import Calls, CannotCutError
 from neo_desktop.models.traced.outline import cannot_cut, empty_model, parameters_of, run
+from neo_desktop.models.traced.source import Source
 
 ROWS = 7  # of the numbers that the graph is made with; it serves any number
 
@@ -71,8 +71,8 @@ class _Scores(nn.Module):
         return run(self.model, token_ids, positions, self._calls)
 
 
-def exported(path: Path, dtype: torch.dtype, aliases: dict[str, str]) -> Exported:
-    """Export the model of a folder, computing in a dtype.
+def exported(source: Source, dtype: torch.dtype, aliases: dict[str, str]) -> Exported:
+    """Export a model, computing in a dtype.
 
     Args:
         aliases: other names of its parameters -> names.
@@ -80,7 +80,7 @@ def exported(path: Path, dtype: torch.dtype, aliases: dict[str, str]) -> Exporte
     Raises:
         ModelError: it cannot be followed, or its rows are not independent of each other.
     """
-    model = empty_model(path, dtype)
+    model = empty_model(source, dtype)
     try:
         _fill_buffers(model)
         with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
@@ -99,7 +99,7 @@ def exported(path: Path, dtype: torch.dtype, aliases: dict[str, str]) -> Exporte
             )
         return _cleaned(program, aliases)
     except Exception as error:  # of whatever kind: it is other people's code
-        raise cannot_cut(path, model, error) from error
+        raise cannot_cut(source, model, error) from error
 
 
 def _fill_buffers(model: Any) -> None:

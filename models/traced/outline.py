@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from logging import ERROR
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.traced.capture import NAME, Calls, CannotCutError, Catching, intercepted
 from neo_desktop.models.traced.sizes import Fused, Outline
+from neo_desktop.models.traced.source import Source
 
 ROWS = 5  # of the run; any number that is no size of a model
 
@@ -32,22 +32,22 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def empty_model(path: Path, dtype: torch.dtype) -> Any:
-    """Return the model of a folder's config.json, without numbers.
+def empty_model(source: Source, dtype: torch.dtype) -> Any:
+    """Return the model that is described, without numbers.
 
     Raises:
         ModelError: transformers is not installed, or does not know it.
     """
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - as above
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - as above
     except ImportError:
         raise ModelError(
-            f"{path / 'config.json'} describes a model that only transformers knows: install "
+            f"{source.named} describes a model that only transformers knows: install "
             "neo-desktop[transformers], or choose another model."
         ) from None
     with _quiet():
         try:
-            config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+            config = source.config()
             with torch.device("meta"), intercepted(Calls()):  # so that its name is known
                 make: Any = AutoModelForCausalLM
                 try:
@@ -56,13 +56,13 @@ def empty_model(path: Path, dtype: torch.dtype) -> Any:
                     model = make.from_config(config, attn_implementation="sdpa", dtype=dtype)
         except Exception as error:  # of whatever kind: it is other people's code
             raise ModelError(
-                f"{path / 'config.json'} describes a model that is not supported: transformers cannot "
+                f"{source.named} describes a model that is not supported: transformers cannot "
                 f"make it ({_shortly(error)})."
             ) from None
     names = config.architectures or [type(model).__name__]
     if type(model).__name__ not in names:
         raise ModelError(
-            f"{path / 'config.json'} describes {str(names[0])[:50]!r}, of which transformers knows no "
+            f"{source.named} describes {str(names[0])[:50]!r}, of which transformers knows no "
             "decoder: choose another model."
         )
     return model.eval()
@@ -83,29 +83,29 @@ def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tenso
 
 
 @lru_cache(maxsize=32)
-def outline(path: Path, _modified_ns: int) -> Outline:
-    """Return the outline of a folder's model.
+def outline(source: Source, _modified_ns: int) -> Outline:
+    """Return the outline of a model.
 
     Raises:
         ModelError: transformers does not know it, or it cannot be cut into stages.
     """
-    model, calls = empty_model(path, torch.float32), Calls()
+    model, calls = empty_model(source, torch.float32), Calls()
     ids = torch.zeros(1, ROWS, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad():
             logits = run(model, ids, ids, calls)
         return _outline(model, calls, logits)
     except Exception as error:  # of whatever kind: it is other people's code
-        raise cannot_cut(path, model, error) from None
+        raise cannot_cut(source, model, error) from None
 
 
-def cannot_cut(path: Path, model: Any, error: Exception) -> ModelError:
+def cannot_cut(source: Source, model: Any, error: Exception) -> ModelError:
     """Return the sentence for a model that cannot be cut."""
     said = _shortly(error)
     if not isinstance(error, CannotCutError):
         said = f"its code cannot be followed without numbers ({type(error).__name__}: {said})"
     return ModelError(
-        f"{path / 'config.json'} describes {type(model).__name__}, which cannot be cut into stages at "
+        f"{source.named} describes {type(model).__name__}, which cannot be cut into stages at "
         f"attention: {said}."
     )
 

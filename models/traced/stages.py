@@ -41,12 +41,12 @@ class TracedStages(Stages):
         self._reduce = None
         self._weights = decoder
         config = decoder.config
-        graph = exported(config.path, decoder.dtype, decoder.outline.aliases)  # type: ignore[attr-defined]
+        graph = exported(config.source, decoder.dtype, decoder.outline.aliases)  # type: ignore[attr-defined]
         try:
             found = cut(graph, decoder.dtype)
             _check_widths(found, decoder)
         except CannotCutError as error:
-            raise cannot_cut(config.path, config, error) from None  # type: ignore[attr-defined]
+            raise cannot_cut(config.source, config, error) from None  # type: ignore[attr-defined]
         on_cpu = native_operators if decoder.device.type == "cpu" else in_torch
         builder = Builder(graph, found, decoder, operators or on_cpu)
         self._rotate, every = builder.rotation(), range(len(found.pieces))

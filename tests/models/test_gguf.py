@@ -199,8 +199,8 @@ def test_a_folder_with_several_files_asks_which_is_meant(make_checkpoint: Any, t
     ("changes", "message"),
     [
         (
-            {"general.architecture": "gemma3"},
-            r"'gemma3', which is not supported: choose one of llama, qwen2.*neo-desktop\[llamacpp\]'",
+            {"general.architecture": "mpt"},
+            r"'mpt', which is not supported: choose one of llama, qwen2.*neo-desktop\[llamacpp\]'",
         ),
         ({"general.type": "mmproj"}, "is no model, but 'mmproj' for one"),
         ({"llama.expert_count": 8}, "expert_used_count"),

@@ -32,6 +32,7 @@ from neo_desktop.models.stored_form import stored_form
 from neo_desktop.models.traced import builder, fused, patterns
 from neo_desktop.models.traced.config import read_traced
 from neo_desktop.models.traced.graph import exported
+from neo_desktop.models.traced.source import Source
 
 CPU = torch.device("cpu")
 WRITTEN = ("llama", "qwen3", "mistral")
@@ -207,4 +208,4 @@ def test_what_cannot_be_cut_is_refused_by_name(
     sizes = {name: size for name, size in SIZES.items() if model_type != "falcon" or "key_value" not in name}
     CONFIG_MAPPING[model_type](**(sizes | changes)).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=said):
-        exported(tmp_path, torch.float32, read_traced(tmp_path).of_model.aliases)
+        exported(Source(tmp_path), torch.float32, read_traced(tmp_path).of_model.aliases)

@@ -53,23 +53,23 @@ def write_gguf(
     entries = _entries(config, architecture) | vocabulary(config.vocab_size) | (metadata or {})
     for key, value in entries.items():
         if value is not None:
-            _add(writer, key, value)
+            add(writer, key, value)
     names = gguf.get_tensor_name_map(
         getattr(gguf.MODEL_ARCH, architecture.upper().replace("-", "_")), config.num_hidden_layers
     )
     state = dict(model.named_parameters())  # tied ones once
     for tensor, value in _of_gpt_oss(state) if architecture == "gpt-oss" else _of_experts(state):
         kind = next((kind for part, kind in (type_names or {}).items() if part in tensor), type_name)
-        _add_tensor(writer, tensor, value.detach(), kind if tensor.endswith("_exps.weight") else "F32")
+        add_tensor(writer, tensor, value.detach(), kind if tensor.endswith("_exps.weight") else "F32")
     for name, value in state.items():
         is_permuted = architecture == "llama" and name.split(".")[-2] in ("q_proj", "k_proj")
         stored = permuted(value, config.head_dim) if is_permuted else value
         gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert gguf_name is not None
         kind = next((kind for part, kind in (type_names or {}).items() if part in gguf_name), type_name)
-        _add_tensor(writer, gguf_name, stored.detach(), kind if value.ndim == 2 else "F32")
+        add_tensor(writer, gguf_name, stored.detach(), kind if value.ndim == 2 else "F32")
     for name, value in (tensors or {}).items():
-        _add_tensor(writer, name, value, "F32")
+        add_tensor(writer, name, value, "F32")
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -195,7 +195,8 @@ def _entries(config: Any, architecture: str) -> dict[str, Any]:
     return {f"{architecture}.{key}": value for key, value in entries.items()}
 
 
-def _add(writer: Any, key: str, value: Any) -> None:
+def add(writer: Any, key: str, value: Any) -> None:
+    """Add an entry of the type that a value has."""
     match value:
         case bool():
             writer.add_bool(key, value)
@@ -209,7 +210,8 @@ def _add(writer: Any, key: str, value: Any) -> None:
             writer.add_array(key, value)
 
 
-def _add_tensor(writer: Any, name: str, value: Tensor, type_name: str) -> None:
+def add_tensor(writer: Any, name: str, value: Tensor, type_name: str) -> None:
+    """Add a tensor; where nothing rounds to a type, its numbers are any."""
     if type_name not in TYPES:  # nothing here rounds numbers to it
         kind = gguf.GGMLQuantizationType[type_name]
         raw = small_rows(type_name, value.shape[:-1].numel(), value.shape[-1])

@@ -1,0 +1,265 @@
+"""Architectures without a decoder here: metadata → what a config.json of `transformers` would say.
+
+Names of tensors are those of `gguf`, llama.cpp's own package. What its converter changes of numbers is
+undone, and where a file is silent, its defaults hold. An entry of unknown meaning is refused by name.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from neo_desktop.models.gguf.config import check_is_model, generation_defaults, stored_dtype
+from neo_desktop.models.gguf.container import GGUFFile, NumberArray
+from neo_desktop.models.gguf.tensors import GGUFTensor, checked
+from neo_desktop.models.gguf.vocabulary import Vocabulary
+from neo_desktop.models.json_file import JsonFile, ModelError, UnsupportedModelError
+from neo_desktop.models.limits import (
+    MAX_CONTEXT_TOKENS,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_HIDDEN_SIZE,
+    MAX_INTERMEDIATE_SIZE,
+    MAX_LAYERS,
+    MAX_VOCAB_SIZE,
+)
+from neo_desktop.models.traced.config import TracedConfig, traced_config
+from neo_desktop.models.traced.source import Source
+
+_INTEGERS = {  # entry -> what config.json calls it, the most that it may be
+    "block_count": ("num_hidden_layers", MAX_LAYERS),
+    "context_length": ("max_position_embeddings", MAX_CONTEXT_TOKENS),
+    "embedding_length": ("hidden_size", MAX_HIDDEN_SIZE),
+    "feed_forward_length": ("intermediate_size", MAX_INTERMEDIATE_SIZE),
+    "attention.head_count": ("num_attention_heads", MAX_HEADS),
+}
+_COMMON = frozenset(
+    (
+        *_INTEGERS,
+        *("attention.head_count_kv", "attention.key_length", "attention.value_length"),
+        *("rope.dimension_count", "rope.freq_base", "vocab_size"),
+    )
+)
+_NONE_IF_ZERO = frozenset(("expert_count", "expert_used_count", "attention.sliding_window"))
+_RMS, _LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What a file says, and what has been made of it.
+
+    Args:
+        own: the entries of its architecture, without the prefix.
+        values: of config.json: the sizes.
+        head_dim: size of a head.
+        tensors: names of all tensors.
+    """
+
+    own: JsonFile
+    values: Mapping[str, Any]
+    head_dim: int
+    tensors: frozenset[str]
+
+    def layer_types(self, period: int) -> list[str]:
+        """Return which layers have a window: all but the last of each period, unless the file says it."""
+        layers, key = self.values["num_hidden_layers"], "attention.sliding_window_pattern"
+        said = self.own.raw(key)
+        if isinstance(said, NumberArray):
+            has_window = [bool(each) for each in said.data.tolist()]
+            if len(has_window) < layers:
+                raise ModelError(f"{self.own.path} has no {key} for each layer: download it again.")
+        else:
+            period = self.own.integer(key, period, maximum=MAX_LAYERS)
+            has_window = [(layer + 1) % period != 0 for layer in range(layers)]
+        return ["sliding_attention" if each else "full_attention" for each in has_window[:layers]]
+
+    def scale_of(self, layers_of_the_largest: int) -> int:
+        """Return by whose root scores are divided: in Gemma's largest model, it is not a head's size."""
+        if self.values["num_hidden_layers"] == layers_of_the_largest:
+            return int(self.values["hidden_size"] // self.values["num_attention_heads"])
+        return self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What an architecture of llama.cpp is in `transformers`.
+
+    Args:
+        model_type: as config.json has it; architecture likewise.
+        eps: the entry with the number that norms add, and what config.json calls it.
+        others: what else config.json says.
+        keys: the entries that are read for it.
+        has_head_dim: config.json says the size of heads; if not, it follows from other sizes.
+        is_partly_rotated: only a part of each head may be.
+        rotates_neighbours: rows of queries and keys are in llama.cpp's order, see `GGUFTensor`.
+        shifts_norms: the converter has added one to the weights of norms.
+    """
+
+    model_type: str
+    architecture: str
+    eps: tuple[str, str]
+    others: Callable[[_Described], dict[str, Any]] = lambda _: {}
+    keys: frozenset[str] = frozenset()
+    has_head_dim: bool = False
+    is_partly_rotated: bool = False
+    rotates_neighbours: bool = False
+    shifts_norms: bool = False
+
+
+def _gemma2(described: _Described) -> dict[str, Any]:
+    own = described.own
+    return {
+        "query_pre_attn_scalar": described.scale_of(46),
+        "attn_logit_softcapping": own.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": own.number("final_logit_softcapping", 30.0),
+        "sliding_window": own.integer("attention.sliding_window", 4096),
+        "layer_types": described.layer_types(2),
+    }
+
+
+FAMILIES = {
+    "gemma2": _Family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        (_RMS, "rms_norm_eps"),
+        _gemma2,
+        frozenset(
+            (
+                *("attn_logit_softcapping", "final_logit_softcapping"),
+                *("attention.sliding_window", "attention.sliding_window_pattern"),
+            )
+        ),
+        has_head_dim=True,
+        shifts_norms=True,
+    ),
+}
+"""By the names of architectures in llama.cpp."""
+
+
+def read_traced(files: list[GGUFFile], vocabulary: Vocabulary) -> TracedConfig:
+    """Read the configuration of a model that `transformers` knows; see `gguf.config.read_config`.
+
+    Raises:
+        UnsupportedModelError: the file has what is not known here, transformers is not installed, or it
+            cannot cut this model into stages.
+        ModelError: something is missing, or absurd.
+    """
+    path = files[0].path
+    metadata = JsonFile(path, dict(files[0].metadata))
+    check_is_model(metadata)
+    name = metadata.text("general.architecture")
+    values = _config_json(files, name, FAMILIES[name])
+    if len(vocabulary.tokens) > values["vocab_size"]:
+        raise ModelError(
+            f"{path} has {len(vocabulary.tokens)} tokens, but embeddings of {values['vocab_size']}."
+        )
+    try:
+        config = traced_config(
+            Source(path, json.dumps(values)),
+            path.stat().st_mtime_ns,
+            architecture=FAMILIES[name].architecture,
+            max_context_tokens=values["max_position_embeddings"],
+            dtype=stored_dtype(files),
+            eos_token_ids=vocabulary.end_ids,
+            bos_token_id=vocabulary.token_id("bos"),
+            generation=generation_defaults(metadata),
+        )
+        _names(name, config)
+    except ModelError as error:
+        raise UnsupportedModelError(str(error)) from None
+    return config
+
+
+def read_traced_tensors(files: list[GGUFFile], config: TracedConfig) -> dict[str, GGUFTensor]:
+    """Return the tensors of all parts, by the names of parameters.
+
+    Raises:
+        UnsupportedModelError: there is one that the model of `transformers` has not.
+        ModelError: one is there twice, or is no matrix or vector.
+    """
+    architecture = str(files[0].metadata["general.architecture"])
+    family, names = FAMILIES[architecture], _names(architecture, config)
+
+    def named() -> Iterator[tuple[str, GGUFTensor]]:
+        for file in files:
+            for place in file.tensors.values():
+                name = names.get(place.name)
+                if name is None:
+                    raise UnsupportedModelError(
+                        f"{file.path} has {place.name}, which {family.architecture} of transformers has not."
+                    )
+                kind = place.name.split(".")[-2]
+                is_rotated = family.rotates_neighbours and kind in ("attn_q", "attn_k")
+                is_shifted = family.shifts_norms and kind.endswith("norm")
+                heads = config.head_dim if is_rotated else None
+                yield name, GGUFTensor(file, place, heads, 1.0 if is_shifted else 0.0)
+
+    return checked(named())
+
+
+def _names(architecture: str, config: TracedConfig) -> dict[str, str]:
+    """Return names of tensors in files -> names of parameters."""
+    try:
+        import gguf  # noqa: PLC0415 - only such models need it
+    except ImportError:
+        raise ModelError(
+            f"{config.source.path} describes a model that only transformers knows: install "
+            "neo-desktop[transformers], or choose another model."
+        ) from None
+    number = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    names = gguf.get_tensor_name_map(number, config.num_layers)
+    of_model = config.of_model
+    matrices = [*of_model.matrices, *(() if of_model.head is None else (of_model.head,))]
+    parameters = [*of_model.parameters, *(name for each in matrices for name in each.weights + each.biases)]
+    found: dict[str, str] = {}
+    for parameter in parameters:
+        name = names.get_name(parameter, try_suffixes=(".weight", ".bias"))
+        if name is None or name in found:
+            raise ModelError(f"{config.source.path} needs {parameter}, for which gguf has no name.")
+        found[name] = parameter
+    return found
+
+
+def _config_json(files: list[GGUFFile], name: str, family: _Family) -> dict[str, Any]:
+    """Return what the config.json of the model would say. Raises ModelError."""
+    path, prefix = files[0].path, f"{name}."
+    entries = files[0].metadata.items()
+    own = JsonFile(path, {key[len(prefix) :]: value for key, value in entries if key.startswith(prefix)})
+    for key, value in own.values.items():
+        is_known = key in _COMMON or key in family.keys or key == family.eps[0]
+        if not is_known and not (key in _NONE_IF_ZERO and value == 0):
+            raise UnsupportedModelError(f"{path} sets {key}, which is not supported: choose another model.")
+    shapes = {place.name: place.shape for file in files for place in file.tensors.values()}
+    values: dict[str, Any] = {ours: own.integer(key, maximum=most) for key, (ours, most) in _INTEGERS.items()}
+    heads, hidden_size = values["num_attention_heads"], values["hidden_size"]
+    values["num_key_value_heads"] = own.integer("attention.head_count_kv", heads, maximum=MAX_HEADS)
+    if "token_embd.weight" not in shapes:
+        raise ModelError(f"{path} lacks the weights token_embd.weight: download the missing files.")
+    values["vocab_size"] = shapes["token_embd.weight"][0]
+    if values["vocab_size"] > MAX_VOCAB_SIZE:
+        raise ModelError(f"{path} has embeddings of {values['vocab_size']} tokens, more than any model.")
+    head_dim = own.integer("attention.key_length", max(hidden_size // heads, 1), maximum=MAX_HEAD_DIM)
+    if family.has_head_dim:
+        values["head_dim"] = head_dim
+    elif head_dim * heads != hidden_size:
+        raise UnsupportedModelError(f"{path} has heads whose sizes do not add up to embedding_length.")
+    if own.integer("attention.value_length", head_dim) != head_dim:
+        raise UnsupportedModelError(f"{path} has values of another size than keys, which is not supported.")
+    rope = {"rope_type": "default", "rope_theta": own.number("rope.freq_base", 10_000.0)}
+    rotated = own.integer("rope.dimension_count", head_dim, maximum=MAX_HEAD_DIM)
+    if rotated != head_dim:
+        rope["partial_rotary_factor"] = rotated / head_dim
+        if not family.is_partly_rotated or int(head_dim * (rotated / head_dim)) != rotated:
+            raise UnsupportedModelError(
+                f"{path} has rope.dimension_count other than the size of a head, which is not supported."
+            )
+    values |= {
+        "model_type": family.model_type,
+        "architectures": [family.architecture],
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "rope_parameters": rope,
+        family.eps[1]: own.number(family.eps[0]),
+        # Which tokens they are, the vocabulary says.
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    }
+    return values | family.others(_Described(own, values, head_dim, frozenset(shapes)))

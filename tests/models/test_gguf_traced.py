@@ -1,0 +1,134 @@
+"""GGUF files of architectures without a decoder here: by the code of transformers, with its tokens."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import transformers_greedy
+from dense_model import logits_of_all
+from gguf_traced import VOCAB_SIZE, WRITTEN, write_traced
+
+from neo_desktop.app.shelf.checkpoint_summary import summarize
+from neo_desktop.engine.engine import Engine
+from neo_desktop.engine.options import EngineOptions
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.json_file import UnsupportedModelError
+from neo_desktop.models.linear.dense import DENSE
+from neo_desktop.models.registry import check_model, load_model, stages_of
+from neo_desktop.models.stored_form import stored_form
+from neo_desktop.models.traced.outline import outline
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_words() -> None:
+    """Torch says millions of them about an export, if somebody listens."""
+    logging.getLogger("torch").setLevel(logging.WARNING)
+    logging.getLogger("torch.__trace").setLevel(logging.WARNING)
+
+
+def expected_logits(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
+    model.set_attn_implementation("eager")  # torch's ignores caps of scores
+    with torch.no_grad():
+        found: torch.Tensor = model(token_ids[None]).logits[0]
+    return found
+
+
+def logits(path: Path, token_ids: torch.Tensor, *, keep: bool = False) -> torch.Tensor:
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config()
+    form = stored_form(check_model(checkpoint, config), config) if keep else DENSE
+    decoder = load_model(checkpoint, config, dtype=torch.float32, device=CPU, form=form)
+    return logits_of_all(decoder, token_ids, stages=stages_of(decoder, None))
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_logits_and_tokens_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    path, model = write_traced(tmp_path, family)
+    token_ids = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(1))
+    expected = expected_logits(model, token_ids)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(logits(path, token_ids), expected, rtol=1e-4, atol=1e-4)
+    assert summarize(path).is_by_transformers
+    config = open_checkpoint(path).config()
+    assert config.num_parameters == sum(weight.numel() for weight in model.parameters())
+    options = EngineOptions(
+        model=str(path), device="cpu", cpu_cache_tokens=256, max_batch_tokens=16, max_batch_requests=4
+    )
+    with Engine.from_options(options) as engine:
+        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        (output,) = engine.generate([token_ids.tolist()], params)
+    greedy = transformers_greedy(tmp_path, token_ids.tolist(), 8, "eager")
+    assert list(output.token_ids) == greedy
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_K"])
+@pytest.mark.parametrize("family", WRITTEN)
+def test_matrices_stay_as_they_are_stored(family: str, type_name: str, tmp_path: Path) -> None:
+    path, model = write_traced(
+        tmp_path,
+        family,
+        type_name,
+        sizes={"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8},
+    )
+    token_ids = torch.randint(3, VOCAB_SIZE, (20,), generator=torch.Generator().manual_seed(1))
+    expected = expected_logits(model, token_ids)
+    torch.testing.assert_close(logits(path, token_ids), expected, rtol=1e-3, atol=1e-3)
+    summary = summarize(path)
+    assert summary.form.kept_types == {type_name}
+    off = torch.linalg.vector_norm(logits(path, token_ids, keep=True) - expected)
+    assert off <= 0.1 * torch.linalg.vector_norm(expected)  # inputs are rounded to 8 bits
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gemma2.attention.causal": False}, r"sets attention.causal.*neo-desktop\[llamacpp\]"),
+        ({"gemma2.rope.scaling.type": "yarn"}, "sets rope.scaling.type"),
+        ({"gemma2.rope.dimension_count": 8}, "rope.dimension_count other than"),
+        ({"gemma2.attention.value_length": 8}, "values of another size"),
+        ({"gemma2.attention.head_count": 3}, "cannot"),  # transformers' own words
+    ],
+)
+def test_what_is_not_known_is_left_to_llama_cpp(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path, _ = write_traced(tmp_path, "gemma2", metadata=changes)
+    with pytest.raises(UnsupportedModelError, match=message):
+        open_checkpoint(path).config()
+    assert summarize(path).needs_llamacpp
+
+
+def test_a_tensor_of_another_model_is_left_to_llama_cpp(tmp_path: Path) -> None:
+    path, _ = write_traced(tmp_path, "gemma2", tensors={"rope_factors_long.weight": torch.ones(16)})
+    with pytest.raises(UnsupportedModelError, match=r"rope_factors_long\.weight, which Gemma2ForCausalLM"):
+        open_checkpoint(path).weights()
+    assert summarize(path).needs_llamacpp
+
+
+def test_without_transformers_it_is_left_to_llama_cpp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = write_traced(tmp_path, "gemma2")
+    for package in ("transformers", "gguf"):
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, package, None)
+            outline.cache_clear()
+            with pytest.raises(UnsupportedModelError, match=r"install neo-desktop\[transformers\]"):
+                open_checkpoint(path).config()
+
+
+def test_defaults_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    """Old files are silent about windows and caps."""
+    keys = ("attn_logit_softcapping", "final_logit_softcapping", "attention.sliding_window")
+    path, _ = write_traced(
+        tmp_path, "gemma2", metadata={"gemma2.context_length": 8192} | {f"gemma2.{key}": None for key in keys}
+    )
+    config = open_checkpoint(path).config()
+    assert config.attention_softcap == 50
+    assert config.layer_windows == (4096, None, 4096)
