@@ -1,4 +1,4 @@
-"""A worker on another host, behind a network as they are: slow, lossy, and cut."""
+"""A worker on another host, behind a network as they are: narrow, slow, lossy, and cut."""
 
 import json
 import os
@@ -7,9 +7,11 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from cable import Condition
 from checkpoints import save_checkpoint
 from idle import assert_is_idle
 from network import Host, NoNetworkError, another_host
@@ -46,11 +48,18 @@ def worker(host: Host, secret: Path) -> Iterator[WorkerProcess]:
         yield worker
 
 
-@pytest.mark.parametrize(("delay_s", "loss"), [(0.001, 0.0), (0.002, 0.01)], ids=["slow", "lossy"])
-def test_delay_and_loss_change_no_token(
-    checkpoint: Path, secret: Path, host: Host, worker: WorkerProcess, delay_s: float, loss: float
+TEN_GIGABITS = Condition(delay_s=0.0005, bits_per_s=1e10)  # a round trip of 1 ms
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [TEN_GIGABITS, Condition(delay_s=0.001, bits_per_s=1e8), Condition(delay_s=0.002, loss=0.01)],
+    ids=["10 Gbit/s", "slow", "lossy"],
+)
+def test_no_network_changes_a_token(
+    checkpoint: Path, secret: Path, host: Host, worker: WorkerProcess, condition: Condition
 ) -> None:
-    host.cable.delay_s, host.cable.loss = delay_s, loss
+    host.cable.set(condition)
     batch = prompts(4)
     with make_engine(checkpoint, secret, str(worker.address)) as engine:
         answers = Answers(engine, batch)
@@ -58,6 +67,21 @@ def test_delay_and_loss_change_no_token(
         assert answers.end() == expected(checkpoint, batch)
         assert engine.stats().num_cpu_decodes > 0
         assert engine.live_view().workers[ONE].num_losses == 0
+
+
+def test_a_worker_killed_in_mid_answer_loses_nothing(
+    checkpoint: Path, secret: Path, host: Host, worker: WorkerProcess
+) -> None:
+    host.cable.set(TEN_GIGABITS)
+    batch = prompts()
+    with make_engine(checkpoint, secret, str(worker.address)) as engine:
+        answers = Answers(engine, batch)
+        answers.until(lambda: engine.stats().num_running_at[ONE] > 1 and len(answers.tokens["0"]) > 5)
+        worker.kill()
+        answers.until(lambda: engine.live_view().workers[ONE].num_losses == 1)
+        assert not any(answers.reasons.values())
+        assert answers.end() == expected(checkpoint, batch)
+        assert_is_idle(engine)
 
 
 def test_a_cut_cable_loses_nothing_and_the_worker_comes_back_with_it(
@@ -68,13 +92,13 @@ def test_a_cut_cable_loses_nothing_and_the_worker_comes_back_with_it(
     with make_engine(checkpoint, secret, str(worker.address), timeout_s=1.0) as engine:
         answers = Answers(engine, batch)
         answers.until(lambda: engine.stats().num_running_at[ONE] > 1 and len(answers.tokens["0"]) > 5)
-        host.cable.is_cut = True
+        host.cable.set(Condition(is_cut=True))
         answers.until(lambda: engine.stats().pools[ONE].num_blocks == 0)
         state = engine.live_view().workers[ONE]
         assert state.num_losses >= 1  # a busy computer may look like a cut cable, too
         assert "has not answered for 1 s" in (state.lost or "")
         assert answers.end() == expected(checkpoint, batch)
-        host.cable.is_cut = False
+        host.cable.set(Condition())
         again = Answers(engine, batch)
         again.until_back(ONE)
         assert engine.live_view().workers[ONE].lost is None
@@ -82,53 +106,65 @@ def test_a_cut_cable_loses_nothing_and_the_worker_comes_back_with_it(
         assert_is_idle(engine)
 
 
-def ask(port: int, api: str, body: object = None) -> dict[str, object]:
-    data = None if body is None else json.dumps(body).encode()
+def ask(port: int, chat: dict[str, object]) -> Iterator[str]:
+    """Yield the pieces of an answer."""
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{api}", data, {"Content-Type": "application/json"}
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(chat | {"stream": True}).encode(),
+        {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        found = json.load(answer)
-    assert isinstance(found, dict)
-    return found
+    with urllib.request.urlopen(request, timeout=60) as events:
+        for line in events:
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line.removeprefix(b"data: "))["choices"]:
+                    yield choice["delta"].get("content") or ""
+
+
+@contextmanager
+def served(*options: str, cache: Path) -> Iterator[int]:
+    """Run the server; yield its port."""
+    command = (sys.executable, "-m", "neo_desktop.app.entry", "serve", "--device", "cpu", "--port", "0")
+    environment = os.environ | {"NEO_DESKTOP_CACHE": str(cache), "COLUMNS": "200"}
+    with subprocess.Popen((*command, *options), stdout=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            assert server.stdout is not None
+            said = ""
+            while not (found := re.search(r"127\.0\.0\.1:(\d+)/v1", said)):
+                line = server.stdout.readline()
+                assert line, said
+                said += line
+            yield int(found[1])
+        finally:
+            server.terminate()
+            server.wait(20)
 
 
 def test_a_chat_is_answered_with_its_memory_on_the_other_host(
     secret: Path, host: Host, worker: WorkerProcess, tmp_path: Path
 ) -> None:
-    """By the commands of the README: a worker there, the server here, whose own memory holds no chat."""
-    host.cable.delay_s = 0.001
-    command = (sys.executable, "-m", "neo_desktop.app.entry", "serve", "--device", "cpu", "--port", "0")
+    """By the commands of the README: a worker there, the server here, whose own memory holds no chat.
+
+    Even if the worker is killed in mid-answer, and another one takes its place.
+    """
+    host.cable.set(TEN_GIGABITS)
     options = ("--workers", str(worker.address), "--worker-secret", str(secret), "--dtype", "float32")
-    chat = {
+    chat: dict[str, object] = {
         "messages": [{"role": "user", "content": "What is a KV cache?"}],
         "temperature": 0,
         "max_tokens": 24,
     }
-    texts = []
-    for size, more in (("4096", ("--policy", "gpu-only")), ("0", ("--cpu-cache-tokens", "0", *options))):
-        with subprocess.Popen(
-            (*command, "--gpu-cache-tokens", size, *more),
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"NEO_DESKTOP_CACHE": str(tmp_path), "COLUMNS": "200"},
-        ) as server:
-            try:
-                assert server.stdout is not None
-                said = ""
-                while not (found := re.search(r"127\.0\.0\.1:(\d+)/v1", said)):
-                    line = server.stdout.readline()
-                    assert line, said
-                    said += line
-                port = int(found[1])
-                choices = ask(port, "/v1/chat/completions", chat)["choices"]
-                assert isinstance(choices, list)
-                texts.append(choices[0]["message"]["content"])
-                metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20).read()
-            finally:
-                server.terminate()
-                server.wait(20)
-    assert texts[0] == texts[1] != ""
-    decodes = re.search(rb"neo_desktop_cpu_decodes_total ([\d.]+)", metrics)
-    assert decodes is not None
-    assert float(decodes[1]) > 0
+    with served("--policy", "gpu-only", "--gpu-cache-tokens", "4096", cache=tmp_path) as port:
+        alone = "".join(ask(port, chat))
+    assert alone
+    here = ("--gpu-cache-tokens", "0", "--cpu-cache-tokens", "0")
+    with served(*here, *options, cache=tmp_path) as port:
+        assert "".join(ask(port, chat)) == alone
+        metrics = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20).read()
+        decodes = re.search(rb"neo_desktop_cpu_decodes_total ([\d.]+)", metrics)
+        assert decodes is not None
+        assert float(decodes[1]) > 0
+        pieces = ask(port, chat)
+        begun = next(piece for piece in pieces if piece)
+        worker.kill()
+        with WorkerProcess(secret, worker.address.port, host.address, host.prefix):
+            assert begun + "".join(pieces) == alone

@@ -1,25 +1,22 @@
-"""Another host on this computer: a network namespace behind a cable that can be slow, lossy or cut.
+"""Another host on this computer: a network namespace behind a cable that can be slow, lossy, narrow or cut.
 
-The cable is a thread that carries packets between two TUN devices, one of which is in the namespace.
+The cable is a process that carries packets between two TUN devices, one of which is in the namespace.
 """
 
 import fcntl
-import heapq
-import itertools
 import os
-import random
-import select
 import shutil
 import struct
 import subprocess
-import threading
-import time
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-MAX_PACKET_BYTES = 9000
+from cable import MAX_PACKET_BYTES, Condition
+
+_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 
 
@@ -28,38 +25,30 @@ class NoNetworkError(RuntimeError):
 
 
 class Cable:
-    """Carries packets until `close`."""
+    """Carries packets until `close`.
 
-    def __init__(self, near: int, far: int) -> None:
-        self.delay_s = 0.0
-        self.loss = 0.0  # the share of packets that never arrive
-        self.is_cut = False
-        self._other = {near: far, far: near}
-        self._rng = random.Random(0)
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._carry, name="cable", daemon=True)
-        self._thread.start()
+    Args:
+        ends: files of two TUN devices, which it closes.
+    """
 
-    def _carry(self) -> None:
-        on_the_way: list[tuple[float, int, int, bytes]] = []
-        numbers = itertools.count()
-        while not self._is_closed:
-            wait_s = max(on_the_way[0][0] - time.monotonic(), 0.0) if on_the_way else 0.05
-            for end in select.select([*self._other], [], [], wait_s)[0]:
-                packet = os.read(end, MAX_PACKET_BYTES)
-                if not self.is_cut and self._rng.random() >= self.loss:
-                    due_s = time.monotonic() + self.delay_s
-                    heapq.heappush(on_the_way, (due_s, next(numbers), self._other[end], packet))
-            while on_the_way and on_the_way[0][0] <= time.monotonic():
-                _, _, end, packet = heapq.heappop(on_the_way)
-                os.write(end, packet)
+    def __init__(self, *ends: int) -> None:
+        program = Path(__file__).with_name("cable.py")
+        command = (sys.executable, "-S", str(program), *map(str, ends))
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=ends)
+        for end in ends:
+            os.close(end)
+
+    def set(self, condition: Condition) -> None:
+        """Be like that from now on."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(condition.line())
+        self._process.stdin.flush()
 
     def close(self) -> None:
         """End it."""
-        self._is_closed = True
-        self._thread.join(20)
-        for end in self._other:
-            os.close(end)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(20)
 
 
 @dataclass(frozen=True)
@@ -115,6 +104,9 @@ def another_host() -> Iterator[Host]:
         ):
             run(*prefix, "ip", "address", "add", mine, "peer", other, "dev", device)
             run(*prefix, "ip", "link", "set", device, "mtu", str(MAX_PACKET_BYTES), "up")
+            if "cubic" in _CONTROLS.read_text():  # Linux's default, which finds a rate out soonest
+                way = (other, "dev", device, "src", mine, "congctl", "cubic")
+                run(*prefix, "ip", "route", "replace", *way)
         cable = Cable(*ends)
         stack.callback(cable.close)
         yield Host(name, far, cable)
