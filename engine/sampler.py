@@ -15,6 +15,10 @@ from neo_desktop.engine.int_array import IntView
 PIECE_ELEMENTS = 2**22
 MOST_COPIES = 12
 
+# On a CPU the tokens that top-k, top-p and min-p leave are looked for among so many. Sorting a whole
+# vocabulary takes ten times as long, and is done for those rows alone whose limits reach further.
+LEADING_TOKENS = 512
+
 # What was asked for of the chosen token, and of the most probable ones.
 _RowLogprobs = tuple[TokenLogprob, tuple[TokenLogprob, ...]]
 
@@ -192,16 +196,47 @@ def _draw_truncated(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
         (p.temperature, p.top_k or vocab_size, p.top_p, p.min_p, number)
         for p, number in zip((item.params for item in inputs), _uniform(inputs), strict=True)
     ]
-    temperature, top_k, top_p, min_p, uniform = _columns(numbers, logits.device)
-    values, order = _scaled(logits, temperature).sort(dim=-1, descending=True, stable=True)
-    values = values.masked_fill(torch.arange(vocab_size, device=logits.device) >= top_k, -torch.inf)
-    probs = values.softmax(dim=-1)
-    mass_before = probs.cumsum(dim=-1) - probs
+    temperature, *limits = _columns(numbers, logits.device)
+    scaled = _scaled(logits, temperature)
+    if logits.device.type != "cpu":  # whether fewer are enough cannot be asked there without waiting
+        return _draw_leading(scaled, vocab_size, limits)[0]
+    token_ids, is_enough = _draw_leading(scaled, min(LEADING_TOKENS, vocab_size), limits)
+    if not is_enough.all():
+        rows = is_enough.logical_not().nonzero().squeeze(1)
+        token_ids[rows], _ = _draw_leading(scaled[rows], vocab_size, [column[rows] for column in limits])
+    return token_ids
+
+
+def _draw_leading(scaled: Tensor, count: int, limits: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Draw one token per row, of its `count` most probable ones.
+
+    Args:
+        scaled: [rows, vocab] logits over temperature, the largest of each row 0.
+        limits: top_k, top_p, min_p and a random number, [rows, 1] each.
+
+    Returns:
+        Tokens [rows] int64; and [rows] bool: whether what the limits leave is among `count` tokens. Where it
+        is, the token is that of any larger count, too.
+    """
+    top_k, top_p, min_p, uniform = limits
+    vocab_size = scaled.shape[-1]
+    if count < vocab_size:
+        values, order = scaled.topk(count, dim=-1)
+    else:
+        values, order = scaled.sort(dim=-1, descending=True, stable=True)
+    weights = values.exp()  # relative to the most probable token
+    weights = weights.masked_fill(torch.arange(count, device=scaled.device) >= top_k, 0.0)
+    reached = weights.cumsum(dim=-1)
+    of_all = scaled.softmax(dim=-1).amax(dim=-1, keepdim=True).reciprocal()
+    is_counted = top_k < vocab_size
+    wanted = top_p * torch.where(is_counted, reached[:, -1:], of_all)
     # A token stays while those before it have not reached top_p; the first one always stays.
-    dropped = (mass_before >= top_p) | (probs < min_p * probs[:, :1])
+    dropped = (reached - weights >= wanted) | (weights < min_p)
     dropped[:, 0] = False
-    ranks = _invert(probs.masked_fill(dropped, 0.0), uniform)
-    return order.gather(1, ranks.unsqueeze(1)).squeeze(1)
+    ranks = _invert(weights.masked_fill(dropped, 0.0), uniform)
+    has_end = (reached[:, -1:] >= wanted) | (weights[:, -1:] < min_p)
+    is_enough = (top_k <= count) | (has_end & ~is_counted)
+    return order.gather(1, ranks.unsqueeze(1)).squeeze(1), is_enough.squeeze(1)
 
 
 def _scaled(logits: Tensor, temperature: Tensor) -> Tensor:

@@ -2,10 +2,13 @@
 
 import warnings
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -199,6 +202,30 @@ def test_pieces_of_a_batch_give_the_tokens_of_the_whole(monkeypatch: pytest.Monk
         monkeypatch.setattr(sampler, "PIECE_ELEMENTS", count * VOCAB)
         assert sample(rows, inputs) == whole
     assert sample(rows[:0], []) == []
+
+
+@given(
+    spread=st.sampled_from([0.01, 1.0, 6.0]),
+    top_k=st.integers(0, 40),
+    top_p=st.sampled_from([0.05, 0.5, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.01, 0.3]),
+    count=st.integers(1, 32),
+    seed=st.integers(0, 2**32),
+)
+def test_tokens_do_not_depend_on_how_many_are_sorted(
+    spread: float, top_k: int, top_p: float, min_p: float, count: int, seed: int
+) -> None:
+    rows = spread * torch.randn(6, 300, generator=torch.Generator().manual_seed(seed))
+    rows[2, 40:] = -torch.inf  # as under a grammar
+    rows[3, 7] = torch.nan
+    params = SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p)
+    inputs = [item(params, position=row, seed=seed) for row in range(6)]
+    with patch.object(sampler, "LEADING_TOKENS", 300):
+        expected = sample(rows, inputs)
+    assert [token is None for token in expected] == [row == 3 for row in range(6)]
+    with patch.object(sampler, "LEADING_TOKENS", count):
+        assert sample(rows, inputs) == expected
+        assert [sample(rows[[row]], [inputs[row]])[0] for row in range(6)] == expected
 
 
 def test_random_numbers_are_those_of_philox() -> None:
