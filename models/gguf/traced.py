@@ -41,7 +41,6 @@ _COMMON = frozenset(
     )
 )
 _NONE_IF_ZERO = frozenset(("expert_count", "expert_used_count", "attention.sliding_window"))
-_RMS, _LAYER_NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,21 +116,107 @@ def _gemma2(described: _Described) -> dict[str, Any]:
     }
 
 
+def _gemma3(described: _Described) -> dict[str, Any]:
+    """Layers with a window rotate otherwise than the others, whose positions alone are scaled."""
+    own = described.own
+    every: dict[str, Any] = {"rope_type": "default", "rope_theta": own.number("rope.freq_base", 10_000.0)}
+    scaled = own.text("rope.scaling.type", "none")
+    if scaled not in ("none", "linear"):
+        raise UnsupportedModelError(
+            f"{own.path} asks for the rope type {scaled[:40]!r}, which is not supported."
+        )
+    if scaled == "linear":
+        every |= {"rope_type": "linear", "factor": own.number("rope.scaling.factor")}
+    window = own.integer("attention.sliding_window", 0, minimum=0)
+    layers = described.values["num_hidden_layers"]
+    return {
+        "query_pre_attn_scalar": described.scale_of(62),
+        "final_logit_softcapping": own.number("final_logit_softcapping", 0.0, allow_zero=True) or None,
+        "sliding_window": window or None,
+        "layer_types": described.layer_types(6) if window else ["full_attention"] * layers,
+        "rope_parameters": {
+            "full_attention": every,
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": own.number("rope.freq_base_swa", 10_000.0),
+            },
+        },
+    }
+
+
+def _phi3(described: _Described) -> dict[str, Any]:
+    """Zero means that there is no window."""
+    return {"sliding_window": described.own.integer("attention.sliding_window", 0, minimum=0) or None}
+
+
+def _granite(described: _Described) -> dict[str, Any]:
+    own = described.own
+    return {
+        "attention_multiplier": own.number("attention.scale", described.head_dim**-0.5),
+        "embedding_multiplier": own.number("embedding_scale", 1.0),
+        "residual_multiplier": own.number("residual_scale", 1.0),
+        "logits_scaling": own.number("logit_scale"),
+    }
+
+
+def _stablelm(described: _Described) -> dict[str, Any]:
+    """What tensors there are tells more than the entries, which older files lack."""
+    return {
+        "use_qkv_bias": "blk.0.attn_q.bias" in described.tensors,
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in described.tensors,
+    }
+
+
+_WINDOWS = frozenset(("attention.sliding_window", "attention.sliding_window_pattern"))
+_RMS = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+_EPS = "attention.layer_norm_epsilon"
 FAMILIES = {
     "gemma2": _Family(
         "gemma2",
         "Gemma2ForCausalLM",
-        (_RMS, "rms_norm_eps"),
+        _RMS,
         _gemma2,
-        frozenset(
-            (
-                *("attn_logit_softcapping", "final_logit_softcapping"),
-                *("attention.sliding_window", "attention.sliding_window_pattern"),
-            )
-        ),
+        _WINDOWS | {"attn_logit_softcapping", "final_logit_softcapping"},
         has_head_dim=True,
         shifts_norms=True,
     ),
+    "gemma3": _Family(
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        _RMS,
+        _gemma3,
+        _WINDOWS
+        | {"final_logit_softcapping", "rope.scaling.type", "rope.scaling.factor", "rope.freq_base_swa"},
+        has_head_dim=True,
+        shifts_norms=True,
+    ),
+    "granite": _Family(
+        "granite",
+        "GraniteForCausalLM",
+        _RMS,
+        _granite,
+        frozenset(("attention.scale", "embedding_scale", "residual_scale", "logit_scale")),
+        rotates_neighbours=True,
+    ),
+    "olmo2": _Family("olmo2", "Olmo2ForCausalLM", _RMS),
+    "phi3": _Family(
+        "phi3",
+        "Phi3ForCausalLM",
+        _RMS,
+        _phi3,
+        # The length before a scaling, of which there would be tensors.
+        frozenset(("attention.sliding_window", "rope.scaling.original_context_length")),
+        is_partly_rotated=True,
+    ),
+    "stablelm": _Family(
+        "stablelm",
+        "StableLmForCausalLM",
+        (_EPS, "layer_norm_eps"),
+        _stablelm,
+        frozenset(("use_parallel_residual",)),
+        is_partly_rotated=True,
+    ),
+    "starcoder2": _Family("starcoder2", "Starcoder2ForCausalLM", (_EPS, "norm_epsilon")),
 }
 """By the names of architectures in llama.cpp."""
 

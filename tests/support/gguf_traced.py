@@ -6,7 +6,7 @@ from typing import Any
 
 import gguf
 import torch
-from gguf_files import STORED, add, add_tensor, vocabulary
+from gguf_files import STORED, add, add_tensor, permuted, vocabulary
 from torch import Tensor
 from traced_models import FAMILIES, save
 from transformers import AutoModelForCausalLM
@@ -42,11 +42,94 @@ def _gemma2(config: Any) -> Changes:
     }
 
 
-WRITTEN: dict[str, tuple[str, Callable[[Any], Changes], Changes]] = {
-    # of `traced_models.FAMILIES` -> architecture, its entries, and what a file can say at all
-    "gemma2": ("gemma2", _gemma2, {"query_pre_attn_scalar": 32}),
+def _gemma3(config: Any) -> Changes:
+    rope = config.rope_parameters["full_attention"]
+    scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": rope.get("factor", 1.0)}
+    base = {"rope.freq_base": rope["rope_theta"]}
+    return _gemma(config) | base | (scaling if rope["rope_type"] == "linear" else {})
+
+
+def _rms(config: Any) -> Changes:
+    return {
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": config.rope_parameters["rope_theta"],
+    }
+
+
+def _rotated(config: Any) -> int:
+    head_dim = config.hidden_size // config.num_attention_heads
+    return int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+
+
+def _phi3(config: Any) -> Changes:
+    return _rms(config) | {
+        "rope.dimension_count": _rotated(config),
+        "rope.scaling.original_context_length": config.original_max_position_embeddings,
+        "attention.sliding_window": config.sliding_window or 0,
+    }
+
+
+def _granite(config: Any) -> Changes:
+    return _rms(config) | {
+        "rope.dimension_count": _rotated(config),
+        "vocab_size": config.vocab_size,
+        "attention.scale": config.attention_multiplier,
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": config.logits_scaling,
+    }
+
+
+def _stablelm(config: Any) -> Changes:
+    return {
+        "attention.layer_norm_epsilon": config.layer_norm_eps,
+        "rope.dimension_count": _rotated(config),
+        "use_parallel_residual": config.use_parallel_residual,
+    }
+
+
+def _starcoder2(config: Any) -> Changes:
+    return {
+        "attention.layer_norm_epsilon": config.norm_epsilon,
+        "rope.freq_base": config.rope_parameters["rope_theta"],
+    }
+
+
+_SEVEN = {
+    "num_hidden_layers": 7,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 32,
 }
-_SHIFTED = ("gemma2",)
+_LONG = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+WRITTEN: dict[str, tuple[str, Callable[[Any], Changes], Changes]] = {
+    # of `traced_models.FAMILIES` -> architecture, its entries, and what config.json says else
+    "gemma2": ("gemma2", _gemma2, {"query_pre_attn_scalar": 32}),  # llama.cpp knows no other
+    "gemma3": ("gemma3", _gemma3, _SEVEN),
+    "gemma3 long": ("gemma3", _gemma3, _SEVEN | {"rope_parameters": _LONG}),
+    "granite": ("granite", _granite, {"embedding_multiplier": 3.0}),
+    "granite tied": ("granite", _granite, {"tie_word_embeddings": True}),
+    "olmo2": ("olmo2", _rms, {}),
+    "phi3": ("phi3", _phi3, {}),
+    "phi3 partly rotated": (
+        "phi3",
+        _phi3,
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+    ),
+    "phi3-window": ("phi3", _phi3, {}),
+    "stablelm": ("stablelm", _stablelm, {}),
+    "stablelm biases": ("stablelm", _stablelm, {"use_qkv_bias": True, "use_parallel_residual": True}),
+    "starcoder2": ("starcoder2", _starcoder2, {"tie_word_embeddings": False}),
+}
+_SHIFTED = ("gemma2", "gemma3")
 
 
 def write_traced(
@@ -67,7 +150,7 @@ def write_traced(
         tensors: more of them.
     """
     architecture, entries, settings = WRITTEN[family]
-    model_type, own = FAMILIES[family]
+    model_type, own = FAMILIES[family.split(maxsplit=1)[0]]
     save(folder, model_type, own | {"vocab_size": VOCAB_SIZE} | settings | (sizes or {}))
     make: Any = AutoModelForCausalLM
     model = make.from_pretrained(folder, dtype=torch.float32).eval()
@@ -100,7 +183,12 @@ def _write(writer: Any, name: str, value: Tensor, type_name: str, architecture: 
         add_tensor(writer, name, value + 1, "F32")
         return
     kind = type_name if value.ndim == 2 else "F32"
-    add_tensor(writer, name, value, kind)
+    is_permuted = architecture == "granite" and name.split(".")[-2] in ("attn_q", "attn_k")
+    half = config.hidden_size // config.num_attention_heads // 2
+    add_tensor(writer, name, permuted(value, 2 * half) if is_permuted else value, kind)
     if kind != "F32":
         raw = torch.from_numpy(writer.tensors[-1][name].tensor).view(torch.uint8)
-        value.copy_(STORED[kind].dequantised(raw.flatten(1)).view(value.shape))
+        numbers = STORED[kind].dequantised(raw.flatten(1)).view(value.shape)
+        if is_permuted:
+            numbers = numbers.view(-1, half, 2, value.shape[1]).transpose(1, 2).reshape(value.shape)
+        value.copy_(numbers)
