@@ -1,7 +1,7 @@
 """Model, limits and memory together: what an engine is made of, and what a measurement needs of it."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -9,7 +9,7 @@ import torch
 
 from neo_desktop import native
 from neo_desktop.engine.execute.ranks.leader import Leader
-from neo_desktop.engine.execute.ranks.members import Member
+from neo_desktop.engine.execute.ranks.members import Follower, Member
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.kv.storage import KVStorage
 from neo_desktop.engine.kv.swapped import make_pool
@@ -63,14 +63,13 @@ def set_up(options: EngineOptions, progress: Progress | None = None) -> EnginePa
         raise ValueError(
             f"the CPU-cache was asked for in {options.cpu_cache_dtype}, but with this policy there is none"
         )
-    trust = trust_of(options)
+    trust_of(options)  # what is wrong there is told before anything is loaded
     if options.tensor_parallel == 1:
-        parts = take_memory(load(options, progress), options)
-        by_heads = options.worker_partition == "heads"
-        return with_workers(parts, options.workers, trust, by_heads) if options.workers and trust else parts
+        return with_workers(take_memory(load(options, progress), options), options)
     leader = Leader(options, choose_device(options.device))
     try:
         parts = take_memory(load(options, progress, rank=leader.rank), options, member=leader)
+        parts = with_workers(parts, options, leader)
     except BaseException:
         leader.close()
         raise
@@ -98,38 +97,64 @@ def addresses_of(named: str) -> list[Address]:
     return [Address.parse(text.strip()) for text in named.split(",")]
 
 
-def with_workers(parts: EngineParts, named: str, trust: Trust, by_heads: bool = False) -> EngineParts:
+def with_workers(
+    parts: EngineParts, options: EngineOptions, member: Leader | Follower | None = None
+) -> EngineParts:
     """Connect an engine's parts to workers; those that cannot be reached are tried again in the background.
 
     Args:
-        named: their addresses, or how many of them Ray shall have.
-        by_heads: whether they divide the heads of all requests, and not the requests.
+        parts: of this rank; they are returned as they are if no workers are asked for.
+        options: of the engine.
+        member: of the ranks among which the model is divided, all of which connect; None: it is whole.
 
     Raises:
         ValueError: the heads cannot be divided among so many.
         ConnectionError: a worker refuses.
         RuntimeError: Ray does not start.
     """
+    trust, named = trust_of(options), options.workers
+    if trust is None or named is None:
+        return parts
+    by_heads = options.worker_partition == "heads"
     decoder, config = parts.model.decoder, parts.model.config
     most = parts.limits.max_batch_requests * config.max_context_tokens // BLOCK_SIZE
     shape = AttentionShape.of(config, BLOCK_SIZE, decoder.dtype)
     sinks = None if decoder.sinks is None else torch.stack([each.float().cpu() for each in decoder.sinks])
-    cluster = Cluster(int(named), trust.secret) if named.isdigit() else None
-    addresses = (
-        [partial(_same, address) for address in addresses_of(named)] if cluster is None else cluster.addresses
-    )
+    cluster: Cluster | None = None
+    if isinstance(member, Follower):
+        count = int(named) if named.isdigit() else len(addresses_of(named))
+        addresses: Sequence[Callable[[], Address]] = member.finders(count, by_heads)
+    elif named.isdigit():
+        cluster = Cluster(int(named), trust.secret)
+        addresses = cluster.addresses
+    else:
+        addresses = [partial(_same, address) for address in addresses_of(named)]
     try:
-        workers = Workers(addresses, trust, config, shape, sinks, most, cluster=cluster, by_heads=by_heads)
+        workers = Workers(
+            addresses,
+            trust,
+            config,
+            shape,
+            sinks,
+            most,
+            cluster=cluster,
+            by_heads=by_heads,
+            engine_rank=None if member is None else member.engine_rank,
+        )
     except ValueError:
         if cluster is not None:
             cluster.close()
         raise
-    workers.connect()
+    if member is None:
+        workers.connect()
+        num_blocks = workers.num_blocks
+    else:
+        num_blocks = member.connect(workers)
     pools = {place: parts.storage[place] for place in parts.storage.places}
     return replace(
         parts,
-        num_blocks=parts.num_blocks | workers.num_blocks,
-        storage=KVStorage(pools | workers.pools),
+        num_blocks=parts.num_blocks | num_blocks,
+        storage=KVStorage(pools | workers.pools(num_blocks)),
         workers=workers,
     )
 

@@ -25,10 +25,17 @@ UNKNOWN = Surface((1, 64), (64, 1024), ((1.0, 1.1), (1.5, 3.0)))
 
 
 @torch.inference_mode()
-def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype) -> Surface:
+def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype, num_ranks: int = 1) -> Surface:
     """Return what decode attention in a worker's memory takes per layer, in ms: over (requests, context).
 
     Whatever the memory held is lost.
+
+    Args:
+        pool: the worker's.
+        num_heads: of queries.
+        dtype: of them.
+        num_ranks: which ask at the same time, each for as many heads. Only this one does so now: for so many
+            times the requests, which is as much to attend to.
 
     Raises:
         WorkerLostError: the worker does not answer.
@@ -40,6 +47,7 @@ def measured_worker(pool: KVPool, num_heads: int, dtype: torch.dtype) -> Surface
     layer.write(rows[0], rows[1], torch.arange(num_tokens))
 
     def prepare(tables: Tensor, lens: Tensor) -> Callable[[], None]:
+        tables, lens = tables.repeat(num_ranks, 1), lens.repeat(num_ranks)
         rows = len(lens)
         qkv = torch.randn(rows, num_heads + 2 * kv_heads, head_dim, dtype=dtype)
         q, k, v = torch.split(qkv, [num_heads, kv_heads, kv_heads], dim=1)
@@ -85,8 +93,14 @@ def over_grid(pool: KVPool, prepare: Callable[[Tensor, Tensor], Callable[[], Non
     return Surface(REQUESTS[: len(found)], CONTEXTS, found)
 
 
-def measured_workers(storage: KVStorage, decoder: Decoder) -> dict[Place, Surface]:
-    """Return what attention takes in each place of a worker; of one that is not there, what others take."""
+def measured_workers(storage: KVStorage, decoder: Decoder, num_ranks: int = 1) -> dict[Place, Surface]:
+    """Return what attention takes in each place of a worker; of one that is not there, what others take.
+
+    Args:
+        storage: of this rank.
+        decoder: likewise.
+        num_ranks: among which the model is divided.
+    """
     found: dict[Place, Surface] = {}
     absent = []
     for place in storage.places:
@@ -94,7 +108,7 @@ def measured_workers(storage: KVStorage, decoder: Decoder) -> dict[Place, Surfac
         if pool.worker is None:
             continue
         if pool.num_blocks >= REQUESTS[1]:
-            found[place] = measured_worker(pool, decoder.config.num_heads, decoder.dtype)
+            found[place] = measured_worker(pool, decoder.config.num_heads, decoder.dtype, num_ranks)
         else:
             absent.append(place)
     typical = next(iter(found.values()), UNKNOWN)

@@ -16,6 +16,7 @@ from neo_desktop.engine.remote.greeting import RefusedError, check_secret, greet
 from neo_desktop.engine.remote.session import NUM_TABLES
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.wire import Channel, Kind, bytes_of, tune
+from neo_desktop.models.ranks import ALONE, Rank
 
 DEFAULT_PORT = 7455
 DEFAULT_TIMEOUT_S = 10.0  # for a worker to answer
@@ -74,15 +75,25 @@ class WorkerLink:
         name: of the worker, for people.
         find: returns where it listens; asked at each `open`.
         trust: what it is known by.
+        engine: what the worker knows the engine by, the same on all its ranks; None: by a name of its own.
+        rank: of the engine, whose heads the worker attends for here.
     """
 
-    def __init__(self, name: str, find: Callable[[], Address], trust: Trust) -> None:
+    def __init__(
+        self,
+        name: str,
+        find: Callable[[], Address],
+        trust: Trust,
+        engine: str | None = None,
+        rank: Rank = ALONE,
+    ) -> None:
         self.name = name
         self.address: Address | None = None  # None: nobody knows it yet
         self._find = find
         self.num_blocks = 0
         self._trust = trust
-        self._engine = secrets.token_hex(16)  # what the worker knows this engine by
+        self._engine = engine or secrets.token_hex(16)
+        self._rank = rank
         self._shape: AttentionShape | None = None
         self._attention: Channel | None = None
         self._rows: Channel | None = None
@@ -93,6 +104,11 @@ class WorkerLink:
         self._buffer = HostBuffer(CPU)
 
     @property
+    def addresses(self) -> tuple[Address, ...]:
+        """Where it listened at the last `open`."""
+        return () if self.address is None else (self.address,)
+
+    @property
     def is_open(self) -> bool:
         """Whether nothing has failed since `open`."""
         return self._attention is not None and self._lost is None
@@ -101,7 +117,7 @@ class WorkerLink:
         """Connect; how many blocks the worker has is known then.
 
         Args:
-            shape: of the model's attention.
+            shape: of the attention of the model, or of the rank's part of it.
             sinks: [layers, heads] fp32; None: there are none.
             most_blocks: more are of no use.
 
@@ -113,13 +129,14 @@ class WorkerLink:
         names = {"engine": self._engine, "session": secrets.token_hex(16)}
         attention = self._connect(self.address)
         try:
-            asked = names | {"shape": shape.to_json(), "most_blocks": most_blocks}
+            rank = {"rank": self._rank.number, "ranks": self._rank.count}
+            asked = names | rank | {"shape": shape.to_json(), "most_blocks": most_blocks}
             attention.send_json(Kind.SET_UP, asked)
             if sinks is not None:
                 attention.send(Kind.SET_UP, bytes_of(sinks.to(CPU, torch.float32).contiguous()))
             self.num_blocks = int(attention.json(attention.answer(Kind.READY))["num_blocks"])
             rows = self._connect(self.address)
-            rows.send_json(Kind.SET_UP, names | {"joins": True})
+            rows.send_json(Kind.SET_UP, names | rank | {"joins": True})
             rows.json(rows.answer(Kind.READY))
         except BaseException:
             attention.close()

@@ -10,20 +10,23 @@ from neo_desktop.engine.kv.storage import KVPool
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.remote.heads import HeadGroup
 from neo_desktop.engine.remote.link import WorkerLink
+from neo_desktop.engine.remote.rank_link import RankLink
 from neo_desktop.models.config import ModelConfig
 
 CPU = torch.device("cpu")
+AnyLink = WorkerLink | HeadGroup | RankLink
 
 
 class RemoteLayer(KVLayer):
     """One layer of a worker's memory. All tensors are in this computer's host memory.
 
-    Raises WorkerLostError in all it does: the worker does not answer any more.
+    Raises WorkerLostError in all it does: the worker does not answer any more. On a rank of several nothing
+    raises: see `RankLink`.
     """
 
     __slots__ = ("_index", "_link")
 
-    def __init__(self, link: WorkerLink | HeadGroup, index: int, block_size: int) -> None:
+    def __init__(self, link: AnyLink, index: int, block_size: int) -> None:
         self.block_size = block_size
         self.device = CPU
         self.sinks = self.softcap = None  # the worker has them
@@ -82,6 +85,7 @@ class RemotePool(KVPool):
         block_size: tokens per block.
         dtype: the model's.
         link: open.
+        num_blocks: that all ranks have there; None: as many as the link has.
     """
 
     def __init__(
@@ -90,13 +94,15 @@ class RemotePool(KVPool):
         config: ModelConfig,
         block_size: int,
         dtype: torch.dtype,
-        link: WorkerLink | HeadGroup,
+        link: AnyLink,
+        num_blocks: int | None = None,
     ) -> None:
         # Nothing of what another pool takes is here: no memory, and no parts.
         self.worker = place.name
         self.link = link
         self.kind = RemoteLayer
-        self.num_blocks = link.num_blocks  # when it was made: another number may come back with the worker
+        # When it was made: another number may come back with the worker.
+        self.num_blocks = link.num_blocks if num_blocks is None else num_blocks
         self.block_size = block_size
         self.dtype = dtype
         self.device = CPU

@@ -18,7 +18,8 @@ from neo_desktop.engine.engine import Engine as OwnEngine
 from neo_desktop.engine.execute.executor import Wait
 from neo_desktop.engine.execute.outputs import Outputs
 from neo_desktop.engine.execute.ranks import leader
-from neo_desktop.engine.execute.ranks.leader import LeadingExecutor, RankLostError
+from neo_desktop.engine.execute.ranks.leader import LeadingExecutor
+from neo_desktop.engine.execute.ranks.process import RankLostError
 from neo_desktop.engine.generate import EngineError
 from neo_desktop.engine.predict.cost_model import ZeroCostModel
 from neo_desktop.models.json_file import ModelError

@@ -30,11 +30,14 @@ def make_engine(
     gpu_cache_tokens: int = 160,
     timeout_s: float = 10.0,
     partition: str = "requests",
+    policy: str = "neo",
+    ranks: int = 1,
 ) -> Engine:
     return Engine.from_pretrained(
         checkpoint,
         device="cpu",
-        policy="neo",
+        policy=policy,
+        tensor_parallel=ranks,
         gpu_cache_tokens=gpu_cache_tokens,
         cpu_cache_tokens=0,
         workers=workers,

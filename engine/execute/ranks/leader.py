@@ -1,17 +1,14 @@
 """Rank 0's side: starts the processes of the other ranks, and tells them what to execute."""
 
-import contextlib
 import logging
 import os
-import queue
+import secrets
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,26 +18,29 @@ import torch
 
 from neo_desktop import native
 from neo_desktop.engine.batch import IterationPlan, IterationResult
-from neo_desktop.engine.cuda.errors import EngineLostError, is_lost
+from neo_desktop.engine.cuda.errors import is_lost
 from neo_desktop.engine.execute.executor import Executor, Wait
 from neo_desktop.engine.execute.plan_executor import PlanExecutor
 from neo_desktop.engine.execute.ranks.group import Group
-from neo_desktop.engine.execute.ranks.last_lines import LastLines
 from neo_desktop.engine.execute.ranks.messages import (
     Agreed,
     Beginning,
-    Failed,
+    Connected,
     Fitting,
     Join,
     Loaded,
     Question,
+    Reach,
     Ready,
 )
 from neo_desktop.engine.execute.ranks.plans import PlanWriter
-from neo_desktop.engine.frames import FrameWriter, read_frames
+from neo_desktop.engine.execute.ranks.process import EXIT_S, RankLostError, RankProcess
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
+from neo_desktop.engine.remote.link import Address
+from neo_desktop.engine.remote.rank_link import EngineRank
+from neo_desktop.engine.remote.workers import Workers
 from neo_desktop.models.ranks import Rank
 
 logger = logging.getLogger(__name__)
@@ -48,123 +48,7 @@ T = TypeVar("T")
 
 PATIENCE_S = 120.0  # with a sum: kernels may be compiled by one rank meanwhile
 ANSWER_S = 15.0  # with an answer, once something has gone wrong
-EXIT_S = 5.0  # from an error of a rank to the end of its process
 POLL_S = 0.25
-_PROGRAM = "from neo_desktop.engine.follower import main; main()"
-
-
-class RankLostError(EngineLostError):
-    """A process of another rank is gone, or does not answer: the model is not whole any more."""
-
-
-class _Process:
-    """The process of another rank.
-
-    Args:
-        beginning: what it is told first.
-        environment: its variables.
-    """
-
-    def __init__(self, beginning: Beginning, environment: Mapping[str, str]) -> None:
-        self.rank = beginning.rank
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM],  # nothing is imported from the current folder
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stderr is not None
-        self._said = LastLines(self._process.stderr, f"stderr of rank {self.rank.number}")
-        self._writer = FrameWriter(self._process.stdin)
-        self._messages: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._failed: Exception | None = None
-        self._alarm: Callable[[], object] = bool  # nobody wants to know
-        threading.Thread(target=self._read, name=f"rank {self.rank.number}", daemon=True).start()
-        self.send(beginning)
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
-
-    def send(self, message: object) -> None:
-        """Tell it something; one that has ended is told nothing."""
-        with contextlib.suppress(OSError, ValueError):
-            self._writer.put(message)
-
-    def answer(self, kind: type[T], patience_s: float | None = None) -> T:
-        """Wait for what it says next.
-
-        Args:
-            patience_s: None: as long as it lives.
-
-        Raises:
-            RankLostError: it has ended, or is late.
-            what it has failed with, while it is set up.
-        """
-        try:
-            message = self._messages.get(timeout=patience_s)
-        except queue.Empty:
-            raise RankLostError(f"{self} did not answer within {patience_s:g} s") from None
-        if self._failed is not None:
-            raise self._failed
-        if not isinstance(message, kind):
-            raise RankLostError(f"{self} {self.what_ended() or f'said {message}'}")
-        return message
-
-    def what_ended(self, patience_s: float = 0.0) -> str | None:
-        """Say how it ended; None: it has not, within the patience."""
-        try:
-            status = self._process.wait(patience_s)
-        except subprocess.TimeoutExpired:
-            return None
-        if self._failed is not None:
-            return f"failed: {self._failed}"
-        if status < 0:
-            with contextlib.suppress(ValueError):
-                return f"was ended by {signal.Signals(-status).name}"
-        return f"ended (exit status {status})"
-
-    @property
-    def is_cause(self) -> bool:
-        """Whether a signal ended it, or an error of its own: others end because of that."""
-        return self._failed is not None or (self._process.poll() or 0) < 0
-
-    def log_last_lines(self) -> None:
-        """Tell what it wrote last, after its end."""
-        if text := self._said.text():
-            logger.error("what process %d wrote last:\n%s", self.pid, text)
-
-    def end(self) -> None:
-        """End it."""
-        self._process.kill()
-        self._process.wait()
-        with contextlib.suppress(OSError):  # of what was not written
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-
-    def _read(self) -> None:
-        stdout = self._process.stdout
-        assert stdout is not None
-        with stdout:
-            for message in read_frames(stdout):
-                if isinstance(message, Failed):
-                    self._failed = message.error
-                self._messages.put(message)
-        self.what_ended(EXIT_S)  # its pipe ends a moment before it does
-        self._messages.put(None)
-        self._alarm()
-
-    def watch(self, alarm: Callable[[], object]) -> None:
-        """Have something called when it has ended."""
-        self._alarm = alarm
-        if self.what_ended() is not None:
-            alarm()
-
-    def __str__(self) -> str:
-        return f"process {self.pid}, which has part {self.rank.number + 1} of the model,"
 
 
 class Leader:
@@ -190,7 +74,9 @@ class Leader:
         self._folder = Path(tempfile.mkdtemp(prefix="neo-desktop-ranks-"))
         self._threads = torch.get_num_threads(), native.default_num_threads()
         self.group: Group | None = None  # once it is made
+        self._engine = secrets.token_hex(16)
         self._num_questions = 0
+        self._reaching = threading.Lock()  # one worker at a time
         self._lock = threading.Lock()
         self._lost: str | None = None
         share_cpus(count)
@@ -198,19 +84,33 @@ class Leader:
         limits = [
             (each.mechanism.name, each.rung.name, each.reason) for each in ladder.standings() if each.reason
         ]
+        # A rank waits for a worker before it takes its part in the next sum.
+        patience_s = PATIENCE_S + options.worker_timeout_s
         level = max(logging.getLogger().getEffectiveLevel(), logging.WARNING)  # rank 0 has told the rest
         self.processes = [
-            _Process(
+            RankProcess(
                 Beginning(
-                    of_others, Rank(number, count), self._folder, PATIENCE_S, list(sys.path), level, limits
+                    of_others,
+                    Rank(number, count),
+                    self._folder,
+                    patience_s,
+                    list(sys.path),
+                    level,
+                    limits,
+                    self._engine,
                 ),
                 visible[number],
             )
             for number in range(1, count)
         ]
+        self._patience_s = patience_s
 
-    def join(self, dtype: torch.dtype, device: torch.device) -> None:
-        """See `Member`, likewise the next one; `close` leaves the group."""
+    @property
+    def engine_rank(self) -> EngineRank:
+        """See `Member`, likewise the next ones; `close` leaves the group."""
+        return EngineRank(self._engine, self.rank, others=self)
+
+    def join(self, dtype: torch.dtype, device: torch.device) -> None:  # noqa: D102
         for process in self.processes:
             theirs = process.answer(Loaded).dtype
             if theirs != str(dtype):
@@ -218,13 +118,28 @@ class Leader:
                     f"parts of the model were loaded in {dtype} and {theirs}: choose a --dtype"
                 )
         self._tell(Join())
-        self.group = Group(self.rank, self._folder, device, PATIENCE_S)
+        self.group = Group(self.rank, self._folder, device, self._patience_s)
 
     def agreed(self, fitting: Mapping[Place, int]) -> dict[Place, int]:  # noqa: D102
         everywhere = [fitting, *(process.answer(Fitting).blocks for process in self.processes)]
         least = {place: min(blocks[place] for blocks in everywhere) for place in fitting}
         self._tell(Agreed(least))
         return least
+
+    def connect(self, workers: Workers) -> dict[Place, int]:  # noqa: D102
+        workers.connect()
+        blocks = workers.num_blocks
+        self._tell(Connected(blocks))
+        return blocks
+
+    def reach(self, place: Place, addresses: Sequence[Address], num_blocks: int) -> None:
+        """See `OtherRanks`."""
+        with self._reaching:
+            self._tell(Reach(place, addresses))
+            problems = [process.has_reached(num_blocks) for process in self.processes]
+        for process, problem in zip(self.processes, problems, strict=True):
+            if problem is not None:
+                raise ConnectionError(f"{process} cannot reach it: {problem}")
 
     def check_ready(self) -> None:
         """Wait until all are ready for plans."""
@@ -275,7 +190,7 @@ class Leader:
 
     def _why(self) -> str:
         deadline_s = time.monotonic() + EXIT_S
-        ended: list[_Process] = []
+        ended: list[RankProcess] = []
         while not ended and time.monotonic() < deadline_s:
             ended = [each for each in self.processes if each.what_ended(POLL_S) is not None]
         ended.sort(key=lambda each: not each.is_cause)
