@@ -137,7 +137,7 @@ def _rows_of(dense: Callable[[], Tensor], places: Sequence[int]) -> Tensor:
 
 def _tensor(name: str, weight: Tensor) -> NamedWeight:
     def load(row: int, values: Tensor) -> None:
-        weight[row : row + len(values)].copy_(values)
+        (weight[row : row + len(values)] if weight.dim() else weight).copy_(values)
 
     return NamedWeight(name, tuple(weight.shape), load, lambda: weight)
 

@@ -136,7 +136,7 @@ def attend(
 def intercepted(calls: Calls) -> Iterator[None]:
     """Have the attention of models that are named `NAME`, or torch's, written down while this lasts."""
     from transformers import masking_utils  # noqa: PLC0415 - large, and rarely needed
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: PLC0415 - as above
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel  # noqa: PLC0415
 
     def attention_of_layer(
         module: Any,
@@ -185,11 +185,15 @@ def intercepted(calls: Calls) -> Iterator[None]:
     torchs, packed = functional.scaled_dot_product_attention, of_masks.find_packed_sequence_indices
     of_torch.scaled_dot_product_attention = partial(attend, calls)
     of_masks.find_packed_sequence_indices = lambda *_: None  # it would look at positions
+    of_models: Any = PreTrainedModel
+    warns = PreTrainedModel.warn_if_padding_and_no_attention_mask
+    of_models.warn_if_padding_and_no_attention_mask = lambda *_: None  # it would look at tokens
     try:
         yield
     finally:
         of_torch.scaled_dot_product_attention = torchs
         of_masks.find_packed_sequence_indices = packed
+        of_models.warn_if_padding_and_no_attention_mask = warns
         del functions[NAME]
         for name, before in kept.items():
             if before is None:

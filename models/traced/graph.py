@@ -18,7 +18,8 @@ ROWS = 7  # of the numbers that the graph is made with; it serves any number
 # Operators that treat each row alike, whatever the other rows are. Others are refused.
 # fmt: off
 _ELEMENTWISE = frozenset((
-    "add", "sub", "mul", "div", "neg", "pow", "rsqrt", "sqrt", "reciprocal", "exp", "log", "tanh",
+    "add", "sub", "mul", "div", "neg", "pow", "rsqrt", "sqrt", "reciprocal", "exp", "expm1", "log",
+    "log1p", "tanh", "floor",
     "sigmoid", "silu", "gelu", "relu", "relu6", "cos", "sin", "erf", "abs", "square", "clamp",
     "clamp_min", "clamp_max", "where", "minimum", "maximum", "softplus", "hardtanh", "hardswish",
     "hardsigmoid", "elu", "mish", "leaky_relu", "to", "type_as", "_to_copy", "clone", "contiguous",
@@ -31,9 +32,19 @@ _ELEMENTWISE = frozenset((
 ))
 # fmt: on
 _OVER_DIMS = frozenset(("mean", "sum", "softmax", "var", "std", "amax", "amin", "linalg_vector_norm"))
-_OVER_ONE = frozenset(("slice", "select", "cat", "stack", "split", "split_with_sizes", "chunk", "unbind"))
+_OVER_ONE = frozenset(
+    ("slice", "select", "cat", "stack", "split", "split_with_sizes", "chunk", "unbind", "repeat_interleave")
+)
 _OF_LAST = frozenset(("layer_norm", "rms_norm"))
 _PRODUCTS = frozenset(("linear", "matmul", "mm", "bmm", "addmm", "embedding"))
+_KINDS = {
+    "dims": _OVER_DIMS,
+    "one": _OVER_ONE,
+    "last": _OF_LAST,
+    "product": _PRODUCTS,
+    "two": frozenset(("min", "max")),
+    "index": frozenset(("index",)),
+}
 
 
 class Exported:
@@ -111,7 +122,7 @@ def _fill_buffers(model: Any) -> None:
             module._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype)
         if own:
             model._init_weights(module)
-        for name in own:
+        for name in own.keys() & module._non_persistent_buffers_set:  # checkpoints have the others
             if module._buffers[name].isnan().any():
                 raise CannotCutError(f"what its buffer {name} holds is not known")
 
@@ -124,7 +135,7 @@ def _cleaned(program: Any, aliases: dict[str, str]) -> Exported:
     specs = program.graph_signature.input_specs
     for node, spec in zip(list(graph.find_nodes(op="placeholder")), specs, strict=True):
         name = (spec.target or "").removeprefix("model.")
-        if spec.kind is InputKind.PARAMETER:
+        if spec.kind is InputKind.PARAMETER or _is_stored(spec, node):
             parameters[node] = aliases.get(name, name)
         elif spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             found = program.constants.get(spec.target)
@@ -141,6 +152,11 @@ def _cleaned(program: Any, aliases: dict[str, str]) -> Exported:
     found_ = Exported(graph, parameters, buffers, token_ids, positions)
     _check_rows(found_)
     return found_
+
+
+def _is_stored(spec: Any, node: fx.Node) -> bool:
+    """Return whether checkpoints have a buffer; see `outline`."""
+    return spec.kind is InputKind.BUFFER and spec.persistent and node.meta["val"].is_floating_point()
 
 
 def name_of(node: fx.Node) -> str:
@@ -232,10 +248,10 @@ def _check_rows(exported_: Exported) -> None:
 
 
 def _kind(name: str) -> str:
-    for kind, names in (("dims", _OVER_DIMS), ("one", _OVER_ONE), ("last", _OF_LAST), ("product", _PRODUCTS)):
+    for kind, names in _KINDS.items():
         if name in names:
             return kind
-    return name if name == "index" else ""
+    return ""
 
 
 def _index(node: fx.Node, given: list[fx.Node]) -> bool:
@@ -246,6 +262,10 @@ def _index(node: fx.Node, given: list[fx.Node]) -> bool:
         and isinstance(indices, (list, tuple))
         and (len(indices) <= (own or 0) or indices[own or 0] is None)
     )
+
+
+def _of_two(node: fx.Node, _given: list[fx.Node]) -> bool:
+    return len(node.args) == 2 and isinstance(node.args[1], fx.Node)
 
 
 def _refused(_node: fx.Node, _given: list[fx.Node]) -> bool:
@@ -298,5 +318,6 @@ _CHECKS: dict[str, Callable[[fx.Node, list[fx.Node]], bool]] = {
     "one": _over_one,
     "last": _over_last,
     "product": _product,
+    "two": _of_two,
     "index": _index,
 }

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from neo_desktop.models.families import FAMILIES
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.traced.capture import NAME, Calls, CannotCutError, Catching, intercepted
 from neo_desktop.models.traced.sizes import Fused, Outline
@@ -100,14 +101,21 @@ def outline(source: Source, _modified_ns: int) -> Outline:
 
 
 def cannot_cut(source: Source, model: Any, error: Exception) -> ModelError:
-    """Return the sentence for a model that cannot be cut."""
+    """Return the sentence for a model that cannot be cut; `model` is it, or its configuration."""
     said = _shortly(error)
-    if not isinstance(error, CannotCutError):
+    if isinstance(model, nn.Module) and _has_experts(model):
+        known = ", ".join(family.model_type for family in FAMILIES if family.experts)
+        said = f"it is a mixture of experts, of which {known} are supported"
+    elif not isinstance(error, CannotCutError):
         said = f"its code cannot be followed without numbers ({type(error).__name__}: {said})"
+    name = getattr(model, "architecture", type(model).__name__)
     return ModelError(
-        f"{source.named} describes {type(model).__name__}, which cannot be cut into stages at "
-        f"attention: {said}."
+        f"{source.named} describes {name}, which cannot be cut into stages at attention: {said}."
     )
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return any(type(module).__name__.endswith("Experts") for module in model.modules())
 
 
 def _shortly(error: Exception) -> str:
@@ -123,6 +131,9 @@ def _outline(model: Any, calls: Calls, logits: Tensor) -> Outline:
         if first != name:
             aliases[name] = first
     shapes = {name: tuple(parameters[name].shape) for name in names.values()}
+    stored = model.state_dict().keys()
+    buffers = ((name, each) for name, each in model.named_buffers() if name in stored)
+    shapes |= {name: tuple(each.shape) for name, each in buffers if each.is_floating_point()}
 
     first = _same_attention(model, calls)
     products = [each for each in calls.products if id(each.weight) in names]

@@ -51,6 +51,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon": ("falcon", {}),
     "falcon-grouped": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "starcoder2": ("starcoder2", {}),
+    "cohere2": (  # the two numbers of a rotation are neighbours; full layers have none
+        "cohere2",
+        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "apertus": ("apertus", {}),  # activations whose numbers are in the checkpoint
 }
 
 
