@@ -111,9 +111,9 @@ class IterationPlan:
     be on their way. Two sub-batches overlap (NEO, section 3.1: one computes linear stages on the GPU while
     the CPU computes the attention of the other). With one, its own attention overlaps at most.
 
-    Staggered decodes, whose KV the CPU attends to, take one layer in each iteration that has any, a turn:
-    their attention of a layer may take until the next turn. Each stands at a linear stage of sub-batch 0,
-    whose rows it joins:
+    Staggered decodes, whose KV the CPU or workers attend to, take one layer in each iteration that has any, a
+    turn: their attention of a layer may take until the next turn. Each stands at a linear stage of sub-batch
+    0, whose rows it joins:
 
         stage 0        begins: the embedding, then what precedes the attention of layer 0
         stage l        what lies between the attention of layer l - 1 and that of layer l

@@ -249,18 +249,25 @@ class ProgramBuilder:
         everybody = [sequence for cohort in cohorts for sequence in cohort]
         tables = padded_block_tables([NO_BLOCKS if s is None else s.block_table for s in everybody])
         lens = torch.tensor([0 if s is None else s.context_len for s in everybody], dtype=torch.int32)
-        (place,) = (place for place in self._storage.places if place.cpu_attends)
-        batch = HostBatch(
-            place,
-            self._storage[place],
-            self._model.config,
-            memory.index,
-            HandOver(kept.qkv[:, :count], kept.out[1 - old, :, :count], kept.flags),
-            torch.from_numpy(tables).view(*shape, tables.shape[1]),
-            lens.view(shape),
-        )
+        batches = []
+        # All places, since graphs that are the same raise the same flags.
+        for place, flags in kept.flags.items():
+            is_here = torch.tensor([s is not None and s.place == place for s in everybody])
+            batches.append(
+                HostBatch(
+                    place,
+                    self._storage[place],
+                    self._model.config,
+                    memory.index,
+                    HandOver(kept.qkv[:, :count], kept.out[1 - old, :, :count], flags),
+                    torch.from_numpy(tables).view(*shape, tables.shape[1]),
+                    (lens * is_here).view(shape),
+                )
+            )
         positions = memory.inputs.staggered_positions
-        return Staggered(rows.of_staggered, kept, self._stages, memory.state, positions, batch, old)
+        return Staggered(
+            rows.of_staggered, kept, self._stages, memory.state, positions, memory.index, batches, old
+        )
 
     def _check_staggered(self, plan: IterationPlan) -> None:
         if not plan.staggered:
@@ -271,11 +278,11 @@ class ProgramBuilder:
                 f"staggered decodes stand at {len(plan.staggered)} stages in {slots} slots; expected "
                 f"{num_stages} stages and at most {MAX_STAGGERED} slots"
             )
-        attended = [place for place in self._storage.places if place.cpu_attends]
+        attended = [place for place in self._storage.places if place.through_host]
         for sequence in plan.staggered_sequences:
-            if not sequence.is_decode or [sequence.place] != attended:
+            if not sequence.is_decode or sequence.place not in attended:
                 raise ValueError(
-                    f"{sequence.request_id} is staggered, but no decode in the place that the CPU attends to"
+                    f"{sequence.request_id} is staggered, but no decode that the CPU or a worker attends for"
                 )
 
     def _new_rows(self, memory: Memory, place: int, members: Members) -> NewRows:

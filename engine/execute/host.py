@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from neo_desktop.engine.execute.host_work import HostWork
@@ -36,7 +37,7 @@ class HostBatch(HostWork):
     """Decodes of one place in one sub-batch, that the CPU or a worker attends for.
 
     Of staggered ones, each of which is in a layer of its own, all tensors but the flags have a dimension of
-    layers before the others; a context length of 0 is an empty slot.
+    layers before the others; a context length of 0 is a slot that is empty, or of another place.
     """
 
     place: Place
@@ -84,7 +85,7 @@ class HostBatch(HostWork):
         """See `HostWork`; so much for each layer."""
         name = "staggered CPU attention" if self.is_staggered else "CPU attention"
         if self.pool.worker is not None:
-            name = "worker's attention"
+            name = "staggered worker's attention" if self.is_staggered else "worker's attention"
         return Stage(name, layer, self.index, self.context_lens.shape[-1])
 
     def step(self, layer: int) -> HostStep:
@@ -92,6 +93,8 @@ class HostBatch(HostWork):
         step, there = super().step(layer), self.pool.layer(layer)
         if not isinstance(there, RemoteLayer):
             return step
+        if self.is_staggered:
+            return replace(step, ask=partial(self._ask_staggered, there, layer))
         batch = self.arguments
         tensors = batch.q, batch.k, batch.v, batch.block_tables, batch.context_lens
         return replace(step, ask=partial(there.ask, *tensors))
@@ -100,7 +103,10 @@ class HostBatch(HostWork):
         """Attend, or take the answer of a worker that was asked."""
         batch, config, there = self.arguments, self.config, self.pool.layer(layer)
         if isinstance(there, RemoteLayer):
-            there.answer(batch.out)
+            if self.is_staggered:
+                self._take_staggered(there, layer)
+            else:
+                there.answer(batch.out)
             return
         tensors = (batch.q, batch.k, batch.v, batch.block_tables, batch.context_lens, batch.out)
         q, k, v, block_tables, context_lens, out = (
@@ -117,6 +123,25 @@ class HostBatch(HostWork):
             config.attention_scale,
             config.layer_windows[layer],
         )
+
+    def _slots(self, layer: int) -> Tensor:
+        """Return the slots of staggered decodes that stand in a layer."""
+        return self.context_lens[layer].nonzero().flatten()
+
+    def _ask_staggered(self, there: RemoteLayer, layer: int) -> None:
+        """Send a worker the rows of its own decodes alone; nothing if there are none."""
+        slots = self._slots(layer)
+        if len(slots):
+            batch = self.arguments
+            tensors = batch.q, batch.k, batch.v, batch.block_tables, batch.context_lens
+            there.ask(*(each[layer].index_select(0, slots) for each in tensors))
+
+    def _take_staggered(self, there: RemoteLayer, layer: int) -> None:
+        slots, out = self._slots(layer), self.arguments.out[layer]
+        if len(slots):
+            answer = torch.empty(len(slots), *out.shape[1:], dtype=out.dtype)
+            there.answer(answer)
+            out.index_copy_(0, slots, answer)
 
 
 class Relays:

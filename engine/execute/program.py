@@ -155,7 +155,7 @@ class Program:
         for each in self._passes:
             found += [] if each.split is None else each.split.on_host
             found += [hand_off.batch for hand_off in each.hand_offs]
-            found += [] if each.staggered is None else [each.staggered.batch]
+            found += [] if each.staggered is None else each.staggered.batches
         found += self._ending.on_host
         if self._stream is not None and self._stream.staged is not None:
             found.append(self._stream.staged)

@@ -1,20 +1,22 @@
-"""Decodes that the CPU attends for at their own pace: one layer in each turn, and nothing waits for them.
+"""Decodes at their own pace, of the CPU and of workers: one layer in each turn, and nothing waits for them.
 
 A turn is an iteration that takes them along. Their rows are among those of sub-batch 0, and are of others at
 each linear stage (see `IterationPlan`). Behind a stage the hidden states of those who have passed it are kept
-for the next turn, and q, k and v go to the CPU. Then come those who stand at the next stage: their hidden
-states, as the last turn left them, and the output of their attention. Both happen beside the device's own
-attention, which has nothing to do with these rows.
+for the next turn, and q, k and v go to host memory: the CPU and each worker find the rows there whose KV they
+have. Then come those who stand at the next stage: their hidden states, as the last turn left them, and the
+output of their attention. Both happen beside the device's own attention, which has nothing to do with these
+rows.
 
     device      |linear 0,l|attention 0,l              |linear 0,l+1|..
     to-host                |q, k, v of stage l|
-    cpu                                       .. |attention of stage l| needed in the next turn
+    cpu, workers                              .. |attention of stage l| needed in the next turn
     to-device              |those at stage l+1|
 
 There are two sets of what is kept: a turn reads the one that the last turn wrote, and writes the other. So a
 turn that fails can be done again.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,7 +39,8 @@ class Staggered:
         stages: the model's.
         state: the sub-batch's.
         positions: [layers, rows] int32, on the device: of those that stand at each stage but the last.
-        batch: what the CPU attends to.
+        index: of the sub-batch.
+        batches: what each place attends to, all with the same slots.
         old: which set is read.
     """
 
@@ -46,7 +49,8 @@ class Staggered:
     stages: Stages
     state: State
     positions: Tensor
-    batch: HostBatch
+    index: int
+    batches: Sequence[HostBatch]
     old: int
 
     @property
@@ -62,17 +66,17 @@ class Staggered:
         Returns:
             What the next stage waits for.
         """
-        index = self.batch.index
-        stage = Stage("staggered q, k, v", layer, index, self._count)
+        stage = Stage("staggered q, k, v", layer, self.index, self._count)
         sent = recorder.run(Lane.TO_HOST, stage, partial(self._send, layer), (linear,))
-        recorder.host(Lane.CPU, self.batch.stage(layer), self.batch.step(layer), (sent,))
-        stage = Stage("staggered o", layer, index, self._count)
+        for batch in self.batches:
+            recorder.host(batch.lane, batch.stage(layer), batch.step(layer), (sent,))
+        stage = Stage("staggered o", layer, self.index, self._count)
         return sent, recorder.run(Lane.TO_DEVICE, stage, partial(self._exchange, layer), (linear,))
 
     # What the lanes run.
 
     def _send(self, layer: int) -> None:
-        target = self.batch.hand_over.qkv[layer]
+        target = self.memory.qkv[layer, : self._count]
         target.copy_(self.state.qkv[self.rows].view(target.shape), non_blocking=True)
 
     def _exchange(self, layer: int) -> None:

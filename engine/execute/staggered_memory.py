@@ -1,24 +1,30 @@
 """What lasts from one turn of staggered decodes to the next (see `staggered`)."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from neo_desktop.engine.batch import MAX_STAGGERED
 from neo_desktop.engine.cuda.copies import host_memory
+from neo_desktop.engine.placement import Place
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.native.relay import empty_flags
 
 
 class StaggeredMemory:
-    """What staggered decodes leave for the next turn, and their hand-over to the CPU.
+    """What staggered decodes leave for the next turn, and their hand-over to whoever attends.
 
     Args:
         config: the model's.
         dtype: likewise.
         device: likewise.
+        places: where their KV may lie.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, places: Iterable[Place]
+    ) -> None:
         layers, heads, head_dim = config.num_layers, config.num_heads, config.head_dim
         slots = layers, MAX_STAGGERED
         qkv, out = (*slots, heads + 2 * config.num_kv_heads, head_dim), (2, *slots, heads, head_dim)
@@ -26,7 +32,9 @@ class StaggeredMemory:
         self.waiting = torch.zeros(2, *slots, config.carried_width, dtype=dtype, device=device)
         self.qkv = host_memory(lambda pin: torch.zeros(qkv, dtype=dtype, pin_memory=pin), device)
         self.out = host_memory(lambda pin: torch.zeros(out, dtype=dtype, pin_memory=pin), device)
-        self.flags = host_memory(lambda pin: empty_flags(layers, pinned=pin), device)
+        self.flags = {
+            place: host_memory(lambda pin: empty_flags(layers, pinned=pin), device) for place in places
+        }
         rotations = layers * MAX_STAGGERED, 1, config.rotation_width
         self.cos = torch.zeros(rotations, dtype=torch.float32, device=device)
         self.sin = torch.zeros(rotations, dtype=torch.float32, device=device)
@@ -35,7 +43,7 @@ class StaggeredMemory:
     @property
     def on_host(self) -> tuple[Tensor, ...]:
         """What lies in host memory."""
-        return self.qkv, self.out, self.flags
+        return self.qkv, self.out, *self.flags.values()
 
     def end_turn(self) -> None:
         """Take in that a turn has ended well: what it wrote is what the next one reads."""

@@ -130,10 +130,10 @@ class Workspace:
         self._hand_overs = [
             [self._hand_over(decodes) if place.through_host else None for place in places] for _ in range(2)
         ]
-        # What staggered decodes have; None: no place is attended to by the CPU.
+        # What staggered decodes have; None: neither the CPU nor a worker attends to any place.
         self.staggered: StaggeredMemory | None = None
-        if any(place.cpu_attends for place in places):
-            self.staggered = StaggeredMemory(config, dtype, device)
+        if through_host := [place for place in places if place.through_host]:
+            self.staggered = StaggeredMemory(config, dtype, device, through_host)
         # What products with split matrices have; None: there are none.
         self.split: SplitProducts | None = None
         if model.has_splits:

@@ -100,7 +100,7 @@ class WorkerLink:
         self._asking, self._answering, self._moving = (threading.Lock() for _ in range(3))
         self._lost: WorkerLostError | None = None
         self._tables: list[Tensor | None] = [None] * NUM_TABLES  # the context lengths of those that it has
-        self._turn = 0
+        self._by_use = list(range(NUM_TABLES))  # the one that was not used for longest first
         self._buffer = HostBuffer(CPU)
 
     @property
@@ -193,14 +193,16 @@ class WorkerLink:
 
     def _table(self, channel: Channel, block_tables: Tensor, context_lens: Tensor) -> int:
         """Return which block tables these are; they are sent if the worker has not got them."""
-        for number, known in enumerate(self._tables):
-            if known is context_lens:
-                return number
-        number = self._turn = (self._turn + 1) % NUM_TABLES
-        payload = bytes_of(context_lens), bytes_of(block_tables)
-        rows, width = block_tables.shape
-        channel.send(Kind.TABLES, *payload, table=number, rows=rows, width=width)
-        self._tables[number] = context_lens
+        is_known = [known is context_lens for known in self._tables]
+        number = is_known.index(True) if any(is_known) else self._by_use[0]
+        if not any(is_known):
+            payload = bytes_of(context_lens), bytes_of(block_tables)
+            rows, width = block_tables.shape
+            channel.send(Kind.TABLES, *payload, table=number, rows=rows, width=width)
+            self._tables[number] = context_lens
+        # Staggered decodes have a table for each layer: those of sub-batches outlast them.
+        self._by_use.remove(number)
+        self._by_use.append(number)
         return number
 
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:

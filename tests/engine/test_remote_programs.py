@@ -15,6 +15,7 @@ from pipeline_case import (
     tiny_config,
     tiny_model,
 )
+from staggered_case import StaggeredIterations
 from workers import connected, connected_by_heads, running_worker, with_workers
 
 from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, SubBatch
@@ -104,11 +105,32 @@ def test_random_plans_with_heads_divided_among_workers(
     storage = KVStorage(pools)
     executor = thread_executor(model, storage)
     stack.callback(executor.close)
-    iterations = RandomIterations(seed, NUM_BLOCKS, places=storage.places)
-    for plan, contexts in iterations.plans(12):
+    num_layers, places = model.config.num_layers, storage.places
+    iterations = StaggeredIterations(seed, NUM_BLOCKS, BLOCK_SIZE, num_layers, 0.5, places)
+    for plan, contexts in iterations.plans(16):
         result = executor.execute(plan)
         check_result(model, plan, contexts, result)
         iterations.take_in(result)
+
+
+@pytest.mark.parametrize("local", [(Place.DEVICE,), PLACES], ids=["workers", "and the CPU"])
+@pytest.mark.parametrize("seed", range(6))
+def test_decodes_of_workers_at_their_own_pace_give_the_tokens_of_a_plain_computation(
+    stack: ExitStack, model: Decoder, model_with_sinks: Decoder, seed: int, local: tuple[Place, ...]
+) -> None:
+    """Those of several places share turns, and are next to others of the same workers."""
+    model = model_with_sinks if seed % 3 == 0 else model
+    case = Case(stack, model, local, 2)
+    places = case.storage.places
+    iterations = StaggeredIterations(seed, NUM_BLOCKS, BLOCK_SIZE, model.config.num_layers, places=places)
+    where = set()
+    for plan, contexts in iterations.plans(24):
+        result = case.executor.execute(plan)
+        check_result(model, plan, contexts, result)
+        iterations.take_in(result)
+        where |= {sequence.place for sequence in plan.staggered_sequences}
+    assert iterations.num_ended > 0
+    assert where >= {ONE, TWO}
 
 
 def sequence(name: str, place: Place, tokens: list[int], start: int) -> ScheduledSequence:

@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
-from graph_case import BLOCK_SIZE, CAPACITY, NUM_BLOCKS, TOKENS, sequence
+from graph_case import BLOCK_SIZE, CAPACITY, NUM_BLOCKS, TOKENS, prompts, sequence
 from imitated_streams import Hook, ImitatedBackend, StallingBackend
 from pipeline_case import RandomIterations, check_result, make_storage, tiny_model
+from staggered_case import Conveyor, StaggeredIterations
 from workers import running_worker, with_workers
 
-from neo_desktop.engine.batch import IterationPlan, SubBatch
+from neo_desktop.engine.batch import IterationPlan, ScheduledSequence, SubBatch
 from neo_desktop.engine.execute.lane import Lane
 from neo_desktop.engine.execute.plan_executor import PlanExecutor
 from neo_desktop.engine.execute.timeline import Stage, Timeline
@@ -140,6 +142,71 @@ def test_random_plans_give_the_tokens_of_a_plain_computation(
         check_result(model, plan, contexts, result)
         case.backend.check_flags()
         iterations.take_in(result)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_paces_on_streams_of_any_order(stack: ExitStack, model: Decoder, seed: int) -> None:
+    case = Case(stack, model, seed, num_queues=(None, 1, 2, 3)[seed])
+    places, num_layers = case.storage.places, model.config.num_layers
+    iterations = StaggeredIterations(seed, NUM_BLOCKS, BLOCK_SIZE, num_layers, places=places)
+    for plan, contexts in iterations.plans(12):
+        result = case.executor.execute(plan)
+        check_result(model, plan, contexts, result)
+        case.backend.check_flags()
+        iterations.take_in(result)
+    assert iterations.num_ended > 0
+
+
+def at_workers(plan: IterationPlan) -> IterationPlan:
+    """Return a plan of `graph_case` in which c and d live with workers."""
+
+    def moved(each: ScheduledSequence) -> ScheduledSequence:
+        return each._replace(place={"c": ONE, "d": TWO}.get(each.request_id, each.place))
+
+    batches = tuple(SubBatch(tuple(map(moved, batch.sequences))) for batch in plan.sub_batches)
+    staggered = tuple(tuple(each and moved(each) for each in cohort) for cohort in plan.staggered)
+    return replace(plan, sub_batches=batches, staggered=staggered)
+
+
+@pytest.mark.parametrize("beside", [("ab",), ("",), ("a", "b")])
+def test_turns_of_workers_and_the_cpu_are_graphs(
+    stack: ExitStack, model: Decoder, beside: tuple[str, ...]
+) -> None:
+    """One graph each, of two that take turns; whose rows are in which slot does not matter."""
+    case = Case(stack, model, num_queues=2)
+    case.executor.execute(at_workers(prompts("abcde")))
+    for turn, (plan, contexts) in enumerate(Conveyor(model.config.num_layers, "cde", beside).turns(9)):
+        check_result(model, plan, contexts, case.executor.execute(at_workers(plan)))
+        assert case.backend.num_graphs_launched == (turn > 1)
+        case.backend.check_flags()
+    assert case.backend.num_programs == 2
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_after_a_worker_was_lost_in_a_turn_the_others_begin_their_tokens_again(
+    stack: ExitStack, model: Decoder, layer: int
+) -> None:
+    is_losing = False
+
+    def hook(lane: Lane, stage: Stage) -> None:
+        if is_losing and lane is Lane.TO_HOST and stage.layer == layer:
+            case.workers[1].close()
+
+    case, line = Case(stack, model, hook=hook), Conveyor(model.config.num_layers, "cde")
+    case.executor.execute(at_workers(prompts("abcde")))
+    for plan, contexts in line.turns(5):
+        check_result(model, plan, contexts, case.executor.execute(at_workers(plan)))
+    is_losing = True
+    ((plan, _),) = line.turns(1)
+    with pytest.raises(WorkerLostError, match="worker-2 is lost"):
+        case.executor.execute(at_workers(plan))
+    is_losing = False
+    num_turns, steps = line.num_turns, line.steps
+    steps[line.line[-1] or ""] -= 1  # whose token did not come
+    rest = Conveyor(model.config.num_layers, "ce", num_turns=num_turns - 1, steps=steps)
+    for plan, contexts in rest.turns(6):
+        check_result(model, plan, contexts, case.executor.execute(at_workers(plan)))
+    assert ladder.rung("graphs") == "host-flags"
 
 
 @pytest.mark.parametrize("layer", [0, 1])

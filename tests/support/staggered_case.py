@@ -15,17 +15,18 @@ from neo_desktop.engine.batch import (
     ScheduledSequence,
 )
 from neo_desktop.engine.int_array import IntArray
-from neo_desktop.engine.placement import Place
+from neo_desktop.engine.placement import PLACES, Place
 
 MOST_SLOTS = 4
 
 
 class StaggeredIterations(RandomIterations):
-    """Some requests of the host's decode one layer per turn; between turns comes anything, and they may go.
+    """Some decodes of the CPU and workers take one layer per turn; anything comes between, and they may go.
 
     Args:
         num_layers: of the model.
         turns: the share of iterations that are turns.
+        places: where KV may lie.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class StaggeredIterations(RandomIterations):
         block_size: int = 8,
         num_layers: int = NUM_LAYERS,
         turns: float = 0.7,
+        places: tuple[Place, ...] = PLACES,
     ) -> None:
-        super().__init__(seed, num_blocks, block_size=block_size)
+        super().__init__(seed, num_blocks, places, block_size)
         self._turns = turns
         # By stage, as of the last turn; who stands at the last one has ended.
         self._cohorts: list[list[Request | None]] = [[] for _ in range(num_layers + 1)]
@@ -67,7 +69,8 @@ class StaggeredIterations(RandomIterations):
         cohort: list[Request | None] = [None] * self._rng.randint(1, MOST_SLOTS)
         for request in self._requests:
             rest = len(request.token_ids) - request.num_computed
-            if request.place != Place.HOST or request.is_staggered or not rest or self._rng.random() < 0.5:
+            is_possible = request.place.through_host and not request.is_staggered and rest
+            if not is_possible or self._rng.random() < 0.5:
                 continue
             if None in cohort and self._take_blocks(request, request.num_computed + 1):
                 free = [slot for slot, each in enumerate(cohort) if each is None]
