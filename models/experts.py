@@ -13,8 +13,9 @@ from neo_desktop import native
 from neo_desktop.models.decoder import Decoder, Experts
 from neo_desktop.models.expert_operators import ROWS_AT_ONCE, ExpertScratch, ids_among
 from neo_desktop.models.expert_pieces import ExpertPiece, expert_pieces
-from neo_desktop.models.experts_config import ExpertsConfig
+from neo_desktop.models.experts_config import ClampedGate, ExpertsConfig
 from neo_desktop.models.linear.packed import PackedMatrix
+from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.split import Split
 from neo_desktop.models.linear.stacked import StackedExperts, stacked
 from neo_desktop.models.operators import Operators
@@ -54,11 +55,11 @@ class Mixture:
                 raise ValueError("a part of an expert lies on the device, and a part in host memory")
             self._split = gate, up, down
             of_host = gate.host.native, up.host.native, down.host.native
-            self.on_host = native.packed_experts(config.count - resident, *of_host, _clamped(config))
+            self.on_host = native.packed_experts(config.count - resident, *of_host, _clamped(config.clamped))
             if gate.resident is None or up.resident is None or down.resident is None:
                 return
-            weights = Experts(weights.router, gate.resident, up.resident, down.resident)
-        self._on_device = _multiply(weights, self._num_resident, config, operators)
+            gate, up, down = gate.resident, up.resident, down.resident
+        self._on_device = multiply_of((gate, up, down), self._num_resident, config.clamped, operators)
 
     @property
     def has_device_part(self) -> bool:
@@ -196,21 +197,28 @@ def mixtures(decoder: Decoder, operators: Operators) -> dict[int, Mixture]:
     }
 
 
-def _clamped(config: ExpertsConfig) -> tuple[float, float] | None:
-    return None if config.clamped is None else (config.clamped.alpha, config.clamped.limit)
+def _clamped(gate: ClampedGate | None) -> tuple[float, float] | None:
+    return None if gate is None else (gate.alpha, gate.limit)
 
 
-def _multiply(weights: Experts, count: int, config: ExpertsConfig, operators: Operators) -> Multiply:
-    gate, up, down = weights.gate, weights.up, weights.down
+def multiply_of(
+    matrices: tuple[Linear, Linear, Linear], count: int, clamped: ClampedGate | None, operators: Operators
+) -> Multiply:
+    """Return what multiplies rows with the experts that they chose.
+
+    Args:
+        matrices: gates, ups and downs of all of them.
+        count: how many there are.
+        clamped: see `ExpertsConfig`.
+        operators: of the device.
+    """
+    gate, up, down = matrices
     if isinstance(gate, PackedMatrix) and isinstance(up, PackedMatrix) and isinstance(down, PackedMatrix):
-        matrices = gate.native, up.native, down.native
-        packed = native.packed_experts(count, *matrices, _clamped(config))
+        packed = native.packed_experts(count, gate.native, up.native, down.native, _clamped(clamped))
 
         def by_native(x: Tensor, ids: Tensor, shares: Tensor, room: ExpertScratch, out: Tensor) -> None:
             native.multiply_experts(packed, x, ids, shares, room.gate_up, room.gated, room.products, out)
 
         return by_native
-    of_each = StackedExperts(
-        count, stacked(gate, count), stacked(up, count), stacked(down, count), config.clamped
-    )
+    of_each = StackedExperts(count, stacked(gate, count), stacked(up, count), stacked(down, count), clamped)
     return lambda *arguments: operators.multiply_experts(of_each, *arguments)

@@ -24,6 +24,7 @@ from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
 from neo_desktop.models.linear.split import Split
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.traced.decoder import TracedDecoder
+from neo_desktop.models.traced.experts import parts_of_stacks
 from neo_desktop.models.traced.sizes import Outline
 
 BytesRead = Callable[[int, int], None]  # (bytes read so far, bytes in total)
@@ -185,7 +186,7 @@ def matrix_names(config: ModelConfig) -> dict[str, list[str]]:
     """Return, for each name of `LinearForm.named` and for "embedding", the tensors of its parts."""
     if isinstance(config, TracedConfig):
         of_model = config.of_model
-        names = {fused.name: list(fused.weights) for fused in of_model.matrices}
+        names = {fused.name: list(fused.weights) for fused in of_model.all_matrices}
         names |= {} if of_model.head is None else {"head": list(of_model.head.weights)}
         return names | {"embedding": [of_model.embedding]}
     names = {"embedding": ["model.embed_tokens.weight"]}
@@ -276,7 +277,8 @@ class Weights:
 
     def rename(self, outline: Outline) -> None:
         """Give tensors the names that parameters have; what is stored twice is taken once."""
-        known = {*outline.parameters, *(name for each in outline.matrices for name in each.weights)}
+        known = {*outline.parameters, *(name for each in outline.all_matrices for name in each.weights)}
+        known.update(name for each in outline.mixtures for name in (each.gate_up, each.down))
         for pattern, target in outline.renamed:
             for stored_name in [name for name in self.tensors if name not in known]:
                 name = re.sub(pattern, target, stored_name)
@@ -286,6 +288,8 @@ class Weights:
             if alias in self.tensors:
                 stored = self.tensors.pop(alias)
                 self.tensors.setdefault(name, stored)
+        for mixture in outline.mixtures:
+            parts_of_stacks(mixture, self.tensors)
 
     def check(self, expected: dict[str, NamedWeight], *, tied_embeddings: bool) -> None:
         """Raise ModelError unless names and shapes are exactly those of `expected`.

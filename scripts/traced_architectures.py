@@ -25,7 +25,7 @@ NEW_TOKENS, PROMPTS = 12, (1, 7, 40)
 MOST_PARAMETERS = 10_000_000
 SIZES = {
     "hidden_size d_model n_embd n_embed word_embed_proj_dim input_hidden_size embedding_size": 64,
-    "intermediate_size ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim n_inner dim_ff": 96,
+    "intermediate_size ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim n_inner dim_ff": 128,
     "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers": LAYERS,
     "num_attention_heads n_head n_heads encoder_attention_heads decoder_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -34,7 +34,7 @@ SIZES = {
     "max_position_embeddings n_positions max_seq_len n_ctx": 256,
     "num_experts num_local_experts n_routed_experts moe_num_experts": 4,
     "num_experts_per_tok moe_topk moe_k": 2,
-    "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size": 32,
+    "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size": 64,
     "q_lora_rank kv_lora_rank": 32,
     "qk_nope_head_dim qk_rope_head_dim v_head_dim": 16,
     "n_group topk_group": 1,

@@ -74,7 +74,10 @@ def layer_matrices(config: ModelConfig, form: LinearForm, dtype: torch.dtype) ->
             dtype.itemsize,
         )
 
-    found = {name: sizes(name, m) for name, m in config.each_matrix() if name.split(".")[-1] not in _ALWAYS}
+    stays = {name for name, m in config.each_matrix() if name.split(".")[-1] in _ALWAYS}
+    if config.experts is None:  # those of a traced model are not divided
+        stays |= {name for name, m in config.each_matrix() if m.experts}
+    found = {name: sizes(name, m) for name, m in config.each_matrix() if name not in stays}
     if config.experts is None:
         return found
     for layer in config.experts.layers:
@@ -134,8 +137,10 @@ def plan_weights(
     matrices = layer_matrices(config, form, dtype)
     always = config.weight_bytes(dtype, form) - sum(sizes.device_bytes for sizes in matrices.values())
     if gpu_bytes < always:
+        has_experts = config.experts is None and any(m.experts for _, m in config.each_matrix())
+        what = "embeddings, head, norms and experts" if has_experts else "embeddings, head and norms"
         raise MemoryError(
-            f"embeddings, head and norms of this model take {always / 1e9:.2f} GB and have to be in GPU "
+            f"{what} of this model take {always / 1e9:.2f} GB and have to be in GPU "
             f"memory, but there are {max(gpu_bytes, 0) / 1e9:.2f} GB for weights: allow more GPU memory, "
             "close other programs, or choose a smaller or a quantised model"
         )

@@ -12,11 +12,13 @@ from neo_desktop.models.operators import Operators
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut
 from neo_desktop.models.traced.decoder import TracedDecoder
+from neo_desktop.models.traced.experts import ExpertsProduct
 from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Product, RMSNorm, Rope
-from neo_desktop.models.traced.graph import Exported, name_of, row_dim
+from neo_desktop.models.traced.graph import Exported
 from neo_desktop.models.traced.patterns import Gate as GatePattern
 from neo_desktop.models.traced.patterns import Parts, Pattern, find_patterns
 from neo_desktop.models.traced.patterns import Rope as RopePattern
+from neo_desktop.models.traced.rows import name_of, row_dim, width_of
 
 Code = Callable[..., Any]
 
@@ -56,6 +58,11 @@ class Builder:
             weight: (linear, fused.rows, index)
             for fused, linear in decoder.fused
             for index, weight in enumerate(fused.weights)
+        }
+        linears = {fused.name: linear for fused, linear in decoder.fused}
+        self._mixtures = {
+            each.gate_up: ExpertsProduct(each, [linears[fused.name] for fused in each.matrices], operators)
+            for each in decoder.outline.mixtures
         }
         if decoder.outline.head is None:
             self._products[decoder.outline.embedding] = (decoder.lm_head, (decoder.config.vocab_size,), 0)
@@ -193,6 +200,8 @@ class Builder:
             if dim is None:
                 raise CannotCutError("what depends on positions has no rows")
             moved = graph.call_function(torch.movedim, (known[node], dim, 0))
+            if node.meta["val"].dtype.is_complex:
+                moved = graph.call_function(torch.view_as_real, (moved,))
             if node in self._sines and not is_plain:
                 value = node.meta["val"]
                 signs = torch.ones(value.shape[-1], dtype=value.dtype, device=self._decoder.device)
@@ -217,7 +226,8 @@ class Builder:
             value, dim = node.meta["val"], row_dim(node)
             assert dim is not None
             others = [size for at, size in enumerate(value.shape) if at != dim]
-            width = int(torch.Size(others).numel())
+            width, is_complex = width_of(node), value.dtype.is_complex
+            others += [2] if is_complex else []
             if only is None or node in only:
                 piece = graph.call_function(torch.narrow, (memory, 1, first, width))
                 shaped = (
@@ -225,8 +235,10 @@ class Builder:
                     if len(values) == 1
                     else (graph.call_method("reshape", (piece, rows, *others)))
                 )
+                if is_complex:
+                    shaped = graph.call_function(torch.view_as_complex, (shaped,))
                 moved = graph.call_function(torch.movedim, (shaped, 0, dim))
-                if value.dtype is not self._decoder.dtype or memory.name == "rotation":
+                if not is_complex and (value.dtype is not self._decoder.dtype or memory.name == "rotation"):
                     moved = graph.call_method("to", (moved, value.dtype))
                 known[node] = moved
             first += width
@@ -237,8 +249,7 @@ class Builder:
         """Take what ropes read of positions as it lies."""
         first = 0
         for node in self._cut.rotations:
-            dim = row_dim(node)
-            width = torch.Size([size for at, size in enumerate(node.meta["val"].shape) if at != dim]).numel()
+            width = width_of(node)
             if node in wanted:
                 known[node] = graph.call_function(torch.narrow, (memory, 1, first, width))
             first += width
@@ -293,6 +304,9 @@ class Builder:
             if name == "embedding" and self._graph.parameters.get(given[0]) == self._outline.embedding:
                 look_up = self._attribute("look_up", _LookUp(self._decoder))
                 known[node] = graph.call_module(look_up, (find(given[1]),))
+            elif name == "experts":
+                mixture = self._attribute("experts", self._mixtures[self._graph.parameters[given[3]]])
+                known[node] = graph.call_module(mixture, tuple(find(each) for each in given[:3]))
             elif (product := multiply(node)) is not None:
                 result, rows_of, part = product
                 known[node] = result

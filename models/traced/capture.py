@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 NAME = "neo_desktop"  # of the attention, as a model's configuration names it
+EXPERTS = "batched_mm"  # of the way to compute experts whose place is taken
 HARMLESS = ("position_ids", "cache_position")  # tensors that attention is given, and does not need
 
 
@@ -41,12 +42,21 @@ class Product:
     bias: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsCall:
+    """A call of a mixture of experts."""
+
+    module: nn.Module  # with the weights of all of them
+    per_token: int
+
+
 @dataclass(slots=True)
 class Calls:
     """All of them, in order."""
 
     attention: list[AttentionCall] = field(default_factory=list)
     products: list[Product] = field(default_factory=list)
+    experts: list[ExpertsCall] = field(default_factory=list)
     looked_up: list[Tensor] = field(default_factory=list)  # weights of embeddings
     masks: list[tuple[Tensor, int | None]] = field(default_factory=list)  # with windows
 
@@ -68,6 +78,26 @@ def attention(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
 @attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3])
+
+
+@torch.library.custom_op("neo_desktop::experts", mutates_args=())
+def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Stand for a mixture of experts in a graph.
+
+    Args:
+        x: [rows, hidden]
+        ids: [rows, per token]: which experts each row takes; weights: likewise, what their results are worth.
+        gate_up: [experts, 2 * intermediate, hidden]; down: [experts, hidden, intermediate].
+
+    Returns:
+        [rows, hidden]
+    """
+    raise NotImplementedError("the stages compute it")
+
+
+@experts.register_fake
+def _(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    return torch.empty_like(x)
 
 
 class Catching(TorchFunctionMode):
@@ -122,6 +152,9 @@ def attend(
     if query.shape[2] != key.shape[2]:
         raise CannotCutError("it attends to other tokens than its own, as encoders' decoders do")
     heads, kv_heads, head_dim = query.shape[1], key.shape[1], key.shape[3]
+    width = value.shape[3]
+    if width < head_dim:  # zeros behind them give zeros behind the results
+        value = torch.cat((value, torch.zeros_like(key[..., width:])), dim=-1)
     if value.shape[3] != head_dim or value.shape[1] != kv_heads:
         raise CannotCutError("its keys and values are of different sizes")
     if heads % kv_heads:
@@ -129,13 +162,28 @@ def attend(
     scale = head_dim**-0.5 if scale is None else float(scale)
     calls.attention.append(AttentionCall(heads, kv_heads, head_dim, scale, window, sinks, softcap))
     out: Tensor = attention(query, key, value, len(calls.attention) - 1)
-    return out.transpose(1, 2)
+    return out.transpose(1, 2)[..., :width]
+
+
+def mix(calls: Calls, module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Write a mixture of experts down; arguments as transformers gives them.
+
+    Raises:
+        CannotCutError: its matrices are not those of a gate, what it lets through, and the way back.
+    """
+    is_usual = module.has_gate and module.is_concatenated
+    if not is_usual or module.is_transposed or module.has_bias or module.has_post_expert_norm:
+        raise CannotCutError("its experts are of another kind than those that are computed here")
+    calls.experts.append(ExpertsCall(module, ids.shape[-1]))
+    out: Tensor = experts(x, ids, weights, module.gate_up_proj, module.down_proj)
+    return out
 
 
 @contextmanager
 def intercepted(calls: Calls) -> Iterator[None]:
-    """Have the attention of models that are named `NAME`, or torch's, written down while this lasts."""
+    """Have attention named `NAME`, or torch's, and experts by `EXPERTS` written down while this lasts."""
     from transformers import masking_utils  # noqa: PLC0415 - large, and rarely needed
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415 - as above
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel  # noqa: PLC0415
 
     def attention_of_layer(
@@ -179,6 +227,9 @@ def intercepted(calls: Calls) -> Iterator[None]:
     functions: Any = ALL_ATTENTION_FUNCTIONS._global_mapping
     kept = {name: masks.get(name) for name in (NAME, "sdpa")}
     functions[NAME] = attention_of_layer
+    of_experts: Any = ALL_EXPERTS_FUNCTIONS._global_mapping
+    batched = of_experts[EXPERTS]
+    of_experts[EXPERTS] = partial(mix, calls)
     masks |= dict.fromkeys(kept, no_mask)
     of_torch: Any = functional
     of_masks: Any = masking_utils
@@ -195,6 +246,7 @@ def intercepted(calls: Calls) -> Iterator[None]:
         of_masks.find_packed_sequence_indices = packed
         of_models.warn_if_padding_and_no_attention_mask = warns
         del functions[NAME]
+        of_experts[EXPERTS] = batched
         for name, before in kept.items():
             if before is None:
                 del masks[name]

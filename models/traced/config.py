@@ -45,6 +45,9 @@ class TracedConfig(ModelConfig):
             fused.name: Matrix(sum(fused.rows), fused.columns, bool(fused.biases), None)
             for fused in self.of_model.matrices
         }
+        for mixture in self.of_model.mixtures:
+            for fused in mixture.matrices:
+                table[fused.name] = Matrix(sum(fused.rows), fused.columns, False, None, mixture.count)
         if head is not None:
             table["head"] = Matrix(head.rows[0], head.columns, bool(head.biases), None)
         return table
@@ -56,6 +59,16 @@ class TracedConfig(ModelConfig):
     def num_parameters(self) -> int:  # noqa: D102
         others = sum(math.prod(shape) for shape in self.of_model.parameters.values())
         return others + sum(matrix.weights for matrix in self.matrices.values())
+
+    @property
+    def active_parameters(self) -> int:  # noqa: D102
+        mixtures = self.of_model.mixtures
+        idle = sum(
+            sum(fused.rows) * fused.columns * (each.count - each.per_token) // each.count
+            for each in mixtures
+            for fused in each.matrices
+        )
+        return self.num_parameters - idle
 
 
 def read_config(path: Path) -> ModelConfig:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx
 
 from neo_desktop.models.traced.capture import CannotCutError
-from neo_desktop.models.traced.graph import Exported, name_of, row_dim
+from neo_desktop.models.traced.graph import Exported
+from neo_desktop.models.traced.rows import name_of, row_dim
 
 _SOURCE, _SINK = "source", "sink"
 

@@ -46,12 +46,12 @@ class TracedDecoder(Decoder):
         rows, columns = of_model.parameters[of_model.embedding]
         self.embedding = form.embedding(rows, columns, dtype, device)
         self.tensors = {
-            name: torch.empty(shape, dtype=dtype, device=device)
+            name: torch.empty(shape, dtype=torch.float32 if name in of_model.wide else dtype, device=device)
             for name, shape in of_model.parameters.items()
             if name != of_model.embedding
         }
         self.fused: list[tuple[Fused, Linear]] = [
-            (fused, self._linear(fused, form.named(fused.name))) for fused in of_model.matrices
+            (fused, self._linear(fused, form.named(fused.name))) for fused in of_model.all_matrices
         ]
         if of_model.head is not None:
             self.lm_head = self._linear(of_model.head, form.named("head"))

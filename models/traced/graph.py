@@ -1,6 +1,5 @@
 """The code of a model of `transformers` as a graph of operators, in which tokens meet in attention only."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,41 +9,19 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from neo_desktop.models.traced.capture import Calls, CannotCutError
-from neo_desktop.models.traced.outline import cannot_cut, empty_model, parameters_of, run
+from neo_desktop.models.traced.outline import cannot_cut, empty_model, is_wide, parameters_of, run
+from neo_desktop.models.traced.rows import check_rows, name_of
 from neo_desktop.models.traced.source import Source
 
 ROWS = 7  # of the numbers that the graph is made with; it serves any number
 
-# Operators that treat each row alike, whatever the other rows are. Others are refused.
 # fmt: off
-_ELEMENTWISE = frozenset((
-    "add", "sub", "mul", "div", "neg", "pow", "rsqrt", "sqrt", "reciprocal", "exp", "expm1", "log",
-    "log1p", "tanh", "floor",
-    "sigmoid", "silu", "gelu", "relu", "relu6", "cos", "sin", "erf", "abs", "square", "clamp",
-    "clamp_min", "clamp_max", "where", "minimum", "maximum", "softplus", "hardtanh", "hardswish",
-    "hardsigmoid", "elu", "mish", "leaky_relu", "to", "type_as", "_to_copy", "clone", "contiguous",
-    "detach", "alias", "dropout", "rsub", "ge", "gt", "le", "lt", "eq", "ne", "logical_and",
-    "logical_or", "logical_not", "masked_fill", "bitwise_and", "zeros_like", "ones_like", "full_like",
-    "lift_fresh_copy", "getitem", "view", "reshape", "_unsafe_view", "transpose", "permute",
-    "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to",
-    "flatten", "unflatten", "t", "movedim", "add_",
-    "mul_", "div_", "sub_", "silu_", "relu_",
+_FRESH = frozenset(("zeros_like", "ones_like", "full_like", "empty_like"))
+_VIEWS = frozenset((
+    "view", "reshape", "_unsafe_view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice",
+    "select", "getitem", "alias", "detach", "flatten", "unflatten", "t", "movedim", "narrow",
 ))
 # fmt: on
-_OVER_DIMS = frozenset(("mean", "sum", "softmax", "var", "std", "amax", "amin", "linalg_vector_norm"))
-_OVER_ONE = frozenset(
-    ("slice", "select", "cat", "stack", "split", "split_with_sizes", "chunk", "unbind", "repeat_interleave")
-)
-_OF_LAST = frozenset(("layer_norm", "rms_norm"))
-_PRODUCTS = frozenset(("linear", "matmul", "mm", "bmm", "addmm", "embedding"))
-_KINDS = {
-    "dims": _OVER_DIMS,
-    "one": _OVER_ONE,
-    "last": _OF_LAST,
-    "product": _PRODUCTS,
-    "two": frozenset(("min", "max")),
-    "index": frozenset(("index",)),
-}
 
 
 class Exported:
@@ -115,11 +92,12 @@ def exported(source: Source, dtype: torch.dtype, aliases: dict[str, str]) -> Exp
 
 def _fill_buffers(model: Any) -> None:
     """Compute what is computed when a model is made, such as frequencies of rotations."""
-    for module in model.modules():
+    for path, module in model.named_modules():
         own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         for name, buffer in own.items():
             fill = float("nan") if buffer.is_floating_point() else 0
-            module._buffers[name] = torch.full(buffer.shape, fill, dtype=buffer.dtype)
+            dtype = torch.float32 if is_wide(model, f"{path}.{name}") else buffer.dtype
+            module._buffers[name] = torch.full(buffer.shape, fill, dtype=dtype)
         if own:
             model._init_weights(module)
         for name in own.keys() & module._non_persistent_buffers_set:  # checkpoints have the others
@@ -145,12 +123,10 @@ def _cleaned(program: Any, aliases: dict[str, str]) -> Exported:
     for node in list(graph.nodes):
         if name_of(node) == "_assert_tensor_metadata" or "assert" in str(node.target):
             graph.erase_node(node)
-    _skip_idle(graph)
-    _merge_equal(graph)
-    graph.eliminate_dead_code()
+    clean(graph)
     token_ids, positions = inputs
     found_ = Exported(graph, parameters, buffers, token_ids, positions)
-    _check_rows(found_)
+    check_rows(graph)
     return found_
 
 
@@ -159,11 +135,31 @@ def _is_stored(spec: Any, node: fx.Node) -> bool:
     return spec.kind is InputKind.BUFFER and spec.persistent and node.meta["val"].is_floating_point()
 
 
-def name_of(node: fx.Node) -> str:
-    """Return the name of a node's operator without overload: "add"."""
-    target = node.target
-    packet = getattr(target, "overloadpacket", None)
-    return str(getattr(packet, "__name__", getattr(target, "__name__", target)))
+def clean(graph: fx.Graph) -> None:
+    """Leave out what is computed for nothing or twice, and let no result depend on what is written later."""
+    _use_what_is_written(graph)
+    _skip_idle(graph)
+    _merge_equal(graph)
+    graph.eliminate_dead_code()
+
+
+def _use_what_is_written(graph: fx.Graph) -> None:
+    """Turn copies into slices of a tensor into new tensors, which those read that come later."""
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for node in [each for each in graph.nodes if name_of(each) == "copy_"]:
+        piece, values = node.args[:2]
+        if not isinstance(piece, fx.Node) or name_of(piece) != "slice" or node.users:
+            continue
+        whole, *place = piece.args
+        assert isinstance(whole, fx.Node)
+        with graph.inserting_before(node):
+            scatter = torch.ops.aten.slice_scatter.default
+            written = graph.call_function(scatter, (whole, values, *place))
+            written.meta["val"] = whole.meta["val"]
+        for user in [each for each in whole.users if order.get(each, 0) > order[node]]:
+            user.replace_input_with(whole, written)
+        order[written] = order[node]
+        graph.erase_node(node)
 
 
 def _skip_idle(graph: fx.Graph) -> None:
@@ -192,16 +188,35 @@ def _sizes(node: Any) -> list[str]:
 
 
 def _merge_equal(graph: fx.Graph) -> None:
-    """Let what is computed twice be computed once."""
+    """Let what is computed twice be computed once, unless it is written to."""
     known: dict[Any, fx.Node] = {}
+    written = _written(graph)
     for node in list(graph.nodes):
-        if node.op != "call_function" or name_of(node) == "attention":
+        name = name_of(node)
+        if node.op != "call_function" or name == "attention" or node in written:
+            continue
+        if name.startswith("new_") or name in _FRESH:
             continue
         key = (node.target, _frozen(node.args), _frozen(node.kwargs))
         first = known.setdefault(key, node)
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
+
+
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """Return what operators write to in place, and these operators."""
+    written: set[fx.Node] = set()
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            continue
+        written.add(node)
+        memory = node.args[0]
+        while isinstance(memory, fx.Node):
+            written.add(memory)
+            memory = memory.args[0] if memory.args and name_of(memory) in _VIEWS else None
+    return written
 
 
 def _frozen(value: Any) -> Any:
@@ -212,112 +227,3 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, (bool, int, float)):
         return type(value), repr(value)
     return value if isinstance(value, fx.Node) else repr(value)
-
-
-def row_dim(node: fx.Node) -> int | None:
-    """Return which dimension of a node's value has the rows; None: it has none.
-
-    Raises:
-        CannotCutError: rows are not one dimension of it.
-    """
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return None
-    dims = [dim for dim, size in enumerate(value.shape) if not isinstance(size, int)]
-    if not dims:
-        return None
-    if len(dims) > 1 or not str(value.shape[dims[0]]).isidentifier():
-        raise CannotCutError(f"{name_of(node)} mixes tokens")
-    return dims[0]
-
-
-def _check_rows(exported_: Exported) -> None:
-    """Raise CannotCutError where a token would depend on others by anything else than attention."""
-    for node in exported_.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.meta.get("val"), (Tensor, list, tuple)):
-            continue
-        given = [each for each in node.all_input_nodes if row_dim(each) is not None]
-        name = name_of(node)
-        if isinstance(node.meta["val"], Tensor):
-            row_dim(node)
-        if name == "attention" or not given:
-            continue
-        if name in _ELEMENTWISE or _CHECKS.get(_kind(name), _refused)(node, given):
-            continue
-        raise CannotCutError(f"{name} may mix tokens")
-
-
-def _kind(name: str) -> str:
-    for kind, names in _KINDS.items():
-        if name in names:
-            return kind
-    return ""
-
-
-def _index(node: fx.Node, given: list[fx.Node]) -> bool:
-    indices = node.args[1]
-    own = row_dim(given[0])
-    return (
-        len(given) == 1
-        and isinstance(indices, (list, tuple))
-        and (len(indices) <= (own or 0) or indices[own or 0] is None)
-    )
-
-
-def _of_two(node: fx.Node, _given: list[fx.Node]) -> bool:
-    return len(node.args) == 2 and isinstance(node.args[1], fx.Node)
-
-
-def _refused(_node: fx.Node, _given: list[fx.Node]) -> bool:
-    return False
-
-
-def _over_dims(node: fx.Node, given: list[fx.Node]) -> bool:
-    dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    if dims is None:
-        return False
-    rank = given[0].meta["val"].dim()
-    over: Any = [dims] if isinstance(dims, int) else dims
-    return row_dim(given[0]) not in [dim % rank for dim in over]
-
-
-def _over_one(node: fx.Node, given: list[fx.Node]) -> bool:
-    place = {"slice": 1, "select": 1, "cat": 1, "stack": 1, "unbind": 1, "narrow": 1}.get(name_of(node), 2)
-    dim = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
-    rank = given[0].meta["val"].dim()
-    if not isinstance(dim, int):
-        return False
-    if row_dim(given[0]) != dim % rank:
-        return True
-    return name_of(node) == "slice" and tuple(node.args[2:]) in ((), (0,), (0, 2**63 - 1))
-
-
-def _over_last(node: fx.Node, given: list[fx.Node]) -> bool:
-    shape = node.args[1]
-    rank = given[0].meta["val"].dim()
-    return isinstance(shape, (list, tuple)) and row_dim(given[0]) not in range(rank - len(shape), rank)
-
-
-def _product(node: fx.Node, given: list[fx.Node]) -> bool:
-    name = name_of(node)
-    if name == "embedding":
-        return True
-    if len(given) > 1:
-        return False
-    places = {"linear": (0, None), "addmm": (1, 2)}.get(name, (0, 1))
-    left = node.args[places[0] or 0]
-    rank = given[0].meta["val"].dim()
-    if left is given[0]:
-        return bool(row_dim(given[0]) != rank - 1)
-    right = places[1]
-    return bool(right is not None and node.args[right] is given[0] and row_dim(given[0]) != rank - 2)
-
-
-_CHECKS: dict[str, Callable[[fx.Node, list[fx.Node]], bool]] = {
-    "dims": _over_dims,
-    "one": _over_one,
-    "last": _over_last,
-    "product": _product,
-    "two": _of_two,
-    "index": _index,
-}

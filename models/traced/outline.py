@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from neo_desktop.models.families import FAMILIES
 from neo_desktop.models.json_file import ModelError
-from neo_desktop.models.traced.capture import NAME, Calls, CannotCutError, Catching, intercepted
+from neo_desktop.models.traced.capture import EXPERTS, NAME, Calls, CannotCutError, Catching, intercepted
+from neo_desktop.models.traced.experts import mixed
 from neo_desktop.models.traced.sizes import Fused, Outline
 from neo_desktop.models.traced.source import Source
 
@@ -51,10 +52,11 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
             config = source.config()
             with torch.device("meta"), intercepted(Calls()):  # so that its name is known
                 make: Any = AutoModelForCausalLM
+                others = {"experts_implementation": EXPERTS, "dtype": dtype}
                 try:
-                    model = make.from_config(config, attn_implementation=NAME, dtype=dtype)
+                    model = make.from_config(config, attn_implementation=NAME, **others)
                 except KeyError:  # its attention is chosen from a list of its own
-                    model = make.from_config(config, attn_implementation="sdpa", dtype=dtype)
+                    model = make.from_config(config, attn_implementation="sdpa", **others)
         except Exception as error:  # of whatever kind: it is other people's code
             raise ModelError(
                 f"{source.named} describes a model that is not supported: transformers cannot "
@@ -103,9 +105,9 @@ def outline(source: Source, _modified_ns: int) -> Outline:
 def cannot_cut(source: Source, model: Any, error: Exception) -> ModelError:
     """Return the sentence for a model that cannot be cut; `model` is it, or its configuration."""
     said = _shortly(error)
-    if isinstance(model, nn.Module) and _has_experts(model):
+    if not isinstance(error, CannotCutError) and isinstance(model, nn.Module) and _has_experts(model):
         known = ", ".join(family.model_type for family in FAMILIES if family.experts)
-        said = f"it is a mixture of experts, of which {known} are supported"
+        said = f"it is a mixture of experts of a kind that is not supported, as those of {known} are"
     elif not isinstance(error, CannotCutError):
         said = f"its code cannot be followed without numbers ({type(error).__name__}: {said})"
     name = getattr(model, "architecture", type(model).__name__)
@@ -116,6 +118,11 @@ def cannot_cut(source: Source, model: Any, error: Exception) -> ModelError:
 
 def _has_experts(model: nn.Module) -> bool:
     return any(type(module).__name__.endswith("Experts") for module in model.modules())
+
+
+def is_wide(model: Any, name: str) -> bool:
+    """Return whether something of a model is kept in float32, whatever the others' dtype."""
+    return any(part in name for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
 
 def _shortly(error: Exception) -> str:
@@ -131,9 +138,9 @@ def _outline(model: Any, calls: Calls, logits: Tensor) -> Outline:
         if first != name:
             aliases[name] = first
     shapes = {name: tuple(parameters[name].shape) for name in names.values()}
-    stored = model.state_dict().keys()
-    buffers = ((name, each) for name, each in model.named_buffers() if name in stored)
-    shapes |= {name: tuple(each.shape) for name, each in buffers if each.is_floating_point()}
+    buffers = {name: value for name, value in model.state_dict().items() if name not in parameters}
+    buffers = {name: value for name, value in buffers.items() if value.is_floating_point()}
+    shapes |= {name: tuple(value.shape) for name, value in buffers.items()}
 
     first = _same_attention(model, calls)
     products = [each for each in calls.products if id(each.weight) in names]
@@ -155,6 +162,9 @@ def _outline(model: Any, calls: Calls, logits: Tensor) -> Outline:
     if times[id(last.weight)] > 1 or (is_tied and last.bias is not None):
         raise CannotCutError("its head is used elsewhere, too")
     head = None if is_tied else _fused([last], names)
+    mixtures = tuple(mixed(model, call, names) for call in calls.experts)
+    for mixture in mixtures:
+        del shapes[mixture.gate_up], shapes[mixture.down]
     for fused in (*matrices, *(() if head is None else (head,))):
         for name in (*fused.weights, *fused.biases):
             del shapes[name]
@@ -173,6 +183,8 @@ def _outline(model: Any, calls: Calls, logits: Tensor) -> Outline:
         scale=first.scale,
         windows=tuple(call.window for call in calls.attention),
         softcap=first.softcap,
+        mixtures=mixtures,
+        wide=tuple(name for name in buffers if is_wide(model, name)),
     )
 
 

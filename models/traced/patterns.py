@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from neo_desktop.models.traced.graph import name_of
+from neo_desktop.models.traced.rows import name_of
 
 _MOVES = frozenset(("view", "transpose", "alias", "reshape", "to"))  # that make no numbers
 

@@ -11,11 +11,23 @@ class Fused:
     biases: tuple[str, ...]  # none, or one of each
     rows: tuple[int, ...]  # of each
     columns: int
+    label: str = ""  # its name; none: that of the first matrix
 
     @property
     def name(self) -> str:
-        """That of the first matrix, without what stands for a weight."""
-        return self.weights[0].removesuffix(".weight")
+        """What it is called, without what stands for a weight."""
+        return self.label or self.weights[0].removesuffix(".weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """A layer's mixture of experts."""
+
+    gate_up: str  # the parameter [experts, 2 * intermediate, hidden]
+    down: str  # the parameter [experts, hidden, intermediate]
+    count: int
+    per_token: int
+    matrices: tuple[Fused, ...]  # gate, up and down: of all experts, one below the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +49,13 @@ class Outline:
     scale: float
     windows: tuple[int | None, ...]
     softcap: float | None = None
+    mixtures: tuple[Mixed, ...] = ()
+    wide: tuple[str, ...] = ()  # those of `parameters` that are kept in float32
+
+    @property
+    def all_matrices(self) -> tuple[Fused, ...]:
+        """Those of experts, too, without the head."""
+        return (*self.matrices, *(fused for each in self.mixtures for fused in each.matrices))
 
 
 NOTHING = Outline({}, (), None, "", 0, 0, {}, (), 0, 0, 0, 1.0, ())

@@ -17,8 +17,9 @@ from neo_desktop.models.traced.builder import Builder, Code
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut, cut
 from neo_desktop.models.traced.decoder import TracedDecoder
-from neo_desktop.models.traced.graph import exported, row_dim
+from neo_desktop.models.traced.graph import exported
 from neo_desktop.models.traced.outline import cannot_cut
+from neo_desktop.models.traced.rows import width_of
 from neo_desktop.models.traced.segments import Segment, segments
 
 logger = logging.getLogger(__name__)
@@ -242,16 +243,11 @@ def _take(segment: Segment, values: dict[str, Any], out: Tensor) -> None:
 
 def _check_widths(found: Cut, decoder: TracedDecoder) -> None:
     """Raise CannotCutError where there is no room for what stages hand on."""
-    carried = max(sum(_width(node) for node in piece.carried) for piece in found.pieces)
+    carried = max(sum(width_of(node) for node in piece.carried) for piece in found.pieces)
     if carried > decoder.config.carried_width:
         raise CannotCutError("more than hidden states has to go from layer to layer")
-    if sum(_width(node) for node in found.rotations) > decoder.config.rotation_width:
+    if sum(width_of(node) for node in found.rotations) > decoder.config.rotation_width:
         raise CannotCutError("too much of it depends on positions")
-
-
-def _width(node: fx.Node) -> int:
-    dim = row_dim(node)
-    return int(torch.Size([size for at, size in enumerate(node.meta["val"].shape) if at != dim]).numel())
 
 
 def _rotated(code: Code, positions: Tensor, memory: Tensor) -> None:

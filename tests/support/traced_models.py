@@ -20,6 +20,19 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+# Multiples of 64, as matrices of experts are.
+EXPERTS = {"intermediate_size": 128, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "gemma2": (  # query_pre_attn_scalar, caps of attention's scores and of logits that do something
@@ -56,6 +69,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
     "apertus": ("apertus", {}),  # activations whose numbers are in the checkpoint
+    "olmoe": ("olmoe", EXPERTS | {"num_experts": 8}),
+    "qwen2-moe": ("qwen2_moe", EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 64}),
+    # Experts of a layer in one tensor.
+    "granite-moe": ("granitemoe", EXPERTS | {"num_local_experts": 8, "residual_multiplier": 0.7}),
+    # Values narrower than keys; rotations of complex numbers; experts chosen by groups.
+    "deepseek-v2": (
+        "deepseek_v2",
+        EXPERTS | LATENT | {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
+    ),
+    # Biases of the choice that checkpoints have in float32.
+    "deepseek-v3": ("deepseek_v3", EXPERTS | LATENT | {"n_group": 4, "topk_group": 2}),
 }
 
 

@@ -1,0 +1,190 @@
+"""Mixtures of experts in models of `transformers`: where their matrices are, and how they are multiplied."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from neo_desktop.models.expert_operators import ROWS_AT_ONCE, Choice, ExpertScratch
+from neo_desktop.models.experts import multiply_of
+from neo_desktop.models.experts_config import EXPERT_UNIT, MAX_EXPERTS
+from neo_desktop.models.gguf.types import Blocks
+from neo_desktop.models.linear.protocol import Linear
+from neo_desktop.models.operators import Operators
+from neo_desktop.models.traced.capture import CannotCutError, ExpertsCall
+from neo_desktop.models.traced.sizes import Fused, Mixed
+
+KINDS = ("gate", "up", "down")
+
+
+def mixed(model: Any, call: ExpertsCall, names: Mapping[int, str]) -> Mixed:
+    """Return what is known of a layer's experts before they are loaded.
+
+    Args:
+        model: all of it.
+        call: of the experts.
+        names: id of a parameter -> its name.
+
+    Raises:
+        CannotCutError: they are not computed here.
+    """
+    module: Any = call.module
+    gate_up, down = module.gate_up_proj, module.down_proj
+    count, hidden, intermediate = down.shape
+    if gate_up.shape != (count, 2 * intermediate, hidden) or not 0 < count <= MAX_EXPERTS:
+        raise CannotCutError("its experts have matrices of unusual shapes")
+    if hidden % EXPERT_UNIT or intermediate % EXPERT_UNIT:
+        raise CannotCutError(f"its experts are no multiples of {EXPERT_UNIT} numbers")
+    gate, up = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0), device="cpu")
+    found = module._apply_gate(torch.cat((gate, up), dim=-1))
+    if found.shape != gate.shape or not torch.allclose(found, silu(gate) * up, rtol=1e-4, atol=1e-5):
+        raise CannotCutError("its experts' gates are not SiLU")
+    parameters = names[id(gate_up)], names[id(down)]
+    stored = _of_each(model, parameters, count)
+    prefix = parameters[0].rpartition(".")[0].removesuffix(".experts")
+    rows_columns = {
+        "gate": (intermediate, hidden),
+        "up": (intermediate, hidden),
+        "down": (hidden, intermediate),
+    }
+    return Mixed(
+        *parameters,
+        count,
+        call.per_token,
+        tuple(
+            Fused(stored[kind], (), (rows,) * count, columns, f"{prefix}.experts_{kind}")
+            for kind, (rows, columns) in rows_columns.items()
+        ),
+    )
+
+
+def _of_each(model: Any, parameters: tuple[str, str], count: int) -> dict[str, tuple[str, ...]]:
+    """Return what the matrices of single experts are called, by kind.
+
+    Checkpoints have a tensor for each, or one for all of them: that is cut up, see `parts_of_stacks`.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415 - large
+    from transformers.core_model_loading import WeightConverter  # noqa: PLC0415 - likewise
+
+    found: dict[str, tuple[str, ...]] = {}
+    for each in get_model_conversion_mapping(model):
+        if not isinstance(each, WeightConverter) or len(each.target_patterns) != 1:
+            continue
+        steps = [type(step).__name__ for step in each.operations]
+        if steps not in (["MergeModulelist", "Concatenate"], ["MergeModulelist"]):
+            continue
+        target = _plain(each.target_patterns[0])
+        for parameter, kinds in zip(parameters, (KINDS[:2], KINDS[2:]), strict=True):
+            if parameter.endswith(target) and len(each.source_patterns) == len(kinds):
+                prefix = parameter.removesuffix(target)
+                for kind, source in zip(kinds, each.source_patterns, strict=True):
+                    of_each = (_plain(source).replace("*", str(expert)) for expert in range(count))
+                    found.setdefault(kind, tuple(prefix + name for name in of_each))
+    for kind, parameter in zip(KINDS, (parameters[0], *parameters), strict=True):
+        found.setdefault(kind, tuple(f"{parameter}[{expert}].{kind}" for expert in range(count)))
+    return found
+
+
+def _plain(pattern: str) -> str:
+    return re.sub(r"\\(.)", r"\1", pattern).strip("^$")
+
+
+@dataclass(frozen=True, slots=True)
+class StackPart:
+    """See `weights.StoredTensor`: an expert's matrix in a tensor of all experts.
+
+    Args:
+        stack: [experts, rows, columns]
+        expert: which.
+        rows: those of them that the matrix has.
+    """
+
+    stack: Any
+    expert: int
+    rows: slice
+
+    @property
+    def file(self) -> Path:  # noqa: D102
+        path: Path = self.stack.file
+        return path
+
+    @property
+    def type_name(self) -> str:  # noqa: D102
+        return str(self.stack.type_name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # noqa: D102
+        return self.rows.stop - self.rows.start, *self.stack.shape[2:]
+
+    @property
+    def is_quantised(self) -> bool:  # noqa: D102
+        return False
+
+    @property
+    def nbytes(self) -> int:  # noqa: D102
+        count, rows = self.stack.shape[:2]
+        return int(self.stack.nbytes * self.shape[0] // (count * rows))
+
+    @property
+    def blocks(self) -> Blocks | None:  # noqa: D102
+        return None
+
+    def pieces(self) -> Iterator[tuple[int, Tensor]]:  # noqa: D102
+        for _, stack in self.stack.pieces():
+            yield 0, stack[self.expert, self.rows]
+
+
+def parts_of_stacks(of_layer: Mixed, tensors: dict[str, Any]) -> None:
+    """Cut tensors that all experts of a layer have together into those of each."""
+    for name, kinds in ((of_layer.gate_up, KINDS[:2]), (of_layer.down, KINDS[2:])):
+        stack = tensors.get(name)
+        if stack is None or len(stack.shape) != 3 or stack.shape[0] != of_layer.count or stack.is_quantised:
+            continue
+        del tensors[name]
+        rows = stack.shape[1] // len(kinds)
+        for index, kind in enumerate(kinds):
+            names = of_layer.matrices[KINDS.index(kind)].weights
+            for expert, own in enumerate(names):
+                tensors[own] = StackPart(stack, expert, slice(index * rows, (index + 1) * rows))
+
+
+class ExpertsProduct(nn.Module):
+    """What experts make of rows that chose them.
+
+    Args:
+        of_layer: the sizes.
+        matrices: gates, ups and downs of all experts.
+        operators: of the device.
+    """
+
+    def __init__(self, of_layer: Mixed, matrices: Sequence[Linear], operators: Operators) -> None:
+        super().__init__()
+        gate, up, down = matrices
+        self._multiply = multiply_of((gate, up, down), of_layer.count, None, operators)
+        self._intermediate = of_layer.matrices[2].columns
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Return [rows, hidden]; see `capture.experts`."""
+        x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
+        out = torch.empty_like(x)
+        for first in range(0, len(x), ROWS_AT_ONCE):
+            rows = slice(first, first + ROWS_AT_ONCE)
+            room = self._room(x[rows], ids.shape[1])
+            self._multiply(x[rows], ids[rows], weights[rows], room, out[rows])
+        return out
+
+    def _room(self, x: Tensor, per_token: int) -> ExpertScratch:
+        pairs = len(x) * per_token
+        return ExpertScratch(
+            x.new_empty(0),
+            Choice.empty(0, per_token, x.device),
+            x.new_empty(pairs, 2 * self._intermediate),
+            x.new_empty(pairs, self._intermediate),
+            x.new_empty(pairs, x.shape[1]),
+            per_token,
+        )

@@ -1,0 +1,102 @@
+"""What is done to the graph of a model of `transformers` before it is cut."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from traced_models import EXPERTS, FAMILIES, SIZES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.traced.capture import CannotCutError
+from neo_desktop.models.traced.config import read_traced
+from neo_desktop.models.traced.graph import clean
+from neo_desktop.models.traced.rows import check_rows
+
+Code = Callable[[Tensor], Tensor]
+
+
+class _Module(nn.Module):
+    def __init__(self, code: Code) -> None:
+        super().__init__()
+        self.code = code
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.code(x)
+
+
+def cleaned(code: Code) -> fx.GraphModule:
+    """Return code of x [1, rows, 8] as models' code is before it is cut."""
+    program = torch.export.export(
+        _Module(code), (torch.randn(1, 5, 8),), dynamic_shapes=({1: torch.export.Dim.DYNAMIC},), strict=False
+    )
+    graph: fx.Graph = program.graph
+    clean(graph)
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def written_in_slices(x: Tensor) -> Tensor:
+    together = x.new_empty(*x.shape[:-1], 12)
+    together[..., :4] = x[..., 4:]
+    together[..., 4:] = x * 2
+    return together.sin()
+
+
+def written_twice(x: Tensor) -> Tensor:
+    """What is written to has an equal that is not."""
+    (_, best), (_, worst) = x.topk(2, dim=-1), x.topk(2, dim=-1, largest=False)
+    one = torch.zeros_like(x).scatter_(-1, best, 1.0)
+    other = torch.zeros_like(x).scatter_(-1, worst, 3.0)
+    return one + other + torch.zeros_like(x)
+
+
+def added_in_place(x: Tensor) -> Tensor:
+    one, other = x * 2, x * 2
+    one.add_(1)
+    one.add_(1)
+    return one - other
+
+
+@pytest.mark.parametrize("code", [written_in_slices, written_twice, added_in_place])
+def test_memory_that_is_written_to_keeps_its_meaning(code: Code) -> None:
+    module = cleaned(code)
+    check_rows(module.graph)
+    x = torch.randn(1, 7, 8, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(module(x)[0], code(x))
+
+
+ALONG: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "topk": lambda x, dim: x.topk(2, dim=dim)[0],
+    "sort": lambda x, dim: x.sort(dim=dim)[0],
+    "gather": lambda x, dim: x.gather(dim, torch.zeros_like(x, dtype=torch.int64)),
+    "scatter": lambda x, dim: x.scatter(dim, torch.zeros_like(x, dtype=torch.int64), 1.0),
+    "cumsum": lambda x, dim: x.cumsum(dim),
+    "max": lambda x, dim: x.max(dim=dim)[0],
+}
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_only_what_leaves_rows_apart_is_taken(name: str) -> None:
+    check_rows(cleaned(lambda x: ALONG[name](x, -1)).graph)
+    with pytest.raises(CannotCutError, match=name):
+        check_rows(cleaned(lambda x: ALONG[name](x, 1)).graph)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_act": "gelu"}, "gates are not SiLU"),
+        ({"intermediate_size": 96}, "no multiples of 64"),
+    ],
+)
+def test_experts_that_are_not_computed_are_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    model_type, sizes = FAMILIES["olmoe"]
+    assert sizes.keys() >= EXPERTS.keys()
+    CONFIG_MAPPING[model_type](**(SIZES | sizes | changes)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=f"OlmoeForCausalLM.*{said}"):
+        read_traced(tmp_path)
