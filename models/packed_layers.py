@@ -3,37 +3,89 @@
 Threads are woken once for it. The numbers are those of the single products and operators.
 """
 
-from neo_desktop.models.decoder import Decoder, GatedMLP
+import torch
+from torch import Tensor
+
+from neo_desktop import native
+from neo_desktop.models.decoder import Decoder, GatedMLP, LayerWeights
 from neo_desktop.models.linear.packed import PackedMatrix
-from neo_desktop.native import PackedLayer, packed_layer
+from neo_desktop.native import Buffer, Columns, RowProgram, Step
 
 MAX_ROWS = 32  # whose quantised form stays in a core's caches; of more, single products are as fast
 
+_RESIDUAL, _X, _QKV, _ATTENTION, _COS, _SIN, _NORMED, _GATE_UP, _GATED = (Columns(i) for i in range(9))
 
-def packed_layers(decoder: Decoder) -> list[PackedLayer] | None:
-    """Return the layers as `native.advance` takes them; None: not all of their matrices are packed."""
-    layers = []
-    for layer in decoder.layers:
-        if not isinstance(layer.mlp, GatedMLP):
-            return None
-        qkv, output, gate_up, down = layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down
-        if not (
-            isinstance(qkv, PackedMatrix)
-            and isinstance(output, PackedMatrix)
-            and isinstance(gate_up, PackedMatrix)
-            and isinstance(down, PackedMatrix)
-        ):
-            return None
-        layers.append(
-            packed_layer(
-                layer.input_norm,
-                qkv.native,
-                layer.qk_norm,
-                output.native,
-                layer.post_attention_norm,
-                gate_up.native,
-                down.native,
-                decoder.config.rms_norm_eps,
+
+class PackedLayers:
+    """What is computed between the attention of two layers, by which they are.
+
+    Args:
+        decoder: all of whose matrices are packed; it has no experts.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._programs: dict[tuple[int | None, int | None], RowProgram] = {}
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> "PackedLayers | None":
+        """Return those of a decoder; None: not all of its matrices are packed."""
+        matrices = (matrix for layer in decoder.layers for matrix in (layer.qkv, layer.output, *_mlp(layer)))
+        return cls(decoder) if all(isinstance(matrix, PackedMatrix) for matrix in matrices) else None
+
+    def advance(self, finished: int | None, begun: int | None, given: list[native.View]) -> None:
+        """See `Stages.advance`; given are residual, x, qkv, attention, cosines and sines, [n, width] each."""
+        place = finished, begun
+        if place not in self._programs:
+            self._programs[place] = self._program(finished, begun)
+        self._programs[place].run(given)
+
+    def _program(self, finished: int | None, begun: int | None) -> RowProgram:
+        config, dtype = self._decoder.config, self._decoder.dtype
+        hidden, intermediate = config.hidden_size, config.intermediate_size
+        widths = hidden, hidden, config.qkv_rows, config.num_heads * config.head_dim
+        buffers = [
+            *(Buffer(width, dtype, is_given=True) for width in widths),
+            *[Buffer(config.head_dim, torch.float32, is_given=True)] * 2,
+            *(Buffer(width, dtype) for width in (hidden, 2 * intermediate, intermediate)),
+        ]
+
+        def multiply(x: Columns, matrix: object, out: Columns) -> Step:
+            assert isinstance(matrix, PackedMatrix)
+            columns, rows = buffers[x.buffer].width, buffers[out.buffer].width
+            return Step("multiply", (x,), out, rows, groups=columns, matrix=matrix.native)
+
+        def normalise(weight: Tensor) -> Step:
+            eps = config.rms_norm_eps
+            return Step("add_rms_norm", (_RESIDUAL, _X), _NORMED, hidden, number=eps, weights=(weight,))
+
+        steps: list[Step] = []
+        if finished is not None:
+            layer = self._decoder.layers[finished]
+            gate_up, down = _mlp(layer)
+            steps += [
+                multiply(_ATTENTION, layer.output, _X),
+                normalise(layer.post_attention_norm),
+                multiply(_NORMED, gate_up, _GATE_UP),
+                Step("silu_mul", (_GATE_UP,), _GATED, intermediate),
+                multiply(_GATED, down, _X),
+            ]
+        if begun is not None:
+            layer = self._decoder.layers[begun]
+            head_dim = config.head_dim
+            rotate = Step(
+                "rope",
+                (_COS, _SIN),
+                Columns(_QKV.buffer, 0, head_dim),
+                head_dim,
+                groups=config.num_heads + config.num_kv_heads,
+                number=config.rms_norm_eps,
+                weights=() if layer.qk_norm is None else (layer.qk_norm,),
             )
-        )
-    return layers
+            steps += [normalise(layer.input_norm), multiply(_NORMED, layer.qkv, _QKV), rotate]
+        return RowProgram(buffers, steps)
+
+
+def _mlp(layer: LayerWeights) -> tuple[object, object]:
+    mlp = layer.mlp
+    return (mlp.gate_up, mlp.down) if isinstance(mlp, GatedMLP) else (None, None)

@@ -29,7 +29,7 @@ from neo_desktop.models.expert_operators import ExpertScratch
 from neo_desktop.models.experts import Mixture, mixtures
 from neo_desktop.models.linear.split import Split
 from neo_desktop.models.operators import Operators, Store, rotation
-from neo_desktop.models.packed_layers import MAX_ROWS, packed_layers
+from neo_desktop.models.packed_layers import MAX_ROWS, PackedLayers
 
 Reduce = Callable[[Tensor], object]
 """Puts the sum over all ranks into what each of them gives, of the same shape; see `models.ranks`."""
@@ -77,8 +77,8 @@ class State:
     sin: Tensor
     counted: Tensor  # [rows] bool: whether experts that are chosen for it count as used; padding does not
     scratch: Scratch
-    # All of it as `native.advance` takes it, once that was called.
-    seen_by_native: native.LayerState | None = field(default=None, compare=False)
+    # What native programs of rows take of it, once one was run.
+    seen_by_native: list[native.View] | None = field(default=None, compare=False)
 
     @classmethod
     def empty(
@@ -204,7 +204,7 @@ class Stages:
         self._operators = operators or (native_operators if decoder.device.type == "cpu" else in_torch)
         self._eps = decoder.config.rms_norm_eps
         is_native = operators is None and reduce is None and decoder.device.type == "cpu"
-        self._layers = packed_layers(decoder) if is_native else None
+        self._layers = PackedLayers.of(decoder) if is_native else None
         self.mixtures = mixtures(decoder, self._operators)  # by layer
 
     @property
@@ -270,11 +270,7 @@ class Stages:
             store: where keys and values of layer `begun` go; None: they stay in the state.
         """
         if self._layers is not None and store is None and state.rows <= MAX_ROWS:
-            native.advance(
-                None if finished is None else self._layers[finished],
-                None if begun is None else self._layers[begun],
-                self._seen_by_native(state),
-            )
+            self._layers.advance(finished, begun, seen_by_native(state))
             return
         if finished is not None:
             self.post_attention(finished, state)
@@ -332,24 +328,6 @@ class Stages:
         if self._reduce is not None:
             yield Step(partial(_run, tuple(work)), Sum(self._reduce, state.x))
             work.clear()
-
-    def _seen_by_native(self, state: State) -> native.LayerState:
-        if state.seen_by_native is None:
-            scratch, config = state.scratch, self.config
-            heads = state.qkv.view(state.rows, -1, config.head_dim)
-            state.seen_by_native = native.layer_state(
-                state.residual,
-                state.x,
-                state.qkv,
-                heads[:, : -config.num_kv_heads],
-                state.attention.flatten(1),
-                state.cos[:, 0],
-                state.sin[:, 0],
-                scratch.normed,
-                scratch.gate_up,
-                scratch.gated,
-            )
-        return state.seen_by_native
 
     def pre_attention(self, layer: int, state: State, store: Store | None = None) -> None:
         """Compute queries, keys and values; with `store`, put keys and values into a cache."""
@@ -433,3 +411,12 @@ class Stages:
 def _run(work: tuple[Callable[[], object], ...]) -> None:
     for each in work:
         each()
+
+
+def seen_by_native(state: State) -> list[native.View]:
+    """Return residual, x, qkv, attention, cosines and sines [rows, width] as native programs take them."""
+    if state.seen_by_native is None:
+        of_rows = state.attention.flatten(1), state.cos[:, 0], state.sin[:, 0]
+        tensors = (state.residual, state.x, state.qkv, *of_rows)
+        state.seen_by_native = [native.view_of("rows", tensor) for tensor in tensors]
+    return state.seen_by_native

@@ -68,7 +68,7 @@ class PackedMatrix:
 
     @property
     def native(self) -> native.Matrix:
-        """What `native.packed_layer` takes."""
+        """What steps of `native.RowProgram` take."""
         return self._native, self.bias
 
     def multiply(self, x: Tensor, out: Tensor) -> Tensor:  # noqa: D102

@@ -12,15 +12,18 @@ from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
 from neo_desktop.models.linear.split import Split
 from neo_desktop.models.operators import Operators, Store
-from neo_desktop.models.stages import Product, Stages, State, Step
+from neo_desktop.models.stages import Product, Scratch, Stages, State, Step, seen_by_native
 from neo_desktop.models.traced.builder import Builder, Code
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut, cut
 from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.traced.graph import exported
+from neo_desktop.models.traced.lowered import lowered
 from neo_desktop.models.traced.outline import cannot_cut
+from neo_desktop.models.traced.places import NotRowsError
 from neo_desktop.models.traced.rows import width_of
 from neo_desktop.models.traced.segments import Segment, segments
+from neo_desktop.native import RowProgram
 
 logger = logging.getLogger(__name__)
 CHECKED_ROWS = 3
@@ -52,21 +55,30 @@ class TracedStages(Stages):
         builder = Builder(graph, found, decoder, operators or on_cpu)
         self._rotate, every = builder.rotation(), range(len(found.pieces))
         pieces = [builder.piece(index) for index in every]
+        self._programs: dict[int, RowProgram] = {}  # by turn, on a CPU, where steps over rows compute it all
         self._use(pieces)
         if not self._is_right(builder):
             logger.warning("%s: its operators are not what they look like: it is slower", config.architecture)
             self._rotate = builder.rotation(is_plain=True)
             pieces = [builder.piece(index, is_plain=True) for index in every]
-            self._use(pieces)
+            self._use(pieces, with_programs=False)
         self._head = builder.head()
         self._segments: dict[int, list[Segment]] = {}  # by turn; none where nothing is split
         if decoder.has_splits:
             self._segments = segments(pieces[1:])
         self._rooms = _Rooms()
 
-    def _use(self, pieces: list[fx.GraphModule]) -> None:
+    def _use(self, pieces: list[fx.GraphModule], *, with_programs: bool = True) -> None:
         codes: list[Code] = [piece.forward for piece in pieces]
         self._embed, self._pieces = codes[0], codes[1:]
+        self._programs.clear()
+        if self.decoder.device.type != "cpu" or not with_programs:
+            return
+        for turn, piece in enumerate(pieces[1:]):
+            try:
+                self._programs[turn] = lowered(piece, self.config, self.decoder.dtype)
+            except NotRowsError as error:
+                logger.debug("stage %d is computed operator by operator: %s", turn, error)
 
     @classmethod
     def of(cls, decoder: TracedDecoder, operators: Operators | None = None) -> "TracedStages":
@@ -77,34 +89,37 @@ class TracedStages(Stages):
         return found
 
     def _is_right(self, builder: Builder) -> bool:
-        """Return whether pieces of each kind compute with the decoder's operators what they do without."""
+        """Return whether pieces of each kind compute with operators and as programs what they do without."""
         decoder, config, rows = self.decoder, self.config, CHECKED_ROWS
         generator = torch.Generator().manual_seed(0)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(decoder.device, decoder.dtype)
-
-        memory, attended = (
-            random(rows, config.carried_width),
-            random(1, rows, config.num_heads, config.head_dim),
-        )
         positions = torch.arange(1, rows + 1, device=decoder.device)
-        rotations = [torch.empty(rows, config.rotation_width, device=decoder.device) for _ in range(2)]
-        plain_rotate = builder.rotation(is_plain=True)
-        for rotation, code in zip(rotations, (self._rotate, plain_rotate), strict=True):
-            _rotated(code, positions, rotation)
+        of = config, rows, decoder.dtype, decoder.device
+        states = [State.empty(*of, Scratch.empty(*of)) for _ in range(3)]
+        codes = builder.rotation(is_plain=True), self._rotate, self._rotate
         seen = set()
-        for index, code in enumerate(self._pieces, 1):
-            kind = builder.kind(index)
+        for turn in range(len(self._pieces)):
+            kind = builder.kind(turn + 1), turn in self._programs
             if kind in seen:
                 continue
             seen.add(kind)
-            plain: Code = builder.piece(index, is_plain=True).forward
-            ours, theirs = (
-                each(memory.clone(), rotation, attended)
-                for each, rotation in zip((code, plain), rotations, strict=True)
-            )
-            if not all(_are_close(*pair) for pair in zip(ours, theirs, strict=True)):
+            memory = torch.randn(rows, config.carried_width, generator=generator)
+            attended = torch.randn(rows, config.num_heads, config.head_dim, generator=generator)
+            for state, rotate in zip(states, codes, strict=True):
+                state.residual.copy_(memory)
+                state.attention.copy_(attended)
+                _rotated(rotate, positions, state.cos[:, 0])
+            plain: Code = builder.piece(turn + 1, is_plain=True).forward
+            theirs, ours, program = states
+            for code, state in ((plain, theirs), (self._pieces[turn], ours)):
+                self._hand_on(code(*_given(state)), turn, state)
+            checked = [ours]
+            if turn in self._programs:
+                self._programs[turn].run(seen_by_native(program))
+                checked.append(program)
+            names = ("x",) if turn == len(self._pieces) - 1 else ("residual", "qkv")
+            if not all(
+                _are_close(getattr(state, name), getattr(theirs, name)) for state in checked for name in names
+            ):
                 return False
         return True
 
@@ -126,14 +141,18 @@ class TracedStages(Stages):
         self, finished: int | None, begun: int | None, state: State, store: Store | None = None
     ) -> None:
         """See `Stages`; what follows a layer's attention and what precedes the next one's are one stage."""
-        index = 0 if finished is None else finished + 1
-        results = self._pieces[index](state.residual, state.cos[:, 0], state.attention[None])
-        self._hand_on(results, index, state, store)
+        turn = 0 if finished is None else finished + 1
+        if turn in self._programs:
+            self._programs[turn].run(seen_by_native(state))
+        else:
+            self._hand_on(self._pieces[turn](*_given(state)), turn, state)
+        if begun is not None:
+            self._store(state, store)
 
-    def _hand_on(self, results: Any, turn: int, state: State, store: Store | None) -> None:
-        """Put what a stage gives into the state, and keys and values into a cache."""
+    def _hand_on(self, results: Any, turn: int, state: State) -> None:
+        """Put what a stage gives into the state."""
         if turn == len(self._pieces) - 1:
-            state.x = results[0].flatten(0, 1)
+            state.x.copy_(results[0][0])
             return
         q, k, v, *carried = results
         _keep(carried, state.residual)
@@ -143,6 +162,9 @@ class TracedStages(Stages):
         for each in (q, k, v):
             heads[:, first : first + each.shape[1]].copy_(each[0].transpose(0, 1))
             first += each.shape[1]
+
+    def _store(self, state: State, store: Store | None) -> None:
+        """Put keys and values into a cache."""
         if store is not None:
             _, keys, values = self.heads(state)
             in_torch.write_rows(keys, values, store.k_cache, store.v_cache, store.slots)
@@ -168,9 +190,8 @@ class TracedStages(Stages):
             begin = partial(_take, segment, values, out)
 
     def _begin(self, values: dict[str, Any], state: State) -> None:
-        given = state.residual, state.cos[:, 0], state.attention[None]
         values.clear()
-        values.update(zip(INPUTS, given, strict=True))
+        values.update(zip(INPUTS, _given(state), strict=True))
 
     def _end(
         self,
@@ -184,7 +205,9 @@ class TracedStages(Stages):
         begin()
         results = segment.code(*(values[name] for name in segment.takes))
         values.clear()
-        self._hand_on(results, turn, state, store)
+        self._hand_on(results, turn, state)
+        if turn < len(self._pieces) - 1:
+            self._store(state, store)
 
     @property
     def split_matrices(self) -> dict[tuple[int, str], Split]:  # noqa: D102
@@ -201,6 +224,11 @@ class TracedStages(Stages):
     def logits(self, normed: Tensor, out: Tensor) -> Tensor:  # noqa: D102
         scores: Tensor = self._head(normed[None]).flatten(0, 1)
         return scores
+
+
+def _given(state: State) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what a stage's code is called with."""
+    return state.residual, state.cos[:, 0], state.attention[None]
 
 
 class _Rooms:

@@ -17,11 +17,11 @@
 #include "neo_desktop/memory.h"
 #include "neo_desktop/operators.h"
 #include "neo_desktop/packed_experts.h"
-#include "neo_desktop/packed_layer.h"
 #include "neo_desktop/packed_linear.h"
 #include "neo_desktop/paged_attention.h"
 #include "neo_desktop/quantised_pack.h"
 #include "neo_desktop/relay.h"
+#include "neo_desktop/row_program.h"
 #include "neo_desktop/row_store.h"
 #include "neo_desktop/thread_pool.h"
 
@@ -190,25 +190,38 @@ void multiply_quantised(const Tensor& x, const std::vector<Part>& parts, const s
                 isa_from_name(isa));
 }
 
-PackedLayer packed_layer(const Tensor& input_norm, const Matrix& qkv, const std::optional<Tensor>& qk_norm,
-                         const Matrix& output, const Tensor& post_attention_norm, const Matrix& gate_up,
-                         const Matrix& down, float eps) {
-  return {view("input_norm", input_norm),
-          quantised_matrix(qkv),
-          view("qk_norm", qk_norm),
-          quantised_matrix(output),
-          view("post_attention_norm", post_attention_norm),
-          quantised_matrix(gate_up),
-          quantised_matrix(down),
-          eps};
+// Buffers: width, dtype, whether it is given. Steps: what, sources, where to, groups, length, number,
+// weights, matrix.
+using Columns = std::tuple<int64_t, int64_t, int64_t>;
+using Step = std::tuple<int, std::vector<Columns>, Columns, int64_t, int64_t, float, std::vector<Tensor>,
+                        std::optional<Matrix>>;
+
+RowProgram row_program(const std::vector<std::tuple<int64_t, int, bool>>& buffers,
+                       const std::vector<Step>& steps) {
+  const auto columns_of = [](const Columns& columns) {
+    const auto& [buffer, first, stride] = columns;
+    return RowColumns{buffer, first, stride};
+  };
+  std::vector<RowBuffer> of_rows;
+  for (const auto& [width, dtype, is_given] : buffers) {
+    of_rows.push_back({width, static_cast<DType>(dtype), is_given});
+  }
+  std::vector<RowStep> of_program;
+  for (const auto& [op, sources, into, groups, length, number, weights, matrix] : steps) {
+    RowStep step{static_cast<RowOp>(op), {}, columns_of(into), groups, length, number, {}, std::nullopt};
+    for (const Columns& source : sources) step.sources.push_back(columns_of(source));
+    for (const Tensor& weight : weights) step.weights.push_back(view("weights", weight));
+    if (matrix) step.matrix = quantised_matrix(*matrix);
+    of_program.push_back(std::move(step));
+  }
+  return {std::move(of_rows), std::move(of_program)};
 }
 
-LayerState layer_state(const std::array<Tensor, 10>& tensors) {
-  constexpr const char* kNames[] = {"residual", "x",   "qkv",    "rotated", "attention",
-                                    "cos",      "sin", "normed", "gate_up", "gated"};
-  std::array<TensorView, 10> views;
-  for (size_t i = 0; i < views.size(); ++i) views[i] = view(kNames[i], tensors[i]);
-  return {views[0], views[1], views[2], views[3], views[4], views[5], views[6], views[7], views[8], views[9]};
+void run_rows(const RowProgram& program, const std::vector<Tensor>& given, int num_threads,
+              const std::string& isa) {
+  std::vector<TensorView> views;
+  for (const Tensor& tensor : given) views.push_back(view("rows", tensor));
+  program.run(views, num_threads, isa_from_name(isa));
 }
 
 // clamped: alpha, limit
@@ -316,13 +329,8 @@ PYBIND11_MODULE(_native, m) {
   m.def("add_rms_norm", &add_rms_norm_of, without_gil);
   m.def("silu_mul", &silu_mul_of, without_gil);
   m.def("rope", &rope_of, without_gil);
-  py::class_<PackedLayer>(m, "PackedLayer").def(py::init(&packed_layer));
-  py::class_<LayerState>(m, "LayerState").def(py::init(&layer_state));
-  m.def(
-      "advance",
-      [](const PackedLayer* finished, const PackedLayer* begun, const LayerState& state, int num_threads,
-         const std::string& isa) { advance(finished, begun, state, num_threads, isa_from_name(isa)); },
-      without_gil);
+  py::class_<RowProgram>(m, "RowProgram").def(py::init(&row_program));
+  m.def("run_rows", &run_rows, without_gil);
   py::class_<PackedExperts>(m, "PackedExperts").def(py::init(&experts_of));
   m.def("multiply_experts", &multiply_experts_of, without_gil);
   m.def("packed_linear", &multiply_quantised, without_gil);

@@ -5,8 +5,8 @@
 
 #include "neo_desktop/cpu.h"
 #include "neo_desktop/operators.h"
-#include "neo_desktop/packed_layer.h"
 #include "neo_desktop/quantised_pack.h"
+#include "neo_desktop/row_program.h"
 #include "suites.h"
 #include "tensor.h"
 
@@ -67,6 +67,15 @@ Tensor numbers(const char* name, DType dtype, std::vector<int64_t> shape, Random
   return tensor;
 }
 
+// A layer's weights.
+struct LayerWeights {
+  TensorView norm;
+  PackedMatrix qkv;
+  std::optional<TensorView> qk_norm;
+  PackedMatrix output, gate_up, down;
+};
+constexpr float kEps = 1e-5f;
+
 // All that lies between two layers, in tensors of its own.
 struct LayerProblem {
   LayerProblem(DType dtype, int64_t n, int64_t hidden, int64_t heads, int64_t kv_heads, int64_t dim,
@@ -85,11 +94,75 @@ struct LayerProblem {
     rotated.strides = {qkv.view().strides[0], dim, 1};
   }
 
-  LayerState state() const {
-    return {residual.view(), x.view(),   qkv.view(),    rotated,        attention.view(),
-            cos.view(),      sin.view(), normed.view(), gate_up.view(), gated.view()};
-  }
   std::string results() const { return residual.bytes() + x.bytes() + qkv.bytes(); }
+
+  // By single calls.
+  void compute_apart(const LayerWeights& layer, Isa isa) const {
+    const auto multiply = [&](const Tensor& from, const PackedMatrix& matrix, const Tensor& out) {
+      packed_linear(from.view(), matrix.parts, matrix.bias, out.view(), 1, isa);
+    };
+    const auto normalise = [&] {
+      add_rms_norm(x.view(), residual.view(), layer.norm, kEps, normed.view(), 1, isa);
+    };
+    multiply(attention, layer.output, x);
+    normalise();
+    multiply(normed, layer.gate_up, gate_up);
+    silu_mul(gate_up.view(), gated.view(), 1, isa);
+    multiply(gated, layer.down, x);
+    normalise();
+    multiply(normed, layer.qkv, qkv);
+    rope(rotated, cos.view(), sin.view(), layer.qk_norm, kEps, 1, isa);
+  }
+
+  // The same in one.
+  void compute_together(const LayerWeights& layer, int threads, Isa isa) const {
+    const auto width = [](const Tensor& tensor) { return tensor.view().size(1); };
+    const auto given = {&residual, &x, &qkv, &attention, &cos, &sin};
+    std::vector<RowBuffer> buffers;
+    std::vector<TensorView> views;
+    for (const Tensor* each : given) {
+      buffers.push_back({width(*each), each->view().dtype, true});
+      views.push_back(each->view());
+    }
+    for (const Tensor* each : {&normed, &gate_up, &gated}) {
+      buffers.push_back({width(*each), each->view().dtype, false});
+    }
+    enum { kResidual, kX, kQkv, kAttention, kCos, kSin, kNormed, kGateUp, kGated };
+    const auto all = [](int64_t buffer) { return RowColumns{buffer, 0, 0}; };
+    std::vector<RowStep> steps;
+    const auto multiply = [&](int64_t from, const PackedMatrix& matrix, int64_t out) {
+      const int64_t columns = buffers[from].width, rows = buffers[out].width;
+      steps.push_back({RowOp::kMultiply, {all(from)}, all(out), columns, rows, 0, {}, matrix});
+    };
+    const auto normalise = [&] {
+      steps.push_back({RowOp::kAddRmsNorm,
+                       {all(kResidual), all(kX)},
+                       all(kNormed),
+                       1,
+                       width(normed),
+                       kEps,
+                       {layer.norm},
+                       std::nullopt});
+    };
+    multiply(kAttention, layer.output, kX);
+    normalise();
+    multiply(kNormed, layer.gate_up, kGateUp);
+    steps.push_back({RowOp::kSiluMul, {all(kGateUp)}, all(kGated), 1, width(gated), 0, {}, std::nullopt});
+    multiply(kGated, layer.down, kX);
+    normalise();
+    multiply(kNormed, layer.qkv, kQkv);
+    std::vector<TensorView> weights;
+    if (layer.qk_norm) weights.push_back(*layer.qk_norm);
+    steps.push_back({RowOp::kRope,
+                     {all(kCos), all(kSin)},
+                     {kQkv, 0, rotated.size(2)},
+                     rotated.size(1),
+                     rotated.size(2),
+                     kEps,
+                     weights,
+                     std::nullopt});
+    RowProgram(buffers, steps).run(views, threads, isa);
+  }
 
   Tensor residual, x, qkv, attention, cos, sin, normed, gate_up, gated;
   TensorView rotated;
@@ -179,27 +252,10 @@ void test_quantised(Random& random, Report& report) {
   }
 }
 
-// The same by single calls.
-void advance_apart(const PackedLayer& layer, const LayerState& state, Isa isa) {
-  const auto multiply = [&](const TensorView& x, const PackedMatrix& matrix, const TensorView& out) {
-    packed_linear(x, matrix.parts, matrix.bias, out, 1, isa);
-  };
-  const auto normalise = [&](const TensorView& weight) {
-    add_rms_norm(state.x, state.residual, weight, layer.eps, state.normed, 1, isa);
-  };
-  multiply(state.attention, layer.output, state.x);
-  normalise(layer.post_attention_norm);
-  multiply(state.normed, layer.gate_up, state.gate_up);
-  silu_mul(state.gate_up, state.gated, 1, isa);
-  multiply(state.gated, layer.down, state.x);
-  normalise(layer.input_norm);
-  multiply(state.normed, layer.qkv, state.qkv);
-  rope(state.rotated, state.cos, state.sin, layer.qk_norm, layer.eps, 1, isa);
-}
-
 void test_quantised_layer(Random& random, Report& report) {
   const DType dtype = random.pick({DType::kFloat32, DType::kFloat16, DType::kBFloat16});
-  const int64_t n = random.between(1, 20), hidden = 256, intermediate = 256, dim = 32;
+  const int64_t n = random.chance(0.9) ? random.between(1, 20) : random.between(1000, 1100), hidden = 256,
+                intermediate = 256, dim = 32;
   const int64_t heads = 8, kv_heads = random.pick({1, 2, 4});
   std::vector<Part> parts;
   const auto matrix = [&](int64_t rows) {
@@ -210,20 +266,22 @@ void test_quantised_layer(Random& random, Report& report) {
   const Tensor norm = numbers("norm", dtype, {hidden}, random);
   const Tensor qk_norm = numbers("qk_norm", dtype, {heads + kv_heads, dim}, random);
   const Tensor bias = numbers("bias", dtype, {(heads + 2 * kv_heads) * dim}, random);
-  PackedLayer layer{norm.view(),    matrix((heads + 2 * kv_heads) * dim),
-                    std::nullopt,   matrix(hidden),
-                    norm.view(),    matrix(2 * intermediate),
-                    matrix(hidden), 1e-5f};
+  LayerWeights layer{norm.view(),
+                     matrix((heads + 2 * kv_heads) * dim),
+                     std::nullopt,
+                     matrix(hidden),
+                     matrix(2 * intermediate),
+                     matrix(hidden)};
   if (random.chance(0.5)) layer.qk_norm = qk_norm.view();
   if (random.chance(0.5)) layer.qkv.bias = bias.view();
   const Random same = random;
   for (const Isa isa : available_isas()) {
     report.describe(std::string(isa_name(isa)) + "; " + std::to_string(n) + " rows of " + dtype_text(dtype));
     const LayerProblem apart(dtype, n, hidden, heads, kv_heads, dim, intermediate, same);
-    advance_apart(layer, apart.state(), isa);
+    apart.compute_apart(layer, isa);
     for (const int threads : {1, 3}) {
       const LayerProblem together(dtype, n, hidden, heads, kv_heads, dim, intermediate, same);
-      advance(&layer, &layer, together.state(), threads, isa);
+      together.compute_together(layer, threads, isa);
       if (together.results() != apart.results()) report.fail("not the bits of single calls");
     }
   }

@@ -75,7 +75,13 @@ struct Bf16Kernels {
   int64_t (*multiply_adds)(int64_t rounds, float* kept);
 };
 
-// A row's share of the operators in operators.h, indexed by DType; any length.
+// Of a row's numbers one by one, in the order of RowOp.
+enum class Unary { kSilu, kSigmoid, kTanh, kRelu, kGelu, kGeluTanh };
+constexpr int kUnaries = static_cast<int>(Unary::kGeluTanh) + 1;
+enum class Binary { kAdd, kSubtract, kTimes };
+constexpr int kBinaries = static_cast<int>(Binary::kTimes) + 1;
+
+// A row's share of the operators in operators.h and row_program.h, indexed by DType; any length.
 struct RowOperators {
   void (*add_rms_norm[kFloatTypes])(const void* x, void* residual, const void* weight, void* out, int length,
                                     float eps);
@@ -85,6 +91,18 @@ struct RowOperators {
   // norm may be null.
   void (*rope[kFloatTypes])(void* heads, int count, int dim, const float* cos, const float* sin,
                             const void* norm, float eps);
+  // Rounded to the dtype before it is multiplied with weights of it; or not, with weights of fp32.
+  void (*rms_norm[kFloatTypes])(const void* x, const void* weight, void* out, int length, float eps);
+  void (*wide_rms_norm[kFloatTypes])(const void* x, const void* weight, void* out, int length, float eps);
+  // bias may be null.
+  void (*layer_norm[kFloatTypes])(const void* x, const void* weight, const void* bias, void* out, int length,
+                                  float eps);
+  // By the dtype that is written, then the one that is read.
+  void (*convert[kFloatTypes][kFloatTypes])(const void* source, void* target, int length);
+  void (*unary[kUnaries][kFloatTypes])(const void* x, void* out, int length);
+  void (*binary[kBinaries][kFloatTypes])(const void* a, const void* b, void* out, int length);
+  // x * factor + addend
+  void (*scale[kFloatTypes])(const void* x, void* out, int length, float factor, float addend);
 };
 
 // Products with rows of plain numbers, packed in tiles of 16: [columns, 16], in bf16 [columns / 2, 16, 2].

@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-#include "neo_desktop/packed_layer.h"
+#include "neo_desktop/packed_linear.h"
 
 namespace neo_desktop {
 

@@ -11,9 +11,7 @@ puts them; `bind_threads(True)` says whether the system lets them be bound.
 """
 
 from neo_desktop.native._native import (
-    LayerState,
     PackedExperts,
-    PackedLayer,
     available_isas,
     bind_threads,
     cpu_features,
@@ -23,6 +21,7 @@ from neo_desktop.native._native import (
     set_default_num_threads,
 )
 from neo_desktop.native.arguments import (
+    View,
     default_isa,
     follow_isa,
     view_of,
@@ -50,26 +49,31 @@ from neo_desktop.native.packed import (
     DENSE_TYPES,
     STORED_TYPES,
     Matrix,
-    advance,
-    layer_state,
     multiply_experts,
     pack_quantised,
     packed_bytes,
     packed_experts,
-    packed_layer,
     packed_linear,
     unpack_quantised,
+)
+from neo_desktop.native.row_program import (
+    Buffer,
+    Columns,
+    RowProgram,
+    Step,
 )
 
 __all__ = [
     "DENSE_TYPES",
     "STORED_TYPES",
-    "LayerState",
+    "Buffer",
+    "Columns",
     "Matrix",
     "PackedExperts",
-    "PackedLayer",
+    "RowProgram",
+    "Step",
+    "View",
     "add_rms_norm",
-    "advance",
     "advise_huge_pages",
     "available_isas",
     "bind_threads",
@@ -80,14 +84,12 @@ __all__ = [
     "fma_rate",
     "follow_isa",
     "interleave_numa_nodes",
-    "layer_state",
     "multiply_experts",
     "num_threads_beside_gpu",
     "num_usable_cpus",
     "pack_quantised",
     "packed_bytes",
     "packed_experts",
-    "packed_layer",
     "packed_linear",
     "paged_attention_decode",
     "paged_kv_read",

@@ -87,31 +87,28 @@ def rope(
     /,
 ) -> None: ...
 
-class PackedLayer:
+Columns = tuple[int, int, int]
+
+class RowProgram:
     def __init__(
         self,
-        input_norm: Tensor,
-        qkv: Matrix,
-        qk_norm: Tensor | None,
-        output: Matrix,
-        post_attention_norm: Tensor,
-        gate_up: Matrix,
-        down: Matrix,
-        eps: float,
+        buffers: Sequence[tuple[int, int, bool]],
+        steps: Sequence[
+            tuple[
+                int,
+                Sequence[Columns],
+                Columns,
+                int,
+                int,
+                float,
+                Sequence[Tensor],
+                Matrix | None,
+            ]
+        ],
         /,
     ) -> None: ...
 
-class LayerState:
-    def __init__(self, tensors: Sequence[Tensor], /) -> None: ...
-
-def advance(
-    finished: PackedLayer | None,
-    begun: PackedLayer | None,
-    state: LayerState,
-    num_threads: int,
-    isa: str,
-    /,
-) -> None: ...
+def run_rows(program: RowProgram, given: Sequence[Tensor], num_threads: int, isa: str, /) -> None: ...
 
 class PackedExperts:
     def __init__(

@@ -1,11 +1,11 @@
-"""Products with weights in tiles, quantised or not, and whole layers of them."""
+"""Products with weights in tiles, quantised or not."""
 
 from collections.abc import Sequence
 
 import torch
 
 from neo_desktop.native import _native
-from neo_desktop.native._native import LayerState, PackedExperts, PackedLayer
+from neo_desktop.native._native import PackedExperts
 from neo_desktop.native.arguments import View, check_contiguous, default_isa, view_of
 
 STORED_TYPES = (
@@ -61,99 +61,10 @@ Matrix = tuple[Sequence[tuple[int, int, int, int]], torch.Tensor | None]
 """Parts and bias, see `packed_linear`."""
 
 
-def packed_layer(
-    input_norm: torch.Tensor,
-    qkv: Matrix,
-    qk_norm: torch.Tensor | None,
-    output: Matrix,
-    post_attention_norm: torch.Tensor,
-    gate_up: Matrix,
-    down: Matrix,
-    eps: float,
-) -> PackedLayer:
-    """Return what `advance` takes for a decoder's layer; it owns none of the memory.
-
-    Args:
-        input_norm: [hidden], of the model's dtype; post_attention_norm likewise.
-        qkv: the product that gives queries, keys and values.
-        qk_norm: [heads of queries and keys, head_dim], or None.
-        output: what follows the attention.
-        post_attention_norm: see input_norm.
-        gate_up: gates, then ups.
-        down: of the feed-forward network.
-        eps: of the norms.
-    """
-
-    return PackedLayer(
-        view_of("input_norm", input_norm),
-        _seen(qkv),
-        None if qk_norm is None else view_of("qk_norm", qk_norm),
-        _seen(output),
-        view_of("post_attention_norm", post_attention_norm),
-        _seen(gate_up),
-        _seen(down),
-        eps,
-    )
-
-
-def _seen(matrix: Matrix) -> tuple[Sequence[tuple[int, int, int, int]], View | None]:
+def seen_matrix(matrix: Matrix) -> tuple[Sequence[tuple[int, int, int, int]], View | None]:
+    """Return a matrix as the native functions see it."""
     parts, bias = matrix
     return parts, None if bias is None else view_of("bias", bias)
-
-
-def layer_state(
-    residual: torch.Tensor,
-    x: torch.Tensor,
-    qkv: torch.Tensor,
-    rotated: torch.Tensor,
-    attention: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    normed: torch.Tensor,
-    gate_up: torch.Tensor,
-    gated: torch.Tensor,
-) -> LayerState:
-    """Return what layers hand on, as `advance` takes it; it owns none of the memory.
-
-    Args:
-        residual: [n, hidden], of the model's dtype, as all but cos and sin.
-        x: [n, hidden]: what is to be added to it.
-        qkv: [n, all heads * head_dim]
-        rotated: [n, heads of queries and keys, head_dim]: part of qkv.
-        attention: [n, heads * head_dim]: its output.
-        cos: [n, head_dim] fp32, see `rope`; sin likewise.
-        sin: see cos.
-        normed: [n, hidden], with any content, likewise the others.
-        gate_up: [n, 2 * intermediate]
-        gated: [n, intermediate]
-    """
-    tensors = (residual, x, qkv, rotated, attention, cos, sin, normed, gate_up, gated)
-    return LayerState([view_of("a layer's tensor", tensor) for tensor in tensors])
-
-
-def advance(
-    finished: PackedLayer | None,
-    begun: PackedLayer | None,
-    state: LayerState,
-    num_threads: int = 0,
-    *,
-    isa: str | None = None,
-) -> None:
-    """Compute what follows the attention of layer `finished`, then what precedes that of layer `begun`.
-
-    Threads are woken once. The numbers are those of `packed_linear`, `add_rms_norm`, `silu_mul`, `rope`.
-
-    Args:
-        finished: None: nothing.
-        begun: None: nothing; else up to rotated queries and keys, with nothing stored.
-        state: what layers hand on; meant for few rows.
-        num_threads: 0 means `default_num_threads()`.
-        isa: as in `paged_attention_decode`.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit together; nothing was written.
-    """
-    _native.advance(finished, begun, state, num_threads, isa or default_isa())
 
 
 def packed_experts(
@@ -173,7 +84,7 @@ def packed_experts(
         ValueError: an expert's rows are no multiple of 16, or lie in two parts; or alpha or limit is not
             above 0.
     """
-    return PackedExperts(count, _seen(gate), _seen(up), _seen(down), clamped)
+    return PackedExperts(count, seen_matrix(gate), seen_matrix(up), seen_matrix(down), clamped)
 
 
 def multiply_experts(

@@ -1,0 +1,130 @@
+"""Stages of transformers' code as programs of rows: which are, and that they compute what the code does."""
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from traced_models import FAMILIES, save
+
+from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.registry import load_model
+from neo_desktop.models.stages import Scratch, State
+from neo_desktop.models.traced import stages as traced_stages
+from neo_desktop.models.traced.config import read_traced
+from neo_desktop.models.traced.places import NotRowsError, Value, grouped, moves_of, of_row, row_dim
+from neo_desktop.models.traced.stages import TracedStages
+
+CPU = torch.device("cpu")
+WHOLLY = (
+    "opt", "gemma2", "gemma3", "phi3", "olmo2", "granite", "stablelm", "stablelm-parallel", "gpt-neox",
+    "starcoder2",
+)  # fmt: skip
+OF_CODE = "falcon", "cohere2", "deepseek-v3"  # whose layers have what is no step
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("lowered")
+
+
+def stages_of(folder: Path, family: str, dtype: torch.dtype = torch.float32) -> TracedStages:
+    path = folder / family
+    if not path.exists():
+        save(path, *FAMILIES.get(family, (family, {})))
+    return TracedStages(load_model(open_checkpoint(path), read_traced(path), dtype=dtype, device=CPU))
+
+
+def results(stages: TracedStages, rows: int) -> list[Tensor]:
+    """Return what all stages of an iteration leave; the attention's output is random."""
+    config, dtype = stages.config, stages.decoder.dtype
+    state = State.empty(config, rows, dtype, CPU, Scratch.empty(config, rows, dtype, CPU))
+    ids = torch.arange(rows) % config.vocab_size
+    found = []
+    state.residual.zero_()  # not all of it need be used
+    stages.embed(ids, ids % 200, state)
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(config.num_layers + 1):
+        state.attention.copy_(torch.randn(state.attention.shape, generator=generator))
+        is_last = layer == config.num_layers
+        stages.advance(layer - 1 if layer else None, None if is_last else layer, state)
+        found += [state.x.clone()] if is_last else [state.residual.clone(), state.qkv.clone()]
+    return found
+
+
+@pytest.mark.parametrize("family", [*WHOLLY, "llama", "qwen3"])
+def test_programs_compute_what_the_code_does(folder: Path, family: str) -> None:
+    """Few rows, those of several products' chunks, and more than are computed at once."""
+    for dtype, bound in ((torch.float32, 2e-5), (torch.bfloat16, 0.03)):
+        stages = stages_of(folder, family, dtype)
+        assert sorted(stages._programs) == [0, 1, 2, 3]
+        by_program = {rows: results(stages, rows) for rows in (1, 33, 1100)}
+        stages._programs.clear()
+        for rows, found in by_program.items():
+            for ours, theirs in zip(found, results(stages, rows), strict=True):
+                off = torch.linalg.vector_norm(ours.double() - theirs.double())
+                assert off <= bound * torch.linalg.vector_norm(theirs.double())
+
+
+@pytest.mark.parametrize("family", OF_CODE)
+def test_what_is_no_step_is_computed_by_the_code(folder: Path, family: str) -> None:
+    stages = stages_of(folder, family)
+    assert len(stages._programs) < len(stages._pieces)
+    assert all(each.isfinite().all() for each in results(stages, 3))
+
+
+def test_a_program_that_computes_something_else_is_not_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = results(stages_of(folder, "llama"), 4)
+    right = traced_stages.lowered
+
+    class Wrong:
+        def __init__(self, *given: object) -> None:
+            self._program = right(*given)
+
+        def run(self, given: list[Any]) -> None:
+            self._program.run(given)
+            _seen(given[2]).zero_()
+
+    monkeypatch.setattr(traced_stages, "lowered", Wrong)
+    found = results(stages_of(folder, "llama"), 4)
+    assert "slower" in caplog.text
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def _seen(view: Any) -> Tensor:
+    """Return the float32 numbers of what a native function is given."""
+    address, _, shape, _ = view
+    count = torch.Size(shape).numel()
+    return torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
+
+
+def test_addresses_follow_views_and_slices() -> None:
+    """Heads of a product, a part of each of them, put beside each other the other way round."""
+    qkv = Value.new(3, (1, 48), 1, torch.float32, 0)
+    heads = qkv.at.narrow(-1, 0, 32).reshape(1, 5, 2, 16).transpose(1, 2)
+    assert row_dim(heads) == 2
+    columns = grouped(of_row(heads[..., 4:12]), 8)
+    assert columns == (3, 4, 16)
+    turned = torch.cat((heads[..., 8:], heads[..., :8]), dim=-1)
+    buffer = torch.arange(32)
+    moved = torch.full((32,), -1)
+    for move in moves_of(of_row(turned)):
+        assert move.source.buffer == 3
+        for group in range(move.groups):
+            at = move.source.first + group * move.source.stride
+            moved[move.first + group * move.stride :][: move.length] = buffer[at : at + move.length]
+    expected = buffer.view(2, 16)
+    assert moved.tolist() == torch.cat((expected[:, 8:], expected[:, :8]), 1).flatten().tolist()
+
+
+def test_rows_that_meet_are_refused() -> None:
+    x = Value.new(0, (4,), 0, torch.float32, 0)
+    with pytest.raises(NotRowsError):
+        of_row(x.at.flip(0))
+    with pytest.raises(NotRowsError):
+        row_dim(x.at.reshape(-1))
