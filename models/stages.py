@@ -214,7 +214,7 @@ class Stages:
 
     @property
     def writes_in_place(self) -> bool:
-        """Whether all results lie in the memory that was given, as CUDA graphs need it."""
+        """Whether all that stages hand on lies in the memory that was given, as CUDA graphs need it."""
         return all(linear.writes_in_place for linear in self.decoder.linears())
 
     @property

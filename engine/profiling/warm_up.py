@@ -123,6 +123,8 @@ def _carry_out(decoder: Decoder, places: Sequence[Place], limits: SchedulerLimit
     try:
         for plan in _largest_plans(places, limits, decoder.config.max_context_tokens):
             executor.execute(plan)
+            if isinstance(decoder, TracedDecoder):  # its graphs keep memory for tensors that its code makes
+                executor.execute(plan)
     finally:
         executor.close()
 

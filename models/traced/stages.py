@@ -125,8 +125,8 @@ class TracedStages(Stages):
 
     @property
     def writes_in_place(self) -> bool:
-        """Code of others makes tensors of its own."""
-        return False
+        """What the code itself makes lies in a graph's own memory; between products that are split it may not."""
+        return not self.decoder.has_splits
 
     def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:  # noqa: D102
         values = self._embed(token_ids[None].long(), positions[None].long())
@@ -222,8 +222,7 @@ class TracedStages(Stages):
         out.copy_(state.x)
 
     def logits(self, normed: Tensor, out: Tensor) -> Tensor:  # noqa: D102
-        scores: Tensor = self._head(normed[None]).flatten(0, 1)
-        return scores
+        return out.copy_(self._head(normed[None])[0])  # where graphs leave it, and others look for it
 
 
 def _given(state: State) -> tuple[Tensor, Tensor, Tensor]:

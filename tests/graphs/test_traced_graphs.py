@@ -1,0 +1,65 @@
+"""Stages of transformers' code in graphs: on imitated streams, and on a GPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from graph_case import BLOCK_SIZE, make_executor
+from imitated_streams import ImitatedBackend
+from pipeline_case import RandomIterations, check_result, make_storage
+from traced_models import FAMILIES, save
+
+from neo_desktop.engine.cuda.streams import WholeDevice
+from neo_desktop.engine.execute.build import build_executor
+from neo_desktop.engine.placement import PLACES
+from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.linear.dense import Dense
+from neo_desktop.models.registry import load_model, stages_of
+from neo_desktop.models.traced.config import read_traced
+
+PLAIN = Dense(uses_tiles=False)
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3", "gpt-neox", "stablelm-parallel", "olmoe"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp(request.param), *FAMILIES.get(request.param, (request.param, {})))
+
+
+def model_in(folder: Path, device: str) -> Decoder:
+    config = read_traced(folder)
+    of = {"dtype": torch.float32, "device": torch.device(device), "form": PLAIN}
+    model = load_model(open_checkpoint(folder), config, **of)
+    if device == "cpu":
+        stages_of(model, None)  # by torch's operators, also where a GPU's are asked for later
+    return model
+
+
+def test_random_plans_in_graphs_on_streams_of_any_order(folder: Path) -> None:
+    model, backend = model_in(folder, "cpu"), ImitatedBackend(1, num_queues=2)
+    executor, _ = make_executor(model, backend=backend)
+    iterations, graphs = RandomIterations(1, block_size=BLOCK_SIZE), 0
+    for plan, context in iterations.plans(16):
+        result = executor.execute(plan)
+        check_result(model, plan, context, result)
+        backend.check_flags()
+        graphs += backend.was_graph
+        iterations.take_in(result)
+    assert graphs
+    executor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_graphs_give_the_tokens_of_the_code(folder: Path) -> None:
+    """What code makes lies in memory that graphs share: each must find its own when it runs again."""
+    model, on_cpu = model_in(folder, "cuda"), model_in(folder, "cpu")
+    storage = make_storage(model, dict.fromkeys(PLACES, 24), BLOCK_SIZE)
+    executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
+    iterations = RandomIterations(1, block_size=BLOCK_SIZE)
+    for plan, context in iterations.plans(16):
+        result = executor.execute(plan)
+        check_result(on_cpu, plan, context, result, tolerance=2e-3)
+        iterations.take_in(result)
+    assert executor._backend.has_graphs
+    executor.close()
