@@ -258,8 +258,8 @@ class EngineOptions:
             flag="--max-token-ms",
             metavar="MS",
             least=0,
-            help="CPU decodes may take as long as this per token, as predicted, where going at their own "
-            "pace brings more tokens per second in all; 0: they never do.",
+            help="Decodes of the CPU and of workers may take as long as this per token, as predicted, where "
+            "going at their own pace brings more tokens per second in all; 0: they never do.",
         ),
     ] = MAX_TOKEN_MS
 

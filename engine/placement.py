@@ -45,6 +45,11 @@ class Place(_Place):
         return self.host_attends and not self.is_remote
 
     @property
+    def is_worker(self) -> bool:
+        """Whether an attention worker attends, at the other end of a network."""
+        return self.is_remote and self.in_host_memory
+
+    @property
     def through_host(self) -> bool:
         """Whether q, k, v and the output of its decodes go through host memory."""
         return self.host_attends and self.in_host_memory

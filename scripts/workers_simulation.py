@@ -17,7 +17,7 @@ import torch
 
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.predict.cost_model import NOTHING, TableCostModel
+from neo_desktop.engine.predict.cost_model import TableCostModel
 from neo_desktop.engine.predict.estimate import Decodes, Load, iteration_ms
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -26,9 +26,11 @@ from neo_desktop.engine.simulation.machine import GIB, TFLOPS
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.engine.simulation.simulator import simulate
 from neo_desktop.engine.simulation.workers import (
+    WORKERS,
     Link,
     SteadyLoad,
     Workers,
+    in_turn,
     with_workers,
     workers_wanted,
 )
@@ -94,15 +96,15 @@ def scaling(model: str, link: Link, sequences: int, length: int, *, ahead: bool 
 
     def cost(count: int) -> TableCostModel:
         found = cost_of(base, model, count, link)
-        return found if ahead else replace(found, way=NOTHING, sending=NOTHING)
+        return found if ahead else in_turn(found)
 
     return Scaling(
         [
             simulate(
                 requests,
-                POLICIES["fastdecode"],
+                POLICIES["fastdecode"].with_places([WORKERS]),
                 cost(count),
-                budget.num_blocks(),
+                budget.num_blocks(WORKERS),
                 BLOCK_SIZE,
                 LIMITS,
             ).output_tokens_per_s
@@ -121,7 +123,7 @@ def steady(model: str, link: Link, sequences: int, length: int) -> Scaling:
         rows + prompts,
         rows,
         prompts * base.prefill_attention_ms(16, 0) / 16,
-        {Place.HOST: Decodes(rows, round(rows * load.context_tokens))},
+        {WORKERS: Decodes(rows, round(rows * load.context_tokens))},
     )
     costs = (cost_of(base, model, count, link) for count in COUNTS)
     return Scaling([2 * rows / iteration_ms(cost, half, half) * 1e3 for cost in costs])
@@ -182,8 +184,9 @@ def print_sizing() -> None:
         base = analytic_cost_model(gpu, host, config, DTYPE)
         budget = kv_budget(gpu, host, config, DTYPE, limits)
 
-        def rate(policy: str, cost: TableCostModel, budget: KVBudget) -> float:
-            result = simulate(requests, POLICIES[policy], cost, budget.num_blocks(), BLOCK_SIZE, limits)
+        def rate(policy: str, cost: TableCostModel, budget: KVBudget, workers: Place | None = None) -> float:
+            where = POLICIES[policy].with_places([] if workers is None else [workers])
+            result = simulate(requests, where, cost, budget.num_blocks(workers), BLOCK_SIZE, limits)
             return result.output_tokens_per_s
 
         alone, own = rate("gpu-only", base, budget), rate("auto", base, budget)
@@ -197,7 +200,7 @@ def print_sizing() -> None:
                     workers = Workers(wanted, kind, link)
                     tokens = workers.kv_tokens(config, DTYPE)
                     cost = with_workers(base, workers, config, DTYPE)
-                    found = rate("auto", cost, KVBudget(budget.gpu_tokens, tokens))
+                    found = rate("auto", cost, KVBudget(budget.gpu_tokens, tokens), WORKERS)
                     gain = found / alone / (1 + price * wanted)
                     shown = f"{wanted} | {alone:,.0f} | {own:,.0f} | {found:,.0f} | {gain:.2f}"
                 print(f"| {gpu.title} | {model} | {kind_name} | {link_name} | {shown} |", flush=True)

@@ -11,6 +11,7 @@ from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.engine.simulation.bound import Bound, Room
 from neo_desktop.engine.simulation.reality import Mismatch
 from neo_desktop.engine.simulation.simulator import simulate
+from neo_desktop.engine.simulation.workers import WORKERS
 from neo_desktop.engine.simulation.workload import WorkloadRequest, load_trace, synthetic, with_rate
 
 # As a chat in the middle of a conversation: the Azure conversation trace has 1,155 tokens in and 211 out.
@@ -44,14 +45,18 @@ def run_simulation(options: SimulationOptions, progress: Progress) -> Simulation
             progress((index + done / total) / len(names), name)
 
         budget = where.budget
-        if POLICIES[name].swaps:
+        # Workers attend in place of the host, whose memory nobody counts: nothing is swapped.
+        if POLICIES[name].swaps and where.fleet is None:
             budget = budget.swapping(where.cost, limits)
         most_attended = max(most_attended, budget.gpu_tokens + budget.swapped_tokens)
+        policy, workers = POLICIES[name], None if where.fleet is None else WORKERS
+        if workers is not None and any(place.cpu_attends for place in policy.places):
+            policy = policy.with_places([workers])
         results[name] = simulate(
             requests,
-            POLICIES[name],
+            policy,
             where.cost,
-            budget.num_blocks(),
+            budget.num_blocks(workers),
             BLOCK_SIZE,
             limits,
             max_context_tokens=context,

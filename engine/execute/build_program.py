@@ -250,8 +250,10 @@ class ProgramBuilder:
         tables = padded_block_tables([NO_BLOCKS if s is None else s.block_table for s in everybody])
         lens = torch.tensor([0 if s is None else s.context_len for s in everybody], dtype=torch.int32)
         batches = []
-        # All places, since graphs that are the same raise the same flags.
+        # All places, since graphs that are the same raise the same flags. An empty CPU-cache stays so.
         for place, flags in kept.flags.items():
+            if place.cpu_attends and not self._storage[place].num_blocks:
+                continue
             is_here = torch.tensor([s is not None and s.place == place for s in everybody])
             batches.append(
                 HostBatch(

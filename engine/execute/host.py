@@ -72,6 +72,11 @@ class HostBatch(HostWork):
         return self.context_lens.dim() > 1
 
     @property
+    def is_waited_for(self) -> bool:
+        """Whether the wait for its output is somebody's work: at their own pace it is the network's."""
+        return self.pool.worker is None or not self.is_staggered
+
+    @property
     def flags(self) -> Tensor:
         """See `native.relay.empty_flags`."""
         return self.hand_over.flags

@@ -372,7 +372,8 @@ class PlanExecutor(Executor):
                 relays.finish(self._timeline)
             if self._losses is not None:
                 self._losses.check(plan)
-            attention_ns = sum(each.busy_ns for each in on_host if isinstance(each, HostBatch))
+            batches = [each for each in on_host if isinstance(each, HostBatch) and each.is_waited_for]
+            attention_ns = sum(each.busy_ns for each in batches)
             if self._is_closed:
                 raise RuntimeError("the executor was closed in the middle of an iteration")
             now_ns = time.perf_counter_ns()

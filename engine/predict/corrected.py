@@ -74,9 +74,10 @@ class CorrectedCostModel:
         """See `CostModel`: most of it is the device's work, and launching it."""
         return self._base.hand_off_ms(requests) * self.device_factor
 
-    def way_ms(self, requests: int) -> Way:
-        """See `CostModel`: a part of that."""
-        return Way(*(ms * self.device_factor for ms in self._base.way_ms(requests)))
+    def way_ms(self, place: Place, requests: int) -> Way:
+        """See `CostModel`: what an iteration measures of workers has it in it."""
+        way = self._base.way_ms(place, requests)
+        return Way(*(ms * self.host_factor for ms in way))
 
     def transfer_ms(self, tokens: int) -> float:
         """See `CostModel`."""

@@ -3,9 +3,10 @@
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
 
 from neo_desktop.engine.placement import PLACES, Place
@@ -25,7 +26,10 @@ UNSHARED = MemoryShares()
 
 
 class Way(NamedTuple):
-    """What rows take to workers, and the output back, in ms. Meanwhile others are attended for."""
+    """What rows take over a network to a worker, and the output back, in ms.
+
+    The worker attends for others meanwhile, and rows of others are on their way, too.
+    """
 
     all: float
     sending: float  # part of it: others' rows cannot be sent beside it
@@ -68,10 +72,10 @@ class CostModel(Protocol):
         """
 
     def hand_off_ms(self, requests: int) -> float:
-        """What bringing q, k, v to the host and the attention output back takes."""
+        """What bringing q, k, v to the host and the attention output back takes; not over a network."""
 
-    def way_ms(self, requests: int) -> Way:
-        """What of that is the way to workers and back; known in simulations alone."""
+    def way_ms(self, place: Place, requests: int) -> Way:
+        """What the network to a place takes for these decodes, and back; nothing where there is none."""
 
     def transfer_ms(self, tokens: int) -> float:
         """T_x: the KV of this many tokens over the bus, one way, by rows: it lies differently there."""
@@ -120,7 +124,7 @@ class ZeroCostModel:
         """Return 0."""
         return 0.0
 
-    def way_ms(self, requests: int) -> Way:
+    def way_ms(self, place: Place, requests: int) -> Way:
         """Return 0."""
         return NO_WAY
 
@@ -243,6 +247,17 @@ NOTHING = Curve((1,), (0,))
 
 
 @dataclass(frozen=True)
+class Network:
+    """What the way to a worker and back takes, over requests; see `Way`."""
+
+    all: Curve
+    sending: Curve
+
+
+NO_NETWORKS: Mapping[Place, Network] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
 class TableCostModel:
     """Interpolates in measured tables; see `Curve` and `Surface` for what happens outside them.
 
@@ -263,18 +278,21 @@ class TableCostModel:
     later_chunk_attention: Surface
     attention: Mapping[Place, Surface]
     host_linear: Curve = NOTHING
-    way: Curve = NOTHING  # part of the hand-off
-    sending: Curve = NOTHING  # part of the way
     swap: Curve = NOTHING
     duplex: float = 1.0
     memory_shares: MemoryShares = UNSHARED
     # How split matrices, and experts in host memory, were divided when this was measured.
     streamed_shares: StreamedShares = UNMEASURED
     streamed_experts: StreamedShares = UNMEASURED
+    # Of workers. Not part of the JSON form: like their attention, it is measured at each start.
+    networks: Mapping[Place, Network] = field(default_factory=dict)
 
-    def with_attention(self, more: Mapping[Place, Surface]) -> Self:
-        """Return the model with further places."""
-        return replace(self, attention={**self.attention, **more})
+    def with_attention(
+        self, more: Mapping[Place, Surface], networks: Mapping[Place, Network] = NO_NETWORKS
+    ) -> Self:
+        """Return the model with further places, and what the network to them takes."""
+        attention = {**self.attention, **more}
+        return replace(self, attention=attention, networks={**self.networks, **networks})
 
     def linear_ms(self, tokens: int) -> float:
         """See `CostModel`."""
@@ -300,9 +318,10 @@ class TableCostModel:
         """See `CostModel`."""
         return self.hand_off(requests)
 
-    def way_ms(self, requests: int) -> Way:
+    def way_ms(self, place: Place, requests: int) -> Way:
         """See `CostModel`."""
-        return Way(self.way(requests), self.sending(requests))
+        network = self.networks.get(place)
+        return NO_WAY if network is None else Way(network.all(requests), network.sending(requests))
 
     def transfer_ms(self, tokens: int) -> float:
         """See `CostModel`."""
@@ -319,7 +338,7 @@ class TableCostModel:
     def to_json(self) -> dict[str, Any]:
         """Return plain data that `from_json` understands."""
         data: dict[str, Any] = {"version": FILE_VERSION}
-        for each in fields(self):
+        for each in _saved_fields():
             value = getattr(self, each.name)
             if isinstance(value, Curve):
                 value = {"x": value.x, "ms": value.ms}
@@ -364,7 +383,9 @@ class TableCostModel:
         try:
             if missing := places.keys() - data["attention"].keys():
                 raise KeyError(*missing)
-            return cls(**{f.name: makers.get(f.type, lambda value: value)(data[f.name]) for f in fields(cls)})
+            return cls(
+                **{f.name: makers.get(f.type, lambda value: value)(data[f.name]) for f in _saved_fields()}
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"these cost tables are damaged: {error!r}") from None
 
@@ -376,3 +397,8 @@ class TableCostModel:
     def load(cls, path: Path) -> Self:
         """Read tables from a file; see `from_json`."""
         return cls.from_json(json.loads(path.read_text(encoding="utf-8")))
+
+
+def _saved_fields() -> "list[Field[Any]]":
+    """Return what is part of the JSON form."""
+    return [each for each in fields(TableCostModel) if each.name != "networks"]

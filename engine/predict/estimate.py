@@ -22,8 +22,9 @@ Where a part of the weights lies in host memory, the host multiplies in the line
 order: its attention for one sub-batch, and then its products for the other.
 
 Decodes at their own pace (`schedule.cohorts`) stand at all layers. Their rows join the linear stages of
-sub-batch 0, and the host attends for those of layer l once it has attended for sub-batch 0: nobody waits for
-that within the iteration, but what takes longer than the host has time delays its other work.
+sub-batch 0, and the host or a worker attends for those of layer l once it has attended for sub-batch 0:
+nobody waits for that within the iteration, but what takes longer than it has time delays its other work. The
+way to a worker and back takes none of its time; only the end of the iteration waits for the last layer's.
 
 Decodes whose KV is swapped are the device's, and all their KV of a layer crosses the bus while it computes
 the layers before; what is new of it leaves meanwhile, which may slow both. So do prompts' KV for host memory,
@@ -38,7 +39,7 @@ from typing import NamedTuple
 
 from neo_desktop.engine.batch import IterationTiming
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.predict.cost_model import NO_WAY, CostModel, Way
+from neo_desktop.engine.predict.cost_model import CostModel
 
 
 class Decodes(NamedTuple):
@@ -106,19 +107,54 @@ def device_attention_ms(cost: CostModel, load: Load) -> float:
     return ms
 
 
-def host_ms(cost: CostModel, decodes: Mapping[Place, Decodes]) -> float:
-    """T_ca of one layer, with the way there and back; of those that the host or workers attend for."""
-    ms, requests, worker_ms = 0.0, 0, 0.0
+class OnHost(NamedTuple):
+    """What decodes that leave the device take in a layer, in ms."""
+
+    all: float = 0.0  # from their rows to their output: `host_ms`
+    cpu: float = 0.0  # of it, while the CPU can do nothing else
+    away: float = 0.0  # likewise a worker: the one that is busy longest
+    sending: float = 0.0  # likewise the network
+
+
+NOT_ON_HOST = OnHost()
+
+
+def times_on_host(cost: CostModel, decodes: Mapping[Place, Decodes]) -> OnHost:
+    """Return what decodes of a sub-batch take whoever attends, of all but the device.
+
+    The CPU, workers and a second GPU attend beside each other.
+    """
+    cpu_ms = workers_ms = others_ms = longest_ms = sending_ms = 0.0
+    requests, of_cpu = 0, False
     for place, (here, context_tokens) in decodes.items():
         if not place.host_attends:
             continue
         requests += here
         here_ms = cost.attention_ms(place, here, context_tokens)
-        if place.is_remote:  # beside the CPU, and beside each other
-            worker_ms = max(worker_ms, here_ms)
+        if not place.is_remote:
+            cpu_ms += here_ms
+            of_cpu = True
+        elif place.is_worker:
+            way = cost.way_ms(place, here)
+            workers_ms = max(workers_ms, here_ms)
+            longest_ms = max(longest_ms, here_ms + way.all)
+            sending_ms += way.sending  # all over the one network of this computer
         else:
-            ms += here_ms
-    return max(ms, worker_ms) + cost.hand_off_ms(requests) if requests else 0.0
+            others_ms = max(others_ms, here_ms)
+    if not requests:
+        return NOT_ON_HOST
+    hand_off_ms = cost.hand_off_ms(requests)
+    return OnHost(
+        max(cpu_ms, others_ms, longest_ms) + hand_off_ms,
+        cpu_ms + hand_off_ms if of_cpu else 0.0,
+        max(workers_ms, others_ms + hand_off_ms) if others_ms else workers_ms,
+        sending_ms,
+    )
+
+
+def host_ms(cost: CostModel, decodes: Mapping[Place, Decodes]) -> float:
+    """T_ca of one layer, with the way there and back; of those that the host or workers attend for."""
+    return times_on_host(cost, decodes).all
 
 
 def swapped_tokens_of(load: Load) -> tuple[int, int]:
@@ -162,21 +198,13 @@ class Times(NamedTuple):
 
     linear: float
     on_device: float  # attention there
-    on_host: float
+    on_host: OnHost
     host_linear: float = 0.0  # the host's part in the linear stages, which they wait for
-    way: Way = NO_WAY  # part of `on_host`
 
 
-def times_of(
-    cost: CostModel, tokens: int, on_device_ms: float, on_host_ms: float, handed_off: int = 0
-) -> Times:
-    """Return the times of a layer of a sub-batch of so many tokens, with attention that takes so long.
-
-    Args:
-        handed_off: requests that the host or workers attend for.
-    """
-    way = cost.way_ms(handed_off) if handed_off else NO_WAY
-    return Times(cost.linear_ms(tokens), on_device_ms, on_host_ms, cost.host_linear_ms(tokens), way)
+def times_of(cost: CostModel, tokens: int, on_device_ms: float, on_host: OnHost = NOT_ON_HOST) -> Times:
+    """Return the times of a layer of a sub-batch of so many tokens, with attention that takes so long."""
+    return Times(cost.linear_ms(tokens), on_device_ms, on_host, cost.host_linear_ms(tokens))
 
 
 def times_ms(
@@ -185,57 +213,79 @@ def times_ms(
     second: Times | None,
     rows: int,
     copies_ms: float = 0.0,
-    staggered_ms: float = 0.0,
+    staggered: OnHost = NOT_ON_HOST,
 ) -> float:
     """Return what an iteration takes whose sub-batches take these times.
 
     Args:
         rows: to be sampled.
         copies_ms: what copies take beside each layer.
-        staggered_ms: what decodes at their own pace take the host in a layer; their rows are part of the
-            linear stages of `first`.
+        staggered: what decodes at their own pace take in a layer; their rows are part of the linear stages
+            of `first`.
     """
     both = max if cost.overlaps else _sum
     head_ms = cost.head_ms(rows)
     # Between the attention that sub-batch 0 waits for and that which sub-batch 1 waits for, in turn, the host
-    # has as long as the device takes for the linear stages of the other.
+    # has as long as the device takes for the linear stages of the other. So has each worker.
     if second is None:
-        idle_ms = first.linear - first.host_linear
-        late_ms = max(staggered_ms - idle_ms, 0.0) if cost.overlaps else staggered_ms
-        layer = first.linear + both(first.on_device, first.on_host + late_ms)
+        layer = first.linear + both(first.on_device, first.on_host.all)
+        if cost.overlaps:
+            layer = max(layer, first.on_host.cpu + first.host_linear + staggered.cpu)
+            layer = max(layer, first.on_host.away + staggered.away)
+            layer = max(layer, first.on_host.sending + staggered.sending)
+        else:
+            layer += staggered.all
+    elif cost.overlaps:
+        stage_a, stage_b = first.linear + second.on_device, second.linear + first.on_device
+        stages = stage_a, stage_b
+        for in_a, in_b, own in (
+            (second.on_host.cpu + first.host_linear, first.on_host.cpu + second.host_linear, staggered.cpu),
+            (second.on_host.away, first.on_host.away, staggered.away),
+        ):
+            late_ms = max(own - max(stage_b - in_b, 0.0), 0.0)
+            stages = max(stages[0], in_a + late_ms), max(stages[1], in_b)
+        # No less than what one of them goes through, or all of them send.
+        layer = max(sum(stages), first.linear + first.on_host.all, second.linear + second.on_host.all)
+        layer = max(layer, first.on_host.sending + second.on_host.sending + staggered.sending)
     else:
-        on_host_a = second.on_host - second.way.all + first.host_linear
-        stage_b, on_host_b = (
-            second.linear + first.on_device,
-            first.on_host - first.way.all + second.host_linear,
+        layer = sum(
+            each.linear + each.on_device + each.on_host.all + each.host_linear for each in (first, second)
         )
-        late_ms = max(staggered_ms - max(stage_b - on_host_b, 0.0), 0.0) if cost.overlaps else staggered_ms
-        layer = both(first.linear + second.on_device, on_host_a + late_ms)
-        layer += both(stage_b, on_host_b)
-        if cost.overlaps:  # no less than what one of them goes through, or both of them send
-            layer = max(layer, first.linear + first.on_host, second.linear + second.on_host)
-            layer = max(layer, first.way.sending + second.way.sending)
+        layer += staggered.all
     if copies_ms:
         layer = both(layer, copies_ms)
         if cost.overlaps:
             shares = cost.memory_shares
-            on_host_ms = first.on_host + first.host_linear + staggered_ms
-            on_host_ms += second.on_host + second.host_linear if second else 0.0
-            layer = max(layer, copies_ms * shares.copies + on_host_ms * shares.attention)
+            cpu_ms = first.on_host.cpu + first.host_linear + staggered.cpu
+            cpu_ms += second.on_host.cpu + second.host_linear if second else 0.0
+            layer = max(layer, copies_ms * shares.copies + cpu_ms * shares.attention)
     # The last layer's is done beside the head, or after it.
-    end_ms = max(head_ms, staggered_ms) if cost.overlaps else head_ms
+    end_ms = max(head_ms, staggered.all) if cost.overlaps else head_ms
     return cost.num_layers * layer + end_ms + cost.iteration_ms
 
 
-def staggered_ms(cost: CostModel, staggered: Mapping[Place, Decodes]) -> float:
-    """Return what decodes at their own pace take the host in a layer, on average."""
-    ms = 0.0
-    for place, (requests, context_tokens) in staggered.items():
-        layers = min(requests, cost.num_layers)  # where any of them stand
-        each = -(-requests // layers)
-        here_ms = cost.attention_ms(place, each, each * context_tokens // requests) + cost.hand_off_ms(each)
-        ms += here_ms * requests / (each * cost.num_layers)
-    return ms
+def staggered_on_host(cost: CostModel, staggered: Mapping[Place, Decodes]) -> OnHost:
+    """Return what decodes at their own pace take in a layer, on average."""
+    all_ms = cpu_ms = away_ms = sending_ms = 0.0
+    for place, decodes in staggered.items():
+        each, share = _in_a_layer(cost, decodes)
+        attention_ms = cost.attention_ms(place, *each)
+        hand_off_ms = cost.hand_off_ms(each.requests)
+        if not place.is_remote:
+            cpu_ms += (attention_ms + hand_off_ms) * share
+            continue
+        way = cost.way_ms(place, each.requests)
+        away_ms = max(away_ms, attention_ms * share)
+        sending_ms += way.sending * share
+        all_ms = max(all_ms, (attention_ms + hand_off_ms + way.all) * share)
+    return OnHost(max(all_ms, cpu_ms), cpu_ms, away_ms, sending_ms)
+
+
+def _in_a_layer(cost: CostModel, decodes: Decodes) -> tuple[Decodes, float]:
+    """Return those of decodes at their own pace that stand in a layer, and the share of layers with any."""
+    requests, context_tokens = decodes
+    each = -(-requests // min(requests, cost.num_layers))
+    return Decodes(each, each * context_tokens // requests), requests / (each * cost.num_layers)
 
 
 def staggered_rows(cost: CostModel, staggered: Mapping[Place, Decodes]) -> int:
@@ -278,17 +328,12 @@ def _iteration_ms(
     tokens = [load.tokens for load in loads]
     tokens[0] += more_rows
     times = [
-        times_of(cost, count, device_attention_ms(cost, load), host_ms(cost, load.decodes), _handed_off(load))
+        times_of(cost, count, device_attention_ms(cost, load), times_on_host(cost, load.decodes))
         for count, load in zip(tokens, loads, strict=True)
     ]
     rows = sum(load.rows for load in loads) + more_rows
     second = times[1] if len(times) > 1 else None
-    return times_ms(cost, times[0], second, rows, copies_ms, staggered_ms(cost, staggered))
-
-
-def _handed_off(load: Load) -> int:
-    """Return how many decodes the host or workers attend for."""
-    return sum(decodes.requests for place, decodes in load.decodes.items() if place.host_attends)
+    return times_ms(cost, times[0], second, rows, copies_ms, staggered_on_host(cost, staggered))
 
 
 def predict(
@@ -308,25 +353,40 @@ def timing_of(
     loads: Sequence[Load],
     staggered: Mapping[Place, Decodes] = NO_DECODES,
 ) -> IterationTiming:
-    """Return the prediction of an iteration that is known to take so long in all."""
-    attention_ms = sum(
-        cost.attention_ms(place, requests, context_tokens) / cost.num_layers
-        for place, (requests, context_tokens) in staggered.items()
-    )
+    """Return the prediction of an iteration that is known to take so long in all.
+
+    Attention at workers is what is waited for: the network counts, and those at their own pace, for whom
+    nobody waits, do not.
+    """
+    waited_for = {place: decodes for place, decodes in staggered.items() if place.cpu_attends}
+    attention_ms = attending_ms(cost, loads, waited_for)
     for load in loads:
-        for place, (requests, context_tokens) in load.decodes.items():
-            if place.host_attends:
-                attention_ms += cost.attention_ms(place, requests, context_tokens)
+        for place, (requests, _) in load.decodes.items():
+            if place.is_worker:
+                attention_ms += cost.num_layers * cost.way_ms(place, requests).all
     copied_tokens = sum(swapped_tokens_of(load)[0] for load in loads)
     if not copied_tokens:
-        return IterationTiming(total_ms, attention_ms * cost.num_layers)
+        return IterationTiming(total_ms, attention_ms)
     return IterationTiming(
         total_ms,
-        attention_ms * cost.num_layers,
+        attention_ms,
         copies_ms=cost.swap_ms(copied_tokens) * cost.num_layers,
         copy_wait_ms=max(total_ms - _iteration_ms(cost, loads, staggered, 0.0), 0.0),
         copied_tokens=copied_tokens,
     )
+
+
+def attending_ms(cost: CostModel, loads: Sequence[Load], staggered: Mapping[Place, Decodes]) -> float:
+    """Return what decode attention takes the host and workers in an iteration."""
+    ms = 0.0
+    for place, decodes in staggered.items():
+        each, share = _in_a_layer(cost, decodes)
+        ms += cost.attention_ms(place, *each) * share
+    for load in loads:
+        for place, (requests, context_tokens) in load.decodes.items():
+            if place.host_attends:
+                ms += cost.attention_ms(place, requests, context_tokens)
+    return ms * cost.num_layers
 
 
 def _sum(first: float, second: float) -> float:

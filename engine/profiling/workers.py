@@ -1,4 +1,8 @@
-"""Measures workers: what a layer's attention takes there, the network included."""
+"""Measures workers: what a layer's attention takes there, and what the way there and back.
+
+Both are measured together, and divided by how they grow: attention with the context, the way with the rows
+alone. So what a worker does once for each message is part of the way, some tens of microseconds.
+"""
 
 import logging
 import time
@@ -10,7 +14,7 @@ from torch import Tensor
 
 from neo_desktop.engine.kv.storage import KVPool, KVStorage
 from neo_desktop.engine.placement import Place
-from neo_desktop.engine.predict.cost_model import Surface
+from neo_desktop.engine.predict.cost_model import Curve, Network, Surface
 from neo_desktop.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
@@ -93,14 +97,36 @@ def over_grid(pool: KVPool, prepare: Callable[[Tensor, Tensor], Callable[[], Non
     return Surface(REQUESTS[: len(found)], CONTEXTS, found)
 
 
-def measured_workers(storage: KVStorage, decoder: Decoder, num_ranks: int = 1) -> dict[Place, Surface]:
-    """Return what attention takes in each place of a worker; of one that is not there, what others take.
+def divided(measured: Surface, sent_share: float) -> tuple[Surface, Network]:
+    """Divide what a layer's attention takes, the network included, into attention and the way.
+
+    Args:
+        measured: over (requests, context).
+        sent_share: of what crosses the network for a row, what goes to the worker.
+    """
+    requests, (near, far) = measured.x, measured.y
+    slopes = [(row[1] - row[0]) / (far - near) for row in measured.ms]
+    attention = Surface(requests, (near, far), [(slope * near, slope * far) for slope in slopes])
+    way = Curve(
+        requests, [max(row[0] - slope * near, 0.0) for row, slope in zip(measured.ms, slopes, strict=True)]
+    )
+    # A single row is on its way for as long as the network is long; more of them, as long as it is narrow.
+    return attention, Network(way, Curve(requests, [sent_share * (ms - way.ms[0]) for ms in way.ms]))
+
+
+def measured_workers(
+    storage: KVStorage, decoder: Decoder, num_ranks: int = 1
+) -> tuple[dict[Place, Surface], dict[Place, Network]]:
+    """Return what attention takes in each place of a worker, and the way; of absent ones, what others take.
 
     Args:
         storage: of this rank.
         decoder: likewise.
         num_ranks: among which the model is divided.
     """
+    config = decoder.config
+    sent = config.num_heads + 2 * config.num_kv_heads  # heads of a row: q, k and v there, the output back
+    sent_share = sent / (sent + config.num_heads)
     found: dict[Place, Surface] = {}
     absent = []
     for place in storage.places:
@@ -112,4 +138,11 @@ def measured_workers(storage: KVStorage, decoder: Decoder, num_ranks: int = 1) -
         else:
             absent.append(place)
     typical = next(iter(found.values()), UNKNOWN)
-    return found | dict.fromkeys(absent, typical)
+    parts = {
+        place: divided(surface, sent_share)
+        for place, surface in (found | dict.fromkeys(absent, typical)).items()
+    }
+    return (
+        {place: attention for place, (attention, _) in parts.items()},
+        {place: network for place, (_, network) in parts.items()},
+    )

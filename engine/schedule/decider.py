@@ -222,7 +222,9 @@ class Decider(Generic[R]):
                 self._mix.prompt_tokens / self._mix.output_tokens,
                 self._limits.max_batch_tokens,
                 self._limits.max_token_ms,
-                tuple((place, count) for place in workers if (count := min(most(place), there))),
+                tuple(
+                    (place, count) for place in workers if (count := min(most(place), there - most_on_device))
+                ),
                 most_swapped=min(most(swapped), there - most_on_device),
                 most_elsewhere=there - most_on_device,
             )
@@ -398,13 +400,8 @@ class Decider(Generic[R]):
         if second or second_chunks:
             sub_batches.append(second_chunks + [(r, 1) for r in second])
         # What a prompt's last token is asked for may be more than the next one.
-        may_begin = [
-            request
-            for request in rest
-            if request.num_tokens > request.num_prompt_tokens
-            and not self.residency.place_of(request).is_remote
-        ]
-        beginners = may_begin[: self._num_beginners(split.num_staggered)]
+        may_begin = [request for request in rest if request.num_tokens > request.num_prompt_tokens]
+        beginners = self._beginners(may_begin, split, draft.staggered)
         staggered = NO_DECODES
         if split.num_staggered:
             staggered = joined_decodes(draft.staggered, self._decodes_of(beginners))
@@ -427,10 +424,22 @@ class Decider(Generic[R]):
             return predict(self._cost, *split.loads, moved_tokens=draft.moved_tokens, staggered=staggered)
         return timing_of(self._cost, split.predicted_ms, split.loads)
 
-    def _num_beginners(self, num_staggered: int) -> int:
-        """Return how many join those at their own pace, so that all layers have about as many of them."""
-        room = num_staggered - len(self.cohorts)
-        return max(min(room, -(-num_staggered // self.cohorts.num_layers), MAX_STAGGERED), 0)
+    def _beginners(self, requests: Iterable[R], split: Split, under_way: Mapping[Place, Decodes]) -> list[R]:
+        """Return who joins those at their own pace, so that all layers have about as many of them."""
+        room = {
+            place: count - under_way[place].requests if place in under_way else count
+            for place, count in split.staggered.items()
+        }
+        most = min(-(-split.num_staggered // self.cohorts.num_layers), MAX_STAGGERED)
+        beginners: list[R] = []
+        for request in requests:
+            if len(beginners) >= most:
+                break
+            place = self.residency.place_of(request)
+            if room.get(place, 0) > 0:
+                room[place] -= 1
+                beginners.append(request)
+        return beginners
 
     def _decodes_of(self, requests: Iterable[R]) -> Mapping[Place, Decodes]:
         found: dict[Place, Decodes] = {}

@@ -18,7 +18,7 @@ class SchedulerLimits:
 
     max_batch_tokens: int  # tokens in the linear stages; longer prompts are prefilled in chunks
     max_batch_requests: int  # requests that run at the same time
-    max_token_ms: float = MAX_TOKEN_MS  # of a CPU decode at its own pace, per token, as predicted
+    max_token_ms: float = MAX_TOKEN_MS  # of a decode at its own pace, per token, as predicted
 
     def __post_init__(self) -> None:
         if self.max_batch_requests < 1 or self.max_batch_tokens < self.max_batch_requests:
@@ -82,7 +82,7 @@ class HostQueue:
                 num_all += requests
                 here_ms = cost.attention_ms(place, requests, tokens[end] - tokens[begin])
                 if place.is_remote:
-                    worker_ms = max(worker_ms, here_ms)
+                    worker_ms = max(worker_ms, here_ms + cost.way_ms(place, requests).all)
                 else:
                     ms += here_ms
         return max(ms, worker_ms) + cost.hand_off_ms(num_all) if num_all else 0.0

@@ -141,6 +141,10 @@ class Fastest(Policy):
     What lasts, who lives where and how much of prompts an iteration computes, follows from the regime that is
     best for the load; which decodes join an iteration, from what tokens are worth in that regime. (NEO's step
     6 compares requests over time; that cannot tell how much of a prompt is right.)
+
+    No regime has decodes of workers at their own pace: it would have to fill the workers' memory first, which
+    runs of some hundred requests do not pay back. Who lives there anyway goes so in any iteration that is
+    better for it.
     """
 
     needs_predictions = True
@@ -197,8 +201,7 @@ class Fastest(Policy):
         may_begin = _regime(draft).num_staggered > 0 or not draft.chunks
         for split in outlook.candidates():
             yield split
-            if may_begin or draft.staggered:
-                yield from outlook.with_staggered(split, draft.limits.max_token_ms if may_begin else 0.0)
+            yield from outlook.with_staggered(split, draft.limits.max_token_ms, workers_only=not may_begin)
 
 
 def _outlook(draft: Draft) -> Outlook:

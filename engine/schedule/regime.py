@@ -14,7 +14,7 @@ lost otherwise:
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
@@ -22,12 +22,14 @@ from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel
 from neo_desktop.engine.predict.estimate import (
     Decodes,
+    OnHost,
     Times,
-    staggered_ms,
+    staggered_on_host,
     staggered_rows,
     swap_both_ms,
     times_ms,
     times_of,
+    times_on_host,
 )
 
 COUNT_STEP = 1.3  # between the numbers of CPU decodes that are tried
@@ -68,6 +70,15 @@ class Demand:
         """Requests that the host and workers may have."""
         return self.most_on_host + sum(most for _, most in self.workers)
 
+    def beside_device(self, count: int) -> Mapping[Place, Decodes]:
+        """Return so many decodes on the host and workers; each has its share, by its memory."""
+        places = [*self.workers, *([] if self.host is None else [(self.host, self.most_on_host)])]
+        found = {}
+        for place, most in places:
+            if share := -(-count * most // self.most_beside_device) if count else 0:
+                found[place] = Decodes(share, share * int(self.context_tokens))
+        return found
+
     @property
     def key(self) -> tuple[int, ...]:
         """What similar ones have in common."""
@@ -90,7 +101,7 @@ class Regime:
     kind: Kind
     num_device: int  # decodes that the device attends for
     num_host: int  # decodes that the host or workers attend for within the iteration
-    num_staggered: int  # decodes at their own pace
+    num_staggered: int  # decodes at their own pace, of the host; see `policies.Fastest` for those of workers
     chunk_tokens: float
     ms: float
     num_decoded: float  # tokens
@@ -213,14 +224,8 @@ class RegimeFinder:
             staggered[demand.host] = Decodes(regime.num_staggered, regime.num_staggered * context_tokens)
         rows = staggered_rows(cost, staggered)
 
-        def host_ms(count: int) -> float:
-            if not count:
-                return 0.0
-            # Each has its share; they attend beside each other.
-            hosts = [*demand.workers, *([] if demand.host is None else [(demand.host, demand.most_on_host)])]
-            shares = [(place, -(-count * most // demand.most_beside_device)) for place, most in hosts]
-            each_ms = (cost.attention_ms(place, n, n * context_tokens) for place, n in shares)
-            return max(each_ms) + cost.hand_off_ms(count)
+        def beside(count: int) -> OnHost:
+            return times_on_host(cost, demand.beside_device(count))
 
         prompt_tokens = max(int(demand.prompt_tokens), 1)
         prefill_ms = chunk_tokens * cost.prefill_attention_ms(prompt_tokens, 0) / prompt_tokens
@@ -232,14 +237,14 @@ class RegimeFinder:
         second: Times | None = None
         if regime.kind is Kind.ONE:
             all_tokens = tokens + num_host + rows
-            first = times_of(cost, all_tokens, attention_ms + prefill_ms, host_ms(num_host), num_host)
+            first = times_of(cost, all_tokens, attention_ms + prefill_ms, beside(num_host))
         elif regime.kind is Kind.DECODES_APART:
-            first = times_of(cost, tokens, attention_ms + prefill_ms, 0.0)
-            second = times_of(cost, num_host, 0.0, host_ms(num_host), num_host)
+            first = times_of(cost, tokens, attention_ms + prefill_ms)
+            second = times_of(cost, num_host, 0.0, beside(num_host))
         else:
             half, of_host = (tokens + num_host) // 2, num_host - num_host // 2
-            first = times_of(cost, half, attention_ms + prefill_ms / 2, host_ms(of_host), of_host)
-            second = times_of(cost, half, prefill_ms / 2, host_ms(num_host // 2), num_host // 2)
+            first = times_of(cost, half, attention_ms + prefill_ms / 2, beside(of_host))
+            second = times_of(cost, half, prefill_ms / 2, beside(num_host // 2))
         sampled = num_device + num_host + rows
         # Prompts of those who will live in host memory go there over the bus.
         on_host = num_host + regime.num_staggered / cost.num_layers
@@ -248,8 +253,8 @@ class RegimeFinder:
         copies_ms = cost.transfer_ms(moved_tokens)
         stored = regime.num_swapped + int(of_swapped)
         copies_ms += swap_both_ms(cost, regime.num_swapped * context_tokens, stored)
-        own_ms = staggered_ms(cost, staggered)
-        return times_ms(cost, first, second, sampled, copies_ms, own_ms) + others * other_ms
+        own = staggered_on_host(cost, staggered)
+        return times_ms(cost, first, second, sampled, copies_ms, own) + others * other_ms
 
 
 def _counts(most: int) -> Iterator[int]:

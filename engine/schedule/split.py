@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from neo_desktop.engine.batch import MAX_STAGGERED
 from neo_desktop.engine.placement import Place
@@ -11,14 +11,16 @@ from neo_desktop.engine.predict.estimate import (
     NO_DECODES,
     Decodes,
     Load,
+    OnHost,
     copies_ms,
     device_attention_ms,
     host_ms,
     joined,
-    staggered_ms,
+    staggered_on_host,
     staggered_rows,
     times_ms,
     times_of,
+    times_on_host,
 )
 from neo_desktop.engine.schedule.draft import Chunk, HostQueue
 
@@ -40,12 +42,18 @@ class Split:
     predicted_ms: float
     num_chunks_second: int = 0  # chunks of prompts, the last ones, that are in sub-batch 1
     load_second: Load = NOTHING  # theirs
-    num_staggered: int = 0  # decodes at their own pace that this iteration could take along
+    # Decodes at their own pace that this iteration could take along, by where their KV lies.
+    staggered: Mapping[Place, int] = field(default_factory=dict)
 
     @property
     def num_taken(self) -> int:
         """Decodes of the queue in both."""
         return len(self.second) + len(self.first)
+
+    @property
+    def num_staggered(self) -> int:
+        """Decodes at their own pace, of all places."""
+        return sum(self.staggered.values())
 
     @property
     def loads(self) -> tuple[Load, ...]:
@@ -83,7 +91,6 @@ class Outlook:
         self._copies_ms = copies_ms(cost, (load,), moved_tokens)
         # A prompt's last token alone is a decode, wherever it lives.
         self._at_host = {place: each for place, each in load.decodes.items() if place.host_attends}
-        self._num_at_host = sum(requests for requests, _ in self._at_host.values())
         self._attention_ms = device_attention_ms(cost, load)
 
     def front(self, num_second: int, num_taken: int) -> Split:
@@ -200,71 +207,97 @@ class Outlook:
             second_ms = cost.linear_ms(second.tokens + num_taken // 2) + attention_ms
             num_second = round(num_taken * first_ms / (first_ms + second_ms)) if first_ms else num_taken // 2
             in_second, in_first = range(num_second), range(num_second, num_taken)
-            num_first = len(in_first)
-            host_ms = self._host_ms(in_first)
-            times = times_of(cost, load.tokens + num_first, attention_ms, host_ms, num_first)
+            times = times_of(cost, load.tokens + len(in_first), attention_ms, self._on_host(in_first))
             of_second = second.tokens + num_second
-            host_ms = self._host_ms(in_second)
-            others = times_of(cost, of_second, second.prefill_ms, host_ms, num_second)
+            others = times_of(cost, of_second, second.prefill_ms, self._on_host(in_second))
             rows = self.load.rows + num_taken
             predicted_ms = times_ms(cost, times, others, rows, self._copies_ms)
             yield Split(in_second, in_first, self.queue, load, predicted_ms, num_chunks, second)
 
-    def with_staggered(self, split: Split, max_token_ms: float) -> Iterator[Split]:
-        """Yield a split with decodes at their own pace beside it: as many as the host has time for.
+    def with_staggered(
+        self, split: Split, max_token_ms: float, *, workers_only: bool = False
+    ) -> Iterator[Split]:
+        """Yield a split with decodes at their own pace beside it: as many as each place has time for.
 
         Those that are under way can always go on, whatever that takes.
 
         Args:
             max_token_ms: see `SchedulerLimits`.
+            workers_only: whether only those of workers may begin.
         """
         cost = self._cost
-        taken = {*split.first, *split.second}
-        places = [place for place, _ in self.queue.contexts]
-        rest = self.queue.decodes([i for i, p in enumerate(places) if i not in taken and not p.is_remote])
-        all_of_them = joined(self._staggered, rest)
-        most = sum(requests for requests, _ in all_of_them.values())
-        if not most or not cost.overlaps or split.num_chunks_second:
+        if not (self._staggered or len(self.queue)) or not cost.overlaps or split.num_chunks_second:
             return
-        under_way = sum(requests for requests, _ in self._staggered.values())
-        num_first = len(split.first) + self._num_at_host
+        taken = {*split.first, *split.second}
+        rest = self.queue.decodes([i for i in range(len(self.queue)) if i not in taken])
+        rest = {
+            place: decodes
+            for place, decodes in rest.items()
+            if place.is_worker or (place.through_host and not workers_only)
+        }
+        possible = joined(self._staggered, rest)
+        if not possible:
+            return
+        in_first = joined(self._at_host, self.queue.decodes(split.first))
+        in_second = self.queue.decodes(split.second)
         tokens = self.load.tokens + len(split.first)
-        on_host = self._host_ms(split.first, self._at_host)
-        second = None
-        if split.second:
-            num_second = len(split.second)
-            second = times_of(cost, num_second, 0.0, self._host_ms(split.second), num_second)
+        first = times_of(cost, tokens, self._attention_ms, times_on_host(cost, in_first))
+        second = times_of(cost, len(split.second), 0.0, times_on_host(cost, in_second)) if in_second else None
+        layer_ms = split.predicted_ms - cost.head_ms(split.load.rows + split.num_taken)
+        layer_ms /= cost.num_layers
+        # The network is all workers' together, a place's time its own.
+        network_ms = layer_ms - first.on_host.sending - (second.on_host.sending if second else 0.0)
+        cpu_ms = first.host_linear + (second.host_linear if second else 0.0)
+        under_way = {place: requests for place, (requests, _) in self._staggered.items()}
+        left = MAX_STAGGERED * cost.num_layers - sum(under_way.values())
+        counts = dict(under_way)
+        for place, decodes in possible.items():
+            begun = under_way.get(place, 0)
+            idle_ms = layer_ms - (0.0 if place.is_remote else cpu_ms)
+            for each in (in_first, in_second):
+                if place in each:
+                    here = times_on_host(cost, {place: each[place]})
+                    idle_ms -= here.cpu + here.away
 
-        def scaled(count: int) -> Mapping[Place, Decodes]:
-            """The same mix of decodes, of another number; where there are few, the first place's."""
-            share = count / most
-            return {
-                place: Decodes(max(round(requests * share), 1), max(int(context_tokens * share), 1))
-                for place, (requests, context_tokens) in all_of_them.items()
-            }
+            most = _share(decodes, min(decodes.requests, begun + left))
+            count = max(self._fitting_beside(place, most, idle_ms, network_ms), begun)
+            if count:
+                counts[place] = count
+                left -= count - begun
+                network_ms -= staggered_on_host(cost, {place: _share(decodes, count)}).sending
 
-        def predicted_ms(count: int) -> tuple[float, float]:
-            decodes = scaled(count)
-            rows = staggered_rows(cost, decodes)
-            times = times_of(cost, tokens + rows, self._attention_ms, on_host, num_first)
-            host_ms = staggered_ms(cost, decodes)
+        def with_so_many(counts: Mapping[Place, int]) -> Split:
+            own = {place: _share(possible[place], count) for place, count in counts.items()}
+            rows = staggered_rows(cost, own)
+            times = first._replace(
+                linear=cost.linear_ms(tokens + rows), host_linear=cost.host_linear_ms(tokens + rows)
+            )
             sampled = split.load.rows + split.num_taken + rows
-            return times_ms(cost, times, second, sampled, self._copies_ms, host_ms), host_ms
+            own_ms = staggered_on_host(cost, own)
+            predicted_ms = times_ms(cost, times, second, sampled, self._copies_ms, own_ms)
+            return replace(split, predicted_ms=predicted_ms, staggered=counts)
 
-        idle_ms = (split.predicted_ms - cost.head_ms(split.load.rows + split.num_taken)) / cost.num_layers
-        idle_ms -= on_host + cost.host_linear_ms(tokens)
-        idle_ms -= second.on_host + second.host_linear if second else 0.0
-        low, high = 0, min(most, MAX_STAGGERED * cost.num_layers)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if predicted_ms(middle)[1] <= idle_ms:
-                low = middle
-            else:
-                high = middle - 1
-        if low > under_way and (cost.num_layers + 1) * predicted_ms(low)[0] <= max_token_ms:
-            yield replace(split, predicted_ms=predicted_ms(low)[0], num_staggered=low)
-        elif under_way:
-            yield replace(split, predicted_ms=predicted_ms(under_way)[0], num_staggered=under_way)
+        if sum(counts.values()) > sum(under_way.values()):
+            more = with_so_many(counts)
+            if (cost.num_layers + 1) * more.predicted_ms <= max_token_ms:
+                yield more
+                return
+        if under_way:
+            yield with_so_many(under_way)
+
+    def _fitting_beside(self, place: Place, decodes: Decodes, idle_ms: float, network_ms: float) -> int:
+        """Return how many of these decodes a place can attend for in a layer at their own pace.
+
+        Args:
+            idle_ms: what it has time for.
+            network_ms: likewise the network.
+        """
+
+        def is_too_much(count: int) -> bool:
+            own = staggered_on_host(self._cost, {place: _share(decodes, count)})
+            return own.cpu + own.away > idle_ms or own.sending > network_ms
+
+        return bisect_left(range(1, decodes.requests + 1), True, key=is_too_much)
 
     def _split(self, second: Sequence[int], first: Sequence[int]) -> Split:
         """Predict a split; sub-batch 0 is never empty."""
@@ -274,17 +307,14 @@ class Outlook:
             second, first = (), second
             tokens = len(first)
         cost = self._cost
-        host_ms, num_first = self._host_ms(first, self._at_host), len(first) + self._num_at_host
-        times = times_of(cost, tokens, self._attention_ms, host_ms, num_first)
-        others = times_of(cost, len(second), 0.0, self._host_ms(second), len(second)) if second else None
+        times = times_of(cost, tokens, self._attention_ms, self._on_host(first, self._at_host))
+        others = times_of(cost, len(second), 0.0, self._on_host(second)) if second else None
         rows = load.rows + len(first) + len(second)
         predicted_ms = times_ms(cost, times, others, rows, self._copies_ms)
         return Split(second, first, self.queue, load, predicted_ms)
 
-    def _host_ms(self, positions: Sequence[int], others: Mapping[Place, Decodes] = NO_DECODES) -> float:
-        if isinstance(positions, range) and not others:
-            return self.queue.host_ms(self._cost, positions.start, positions.stop)
-        return host_ms(self._cost, joined(others, self.queue.decodes(positions)))
+    def _on_host(self, positions: Sequence[int], others: Mapping[Place, Decodes] = NO_DECODES) -> OnHost:
+        return times_on_host(self._cost, joined(others, self.queue.decodes(positions)))
 
     def _fitting(self, begin: int, limit_ms: float) -> int:
         """Return how many decodes from `begin` on the host can do in that time."""
@@ -309,6 +339,11 @@ class Outlook:
             else:
                 high, high_ms = guess, ms
         return low
+
+
+def _share(decodes: Decodes, count: int) -> Decodes:
+    """Return so many of these decodes, of their mean context."""
+    return Decodes(count, max(decodes.context_tokens * count // decodes.requests, 1))
 
 
 @dataclass(frozen=True, slots=True)

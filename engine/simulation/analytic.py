@@ -51,15 +51,22 @@ class KVBudget:
     cpu_tokens: int
     swapped_tokens: int = 0
 
-    def num_blocks(self) -> dict[Place, int]:
-        """Return `place -> blocks`."""
+    def num_blocks(self, workers: Place | None = None) -> dict[Place, int]:
+        """Return `place -> blocks`.
+
+        Args:
+            workers: who has the CPU-cache in place of this computer; None: it has it itself.
+        """
 
         def tokens(place: Place) -> int:
             if place.is_swapped:
                 return self.swapped_tokens
             return self.cpu_tokens if place.in_host_memory else self.gpu_tokens
 
-        return {place: tokens(place) // BLOCK_SIZE for place in ALL_PLACES}
+        found = {place: tokens(place) // BLOCK_SIZE for place in ALL_PLACES}
+        if workers is None:
+            return found
+        return {workers if place.cpu_attends else place: count for place, count in found.items()}
 
     def swapping(self, cost: CostModel, limits: SchedulerLimits) -> "KVBudget":
         """Return the same memory with host memory for swapped layers, as much as an iteration hides at most.

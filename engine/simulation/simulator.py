@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.predict.cost_model import CostModel
-from neo_desktop.engine.predict.estimate import copy_wait_ms, device_attention_ms
+from neo_desktop.engine.predict.estimate import attending_ms, copy_wait_ms, device_attention_ms
 from neo_desktop.engine.request import FinishReason, RequestState
 from neo_desktop.engine.schedule.decider import Decider, Decision
 from neo_desktop.engine.schedule.draft import SchedulerLimits
@@ -134,7 +134,7 @@ def _count(
     totals.num_sequences += sum(map(len, decision.sub_batches))
     totals.num_pipelined += len(loads) == 2
     totals.iterating_ms += predicted.total_ms
-    totals.cpu_busy_ms += predicted.host_attention_ms
+    totals.cpu_busy_ms += attending_ms(cost, loads, decision.staggered)
     totals.copy_wait_ms += copy_wait_ms(
         true_cost, *loads, moved_tokens=decision.moved_tokens, staggered=decision.staggered
     )

@@ -13,13 +13,15 @@ from math import ceil
 
 import torch
 
-from neo_desktop.engine.predict.cost_model import Curve, Surface, TableCostModel
+from neo_desktop.engine.placement import Place
+from neo_desktop.engine.predict.cost_model import Curve, Network, Surface, TableCostModel
 from neo_desktop.engine.predict.estimate import Decodes, host_ms
 from neo_desktop.engine.simulation.analytic import LONGEST_CONTEXT, host_attention_ms
 from neo_desktop.engine.simulation.divided import CPU_CALL_MS
 from neo_desktop.engine.simulation.machine import HostPreset
 from neo_desktop.models.config import ModelConfig
 
+WORKERS = Place.worker(1)  # all of them together
 MOST_ROWS = 1024  # per worker; the last point of the tables, beyond which they go on
 
 
@@ -83,22 +85,31 @@ def with_workers(
         [[CPU_CALL_MS + max(n / count, 1) * c * token_ms for c in contexts] for n in requests],
     )
     rows = cost.hand_off.x
-    # Over the bus and the link, there and back: workers attend for others meanwhile.
-    way = Curve(rows, [cost.hand_off(n) + link.round_trip_ms + n * row_ms for n in rows])
+    network = Network(
+        Curve(rows, [link.round_trip_ms + n * row_ms for n in rows]),
+        Curve(rows, [n * sent_ms for n in rows]),
+    )
     tokens = cost.transfer.x
     return replace(
         cost,
-        memory_shares=cost.memory_shares._replace(attention=0.0),  # theirs is another memory
-        hand_off=way,
-        way=way,
-        sending=Curve(rows, [n * sent_ms for n in rows]),
         # Prompts' KV goes on to the link while more of it comes over the bus.
         transfer=Curve(
             tokens, [max(cost.transfer(n), n * kv_bytes / link.bytes_per_s * 1e3) for n in tokens]
         ),
         attention={
             place: attention if place.host_attends else surface for place, surface in cost.attention.items()
-        },
+        }
+        | {WORKERS: attention},
+        networks={WORKERS: network},
+    )
+
+
+def in_turn(cost: TableCostModel) -> TableCostModel:
+    """Return the tables of workers that get rows after answering others: the way is their time."""
+    attention, network = cost.attention[WORKERS], cost.networks[WORKERS]
+    ms = [[each + network.all(n) for each in row] for n, row in zip(attention.x, attention.ms, strict=True)]
+    return replace(
+        cost, attention={**cost.attention, WORKERS: Surface(attention.x, attention.y, ms)}, networks={}
     )
 
 
@@ -114,8 +125,7 @@ def device_ms(cost: TableCostModel, load: SteadyLoad) -> float:
 def workers_ms(cost: TableCostModel, load: SteadyLoad) -> float:
     """Return what attention for half of the decodes takes in a layer, with the way there and back."""
     rows = -(-load.requests // 2)
-    there = next(place for place in cost.attention if place.host_attends)
-    return host_ms(cost, {there: Decodes(rows, round(rows * load.context_tokens))})
+    return host_ms(cost, {WORKERS: Decodes(rows, round(rows * load.context_tokens))})
 
 
 def workers_wanted(

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neo_desktop.engine.kv.layout import BLOCK_SIZE
-from neo_desktop.engine.placement import Place
-from neo_desktop.engine.predict.cost_model import NOTHING, Curve, TableCostModel
+from neo_desktop.engine.predict.cost_model import Curve, TableCostModel
 from neo_desktop.engine.predict.estimate import Decodes, Load, iteration_ms
 from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
@@ -19,10 +18,12 @@ from neo_desktop.engine.simulation.divided import CPU_CALL_MS
 from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.engine.simulation.simulator import simulate
 from neo_desktop.engine.simulation.workers import (
+    WORKERS,
     Link,
     SteadyLoad,
     Workers,
     device_ms,
+    in_turn,
     with_workers,
     workers_ms,
     workers_wanted,
@@ -46,29 +47,30 @@ def tables(count: int, link: Link = IDEAL, cost: TableCostModel = COST) -> Table
 def rate(cost: TableCostModel, requests: int = 64, policy: str = "fastdecode") -> float:
     """Decoded tokens per second of requests that come all at once."""
     work = [WorkloadRequest(0.0, 16, 400)] * requests
-    blocks = KVBudget(4096, 500 * requests).num_blocks()
-    return simulate(work, POLICIES[policy], cost, blocks, BLOCK_SIZE, LIMITS).output_tokens_per_s
+    blocks = KVBudget(4096, 500 * requests).num_blocks(WORKERS)
+    where = POLICIES[policy].with_places([WORKERS])
+    return simulate(work, where, cost, blocks, BLOCK_SIZE, LIMITS).output_tokens_per_s
 
 
 def without_device(cost: TableCostModel) -> TableCostModel:
     """A GPU that takes next to no time, so that only workers and link count."""
     none = Curve((1, 2048), (0, 0))
     cost = replace(cost, iteration_ms=0.0, linear=none, head=none, first_chunk_attention=none)
-    return replace(cost, hand_off=none, way=none, sending=none)
+    return replace(cost, hand_off=none, networks={})
 
 
 @pytest.mark.parametrize("count", [2, 5, 8])
 def test_on_an_ideal_link_workers_read_as_much_as_one_so_many_times_as_fast(count: int) -> None:
     one, all_of_them = tables(1), tables(count)
     for requests in (count, 37 * count, 10_000):
-        alone = one.attention_ms(Place.HOST, requests, requests * 700) - CPU_CALL_MS
-        shared = all_of_them.attention_ms(Place.HOST, requests, requests * 700) - CPU_CALL_MS
+        alone = one.attention_ms(WORKERS, requests, requests * 700) - CPU_CALL_MS
+        shared = all_of_them.attention_ms(WORKERS, requests, requests * 700) - CPU_CALL_MS
         assert shared == pytest.approx(alone / count)
 
 
 @pytest.mark.parametrize("count", [1, 8])
 def test_a_request_belongs_to_one_worker(count: int) -> None:
-    ms = tables(count).attention_ms(Place.HOST, 1, 700)
+    ms = tables(count).attention_ms(WORKERS, 1, 700)
     assert ms == pytest.approx(CPU_CALL_MS + 700 * host_attention_ms(KIND, CONFIG, DTYPE))
 
 
@@ -93,8 +95,7 @@ def test_a_slow_link_brings_so_many_rows() -> None:
     """
     link = Link(1e8, 0.0)
     row_ms = 4 * 4096 * 2 / 1e8 * 1e3
-    there = tables(8, link).hand_off_ms(64) - COST.hand_off_ms(64)
-    assert there == pytest.approx(64 * row_ms)
+    assert tables(8, link).way_ms(WORKERS, 64).all == pytest.approx(64 * row_ms)
     found = rate(tables(8, link))
     assert 0.85 < found / (1e3 / (CONFIG.num_layers * row_ms * 3 / 4)) < 1
     # Prompts' KV takes as long as the slower of bus and link.
@@ -104,7 +105,7 @@ def test_a_slow_link_brings_so_many_rows() -> None:
 
 def layer_ms(cost: TableCostModel, rows: int, context_tokens: int) -> float:
     """What a layer takes with two sub-batches of so many decodes at workers."""
-    load = Load(rows, rows, decodes={Place.HOST: Decodes(rows, context_tokens)})
+    load = Load(rows, rows, decodes={WORKERS: Decodes(rows, context_tokens)})
     rest_ms = cost.head_ms(2 * rows) + cost.iteration_ms
     return (iteration_ms(cost, load, load) - rest_ms) / cost.num_layers
 
@@ -123,20 +124,22 @@ def test_the_way_of_one_sub_batch_hides_behind_the_attention_for_the_other(
     """Whatever takes longest counts: the GPU's work, the attention, a sub-batch's own chain, the sending."""
     link = Link(gbit * 1e9 / 8, round_trip_ms)
     cost = tables(count, link)
-    linear, hand_off = cost.linear_ms(rows), cost.hand_off_ms(rows)
-    attention = cost.attention_ms(Place.HOST, rows, rows * context)
+    linear, way = cost.linear_ms(rows), cost.way_ms(WORKERS, rows).all
+    chain = linear + cost.attention_ms(WORKERS, rows, rows * context) + cost.hand_off_ms(rows) + way
+    attention = cost.attention_ms(WORKERS, rows, rows * context)
     sending = 2 * rows * 3 * 4096 * 2 / link.bytes_per_s * 1e3
-    expected = max(2 * linear, 2 * attention, linear + attention + hand_off, sending)
+    expected = max(2 * linear, 2 * attention, chain, sending)
     assert layer_ms(cost, rows, rows * context) == pytest.approx(expected)
-    in_turn = layer_ms(replace(cost, way=NOTHING, sending=NOTHING), rows, rows * context)
-    assert in_turn == pytest.approx(max(2 * linear, 2 * (attention + hand_off)))
-    assert expected <= in_turn * (1 + 1e-9)
+    behind = layer_ms(in_turn(cost), rows, rows * context)
+    assert behind == pytest.approx(max(2 * linear, 2 * (attention + way), chain))
+    assert max(2 * linear, 2 * attention, chain) <= behind * (1 + 1e-9)
 
 
 def test_the_gpu_wants_as_many_as_the_closed_formula_says() -> None:
     link = Link(25e9 / 8, 0.05)
     rows = LOAD.requests // 2
-    left_ms = device_ms(COST, LOAD) - tables(1, link).hand_off_ms(rows) - CPU_CALL_MS
+    one = tables(1, link)
+    left_ms = device_ms(COST, LOAD) - one.hand_off_ms(rows) - one.way_ms(WORKERS, rows).all - CPU_CALL_MS
     reading_ms = rows * LOAD.context_tokens * host_attention_ms(KIND, CONFIG, DTYPE)
     wanted = workers_wanted(COST, KIND, link, CONFIG, DTYPE, LOAD)
     assert wanted == ceil(reading_ms / left_ms) > 1

@@ -1,0 +1,349 @@
+"""Decodes of attention workers at their own pace: planned where it pays, and nothing is lost."""
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from checkpoints import save_checkpoint
+from cost_models import machine
+from engine_fakes import FakeExecutor, free_blocks, make_request, reference_output
+from hypothesis import given
+from hypothesis import strategies as st
+from idle import assert_is_idle
+from own_pace import OwnPace
+from worker_process import WorkerProcess
+from worker_requests import ONE, Answers, expected, make_engine, prompts
+from workers import SECRET, running_worker
+
+from neo_desktop.engine.batch import MAX_STAGGERED
+from neo_desktop.engine.kv.cache import KVCache
+from neo_desktop.engine.placement import PLACES, Place
+from neo_desktop.engine.predict.corrected import CorrectedCostModel
+from neo_desktop.engine.predict.cost_model import Curve, Network, Surface, TableCostModel
+from neo_desktop.engine.predict.estimate import Decodes, Load, iteration_ms
+from neo_desktop.engine.profiling.workers import divided
+from neo_desktop.engine.request import Request
+from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.engine.schedule.draft import HostQueue
+from neo_desktop.engine.schedule.policies import POLICIES, Policy
+from neo_desktop.engine.schedule.scheduler import Scheduler, SchedulerLimits
+from neo_desktop.engine.schedule.split import Outlook
+
+TWO = Place.worker(2)
+WORKERS = ONE, TWO
+EVERYWHERE = (*PLACES, *WORKERS)
+BLOCK_SIZE = 4
+
+
+def far(round_trip_ms: float = 5.0, sending_ms: float = 0.001, **figures: float) -> TableCostModel:
+    """A machine with two workers at the other end of a long network."""
+    cost = machine(places=EVERYWHERE, **figures)  # type: ignore[arg-type]
+    ways = Curve((1, 64), (round_trip_ms + sending_ms, round_trip_ms + 64 * sending_ms))
+    network = Network(ways, Curve((1, 64), (sending_ms, 64 * sending_ms)))
+    return replace(cost, networks=dict.fromkeys(WORKERS, network))
+
+
+def on_device(decodes: int) -> Load:
+    return Load().plus({Place.DEVICE: Decodes(decodes, decodes * 500)})
+
+
+def test_the_round_trip_of_a_worker_is_paid_once_in_an_iteration_and_not_in_each_layer() -> None:
+    cost, load = far(), on_device(16)
+    alone_ms = iteration_ms(cost, load)
+    outlook = Outlook(cost, load, HostQueue([(ONE, 500)] * 40))
+    assert outlook.together().predicted_ms > alone_ms + cost.num_layers * 5.0
+    (apart,) = outlook.with_staggered(outlook.front(0, 0), 1e6)
+    assert apart.staggered == {ONE: 40}
+    assert alone_ms < apart.predicted_ms < alone_ms + 3 * 5.0
+
+
+def test_the_bound_on_a_token_holds_for_workers_too() -> None:
+    cost = far()
+    outlook = Outlook(cost, on_device(16), HostQueue([(ONE, 500)] * 40))
+    (apart,) = outlook.with_staggered(outlook.front(0, 0), 1e6)
+    token_ms = (cost.num_layers + 1) * apart.predicted_ms
+    assert list(outlook.with_staggered(outlook.front(0, 0), token_ms))
+    assert not list(outlook.with_staggered(outlook.front(0, 0), 0.99 * token_ms))
+
+
+def test_each_place_gets_as_many_as_it_has_time_for() -> None:
+    """A slow CPU does not hold workers up, and no place reckons with another's time."""
+    cost = far(cpu_token_ms=0.004)
+    slow = cost.attention[Place.HOST]
+    fast = Surface(slow.x, slow.y, [[ms / 1000 for ms in row] for row in slow.ms])
+    cost = replace(cost, attention={**cost.attention, ONE: fast, TWO: fast})
+    queue = [(place, 500) for place in (Place.HOST, ONE, TWO) for _ in range(30)]
+    outlook = Outlook(cost, on_device(16), HostQueue(queue))
+    (apart,) = outlook.with_staggered(outlook.front(0, 0), 1e6)
+    assert apart.staggered[ONE] == apart.staggered[TWO] == 30
+    assert 0 < apart.staggered[Place.HOST] < 30
+
+
+def test_a_narrow_network_bounds_how_many_go_at_their_own_pace() -> None:
+    """A second GPU's decodes never do: its KV is not reached through host memory."""
+    cost = far(sending_ms=0.4)
+    cost = replace(cost, attention={**cost.attention, Place.PEER: cost.attention[ONE]})
+    queue = [(place, 100) for place in (ONE, TWO, Place.PEER) for _ in range(60)]
+    outlook = Outlook(cost, on_device(4), HostQueue(queue))
+    (apart,) = outlook.with_staggered(outlook.front(0, 0), 1e6)
+    assert 0 < apart.num_staggered < 120
+    assert set(apart.staggered) <= set(WORKERS)
+
+
+queues = st.lists(st.tuples(st.sampled_from((Place.HOST, *WORKERS)), st.integers(1, 3000)), max_size=60)
+
+
+@given(
+    waiting=queues,
+    under_way=queues,
+    decodes=st.integers(1, 40),
+    taken=st.floats(0, 1),
+    round_trip_ms=st.sampled_from((0.0, 0.1, 3.0)),
+    sending_ms=st.sampled_from((0.0, 0.01, 1.0)),
+    workers_only=st.booleans(),
+)
+def test_who_is_under_way_goes_on_and_nobody_goes_who_is_not_there(
+    waiting: list[tuple[Place, int]],
+    under_way: list[tuple[Place, int]],
+    decodes: int,
+    taken: float,
+    round_trip_ms: float,
+    sending_ms: float,
+    workers_only: bool,
+) -> None:
+    cost = far(round_trip_ms, sending_ms)
+    queue, begun = HostQueue(waiting), HostQueue(under_way).decodes(range(len(under_way)))
+    outlook = Outlook(cost, on_device(decodes), queue, staggered=begun)
+    num_taken = int(taken * len(waiting))
+    split = outlook.front(num_taken // 2, num_taken)
+    found = list(outlook.with_staggered(split, 1e9, workers_only=workers_only))
+    assert len(found) <= 1
+    assert bool(found) >= bool(under_way)
+    rest = queue.decodes(range(num_taken, len(waiting)))
+    for each in found:
+        assert each.num_staggered <= max(MAX_STAGGERED * cost.num_layers, len(under_way))
+        for place in (Place.HOST, *WORKERS):
+            least = begun[place].requests if place in begun else 0
+            more = rest[place].requests if place in rest else 0
+            if workers_only and not place.is_worker:
+                more = 0
+            assert least <= each.staggered.get(place, 0) <= least + more
+
+
+@pytest.mark.parametrize("policy", ["own pace", "apex", "auto"])
+def test_whatever_happens_to_workers_every_request_ends_with_its_own_tokens(policy: str) -> None:
+    """Workers are lost in mid-token and come back; requests are aborted, move and are preempted."""
+    num_staggered = num_lost = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        own = OwnPace("own pace", EVERYWHERE)
+        chosen: Policy = own if policy == "own pace" else POLICIES[policy].with_places(WORKERS)
+        cost = far(rng.choice((0.1, 5.0)), num_layers=rng.randint(1, 6))
+        run = _Run(rng, chosen, cost)
+        for _ in range(12):
+            run.add([rng.randrange(3) for _ in range(rng.randint(1, 20))], rng.randint(1, 30))
+        run.end()
+        num_staggered += run.scheduler.counters.num_staggered_decodes
+        num_lost += run.num_lost_in_mid_token
+    assert num_staggered > 50
+    assert num_lost > 0
+
+
+class _Run:
+    """A scheduler over a fake model; workers come and go at random."""
+
+    def __init__(self, rng: random.Random, policy: Policy, cost: TableCostModel) -> None:
+        self.rng = rng
+        self.num_blocks = {
+            Place.DEVICE: 20,
+            Place.HOST: rng.choice((0, 20)),
+            ONE: 30,
+            TWO: rng.choice((0, 30)),
+        }
+        self.kv = KVCache(self.num_blocks, BLOCK_SIZE)
+        self.scheduler = Scheduler(self.kv, policy, SchedulerLimits(16, 8), cost)
+        self.executor = FakeExecutor(BLOCK_SIZE, 16)
+        self.requests: dict[str, Request] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.aborted: set[str] = set()
+        self.lost: set[Place] = set()
+        self.num_lost_in_mid_token = 0
+
+    def add(self, prompt: list[int], max_tokens: int) -> None:
+        name = str(len(self.requests))
+        self.requests[name] = make_request(
+            name, prompt, SamplingParams(max_tokens=max_tokens), arrival=len(self.requests)
+        )
+        self.tokens[name] = []
+        self.scheduler.add(self.requests[name])
+
+    def _step(self) -> bool:
+        rng, scheduler = self.rng, self.scheduler
+        plan = scheduler.schedule()
+        self.kv.check()
+        if plan is None:
+            return False
+        if rng.random() < 0.3:
+            scheduler.look_ahead()
+        if rng.random() < 0.1:
+            place = rng.choice([each for each in WORKERS if self.num_blocks[each]])
+            if place not in self.lost:
+                if rng.random() < 0.5:
+                    self.executor.execute(plan)  # it got that far
+                standing = {each.request_id for cohort in plan.staggered[:-1] for each in cohort if each}
+                names = {name for name in standing if self.kv.place_of(name) == place}
+                self.num_lost_in_mid_token += bool(names)
+                scheduler.lose(place)
+                self.executor.slots[place].clear()
+                self.lost.add(place)
+                return True
+        for request in scheduler.update(self.executor.execute(plan)):
+            output = request.take_output()
+            self.tokens[output.request_id] += [token.token_id for token in output.tokens]
+        if rng.random() < 0.02 and (running := scheduler.running):
+            victim = rng.choice(running)[1].owner_id
+            scheduler.abort(victim)
+            self.aborted.add(victim)
+        if self.lost and rng.random() < 0.1:
+            self._open()
+        return True
+
+    def _open(self) -> None:
+        place = self.lost.pop()
+        self.scheduler.open(place, self.num_blocks[place])
+
+    def end(self) -> None:
+        for _ in range(4000):
+            if not self._step():
+                break
+        else:
+            raise AssertionError("the requests do not end")
+        while self.lost:
+            self._open()
+        for name, request in self.requests.items():
+            count = len(self.tokens[name]) if name in self.aborted else request.params.max_tokens or 0
+            assert self.tokens[name] == reference_output(request, count)
+        assert free_blocks(self.kv) == self.num_blocks
+
+
+def test_what_grows_with_the_context_is_attention_and_the_rest_the_way() -> None:
+    """A round trip of 1 ms, 0.01 ms for the rows of a request, 0.001 ms for each token of its context."""
+    requests, contexts = (1, 4, 16), (64, 1024)
+    measured = Surface(
+        requests, contexts, [[1.0 + 0.01 * n + 0.001 * n * c for c in contexts] for n in requests]
+    )
+    attention, network = divided(measured, 0.6)
+    for n, context in ((1, 64), (4, 500), (16, 1024), (9, 2000)):
+        assert attention(n, context) == pytest.approx(0.001 * n * context)
+        assert network.all(n) == pytest.approx(1.0 + 0.01 * n)
+        assert network.sending(n) == pytest.approx(0.6 * 0.01 * (n - 1))
+
+
+def test_noise_makes_no_time_negative() -> None:
+    attention, network = divided(Surface((1, 64), (64, 1024), ((1.0, 20.0), (1.0, 30.0))), 0.6)
+    for n in (1, 8, 64, 500):
+        assert attention(n, 100) >= 0
+        assert network.all(n) >= network.sending(n) >= 0
+
+
+# The whole engine.
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET + b"\n")
+    return path
+
+
+@pytest.fixture
+def all_at_own_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES, "neo", OwnPace("neo", PLACES))
+
+
+@pytest.mark.parametrize(("policy", "round_trip_ms"), [("apex", 5.0), ("auto", 1.0)])
+def test_policies_plan_it_where_workers_are_far_and_give_the_tokens_of_the_model_alone(
+    stack: ExitStack,
+    checkpoints: dict[str, Path],
+    secret: Path,
+    policy: str,
+    round_trip_ms: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cost = far(round_trip_ms)
+    measured = ({place: cost.attention[place] for place in WORKERS}, dict(cost.networks))
+    monkeypatch.setattr("neo_desktop.engine.engine.measured_workers", lambda *_: measured)
+    monkeypatch.setattr(CorrectedCostModel, "learn", lambda *_: None)  # plans are those of that machine
+    workers = ",".join(str(stack.enter_context(running_worker())[1]) for _ in WORKERS)
+    engine = stack.enter_context(make_engine(checkpoints["llama"], secret, workers, policy=policy))
+    batch = prompts()
+    assert Answers(engine, batch).end() == expected(checkpoints["llama"], batch)
+    assert engine.stats().num_staggered_decodes > 0
+    assert_is_idle(engine)
+
+
+@pytest.mark.parametrize("partition", ["requests", "heads"])
+@pytest.mark.usefixtures("all_at_own_pace")
+def test_however_workers_divide_the_work_the_tokens_are_the_same(
+    stack: ExitStack, checkpoints: dict[str, Path], secret: Path, partition: str
+) -> None:
+    workers = ",".join(str(stack.enter_context(running_worker())[1]) for _ in WORKERS)
+    engine = stack.enter_context(make_engine(checkpoints["llama"], secret, workers, partition=partition))
+    batch = prompts()
+    assert Answers(engine, batch).end() == expected(checkpoints["llama"], batch)
+    assert engine.stats().num_staggered_decodes > 0
+    assert_is_idle(engine)
+
+
+@pytest.mark.parametrize("partition", ["requests", "heads"])
+@pytest.mark.usefixtures("all_at_own_pace")
+def test_a_worker_killed_in_the_middle_of_tokens_loses_none(
+    checkpoints: dict[str, Path], secret: Path, partition: str
+) -> None:
+    """They begin again elsewhere; whose other tokens were under way with others begin again, too."""
+    batch = prompts()
+    with WorkerProcess(secret) as first, WorkerProcess(secret) as second:
+        workers = f"{first.address},{second.address}"
+        with make_engine(checkpoints["llama"], secret, workers, partition=partition) as engine:
+            answers = Answers(engine, batch)
+
+            def is_in_mid_token() -> bool:
+                running = engine._scheduler.running
+                there = {request.request_id for place, request in running if place == ONE}
+                return bool(there & engine._scheduler.own_pace) and len(answers.tokens["0"]) > 5
+
+            answers.until(is_in_mid_token)
+            assert is_in_mid_token()
+            first.kill()
+            answers.until(lambda: engine.stats().pools[ONE].num_blocks == 0)
+            with WorkerProcess(secret, first.address.port):
+                assert answers.end() == expected(checkpoints["llama"], batch)
+            assert engine.stats().num_staggered_decodes > 0
+            assert_is_idle(engine)
+
+
+@pytest.mark.usefixtures("all_at_own_pace")
+def test_a_divided_model_gives_the_same_tokens_and_loses_none(stack: ExitStack, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET + b"\n")
+    save_checkpoint(tmp_path / "llama", "llama", num_key_value_heads=4, num_attention_heads=8, head_dim=16)
+    batch = prompts()
+    worker, address = stack.enter_context(running_worker())
+    engine = stack.enter_context(make_engine(tmp_path / "llama", secret, str(address), ranks=2))
+    answers = Answers(engine, batch)
+    answers.until(lambda: bool(engine._scheduler.own_pace) and len(answers.tokens["0"]) > 5)
+    for session in list(worker._sessions.values())[1:]:  # one part's connections
+        session.end()
+    answers.until(lambda: engine.live_view().workers[ONE].num_losses > 0)
+    assert answers.end() == expected(tmp_path / "llama", batch)
+    assert engine.stats().num_staggered_decodes > 0
+    assert_is_idle(engine)
