@@ -125,7 +125,7 @@ class TracedStages(Stages):
 
     @property
     def writes_in_place(self) -> bool:
-        """What the code itself makes lies in a graph's own memory; between products that are split it may not."""
+        """What code makes lies in a graph's own memory; between products that are split it may not."""
         return not self.decoder.has_splits
 
     def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:  # noqa: D102
