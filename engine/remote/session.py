@@ -98,7 +98,8 @@ class _Desk:
 
     def serve(self) -> None:
         """Do what comes, until the connection ends; raises as `Session.serve`."""
-        threading.Thread(target=self._take_in_all, name="takes in what engines send", daemon=True).start()
+        # Python waits for it before it ends: the connection is closed by then.
+        threading.Thread(target=self._take_in_all, name="takes in what engines send").start()
         try:
             while True:
                 job = self._jobs.get()

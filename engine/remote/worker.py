@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 GREETING_S = 10.0  # for whoever connects, to say who it is
 MAX_GREETINGS = 16  # at once
+END_S = 5.0  # for a connection that is closed, to end what it has begun
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +53,29 @@ class AttentionWorker:
         self._sessions: dict[Rank, Session] = {}  # with all ranks of one engine
         self._changes = threading.Lock()
         self._greetings = threading.BoundedSemaphore(MAX_GREETINGS)
+        self._answering: set[threading.Thread] = set()
         self._is_closed = False
 
     def serve(self) -> None:
-        """Answer whoever connects, until `close`."""
+        """Answer whoever connects, until `close`, and until nobody attends any more.
+
+        A thread that is in a native function when Python ends would end the process with an error.
+        """
         while True:
             try:
                 connection, address = self._listener.accept()
             except OSError:
-                if self._is_closed:
-                    return
-                raise
+                if not self._is_closed:
+                    raise
+                break
             if not self._greetings.acquire(blocking=False):
                 connection.close()
                 continue
             name = f"{address[0]}:{address[1]}"
             threading.Thread(target=self._answer, args=(connection, name), daemon=True).start()
+        # Without the lock, which a signal's handler in this thread may want.
+        for thread in list(self._answering):
+            thread.join(END_S)
 
     def close(self) -> None:
         """End all connections, and `serve`."""
@@ -84,6 +92,8 @@ class AttentionWorker:
             self._greetings.release()
         if channel is None:
             return
+        with self._changes:
+            self._answering.add(threading.current_thread())
         try:
             self._serve(channel, name)
         except ConnectionError as error:
@@ -94,6 +104,8 @@ class AttentionWorker:
             channel.fail(error)
         finally:
             channel.close()
+            with self._changes:
+                self._answering.discard(threading.current_thread())
 
     def _welcomed(self, connection: socket.socket, name: str) -> Channel | None:
         """Return the connection to somebody who knows the secret; None: it is a stranger's."""
