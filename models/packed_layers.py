@@ -3,17 +3,18 @@
 Threads are woken once for it. The numbers are those of the single products and operators.
 """
 
-import torch
 from torch import Tensor
 
 from neo_desktop import native
 from neo_desktop.models.decoder import Decoder, GatedMLP, LayerWeights
+from neo_desktop.models.given_rows import GIVEN, given_buffers
 from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.native import Buffer, Columns, RowProgram, Step
 
 MAX_ROWS = 32  # whose quantised form stays in a core's caches; of more, single products are as fast
 
-_RESIDUAL, _X, _QKV, _ATTENTION, _COS, _SIN, _NORMED, _GATE_UP, _GATED = (Columns(i) for i in range(9))
+_RESIDUAL, _X, _QKV, _ATTENTION, _COS, _SIN = (Columns(buffer) for buffer in GIVEN)
+_NORMED, _GATE_UP, _GATED = (Columns(len(GIVEN) + i) for i in range(3))
 
 
 class PackedLayers:
@@ -34,7 +35,7 @@ class PackedLayers:
         return cls(decoder) if all(isinstance(matrix, PackedMatrix) for matrix in matrices) else None
 
     def advance(self, finished: int | None, begun: int | None, given: list[native.View]) -> None:
-        """See `Stages.advance`; given are residual, x, qkv, attention, cosines and sines, [n, width] each."""
+        """See `Stages.advance`; given: what `State.seen_by_native` returns."""
         place = finished, begun
         if place not in self._programs:
             self._programs[place] = self._program(finished, begun)
@@ -43,12 +44,8 @@ class PackedLayers:
     def _program(self, finished: int | None, begun: int | None) -> RowProgram:
         config, dtype = self._decoder.config, self._decoder.dtype
         hidden, intermediate = config.hidden_size, config.intermediate_size
-        widths = hidden, hidden, config.qkv_rows, config.num_heads * config.head_dim
-        buffers = [
-            *(Buffer(width, dtype, is_given=True) for width in widths),
-            *[Buffer(config.head_dim, torch.float32, is_given=True)] * 2,
-            *(Buffer(width, dtype) for width in (hidden, 2 * intermediate, intermediate)),
-        ]
+        own = (Buffer(width, dtype) for width in (hidden, 2 * intermediate, intermediate))
+        buffers = [*given_buffers(config, dtype), *own]
 
         def multiply(x: Columns, matrix: object, out: Columns) -> Step:
             assert isinstance(matrix, PackedMatrix)

@@ -77,8 +77,7 @@ class State:
     sin: Tensor
     counted: Tensor  # [rows] bool: whether experts that are chosen for it count as used; padding does not
     scratch: Scratch
-    # What native programs of rows take of it, once one was run.
-    seen_by_native: list[native.View] | None = field(default=None, compare=False)
+    _seen: list[native.View] | None = field(default=None, compare=False)  # see `seen_by_native`
 
     @classmethod
     def empty(
@@ -108,6 +107,14 @@ class State:
     def rows(self) -> int:
         """How many tokens there are."""
         return len(self.residual)
+
+    def seen_by_native(self) -> list[native.View]:
+        """Return what native programs of rows are given, see `given_rows`, each [rows, width]."""
+        if self._seen is None:
+            of_rows = self.attention.flatten(1), self.cos[:, 0], self.sin[:, 0]
+            tensors = (self.residual, self.x, self.qkv, *of_rows)
+            self._seen = [native.view_of("rows", tensor) for tensor in tensors]
+        return self._seen
 
     def first(self, rows: int) -> "State":
         """Return views of the first rows."""
@@ -270,7 +277,7 @@ class Stages:
             store: where keys and values of layer `begun` go; None: they stay in the state.
         """
         if self._layers is not None and store is None and state.rows <= MAX_ROWS:
-            self._layers.advance(finished, begun, seen_by_native(state))
+            self._layers.advance(finished, begun, state.seen_by_native())
             return
         if finished is not None:
             self.post_attention(finished, state)
@@ -411,12 +418,3 @@ class Stages:
 def _run(work: tuple[Callable[[], object], ...]) -> None:
     for each in work:
         each()
-
-
-def seen_by_native(state: State) -> list[native.View]:
-    """Return residual, x, qkv, attention, cosines and sines [rows, width] as native programs take them."""
-    if state.seen_by_native is None:
-        of_rows = state.attention.flatten(1), state.cos[:, 0], state.sin[:, 0]
-        tensors = (state.residual, state.x, state.qkv, *of_rows)
-        state.seen_by_native = [native.view_of("rows", tensor) for tensor in tensors]
-    return state.seen_by_native

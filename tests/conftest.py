@@ -5,6 +5,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,9 @@ def rungs() -> Iterator[Rungs]:
     """Sets rungs of the process's ladder; every test leaves the ladder as it was."""
     with restored_ladder() as rungs:
         yield rungs
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack

@@ -34,20 +34,20 @@ class RMSNorm(nn.Module):
 
     def __init__(self, weight: Tensor, eps: float, operators: Operators, is_rounded_before: bool) -> None:
         super().__init__()
-        self._of = weight if is_rounded_before else weight.float()
-        self._eps, self._operators, self._is_rounded_before = eps, operators, is_rounded_before
-        self._nothing = torch.zeros(1, len(weight), dtype=self._of.dtype, device=weight.device)
+        self.weight = weight if is_rounded_before else weight.float()
+        self.eps, self._operators, self._is_rounded_before = eps, operators, is_rounded_before
+        self._nothing = torch.zeros(1, len(weight), dtype=self.weight.dtype, device=weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised x [.., hidden]."""
         flat = x.reshape(-1, x.shape[-1])
         wide = flat if self._is_rounded_before else flat.float()
         if wide.device.type != "cpu":
-            normed = torch.rms_norm(wide, wide.shape[-1:], eps=self._eps) * self._of
+            normed = torch.rms_norm(wide, wide.shape[-1:], eps=self.eps) * self.weight
         else:
             normed = torch.empty(wide.shape, dtype=wide.dtype)
             nothing = self._nothing.expand(len(wide), -1)
-            self._operators.add_rms_norm(nothing, wide, self._of, self._eps, normed)
+            self._operators.add_rms_norm(nothing, wide, self.weight, self.eps, normed)
         return normed.to(x.dtype).view(x.shape)
 
 
@@ -63,17 +63,17 @@ class AddRMSNorm(nn.Module):
 
     def __init__(self, weight: Tensor, eps: float, operators: Operators, in_place: bool) -> None:
         super().__init__()
-        self._weight, self._eps, self._operators, self._in_place = weight, eps, operators, in_place
+        self.weight, self.eps, self._operators, self.in_place = weight, eps, operators, in_place
 
     def forward(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return residual + x [1, rows, hidden], and what is normalised."""
         on_cpu = x.device.type == "cpu"  # whose kernels take rows that do not follow each other
         total = (
-            residual if self._in_place and on_cpu else residual.clone(memory_format=torch.contiguous_format)
+            residual if self.in_place and on_cpu else residual.clone(memory_format=torch.contiguous_format)
         )
         x = x if on_cpu and x.stride(-1) == 1 else x.contiguous()
         normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        self._operators.add_rms_norm(x[0], total[0], self._weight, self._eps, normed[0])
+        self._operators.add_rms_norm(x[0], total[0], self.weight, self.eps, normed[0])
         return total, normed
 
 
@@ -103,7 +103,7 @@ class Rope(nn.Module):
 
     def __init__(self, weight: Tensor | None, eps: float, *, rows_first: bool, in_place: bool) -> None:
         super().__init__()
-        self._weight, self._eps, self._rows_first, self._in_place = weight, eps, rows_first, in_place
+        self.weight, self.eps, self.rows_first, self.in_place = weight, eps, rows_first, in_place
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return [1, heads, rows, head_dim].
@@ -112,15 +112,15 @@ class Rope(nn.Module):
             x: [1, heads, rows, head_dim], unless `rows_first`.
             cos: [rows, head_dim] float32; sin likewise, its first half negated.
         """
-        heads = x[0] if self._rows_first else x[0].transpose(0, 1)
+        heads = x[0] if self.rows_first else x[0].transpose(0, 1)
         if heads.device.type != "cpu":
-            if self._weight is not None:
-                heads = torch.rms_norm(heads, heads.shape[-1:], eps=self._eps) * self._weight
+            if self.weight is not None:
+                heads = torch.rms_norm(heads, heads.shape[-1:], eps=self.eps) * self.weight
             swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
             heads = (heads * cos[:, None] + swapped * sin[:, None]).to(x.dtype)
         else:
             is_packed = heads.stride(2) == 1 and heads.stride(1) == heads.shape[2]
-            if not self._in_place or not is_packed:
+            if not self.in_place or not is_packed:
                 heads = heads.clone(memory_format=torch.contiguous_format)
-            native.rope(heads, cos, sin, self._weight, self._eps)
+            native.rope(heads, cos, sin, self.weight, self.eps)
         return heads.transpose(0, 1)[None]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.given_rows import ATTENTION, COS, GIVEN, QKV, RESIDUAL, X, given_buffers
 from neo_desktop.models.linear.packed import PackedMatrix
 from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Product, RMSNorm, Rope
 from neo_desktop.models.traced.places import (
@@ -38,14 +39,13 @@ _VIEWS = frozenset(("view", "_unsafe_view"))
 _UNARIES = frozenset(("silu", "sigmoid", "tanh", "relu", "gelu"))
 _BINARIES = {"add": "add", "sub": "subtract", "mul": "times"}
 _CASTS = frozenset(("to", "type_as", "_to_copy"))
-_GIVEN = _RESIDUAL, _X, _QKV, _ATTENTION, _COS, _SIN = range(6)  # buffers, see `stages.seen_by_native`
 _MOST_MOVES = 64  # of one value: where there are more, the graph's own operators are no slower
 
 
 def lowered(piece: fx.GraphModule, config: ModelConfig, dtype: torch.dtype) -> RowProgram:
     """Return a stage behind the first attention, or before it, as a program of rows.
 
-    It is given what `stages.seen_by_native` returns. It leaves what is carried in the residual, queries, keys
+    It is given what `State.seen_by_native` returns. It leaves what is carried in the residual, queries, keys
     and values in qkv; the last stage leaves its result in x.
 
     Raises:
@@ -57,9 +57,7 @@ def lowered(piece: fx.GraphModule, config: ModelConfig, dtype: torch.dtype) -> R
 class _Lowering:
     def __init__(self, piece: fx.GraphModule, config: ModelConfig, dtype: torch.dtype) -> None:
         self._piece, self._config, self._dtype = piece, config, dtype
-        widths = config.carried_width, config.hidden_size, config.qkv_rows, config.num_heads * config.head_dim
-        self._buffers = [Buffer(width, dtype, is_given=True) for width in widths]
-        self._buffers += [Buffer(config.rotation_width, torch.float32, is_given=True)] * 2
+        self._buffers = given_buffers(config, dtype)
         self._steps: list[Step] = []
         self._overwritten: dict[int, Tensor] = {}  # buffer -> when each column was, in steps
         self._known: dict[fx.Node, Any] = {}
@@ -67,9 +65,9 @@ class _Lowering:
     def program(self) -> RowProgram:
         config = self._config
         inputs = {
-            "carried": Value.new(_RESIDUAL, (config.carried_width,), 0, self._dtype, 0),
-            "rotation": Value.new(_COS, (config.rotation_width,), 0, torch.float32, 0),
-            "attended": Value.new(_ATTENTION, (1, config.num_heads, config.head_dim), 1, self._dtype, 0),
+            "carried": Value.new(RESIDUAL, (config.carried_width,), 0, self._dtype, 0),
+            "rotation": Value.new(COS, (config.rotation_width,), 0, torch.float32, 0),
+            "attended": Value.new(ATTENTION, (1, config.num_heads, config.head_dim), 1, self._dtype, 0),
         }
         for node in self._piece.graph.nodes:
             if node.op == "placeholder":
@@ -121,9 +119,9 @@ class _Lowering:
             return self._add_norm(module, *args)
         if isinstance(module, RMSNorm):
             (x,) = args
-            if module._of.dtype not in (x.dtype, torch.float32):
+            if module.weight.dtype not in (x.dtype, torch.float32):
                 raise NotRowsError("a norm of another dtype")
-            return self._norm("rms_norm", x, x.at.shape[-1], module._eps, (module._of,))
+            return self._norm("rms_norm", x, x.at.shape[-1], module.eps, (module.weight,))
         if isinstance(module, Gate):
             (x,) = args
             return self._step("silu_mul", [self._packed(x)], x, (*x.at.shape[:-1], x.at.shape[-1] // 2))
@@ -173,28 +171,28 @@ class _Lowering:
     def _add_norm(self, norm: AddRMSNorm, residual: Value, x: Value) -> tuple[Value, Value]:
         width = residual.at.shape[-1]
         self._check(residual)
-        found = grouped(of_row(residual.at), width) if norm._in_place else None
+        found = grouped(of_row(residual.at), width) if norm.in_place else None
         total = residual if found is not None else self._copy(residual, residual.dtype)
         place = self._packed(total)
         other = self._packed(x)
         into = self._room(width, x.dtype)
-        step = Step("add_rms_norm", (place, other), into, width, number=norm._eps, weights=(norm._weight,))
+        step = Step("add_rms_norm", (place, other), into, width, number=norm.eps, weights=(norm.weight,))
         self._steps.append(step)
         total = self._overwrite(total)
         return total, self._value(into, tuple(x.at.shape), row_dim(x.at), x.dtype)
 
     def _rotate(self, rope: Rope, x: Value, cos: Value, sin: Value) -> Value:
-        heads = replace(x, at=x.at[0] if rope._rows_first else x.at[0].transpose(0, 1))
+        heads = replace(x, at=x.at[0] if rope.rows_first else x.at[0].transpose(0, 1))
         _, count, dim = heads.at.shape
         self._check(heads)
-        place = grouped(of_row(heads.at), dim) if rope._in_place else None
+        place = grouped(of_row(heads.at), dim) if rope.in_place else None
         if place is None or (place.stride != dim and count > 1):
             heads = self._copy(heads, heads.dtype)
             place = self._grouped(heads, dim)
         angles = self._packed(cos), self._packed(sin)
-        weights = () if rope._weight is None else (rope._weight,)
+        weights = () if rope.weight is None else (rope.weight,)
         into = place._replace(stride=dim)
-        self._steps.append(Step("rope", angles, into, dim, groups=count, number=rope._eps, weights=weights))
+        self._steps.append(Step("rope", angles, into, dim, groups=count, number=rope.eps, weights=weights))
         heads = self._overwrite(heads)
         return replace(heads, at=heads.at.transpose(0, 1)[None])
 
@@ -323,26 +321,26 @@ class _Lowering:
         for each in results:
             self._check(each)
         if len(results) == 1:
-            self._leave([of_row(results[0].at)], _X)
+            self._leave([of_row(results[0].at)], X)
             return
         heads = [of_row(each.at) for each in results[:3]]
         carried = torch.cat([of_row(each.at) for each in results[3:]])
         is_there = torch.equal(carried, torch.arange(len(carried)))
-        if not is_there and _RESIDUAL in columns_of(torch.cat(heads)):
+        if not is_there and RESIDUAL in columns_of(torch.cat(heads)):
             raise NotRowsError("attention reads what is carried to it")
-        if not is_there and _RESIDUAL in columns_of(carried):  # it would be overwritten while it is read
+        if not is_there and RESIDUAL in columns_of(carried):  # it would be overwritten while it is read
             room = self._room(len(carried), self._dtype)
             self._move(carried, room)
             carried = of_row(Value.new(room.buffer, (len(carried),), 0, self._dtype, 0).at)
         if not is_there:
-            self._move(carried, Columns(_RESIDUAL))
-        self._leave(heads, _QKV)
+            self._move(carried, Columns(RESIDUAL))
+        self._leave(heads, QKV)
 
     def _leave(self, rows: list[Tensor], given: int) -> None:
         """Have numbers lie in a buffer that is given."""
         row = torch.cat(rows)
         found = grouped(row, len(row))
-        if found is None or found.buffer in _GIVEN or self._buffers[found.buffer].width != len(row):
+        if found is None or found.buffer in GIVEN or self._buffers[found.buffer].width != len(row):
             self._move(row, Columns(given))
             return
 

@@ -12,7 +12,7 @@ from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
 from neo_desktop.models.linear.split import Split
 from neo_desktop.models.operators import Operators, Store
-from neo_desktop.models.stages import Product, Scratch, Stages, State, Step, seen_by_native
+from neo_desktop.models.stages import Product, Scratch, Stages, State, Step
 from neo_desktop.models.traced.builder import Builder, Code
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut, cut
@@ -114,7 +114,7 @@ class TracedStages(Stages):
                 self._hand_on(code(*_given(state)), turn, state)
             checked = [ours]
             if turn in self._programs:
-                self._programs[turn].run(seen_by_native(program))
+                self._programs[turn].run(program.seen_by_native())
                 checked.append(program)
             names = ("x",) if turn == len(self._pieces) - 1 else ("residual", "qkv")
             if not all(
@@ -143,11 +143,10 @@ class TracedStages(Stages):
         """See `Stages`; what follows a layer's attention and what precedes the next one's are one stage."""
         turn = 0 if finished is None else finished + 1
         if turn in self._programs:
-            self._programs[turn].run(seen_by_native(state))
+            self._programs[turn].run(state.seen_by_native())
         else:
             self._hand_on(self._pieces[turn](*_given(state)), turn, state)
-        if begun is not None:
-            self._store(state, store)
+        self._store(state, store)
 
     def _hand_on(self, results: Any, turn: int, state: State) -> None:
         """Put what a stage gives into the state."""
@@ -164,7 +163,7 @@ class TracedStages(Stages):
             first += each.shape[1]
 
     def _store(self, state: State, store: Store | None) -> None:
-        """Put keys and values into a cache."""
+        """Put keys and values into a cache; None: there is none, as behind the last layer."""
         if store is not None:
             _, keys, values = self.heads(state)
             in_torch.write_rows(keys, values, store.k_cache, store.v_cache, store.slots)
@@ -206,8 +205,7 @@ class TracedStages(Stages):
         results = segment.code(*(values[name] for name in segment.takes))
         values.clear()
         self._hand_on(results, turn, state)
-        if turn < len(self._pieces) - 1:
-            self._store(state, store)
+        self._store(state, store)
 
     @property
     def split_matrices(self) -> dict[tuple[int, str], Split]:  # noqa: D102

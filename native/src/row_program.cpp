@@ -1,7 +1,6 @@
 #include "neo_desktop/row_program.h"
 
 #include <algorithm>
-#include <cstring>
 #include <deque>
 
 #include "neo_desktop/kernels.h"

@@ -1,10 +1,11 @@
-"""Small random checkpoints of every family."""
+"""Small random checkpoints of every family, and the secret of workers."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from checkpoints import FAMILIES, save_checkpoint
+from workers import SECRET
 
 from neo_desktop import Engine
 
@@ -18,3 +19,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def llama(checkpoints: dict[str, Path]) -> Iterator[Engine]:
     with Engine.from_pretrained(checkpoints["llama"], device="cpu") as engine:
         yield engine
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET + b"\n")
+    return path

@@ -1,6 +1,5 @@
 """A divided model with attention workers: the tokens of a model alone, whatever happens to a worker."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -31,12 +30,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def greedy(folder: Path) -> list[list[int]]:
     return expected(folder / "llama", prompts())
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Rows are sent to a worker before it has answered those before, and each answer comes to its rows."""
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,12 +28,6 @@ from neo_desktop.models.decoder import Decoder
 NUM_BLOCKS = 24
 ONE, TWO = Place.worker(1), Place.worker(2)
 PATIENCE_S = 20.0  # for what must come at once; only a defect waits for so long
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture(scope="module")

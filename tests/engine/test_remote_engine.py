@@ -1,6 +1,5 @@
 """The whole engine with attention workers: the tokens of a model alone, whatever happens to a worker."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import torch
 from checkpoints import VOCAB_SIZE, transformers_greedy
 from cost_models import machine
 from idle import assert_is_idle
-from workers import SECRET, running_worker
+from workers import running_worker
 
 from neo_desktop import Engine, SamplingParams
 from neo_desktop.engine.placement import Place
@@ -22,19 +21,6 @@ def prompts(count: int = 8, seed: int = 1) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
     lengths = [1, 16, 17, 33, 7, 150, 64, 90][:count]
     return [torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
-
-
-@pytest.fixture
-def secret(tmp_path: Path) -> Path:
-    path = tmp_path / "secret"
-    path.write_bytes(SECRET + b"\n")
-    return path
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.mark.parametrize(

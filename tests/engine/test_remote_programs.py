@@ -1,6 +1,5 @@
 """KV in workers' memory: the tokens of a plain computation, lanes of their own, clean ends."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -49,12 +48,6 @@ class Case:
         self.timeline = Timeline()
         self.executor: PlanExecutor = thread_executor(model, self.storage, timeline=self.timeline)
         stack.callback(self.executor.close)
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Decodes of attention workers at their own pace: planned where it pays, and nothing is lost."""
 
 import random
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,9 @@ from idle import assert_is_idle
 from own_pace import OwnPace
 from worker_process import WorkerProcess
 from worker_requests import ONE, Answers, expected, make_engine, prompts
-from workers import SECRET, running_worker
+from workers import running_worker
 
+from neo_desktop import Engine
 from neo_desktop.engine.batch import MAX_STAGGERED
 from neo_desktop.engine.kv.cache import KVCache
 from neo_desktop.engine.placement import PLACES, Place
@@ -253,21 +253,15 @@ def test_noise_makes_no_time_negative() -> None:
 
 
 @pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def secret(tmp_path: Path) -> Path:
-    path = tmp_path / "secret"
-    path.write_bytes(SECRET + b"\n")
-    return path
-
-
-@pytest.fixture
 def all_at_own_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES, "neo", OwnPace("neo", PLACES))
+
+
+def assert_answers_at_own_pace(engine: Engine, checkpoint: Path) -> None:
+    batch = prompts()
+    assert Answers(engine, batch).end() == expected(checkpoint, batch)
+    assert engine.stats().num_staggered_decodes > 0
+    assert_is_idle(engine)
 
 
 @pytest.mark.parametrize(("policy", "round_trip_ms"), [("apex", 5.0), ("auto", 1.0)])
@@ -285,10 +279,7 @@ def test_policies_plan_it_where_workers_are_far_and_give_the_tokens_of_the_model
     monkeypatch.setattr(CorrectedCostModel, "learn", lambda *_: None)  # plans are those of that machine
     workers = ",".join(str(stack.enter_context(running_worker())[1]) for _ in WORKERS)
     engine = stack.enter_context(make_engine(checkpoints["llama"], secret, workers, policy=policy))
-    batch = prompts()
-    assert Answers(engine, batch).end() == expected(checkpoints["llama"], batch)
-    assert engine.stats().num_staggered_decodes > 0
-    assert_is_idle(engine)
+    assert_answers_at_own_pace(engine, checkpoints["llama"])
 
 
 @pytest.mark.parametrize("partition", ["requests", "heads"])
@@ -298,10 +289,7 @@ def test_however_workers_divide_the_work_the_tokens_are_the_same(
 ) -> None:
     workers = ",".join(str(stack.enter_context(running_worker())[1]) for _ in WORKERS)
     engine = stack.enter_context(make_engine(checkpoints["llama"], secret, workers, partition=partition))
-    batch = prompts()
-    assert Answers(engine, batch).end() == expected(checkpoints["llama"], batch)
-    assert engine.stats().num_staggered_decodes > 0
-    assert_is_idle(engine)
+    assert_answers_at_own_pace(engine, checkpoints["llama"])
 
 
 @pytest.mark.parametrize("partition", ["requests", "heads"])
@@ -332,9 +320,9 @@ def test_a_worker_killed_in_the_middle_of_tokens_loses_none(
 
 
 @pytest.mark.usefixtures("all_at_own_pace")
-def test_a_divided_model_gives_the_same_tokens_and_loses_none(stack: ExitStack, tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_bytes(SECRET + b"\n")
+def test_a_divided_model_gives_the_same_tokens_and_loses_none(
+    stack: ExitStack, secret: Path, tmp_path: Path
+) -> None:
     save_checkpoint(tmp_path / "llama", "llama", num_key_value_heads=4, num_attention_heads=8, head_dim=16)
     batch = prompts()
     worker, address = stack.enter_context(running_worker())

@@ -1,6 +1,5 @@
 """Iterations with attention workers as graphs: the same tokens, and a clean way out when a worker is lost."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -45,12 +44,6 @@ HOMES = {
 def model() -> Decoder:
     """Two layers, one with a window."""
     return tiny_model((None, 5), form=Dense(uses_tiles=False))
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
 
 
 class Case:

@@ -34,7 +34,6 @@ enum class RowOp {
   kGelu,
   kGeluTanh,  // its approximation
 };
-constexpr int kRowOps = static_cast<int>(RowOp::kGeluTanh) + 1;
 
 // Columns of a buffer: group g begins at first + g * stride.
 struct RowColumns {
