@@ -43,7 +43,7 @@ _LEFT = (
     "_fake _fbgemm"
 )
 _COMPUTED_ALL_THE_SAME = ("linalg_vector_norm",)
-_COMPOSITE_BUT_COMPUTED = ("_fused_rms_norm",)
+_COMPOSITE_BUT_COMPUTED = ("_fused_rms_norm", "native_layer_norm")
 
 
 @_Work
