@@ -205,10 +205,16 @@ async function copy(button, text) {
     area.remove();
     button.focus();
   }
+  const label = button.getAttribute("aria-label");
+  if (label === "Copied") return; // shown already, from the click before
   const shown = button.querySelector(".icon");
   const done = icon("check");
   shown.replaceWith(done);
-  setTimeout(() => done.replaceWith(shown), 1500);
+  button.setAttribute("aria-label", "Copied");
+  setTimeout(() => {
+    done.replaceWith(shown);
+    button.setAttribute("aria-label", label);
+  }, 1500);
 }
 
 const duration = (seconds) =>
