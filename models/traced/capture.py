@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 NAME = "neo_desktop"  # of the attention, as a model's configuration names it
 EXPERTS = "batched_mm"  # of the way to compute experts whose place is taken
+_MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 HARMLESS = ("position_ids", "cache_position")  # tensors that attention is given, and does not need
 
 
@@ -101,23 +102,34 @@ def _(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) ->
 
 
 class Catching(TorchFunctionMode):
-    """Writes down what linear layers and embeddings are called with."""
+    """Writes down what linear layers and embeddings are called with.
+
+    What multiplies with a transposed parameter, as Falcon does, becomes a linear layer.
+    """
 
     def __init__(self, calls: Calls) -> None:
         super().__init__()
         self._calls = calls
+        self._transposed: list[tuple[Tensor, nn.Parameter]] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """See torch."""
         given = kwargs or {}
+        if func in _MATMULS and not given:
+            weight = next((weight for each, weight in self._transposed if each is args[1]), None)
+            if weight is not None:
+                func, args = functional.linear, (args[0], weight)
         if func is functional.linear:
             bias = given.get("bias", args[2] if len(args) > 2 else None)
             self._calls.products.append(Product(args[0], args[1], bias))
         if func is functional.embedding:
             self._calls.looked_up.append(args[1] if len(args) > 1 else given["weight"])
-        return func(*args, **given)
+        result = func(*args, **given)
+        if getattr(func, "__self__", None) is Tensor.T and isinstance(args[0], nn.Parameter):
+            self._transposed.append((result, args[0]))
+        return result
 
 
 def attend(

@@ -17,6 +17,8 @@ ROWS = 7  # of the numbers that the graph is made with; it serves any number
 
 # fmt: off
 _FRESH = frozenset(("zeros_like", "ones_like", "full_like", "empty_like"))
+_IN_PLACE = frozenset(("add_", "sub_", "mul_", "div_"))
+_SAME = frozenset(("to", "type_as", "contiguous", "expand_as", "broadcast_to"))  # that may make no numbers
 _VIEWS = frozenset((
     "view", "reshape", "_unsafe_view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice",
     "select", "getitem", "alias", "detach", "flatten", "unflatten", "t", "movedim", "narrow",
@@ -138,6 +140,7 @@ def _is_stored(spec: Any, node: fx.Node) -> bool:
 def clean(graph: fx.Graph) -> None:
     """Leave out what is computed for nothing or twice, and let no result depend on what is written later."""
     _use_what_is_written(graph)
+    _write_nothing(graph)
     _skip_idle(graph)
     _merge_equal(graph)
     graph.eliminate_dead_code()
@@ -160,6 +163,16 @@ def _use_what_is_written(graph: fx.Graph) -> None:
             user.replace_input_with(whole, written)
         order[written] = order[node]
         graph.erase_node(node)
+
+
+def _write_nothing(graph: fx.Graph) -> None:
+    """Turn sums and the like in place of numbers that nothing else reads into ones that make new numbers."""
+    for node in list(graph.nodes):
+        name, x = name_of(node), node.args[0] if node.args else None
+        if name not in _IN_PLACE or not isinstance(x, fx.Node) or set(x.users) != {node}:
+            continue
+        if x.op == "call_function" and name_of(x) not in _VIEWS | _SAME:
+            node.target = getattr(getattr(torch.ops.aten, name[:-1]), node.target._overloadname)
 
 
 def _skip_idle(graph: fx.Graph) -> None:

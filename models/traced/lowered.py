@@ -101,6 +101,9 @@ class _Lowering:
             return self._cast(args[0], _dtype_of(args, kwargs))
         if name in _MOVES:
             return self._moved(node, args, kwargs)
+        if name == "index" and not any(isinstance(each, Value) for each in args[1]):
+            x, places = args
+            return replace(x, at=torch.ops.aten.index(x.at, places))
         if name in _UNARIES:
             approximate = kwargs.get("approximate", args[1] if len(args) > 1 else "none")
             return self._unary("gelu_tanh" if approximate == "tanh" else name, args[0])

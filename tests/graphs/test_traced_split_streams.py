@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=["llama", "opt", "phi3", "stablelm-parallel"])
+@pytest.fixture(scope="module", params=["llama", "opt", "phi3", "falcon", "stablelm-parallel"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp(request.param), *FAMILIES.get(request.param, (request.param, {})))
 

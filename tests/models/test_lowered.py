@@ -20,9 +20,9 @@ from neo_desktop.models.traced.stages import TracedStages
 CPU = torch.device("cpu")
 WHOLLY = (
     "opt", "gemma2", "gemma3", "phi3", "olmo2", "granite", "stablelm", "stablelm-parallel", "gpt-neox",
-    "starcoder2",
+    "starcoder2", "falcon", "falcon-grouped",
 )  # fmt: skip
-OF_CODE = "falcon", "cohere2", "deepseek-v3"  # whose layers have what is no step
+OF_CODE = "apertus", "cohere2", "deepseek-v3"  # whose layers have what is no step
 
 
 @pytest.fixture(scope="module")

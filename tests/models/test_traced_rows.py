@@ -14,7 +14,7 @@ from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.config import read_traced
 from neo_desktop.models.traced.graph import clean
-from neo_desktop.models.traced.rows import check_rows
+from neo_desktop.models.traced.rows import check_rows, name_of
 
 Code = Callable[[Tensor], Tensor]
 
@@ -60,12 +60,28 @@ def added_in_place(x: Tensor) -> Tensor:
     return one - other
 
 
-@pytest.mark.parametrize("code", [written_in_slices, written_twice, added_in_place])
+def written_under_other_names(x: Tensor) -> Tensor:
+    one = x * 2
+    one[..., :4].mul_(3)
+    one.to(one.dtype).add_(1)
+    one.contiguous().sub_(x)
+    return one
+
+
+@pytest.mark.parametrize(
+    "code", [written_in_slices, written_twice, added_in_place, written_under_other_names]
+)
 def test_memory_that_is_written_to_keeps_its_meaning(code: Code) -> None:
     module = cleaned(code)
     check_rows(module.graph)
     x = torch.randn(1, 7, 8, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(module(x)[0], code(x))
+
+
+def test_a_sum_in_the_place_of_numbers_that_nothing_else_reads_is_a_sum() -> None:
+    names = [name_of(node) for node in cleaned(lambda x: (x * 2).add_(x.sin())).graph.nodes]
+    assert "add" in names
+    assert "add_" not in names
 
 
 ALONG: dict[str, Callable[[Tensor, int], Tensor]] = {
