@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from .chat_page import ChatPage
 from .fake_server import FakeServer
@@ -197,6 +197,35 @@ def test_everything_goes_by_keyboard(chat: ChatPage, fake: FakeServer) -> None:
     expect(chat.chats).to_have_count(1)
     chat.button("Undo").press("Enter")
     expect(chat.chats).to_have_count(2)
+
+
+def test_a_slow_server_takes_no_focus_away(chat: ChatPage, fake: FakeServer) -> None:
+    """A new title is stored, and the list drawn anew, while its menu is open already."""
+    chat.ask("about cats")
+    held: list[Route] = []
+
+    def hold(route: Route) -> None:
+        if route.request.method == "PATCH":
+            held.append(route)
+        else:
+            route.continue_()
+
+    chat.page.route("**/api/chats/*", hold)
+    chat.chats.first.focus()
+    chat.page.keyboard.press("F2")
+    chat.page.keyboard.type("Renamed")
+    with chat.page.expect_request(lambda request: request.method == "PATCH"):
+        chat.page.keyboard.press("Enter")
+    expect(chat.chats.first).to_be_focused()
+    chat.page.keyboard.press("Tab")
+    chat.page.keyboard.press("Enter")
+    rename = chat.page.get_by_role("menuitem", name="Rename")
+    expect(rename).to_be_focused()
+    with chat.page.expect_response(lambda response: response.request.method == "PATCH"):
+        held[0].continue_()
+    chat.page.unroute("**/api/chats/*")
+    expect(chat.chats.first).to_have_text("Renamed")
+    expect(rename).to_be_focused()
 
 
 def test_every_control_has_a_name_and_icons_their_size(chat: ChatPage, fake: FakeServer) -> None:

@@ -122,7 +122,7 @@ async function runSearch() {
 
 function draw() {
   if (renaming !== null) return;
-  const focused = list.contains(document.activeElement) ? document.activeElement.closest("li")?.dataset.id : null;
+  const control = list.contains(document.activeElement) ? document.activeElement : null;
   const shown = found ?? chats;
   const rows = [];
   let day = null;
@@ -133,7 +133,11 @@ function draw() {
   }
   if (found && shown.length === 0) rows.push(h("li", { class: "day" }, "Nothing found"));
   list.replaceChildren(...rows);
-  if (focused) list.querySelector(`li[data-id="${CSS.escape(focused)}"] a`)?.focus();
+  if (control) focusRow(control.closest("li").dataset.id, control.localName);
+}
+
+function focusRow(id, control = "a") {
+  list.querySelector(`li[data-id="${CSS.escape(id)}"] ${control}`)?.focus();
 }
 
 function row(chat) {
@@ -166,15 +170,14 @@ function rename(chat) {
   const item = list.querySelector(`li[data-id="${CSS.escape(chat.id)}"]`);
   if (!item || renaming) return;
   renaming = chat.id;
-  const end = async (title) => {
+  const end = (title, byKey) => {
     if (renaming !== chat.id) return;
     renaming = null;
-    if (title && title !== chat.title) {
-      chat.title = title; // shown at once; the server's list follows
-      draw();
-      await attempt(() => api.patch(`/api/chats/${encodeURIComponent(chat.id)}`, { title }));
-    } else draw();
-    list.querySelector(`li[data-id="${CSS.escape(chat.id)}"] a`)?.focus();
+    const isNew = title && title !== chat.title;
+    if (isNew) chat.title = title; // shown at once; the server's list follows
+    draw();
+    if (byKey) focusRow(chat.id);
+    if (isNew) attempt(() => api.patch(`/api/chats/${encodeURIComponent(chat.id)}`, { title }));
   };
   const field = h("input", {
     class: "field",
@@ -182,13 +185,13 @@ function rename(chat) {
     maxlength: 200,
     onkeydown: (event) => {
       if (event.isComposing) return;
-      if (event.key === "Enter") end(field.value.trim());
+      if (event.key === "Enter") end(field.value.trim(), true);
       else if (event.key === "Escape") {
-        end(null);
+        end(null, true);
         event.preventDefault();
       }
     },
-    onblur: () => end(field.value.trim()),
+    onblur: () => end(field.value.trim(), false),
   });
   field.value = chat.title;
   item.replaceChildren(field);
