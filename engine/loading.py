@@ -30,7 +30,8 @@ from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.linear.split import SplitForm
-from neo_desktop.models.ranks import ALONE, Rank, config_of_rank, weights_of_rank
+from neo_desktop.models.rank import ALONE, Rank
+from neo_desktop.models.ranks import config_of_rank, weights_of_rank
 from neo_desktop.models.registry import check_model, load_model, random_model
 from neo_desktop.models.shapes import shape as published_shape
 from neo_desktop.models.stored_form import StoredForm, stored_form

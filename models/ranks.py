@@ -26,37 +26,13 @@ from neo_desktop.models.gguf.types import TYPES, Blocks
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.linear.quantised import PartShape
+from neo_desktop.models.rank import Rank
 from neo_desktop.models.stored_form import StoredForm
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.weights import StoredTensor, Weights
 
-# Inner numbers are divided by the largest of these that leaves each rank about as many: so quantised columns
-# consist of whole blocks.
-_UNITS = (256, 64, 32, 16, 2, 1)
-_FAIR = 16  # units of each rank, at least: the largest part is hardly larger than the mean
+Runs = tuple[slice, ...]
 _ELEMENTS = {stored.name: (stored.elements, stored.nbytes) for stored in TYPES.values()}
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """Which of how many ranks."""
-
-    number: int = 0
-    count: int = 1
-
-    def part(self, size: int) -> slice:
-        """Return its part of so many things; parts differ by one at most."""
-        return slice(size * self.number // self.count, size * (self.number + 1) // self.count)
-
-    def inner_part(self, size: int, least_unit: int = 1) -> slice:
-        """Return its part of the inner numbers of a feed-forward network, in multiples of a unit."""
-        units = [unit for unit in _UNITS if size % unit == 0 and unit % least_unit == 0]
-        unit = next((unit for unit in units if size // unit >= _FAIR * self.count), units[-1])
-        part = self.part(size // unit)
-        return slice(part.start * unit, part.stop * unit)
-
-
-ALONE = Rank()
 
 
 def config_of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
@@ -67,17 +43,14 @@ def config_of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
     count, experts = rank.count, config.experts
     if count == 1:
         return config
-    if isinstance(config, TracedConfig):
-        raise ModelError(
-            f"{config.architecture} runs by the code of transformers, which cannot be divided among {count} "
-            "processes: leave out --tensor-parallel."
-        )
     for what, size in {"heads": config.num_heads, "key-value heads": config.num_kv_heads}.items():
         if size % count:
             raise ModelError(
                 f"the model's {size} {what} cannot be divided among {count} processes: choose another number "
                 "for --tensor-parallel."
             )
+    if isinstance(config, TracedConfig):
+        return _traced_config_of_rank(config, rank)
     inner = rank.inner_part(config.intermediate_size)
     sizes = [inner.stop - inner.start]
     if experts is not None:
@@ -100,11 +73,31 @@ def config_of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
     )
 
 
+def _traced_config_of_rank(config: TracedConfig, rank: Rank) -> TracedConfig:
+    from neo_desktop.models.traced.division import division, part_of_outline  # noqa: PLC0415 - rarely needed
+
+    part = part_of_outline(config.of_model, division(config.source, config.of_model, rank), rank)
+    return replace(
+        config,
+        num_heads=part.heads,
+        num_kv_heads=part.kv_heads,
+        tie_word_embeddings=part.head is None,
+        of_model=part,
+        rank=rank,
+    )
+
+
 def form_of_rank(form: LinearForm, config: ModelConfig, rank: Rank) -> LinearForm:
     """Return the form of a rank's part of a model whose matrices are kept in this one."""
     if not isinstance(form, StoredForm) or rank.count == 1:
         return form
-    whole, part = config.matrices, config_of_rank(config, rank).matrices
+    of_rank = config_of_rank(config, rank)
+    whole, part = config.matrices, of_rank.matrices
+    if isinstance(of_rank, TracedConfig):
+        rows = {fused.name: fused.rows for fused in of_rank.of_model.all_matrices}
+        return replace(
+            form, stored={name: _of_rows(parts, rows.get(name)) for name, parts in form.stored.items()}
+        )
 
     def part_of(name: str, parts: tuple[PartShape, ...]) -> tuple[PartShape, ...]:
         kind = name.partition(".")[2]
@@ -113,6 +106,15 @@ def form_of_rank(form: LinearForm, config: ModelConfig, rank: Rank) -> LinearFor
         return tuple(replace(each, rows=each.rows * part[kind].rows // whole[kind].rows) for each in parts)
 
     return replace(form, stored={name: part_of(name, parts) for name, parts in form.stored.items()})
+
+
+def _of_rows(parts: tuple[PartShape, ...], rows: tuple[int, ...] | None) -> tuple[PartShape, ...]:
+    """Return parts of a matrix with other numbers of rows; None: as they are, like the embedding's."""
+    if rows is None:
+        return parts
+    if len(parts) == 1:  # those of experts that are of one type are one
+        return (replace(parts[0], rows=sum(rows)),)
+    return tuple(replace(each, rows=count) for each, count in zip(parts, rows, strict=True))
 
 
 def weights_of_rank(weights: Weights, config: ModelConfig, rank: Rank) -> Weights:
@@ -127,7 +129,7 @@ def weights_of_rank(weights: Weights, config: ModelConfig, rank: Rank) -> Weight
     """
     if rank.count == 1:
         return weights
-    parts = _Parts(config, rank)
+    parts = _TracedParts(config, rank) if isinstance(config, TracedConfig) else _Parts(config, rank)
     tensors = {name: parts.of(name, stored) for name, stored in weights.tensors.items()}
     found = {name: part for name, part in tensors.items() if part is not None}
     return Weights(weights.path, weights.description, found)
@@ -160,26 +162,57 @@ class _Parts:
         _, _, _, in_layer = name.split(".", 3)
         module, _, kind = in_layer.rpartition(".")
         if module in self._rows:
-            return _Part(stored, self._rows[module])
+            return _Part(stored, (self._rows[module],))
         if module not in self._columns:
             return stored
-        rows, columns = slice(0, stored.shape[0]), self._columns[module]
         if kind == "bias":
-            return stored if self._rank.number == 0 else _Zeros(stored, rows)
-        if stored.blocks is not None:
-            elements, _ = _ELEMENTS[stored.blocks.type_name]
-            if columns.start % elements or columns.stop % elements:
+            return stored if self._rank.number == 0 else _Zeros(stored)
+        return _of_columns(name, stored, (self._columns[module],), self._rank)
+
+
+class _TracedParts:
+    def __init__(self, config: TracedConfig, rank: Rank) -> None:
+        from neo_desktop.models.traced.division import division  # noqa: PLC0415 - rarely needed
+
+        outline, self._rank = config.of_model, rank
+        found = division(config.source, outline, rank)
+        self._rows, self._columns = dict(found.rows), found.columns
+        self._heads = () if outline.head is None else (*outline.head.weights, *outline.head.biases)
+        self._sums = set[str]()  # biases of what is added up
+        for fused in outline.matrices:
+            for weight, bias in zip(fused.weights, fused.biases, strict=False):
+                if weight in self._rows:
+                    self._rows[bias] = self._rows[weight]
+                if weight in self._columns:
+                    self._sums.add(bias)
+
+    def of(self, name: str, stored: StoredTensor) -> StoredTensor | None:
+        """See `_Parts`."""
+        if self._rank.number > 0 and name in self._heads:
+            return None
+        if name in self._rows:
+            return _Part(stored, self._rows[name])
+        if name in self._columns:
+            return _of_columns(name, stored, self._columns[name], self._rank)
+        return _Zeros(stored) if self._rank.number > 0 and name in self._sums else stored
+
+
+def _of_columns(name: str, stored: StoredTensor, columns: Runs, rank: Rank) -> "_Part":
+    if stored.blocks is not None:
+        elements, _ = _ELEMENTS[stored.blocks.type_name]
+        for run in columns:
+            if run.start % elements or run.stop % elements:
                 raise ModelError(
                     f"{name} in {stored.file} has blocks of {elements} numbers ({stored.type_name}), which "
-                    f"a part of its columns, from {columns.start} to {columns.stop}, would cut: it cannot be "
-                    f"divided among {self._rank.count} processes."
+                    f"a part of its columns, from {run.start} to {run.stop}, would cut: it cannot be "
+                    f"divided among {rank.count} processes."
                 )
-        return _Part(stored, rows, columns)
+    return _Part(stored, (slice(0, stored.shape[0]),), columns)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """See `weights.StoredTensor`: some rows and columns of another tensor.
+    """See `weights.StoredTensor`: some rows and columns of another tensor, in order.
 
     Args:
         whole: the other one.
@@ -188,8 +221,8 @@ class _Part:
     """
 
     whole: StoredTensor
-    rows: slice
-    columns: slice | None = None
+    rows: Runs
+    columns: Runs | None = None
 
     @property
     def file(self) -> Path:
@@ -200,8 +233,8 @@ class _Part:
     def shape(self) -> tuple[int, ...]:
         _, *columns = self.whole.shape
         if self.columns is not None:
-            columns = [self.columns.stop - self.columns.start]
-        return self.rows.stop - self.rows.start, *columns
+            columns = [_count(self.columns)]
+        return _count(self.rows), *columns
 
     @property
     def type_name(self) -> str:
@@ -224,27 +257,37 @@ class _Part:
         elements, nbytes = _ELEMENTS[whole.type_name]
         columns = self.columns
         if columns is not None:
-            columns = slice(columns.start // elements * nbytes, columns.stop // elements * nbytes)
+            columns = tuple(
+                slice(run.start // elements * nbytes, run.stop // elements * nbytes) for run in columns
+            )
         return Blocks(whole.type_name, lambda rows: self._cut(whole.pieces(rows), columns))
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         return self._cut(self.whole.pieces(), self.columns)
 
     def _cut(
-        self, pieces: Iterator[tuple[int, Tensor]], columns: slice | None
+        self, pieces: Iterator[tuple[int, Tensor]], columns: Runs | None
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield the part in one: its rows need not begin where a piece does."""
         found = []
         for first, piece in pieces:
-            if first >= self.rows.stop:
+            if first >= self.rows[-1].stop:
                 break
-            rows = piece[max(self.rows.start - first, 0) : self.rows.stop - first]
-            found.append(rows if columns is None else rows[:, columns])
+            for run in self.rows:
+                rows = piece[max(run.start - first, 0) : max(run.stop - first, 0)]
+                found.append(rows if columns is None else torch.cat([rows[:, each] for each in columns], 1))
         yield 0, torch.cat(found)
 
 
 class _Zeros(_Part):
     """Zeros in place of a bias that another rank adds."""
 
+    def __init__(self, whole: StoredTensor) -> None:
+        super().__init__(whole, (slice(0, whole.shape[0]),))
+
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         yield 0, torch.zeros(self.shape)
+
+
+def _count(runs: Runs) -> int:
+    return sum(run.stop - run.start for run in runs)

@@ -10,8 +10,9 @@ from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.operators import Operators
-from neo_desktop.models.ranks import ALONE, Rank, config_of_rank, weights_of_rank
-from neo_desktop.models.stages import Stages
+from neo_desktop.models.rank import ALONE, Rank
+from neo_desktop.models.ranks import config_of_rank, weights_of_rank
+from neo_desktop.models.stages import Reduce, Stages
 from neo_desktop.models.stored_form import what_becomes
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.traced.decoder import TracedDecoder
@@ -69,8 +70,16 @@ def _decoder(
     return Decoder(config, dtype=dtype, device=device, form=form)
 
 
-def stages_of(decoder: Decoder, operators: Operators | None) -> Stages:
-    """Return the stages of a whole decoder; see `Stages`.
+def stages_of(
+    decoder: Decoder, operators: Operators | None, reduce: Reduce | None = None, *, has_head: bool = True
+) -> Stages:
+    """Return the stages of a decoder; see `Stages`.
+
+    Args:
+        decoder: whole, or a rank's part.
+        operators: None: those of the device.
+        reduce: adds up what the ranks give; None: it is whole, or this part alone is measured.
+        has_head: whether it is the part with the head.
 
     Raises:
         ModelError: they are those of transformers, and cannot be cut.
@@ -78,8 +87,8 @@ def stages_of(decoder: Decoder, operators: Operators | None) -> Stages:
     if isinstance(decoder, TracedDecoder):
         from neo_desktop.models.traced.stages import TracedStages  # noqa: PLC0415 - rarely needed
 
-        return TracedStages.of(decoder, operators)
-    return Stages(decoder, operators)
+        return TracedStages.of(decoder, operators, reduce)
+    return Stages(decoder, operators, reduce, has_head=has_head)
 
 
 def random_model(

@@ -36,7 +36,8 @@ from neo_desktop.engine.simulation.presets import get_gpu, get_host
 from neo_desktop.models.config import ModelConfig, ModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
-from neo_desktop.models.ranks import ALONE, Rank, config_of_rank, form_of_rank
+from neo_desktop.models.rank import ALONE, Rank
+from neo_desktop.models.ranks import config_of_rank, form_of_rank
 from neo_desktop.models.stored_form import StoredForm, forms_of, what_becomes
 
 CHAT_TOKENS = 4096

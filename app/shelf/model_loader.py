@@ -30,7 +30,8 @@ from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
-from neo_desktop.models.ranks import Rank, config_of_rank
+from neo_desktop.models.rank import Rank
+from neo_desktop.models.ranks import config_of_rank
 
 
 class ModelLoader:

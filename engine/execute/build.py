@@ -95,7 +95,7 @@ def build_executor(
 def _stages(model: Decoder, operators: Operators | None, group: Group | None) -> Stages:
     if group is None:
         return stages_of(model, operators)
-    return Stages(model, operators, reduce=group.sum, has_head=group.rank.number == 0)
+    return stages_of(model, operators, group.sum, has_head=group.rank.number == 0)
 
 
 def _programs_per_sm(q: Tensor, storage: KVStorage) -> int:

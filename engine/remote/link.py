@@ -16,7 +16,7 @@ from neo_desktop.engine.remote.greeting import RefusedError, check_secret, greet
 from neo_desktop.engine.remote.session import NUM_TABLES
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.wire import Channel, Kind, bytes_of, tune
-from neo_desktop.models.ranks import ALONE, Rank
+from neo_desktop.models.rank import ALONE, Rank
 
 DEFAULT_PORT = 7455
 DEFAULT_TIMEOUT_S = 10.0  # for a worker to answer

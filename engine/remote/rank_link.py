@@ -15,7 +15,7 @@ from neo_desktop.engine.placement import Place
 from neo_desktop.engine.remote.heads import HeadGroup
 from neo_desktop.engine.remote.link import Address, WorkerLink, WorkerLostError
 from neo_desktop.engine.remote.shape import AttentionShape
-from neo_desktop.models.ranks import Rank
+from neo_desktop.models.rank import Rank
 
 
 class OtherRanks(Protocol):

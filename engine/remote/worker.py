@@ -14,7 +14,7 @@ from neo_desktop.engine.remote.session import Session, fitting_blocks
 from neo_desktop.engine.remote.shape import AttentionShape
 from neo_desktop.engine.remote.wire import Channel, Kind, ProtocolError, end, tune
 from neo_desktop.models.limits import MAX_HEADS
-from neo_desktop.models.ranks import Rank
+from neo_desktop.models.rank import Rank
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Functions of the pieces of a graph."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from operator import getitem
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.operators import Operators
+from neo_desktop.models.stages import Reduce
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut
 from neo_desktop.models.traced.decoder import TracedDecoder
@@ -46,9 +47,17 @@ class Builder:
         found: its pieces.
         decoder: has the weights.
         operators: what takes the place of several operators of the graph, where these are known.
+        sums: of a rank's part: the weights whose products are added up, and what does it; experts' are, too.
     """
 
-    def __init__(self, graph: Exported, found: Cut, decoder: TracedDecoder, operators: Operators) -> None:
+    def __init__(
+        self,
+        graph: Exported,
+        found: Cut,
+        decoder: TracedDecoder,
+        operators: Operators,
+        sums: tuple[Container[str], Reduce] | None = None,
+    ) -> None:
         self._graph, self._cut, self._decoder, self._operators = graph, found, decoder, operators
         self._root = nn.Module()
         self._constants: dict[fx.Node, Tensor] = {}
@@ -60,8 +69,12 @@ class Builder:
             for index, weight in enumerate(fused.weights)
         }
         linears = {fused.name: linear for fused, linear in decoder.fused}
+        summed, reduce = sums or ((), None)
+        self._reduces = {id(linear): reduce for fused, linear in decoder.fused if fused.weights[0] in summed}
         self._mixtures = {
-            each.gate_up: ExpertsProduct(each, [linears[fused.name] for fused in each.matrices], operators)
+            each.gate_up: ExpertsProduct(
+                each, [linears[fused.name] for fused in each.matrices], operators, reduce
+            )
             for each in decoder.outline.mixtures
         }
         if decoder.outline.head is None:
@@ -287,7 +300,8 @@ class Builder:
                 return None
             linear, rows_of, index = product
             if id(linear) not in fused:
-                module = self._attribute("product", Product(linear, sum(rows_of)))
+                product_of = Product(linear, sum(rows_of), self._reduces.get(id(linear)))
+                module = self._attribute("product", product_of)
                 fused[id(linear)] = graph.call_module(module, (find(_nodes_of(node)[0]),))
             return fused[id(linear)], rows_of, index
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from threading import RLock
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 NAME = "neo_desktop"  # of the attention, as a model's configuration names it
 EXPERTS = "batched_mm"  # of the way to compute experts whose place is taken
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
+TRACING = RLock()  # one thread at a time: what is put in the place of functions is so for all
 HARMLESS = ("position_ids", "cache_position")  # tensors that attention is given, and does not need
 
 

@@ -11,6 +11,7 @@ from neo_desktop.models.config import GenerationDefaults, Matrix, ModelConfig, g
 from neo_desktop.models.families import Family, stored_dtype, written_family
 from neo_desktop.models.json_file import JsonFile
 from neo_desktop.models.limits import MAX_HEADS, MAX_HIDDEN_SIZE, MAX_LAYERS, MAX_VOCAB_SIZE
+from neo_desktop.models.rank import ALONE, Rank
 from neo_desktop.models.rope import RopeConfig
 from neo_desktop.models.safetensors.scheme import read_scheme
 from neo_desktop.models.traced.sizes import NOTHING, Outline
@@ -25,6 +26,7 @@ class TracedConfig(ModelConfig):
 
     source: Source = Source(Path())  # noqa: RUF009 - frozen
     of_model: Outline = NOTHING
+    rank: Rank = ALONE  # whose part it is
 
     @property
     def attention_scale(self) -> float:  # noqa: D102

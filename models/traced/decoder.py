@@ -39,7 +39,7 @@ class TracedDecoder(Decoder):
         form: LinearForm = DENSE,
     ) -> None:
         of_model = config.of_model
-        self.config = config
+        self.config: TracedConfig = config
         self.dtype = dtype
         self.device = device
         self.outline = of_model
@@ -63,7 +63,7 @@ class TracedDecoder(Decoder):
         self.layers = [TracedLayer() for _ in range(config.num_layers)]  # type: ignore[misc]
         self.streamed_shares = self.streamed_experts = UNMEASURED
         self.expert_use: Tensor | None = None
-        self.stages: Any = None  # `TracedStages`, once they were made
+        self.stages: dict[Any, Any] = {}  # `TracedStages`, once they were made, by what adds up for ranks
 
     def _linear(self, fused: Fused, form: LinearForm) -> Linear:
         has_bias, dtype, device = bool(fused.biases), self.dtype, self.device

@@ -16,6 +16,7 @@ from neo_desktop.models.experts_config import EXPERT_UNIT, MAX_EXPERTS
 from neo_desktop.models.gguf.types import Blocks
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.operators import Operators
+from neo_desktop.models.stages import Reduce
 from neo_desktop.models.traced.capture import CannotCutError, ExpertsCall
 from neo_desktop.models.traced.sizes import Fused, Mixed
 
@@ -160,10 +161,18 @@ class ExpertsProduct(nn.Module):
         of_layer: the sizes.
         matrices: gates, ups and downs of all experts.
         operators: of the device.
+        reduce: of a rank that has a part of each expert: adds up what all of them give.
     """
 
-    def __init__(self, of_layer: Mixed, matrices: Sequence[Linear], operators: Operators) -> None:
+    def __init__(
+        self,
+        of_layer: Mixed,
+        matrices: Sequence[Linear],
+        operators: Operators,
+        reduce: Reduce | None = None,
+    ) -> None:
         super().__init__()
+        self._reduce = reduce
         gate, up, down = matrices
         self._multiply = multiply_of((gate, up, down), of_layer.count, None, operators)
         self._intermediate = of_layer.matrices[2].columns
@@ -176,6 +185,8 @@ class ExpertsProduct(nn.Module):
             rows = slice(first, first + ROWS_AT_ONCE)
             room = self._room(x[rows], ids.shape[1])
             self._multiply(x[rows], ids[rows], weights[rows], room, out[rows])
+        if self._reduce is not None:
+            self._reduce(out)
         return out
 
     def _room(self, x: Tensor, per_token: int) -> ExpertScratch:

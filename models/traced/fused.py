@@ -6,19 +6,28 @@ from torch import Tensor, nn
 from neo_desktop import native
 from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.operators import Operators
+from neo_desktop.models.stages import Reduce
 
 
 class Product(nn.Module):
-    """A linear layer, whatever dimensions precede the last one of its input."""
+    """A linear layer, whatever dimensions precede the last one of its input.
 
-    def __init__(self, linear: Linear, rows: int) -> None:
+    Args:
+        linear: the matrix.
+        rows: of it.
+        reduce: of a rank that has some of its columns: adds up what all of them give.
+    """
+
+    def __init__(self, linear: Linear, rows: int, reduce: Reduce | None = None) -> None:
         super().__init__()
-        self.linear, self._rows = linear, rows
+        self.linear, self._rows, self.reduce = linear, rows, reduce
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [.., rows] of [.., columns]."""
         flat = x.reshape(-1, x.shape[-1])
         out = self.linear.multiply(flat, flat.new_empty(len(flat), self._rows))
+        if self.reduce is not None:
+            self.reduce(out)
         return out.view(*x.shape[:-1], self._rows)
 
 

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from neo_desktop.models.traced.capture import Calls, CannotCutError
+from neo_desktop.models.traced.capture import TRACING, Calls, CannotCutError
 from neo_desktop.models.traced.outline import cannot_cut, empty_model, is_wide, parameters_of, run
 from neo_desktop.models.traced.rows import check_rows, name_of
 from neo_desktop.models.traced.source import Source
@@ -70,6 +70,11 @@ def exported(source: Source, dtype: torch.dtype, aliases: dict[str, str]) -> Exp
     Raises:
         ModelError: it cannot be followed, or its rows are not independent of each other.
     """
+    with TRACING:
+        return _exported(source, dtype, aliases)
+
+
+def _exported(source: Source, dtype: torch.dtype, aliases: dict[str, str]) -> Exported:
     model = empty_model(source, dtype)
     try:
         _fill_buffers(model)

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from neo_desktop.models.families import FAMILIES
 from neo_desktop.models.json_file import ModelError
-from neo_desktop.models.traced.capture import EXPERTS, NAME, Calls, CannotCutError, Catching, intercepted
+from neo_desktop.models.traced.capture import (
+    EXPERTS,
+    NAME,
+    TRACING,
+    Calls,
+    CannotCutError,
+    Catching,
+    intercepted,
+)
 from neo_desktop.models.traced.experts import mixed
 from neo_desktop.models.traced.sizes import Fused, Outline
 from neo_desktop.models.traced.source import Source
@@ -92,6 +100,11 @@ def outline(source: Source, _modified_ns: int) -> Outline:
     Raises:
         ModelError: transformers does not know it, or it cannot be cut into stages.
     """
+    with TRACING:
+        return _traced(source)
+
+
+def _traced(source: Source) -> Outline:
     model, calls = empty_model(source, torch.float32), Calls()
     ids = torch.zeros(1, ROWS, dtype=torch.int64, device="meta")
     try:

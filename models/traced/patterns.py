@@ -182,18 +182,28 @@ class _Finder:
         if gate is None:
             return None
         parts, covered, product = self._parts, {root, silu}, gate
-        if self._is(gate, "getitem") and self._is(up, "getitem"):  # halves of what one matrix gives
-            both = _node(gate, 0)
-            is_half = self._is(both, "chunk") and both is _node(up, 0) and tuple(both.args[1:]) == (2, -1)
-            product, covered = _node(both, 0), covered | {both, gate, up}
-            is_pair = is_half and (gate.args[1], up.args[1]) == (0, 1) and set(product.users) == {both}
-            is_pair = is_pair and len(parts.rows.get(product, ())) == 1
+        halves = self._halves(gate, up)
+        if halves is not None:  # of what one matrix gives
+            product, covered = _node(halves[0], 0), covered | {*halves, gate, up}
+            is_pair = set(product.users) == set(halves) and len(parts.rows.get(product, ())) == 1
         else:
             rows = parts.rows.get(gate, ())
             is_pair = parts.whole.get(gate) == parts.whole.get(up) and len(rows) == 2 and rows[0] == rows[1]
             is_pair = is_pair and (parts.index[gate], parts.index[up]) == (0, 1)
             is_pair = is_pair and set(gate.users) == {silu} and set(up.users) == {root}
         return Gate(covered, root, product) if is_pair and self._is_closed(covered, root) else None
+
+    def _halves(self, gate: fx.Node, up: Any) -> tuple[fx.Node, ...] | None:
+        """Return what cuts a value into two that are these: they themselves are slices, or items of one."""
+        if self._is(gate, "getitem") and self._is(up, "getitem"):
+            both = _node(gate, 0)
+            is_half = self._is(both, "chunk") and both is _node(up, 0) and tuple(both.args[1:]) == (2, -1)
+            return (both,) if is_half and (gate.args[1], up.args[1]) == (0, 1) else None
+        if not self._is(gate, "slice") or not self._is(up, "slice"):
+            return None
+        both, size = _node(gate, 0), _shape(gate)[-1]
+        are_halves = self._is_slice(gate, both, 0, size) and self._is_slice(up, both, size, 2 * size)
+        return (gate, up) if are_halves and _shape(both)[-1] == 2 * size else None
 
     def rope(self, root: fx.Node, norms: list[Norm]) -> Rope | None:
         """Return the rotation that ends with a node: x * cos + (x with its halves swapped) * sin."""

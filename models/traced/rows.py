@@ -10,7 +10,7 @@ from neo_desktop.models.traced.capture import CannotCutError
 
 # Operators that treat each row alike, whatever the other rows are. Others are refused.
 # fmt: off
-_ELEMENTWISE = frozenset((
+ELEMENTWISE = frozenset((
     "add", "sub", "mul", "div", "neg", "pow", "rsqrt", "sqrt", "reciprocal", "exp", "expm1", "log",
     "log1p", "tanh", "floor",
     "sigmoid", "silu", "gelu", "relu", "relu6", "cos", "sin", "erf", "abs", "square", "clamp",
@@ -85,7 +85,7 @@ def check_rows(graph: fx.Graph) -> None:
             row_dim(node)
         if name == "attention" or not given:
             continue
-        if name in _ELEMENTWISE or _CHECKS.get(_kind(name), _refused)(node, given):
+        if name in ELEMENTWISE or _CHECKS.get(_kind(name), _refused)(node, given):
             continue
         raise CannotCutError(f"{name} may mix tokens")
 

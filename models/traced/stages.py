@@ -12,11 +12,12 @@ from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
 from neo_desktop.models.linear.split import Split
 from neo_desktop.models.operators import Operators, Store
-from neo_desktop.models.stages import Product, Scratch, Stages, State, Step
+from neo_desktop.models.stages import Product, Reduce, Scratch, Stages, State, Step
 from neo_desktop.models.traced.builder import Builder, Code
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut, cut
 from neo_desktop.models.traced.decoder import TracedDecoder
+from neo_desktop.models.traced.division import divide
 from neo_desktop.models.traced.graph import exported
 from neo_desktop.models.traced.lowered import lowered
 from neo_desktop.models.traced.outline import cannot_cut
@@ -31,28 +32,34 @@ INPUTS = ("carried", "rotation", "attended")  # of a stage's code
 
 
 class TracedStages(Stages):
-    """The stages of a model of `transformers`.
+    """The stages of a model of `transformers`, or of a rank's part of it; see `Stages`.
 
     Raises:
         ModelError: it cannot be cut.
     """
 
-    def __init__(self, decoder: TracedDecoder, operators: Operators | None = None) -> None:
+    def __init__(
+        self, decoder: TracedDecoder, operators: Operators | None = None, reduce: Reduce | None = None
+    ) -> None:
         self.decoder = decoder
-        self.config = decoder.config
-        self.has_head = True
+        self.config = config = decoder.config
+        self.has_head = config.rank.number == 0
         self.mixtures = {}
-        self._reduce = None
+        self._reduce = reduce
         self._weights = decoder
-        config = decoder.config
-        graph = exported(config.source, decoder.dtype, decoder.outline.aliases)  # type: ignore[attr-defined]
+        graph = exported(config.source, decoder.dtype, decoder.outline.aliases)
+        sums = None
         try:
+            if config.rank.count > 1:
+                division = divide(graph, decoder.outline, config.rank)
+                sums = division.columns, self._sum
             found = cut(graph, decoder.dtype)
             _check_widths(found, decoder)
         except CannotCutError as error:
-            raise cannot_cut(config.source, config, error) from None  # type: ignore[attr-defined]
+            raise cannot_cut(config.source, config, error) from None
         on_cpu = native_operators if decoder.device.type == "cpu" else in_torch
-        builder = Builder(graph, found, decoder, operators or on_cpu)
+        builder = Builder(graph, found, decoder, operators or on_cpu, sums)
+        self._is_checking = True
         self._rotate, every = builder.rotation(), range(len(found.pieces))
         pieces = [builder.piece(index) for index in every]
         self._programs: dict[int, RowProgram] = {}  # by turn, on a CPU, where steps over rows compute it all
@@ -62,7 +69,8 @@ class TracedStages(Stages):
             self._rotate = builder.rotation(is_plain=True)
             pieces = [builder.piece(index, is_plain=True) for index in every]
             self._use(pieces, with_programs=False)
-        self._head = builder.head()
+        self._is_checking = False
+        self._head = builder.head() if self.has_head else None
         self._segments: dict[int, list[Segment]] = {}  # by turn; none where nothing is split
         if decoder.has_splits:
             self._segments = segments(pieces[1:])
@@ -81,12 +89,19 @@ class TracedStages(Stages):
                 logger.debug("stage %d is computed operator by operator: %s", turn, error)
 
     @classmethod
-    def of(cls, decoder: TracedDecoder, operators: Operators | None = None) -> "TracedStages":
-        """Return a decoder's stages, which are made once."""
-        if decoder.stages is None:
-            decoder.stages = cls(decoder, operators)
-        found: TracedStages = decoder.stages
+    def of(
+        cls, decoder: TracedDecoder, operators: Operators | None = None, reduce: Reduce | None = None
+    ) -> "TracedStages":
+        """Return a decoder's stages, which are made once: with sums, and without them."""
+        if reduce not in decoder.stages:
+            decoder.stages[reduce] = cls(decoder, operators, reduce)
+        found: TracedStages = decoder.stages[reduce]
         return found
+
+    def _sum(self, part: Tensor) -> None:
+        """Add up what all ranks give, unless this one looks at its own part alone."""
+        if self._reduce is not None and not self._is_checking:
+            self._reduce(part)
 
     def _is_right(self, builder: Builder) -> bool:
         """Return whether pieces of each kind compute with operators and as programs what they do without."""
@@ -125,8 +140,8 @@ class TracedStages(Stages):
 
     @property
     def writes_in_place(self) -> bool:
-        """What code makes lies in a graph's own memory; between products that are split it may not."""
-        return not self.decoder.has_splits
+        """What code makes lies in a graph's own memory; between split products and sums it may not."""
+        return not self.decoder.has_splits and self._reduce is None
 
     def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:  # noqa: D102
         values = self._embed(token_ids[None].long(), positions[None].long())
@@ -220,6 +235,7 @@ class TracedStages(Stages):
         out.copy_(state.x)
 
     def logits(self, normed: Tensor, out: Tensor) -> Tensor:  # noqa: D102
+        assert self._head is not None
         return out.copy_(self._head(normed[None])[0])  # where graphs leave it, and others look for it
 
 

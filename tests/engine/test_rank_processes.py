@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from checkpoints import save_checkpoint
+from traced_models import FAMILIES, save
 
 from neo_desktop import Engine, SamplingParams, native
 from neo_desktop.engine.batch import IterationPlan, IterationResult
@@ -37,6 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
     save_checkpoint(path / "llama", "llama", **DIVISIBLE)
     save_checkpoint(path / "mixtral", "mixtral", **MIXTURE)
+    save(path / "phi3", *FAMILIES["phi3"])
+    model_type, changes = FAMILIES["olmoe"]
+    save(path / "olmoe", model_type, changes | {"intermediate_size": 256})
     return path
 
 
@@ -83,6 +87,8 @@ def go_on(engine: Engine) -> None:
         ("llama", 4, "neo"),
         ("mixtral", 2, "neo"),
         ("mixtral", 4, "fastdecode"),
+        ("phi3", 2, "auto"),  # by the code of transformers, like the next one
+        ("olmoe", 2, "neo"),
     ],
 )
 def test_tokens_are_those_of_one_process(folder: Path, model: str, ranks: int, policy: str) -> None:

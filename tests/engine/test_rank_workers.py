@@ -12,7 +12,7 @@ from workers import SECRET, running_worker
 
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.request import FinishReason
-from neo_desktop.models.ranks import Rank
+from neo_desktop.models.rank import Rank
 
 DIVISIBLE = {"num_key_value_heads": 4, "num_attention_heads": 8, "head_dim": 16}
 SINKS = {"num_key_value_heads": 2, "num_attention_heads": 4}

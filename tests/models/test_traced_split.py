@@ -15,10 +15,8 @@ from neo_desktop.engine.engine import Engine
 from neo_desktop.engine.predict.weight_plan import layer_matrices, least_gpu_bytes
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.checkpoint import open_checkpoint
-from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.dense import DENSE, Dense
 from neo_desktop.models.linear.split import SplitForm
-from neo_desktop.models.ranks import Rank
 from neo_desktop.models.registry import load_model, stages_of
 from neo_desktop.models.stages import Product, Scratch, State, Step
 from neo_desktop.models.traced import segments
@@ -114,12 +112,6 @@ def test_tokens_are_those_of_transformers(folder: Path, policy: str) -> None:
     assert [list(each.token_ids) for each in outputs] == [
         transformers_greedy(folder, prompt, 12) for prompt in prompts
     ]
-
-
-def test_ranks_are_refused_by_name(folder: Path) -> None:
-    config = read_traced(folder)
-    with pytest.raises(ModelError, match="by the code of transformers, which cannot be divided among 2"):
-        load_model(open_checkpoint(folder), config, dtype=config.dtype, device=CPU, rank=Rank(0, 2))
 
 
 def test_products_without_a_name_are_computed_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, distributed
 
-from neo_desktop.models.ranks import Rank
+from neo_desktop.models.rank import Rank
 
 
 class BrokenGroupError(RuntimeError):

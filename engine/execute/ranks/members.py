@@ -23,7 +23,7 @@ from neo_desktop.engine.placement import Place
 from neo_desktop.engine.remote.link import Address
 from neo_desktop.engine.remote.rank_link import EngineRank
 from neo_desktop.engine.remote.workers import Workers
-from neo_desktop.models.ranks import Rank
+from neo_desktop.models.rank import Rank
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.remote.link import Address
-from neo_desktop.models.ranks import Rank
+from neo_desktop.models.rank import Rank
 
 
 @dataclass(frozen=True, slots=True)
