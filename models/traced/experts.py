@@ -172,21 +172,25 @@ class ExpertsProduct(nn.Module):
         reduce: Reduce | None = None,
     ) -> None:
         super().__init__()
-        self._reduce = reduce
+        self.reduce = reduce
         gate, up, down = matrices
         self._multiply = multiply_of((gate, up, down), of_layer.count, None, operators)
-        self._intermediate = of_layer.matrices[2].columns
+        self._intermediate, self.width = of_layer.matrices[2].columns, of_layer.matrices[2].rows[0]
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Return [rows, hidden]; see `capture.experts`."""
+        out = self.part(x, ids, weights, torch.empty(x.shape, dtype=x.dtype, device=x.device))
+        if self.reduce is not None:
+            self.reduce(out)
+        return out
+
+    def part(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> Tensor:
+        """Return what this rank gives, in `out` [rows, hidden]."""
         x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
-        out = torch.empty_like(x)
         for first in range(0, len(x), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
             room = self._room(x[rows], ids.shape[1])
             self._multiply(x[rows], ids[rows], weights[rows], room, out[rows])
-        if self._reduce is not None:
-            self._reduce(out)
         return out
 
     def _room(self, x: Tensor, per_token: int) -> ExpertScratch:

@@ -20,15 +20,18 @@ class Product(nn.Module):
 
     def __init__(self, linear: Linear, rows: int, reduce: Reduce | None = None) -> None:
         super().__init__()
-        self.linear, self._rows, self.reduce = linear, rows, reduce
+        self.linear, self.width, self.reduce = linear, rows, reduce
+
+    def part(self, x: Tensor, out: Tensor) -> Tensor:
+        """Return what this rank gives, [n, rows], in `out` if it can be written there."""
+        return self.linear.multiply(x.reshape(-1, x.shape[-1]), out)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [.., rows] of [.., columns]."""
-        flat = x.reshape(-1, x.shape[-1])
-        out = self.linear.multiply(flat, flat.new_empty(len(flat), self._rows))
+        out = self.part(x, x.new_empty(x.shape[:-1].numel(), self.width))
         if self.reduce is not None:
             self.reduce(out)
-        return out.view(*x.shape[:-1], self._rows)
+        return out.view(*x.shape[:-1], self.width)
 
 
 class RMSNorm(nn.Module):

@@ -1,7 +1,7 @@
-"""A stage's code, cut where a matrix is multiplied of which some rows lie in host memory."""
+"""A stage's code, cut where a matrix that is split is multiplied, and at sums over ranks."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,28 +9,35 @@ from torch import fx
 
 from neo_desktop.models.decoder import TURN
 from neo_desktop.models.linear.split import Split
+from neo_desktop.models.traced.experts import ExpertsProduct
 from neo_desktop.models.traced.fused import Product
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What is computed up to a product with a split matrix, or to the end of the stage."""
+    """What is computed up to a product that is split or added up, or to the end of the stage."""
 
     code: Callable[..., Any]  # of what it takes; the last one returns the stage's results
     takes: tuple[str, ...]  # names of the stage's inputs, and of what segments before and products give
     gives: tuple[str, ...]  # names of what it returns
-    name: str = ""  # of the product, one of `TURN`
-    linear: Split | None = None  # the matrix; None: this is the last segment
-    multiplied: str = ""  # the name of what it multiplies, [.., columns]
-    product: str = ""  # the name of what comes of it, [.., rows]
+    product: Product | ExpertsProduct | None = None  # None: this is the last segment
+    name: str = ""  # of a product with a split matrix, one of `TURN`
+    given: tuple[str, ...] = ()  # names of what the product is given, [.., columns]
+    result: str = ""  # the name of what comes of it, [.., rows]
+
+    @property
+    def split(self) -> Split | None:
+        """The matrix that is multiplied, if it is split."""
+        linear = self.product.linear if isinstance(self.product, Product) else None
+        return linear if isinstance(linear, Split) else None
 
 
 def segments(pieces: Sequence[fx.GraphModule]) -> dict[int, list[Segment]]:
-    """Cut the code of stages before and after products with split matrices.
+    """Cut the code of stages before and after products that are split, or added up by ranks.
 
-    Products get the names in `TURN` by their order alone: the last one before an attention is "qkv". Those
-    of one name have to be as wide everywhere; others, and those for which no name is left, are not cut out:
-    stages compute them at once, while nothing overlaps.
+    Products with split matrices get the names in `TURN` by their order alone: the last one before an
+    attention is "qkv". Those of one name have to be as wide everywhere; others, and those for which no name
+    is left, are not cut out: stages compute them at once, while nothing overlaps.
 
     Args:
         pieces: all stages, by turn.
@@ -40,8 +47,11 @@ def segments(pieces: Sequence[fx.GraphModule]) -> dict[int, list[Segment]]:
     """
     named: list[dict[fx.Node, tuple[str, int]]] = []
     widths: dict[str, Counter[int]] = defaultdict(Counter)
+    sums: list[dict[fx.Node, str]] = []
     for piece in pieces:
-        linears = {node: each.linear for node in piece.graph.nodes if (each := _product(piece, node))}
+        products = {node: each for node in piece.graph.nodes if (each := _product(piece, node))}
+        linears = {node: each.linear for node, each in products.items() if isinstance(each, Product)}
+        sums.append({node: "" for node, each in products.items() if each.reduce is not None})
         is_last, count = piece is pieces[-1], len(linears)
         names = TURN[:count] if is_last else TURN[max(len(TURN) - count, 0) :]
         nodes = list(linears)[: len(names)] if is_last else list(linears)[count - len(names) :]
@@ -55,13 +65,14 @@ def segments(pieces: Sequence[fx.GraphModule]) -> dict[int, list[Segment]]:
         named.append(splits)
     usual = {name: counts.most_common(1)[0][0] for name, counts in widths.items()}
     cut = (
-        {node: name for node, (name, columns) in splits.items() if columns == usual[name]} for splits in named
+        summed | {node: name for node, (name, columns) in splits.items() if columns == usual[name]}
+        for summed, splits in zip(sums, named, strict=True)
     )
     found = enumerate(zip(pieces, cut, strict=True))
     return {turn: _segments(piece, names) for turn, (piece, names) in found if names}
 
 
-def _segments(module: fx.GraphModule, names: dict[fx.Node, str]) -> list[Segment]:
+def _segments(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> list[Segment]:
     """Cut a stage's code before and after some products."""
     cuts: list[tuple[list[fx.Node], fx.Node | None]] = []
     nodes: list[fx.Node] = []
@@ -81,9 +92,9 @@ def _segments(module: fx.GraphModule, names: dict[fx.Node, str]) -> list[Segment
     return made[::-1]
 
 
-def _product(module: fx.GraphModule, node: fx.Node) -> Product | None:
+def _product(module: fx.GraphModule, node: fx.Node) -> Product | ExpertsProduct | None:
     found = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return found if isinstance(found, Product) else None
+    return found if isinstance(found, (Product, ExpertsProduct)) else None
 
 
 def _segment(
@@ -110,8 +121,7 @@ def _segment(
     graph.output(fx.node.map_arg(output.args[0], find) if cut is None else tuple(known[n] for n in gives))
     code = fx.GraphModule(module, graph).forward
     names = tuple(node.name for node in gives)
-    product = None if cut is None else _product(module, cut)
-    if cut is None or product is None:
+    if cut is None:
         return Segment(code, tuple(takes), names)
-    assert isinstance(product.linear, Split)
-    return Segment(code, tuple(takes), names, name, product.linear, cut.all_input_nodes[0].name, cut.name)
+    given = tuple(node.name for node in cut.all_input_nodes)
+    return Segment(code, tuple(takes), names, _product(module, cut), name, given, cut.name)

@@ -12,7 +12,7 @@ from neo_desktop.models import native_operators
 from neo_desktop.models import operators as in_torch
 from neo_desktop.models.linear.split import Split
 from neo_desktop.models.operators import Operators, Store
-from neo_desktop.models.stages import Product, Reduce, Scratch, Stages, State, Step
+from neo_desktop.models.stages import Product, Reduce, Scratch, Stages, State, Step, Sum
 from neo_desktop.models.traced.builder import Builder, Code
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut, cut
@@ -72,7 +72,7 @@ class TracedStages(Stages):
         self._is_checking = False
         self._head = builder.head() if self.has_head else None
         self._segments: dict[int, list[Segment]] = {}  # by turn; none where nothing is split
-        if decoder.has_splits:
+        if decoder.has_splits or config.rank.count > 1:
             self._segments = segments(pieces[1:])
         self._rooms = _Rooms()
 
@@ -140,8 +140,8 @@ class TracedStages(Stages):
 
     @property
     def writes_in_place(self) -> bool:
-        """What code makes lies in a graph's own memory; between split products and sums it may not."""
-        return not self.decoder.has_splits and self._reduce is None
+        """What code makes lies in a graph's own memory; between products that are split it may not."""
+        return not self.decoder.has_splits
 
     def embed(self, token_ids: Tensor, positions: Tensor, state: State) -> None:  # noqa: D102
         values = self._embed(token_ids[None].long(), positions[None].long())
@@ -194,13 +194,17 @@ class TracedStages(Stages):
         values: dict[str, Any] = {}
         begin = partial(self._begin, values, state)
         for segment in self._segments[turn]:
-            linear = segment.linear
-            if linear is None:
+            split, product = segment.split, segment.product
+            if product is None:
                 yield Step(partial(self._end, begin, segment, values, turn, state, store), None)
                 return
-            x, out = self._rooms.of(linear, state)
-            product = Product(segment.name, turn - (segment.name != "qkv"), linear, x, out)
-            yield Step(partial(_run, begin, segment, values, x), product)
+            if split is not None:
+                x, out = self._rooms.of(split.columns, split.rows, state)
+                named = Product(segment.name, turn - (segment.name != "qkv"), split, x, out)
+                yield Step(partial(_run_to_split, begin, segment, values, x), named)
+            else:
+                _, out = self._rooms.of(0, product.width, state)
+                yield Step(partial(_run_to_sum, begin, segment, values, out), Sum(self._sum, out))
             begin = partial(_take, segment, values, out)
 
     def _begin(self, values: dict[str, Any], state: State) -> None:
@@ -225,10 +229,10 @@ class TracedStages(Stages):
     @property
     def split_matrices(self) -> dict[tuple[int, str], Split]:  # noqa: D102
         return {
-            (turn, segment.name): segment.linear
+            (turn, segment.name): segment.split
             for turn, of_turn in self._segments.items()
             for segment in of_turn
-            if segment.linear is not None
+            if segment.split is not None
         }
 
     def final_norm(self, state: State, out: Tensor) -> None:  # noqa: D102
@@ -245,7 +249,7 @@ def _given(state: State) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Rooms:
-    """Memory in which products with split matrices find their input and leave what comes of it.
+    """Memory in which products find their input and leave what comes of it, where something follows on them.
 
     It is the same for all of them, since they follow each other. What became too small is kept: the device
     may still work in it.
@@ -254,10 +258,10 @@ class _Rooms:
     def __init__(self) -> None:
         self._kept: list[tuple[Tensor, Tensor]] = []
 
-    def of(self, linear: Split, state: State) -> tuple[Tensor, Tensor]:
-        """Return [rows, columns] and [rows, rows of the matrix], both contiguous."""
+    def of(self, columns: int, width: int, state: State) -> tuple[Tensor, Tensor]:
+        """Return [rows, columns] and [rows, width], both contiguous."""
         rows = state.rows
-        sizes = rows * linear.columns, rows * linear.rows
+        sizes = rows * columns, rows * width
         if not self._kept or any(len(a) < size for a, size in zip(self._kept[-1], sizes, strict=True)):
             before = self._kept[-1] if self._kept else (state.residual[0, :0], state.residual[0, :0])
             x, out = (
@@ -266,20 +270,33 @@ class _Rooms:
             )
             self._kept.append((x, out))
         x, out = self._kept[-1]
-        return x[: sizes[0]].view(rows, -1), out[: sizes[1]].view(rows, -1)
+        return x[: sizes[0]].view(rows, columns), out[: sizes[1]].view(rows, width)
 
 
-def _run(begin: Callable[[], None], segment: Segment, values: dict[str, Any], x: Tensor) -> None:
-    """Compute what precedes a product, and put its input into `x` [rows, columns]."""
+def _run(begin: Callable[[], None], segment: Segment, values: dict[str, Any]) -> list[Tensor]:
+    """Compute what precedes a product, and return what it is given."""
     begin()
     given = segment.code(*(values[name] for name in segment.takes))
     values.update(zip(segment.gives, given, strict=True))
-    x.copy_(values[segment.multiplied].reshape(x.shape))
+    return [values[name] for name in segment.given]
+
+
+def _run_to_split(begin: Callable[[], None], segment: Segment, values: dict[str, Any], x: Tensor) -> None:
+    """Compute what precedes a product with a split matrix, and put its input into `x` [rows, columns]."""
+    x.copy_(_run(begin, segment, values)[0].reshape(x.shape))
+
+
+def _run_to_sum(begin: Callable[[], None], segment: Segment, values: dict[str, Any], out: Tensor) -> None:
+    """Compute what precedes a sum over ranks, and put this rank's part into `out` [rows, width]."""
+    product: Any = segment.product
+    part = product.part(*_run(begin, segment, values), out)
+    if part is not out:
+        out.copy_(part)
 
 
 def _take(segment: Segment, values: dict[str, Any], out: Tensor) -> None:
-    """Take what a product has left in `out` [rows, rows of the matrix], before the next one needs it."""
-    values[segment.product] = out.clone().view(*values[segment.multiplied].shape[:-1], -1)
+    """Take what a product or a sum has left in `out` [rows, width], before the next one needs it."""
+    values[segment.result] = out.clone().view(*values[segment.given[0]].shape[:-1], -1)
 
 
 def _check_widths(found: Cut, decoder: TracedDecoder) -> None:
