@@ -19,6 +19,11 @@ class Rank:
         """Return its part of so many things; parts differ by one at most."""
         return slice(size * self.number // self.count, size * (self.number + 1) // self.count)
 
+    def kv_part(self, heads: int) -> slice:
+        """Return its part of so many key-value heads; of fewer than there are ranks, some have the same."""
+        first = heads * self.number // self.count
+        return slice(first, max(heads * (self.number + 1) // self.count, first + 1))
+
     def inner_part(self, size: int, least_unit: int = 1) -> slice:
         """Return its part of the inner numbers of a feed-forward network, in multiples of a unit."""
         units = [unit for unit in _UNITS if size % unit == 0 and unit % least_unit == 0]

@@ -4,7 +4,7 @@ Each rank has some of the heads, with their KV, and of each feed-forward network
 the inner numbers (Megatron-LM's division; NEO, section 4, divides the CPU-cache like this, too):
 
     matrix                  rank r of n has
-    queries, keys, values   the rows of its heads
+    queries, keys, values   the rows of its heads; with fewer key-value heads than ranks, some have the same
     output                  the columns of its heads
     gates, ups              rows r/n to (r + 1)/n, in whole units
     down                    the same columns
@@ -44,7 +44,7 @@ def config_of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
     if count == 1:
         return config
     for what, size in {"heads": config.num_heads, "key-value heads": config.num_kv_heads}.items():
-        if size % count:
+        if size % count and (size == config.num_heads or count % size):
             raise ModelError(
                 f"the model's {size} {what} cannot be divided among {count} processes: choose another number "
                 "for --tensor-parallel."
@@ -65,7 +65,7 @@ def config_of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
     return replace(
         config,
         num_heads=config.num_heads // count,
-        num_kv_heads=config.num_kv_heads // count,
+        num_kv_heads=max(config.num_kv_heads // count, 1),
         intermediate_size=sizes[0],
         experts=experts,
         # Where there is no head, the embedding stands for it, and nobody asks.
@@ -140,7 +140,7 @@ class _Parts:
         self._rank = rank
         q, kv = (
             slice(part.start * config.head_dim, part.stop * config.head_dim)
-            for part in (rank.part(config.num_heads), rank.part(config.num_kv_heads))
+            for part in (rank.part(config.num_heads), rank.kv_part(config.num_kv_heads))
         )
         inner = rank.inner_part(config.intermediate_size)
         self._rows = {"self_attn": rank.part(config.num_heads)}  # its only tensor: sinks

@@ -116,7 +116,7 @@ def part_of_outline(outline: Outline, division: Division, rank: Rank) -> Outline
         # Where there is no head, the embedding stands for it, and nobody asks.
         head=outline.head if rank.number == 0 else None,
         heads=outline.heads // rank.count,
-        kv_heads=outline.kv_heads // rank.count,
+        kv_heads=max(outline.kv_heads // rank.count, 1),
     )
 
 
@@ -168,7 +168,7 @@ class _Divider:
             elif not inputs or node in self._weights or not is_tensor(node):
                 continue
             elif name_of(node) in MOVES and tensors_of(node) == inputs[:1]:
-                found[node] = without_rows(node, lambda each: found[each])
+                found[node] = without_rows(node, lambda each: found[each].contiguous())
             elif all(found[each].shape == shape_of(node) for each in inputs):
                 mask = torch.stack([found[each] for each in inputs]).all(0)
                 if self._needs(node, mask) is not None:
@@ -177,6 +177,9 @@ class _Divider:
 
     def _heads(self, dim: int, shape: torch.Size) -> Tensor:
         return Part(dim, tuple(range(shape[dim])[self._rank.part(shape[dim])])).mask(shape)
+
+    def _kv_heads(self, shape: torch.Size) -> Tensor:
+        return Part(1, tuple(range(shape[1])[self._rank.kv_part(shape[1])])).mask(shape)
 
     def _ends_at_parts(self, x: fx.Node, mask: Tensor) -> bool:
         """Return whether some numbers come, without slices, of parts of products and of attention alone."""
@@ -225,7 +228,12 @@ class _Divider:
         """Return what a node needs to compute a part of its value; None: it cannot."""
         if name_of(node) == "attention":
             is_own = torch.equal(mask, self._heads(2, mask.shape))
-            return [(each, self._heads(1, shape_of(each))) for each in tensors_of(node)] if is_own else None
+            q, *kv = tensors_of(node)
+            needs = [
+                (q, self._heads(1, shape_of(q))),
+                *((each, self._kv_heads(shape_of(each))) for each in kv),
+            ]
+            return needs if is_own else None
         if node in self._columns or node in self._constants:
             return None
         if node in self._weights:
@@ -235,7 +243,10 @@ class _Divider:
         found = needed(node, mask, self._known)
         if found is None or any(each is not None and not _is_usable(each) for _, each in found):
             return None
-        return [(each, of_it) for each, of_it in found if of_it is None or of_it.any()]
+        used = [(each, of_it) for each, of_it in found if of_it is None or of_it.any()]
+        return (
+            used if len(used) == len(found) or name_of(node) == "cat" else None
+        )  # which can leave something out
 
     def _needs_of_whole(self, node: fx.Node) -> Needs:
         if name_of(node) == "attention":

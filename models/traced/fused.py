@@ -97,10 +97,11 @@ class Gate(nn.Module):
         self._operators = operators
 
     def forward(self, gate_up: Tensor) -> Tensor:
-        """Return [1, rows, intermediate] of [1, rows, 2 * intermediate]."""
-        out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-        self._operators.silu_mul(gate_up[0], out[0])
-        return out
+        """Return [.., rows, intermediate] of [.., rows, 2 * intermediate]."""
+        flat = gate_up.reshape(-1, gate_up.shape[-1])
+        out = flat.new_empty(len(flat), flat.shape[1] // 2)
+        self._operators.silu_mul(flat, out)
+        return out.view(*gate_up.shape[:-1], -1)
 
 
 class Rope(nn.Module):

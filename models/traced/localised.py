@@ -61,6 +61,8 @@ def localise(node: fx.Node, part: Part | None, given: dict[fx.Node, Part | None]
         rank: Any = x.meta["val"].dim()  # type: ignore[union-attr]
         dim: Any = rest[0]
         node.args = (x, dim, _with_size(rest[1], replace(part, dim=part.dim - dim % rank)))
+    if name in ("view", "_unsafe_view"):  # a part need not lie in one piece
+        node.target = torch.ops.aten.reshape.default
 
 
 def _localise_places(node: fx.Node, given: dict[fx.Node, Part | None]) -> None:

@@ -19,8 +19,8 @@ Needs = list[tuple[fx.Node, Mask]]
 # fmt: off
 MOVES = frozenset((
     "view", "reshape", "_unsafe_view", "transpose", "permute", "unsqueeze", "squeeze", "expand",
-    "broadcast_to", "flatten", "unflatten", "movedim", "narrow", "slice", "select", "cat", "alias", "detach",
-    "contiguous", "clone", "t", "index",
+    "broadcast_to", "flatten", "unflatten", "movedim", "narrow", "slice", "select", "cat", "stack", "alias",
+    "detach", "contiguous", "clone", "t", "index",
 ))
 # fmt: on
 _OVER_DIMS = frozenset(("mean", "sum", "softmax", "var", "std", "amax", "amin", "max", "min"))

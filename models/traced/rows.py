@@ -19,7 +19,7 @@ ELEMENTWISE = frozenset((
     "detach", "alias", "dropout", "rsub", "ge", "gt", "le", "lt", "eq", "ne", "logical_and",
     "logical_or", "logical_not", "masked_fill", "bitwise_and", "zeros_like", "ones_like", "full_like",
     "lift_fresh_copy", "getitem", "view", "reshape", "_unsafe_view", "transpose", "permute",
-    "unsqueeze", "squeeze", "expand", "expand_as", "broadcast_to",
+    "unsqueeze", "squeeze", "expand", "expand_as", "view_as", "reshape_as", "broadcast_to",
     "flatten", "unflatten", "t", "movedim", "add_",
     "mul_", "div_", "sub_", "silu_", "relu_", "bitwise_not", "isfinite", "nan_to_num",
     "new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "fill", "fill_", "masked_fill_",

@@ -38,6 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
     save_checkpoint(path / "llama", "llama", **DIVISIBLE)
     save_checkpoint(path / "mixtral", "mixtral", **MIXTURE)
+    save_checkpoint(path / "one kv head", "qwen3", **DIVISIBLE | {"num_key_value_heads": 1})
     save(path / "phi3", *FAMILIES["phi3"])
     model_type, changes = FAMILIES["olmoe"]
     save(path / "olmoe", model_type, changes | {"intermediate_size": 256})
@@ -89,6 +90,7 @@ def go_on(engine: Engine) -> None:
         ("mixtral", 4, "fastdecode"),
         ("phi3", 2, "auto"),  # by the code of transformers, like the next one
         ("olmoe", 2, "neo"),
+        ("one kv head", 2, "auto"),
     ],
 )
 def test_tokens_are_those_of_one_process(folder: Path, model: str, ranks: int, policy: str) -> None:

@@ -1,5 +1,6 @@
 """Models that are divided among ranks: together they compute what the whole one does, each with its part."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,15 @@ def test_ranks_compute_what_the_whole_model_does(family: str, count: int, tmp_pa
     check_ranks(path, count)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_ranks_may_have_the_same_key_value_heads(kv_heads: int, tmp_path: Path) -> None:
+    """Where there are fewer of these than ranks."""
+    path = save_checkpoint(tmp_path, "qwen3", **DIVISIBLE | {"num_key_value_heads": kv_heads})
+    config = open_checkpoint(path).config()
+    assert {config_of_rank(config, Rank(number, 4)).num_kv_heads for number in range(4)} == {1}
+    check_ranks(path, 4)
+
+
 @pytest.mark.parametrize("type_name", ["F16", "Q4_0", "Q8_0"])
 def test_files_of_llama_cpp_are_divided_by_blocks(
     type_name: str, make_checkpoint: Any, tmp_path: Path
@@ -120,8 +130,8 @@ def test_inner_numbers_are_divided_in_whole_blocks(name: str, count: int, parts:
 def test_models_that_cannot_be_divided_are_refused_by_name(make_checkpoint: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="9 heads cannot be divided among 2 processes"):
         config_of_rank(shape("smollm2-135m"), Rank(0, 2))
-    with pytest.raises(ModelError, match="4 key-value heads cannot be divided among 8"):
-        config_of_rank(shape("qwen3-30b-a3b"), Rank(0, 8))
+    with pytest.raises(ModelError, match="8 key-value heads cannot be divided among 5"):
+        config_of_rank(replace(shape("llama-3.1-8b"), num_heads=40), Rank(0, 5))
     _, model = make_checkpoint(hidden_size=64, intermediate_size=96, head_dim=16, vocab_size=320)
     checkpoint = open_checkpoint(write_gguf(tmp_path / "model.gguf", model, type_name="Q8_0"))
     config = checkpoint.config()

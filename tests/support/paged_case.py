@@ -96,6 +96,17 @@ class PagedCase:
             bound[request] = torch.expm1(2 * off) * (weights * (v - out).norm(dim=-1)).sum(0)
         return bound
 
+    def error_from_least_numbers(self) -> Tensor:
+        """What the spacing of numbers below the normal ones may move each head's output vector, as above.
+
+        Weights, which kernels may round to the dtype of V, and the output are so small where a sink is large.
+        """
+        of = torch.finfo(self.q.dtype)
+        bound = torch.full(self.q.shape[:2], self.q.shape[2] ** 0.5, dtype=torch.float64)
+        for request in range(len(self.q)):
+            bound[request] += self.context(self.v_cache, request).norm(dim=-1).sum(0)
+        return bound * of.smallest_normal * of.eps
+
     def error(self, out: Tensor) -> float:
         """The largest relative error of any head's output vector."""
         reference = self.reference()
