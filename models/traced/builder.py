@@ -14,7 +14,7 @@ from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.cut import Cut
 from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.traced.experts import ExpertsProduct
-from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Product, RMSNorm, Rope
+from neo_desktop.models.traced.fused import AddRMSNorm, Gate, Gathered, Product, RMSNorm, Rope
 from neo_desktop.models.traced.graph import Exported
 from neo_desktop.models.traced.patterns import Gate as GatePattern
 from neo_desktop.models.traced.patterns import Parts, Pattern, find_patterns
@@ -70,6 +70,7 @@ class Builder:
         }
         linears = {fused.name: linear for fused, linear in decoder.fused}
         summed, reduce = sums or ((), None)
+        self._reduce = reduce
         self._reduces = {id(linear): reduce for fused, linear in decoder.fused if fused.weights[0] in summed}
         self._mixtures = {
             each.gate_up: ExpertsProduct(
@@ -314,13 +315,10 @@ class Builder:
                 self._operate(graph, starts[node], known, find, whole)
             if node in covered:
                 continue
-            name, given = name_of(node), _nodes_of(node)
-            if name == "embedding" and self._graph.parameters.get(given[0]) == self._outline.embedding:
-                look_up = self._attribute("look_up", _LookUp(self._decoder))
-                known[node] = graph.call_module(look_up, (find(given[1]),))
-            elif name == "experts":
-                mixture = self._attribute("experts", self._mixtures[self._graph.parameters[given[3]]])
-                known[node] = graph.call_module(mixture, tuple(find(each) for each in given[:3]))
+            stands_in = self._stands_in(node)
+            if stands_in is not None:
+                module, inputs = stands_in
+                known[node] = graph.call_module(module, tuple(find(each) for each in inputs))
             elif (product := multiply(node)) is not None:
                 result, rows_of, part = product
                 known[node] = result
@@ -332,6 +330,20 @@ class Builder:
                 copied.args = self._here(copied.args)
                 copied.kwargs = self._here(copied.kwargs)
                 known[node] = copied
+
+    def _stands_in(self, node: fx.Node) -> tuple[str, list[Any]] | None:
+        """Return what computes a node that is not torch's, and what it is given."""
+        name, given = name_of(node), _nodes_of(node)
+        if name == "embedding" and self._graph.parameters.get(given[0]) == self._outline.embedding:
+            return self._attribute("look_up", _LookUp(self._decoder)), given[1:2]
+        if name == "experts":
+            return self._attribute("experts", self._mixtures[self._graph.parameters[given[3]]]), given[:3]
+        if name == "gathered":
+            assert self._reduce is not None
+            x, first, heads = given
+            gathered = Gathered(first, heads, x.meta["val"].shape[3], self._reduce)
+            return self._attribute("gathered", gathered), [x]
+        return None
 
     def _operate(
         self,

@@ -5,7 +5,7 @@ that ends at a product, the rank has these rows of its matrix. The same is done 
 that other products multiply: where it ends at products again, as with a feed-forward network, the rank has
 the rows of these, and the columns of the product; so it has of products with what attention gives. What
 products with columns give is a part of a sum over all ranks. All else every rank computes: where it needs a
-part of that, a slice is taken.
+part of that, a slice is taken; and where it needs all of what attention gives, that is gathered.
 
 Megatron-LM's division is the same (`models.ranks`), but is written down for each model.
 """
@@ -142,6 +142,7 @@ class _Divider:
                 self._known[node] = without_rows(node, self._known.__getitem__)
         self._columns: dict[fx.Node, Part] = {}  # product -> which numbers it multiplies
         self._choose_columns()
+        self._gathered: list[fx.Node] = []  # attention of which more than the own heads are needed
         self._parts, self._used = self._divided()
 
     # What is divided.
@@ -214,6 +215,11 @@ class _Divider:
             if node not in wanted:
                 continue
             mask = wanted[node]
+            if name_of(node) == "attention":
+                own = self._heads(2, shape_of(node))
+                if mask is None or not torch.equal(mask, own):
+                    self._gathered.append(node)
+                mask = own
             needs = None if mask is None else self._needs(node, mask)
             part = None if mask is None else part_of(mask)
             if part is not None and needs is not None:
@@ -229,10 +235,8 @@ class _Divider:
         if name_of(node) == "attention":
             is_own = torch.equal(mask, self._heads(2, mask.shape))
             q, *kv = tensors_of(node)
-            needs = [
-                (q, self._heads(1, shape_of(q))),
-                *((each, self._kv_heads(shape_of(each))) for each in kv),
-            ]
+            needs: Needs = [(q, self._heads(1, shape_of(q)))]
+            needs += [(each, self._kv_heads(shape_of(each))) for each in kv]
             return needs if is_own else None
         if node in self._columns or node in self._constants:
             return None
@@ -249,8 +253,6 @@ class _Divider:
         )  # which can leave something out
 
     def _needs_of_whole(self, node: fx.Node) -> Needs:
-        if name_of(node) == "attention":
-            raise CannotCutError("it computes something of all heads of its attention together")
         if node in self._columns:
             x = tensors_of(node)[0]
             return [(x, self._columns[node].mask(shape_of(x)))]
@@ -276,12 +278,23 @@ class _Divider:
         graph = self._graph.graph
         slices: dict[tuple[fx.Node, Part], fx.Node] = {}
         values = {node: node.meta["val"] for node in self._nodes if is_tensor(node)}
+        for node in self._gathered:
+            self._gather(node)
         for node in self._nodes:
             if node in self._used and node.op == "call_function" and is_tensor(node):
                 self._rewrite(node, graph, slices)
         for node, part in self._parts.items():
             node.meta["whole"], node.meta["val"] = values[node], of_part(values[node], part)
         graph.eliminate_dead_code()
+
+    def _gather(self, node: fx.Node) -> None:
+        """Let what reads a layer's attention read that of all ranks."""
+        heads = shape_of(node)[2]
+        with self._graph.graph.inserting_after(node):
+            given = (node, self._rank.part(heads).start, heads)
+            all_of_them = self._graph.graph.call_function(torch.ops.neo_desktop.gathered.default, given)
+        all_of_them.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(all_of_them, delete_user_cb=lambda user: user is not all_of_them)
 
     def _rewrite(self, node: fx.Node, graph: fx.Graph, slices: dict[tuple[fx.Node, Part], fx.Node]) -> None:
         part = self._parts.get(node)

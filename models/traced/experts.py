@@ -184,6 +184,10 @@ class ExpertsProduct(nn.Module):
             self.reduce(out)
         return out
 
+    def shaped(self, out: Tensor, _x: Tensor) -> Tensor:
+        """Return what is made of x in its shape."""
+        return out
+
     def part(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> Tensor:
         """Return what this rank gives, in `out` [rows, hidden]."""
         x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()

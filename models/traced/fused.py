@@ -26,12 +26,48 @@ class Product(nn.Module):
         """Return what this rank gives, [n, rows], in `out` if it can be written there."""
         return self.linear.multiply(x.reshape(-1, x.shape[-1]), out)
 
+    def shaped(self, out: Tensor, x: Tensor) -> Tensor:
+        """Return what is made of x in its shape."""
+        return out.view(*x.shape[:-1], self.width)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return [.., rows] of [.., columns]."""
         out = self.part(x, x.new_empty(x.shape[:-1].numel(), self.width))
         if self.reduce is not None:
             self.reduce(out)
-        return out.view(*x.shape[:-1], self.width)
+        return self.shaped(out, x)
+
+
+class Gathered(nn.Module):
+    """The attention's output of all ranks: a sum of what each has, and zeros.
+
+    Args:
+        first: of this rank's heads.
+        heads: of all of them.
+        head_dim: of each.
+        reduce: adds up.
+    """
+
+    def __init__(self, first: int, heads: int, head_dim: int, reduce: Reduce) -> None:
+        super().__init__()
+        self._first, self._shape = first, (heads, head_dim)
+        self.width, self.reduce = heads * head_dim, reduce
+
+    def part(self, x: Tensor, out: Tensor) -> Tensor:
+        """Return what this rank gives, in `out` [rows, heads * head_dim]."""
+        out.zero_()
+        self.shaped(out, x)[0, :, self._first : self._first + x.shape[2]].copy_(x[0])
+        return out
+
+    def shaped(self, out: Tensor, _x: Tensor) -> Tensor:
+        """Return it as [1, rows, heads, head_dim]."""
+        return out.view(1, len(out), *self._shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [1, rows, heads, head_dim] of [1, rows, own heads, head_dim]."""
+        out = self.part(x, x.new_empty(x.shape[1], self.width))
+        self.reduce(out)
+        return self.shaped(out, x)
 
 
 class RMSNorm(nn.Module):

@@ -10,7 +10,9 @@ from torch import fx
 from neo_desktop.models.decoder import TURN
 from neo_desktop.models.linear.split import Split
 from neo_desktop.models.traced.experts import ExpertsProduct
-from neo_desktop.models.traced.fused import Product
+from neo_desktop.models.traced.fused import Gathered, Product
+
+Summed = Product | ExpertsProduct | Gathered  # where they are a rank's
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class Segment:
     code: Callable[..., Any]  # of what it takes; the last one returns the stage's results
     takes: tuple[str, ...]  # names of the stage's inputs, and of what segments before and products give
     gives: tuple[str, ...]  # names of what it returns
-    product: Product | ExpertsProduct | None = None  # None: this is the last segment
+    product: Summed | None = None  # None: this is the last segment
     name: str = ""  # of a product with a split matrix, one of `TURN`
     given: tuple[str, ...] = ()  # names of what the product is given, [.., columns]
     result: str = ""  # the name of what comes of it, [.., rows]
@@ -92,9 +94,9 @@ def _segments(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> list[Segm
     return made[::-1]
 
 
-def _product(module: fx.GraphModule, node: fx.Node) -> Product | ExpertsProduct | None:
+def _product(module: fx.GraphModule, node: fx.Node) -> Summed | None:
     found = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return found if isinstance(found, (Product, ExpertsProduct)) else None
+    return found if isinstance(found, (Product, ExpertsProduct, Gathered)) else None
 
 
 def _segment(

@@ -296,7 +296,8 @@ def _run_to_sum(begin: Callable[[], None], segment: Segment, values: dict[str, A
 
 def _take(segment: Segment, values: dict[str, Any], out: Tensor) -> None:
     """Take what a product or a sum has left in `out` [rows, width], before the next one needs it."""
-    values[segment.result] = out.clone().view(*values[segment.given[0]].shape[:-1], -1)
+    assert segment.product is not None
+    values[segment.result] = segment.product.shaped(out.clone(), values[segment.given[0]])
 
 
 def _check_widths(found: Cut, decoder: TracedDecoder) -> None:

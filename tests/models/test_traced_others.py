@@ -1,0 +1,44 @@
+"""More models by the code of transformers, each for something that the families do not have."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dense_model import logits_of_all
+from traced_models import EXPERTS, save
+from traced_ranks import CPU, check_ranks
+from transformers import AutoModelForCausalLM
+
+from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.registry import load_model, stages_of
+from neo_desktop.models.traced.config import read_traced
+
+TOKENS = torch.randint(3, 300, (20,), generator=torch.Generator().manual_seed(1))
+OTHERS: dict[str, dict[str, Any]] = {
+    # Shared experts of rows alone; attention is gated.
+    "afmoe": EXPERTS | {"moe_intermediate_size": 128, "num_experts": 8, "head_dim": 16},
+    | {
+        "moe_intermediate_size": 128,
+        "num_experts": 8,
+        "head_dim": 16,
+    },  # shared experts of rows alone; attention is gated
+    "bitnet": {},  # a norm between attention and what it multiplies
+    "glm4": {"head_dim": 16},  # a part of each head is rotated, its neighbours together
+    "gpt_bigcode": {"n_inner": 96},  # one key-value head; learned positions
+    "nemotron": {"head_dim": 16},  # norms whose weights have one added
+}
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_scores_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
+    """Of the whole model, and of two ranks together."""
+    path = save(tmp_path, model_type, OTHERS[model_type])
+    make: Any = AutoModelForCausalLM
+    model = make.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = model(TOKENS[None]).logits[0]
+    decoder = load_model(open_checkpoint(path), read_traced(path), dtype=torch.float32, device=CPU)
+    found = logits_of_all(decoder, TOKENS, stages=stages_of(decoder, None))
+    assert torch.linalg.vector_norm(found - expected) <= 1e-4 * torch.linalg.vector_norm(expected)
+    check_ranks(path, 2)
