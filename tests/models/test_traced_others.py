@@ -18,11 +18,6 @@ TOKENS = torch.randint(3, 300, (20,), generator=torch.Generator().manual_seed(1)
 OTHERS: dict[str, dict[str, Any]] = {
     # Shared experts of rows alone; attention is gated.
     "afmoe": EXPERTS | {"moe_intermediate_size": 128, "num_experts": 8, "head_dim": 16},
-    | {
-        "moe_intermediate_size": 128,
-        "num_experts": 8,
-        "head_dim": 16,
-    },  # shared experts of rows alone; attention is gated
     "bitnet": {},  # a norm between attention and what it multiplies
     "glm4": {"head_dim": 16},  # a part of each head is rotated, its neighbours together
     "gpt_bigcode": {"n_inner": 96},  # one key-value head; learned positions
