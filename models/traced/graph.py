@@ -1,5 +1,6 @@
 """The code of a model of `transformers` as a graph of operators, in which tokens meet in attention only."""
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -50,6 +51,18 @@ class Exported:
         self.token_ids = token_ids
         self.positions = positions
 
+    def copy(self) -> "Exported":
+        """Return the same, to be changed."""
+        graph, known = fx.Graph(), dict[fx.Node, fx.Node]()
+        graph.output(graph.graph_copy(self.graph, known))
+        return Exported(
+            graph,
+            {known[node]: name for node, name in self.parameters.items()},
+            {known[node]: value for node, value in self.buffers.items()},
+            known[self.token_ids],
+            known[self.positions],
+        )
+
 
 class _Scores(nn.Module):
     def __init__(self, model: Any, calls: Calls) -> None:
@@ -71,10 +84,13 @@ def exported(source: Source, dtype: torch.dtype, aliases: dict[str, str]) -> Exp
         ModelError: it cannot be followed, or its rows are not independent of each other.
     """
     with TRACING:
-        return _exported(source, dtype, aliases)
+        return _exported(source, source.named.stat().st_mtime_ns, dtype, tuple(aliases.items())).copy()
 
 
-def _exported(source: Source, dtype: torch.dtype, aliases: dict[str, str]) -> Exported:
+@lru_cache(maxsize=1)  # a rank needs it up to three times: what is its part, to compute, and to measure that
+def _exported(
+    source: Source, _modified_ns: int, dtype: torch.dtype, aliases: tuple[tuple[str, str], ...]
+) -> Exported:
     model = empty_model(source, dtype)
     try:
         _fill_buffers(model)
@@ -92,7 +108,7 @@ def _exported(source: Source, dtype: torch.dtype, aliases: dict[str, str]) -> Ex
             program = torch.export.export(
                 _Scores(model, Calls()), (ids, positions), dynamic_shapes=shapes, strict=False
             )
-        return _cleaned(program, aliases)
+        return _cleaned(program, dict(aliases))
     except Exception as error:  # of whatever kind: it is other people's code
         raise cannot_cut(source, model, error) from error
 
