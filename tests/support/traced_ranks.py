@@ -28,7 +28,7 @@ def part_of(
     model = load_model(checkpoint, checkpoint.config(), dtype=torch.float32, device=CPU, rank=rank, form=form)
     stages = stages_of(model, None, reduce, has_head=rank.number == 0)
     if not stages.has_head:  # its scores are numbers that nobody wants
-        stages.logits = lambda _normed, out: out  # type: ignore[method-assign]
+        stages.logits = lambda _normed, out: out  # type: ignore[assignment, method-assign]
     return model, stages
 
 
