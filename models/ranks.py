@@ -26,12 +26,11 @@ from neo_desktop.models.gguf.types import TYPES, Blocks
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.linear.quantised import PartShape
-from neo_desktop.models.rank import Rank
+from neo_desktop.models.rank import Rank, Runs, num_places
 from neo_desktop.models.stored_form import StoredForm
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.weights import StoredTensor, Weights
 
-Runs = tuple[slice, ...]
 _ELEMENTS = {stored.name: (stored.elements, stored.nbytes) for stored in TYPES.values()}
 
 
@@ -43,8 +42,12 @@ def config_of_rank(config: ModelConfig, rank: Rank) -> ModelConfig:
     count, experts = rank.count, config.experts
     if count == 1:
         return config
-    for what, size in {"heads": config.num_heads, "key-value heads": config.num_kv_heads}.items():
-        if size % count and (size == config.num_heads or count % size):
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    for what, size, can_be in (
+        ("heads", heads, heads % count == 0),
+        ("key-value heads", kv_heads, kv_heads % count == 0 or count % kv_heads == 0),
+    ):
+        if not can_be:
             raise ModelError(
                 f"the model's {size} {what} cannot be divided among {count} processes: choose another number "
                 "for --tensor-parallel."
@@ -233,8 +236,8 @@ class _Part:
     def shape(self) -> tuple[int, ...]:
         _, *columns = self.whole.shape
         if self.columns is not None:
-            columns = [_count(self.columns)]
-        return _count(self.rows), *columns
+            columns = [num_places(self.columns)]
+        return num_places(self.rows), *columns
 
     @property
     def type_name(self) -> str:
@@ -287,7 +290,3 @@ class _Zeros(_Part):
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         yield 0, torch.zeros(self.shape)
-
-
-def _count(runs: Runs) -> int:
-    return sum(run.stop - run.start for run in runs)

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.graph import Exported
-from neo_desktop.models.traced.rows import name_of, row_dim
+from neo_desktop.models.traced.rows import is_value, name_of, row_dim, tensors_of
 
 _SOURCE, _SINK = "source", "sink"
 
@@ -49,10 +49,10 @@ def cut(exported: Exported, dtype: torch.dtype) -> Cut:
     """
     order = [node for node in exported.graph.nodes if node.op == "call_function"]
     free = {*exported.parameters, *exported.buffers}
-    constants = _only(order, free)
-    positional = _only(order, {*free, *constants, exported.positions}, without=constants)
+    constants = only(order, free)
+    positional = only(order, {*free, *constants, exported.positions}, without=constants)
     apart = {*constants, *positional}
-    rest = [node for node in order if node not in apart and _is_tensor(node)]
+    rest = [node for node in order if node not in apart and is_value(node)]
     (results,) = exported.graph.output_node().args
     scores: Any = results[0]  # type: ignore[index]
     head, normed = _head(scores, rest, exported)
@@ -87,20 +87,16 @@ def cut(exported: Exported, dtype: torch.dtype) -> Cut:
     return Cut(pieces, normed, head, scores, constants, positional, rotations)
 
 
-def _only(order: list[fx.Node], known: set[fx.Node], without: Iterable[fx.Node] = ()) -> list[fx.Node]:
-    """Return what depends on known nodes only, in order."""
+def only(order: list[fx.Node], known: set[fx.Node], without: Iterable[fx.Node] = ()) -> list[fx.Node]:
+    """Return what depends on known nodes only, in order; nodes `without` are left out."""
     found, skipped = [], set(without)
     reached = set(known)
     for node in order:
-        inputs = [each for each in node.all_input_nodes if _is_tensor(each)]
-        if node not in skipped and inputs and _is_tensor(node) and all(each in reached for each in inputs):
+        inputs = tensors_of(node)
+        if node not in skipped and inputs and is_value(node) and all(each in reached for each in inputs):
             reached.add(node)
             found.append(node)
     return found
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (Tensor, list, tuple))
 
 
 def _head(scores: fx.Node, rest: list[fx.Node], exported: Exported) -> tuple[list[fx.Node], fx.Node]:

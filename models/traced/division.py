@@ -20,28 +20,25 @@ from torch import Tensor, fx
 
 from neo_desktop.models.experts_config import EXPERT_UNIT
 from neo_desktop.models.json_file import ModelError
-from neo_desktop.models.rank import Rank
+from neo_desktop.models.rank import Rank, Runs, num_places
 from neo_desktop.models.traced.capture import CannotCutError
+from neo_desktop.models.traced.cut import only
 from neo_desktop.models.traced.graph import Exported, exported
 from neo_desktop.models.traced.localised import localise, of_part, slice_splits, sliced
 from neo_desktop.models.traced.masks import (
-    MOVES,
+    FOLLOWED,
     Mask,
     Needs,
     Part,
     addresses_of,
-    is_tensor,
     needed,
     part_of,
     shape_of,
-    tensors_of,
     without_rows,
 )
-from neo_desktop.models.traced.rows import name_of
+from neo_desktop.models.traced.rows import is_tensor, name_of, tensors_of
 from neo_desktop.models.traced.sizes import Fused, Outline
 from neo_desktop.models.traced.source import Source
-
-Runs = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +85,17 @@ def divide(graph: Exported, outline: Outline, rank: Rank) -> Division:
         CannotCutError: it cannot be divided.
     """
     slice_splits(graph.graph)
-    found = _Divider(graph, outline, rank)
-    division = found.division()
-    found.rewrite()
-    return division
+    divider = _Divider(graph, outline, rank)
+    found = divider.division()
+    divider.rewrite()
+    return found
 
 
 def part_of_outline(outline: Outline, division: Division, rank: Rank) -> Outline:
     """Return what a rank's part of a model consists of."""
 
     def size(runs: Runs | None, whole: int) -> int:
-        return whole if runs is None else sum(run.stop - run.start for run in runs)
+        return whole if runs is None else num_places(runs)
 
     def of_fused(fused: Fused) -> Fused:
         each = zip(fused.weights, fused.rows, strict=True)
@@ -127,19 +124,16 @@ class _Divider:
         self._place = {node: place for place, node in enumerate(self._nodes)}
         matrices = {weight for fused in outline.matrices for weight in fused.weights}
         self._weights: dict[fx.Node, str] = {}  # of products with matrices
+        for node in self._nodes:
+            weight = graph.parameters.get(tensors_of(node)[1]) if name_of(node) == "linear" else None
+            if weight is not None and weight in matrices:
+                self._weights[node] = weight
         # Weights and positions, and what depends on them alone: all ranks have all of that.
-        self._constants: set[fx.Node] = {*graph.parameters, *graph.buffers, graph.positions}
-        for node in self._nodes:
-            inputs = tensors_of(node)
-            if name_of(node) == "linear" and graph.parameters.get(inputs[1]) in matrices:
-                self._weights[node] = graph.parameters[inputs[1]]
-            if node.op == "call_function" and inputs and all(each in self._constants for each in inputs):
-                self._constants.add(node)
+        given = {*graph.parameters, *graph.buffers, graph.positions}
+        self._constants = {*given, *only(self._nodes, given)}
         self._known = dict(graph.buffers)  # and what is computed of them
-        for node in self._nodes:
-            inputs = tensors_of(node)
-            if node.op == "call_function" and inputs and all(each in self._known for each in inputs):
-                self._known[node] = without_rows(node, self._known.__getitem__)
+        for node in only(self._nodes, set(graph.buffers)):
+            self._known[node] = without_rows(node, self._known.__getitem__)
         self._columns: dict[fx.Node, Part] = {}  # product -> which numbers it multiplies
         self._choose_columns()
         self._gathered: list[fx.Node] = []  # attention of which more than the own heads are needed
@@ -168,7 +162,7 @@ class _Divider:
                 found[node] = self._heads(2, shape_of(node))
             elif not inputs or node in self._weights or not is_tensor(node):
                 continue
-            elif name_of(node) in MOVES and tensors_of(node) == inputs[:1]:
+            elif name_of(node) in FOLLOWED and tensors_of(node) == inputs[:1]:
                 found[node] = without_rows(node, lambda each: found[each].contiguous())
             elif all(found[each].shape == shape_of(node) for each in inputs):
                 mask = torch.stack([found[each] for each in inputs]).all(0)
@@ -201,10 +195,8 @@ class _Divider:
                 needs = [(each, None) for each in tensors_of(node)]
             if node in self._weights or name_of(node) == "attention":
                 continue
-            for each, of_it in needs:
-                if each not in wanted:
-                    heappush(todo, (-self._place[each], each))
-                wanted[each] = _either(wanted[each], of_it) if each in wanted else of_it
+            for each in _want(wanted, needs):
+                heappush(todo, (-self._place[each], each))
         return has_part
 
     def _divided(self) -> tuple[dict[fx.Node, Part], Container[fx.Node]]:
@@ -226,8 +218,7 @@ class _Divider:
                 parts[node] = part
             else:
                 needs = self._needs_of_whole(node)
-            for each, of_it in needs:
-                wanted[each] = _either(wanted[each], of_it) if each in wanted else of_it
+            _want(wanted, needs)
         return parts, wanted
 
     def _needs(self, node: fx.Node, mask: Tensor) -> Needs | None:
@@ -256,7 +247,7 @@ class _Divider:
         if node in self._columns:
             x = tensors_of(node)[0]
             return [(x, self._columns[node].mask(shape_of(x)))]
-        if name_of(node) in MOVES and node not in self._constants:  # a slice of a part can be all of it
+        if name_of(node) in FOLLOWED and node not in self._constants:  # a slice of a part can be all of it
             found = self._needs(node, torch.ones(shape_of(node), dtype=torch.bool))
             parts = [part_of(of_it) for _, of_it in found or () if of_it is not None]
             if found is not None and all(part is None or len(part.runs) == 1 for part in parts):
@@ -300,7 +291,7 @@ class _Divider:
         part = self._parts.get(node)
         needs = self._needs_of_whole(node) if part is None else self._needs(node, part.mask(shape_of(node)))
         assert needs is not None
-        is_move, known = name_of(node) in MOVES and node not in self._constants, self._known
+        is_move, known = name_of(node) in FOLLOWED and node not in self._constants, self._known
         addresses = addresses_of(each for each in tensors_of(node) if is_move and each not in known)
         addresses |= known
         whole = without_rows(node, addresses.__getitem__) if is_move else None
@@ -336,5 +327,10 @@ def _is_usable(mask: Tensor) -> bool:
     return bool(mask.all()) or not mask.any() or part_of(mask) is not None
 
 
-def _either(one: Mask, other: Mask) -> Mask:
-    return None if one is None or other is None else one | other
+def _want(wanted: dict[fx.Node, Mask], needs: Needs) -> list[fx.Node]:
+    """Add what is needed to what is wanted already; return what was not wanted before."""
+    new = [each for each, _ in needs if each not in wanted]
+    for each, mask in needs:
+        before = wanted.setdefault(each, mask)
+        wanted[each] = None if before is None or mask is None else before | mask
+    return list(dict.fromkeys(new))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import silu
 
 from neo_desktop.models.expert_operators import ROWS_AT_ONCE, Choice, ExpertScratch
@@ -18,6 +18,7 @@ from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.operators import Operators
 from neo_desktop.models.stages import Reduce
 from neo_desktop.models.traced.capture import CannotCutError, ExpertsCall
+from neo_desktop.models.traced.fused import Summed
 from neo_desktop.models.traced.sizes import Fused, Mixed
 
 KINDS = ("gate", "up", "down")
@@ -154,14 +155,14 @@ def parts_of_stacks(of_layer: Mixed, tensors: dict[str, Any]) -> None:
                 tensors[own] = StackPart(stack, expert, slice(index * rows, (index + 1) * rows))
 
 
-class ExpertsProduct(nn.Module):
-    """What experts make of rows that chose them.
+class ExpertsProduct(Summed):
+    """What experts make of rows that chose them; see `capture.experts`.
 
     Args:
         of_layer: the sizes.
         matrices: gates, ups and downs of all experts.
         operators: of the device.
-        reduce: of a rank that has a part of each expert: adds up what all of them give.
+        reduce: of a rank that has a part of each expert.
     """
 
     def __init__(
@@ -171,25 +172,14 @@ class ExpertsProduct(nn.Module):
         operators: Operators,
         reduce: Reduce | None = None,
     ) -> None:
-        super().__init__()
-        self.reduce = reduce
+        down_of_each = of_layer.matrices[2]
+        super().__init__(down_of_each.rows[0], reduce)
         gate, up, down = matrices
         self._multiply = multiply_of((gate, up, down), of_layer.count, None, operators)
-        self._intermediate, self.width = of_layer.matrices[2].columns, of_layer.matrices[2].rows[0]
+        self._intermediate = down_of_each.columns
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Return [rows, hidden]; see `capture.experts`."""
-        out = self.part(x, ids, weights, torch.empty(x.shape, dtype=x.dtype, device=x.device))
-        if self.reduce is not None:
-            self.reduce(out)
-        return out
-
-    def shaped(self, out: Tensor, _x: Tensor) -> Tensor:
-        """Return what is made of x in its shape."""
-        return out
-
-    def part(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor) -> Tensor:
-        """Return what this rank gives, in `out` [rows, hidden]."""
+    def part(self, given: Sequence[Tensor], out: Tensor) -> Tensor:  # noqa: D102
+        x, ids, weights = given
         x, ids, weights = x.contiguous(), ids.int().contiguous(), weights.float().contiguous()
         for first in range(0, len(x), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)

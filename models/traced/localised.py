@@ -8,16 +8,15 @@ from torch import fx
 
 from neo_desktop.models.traced.capture import CannotCutError
 from neo_desktop.models.traced.masks import Part
-from neo_desktop.models.traced.rows import name_of
+from neo_desktop.models.traced.rows import SPLITS, name_of
 
 _SLICE = torch.ops.aten.slice.Tensor
-_SPLITS = frozenset(("split", "split_with_sizes", "chunk"))
 _SHAPES = frozenset(("view", "reshape", "_unsafe_view", "expand", "broadcast_to"))  # whose sizes are given
 
 
 def slice_splits(graph: fx.Graph) -> None:
     """Take slices in the place of what tensors are split into."""
-    for node in [each for each in graph.nodes if name_of(each) in _SPLITS]:
+    for node in [each for each in graph.nodes if name_of(each) in SPLITS]:
         x, dim, first = node.all_input_nodes[0], _split_dim(node), 0
         for index, piece in enumerate(node.meta["val"]):
             size = piece.shape[dim]

@@ -25,16 +25,10 @@ from neo_desktop.models.traced.places import (
     of_row,
     row_dim,
 )
-from neo_desktop.models.traced.rows import name_of
+from neo_desktop.models.traced.rows import MOVES, SPLITS, name_of
 from neo_desktop.native import Buffer, Columns, RowProgram, Step
 
-# fmt: off
-_MOVES = frozenset((
-    "view", "reshape", "_unsafe_view", "transpose", "permute", "unsqueeze", "squeeze", "expand", "expand_as",
-    "broadcast_to", "flatten", "unflatten", "movedim", "narrow", "slice", "select", "cat", "split",
-    "split_with_sizes", "chunk", "getitem", "alias", "detach", "contiguous", "clone", "t",
-))
-# fmt: on
+_MOVES = MOVES | SPLITS | {"expand_as", "getitem"}
 _VIEWS = frozenset(("view", "_unsafe_view"))
 _UNARIES = frozenset(("silu", "sigmoid", "tanh", "relu", "gelu"))
 _BINARIES = {"add": "add", "sub": "subtract", "mul": "times"}

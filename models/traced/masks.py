@@ -11,18 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from neo_desktop.models.traced.rows import ELEMENTWISE, name_of
+from neo_desktop.models.traced.rows import ELEMENTWISE, MOVES, is_tensor, is_value, name_of, tensors_of
 
 Mask = Tensor | None
 Needs = list[tuple[fx.Node, Mask]]
 
-# fmt: off
-MOVES = frozenset((
-    "view", "reshape", "_unsafe_view", "transpose", "permute", "unsqueeze", "squeeze", "expand",
-    "broadcast_to", "flatten", "unflatten", "movedim", "narrow", "slice", "select", "cat", "stack", "alias",
-    "detach", "contiguous", "clone", "t", "index",
-))
-# fmt: on
+FOLLOWED = MOVES | {"stack", "index"}  # what puts numbers elsewhere, by places that are known
 _OVER_DIMS = frozenset(("mean", "sum", "softmax", "var", "std", "amax", "amin", "max", "min"))
 _OF_LAST = frozenset(("layer_norm", "rms_norm"))
 # Those that need another mask, or one of the first input alone.
@@ -83,11 +77,6 @@ def shape_of(node: fx.Node) -> torch.Size:
     return torch.Size([size if isinstance(size, int) else 1 for size in node.meta["val"].shape])
 
 
-def is_tensor(node: Any) -> bool:
-    """Return whether a node's value is a tensor."""
-    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
-
-
 def needed(node: fx.Node, mask: Tensor, known: Mapping[fx.Node, Tensor]) -> Needs | None:
     """Return what a node needs of its inputs to compute a part of its value; None: that cannot be told.
 
@@ -97,7 +86,7 @@ def needed(node: fx.Node, mask: Tensor, known: Mapping[fx.Node, Tensor]) -> Need
         known: inputs of the graph that tell places.
     """
     name, inputs = name_of(node), tensors_of(node)
-    if name in MOVES:
+    if name in FOLLOWED:
         return _moved(node, [each for each in inputs if each not in known], mask, known)
     if not all(is_tensor(each) for each in inputs):
         return None
@@ -110,11 +99,6 @@ def needed(node: fx.Node, mask: Tensor, known: Mapping[fx.Node, Tensor]) -> Need
     return None
 
 
-def tensors_of(node: fx.Node) -> list[fx.Node]:
-    """Return a node's inputs that are tensors, or tuples of them."""
-    return [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), (Tensor, list, tuple))]
-
-
 def without_rows(node: fx.Node, given: Callable[[fx.Node], Any]) -> Any:
     """Return what a node computes, of values without rows.
 
@@ -123,8 +107,7 @@ def without_rows(node: fx.Node, given: Callable[[fx.Node], Any]) -> Any:
     """
 
     def find(each: fx.Node) -> Any:
-        value = each.meta.get("val")
-        if isinstance(value, (Tensor, list, tuple)):
+        if is_value(each):
             return given(each)
         return 1 if name_of(each).startswith("sym_size") else without_rows(each, given)
 

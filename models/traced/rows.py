@@ -25,6 +25,13 @@ ELEMENTWISE = frozenset((
     "new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "fill", "fill_", "masked_fill_",
     "polar", "view_as_complex", "view_as_real",
 ))
+# Those that make no numbers, but put them elsewhere.
+MOVES = frozenset((
+    "view", "reshape", "_unsafe_view", "transpose", "permute", "unsqueeze", "squeeze", "expand",
+    "broadcast_to", "flatten", "unflatten", "movedim", "narrow", "slice", "select", "cat", "alias", "detach",
+    "contiguous", "clone", "t",
+))
+SPLITS = frozenset(("split", "split_with_sizes", "chunk"))
 _OVER_DIMS = frozenset((
     "mean", "sum", "softmax", "var", "std", "amax", "amin", "max", "min", "argmax", "cumsum", "logsumexp",
     "linalg_vector_norm",
@@ -48,6 +55,21 @@ def name_of(node: fx.Node) -> str:
     target = node.target
     packet = getattr(target, "overloadpacket", None)
     return str(getattr(packet, "__name__", getattr(target, "__name__", target)))
+
+
+def is_tensor(node: Any) -> bool:
+    """Return whether a node's value is a tensor."""
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
+
+
+def is_value(node: fx.Node) -> bool:
+    """Return whether a node's value is a tensor, or several."""
+    return isinstance(node.meta.get("val"), (Tensor, list, tuple))
+
+
+def tensors_of(node: fx.Node) -> list[fx.Node]:
+    """Return a node's inputs that are tensors, or several."""
+    return [each for each in node.all_input_nodes if is_value(each)]
 
 
 def row_dim(node: fx.Node) -> int | None:

@@ -9,10 +9,7 @@ from torch import fx
 
 from neo_desktop.models.decoder import TURN
 from neo_desktop.models.linear.split import Split
-from neo_desktop.models.traced.experts import ExpertsProduct
-from neo_desktop.models.traced.fused import Gathered, Product
-
-Summed = Product | ExpertsProduct | Gathered  # where they are a rank's
+from neo_desktop.models.traced.fused import Product, Summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +93,7 @@ def _segments(module: fx.GraphModule, names: Mapping[fx.Node, str]) -> list[Segm
 
 def _product(module: fx.GraphModule, node: fx.Node) -> Summed | None:
     found = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return found if isinstance(found, (Product, ExpertsProduct, Gathered)) else None
+    return found if isinstance(found, Summed) else None
 
 
 def _segment(

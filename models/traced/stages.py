@@ -288,8 +288,8 @@ def _run_to_split(begin: Callable[[], None], segment: Segment, values: dict[str,
 
 def _run_to_sum(begin: Callable[[], None], segment: Segment, values: dict[str, Any], out: Tensor) -> None:
     """Compute what precedes a sum over ranks, and put this rank's part into `out` [rows, width]."""
-    product: Any = segment.product
-    part = product.part(*_run(begin, segment, values), out)
+    assert segment.product is not None
+    part = segment.product.part(_run(begin, segment, values), out)
     if part is not out:
         out.copy_(part)
 

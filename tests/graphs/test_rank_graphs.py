@@ -10,7 +10,7 @@ import pytest
 import torch
 from graph_case import BLOCK_SIZE, CAPACITY, NUM_BLOCKS, contexts, decodes, prompts
 from imitated_streams import ImitatedBackend
-from pipeline_case import RandomIterations, check_result, make_storage, tiny_model
+from pipeline_case import RandomIterations, check_random_plans, check_result, make_storage, tiny_model
 from thread_ranks import ThreadSums, parts_of
 from traced_models import FAMILIES, save
 
@@ -120,10 +120,7 @@ def test_between_sums_all_is_graphs(model: Decoder, num_queues: int | None, part
 def test_random_plans_give_the_tokens_of_the_whole(model: Decoder, seed: int) -> None:
     ranks = TwoRanks(model, seed, num_queues=seed or None)
     iterations = RandomIterations(seed, NUM_BLOCKS, block_size=BLOCK_SIZE)
-    for plan, context in iterations.plans(8):
-        result = ranks.execute(plan)
-        check_result(model, plan, context, result)
-        iterations.take_in(result)
+    check_random_plans(ranks.execute, model, iterations, 8)
     ranks.close()
 
 
@@ -144,10 +141,7 @@ def test_random_plans_of_the_code_of_transformers(traced: list[Decoder]) -> None
     whole, *parts = traced
     ranks = TwoRanks(whole, 3, 3, parts)
     iterations = RandomIterations(3, NUM_BLOCKS, block_size=BLOCK_SIZE)
-    for plan, context in iterations.plans(8):
-        result = ranks.execute(plan)
-        check_result(whole, plan, context, result)
-        iterations.take_in(result)
+    check_random_plans(ranks.execute, whole, iterations, 8)
     ranks.close()
 
 
@@ -174,10 +168,7 @@ def test_on_a_gpu_values_last_from_graph_to_graph(folder: Path) -> None:
     of_device = WholeDevice(model.device)
     executor = build_executor(model, storage, 256, 8, None, of_device, cast("Group", group))
     iterations = RandomIterations(1, block_size=BLOCK_SIZE)
-    for plan, context in iterations.plans(16):
-        result = executor.execute(plan)
-        check_result(on_cpu, plan, context, result, tolerance=2e-3)
-        iterations.take_in(result)
+    check_random_plans(executor.execute, on_cpu, iterations, 16, tolerance=2e-3)
     assert executor._backend.has_graphs
     executor.close()
 

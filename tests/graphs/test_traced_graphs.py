@@ -6,7 +6,7 @@ import pytest
 import torch
 from graph_case import BLOCK_SIZE, make_executor
 from imitated_streams import ImitatedBackend
-from pipeline_case import RandomIterations, check_result, make_storage
+from pipeline_case import RandomIterations, check_random_plans, check_result, make_storage
 from traced_models import FAMILIES, save
 
 from neo_desktop.engine.cuda.streams import WholeDevice
@@ -57,9 +57,6 @@ def test_on_a_gpu_graphs_give_the_tokens_of_the_code(folder: Path) -> None:
     storage = make_storage(model, dict.fromkeys(PLACES, 24), BLOCK_SIZE)
     executor = build_executor(model, storage, 256, 8, None, WholeDevice(model.device))
     iterations = RandomIterations(1, block_size=BLOCK_SIZE)
-    for plan, context in iterations.plans(16):
-        result = executor.execute(plan)
-        check_result(on_cpu, plan, context, result, tolerance=2e-3)
-        iterations.take_in(result)
+    check_random_plans(executor.execute, on_cpu, iterations, 16, tolerance=2e-3)
     assert executor._backend.has_graphs
     executor.close()

@@ -1,7 +1,7 @@
 """Random iterations over a tiny model, and what they must give: dense attention over the whole context."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -259,6 +259,20 @@ class RandomIterations:
         for part in parts:
             part.sort(key=lambda s: (order.index(s.place), s.is_decode))
         return tuple(SubBatch(tuple(part)) for part in parts)
+
+
+def check_random_plans(
+    execute: Callable[[IterationPlan], IterationResult],
+    model: Decoder,
+    iterations: "RandomIterations",
+    count: int,
+    tolerance: float = 2e-4,
+) -> None:
+    """Carry so many random plans out, and check what comes of each; see `check_result`."""
+    for plan, contexts in iterations.plans(count):
+        result = execute(plan)
+        check_result(model, plan, contexts, result, tolerance)
+        iterations.take_in(result)
 
 
 def check_result(
