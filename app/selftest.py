@@ -22,6 +22,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from neo_desktop.app.news import SELFTEST, News
+from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.data_folder import data_folder
 
 logger = logging.getLogger(__name__)
@@ -60,13 +62,14 @@ class SelfTest:
     """One run at a time, and what earlier ones found. Belongs to the event loop.
 
     Args:
+        news: wakes those who follow `SELFTEST`.
         folder: for reports; None: the usual one.
         command: runs `neo-desktop`.
     """
 
-    def __init__(self, folder: Path | None = None, command: Sequence[str] | None = None) -> None:
+    def __init__(self, news: News, folder: Path | None = None, command: Sequence[str] | None = None) -> None:
+        self._news = news
         self._folder = folder or reports_folder()
-        self.listeners: list[Callable[[], object]] = []  # called when the view has changed
         self.running: Run | None = None
         self.error: str | None = None  # why the last run has no report
         self._command = command or PROGRAM
@@ -112,6 +115,14 @@ class SelfTest:
         self.running = Run(f"{datetime.now():%Y-%m-%d-%H%M%S}", chosen, 0.0, "Starting")
         self._task = asyncio.create_task(self._run(self.running, prepare))
         self._tell()
+
+    def start_on(self, host: ModelHost, suites: Sequence[str] | None) -> None:
+        """Begin a run once the host's model has given its memory back; SelfTestError: the model is in use."""
+        if host.loading is not None:
+            raise SelfTestError(f"{host.loading.name} is being loaded: wait for it, or stop that first")
+        if host.has_weights and host.service.idle_since_s is None:
+            raise SelfTestError("an answer is being written: wait for it, or stop it first")
+        self.start(suites, host.rest)
 
     async def stop(self) -> None:
         """End the run; what was measured until then is in its report."""
@@ -199,8 +210,7 @@ class SelfTest:
             self._tell()
 
     def _tell(self) -> None:
-        for listener in self.listeners:
-            listener()
+        self._news.tell(SELFTEST)
 
 
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:

@@ -1,1 +1,1 @@
-"""The browser page: static files, and the Markdown of answers as HTML that is safe to show."""
+"""The page: Gradio views of the server's services."""

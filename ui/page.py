@@ -1,54 +1,132 @@
-"""The page's files, served as they lie in `static/`: no build step, nothing from elsewhere."""
+"""The page: a Gradio app with the views of a server, mounted beside its API."""
 
-import hashlib
-import mimetypes
+import asyncio
+import os
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import Response
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before the import: nothing may call out
 
-STATIC = Path(__file__).parent / "static"
+import gradio as gr
+from fastapi import FastAPI
 
-# Whatever a model says or a file is called, the page runs its own scripts and asks its own server, no other.
-SECURITY_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; font-src 'self'; "
-        "img-src 'self' data: blob:; frame-src 'self'; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-}
-# Not from Python's table, which a system's own settings change.
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+from neo_desktop.app.news import CHATS, MODELS
+from neo_desktop.app.page_services import PageServices
+from neo_desktop.ui.chat import ChatView
+from neo_desktop.ui.engine import engine_view
+from neo_desktop.ui.guard import PageGuard
+from neo_desktop.ui.look import Look
+from neo_desktop.ui.models import models_view
+from neo_desktop.ui.selftest import selftest_view
+from neo_desktop.ui.settings import SettingsView
+from neo_desktop.ui.sidebar import Sidebar
+from neo_desktop.ui.theme import HEAD, THEME
+
+QUEUE_SLEEP_S = 0.02  # Gradio's own 1 ms keeps 6 % of a core busy
+MAX_EVENTS = 400  # under way at a time: each open page has two
+OTHERS_S = 1.0  # how often changes of another process are looked for
+MAX_FILE = "20mb"
+QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 
 
 def mount(app: FastAPI) -> FastAPI:
-    """Serve the page at `/` and its files below `/static/`."""
-    # Names are looked up in this table, never joined to a path: nothing else can be reached.
-    files = {path.relative_to(STATIC).as_posix(): path for path in STATIC.rglob("*") if path.is_file()}
-
-    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    def page(request: Request) -> Response:
-        return _serve(files["index.html"], request)
-
-    @app.api_route("/static/{name:path}", methods=["GET", "HEAD"], include_in_schema=False)
-    def static(name: str, request: Request) -> Response:
-        if name not in files:
-            raise HTTPException(404)
-        return _serve(files[name], request)
-
+    """Serve the page of `app.state.page` at `/`."""
+    services: PageServices = app.state.page
+    uploads = services.data_folder / "uploads"
+    os.environ["GRADIO_TEMP_DIR"] = str(uploads)
+    demo = build(services)
+    demo.queue(default_concurrency_limit=None, max_size=4 * MAX_EVENTS)
+    demo._queue.sleep_when_free = QUEUE_SLEEP_S
+    gr.mount_gradio_app(
+        app,
+        demo,
+        "/",
+        theme=THEME,
+        css_paths=[Path(__file__).parent / "page.css"],
+        head=HEAD,
+        footer_links=[],
+        run_history=False,
+        show_error=False,
+        max_file_size=MAX_FILE,
+        ssr_mode=False,
+        enable_monitoring=False,
+        pwa=True,
+        mcp_server=False,
+    )
+    app.add_middleware(PageGuard, uploads=uploads)
     return app
 
 
-def _serve(path: Path, request: Request) -> Response:
-    """The file, or 304 if the browser has it: it asks each time, so that an update shows at once."""
-    content = path.read_bytes()
-    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-    headers = {**SECURITY_HEADERS, "ETag": tag, "Cache-Control": "no-cache"}
-    if tag in request.headers.get("if-none-match", ""):
-        return Response(status_code=304, headers=headers)
-    kind = TYPES.get(path.suffix) or mimetypes.guess_type(path.name)[0]
-    return Response(content, headers=headers, media_type=kind or "application/octet-stream")
+def build(services: PageServices) -> gr.Blocks:
+    """Return the views, one per address."""
+    with gr.Blocks(
+        title="neo-desktop", analytics_enabled=False, fill_height=True, delete_cache=(3600, 86_400)
+    ) as demo:
+        chat_page(services)
+    demo.max_threads = MAX_EVENTS
+    with demo.route("Engine", "/engine"):
+        engine_view(services)
+    with demo.route("Models", "/models"):
+        models_view(services)
+    with demo.route("Self-test", "/self-test"):
+        selftest_view(services)
+    return demo
+
+
+def chat_page(services: PageServices) -> None:
+    """Build the first view: list, chat, settings."""
+    context = gr.context.Context.root_block
+    assert context is not None
+    with gr.Sidebar(width=280, elem_id="sidebar"):
+        with gr.Column() as left:
+            pass
+    with gr.Column(elem_id="chat"):
+        chat = ChatView(services)
+    with left:
+        sidebar = Sidebar(chat)
+    with gr.Sidebar(position="right", open=False, width=300, elem_id="settings"):
+        settings = SettingsView(chat)
+    for part in (chat, sidebar, settings):
+        part.connect()
+
+    async def follow(request: gr.Request) -> AsyncIterator[list[Any]]:
+        """Show the chat that the address names, and all around it as it changes, while the page is seen."""
+        look = Look(dict(request.query_params).get("chat"))
+        before: list[Any] = []
+        settings_of: object = before
+        version = await services.chats.version()
+        with services.news.follow(CHATS, MODELS, look.topic) as changed:
+            while True:
+                changed.clear()
+                present = await chat.present(look)
+                now: list[Any] = [
+                    look,
+                    await sidebar.entries(look),
+                    "" if present is None else present.entry.title,
+                    chat.model_line(),
+                    chat.figures(present),
+                    chat.is_live(present),
+                    chat.tick_of(look, present),
+                ]
+                shown = settings.values(settings.of(present)) if settings_of != look.chat_id else None
+                settings_of = look.chat_id
+                new = [gr.skip() if before and one == other else one for one, other in zip(now, before or now, strict=True)]
+                if not before or now[5] != before[5]:
+                    is_live = now[5]
+                    new[5] = gr.update(stop_btn=is_live, submit_btn=not is_live)
+                yield [*(now if not before else new)[:5], new[5], now[6], *(shown or [gr.skip()] * 8)]
+                before = now
+                while not changed.is_set():
+                    try:
+                        await asyncio.wait_for(changed.wait(), OTHERS_S)
+                    except TimeoutError:
+                        if (found := await services.chats.version()) != version:
+                            version = found
+                            break
+                await asyncio.sleep(0.05)
+
+    outputs = [chat.look, sidebar.list, sidebar.title, chat.header, chat.foot, chat.box, chat.tick, *settings.outputs]
+    seen = chat.header.seen(follow, None, outputs, **QUIET)
+    first = context.load(follow, None, outputs, **QUIET)
+    chat.header.hide(None, None, None, cancels=[seen, first], **QUIET)

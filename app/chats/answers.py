@@ -2,7 +2,7 @@
 
 ask(), retry(), resume() ──→ a task per answer: prompt → engine → GrowingAnswer
                                  │ every half second: one transaction for all that grew ──→ store
-                                 │ at most 15 times a second, while somebody looks ───────→ news
+                                 │ each token ────────────────────────────────────────────→ news
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from neo_desktop.app.chat_template import ChatTemplateError
 from neo_desktop.app.chats.database import StoreError
 from neo_desktop.app.chats.errors import NotFoundError, NotPossibleError
 from neo_desktop.app.chats.messages import Message, Settings, State, to_send
-from neo_desktop.app.chats.news import News
+from neo_desktop.app.news import CHATS, News, chat_topic, text_topic
 from neo_desktop.app.chats.store import ChatStore
 from neo_desktop.app.chats.worker import FunctionThread
 from neo_desktop.app.chats.writing import GrowingAnswer
@@ -41,7 +41,7 @@ class Answers:
         store: where they are saved.
         worker: the store's thread.
         growing: they are put here, by id, until their end is saved.
-        news: tells the pages.
+        news: wakes the pages.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class Answers:
         self._worker = worker
         self._growing = growing
         self._news = news
-        self._tasks: dict[str, list[asyncio.Task[None]]] = {}  # message id → its writing and drawing
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # message id → its writing
+        self.notice = store.notice  # for people: trouble with the file
         self._saving: asyncio.Task[None] | None = None
         self._errands: set[asyncio.Future[Any]] = set()
         self._is_closed = False
@@ -69,7 +70,7 @@ class Answers:
 
         async def begin() -> tuple[Message, Message]:
             question, answer = await self._worker(self._store.ask, chat_id, parent_id, text, attachment_ids)
-            await self._start(answer, question)
+            await self._start(answer)
             return question, answer
 
         return await self._carry_out(begin)
@@ -134,18 +135,15 @@ class Answers:
         task.add_done_callback(self._errands.discard)
         return await asyncio.shield(task)
 
-    async def _start(self, answer: Message, *questions: Message) -> Message:
+    async def _start(self, answer: Message) -> Message:
         growing = self._growing[answer.id] = GrowingAnswer(answer)
         if self._is_closed:
             self._end(growing, "cut")
             return growing.message
-        tasks = [self._write(growing), self._news.draw(growing)]
-        self._tasks[answer.id] = [asyncio.create_task(task) for task in tasks]
+        self._tasks[answer.id] = asyncio.create_task(self._write(growing))
         if self._saving is None or self._saving.done():
             self._saving = asyncio.create_task(self._keep_saving())
-        self._news.messages_changed(*questions, answer)
-        self._news.chat_changed(await self._worker(self._store.chat, answer.chat_id))
-        self._news.list_changed()
+        self._changed(answer.chat_id)
         return answer
 
     def _end(self, growing: GrowingAnswer, state: State, error: str | None = None) -> None:
@@ -153,16 +151,15 @@ class Answers:
         if not growing.message.is_live:
             return
         growing.end(state, error)
-        for task in self._tasks.pop(growing.message.id, ()):
-            if task is not asyncio.current_task():
-                task.cancel()
-        self._news.messages_changed(growing.message)
+        task = self._tasks.pop(growing.message.id, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
 
         async def save() -> None:
             await self._save()
-            self._news.context_changed(growing.message.chat_id)
-            self._news.list_changed()
+            self._changed(growing.message.chat_id)
 
+        self._changed(growing.message.chat_id)
         saving = asyncio.ensure_future(save())
         self._errands.add(saving)
         saving.add_done_callback(self._errands.discard)
@@ -182,6 +179,7 @@ class Answers:
             async with growing.generation:
                 async for _, output in growing.generation:
                     growing.add(output)
+                    self._news.tell(text_topic(growing.message.chat_id))
             self._end(growing, "done")
         except (ServiceStoppedError, EngineRestartingError) as error:
             self._end(growing, "cut", str(error))
@@ -207,10 +205,7 @@ class Answers:
     async def _keep_saving(self) -> None:
         while self._growing:
             await asyncio.sleep(SAVE_S)
-            chat_ids = {growing.message.chat_id for growing in self._growing.values()}
             await self._save()
-            for chat_id in chat_ids:
-                self._news.context_changed(chat_id)
 
     async def _save(self) -> None:
         """Save what has grown; what cannot be saved is kept, and tried again."""
@@ -234,11 +229,16 @@ class Answers:
                 del self._growing[message.id]
 
     def _notice(self, notice: str | None) -> None:
-        if notice != self._news.notice:
-            self._news.notice = notice
+        if notice != self.notice:
+            self.notice = notice
             if notice is not None:
                 logger.warning(notice)
-            self._news.list_changed()
+            self._news.tell(CHATS)
+
+    def _changed(self, chat_id: str) -> None:
+        self._news.tell(chat_topic(chat_id))
+        self._news.tell(text_topic(chat_id))
+        self._news.tell(CHATS)
 
 
 def sampling_params(settings: Settings, service: EngineService) -> SamplingParams:

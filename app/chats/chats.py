@@ -1,38 +1,143 @@
-"""All that belongs to the chats of one server, put together."""
+"""All that belongs to the chats of one server, put together: what the page reads and does."""
 
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
+from neo_desktop.app.chats import transfer
 from neo_desktop.app.chats.answers import Answers
-from neo_desktop.app.chats.news import News
+from neo_desktop.app.chats.attachments import MAX_PDF_READERS, read_file
+from neo_desktop.app.chats.messages import Attachment, Chat, ChatEntry, Message, Settings
+from neo_desktop.app.news import CHATS, News, chat_topic
 from neo_desktop.app.chats.store import ChatStore
 from neo_desktop.app.chats.worker import FunctionThread
 from neo_desktop.app.chats.writing import GrowingAnswer
 from neo_desktop.app.shelf.hosting import ModelHost
-from neo_desktop.app.web.events import Hub
+from neo_desktop.engine.sampling_params import SamplingParams
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Chats:
-    """The store, the thread that it lives in, the answers under way, and the news of them.
+    """The store, the thread that it lives in, and the answers under way.
 
     Args:
         host: has the model.
-        hub: passes news on.
+        news: wakes those who follow a chat.
         folder: the user's data folder.
 
     Raises:
-        StoreError: the chats cannot be kept there.
+        StoreError: here and in all methods, when the chats cannot be kept there.
+        NotFoundError: in all methods that take an id.
     """
 
-    def __init__(self, host: ModelHost, hub: Hub, folder: Path) -> None:
-        growing: dict[str, GrowingAnswer] = {}
-        self.store = ChatStore(folder)
-        self.worker = FunctionThread("chats")
-        self.news = News(host, self.store, self.worker, growing, hub)
-        self.answers = Answers(host, self.store, self.worker, growing, self.news)
+    def __init__(self, host: ModelHost, news: News, folder: Path) -> None:
+        self._growing: dict[str, GrowingAnswer] = {}
+        self._store = ChatStore(folder)
+        self._worker = FunctionThread("chats")
+        self._news = news
+        self._readers = asyncio.Semaphore(MAX_PDF_READERS)
+        self.answers = Answers(host, self._store, self._worker, self._growing, news)
+
+    @property
+    def notice(self) -> str | None:
+        """Trouble with the file, for people."""
+        return self.answers.notice
 
     async def close(self) -> None:
         """End all answers, save them and close the file."""
         await self.answers.close()
-        self.news.close()
-        await self.worker(self.store.close)
-        self.worker.close()
+        await self._worker(self._store.close)
+        self._worker.close()
+
+    async def entries(self, query: str = "") -> list[ChatEntry]:
+        """All chats, the newest first; see `ChatStore.entries`."""
+        return await self._worker(self._store.entries, query)
+
+    async def chat(self, chat_id: str) -> Chat:
+        """A whole chat, with the text that is not saved yet."""
+        chat = await self._worker(self._store.chat, chat_id)
+        return replace(chat, messages=tuple(self.present(message) for message in chat.messages))
+
+    def present(self, message: Message) -> Message:
+        """The message as far as it has come."""
+        growing = self._growing.get(message.id)
+        return message if growing is None else growing.message
+
+    async def version(self) -> int:
+        """Another number when another process has changed the file."""
+        return await self._worker(self._store.version)
+
+    async def create(self, settings: Settings) -> Chat:
+        """A new chat without messages."""
+        return await self._change(self._store.create, settings)
+
+    async def rename(self, chat_id: str, title: str) -> None:
+        """Give a chat a title."""
+        await self._change(self._store.change, chat_id, title=title)
+
+    async def set(self, chat_id: str, settings: Settings) -> None:
+        """Change how a chat is answered.
+
+        Raises:
+            SettingError: a value is out of range.
+        """
+        SamplingParams(**settings.sampling())
+        await self._change(self._store.change, chat_id, settings=settings)
+
+    async def show(self, chat_id: str, message_id: str) -> None:
+        """Show the newest branch through a message."""
+        await self._change(self._store.change, chat_id, leaf_id=message_id)
+
+    async def delete(self, chat_id: str) -> None:
+        """End a chat's answers and take it off the list; `restore` brings it back."""
+        self.answers.stop_chat(chat_id)
+        await self._worker(self._store.delete, chat_id)
+        self._told(chat_id)
+
+    async def restore(self, chat_id: str) -> None:
+        """Undo `delete`."""
+        await self._change(self._store.restore, chat_id)
+
+    async def attach(self, name: str, content: bytes) -> Attachment:
+        """Keep a file's text for a question; ApiError says why a file cannot be read."""
+        name, kind, text = await read_file(name, content, self._readers)
+        return await self._worker(self._store.attach, name, kind, text)
+
+    async def presets(self) -> dict[str, str]:
+        """System prompts, by name."""
+        return dict(await self._worker(self._store.presets))
+
+    async def set_preset(self, name: str, text: str) -> None:
+        """Keep a system prompt under a name; an empty text forgets it."""
+        if text:
+            await self._worker(self._store.set_preset, name, text)
+        else:
+            await self._worker(self._store.remove_preset, name)
+
+    async def export(self, chat_id: str | None, *, as_markdown: bool = False) -> str:
+        """One chat, or all of them, as text for a file."""
+        ids = [entry.id for entry in await self.entries()] if chat_id is None else [chat_id]
+        chats = [await self._worker(self._store.chat, one) for one in ids]
+        if as_markdown:
+            return "\n\n".join([await asyncio.to_thread(transfer.to_markdown, chat) for chat in chats])
+        return await asyncio.to_thread(transfer.to_json, chats)
+
+    async def add(self, content: bytes) -> list[str]:
+        """Take in chats from a file that `export` wrote; ValidationError: it is no such file."""
+        chats = await asyncio.to_thread(transfer.from_json, content)
+        ids = await self._worker(self._store.add_chats, chats)
+        self._news.tell(CHATS)
+        return ids
+
+    async def _change(self, change: Callable[P, Chat], *args: P.args, **kwargs: P.kwargs) -> Chat:
+        chat = await self._worker(change, *args, **kwargs)
+        self._told(chat.entry.id)
+        return chat
+
+    def _told(self, chat_id: str) -> None:
+        self._news.tell(chat_topic(chat_id))
+        self._news.tell(CHATS)

@@ -1,6 +1,5 @@
 """One answer while it is being written: its text and thought, and how fast they come."""
 
-import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -22,7 +21,6 @@ class GrowingAnswer:
         self.message = message
         self.saved = message
         self.generation: Generation | None = None  # once the engine has accepted it
-        self.has_grown = asyncio.Event()
         self._earlier = message.figures or Figures()
         self._earlier_thought_s = message.thought_s
         self._splitter = ThoughtSplitter()
@@ -58,7 +56,6 @@ class GrowingAnswer:
             self._num_tokens += len(output.tokens)
         self._take(self._splitter.feed(output.text), now_s)
         self.message = replace(self.message, state="streaming", figures=self._figures(output))
-        self.has_grown.set()
 
     def end(self, state: State, error: str | None = None) -> None:
         """Write no more; the engine is told at once."""

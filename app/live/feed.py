@@ -1,20 +1,14 @@
 """Asks the engine what it does, at most once a second, and only while somebody wants to know."""
 
 import asyncio
-import logging
 import time
-
-from fastapi import APIRouter
 
 from neo_desktop.app.live.schema import EngineState, EngineView
 from neo_desktop.app.live.view import engine_view
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.service_errors import ServiceError
 from neo_desktop.app.shelf.hosting import ModelHost, NoModelError
-from neo_desktop.app.web.events import Hub
 from neo_desktop.engine.live import LiveView
-
-logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0  # between two looks
 PATIENCE_S = 1.0  # for an answer; then what was seen last is told again, with its age
@@ -68,28 +62,6 @@ class EngineFeed:
         if asked.done() and asked is self._asked:
             self._asked = None
             self._seen, self._seen_s = asked.result(), time.monotonic()
-
-    async def publish(self, hub: Hub) -> None:
-        """Push it once a second to those who listen; runs until it is cancelled."""
-        while True:
-            await hub.listened("engine")
-            try:
-                hub.publish("engine", (await self.view()).model_dump(mode="json"))
-            except Exception:  # a defect here must not end the news
-                logger.exception("the engine's view could not be told")
-            await asyncio.sleep(PERIOD_S)
-
-
-def routes(feed: EngineFeed) -> APIRouter:
-    """GET /engine."""
-    router = APIRouter()
-
-    @router.get("/engine")
-    async def engine() -> EngineView:
-        """What the engine does right now."""
-        return await feed.view()
-
-    return router
 
 
 def _take_note(asked: asyncio.Task[LiveView]) -> None:

@@ -1,13 +1,10 @@
-"""What the page's Models tab shows and does."""
+"""The models on this computer: a view of them, loads and downloads."""
 
 import asyncio
 import logging
 import threading
 from dataclasses import asdict
 from typing import Any
-
-from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
 
 from neo_desktop.app.shelf import packaged_model
 from neo_desktop.app.shelf.catalogue import LocalModel, UnknownModelError, own_folder
@@ -16,27 +13,15 @@ from neo_desktop.app.shelf.hosting import HostBusyError, LoadFailedError, ModelH
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.pull import check_name, pull
 from neo_desktop.app.shelf.pull_errors import PullError, PullStoppedError
-from neo_desktop.app.web.body import parse
-from neo_desktop.app.web.errors import ApiError
-from neo_desktop.app.web.events import Hub
+from neo_desktop.app.news import MODELS, News
 from neo_desktop.engine.loading import BUILTIN_NAME
 from neo_desktop.engine.stats import LLAMACPP, NEO
 
 logger = logging.getLogger(__name__)
 
 
-class ModelName(BaseModel):
-    """The body of requests that name a model."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    name: str = Field(max_length=4096)
-
-
-class PullRequest(ModelName):
-    """The body of the request that begins a download."""
-
-    load: bool = False  # the model, once it is here
+class ShelfError(RuntimeError):
+    """A load or a download that cannot begin; the message says why."""
 
 
 class ModelShelf:
@@ -45,13 +30,13 @@ class ModelShelf:
     Args:
         host: that loads them.
         loader: the host's; None: it has none, and nothing can be chosen.
-        hub: where changes are published.
+        news: wakes those who follow `MODELS`.
     """
 
-    def __init__(self, host: ModelHost, loader: ModelLoader | None, hub: Hub) -> None:
+    def __init__(self, host: ModelHost, loader: ModelLoader | None, news: News) -> None:
         self._host = host
         self._loader = loader
-        self._hub = hub
+        self._news = news
         self._models: list[dict[str, Any]] = []  # as last looked at
         self._pulling: dict[str, Any] | None = None
         self._pull_error: str | None = None
@@ -59,7 +44,6 @@ class ModelShelf:
         self._pull_stopped = threading.Event()
         self._looking: set[asyncio.Task[None]] = set()
         host.listeners.append(self._host_changed)
-        hub.greet("models", self._greeting)
 
     def view(self) -> dict[str, Any]:
         """Return a ModelsView, with the models as they were last looked at."""
@@ -80,44 +64,22 @@ class ModelShelf:
         """Look at all folders, and return a ModelsView."""
         if self._loader is not None:
             self._models = await asyncio.to_thread(_look, self._loader, self._host.has_weights)
+            self._publish()
         return self.view()
 
     async def close(self) -> None:
         """Stop a download; what has arrived is kept."""
         self._pull_stopped.set()
 
-    def routes(self) -> APIRouter:
-        """Return the routes below /api."""
-        router = APIRouter()
+    async def unload(self) -> None:
+        """Give the loaded model's memory back, or stop loading one."""
+        await self._host.unload()
 
-        @router.get("/models")
-        async def models() -> dict[str, Any]:
-            return await self.fresh_view()
-
-        @router.post("/models/load", status_code=202)
-        async def load(request: Request) -> dict[str, Any]:
-            await self._load((await parse(request, ModelName)).name)
-            return self.view()
-
-        @router.post("/models/unload")
-        async def unload() -> dict[str, Any]:
-            await self._host.unload()
-            return await self.fresh_view()
-
-        @router.post("/models/pull", status_code=202)
-        async def start_pull(request: Request) -> dict[str, Any]:
-            asked = await parse(request, PullRequest)
-            self._start_pull(asked.name, load=asked.load)
-            return self.view()
-
-        @router.post("/models/pull/stop")
-        async def stop_pull() -> dict[str, Any]:
-            self._pull_stopped.set()
-            if self._pull_task is not None:
-                await asyncio.wait([self._pull_task], timeout=5)
-            return self.view()
-
-        return router
+    async def stop_pull(self) -> None:
+        """Stop the download; what has arrived is kept."""
+        self._pull_stopped.set()
+        if self._pull_task is not None:
+            await asyncio.wait([self._pull_task], timeout=5)
 
     def _offer(self) -> dict[str, Any] | None:
         """A real model to begin with, where there is none yet."""
@@ -147,33 +109,35 @@ class ModelShelf:
             "cache_tokens": {place.name: count for place, count in tokens.items()},
         }
 
-    async def _load(self, name: str) -> None:
+    async def load(self, name: str) -> None:
+        """Begin to load a model; ShelfError says why it cannot be."""
         loader = self._loader
         if loader is None:
-            raise ApiError(409, "this server keeps the model that it was started with")
+            raise ShelfError("this server keeps the model that it was started with")
         try:
             model = await asyncio.to_thread(loader.catalogue.get, name)
         except UnknownModelError as error:
-            raise ApiError(404, str(error), param="name", code="model_not_found") from None
+            raise ShelfError(str(error)) from None
         # What can be known before is told before: the loaded model would be gone for nothing.
         entry = await asyncio.to_thread(_entry, loader, model, self._host.has_weights)
         reason = entry["reason"] or (entry["fit"] and entry["fit"]["reason"])
         if not reason:
             reason = await asyncio.to_thread(loader.why_not, model)
         if reason:
-            raise ApiError(409, f"{name} cannot be loaded: {reason}", param="name", code="not_runnable")
+            raise ShelfError(f"{name} cannot be loaded: {reason}")
         try:
             self._host.begin(model.name)
         except (HostBusyError, LoadFailedError) as error:
-            raise ApiError(409, str(error), code=error.code) from None
+            raise ShelfError(str(error)) from None
 
-    def _start_pull(self, name: str, *, load: bool) -> None:
+    def start_pull(self, name: str, *, load: bool = False) -> None:
+        """Begin a download, and load the model once it is here; ShelfError."""
         try:
             check_name(name)
         except PullError as error:
-            raise ApiError(400, str(error), param="name") from None
+            raise ShelfError(str(error)) from None
         if self._pulling is not None:
-            raise ApiError(409, f"{self._pulling['name']} is being downloaded: stop that, or wait for it")
+            raise ShelfError(f"{self._pulling['name']} is being downloaded: stop that, or wait for it")
         self._pull_stopped.clear()
         self._pull_error = None
         self._pulling = {"name": name, "share": 0.0, "what": "Starting"}
@@ -189,16 +153,16 @@ class ModelShelf:
         try:
             await asyncio.to_thread(pull, name, arrived, self._pull_stopped)
             if load:
-                await self._load(name)
+                await self.load(name)
         except PullStoppedError:
             pass
-        except (PullError, ApiError) as error:
+        except (PullError, ShelfError) as error:
             self._pull_error = str(error)
         except Exception as error:
             logger.exception("a download failed")
             self._pull_error = f"{name} could not be downloaded: {type(error).__name__}: {error}"
         self._pulling = self._pull_task = None
-        self._hub.publish("models", await self.fresh_view())
+        await self.fresh_view()
 
     def _pulled(self, now: dict[str, Any]) -> None:
         before = self._pulling
@@ -208,31 +172,17 @@ class ModelShelf:
                 self._publish()
 
     def _publish(self) -> None:
-        self._hub.publish("models", self.view())
+        self._news.tell(MODELS)
 
     def _host_changed(self) -> None:
         self._publish()
         if self._host.loading is None:  # memory has changed, and so has what fits
             self._look_soon()
 
-    async def _greeting(self) -> dict[str, Any]:
-        """Return a ModelsView at once, if it can be; what has changed in the folders since is told soon.
-
-        A page shows nothing before it, and looking takes long on a slow disk, or while a model is loaded.
-        """
-        if not self._models:
-            return await self.fresh_view()
-        self._look_soon()
-        return self.view()
-
     def _look_soon(self) -> None:
-        task = asyncio.get_running_loop().create_task(self._look_again())
+        task = asyncio.get_running_loop().create_task(self.fresh_view())
         self._looking.add(task)
         task.add_done_callback(self._looking.discard)
-
-    async def _look_again(self) -> None:
-        if self._hub.has_listeners("models"):
-            self._hub.publish("models", await self.fresh_view())
 
 
 def _look(loader: ModelLoader, is_loaded: bool) -> list[dict[str, Any]]:

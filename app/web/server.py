@@ -22,8 +22,9 @@ from prometheus_client.registry import Collector
 from neo_desktop.app.api import create_api, docs_page
 from neo_desktop.app.chats.chats import Chats
 from neo_desktop.app.live.feed import EngineFeed
+from neo_desktop.app.news import News
+from neo_desktop.app.page_services import PageServices
 from neo_desktop.app.selftest import SelfTest, reports_folder
-from neo_desktop.app.selftest_routes import selftest_routes
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.service_errors import ServiceStoppedError
 from neo_desktop.app.shelf.hosting import (
@@ -37,17 +38,15 @@ from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.model_shelf import ModelShelf
 from neo_desktop.app.web import errors
 from neo_desktop.app.web.connection import ClientConnection
-from neo_desktop.app.web.events import Hub
 from neo_desktop.app.web.http_protocol import LimitedProtocol, Turnstile, allow_connections
 from neo_desktop.app.web.limits import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.web.metrics import EngineCollector, HttpMetrics, exposition
-from neo_desktop.app.web.page_api import BODY_LIMITS, create_page_api
 from neo_desktop.app.web.security import AccessGuard
 
 GRACE_S = 1  # at the end, clients get this long to read what they were told
 COUNTED_PATHS = (
     *(f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages", "embeddings")),
-    *("/v1/models", "/api/events", "/api", "/static", "/", "/health", "/stats", "/metrics", "/docs"),
+    *("/v1/models", "/gradio_api", "/", "/health", "/stats", "/metrics", "/docs"),
     "/openapi.json",
 )
 KEEP_ALIVE_S = 30  # a connection without a request
@@ -86,32 +85,39 @@ def create_app(
     Raises:
         StoreError: chats cannot be kept there.
     """
-    hub = Hub()
-    chats = None if data_folder is None else Chats(host, hub, data_folder)
-    engine = EngineFeed(host)
-    shelf = ModelShelf(host, loader, hub)
-    selftest = SelfTest(reports_folder(data_folder))
+    page = None
+    if data_folder is not None:
+        news = News()
+        page = PageServices(
+            host,
+            news,
+            Chats(host, news, data_folder),
+            EngineFeed(host),
+            ModelShelf(host, loader, news),
+            SelfTest(news, reports_folder(data_folder)),
+            data_folder,
+            trouble,
+        )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await host.start()
-        engine_news = asyncio.create_task(engine.publish(hub))
         try:
             yield
         finally:
-            engine_news.cancel()
-            await shelf.close()
-            await selftest.close()
+            if page is not None:
+                await page.shelf.close()
+                await page.selftest.close()
             await host.stop()
-            if chats is not None:
-                await chats.close()
+            if page is not None:
+                await page.chats.close()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     errors.install(app)
     app.state.host = host
-    app.state.hub = hub
+    app.state.page = page
     # The one added last sees a request first.
-    app.add_middleware(ClientConnection, max_body_bytes=limits.max_body_bytes, exceptions=BODY_LIMITS)
+    app.add_middleware(ClientConnection, max_body_bytes=limits.max_body_bytes)
     app.add_middleware(
         AccessGuard, api_key=api_key, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins
     )
@@ -119,10 +125,6 @@ def create_app(
     ProcessCollector(registry=http_registry)
     app.add_middleware(HttpMetrics, registry=http_registry, paths=COUNTED_PATHS)
     app.mount("/v1", create_api(host, max_messages=limits.max_messages))
-    if chats is not None:
-        parts = [shelf.routes(), selftest_routes(selftest, host, hub)]
-        app.mount("/api", create_page_api(host, hub, chats, engine, parts, trouble))
-
     docs_page.install(app)
 
     @app.get("/health")
@@ -220,7 +222,6 @@ class Server(uvicorn.Server):
             )
         )
         self._host: ModelHost = app.state.host
-        self._hub: Hub = app.state.hub
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -234,7 +235,6 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Tell running requests before waiting for their connections to close."""
         await self._host.stop()
-        self._hub.close()
         # A page keeps a connection open for as long as it is shown.
         asyncio.get_running_loop().call_later(GRACE_S, self._hang_up)
         await super().shutdown(sockets)

@@ -1,0 +1,305 @@
+"""The chat view: questions and answers, and the box below them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+from pydantic import ValidationError
+
+from neo_desktop.app.chats.database import StoreError
+from neo_desktop.app.chats.errors import NotFoundError, NotPossibleError
+from neo_desktop.app.chats.messages import Chat, Message, Settings, branch, used_tokens
+from neo_desktop.app.news import chat_topic, text_topic
+from neo_desktop.app.page_services import PageServices
+from neo_desktop.app.service_errors import ServiceError
+from neo_desktop.app.shelf.hosting import NoModelError
+from neo_desktop.app.web.errors import ApiError
+from neo_desktop.engine.errors import SettingError
+from neo_desktop.engine.loading import BUILTIN_NAME
+from neo_desktop.engine.options import BUILTIN
+from neo_desktop.ui.html import Markup, Panel, tag
+from neo_desktop.ui.look import Look
+from neo_desktop.ui.rows import WINDOW, rows_of
+
+FRAME_S = 1 / 15  # an answer is drawn at most this often
+LATEX = [
+    {"left": "$$", "right": "$$", "display": True},
+    {"left": "\\[", "right": "\\]", "display": True},
+    {"left": "\\(", "right": "\\)", "display": False},
+]
+BUILTIN_EXAMPLES = (
+    "What can neo-desktop do?",
+    "How do I load a bigger model?",
+    "How do I use you from Python?",
+    "What is a KV cache?",
+)
+EXAMPLES = (
+    "Explain how a refrigerator works, step by step.",
+    "Write a Python function that finds the longest word in a text, with tests.",
+    "Compare three ways to learn a language in a table.",
+    "Help me write a friendly message that declines an invitation.",
+)
+
+# What a person can cause; the message is shown as it is.
+REFUSALS = (
+    ApiError,
+    NotFoundError,
+    NotPossibleError,
+    ServiceError,
+    SettingError,
+    StoreError,
+    ValidationError,
+)
+
+
+def told(error: Exception) -> gr.Error:
+    """Return an error as the page shows it."""
+    text = "this is no file that neo-desktop has exported" if isinstance(error, ValidationError) else str(error)
+    return gr.Error(text[:1].upper() + text[1:], print_exception=False, title="Not possible", duration=8)
+
+
+class ChatView:
+    """The components of a chat, and what their events do."""
+
+    def __init__(self, services: PageServices) -> None:
+        self.services = services
+        self.chats = services.chats
+        self.look = gr.State()
+        self.header = Panel(elem_id="model-line")
+        self.earlier = gr.Button("Earlier messages", visible=False, size="sm", elem_id="earlier")
+        self.bot = gr.Chatbot(
+            elem_id="messages",
+            show_label=False,
+            container=False,
+            height=None,
+            editable="user",
+            buttons=["copy"],
+            layout="bubble",
+            latex_delimiters=LATEX,
+            feedback_options=None,
+            group_consecutive_messages=True,
+            placeholder="## What can I do for you?",
+            examples=[{"text": text} for text in self.example_texts()],
+        )
+        self.foot = Panel(elem_id="figures")
+        self.box = gr.MultimodalTextbox(
+            elem_id="question",
+            show_label=False,
+            container=False,
+            placeholder="Message",
+            sources=["upload"],
+            file_count="multiple",
+            autofocus=True,
+            max_plain_text_length=20_000,
+            html_attributes=gr.InputHTMLAttributes(spellcheck=True),
+        )
+        self.tick = gr.Textbox(visible=False)
+
+    def example_texts(self) -> tuple[str, ...]:
+        """Questions for the first page."""
+        is_builtin = self.services.host.name in (BUILTIN, BUILTIN_NAME)
+        return BUILTIN_EXAMPLES if is_builtin else EXAMPLES
+
+    def connect(self) -> None:
+        """Let the events of the components have their effects."""
+        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+        inputs = [self.look]
+        self.tick.change(self.draw, inputs, [self.bot, self.earlier], trigger_mode="always_last", **quiet)
+        self.box.submit(self.send, [self.box, self.look], [self.box], **quiet)
+        self.box.stop(self.stop, inputs, None, **quiet)
+        self.bot.example_select(self.choose_example, inputs, None, **quiet)
+        self.bot.retry(self.retry, inputs, None, **quiet)
+        self.bot.edit(self.edit, inputs, None, **quiet)
+        self.bot.option_select(self.choose, inputs, None, **quiet)
+        self.earlier.click(self.show_more, inputs, None, **quiet)
+
+    async def present(self, look: Look) -> Chat | None:
+        """Return the shown chat; None: a new one, or it is gone."""
+        if look.chat_id is None:
+            return None
+        try:
+            return await self.chats.chat(look.chat_id)
+        except NotFoundError:
+            look.chat_id = None
+            return None
+
+    async def draw(self, look: Look | None) -> AsyncIterator[tuple[Any, Any]]:
+        """Show the chat's messages, and follow the answers that grow in it to their end."""
+        news = self.services.news
+        while look is not None:
+            chat = await self.present(look)
+            chat_id = look.chat_id
+            if chat is None or chat_id is None:
+                look.message_ids = []
+                yield [], gr.update(visible=False)
+                return
+            with (
+                news.follow(chat_topic(chat_id), look.topic) as changed,
+                news.follow(text_topic(chat_id), chat_topic(chat_id), look.topic) as grown,
+            ):
+                while not changed.is_set():
+                    grown.clear()
+                    messages = [self.chats.present(message) for message in chat.messages]
+                    drawn = rows_of(messages, chat.leaf_id, look.window)
+                    look.message_ids = drawn.message_ids
+                    yield drawn.rows, gr.update(visible=drawn.num_hidden > 0)
+                    if not drawn.is_live:
+                        return
+                    await asyncio.sleep(FRAME_S)
+                    await grown.wait()
+
+    async def send(self, value: dict[str, Any], look: Look) -> Any:
+        """Put the question in the box."""
+        text, files = value.get("text") or "", value.get("files") or []
+        if not text.strip() and not files:
+            return gr.skip()
+        try:
+            attached = []
+            for path in files:
+                file = Path(path)
+                attached.append((await self.chats.attach(file.name, await asyncio.to_thread(file.read_bytes))).id)
+            await self.ask(look, text, attached)
+        except REFUSALS as error:
+            raise told(error) from None
+        return {"text": "", "files": []}
+
+    async def ask(self, look: Look, text: str, attachment_ids: list[str]) -> None:
+        """Ask after the shown branch's end, in a new chat where there is none."""
+        chat = await self.present(look)
+        if chat is None:
+            chat = await self.chats.create(Settings())
+        last = self._last(chat)
+        if last is not None and last.is_live:
+            raise NotPossibleError("an answer is being written: wait for its end, or stop it")
+        await self.chats.answers.ask(chat.entry.id, chat.leaf_id, text, attachment_ids)
+        self.go(look, chat.entry.id)
+
+    def go(self, look: Look, chat_id: str | None) -> None:
+        """Let the page show another chat."""
+        if look.chat_id != chat_id:
+            look.chat_id, look.window, look.message_ids = chat_id, WINDOW, []
+        self.services.news.tell(look.topic)
+
+    async def stop(self, look: Look) -> None:
+        """End the shown answer."""
+        chat = await self.present(look)
+        last = None if chat is None else self._last(chat)
+        if last is not None:
+            await self._carry_out(lambda: self.chats.answers.stop(last.id))
+
+    async def retry(self, look: Look, event: gr.RetryData) -> None:
+        """Answer a question once more."""
+        message = await self._message(look, event.index)
+        if message.role == "user":  # the last one, without an answer after it in the rows
+            chat = await self.chats.chat(message.chat_id)
+            message = next(one for one in reversed(chat.messages) if one.parent_id == message.id)
+        await self._carry_out(lambda: self.chats.answers.retry(message.id))
+
+    async def edit(self, look: Look, event: gr.EditData) -> None:
+        """Ask a question in other words, as a branch beside it."""
+        message = await self._message(look, event.index)
+        files = [one.id for one in message.attachments]
+        await self._carry_out(
+            lambda: self.chats.answers.ask(message.chat_id, message.parent_id, str(event.value), files)
+        )
+
+    async def choose(self, look: Look, event: gr.SelectData) -> None:
+        """Continue an answer, or show another variant."""
+        act, _, message_id = str(event.value).partition(" ")
+        if look.chat_id is None:
+            return
+        chat_id = look.chat_id
+        if act == "continue":
+            await self._carry_out(lambda: self.chats.answers.resume(message_id))
+        else:
+            await self._carry_out(lambda: self.chats.show(chat_id, message_id))
+
+    async def choose_example(self, look: Look, event: gr.SelectData) -> None:
+        """Ask an example's question."""
+        await self._carry_out(lambda: self.ask(look, str(event.value["text"]), []))
+
+    def show_more(self, look: Look) -> None:
+        """Show earlier messages, too."""
+        look.window += 3 * WINDOW
+        self.services.news.tell(look.topic)
+
+    async def _message(self, look: Look, row: Any) -> Message:
+        index = row[0] if isinstance(row, list | tuple) else row
+        chat = await self.present(look)
+        ids = look.message_ids
+        if chat is None or not 0 <= index < len(ids):
+            raise told(NotFoundError("the chat has changed meanwhile: try again"))
+        return next(message for message in chat.messages if message.id == ids[index])
+
+    async def _carry_out(self, act: Callable[[], Any]) -> None:
+        try:
+            await act()
+        except REFUSALS as error:
+            raise told(error) from None
+
+    def _last(self, chat: Chat) -> Message | None:
+        return next((one for one in chat.messages if one.id == chat.leaf_id), None)
+
+    def is_live(self, chat: Chat | None) -> bool:
+        """Return whether the shown answer is being written."""
+        last = None if chat is None else self._last(chat)
+        return last is not None and last.is_live
+
+    def tick_of(self, look: Look, chat: Chat | None) -> str:
+        """Return a text that differs where `draw` has something to do."""
+        if chat is None:
+            return look.topic
+        states = [message.state for message in chat.messages]
+        return f"{chat.entry.id} {chat.leaf_id} {len(states)} {states[-3:]} {look.window}"
+
+    def model_line(self) -> Markup:
+        """Return the header: which model answers."""
+        host = self.services.host
+        if host.loading is not None:
+            state, text = "loading", f"Loading {host.loading.name} … {host.loading.share:.0%}"
+        else:
+            try:
+                service = host.service
+                context = f"{service.max_context_tokens:,} tokens of context"
+                state, text = "ready", f"{service.model_name} · {context}"
+            except NoModelError as reason:
+                state, text = "none", host.error or str(reason)
+        trouble = self.services.trouble
+        return tag(
+            "div",
+            tag("span", class_="dot"),
+            tag("a", text, href="models"),
+            tag("p", trouble, class_="trouble") if trouble else None,
+            tag("p", self.chats.notice, class_="trouble") if self.chats.notice else None,
+            class_="model-line",
+            data_state=state,
+        )
+
+    def figures(self, chat: Chat | None) -> Markup:
+        """Return the line below the messages: speed of the last answer, and how full the context is."""
+        if chat is None:
+            return Markup()
+        way = branch({message.id: message for message in chat.messages}, chat.leaf_id)
+        last = way[-1] if way else None
+        parts: list[str] = []
+        if last is not None and last.figures is not None and not last.is_live:
+            figures = last.figures
+            if figures.output_tokens is not None:
+                parts.append(f"{figures.output_tokens:,} tokens")
+            if figures.tokens_per_s is not None:
+                parts.append(f"{figures.tokens_per_s:.1f} tokens/s")
+            if figures.first_token_s is not None:
+                parts.append(f"first token after {figures.first_token_s:.2f} s")
+        try:
+            most = self.services.host.service.max_context_tokens
+        except NoModelError:
+            most = 0
+        used = used_tokens(way)
+        gauge = None
+        if most and used:
+            label = f"{used:,} of {most:,} tokens of context"
+            gauge = tag("meter", label, min=0, max=most, value=used, title=label)
+        return tag("div", " · ".join(parts), gauge, class_="figures")
+

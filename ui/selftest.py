@@ -1,0 +1,76 @@
+"""The Self-test view: runs `neo-desktop bench` and shows its reports."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import gradio as gr
+
+from neo_desktop.app.news import SELFTEST
+from neo_desktop.app.page_services import PageServices
+from neo_desktop.app.selftest import SUITES, SelfTestError
+from neo_desktop.ui.chat import told
+from neo_desktop.ui.engine import while_seen
+from neo_desktop.ui.html import Markup, Panel, button, tag
+
+
+def selftest_view(services: PageServices) -> None:
+    """Build the view."""
+    selftest = services.selftest
+    gr.Markdown(
+        "# Self-test\nMeasures this computer: what it can run, how fast, and what offloading gains on it. "
+        "The loaded model gives its memory back first; a question meanwhile loads it again and disturbs the figures."
+    )
+    suites = gr.CheckboxGroup(list(SUITES), value=list(SUITES), label="What to measure")
+    start = gr.Button("Start", variant="primary")
+    panel = Panel(elem_id="selftest")
+    report = Panel(elem_id="report")
+
+    async def follow() -> AsyncIterator[str]:
+        with services.news.follow(SELFTEST) as changed:
+            while True:
+                changed.clear()
+                yield selftest_html(selftest.view())
+                await changed.wait()
+
+    def begin(chosen: list[str]) -> None:
+        try:
+            selftest.start_on(services.host, chosen)
+        except (SelfTestError, ValueError) as error:
+            raise told(error) from None
+
+    async def act(event: gr.EventData) -> Any:
+        asked: dict[str, str] = event._data
+        if asked["act"] == "stop":
+            await selftest.stop()
+            return gr.skip()
+        page = selftest.report(asked["name"])
+        if page is None:
+            raise told(SelfTestError("there is no such report any more"))
+        # A page of its own: the frame runs no script and reaches nothing.
+        return tag("iframe", sandbox="", title="Report", srcdoc=await asyncio.to_thread(page.read_text, "utf-8"))
+
+    quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+    while_seen(panel, follow)
+    start.click(begin, [suites], None, **quiet)
+    panel.act(act, None, [report], **quiet)
+
+
+def selftest_html(view: dict[str, Any]) -> Markup:
+    """Return the state of the run, and the list of reports."""
+    parts: list[Markup] = []
+    run = view["running"]
+    if run is not None:
+        bar = tag("progress", max=1, value=round(run["share"], 3), aria_label="Progress of the self-test")
+        stop = None if run["is_stopping"] else button("Stop", "stop")
+        parts.append(tag("section", tag("strong", "Measuring"), bar, tag("span", run["what"]), stop, class_="card", role="status"))
+    elif view["error"]:
+        parts.append(tag("p", view["error"], class_="error", role="alert"))
+    reports = [
+        tag("li", button(one["started"] or one["name"], "report", name=one["name"]), " ", ", ".join(one["suites"]),
+            " (ended early)" if one["interrupted"] else "")
+        for one in view["reports"]
+    ]  # fmt: skip
+    if reports:
+        parts += [tag("h2", "Reports"), tag("ul", reports, class_="reports")]
+    return tag("div", parts, class_="view")

@@ -1,0 +1,116 @@
+"""The settings of a chat: system prompt with presets, and how tokens are drawn."""
+
+from dataclasses import fields
+from typing import Any
+
+import gradio as gr
+
+from neo_desktop.app.chats.messages import Chat, Settings
+from neo_desktop.ui.chat import REFUSALS, ChatView, told
+from neo_desktop.ui.look import Look
+
+# field, label, hint, whole numbers only
+NUMBERS = (
+    ("temperature", "Temperature", "0 is the most predictable", False),
+    ("top_p", "Top-p", "Likeliest tokens up to this total", False),
+    ("top_k", "Top-k", "Likeliest tokens up to this many", True),
+    ("min_p", "Min-p", "Share of the likeliest token's chance", False),
+    ("repetition_penalty", "Repetition penalty", "Above 1: fewer repeats", False),
+    ("max_tokens", "Max tokens", "Longest answer", True),
+    ("seed", "Seed", "Same seed, same answer", True),
+)
+
+
+class SettingsView:
+    """The components of the settings, and what their events do."""
+
+    def __init__(self, chat: ChatView) -> None:
+        self._chat = chat
+        gr.Markdown("### Settings\nThey hold for this chat, from the next answer on.")
+        self.prompt = gr.Textbox(label="System prompt", lines=4, placeholder="none", elem_id="system-prompt")
+        self.preset = gr.Dropdown(label="Preset", choices=[], allow_custom_value=True, elem_id="preset")
+        with gr.Row():
+            self.save = gr.Button("Save preset", size="sm")
+            self.forget = gr.Button("Delete preset", size="sm")
+        self.numbers = [
+            gr.Number(label=label, info=hint, value=None, precision=0 if is_whole else None, elem_id=name)
+            for name, label, hint, is_whole in NUMBERS
+        ]
+        self.reset = gr.Button("Reset to the model's own", size="sm")
+
+    @property
+    def outputs(self) -> list[Any]:
+        """The components that show settings, in the order of `values`."""
+        return [self.prompt, *self.numbers]
+
+    def connect(self) -> None:
+        """Let the events of the components have their effects."""
+        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+        look, shown = self._chat.look, self.outputs
+        for component in shown:
+            component.blur(self.keep, [look, *shown], None, **quiet)
+        self.reset.click(self.clear, [look], shown, **quiet)
+        self.preset.focus(self.choices, None, [self.preset], **quiet)
+        self.preset.input(self.use, [look, self.preset], [self.prompt], **quiet)
+        self.save.click(self.save_preset, [self.preset, self.prompt], [self.preset], **quiet)
+        self.forget.click(self.save_preset, [self.preset], [self.preset], **quiet)
+
+    @staticmethod
+    def values(settings: Settings) -> list[Any]:
+        """Return what the components show."""
+        return [settings.system_prompt or "", *(getattr(settings, name) for name, *_ in NUMBERS)]
+
+    async def keep(self, look: Look, *values: Any) -> None:
+        """Write the settings down."""
+        names = [field.name for field in fields(Settings)]
+        order = ["system_prompt", *(name for name, *_ in NUMBERS)]
+        given = dict(zip(order, values, strict=True))
+        given["system_prompt"] = given["system_prompt"] or None
+        await self._set(look, Settings(**{name: given[name] for name in names}))
+
+    async def clear(self, look: Look) -> list[Any]:
+        """Take the model's own settings."""
+        await self._set(look, Settings())
+        return self.values(Settings())
+
+    async def _set(self, look: Look, settings: Settings) -> None:
+        chat = await self._chat.present(look)
+        try:
+            if chat is None:
+                if settings == Settings():
+                    return
+                chat = await self._chat.chats.create(settings)
+                self._chat.go(look, chat.entry.id)
+            if chat.settings != settings:
+                await self._chat.chats.set(chat.entry.id, settings)
+        except REFUSALS as error:
+            raise told(error) from None
+
+    async def choices(self) -> Any:
+        """Offer the presets that there are."""
+        return gr.update(choices=sorted(await self._chat.chats.presets()))
+
+    async def use(self, look: Look, name: str | None) -> Any:
+        """Take a preset's system prompt."""
+        text = (await self._chat.chats.presets()).get(name or "")
+        if text is None:
+            return gr.skip()
+        chat: Chat | None = await self._chat.present(look)
+        before = Settings() if chat is None else chat.settings
+        values = {field.name: getattr(before, field.name) for field in fields(Settings)}
+        await self._set(look, Settings(**values | {"system_prompt": text}))
+        return text
+
+    async def save_preset(self, name: str | None, text: str = "") -> Any:
+        """Keep a system prompt under a name; an empty one forgets it."""
+        if not name or not name.strip():
+            raise told(ValueError("type the preset's name first"))
+        try:
+            await self._chat.chats.set_preset(name.strip()[:200], text)
+        except REFUSALS as error:
+            raise told(error) from None
+        return gr.update(choices=sorted(await self._chat.chats.presets()))
+
+    def of(self, chat: Chat | None) -> Settings:
+        """Return the settings of a chat, the model's own for a new one."""
+        return Settings() if chat is None else chat.settings

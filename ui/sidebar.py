@@ -1,0 +1,162 @@
+"""The list of chats: open, search, delete with undo, export and import."""
+
+import time
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import gradio as gr
+
+from neo_desktop.app.chats.errors import NotFoundError
+from neo_desktop.app.chats.messages import ChatEntry
+from neo_desktop.ui.chat import REFUSALS, ChatView, told
+from neo_desktop.ui.html import Markup, Panel, button, tag
+from neo_desktop.ui.look import Look
+
+DAY_S = 24 * 3600
+
+
+class Sidebar:
+    """The components of the list, and what their events do."""
+
+    def __init__(self, chat: ChatView) -> None:
+        self._chat = chat
+        self._chats = chat.chats
+        self.new = gr.Button("New chat", variant="primary", elem_id="new-chat")
+        self.search = gr.Textbox(
+            show_label=False, container=False, placeholder="Search", elem_id="search", max_lines=1
+        )
+        self.list = Panel(elem_id="chats")
+        with gr.Accordion("This chat", open=False):
+            self.title = gr.Textbox(label="Title", max_lines=1, max_length=200, elem_id="title")
+            with gr.Row():
+                self.markdown = gr.DownloadButton("Markdown", size="sm")
+                self.json = gr.DownloadButton("JSON", size="sm")
+        with gr.Accordion("All chats", open=False), gr.Row():
+            self.everything = gr.DownloadButton("Export", size="sm")
+            self.upload = gr.UploadButton("Import", size="sm", file_types=[".json"])
+
+    def connect(self) -> None:
+        """Let the events of the components have their effects."""
+        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+        look = self._chat.look
+        self.new.click(self.start_chat, [look], None, **quiet)
+        self.list.act(self.act, [look], None, **quiet)
+        self.search.change(self.find, [self.search, look], None, trigger_mode="always_last", **quiet)
+        self.title.submit(self.rename, [self.title, look], None, **quiet)
+        self.title.blur(self.rename, [self.title, look], None, **quiet)
+        for component, is_one, as_markdown in (
+            (self.markdown, True, True),
+            (self.json, True, False),
+            (self.everything, False, False),
+        ):
+            component.click(
+                self._exporter(is_one=is_one, as_markdown=as_markdown), [look], [component], **quiet
+            )
+        self.upload.upload(self.take_in, [self.upload, look], None, **quiet)
+
+    async def entries(self, look: Look) -> Markup:
+        """Return the list as it is now."""
+        entries = await self._chats.entries(look.query)
+        parts: list[Markup] = []
+        if look.deleted is not None:
+            undo = button("Undo", "restore", kind="link")
+            parts.append(tag("p", f"Deleted “{look.deleted[1]}”. ", undo, class_="note", role="status"))
+        for day, of_day in by_day(entries, time.time()):
+            rows = [self._entry(entry, look) for entry in of_day]
+            parts += [tag("h3", day), tag("ul", rows)]
+        if not entries:
+            parts.append(tag("p", "Nothing found" if look.query.strip() else "No chats yet", class_="muted"))
+        return tag("nav", parts, aria_label="Chats")
+
+    def _entry(self, entry: ChatEntry, look: Look) -> Markup:
+        title = entry.title or "New chat"
+        is_shown = entry.id == look.chat_id
+        link = tag(
+            "a",
+            tag("span", title, class_="title"),
+            tag("span", entry.snippet, class_="muted") if entry.snippet else None,
+            href=f"?chat={entry.id}",
+            data_act="open",
+            data_id=entry.id,
+            aria_current="page" if is_shown else None,
+        )
+        mark = tag("span", "●", class_="streaming", title="An answer is being written") if entry.is_streaming else None
+        remove = button("✕", "delete", kind="quiet", title=f"Delete “{title}”", id=entry.id)
+        return tag("li", link, mark, remove)
+
+    async def act(self, look: Look, event: gr.EventData) -> None:
+        """Open, delete or restore a chat."""
+        asked: dict[str, str] = event._data
+        try:
+            match asked["act"]:
+                case "open":
+                    look.deleted = None
+                    self._chat.go(look, asked["id"])
+                case "delete":
+                    chat = await self._chats.chat(asked["id"])
+                    look.deleted = chat.entry.id, chat.entry.title
+                    await self._chats.delete(chat.entry.id)
+                    self._chat.go(look, None if look.chat_id == chat.entry.id else look.chat_id)
+                case "restore" if look.deleted is not None:
+                    chat_id, look.deleted = look.deleted[0], None
+                    await self._chats.restore(chat_id)
+                    self._chat.go(look, chat_id)
+        except NotFoundError:
+            self._chat.go(look, look.chat_id)  # it has gone meanwhile
+        except REFUSALS as error:
+            raise told(error) from None
+
+    def start_chat(self, look: Look) -> None:
+        """Show an empty chat."""
+        look.deleted = None
+        self._chat.go(look, None)
+
+    def find(self, query: str, look: Look) -> None:
+        """List the chats that hold all words."""
+        look.query = query[:1000]
+        self._chat.services.news.tell(look.topic)
+
+    async def rename(self, title: str, look: Look) -> None:
+        """Give the shown chat a title."""
+        chat = await self._chat.present(look)
+        if chat is not None and title.strip() and title.strip() != chat.entry.title:
+            await self._chats.rename(chat.entry.id, title.strip()[:200])
+
+    def _exporter(self, *, is_one: bool, as_markdown: bool) -> Any:
+        async def export(look: Look) -> str:
+            chat = await self._chat.present(look)
+            if is_one and chat is None:
+                raise told(NotFoundError("there is no chat to export yet"))
+            text = await self._chats.export(
+                chat.entry.id if is_one and chat else None, as_markdown=as_markdown
+            )
+            file = Path(mkdtemp()) / f"neo-desktop chat{'' if is_one else 's'}.{'md' if as_markdown else 'json'}"
+            file.write_text(text, encoding="utf-8")
+            return str(file)
+
+        return export
+
+    async def take_in(self, path: str, look: Look) -> None:
+        """Import chats."""
+        try:
+            ids = await self._chats.add(Path(path).read_bytes())
+        except REFUSALS as error:
+            raise told(error) from None
+        gr.Info(f"Imported {len(ids)} chats.")
+        if ids:
+            self._chat.go(look, ids[0])
+
+
+def by_day(entries: Iterable[ChatEntry], now_s: float) -> list[tuple[str, list[ChatEntry]]]:
+    """Return entries under "Today", "Yesterday", "This week", then months."""
+    today = datetime.fromtimestamp(now_s).date()
+    groups: dict[str, list[ChatEntry]] = {}
+    for entry in entries:
+        day = datetime.fromtimestamp(entry.updated_s).date()
+        age = (today - day).days
+        name = "Today" if age <= 0 else "Yesterday" if age == 1 else "This week" if age < 7 else f"{day:%B %Y}"
+        groups.setdefault(name, []).append(entry)
+    return list(groups.items())
