@@ -95,7 +95,8 @@ class ChatView:
             max_plain_text_length=20_000,
             html_attributes=gr.InputHTMLAttributes(spellcheck=True),
         )
-        self.tick = gr.Textbox(visible=False)
+        self.tick = gr.Textbox(visible=False)  # differs where `draw` has something to do
+        self.address = gr.Textbox(visible=False)  # the query of the page's address
 
     def example_texts(self) -> tuple[str, ...]:
         """Questions for the first page."""
@@ -254,7 +255,7 @@ class ChatView:
         states = [message.state for message in chat.messages]
         return f"{chat.entry.id} {chat.leaf_id} {len(states)} {states[-3:]} {look.window}"
 
-    def model_line(self) -> Markup:
+    def model_line(self, look: Look) -> Markup:
         """Return the header: which model answers."""
         host = self.services.host
         if host.loading is not None:
@@ -275,6 +276,7 @@ class ChatView:
             tag("p", self.chats.notice, class_="trouble") if self.chats.notice else None,
             class_="model-line",
             data_state=state,
+            data_address=f"?chat={look.chat_id}" if look.chat_id else "",
         )
 
     def figures(self, chat: Chat | None) -> Markup:

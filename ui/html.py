@@ -7,13 +7,18 @@ import gradio as gr
 
 VOID = frozenset({"br", "hr", "input"})
 
-# `data-act` names what a click asks for; a page that is hidden or shown again says so, too.
+# `data-act` names what a click asks for, `data-address` the query of the page's address. The page says when it is
+# hidden and seen again, so that streams end meanwhile: a browser keeps six connections to a server.
 _SCRIPT = """
 element.addEventListener('click', (event) => {
   const asked = event.target.closest('[data-act]');
   if (!asked || asked.getAttribute('aria-disabled') === 'true') return;
   event.preventDefault();
   trigger('act', {...asked.dataset});
+});
+watch('value', () => {
+  const query = element.querySelector('[data-address]')?.dataset.address;
+  if (query !== undefined && query !== location.search) history.replaceState(null, '', query || location.pathname);
 });
 document.addEventListener('visibilitychange', () => {
   if (!element.isConnected) return;

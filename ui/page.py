@@ -5,6 +5,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before the import: nothing may call out
 
@@ -27,6 +28,7 @@ QUEUE_SLEEP_S = 0.02  # Gradio's own 1 ms keeps 6 % of a core busy
 MAX_EVENTS = 400  # under way at a time: each open page has two
 OTHERS_S = 1.0  # how often changes of another process are looked for
 MAX_FILE = "20mb"
+READ_ADDRESS = "() => location.search"
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
 
 
@@ -90,9 +92,9 @@ def chat_page(services: PageServices) -> None:
     for part in (chat, sidebar, settings):
         part.connect()
 
-    async def follow(request: gr.Request) -> AsyncIterator[list[Any]]:
+    async def follow(address: str) -> AsyncIterator[list[Any]]:
         """Show the chat that the address names, and all around it as it changes, while the page is seen."""
-        look = Look(dict(request.query_params).get("chat"))
+        look = Look(parse_qs(address.removeprefix("?")).get("chat", [None])[0])
         before: list[Any] = []
         settings_of: object = before
         version = await services.chats.version()
@@ -104,7 +106,7 @@ def chat_page(services: PageServices) -> None:
                     look,
                     await sidebar.entries(look),
                     "" if present is None else present.entry.title,
-                    chat.model_line(),
+                    chat.model_line(look),
                     chat.figures(present),
                     chat.is_live(present),
                     chat.tick_of(look, present),
@@ -127,6 +129,6 @@ def chat_page(services: PageServices) -> None:
                 await asyncio.sleep(0.05)
 
     outputs = [chat.look, sidebar.list, sidebar.title, chat.header, chat.foot, chat.box, chat.tick, *settings.outputs]
-    seen = chat.header.seen(follow, None, outputs, **QUIET)
-    first = context.load(follow, None, outputs, **QUIET)
+    seen = chat.header.seen(follow, [chat.address], outputs, js=READ_ADDRESS, **QUIET)
+    first = context.load(follow, [chat.address], outputs, js=READ_ADDRESS, **QUIET)
     chat.header.hide(None, None, None, cancels=[seen, first], **QUIET)
