@@ -22,9 +22,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from neo_desktop.app.data_folder import data_folder
 from neo_desktop.app.news import SELFTEST, News
 from neo_desktop.app.shelf.hosting import ModelHost
-from neo_desktop.app.data_folder import data_folder
 
 logger = logging.getLogger(__name__)
 

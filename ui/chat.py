@@ -56,8 +56,18 @@ REFUSALS = (
 
 def told(error: Exception) -> gr.Error:
     """Return an error as the page shows it."""
-    text = "this is no file that neo-desktop has exported" if isinstance(error, ValidationError) else str(error)
+    text = (
+        "this is no file that neo-desktop has exported" if isinstance(error, ValidationError) else str(error)
+    )
     return gr.Error(text[:1].upper() + text[1:], print_exception=False, title="Not possible", duration=8)
+
+
+def read_upload(path: str) -> bytes:
+    """Return what an uploaded file holds, and delete it."""
+    file = Path(path)
+    content = file.read_bytes()
+    file.unlink()
+    return content
 
 
 class ChatView:
@@ -160,7 +170,8 @@ class ChatView:
             attached = []
             for path in files:
                 file = Path(path)
-                attached.append((await self.chats.attach(file.name, await asyncio.to_thread(file.read_bytes))).id)
+                content = await asyncio.to_thread(read_upload, path)
+                attached.append((await self.chats.attach(file.name, content)).id)
             await self.ask(look, text, attached)
         except REFUSALS as error:
             raise told(error) from None
@@ -304,4 +315,3 @@ class ChatView:
             label = f"{used:,} of {most:,} tokens of context"
             gauge = tag("meter", label, min=0, max=most, value=used, title=label)
         return tag("div", " · ".join(parts), gauge, class_="figures")
-

@@ -98,7 +98,10 @@ def _memory(running: Running) -> Markup:
         ("Second GPU", "second-gpu", running.second_gpu_cache),
     ]
     workers = [
-        tag("p", f"{worker.name} ({worker.address}): {worker.lost or f'{worker.used_tokens:,} of {worker.total_tokens:,} tokens'}")
+        tag(
+            "p",
+            f"{worker.name} ({worker.address}): {worker.lost or f'{worker.used_tokens:,} of {worker.total_tokens:,} tokens'}",
+        )
         for worker in running.workers
     ]
     gauges = [_gauge(name, place, cache, running.requests) for name, place, cache in caches if cache]
@@ -118,9 +121,19 @@ def _gauge(name: str, place: str, cache: Cache, requests: list[RequestLine]) -> 
     ]
     bar = tag("div", [tag("span", class_=kind, title=title, style=f"flex-grow:{size:.0f}") for kind, size, title in pieces if size],
               class_="bar")  # fmt: skip
-    text = f"{used:,} of {total:,} tokens" + (f" · {left:,} of ended chats" if left else "") if total else "switched off"
+    text = (
+        f"{used:,} of {total:,} tokens" + (f" · {left:,} of ended chats" if left else "")
+        if total
+        else "switched off"
+    )
     share = f"{used / total:.0%}" if total else ""
-    return tag("div", tag("p", tag("strong", name), tag("span", share)), bar, tag("p", text, class_="muted"), class_="gauge")
+    return tag(
+        "div",
+        tag("p", tag("strong", name), tag("span", share)),
+        bar,
+        tag("p", text, class_="muted"),
+        class_="gauge",
+    )
 
 
 def describe(request: RequestLine) -> str:
@@ -133,19 +146,34 @@ def describe(request: RequestLine) -> str:
 def _chats(running: Running, device: str) -> Markup:
     requests = running.requests
     if not requests and not running.waiting:
-        return _card("Chats", tag("p", "Ask something, on this page or through the API, and it shows here.", class_="muted"))
-    names = {"gpu": f"On the {device}", "cpu": "In main memory", "second-gpu": "On the second GPU", "worker": "On workers"}
+        return _card(
+            "Chats",
+            tag("p", "Ask something, on this page or through the API, and it shows here.", class_="muted"),
+        )
+    names = {
+        "gpu": f"On the {device}",
+        "cpu": "In main memory",
+        "second-gpu": "On the second GPU",
+        "worker": "On workers",
+    }
     rows: list[Markup] = []
     for place, name in names.items():
         there = [request for request in requests if request.place == place]
         if there:
-            dots = [tag("li", class_=f"dot {place} {'held' if one.is_held else one.progress}", title=describe(one)) for one in there[:MAX_SHOWN]]
+            dots = [
+                tag(
+                    "li", class_=f"dot {place} {'held' if one.is_held else one.progress}", title=describe(one)
+                )
+                for one in there[:MAX_SHOWN]
+            ]
             rows += [tag("p", name, tag("strong", len(there))), tag("ul", dots, class_="dots")]
     if running.waiting:
         rows.append(tag("p", "Waiting", tag("strong", running.waiting)))
     alone = running.gpu_alone_requests
     if requests and alone is not None and running.policy != "gpu-only":
-        rows.append(bars([("At once now", len(requests), "real"), ("GPU memory alone would hold", alone, "gpu")]))
+        rows.append(
+            bars([("At once now", len(requests), "real"), ("GPU memory alone would hold", alone, "gpu")])
+        )
     return _card("Chats", rows)
 
 
@@ -195,7 +223,9 @@ def _facts(running: Running) -> Markup:
         ("… from the prefix cache", _part(counters.cached_tokens, counters.prompt_tokens)),
         ("Moved / preempted", f"{counters.moves:,} / {counters.preemptions:,}"),
     ]
-    return _card("Model", tag("dl", [(tag("dt", name), tag("dd", value)) for name, value in rows], class_="facts"))
+    return _card(
+        "Model", tag("dl", [(tag("dt", name), tag("dd", value)) for name, value in rows], class_="facts")
+    )
 
 
 def _part(part: int, whole: int) -> str:

@@ -58,7 +58,9 @@ def timeline(view: TimelineView, device: str) -> Markup:
         parts.append(tag("text", f"{figure(at)} ms", x=round(LEFT + at * scale), y=bottom + 20,
                          text_anchor="start" if step == 0 else "end" if step == 4 else "middle"))  # fmt: skip
     label = f"One iteration of {figure(view.total_ms)} ms on {len(view.lanes)} lanes"
-    return tag("svg", parts, viewBox=f"0 0 {WIDTH} {bottom + 26}", class_="timeline", role="img", aria_label=label)
+    return tag(
+        "svg", parts, viewBox=f"0 0 {WIDTH} {bottom + 26}", class_="timeline", role="img", aria_label=label
+    )
 
 
 def overlaps(lanes: Sequence[LaneView]) -> list[tuple[float, float]]:
@@ -77,7 +79,12 @@ def curves(series: dict[str, Sequence[float]], label: str) -> Markup:
     everything = sorted(value for values in series.values() for value in values)
     most = max(1.15 * everything[int(0.97 * (len(everything) - 1))], 1e-6) if everything else 1.0
     lines = [
-        tag("polyline", class_=f"curve {name}", points=_points(values, most), vector_effect="non-scaling-stroke")
+        tag(
+            "polyline",
+            class_=f"curve {name}",
+            points=_points(values, most),
+            vector_effect="non-scaling-stroke",
+        )
         for name, values in series.items()
     ]
     return tag(

@@ -13,8 +13,19 @@ logger = logging.getLogger(__name__)
 GRADIO_PATHS = (
     *("/", "/engine", "/models", "/self-test", "/config", "/theme.css", "/manifest.json", "/favicon.ico"),
     *("/assets/", "/static/", "/pwa_icon", "/pwa_icon/", "/svelte/"),
-    *("/gradio_api/upload", "/gradio_api/upload_progress", "/gradio_api/queue/join", "/gradio_api/queue/data"),
-    *("/gradio_api/heartbeat/", "/gradio_api/cancel", "/gradio_api/info", "/gradio_api/call/", "/gradio_api/startup-events"),
+    *(
+        "/gradio_api/upload",
+        "/gradio_api/upload_progress",
+        "/gradio_api/queue/join",
+        "/gradio_api/queue/data",
+    ),
+    *(
+        "/gradio_api/heartbeat/",
+        "/gradio_api/cancel",
+        "/gradio_api/info",
+        "/gradio_api/call/",
+        "/gradio_api/startup-events",
+    ),
     *("/gradio_api/run/", "/gradio_api/component_server", "/gradio_api/reset"),
 )
 FILES = "/gradio_api/file="
@@ -69,9 +80,13 @@ class PageGuard:
             # What a browser sends wrongly: it must not fill the log.
             logger.warning("%s failed: %s: %s", path, type(error).__name__, str(error)[:200])
             if not has_begun:
-                await ApiError(400, "the page's server did not understand this request").response(path)(scope, receive, send)
+                await ApiError(400, "the page's server did not understand this request").response(path)(
+                    scope, receive, send
+                )
 
     def _is_served(self, path: str) -> bool:
         if path.startswith(FILES):
             return str(Path(path.removeprefix(FILES)).resolve()).startswith(f"{self._uploads}/")
-        return any(path == one or (one.endswith("/") and one != "/" and path.startswith(one)) for one in GRADIO_PATHS)
+        return any(
+            path == one or (one.endswith("/") and one != "/" and path.startswith(one)) for one in GRADIO_PATHS
+        )

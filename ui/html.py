@@ -64,7 +64,9 @@ def _text(child: object) -> str:
 def button(label: str, act: str, *, kind: str = "", title: str | None = None, **data: object) -> Markup:
     """Return a button; a click triggers the panel's `act` event with `act` and `data`."""
     named = {f"data_{key}": value for key, value in data.items()}
-    return tag("button", label, type="button", class_=f"button {kind}".strip(), title=title, data_act=act, **named)
+    return tag(
+        "button", label, type="button", class_=f"button {kind}".strip(), title=title, data_act=act, **named
+    )
 
 
 class Panel(gr.HTML):

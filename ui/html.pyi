@@ -21,12 +21,10 @@ document.addEventListener('visibilitychange', () => {
 });
 """
 
-
 class Markup(str):
     """Text that is HTML already."""
 
     __slots__ = ()
-
 
 def tag(name: str, *children: object, **attributes: object) -> Markup:
     """Return an element.
@@ -40,13 +38,11 @@ def tag(name: str, *children: object, **attributes: object) -> Markup:
         return Markup(f"<{name}{written}>")
     return Markup(f"<{name}{written}>{''.join(_text(child) for child in children)}</{name}>")
 
-
 def _attribute(key: str, value: object) -> str:
     name = key.rstrip("_").replace("_", "-")
     if value is None or value is False:
         return ""
     return f" {name}" if value is True else f' {name}="{escape(str(value))}"'
-
 
 def _text(child: object) -> str:
     if child is None:
@@ -55,13 +51,12 @@ def _text(child: object) -> str:
         return "".join(map(_text, child))
     return child if isinstance(child, Markup) else escape(str(child))
 
-
 def button(label: str, act: str, *, kind: str = "", title: str | None = None, **data: object) -> Markup:
     """Return a button; a click triggers the panel's `act` event with `act` and `data`."""
     named = {f"data_{key}": value for key, value in data.items()}
-    return tag("button", label, type="button", class_=f"button {kind}".strip(), title=title, data_act=act, **named)
-
-from gradio.events import Dependency
+    return tag(
+        "button", label, type="button", class_=f"button {kind}".strip(), title=title, data_act=act, **named
+    )
 
 class Panel(gr.HTML):
     """HTML that Python makes; its events are `act`, `hide` and `seen`."""
@@ -72,8 +67,11 @@ class Panel(gr.HTML):
     def get_block_name(self) -> str:
         """Return the component that shows it."""
         return "html"
-    from typing import Callable, Literal, Sequence, Any, TYPE_CHECKING
+    from collections.abc import Callable, Sequence
+    from typing import TYPE_CHECKING, Any, Literal
+
     from gradio.blocks import Block
+
     if TYPE_CHECKING:
         from gradio.components import Timer
         from gradio.components.base import Component

@@ -65,7 +65,10 @@ def models_view(services: PageServices) -> None:
 
 def models_html(view: dict[str, Any]) -> Markup:
     """Return the whole view of a ModelsView."""
-    parts = [tag("h1", "Models"), tag("p", "One model is loaded at a time. ", _note(view["models"]), class_="muted")]
+    parts = [
+        tag("h1", "Models"),
+        tag("p", "One model is loaded at a time. ", _note(view["models"]), class_="muted"),
+    ]
     loading = view["loading"]
     if loading is not None:
         why = tag("p", loading["reason"]) if loading["reason"] else None
@@ -75,12 +78,22 @@ def models_html(view: dict[str, Any]) -> Markup:
         parts.append(tag("p", view["error"], " Choose another model.", class_="error", role="alert"))
     if view["pulling"] is not None:
         pulling = view["pulling"]
-        parts.append(_progress(f"Downloading {pulling['name']}", pulling["share"], pulling["what"], button("Stop", "stop")))
+        parts.append(
+            _progress(
+                f"Downloading {pulling['name']}", pulling["share"], pulling["what"], button("Stop", "stop")
+            )
+        )
     if view["pull_error"]:
         parts.append(tag("p", view["pull_error"], class_="error", role="alert"))
     if view["offer"] is not None and view["pulling"] is None:
         parts.append(offer_html(view["offer"]))
-    parts.append(tag("ul", [_card(model, view) for model in sorted(view["models"], key=lambda one: _rank(one, view))], class_="cards"))
+    parts.append(
+        tag(
+            "ul",
+            [_card(model, view) for model in sorted(view["models"], key=lambda one: _rank(one, view))],
+            class_="cards",
+        )
+    )
     if view["folders"]:
         parts.append(tag("p", f"Looked for in {', '.join(view['folders'])}.", class_="muted"))
     return tag("div", parts, class_="view")
@@ -107,7 +120,15 @@ def can_load(model: dict[str, Any]) -> bool:
 
 def _progress(title: str, share: float, what: str, *others: object) -> Markup:
     bar = tag("progress", max=1, value=round(share, 3), aria_label=title)
-    return tag("section", tag("strong", title), bar, tag("span", f"{share:.0%}, {what}"), others, class_="card", role="status")
+    return tag(
+        "section",
+        tag("strong", title),
+        bar,
+        tag("span", f"{share:.0%}, {what}"),
+        others,
+        class_="card",
+        role="status",
+    )
 
 
 def _card(model: dict[str, Any], view: dict[str, Any]) -> Markup:
@@ -115,13 +136,26 @@ def _card(model: dict[str, Any], view: dict[str, Any]) -> Markup:
     is_loaded = loaded is not None and model["name"] == loaded["name"]
     fit = model["fit"]
     reason = model["reason"] or (fit and fit["reason"])
-    badge = tag("span", "Resting" if is_loaded and loaded["is_resting"] else "Loaded", class_="badge") if is_loaded else None
+    badge = (
+        tag("span", "Resting" if is_loaded and loaded["is_resting"] else "Loaded", class_="badge")
+        if is_loaded
+        else None
+    )
     parts = [tag("h2", model["name"], badge), tag("p", " · ".join(_facts(model)), class_="muted")]
     if reason:
-        parts.append(tag("p", f"{'Does not fit' if model['runnable'] else 'Cannot be run'}: {reason}", class_="reason"))
+        parts.append(
+            tag("p", f"{'Does not fit' if model['runnable'] else 'Cannot be run'}: {reason}", class_="reason")
+        )
     if can_load(model):
         if fit:
-            parts += [_chats(fit), tag("dl", [(tag("dt", name), tag("dd", value)) for name, value in _figures(fit)], class_="facts")]
+            parts += [
+                _chats(fit),
+                tag(
+                    "dl",
+                    [(tag("dt", name), tag("dd", value)) for name, value in _figures(fit)],
+                    class_="facts",
+                ),
+            ]
         if is_loaded and not loaded["is_resting"]:
             parts.append(button("Unload", "unload", title=f"Unload {model['name']}"))
         elif view["loading"] is None:
@@ -170,21 +204,39 @@ def _figures(fit: dict[str, Any]) -> list[tuple[str, str]]:
         return [*rows, ("Speed", f"not known: {fit['speed_reason']}")]
     rows.append(("One chat", f"about {speed['one_chat_tokens_per_s']:.2g} tokens/s (predicted)"))
     if speed["best_chats"] > 1:
-        rows.append((f"{speed['best_chats']} chats", f"about {speed['best_tokens_per_s']:,.0f} tokens/s together"))
+        rows.append(
+            (f"{speed['best_chats']} chats", f"about {speed['best_tokens_per_s']:,.0f} tokens/s together")
+        )
     return rows
 
 
 def _note(models: list[dict[str, Any]]) -> str:
     fits = [model["fit"] for model in models if model["fit"]]
-    imitated = "There is no GPU here: its cache is imitated in main memory. " if any(fit["is_imitated"] for fit in fits) else ""
+    imitated = (
+        "There is no GPU here: its cache is imitated in main memory. "
+        if any(fit["is_imitated"] for fit in fits)
+        else ""
+    )
     speed = next((fit["speed"] for fit in fits if fit["speed"]), None)
     return imitated + (f"Speeds are {speed['assumption'].split(';')[0]}." if speed else "")
 
 
 def size(count: float) -> str:
     """Return bytes in words."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB" if count >= 1e6 else f"{max(count / 1e3, 1):.0f} kB"
+    return (
+        f"{count / 1e9:.1f} GB"
+        if count >= 1e9
+        else f"{count / 1e6:.0f} MB"
+        if count >= 1e6
+        else f"{max(count / 1e3, 1):.0f} kB"
+    )
 
 
 def _short(count: float) -> str:
-    return f"{count / 1e9:.1f} billion" if count >= 1e9 else f"{count / 1e6:.0f} million" if count >= 1e6 else f"{count:,.0f}"
+    return (
+        f"{count / 1e9:.1f} billion"
+        if count >= 1e9
+        else f"{count / 1e6:.0f} million"
+        if count >= 1e6
+        else f"{count:,.0f}"
+    )

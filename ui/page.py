@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fastapi import FastAPI
 
 from neo_desktop.app.news import CHATS, MODELS
 from neo_desktop.app.page_services import PageServices
+from neo_desktop.ui.api import add_api
 from neo_desktop.ui.chat import ChatView
 from neo_desktop.ui.engine import engine_view
 from neo_desktop.ui.guard import PageGuard
@@ -36,6 +38,8 @@ def mount(app: FastAPI) -> FastAPI:
     """Serve the page of `app.state.page` at `/`."""
     services: PageServices = app.state.page
     uploads = services.data_folder / "uploads"
+    shutil.rmtree(uploads, ignore_errors=True)  # of an earlier run
+    uploads.mkdir(mode=0o700, parents=True)
     os.environ["GRADIO_TEMP_DIR"] = str(uploads)
     demo = build(services)
     demo.queue(default_concurrency_limit=None, max_size=4 * MAX_EVENTS)
@@ -80,9 +84,9 @@ def chat_page(services: PageServices) -> None:
     """Build the first view: list, chat, settings."""
     context = gr.context.Context.root_block
     assert context is not None
+    gr.Navbar(main_page_name="Chat")
     with gr.Sidebar(width=280, elem_id="sidebar"):
-        with gr.Column() as left:
-            pass
+        left = gr.Column()
     with gr.Column(elem_id="chat"):
         chat = ChatView(services)
     with left:
@@ -91,6 +95,7 @@ def chat_page(services: PageServices) -> None:
         settings = SettingsView(chat)
     for part in (chat, sidebar, settings):
         part.connect()
+    add_api(services)
 
     async def follow(address: str) -> AsyncIterator[list[Any]]:
         """Show the chat that the address names, and all around it as it changes, while the page is seen."""
@@ -113,7 +118,10 @@ def chat_page(services: PageServices) -> None:
                 ]
                 shown = settings.values(settings.of(present)) if settings_of != look.chat_id else None
                 settings_of = look.chat_id
-                new = [gr.skip() if before and one == other else one for one, other in zip(now, before or now, strict=True)]
+                new = [
+                    gr.skip() if before and one == other else one
+                    for one, other in zip(now, before or now, strict=True)
+                ]
                 if not before or now[5] != before[5]:
                     is_live = now[5]
                     new[5] = gr.update(stop_btn=is_live, submit_btn=not is_live)
@@ -128,7 +136,16 @@ def chat_page(services: PageServices) -> None:
                             break
                 await asyncio.sleep(0.05)
 
-    outputs = [chat.look, sidebar.list, sidebar.title, chat.header, chat.foot, chat.box, chat.tick, *settings.outputs]
+    outputs = [
+        chat.look,
+        sidebar.list,
+        sidebar.title,
+        chat.header,
+        chat.foot,
+        chat.box,
+        chat.tick,
+        *settings.outputs,
+    ]
     seen = chat.header.seen(follow, [chat.address], outputs, js=READ_ADDRESS, **QUIET)
     first = context.load(follow, [chat.address], outputs, js=READ_ADDRESS, **QUIET)
     chat.header.hide(None, None, None, cancels=[seen, first], **QUIET)

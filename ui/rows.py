@@ -60,7 +60,10 @@ def _answer(message: Message) -> list[Row]:
     rows: list[Row] = []
     if message.thought:
         is_open = message.is_live and not message.text
-        metadata: Row = {"title": "Thinking" if is_open else "Thought", "status": "pending" if is_open else "done"}
+        metadata: Row = {
+            "title": "Thinking" if is_open else "Thought",
+            "status": "pending" if is_open else "done",
+        }
         if message.thought_s is not None and not is_open:
             metadata["duration"] = round(message.thought_s, 1)
         rows.append({"role": "assistant", "content": safe(message.thought), "metadata": metadata})

@@ -48,7 +48,9 @@ def selftest_view(services: PageServices) -> None:
         if page is None:
             raise told(SelfTestError("there is no such report any more"))
         # A page of its own: the frame runs no script and reaches nothing.
-        return tag("iframe", sandbox="", title="Report", srcdoc=await asyncio.to_thread(page.read_text, "utf-8"))
+        return tag(
+            "iframe", sandbox="", title="Report", srcdoc=await asyncio.to_thread(page.read_text, "utf-8")
+        )
 
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
     while_seen(panel, follow)
@@ -63,7 +65,17 @@ def selftest_html(view: dict[str, Any]) -> Markup:
     if run is not None:
         bar = tag("progress", max=1, value=round(run["share"], 3), aria_label="Progress of the self-test")
         stop = None if run["is_stopping"] else button("Stop", "stop")
-        parts.append(tag("section", tag("strong", "Measuring"), bar, tag("span", run["what"]), stop, class_="card", role="status"))
+        parts.append(
+            tag(
+                "section",
+                tag("strong", "Measuring"),
+                bar,
+                tag("span", run["what"]),
+                stop,
+                class_="card",
+                role="status",
+            )
+        )
     elif view["error"]:
         parts.append(tag("p", view["error"], class_="error", role="alert"))
     reports = [

@@ -1,5 +1,7 @@
 """The list of chats: open, search, delete with undo, export and import."""
 
+import asyncio
+import os
 import time
 from collections.abc import Iterable
 from datetime import datetime
@@ -11,7 +13,7 @@ import gradio as gr
 
 from neo_desktop.app.chats.errors import NotFoundError
 from neo_desktop.app.chats.messages import ChatEntry
-from neo_desktop.ui.chat import REFUSALS, ChatView, told
+from neo_desktop.ui.chat import REFUSALS, ChatView, read_upload, told
 from neo_desktop.ui.html import Markup, Panel, button, tag
 from neo_desktop.ui.look import Look
 
@@ -83,7 +85,11 @@ class Sidebar:
             data_id=entry.id,
             aria_current="page" if is_shown else None,
         )
-        mark = tag("span", "●", class_="streaming", title="An answer is being written") if entry.is_streaming else None
+        mark = (
+            tag("span", "●", class_="streaming", title="An answer is being written")
+            if entry.is_streaming
+            else None
+        )
         remove = button("✕", "delete", kind="quiet", title=f"Delete “{title}”", id=entry.id)
         return tag("li", link, mark, remove)
 
@@ -133,7 +139,10 @@ class Sidebar:
             text = await self._chats.export(
                 chat.entry.id if is_one and chat else None, as_markdown=as_markdown
             )
-            file = Path(mkdtemp()) / f"neo-desktop chat{'' if is_one else 's'}.{'md' if as_markdown else 'json'}"
+            file = (
+                Path(mkdtemp(dir=os.environ["GRADIO_TEMP_DIR"]))
+                / f"neo-desktop chat{'' if is_one else 's'}.{'md' if as_markdown else 'json'}"
+            )
             file.write_text(text, encoding="utf-8")
             return str(file)
 
@@ -142,7 +151,7 @@ class Sidebar:
     async def take_in(self, path: str, look: Look) -> None:
         """Import chats."""
         try:
-            ids = await self._chats.add(Path(path).read_bytes())
+            ids = await self._chats.add(await asyncio.to_thread(read_upload, path))
         except REFUSALS as error:
             raise told(error) from None
         gr.Info(f"Imported {len(ids)} chats.")
@@ -157,6 +166,8 @@ def by_day(entries: Iterable[ChatEntry], now_s: float) -> list[tuple[str, list[C
     for entry in entries:
         day = datetime.fromtimestamp(entry.updated_s).date()
         age = (today - day).days
-        name = "Today" if age <= 0 else "Yesterday" if age == 1 else "This week" if age < 7 else f"{day:%B %Y}"
+        name = (
+            "Today" if age <= 0 else "Yesterday" if age == 1 else "This week" if age < 7 else f"{day:%B %Y}"
+        )
         groups.setdefault(name, []).append(entry)
     return list(groups.items())

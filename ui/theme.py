@@ -23,5 +23,11 @@ document.addEventListener('keydown', (event) => {
   else if (event.key === 'Escape') press('#question .stop-button');
   else if (event.key === '/' && !isTyping) focus('#question textarea');
 });
+// On a phone the list would cover the chat.
+window.addEventListener('load', () => {
+  if (innerWidth >= 768) return;
+  const close = () => document.querySelector('#sidebar .toggle-button')?.click();
+  const wait = setInterval(() => { if (document.querySelector('#sidebar .toggle-button')) { clearInterval(wait); close(); } }, 50);
+});
 </script>
 """

@@ -15,10 +15,10 @@ from neo_desktop.app.chat_template import ChatTemplateError
 from neo_desktop.app.chats.database import StoreError
 from neo_desktop.app.chats.errors import NotFoundError, NotPossibleError
 from neo_desktop.app.chats.messages import Message, Settings, State, to_send
-from neo_desktop.app.news import CHATS, News, chat_topic, text_topic
 from neo_desktop.app.chats.store import ChatStore
 from neo_desktop.app.chats.worker import FunctionThread
 from neo_desktop.app.chats.writing import GrowingAnswer
+from neo_desktop.app.news import CHATS, News, chat_topic, text_topic
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.service_errors import EngineRestartingError, ServiceError, ServiceStoppedError
 from neo_desktop.app.shelf.hosting import ModelHost

@@ -10,10 +10,10 @@ from neo_desktop.app.chats import transfer
 from neo_desktop.app.chats.answers import Answers
 from neo_desktop.app.chats.attachments import MAX_PDF_READERS, read_file
 from neo_desktop.app.chats.messages import Attachment, Chat, ChatEntry, Message, Settings
-from neo_desktop.app.news import CHATS, News, chat_topic
 from neo_desktop.app.chats.store import ChatStore
 from neo_desktop.app.chats.worker import FunctionThread
 from neo_desktop.app.chats.writing import GrowingAnswer
+from neo_desktop.app.news import CHATS, News, chat_topic
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.engine.sampling_params import SamplingParams
 

@@ -6,6 +6,7 @@ import threading
 from dataclasses import asdict
 from typing import Any
 
+from neo_desktop.app.news import MODELS, News
 from neo_desktop.app.shelf import packaged_model
 from neo_desktop.app.shelf.catalogue import LocalModel, UnknownModelError, own_folder
 from neo_desktop.app.shelf.fits import Fit
@@ -13,7 +14,6 @@ from neo_desktop.app.shelf.hosting import HostBusyError, LoadFailedError, ModelH
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.pull import check_name, pull
 from neo_desktop.app.shelf.pull_errors import PullError, PullStoppedError
-from neo_desktop.app.news import MODELS, News
 from neo_desktop.engine.loading import BUILTIN_NAME
 from neo_desktop.engine.stats import LLAMACPP, NEO
 

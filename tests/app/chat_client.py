@@ -1,49 +1,114 @@
-"""What a page does: asks under /api, and listens to its events."""
+"""Calls of a server's chats from another thread or process, by a route that only tests have."""
 
-import contextlib
-import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import httpx
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from neo_desktop.app.chats.database import StoreError
+from neo_desktop.app.chats.errors import NotFoundError, NotPossibleError
+from neo_desktop.app.chats.messages import Chat, Settings, branch, used_tokens
+from neo_desktop.app.web.errors import ApiError
+from neo_desktop.engine.errors import SettingError
 
 Json = dict[str, Any]
+REFUSALS = (ApiError, NotFoundError, NotPossibleError, SettingError, StoreError, ValidationError)
+
+
+class RefusedError(Exception):
+    """A call that was refused; `kind` is the class of the error."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def install(app: FastAPI) -> None:
+    """Add the route; it answers with the result, or with the error's class and text."""
+    chats = app.state.page.chats
+
+    def whole(chat: Chat) -> Json:
+        nodes = [asdict(message) for message in chat.messages]
+        way = branch({message.id: message for message in chat.messages}, chat.leaf_id)
+        return {
+            **asdict(chat.entry),
+            "settings": asdict(chat.settings),
+            "leaf_id": chat.leaf_id,
+            "nodes": nodes,
+            "used_tokens": used_tokens(way),
+        }
+
+    async def one(name: str, *args: Any, **named: Any) -> Any:
+        match name:
+            case "new_chat":
+                settings = Settings()
+                chat = await chats.create(settings)
+                await chats.set(chat.entry.id, Settings(**named))
+                return chat.entry.id
+            case "set":
+                return await chats.set(args[0], Settings(**named))
+            case "chat":
+                return whole(await chats.chat(*args))
+            case "entries":
+                return [asdict(entry) for entry in await chats.entries(*args)]
+            case "ask":
+                return [asdict(message) for message in await chats.answers.ask(*args, **named)]
+            case "retry" | "resume" | "stop":
+                return asdict(await getattr(chats.answers, name)(*args))
+            case "attach":
+                return asdict(await chats.attach(args[0], args[1].encode("latin-1")))
+            case "add":
+                return await chats.add(args[0].encode("latin-1"))
+            case "notice":
+                return chats.notice
+            case _:
+                return await getattr(chats, name)(*args, **named)
+
+    @app.post("/test")
+    async def call(request: Request) -> JSONResponse:
+        name, args, named = await request.json()
+        try:
+            return JSONResponse({"result": await one(name, *args, **named)})
+        except REFUSALS as error:
+            return JSONResponse({"kind": type(error).__name__, "message": str(error)})
 
 
 class ChatClient:
-    """The page's calls; errors of the server are raised as httpx.HTTPStatusError."""
+    """Calls over the route."""
 
     def __init__(self, url: str) -> None:
-        self.http = httpx.Client(base_url=f"{url}/api", timeout=60, trust_env=False)
+        self._http = httpx.Client(base_url=url, timeout=60, trust_env=False)
 
-    def call(self, method: str, path: str, **options: Any) -> Any:
-        answer = self.http.request(method, path, **options)
-        answer.raise_for_status()
-        return answer.json() if answer.content else None
-
-    def get(self, path: str, **params: str) -> Any:
-        return self.call("GET", path, params=params)
-
-    def post(self, path: str, body: Any = None) -> Any:
-        return self.call("POST", path, json=body)
-
-    def patch(self, chat_id: str, **body: Any) -> Any:
-        return self.call("PATCH", f"/chats/{chat_id}", json=body)
+    def call(self, name: str, *args: Any, **named: Any) -> Any:
+        """Call a method of the chats; RefusedError."""
+        answer = self._http.post("/test", json=[name, args, named]).raise_for_status().json()
+        if "kind" in answer:
+            raise RefusedError(answer["kind"], answer["message"])
+        return answer["result"]
 
     def new_chat(self, **settings: Any) -> str:
-        return str(self.post("/chats", {"settings": settings})["id"])
+        return str(self.call("new_chat", **settings))
 
     def chat(self, chat_id: str) -> Json:
-        return dict(self.get(f"/chats/{chat_id}"))
+        return dict(self.call("chat", chat_id))
+
+    def entries(self, query: str = "") -> list[Json]:
+        return list(self.call("entries", query))
+
+    def titles(self, query: str = "") -> list[str]:
+        return [entry["title"] for entry in self.entries(query)]
 
     def node(self, chat_id: str, node_id: str) -> Json:
         return dict(next(node for node in self.chat(chat_id)["nodes"] if node["id"] == node_id))
 
     def ask(self, chat_id: str, text: str, parent_id: str | None = None, **body: Any) -> tuple[Json, Json]:
-        body = {"text": text, "parent_id": parent_id, **body}
-        both = self.post(f"/chats/{chat_id}/messages", body)
-        return both["question"], both["answer"]
+        question, answer = self.call("ask", chat_id, parent_id, text, **body)
+        return question, answer
 
     def ended(self, node: Json) -> Json:
         """Wait until nothing more is written to an answer; return it."""
@@ -61,62 +126,3 @@ class ChatClient:
 
     def answered(self, chat_id: str, text: str, parent_id: str | None = None, **body: Any) -> Json:
         return self.ended(self.ask(chat_id, text, parent_id, **body)[1])
-
-    def titles(self, query: str = "") -> list[str]:
-        return [chat["title"] for chat in self.get("/chats", query=query)["chats"]]
-
-    @contextlib.contextmanager
-    def events(self, **params: str) -> Iterator["Page"]:
-        with self.http.stream("GET", "/events", params=params) as stream:
-            stream.raise_for_status()
-            yield Page(_events(stream))
-
-
-class Page:
-    """What a page shows, made of its events alone."""
-
-    def __init__(self, events: Iterator[tuple[str, Any]]) -> None:
-        self._events = events
-        self.chats: list[Json] = []
-        self.notice: str | None = None
-        self.chat: Json = {}
-        self.nodes: dict[str, Json] = {}
-        self.names: list[str] = []
-
-    def read_until(self, holds: Callable[["Page"], bool]) -> None:
-        if holds(self):
-            return
-        for name, data in self._events:
-            self.names.append(name)
-            self._take(name, data)
-            if holds(self):
-                return
-        raise AssertionError("the events have ended")
-
-    def _take(self, name: str, data: Any) -> None:
-        if name == "chats":
-            self.chats, self.notice = data["chats"], data["notice"]
-        elif name == "chat":
-            self.chat |= data
-            if "nodes" in data:
-                self.nodes = {node["id"]: node for node in data["nodes"]}
-        elif name == "context":
-            self.chat["context"] = data
-        elif name == "node":
-            self.nodes[data["id"]] = data
-        elif name == "delta":
-            node = self.nodes[data["id"]]
-            node |= {key: data[key] for key in ("state", "thought_s", "figures")}
-            for blocks in ("blocks", "thought_blocks"):
-                start = data[f"{blocks}_from"]
-                assert start <= len(node[blocks]), "blocks are missing"
-                node[blocks] = node[blocks][:start] + data[blocks]
-
-
-def _events(stream: httpx.Response) -> Iterator[tuple[str, Any]]:
-    name = ""
-    for line in stream.iter_lines():
-        if line.startswith("event: "):
-            name = line.removeprefix("event: ")
-        elif line.startswith("data: "):
-            yield name, json.loads(line.removeprefix("data: "))

@@ -19,6 +19,7 @@ from neo_desktop.app.web.limits import ServerLimits
 from neo_desktop.app.web.server import Server, claim_port, create_app
 from neo_desktop.engine.engine import Engine
 
+from . import chat_client
 from .fake_engine import FakeExecutor, make_engine
 
 
@@ -48,13 +49,21 @@ class RunningServer:
 
 @contextlib.contextmanager
 def running(
-    engine: Engine | EngineLink, *, max_queued_requests: int = 64, **app_options: Any
+    engine: Engine | EngineLink,
+    *,
+    max_queued_requests: int = 64,
+    mount: Callable[[FastAPI], object] | None = None,
+    **app_options: Any,
 ) -> Iterator[RunningServer]:
     limits = ServerLimits(max_queued_requests=max_queued_requests)
     service = EngineService(engine, app_options.get("limits", limits))
     sock = claim_port("127.0.0.1", 0)
     is_ready = threading.Event()
     app = create_app(ModelHost(service), **app_options)
+    if app.state.page is not None:
+        chat_client.install(app)
+    if mount is not None:
+        mount(app)
     server = Server(app, is_ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from neo_desktop.app.chats.database import StoreError
@@ -16,7 +15,7 @@ from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.hosting import ModelHost
 from neo_desktop.app.web.server import Server, claim_port, create_app
 
-from .chat_client import ChatClient
+from .chat_client import ChatClient, RefusedError, install
 from .conftest import RunningServer, eventually, is_idle, running
 from .fake_engine import MODEL, FakeExecutor, make_engine
 
@@ -51,7 +50,7 @@ def test_a_question_is_answered_and_kept(chats: ChatClient) -> None:
     chat = chats.chat(chat_id)
     assert chat["title"] == "What is this?"
     assert chat["leaf_id"] == answer["id"]
-    assert chat["context"] == {"used_tokens": len(prompt) + 5, "max_tokens": 512}
+    assert chat["used_tokens"] == len(prompt) + 5
     assert [node["id"] for node in chat["nodes"]] == [question["id"], answer["id"]]
 
 
@@ -69,7 +68,7 @@ def test_the_model_reads_the_branch_that_is_asked_on(
     chat_id = chats.new_chat(max_tokens=2, system_prompt="Be brief.")
     first = chats.answered(chat_id, "one")
     second = chats.answered(chat_id, "two", first["id"])
-    variant = chats.ended(chats.post(f"/messages/{second['id']}/retry"))
+    variant = chats.ended(chats.call("retry", second["id"]))
     chats.answered(chat_id, "other", first["id"])
     chats.answered(chat_id, "three", variant["id"])
     start = f"<system>Be brief.<user>one<assistant>{first['text']}"
@@ -94,8 +93,9 @@ def test_branches_and_variants_stay_and_can_be_shown(chats: ChatClient) -> None:
     roots = [node for node in chat["nodes"] if node["parent_id"] is None]
     assert [node["text"] for node in roots] == ["one", "uno"]
     # Any message of a branch stands for the newest way down from it.
-    assert chats.patch(chat_id, leaf_id=roots[0]["id"])["leaf_id"] == second["id"]
-    variant = chats.ended(chats.post(f"/messages/{first['id']}/retry"))
+    chats.call("show", chat_id, roots[0]["id"])
+    assert chats.chat(chat_id)["leaf_id"] == second["id"]
+    variant = chats.ended(chats.call("retry", first["id"]))
     assert chats.chat(chat_id)["leaf_id"] == variant["id"]
     assert variant["parent_id"] == first["parent_id"]
 
@@ -105,20 +105,17 @@ def test_an_answer_goes_on_when_nobody_looks_and_is_stopped_at_once(
 ) -> None:
     executor.open.clear()
     chat_id = chats.new_chat()
-    with chats.events(chat=chat_id) as page:
-        _, answer = chats.ask(chat_id, "one")
-        executor.steps.release(3)
-        page.read_until(lambda page: answer["id"] in page.nodes and bool(page.nodes[answer["id"]]["blocks"]))
-    executor.steps.release(3)  # the page is gone
+    _, answer = chats.ask(chat_id, "one")
+    executor.steps.release(6)
     grown = chats.until(answer, lambda node: len(node["text"]) >= 5)
     assert grown["state"] == "streaming"
-    assert chats.get("/chats")["chats"][0]["is_streaming"]
-    stopped = chats.post(f"/messages/{answer['id']}/stop")  # while an iteration runs
+    assert chats.entries()[0]["is_streaming"]
+    stopped = chats.call("stop", answer["id"])  # while an iteration runs
     assert stopped["state"] == "stopped"
     assert stopped["text"].startswith(grown["text"])
     executor.open.set()
     eventually(lambda: is_idle(page_server.service))
-    eventually(lambda: not chats.get("/chats")["chats"][0]["is_streaming"])
+    eventually(lambda: not chats.entries()[0]["is_streaming"])
     assert chats.node(chat_id, answer["id"]) == stopped
 
 
@@ -128,10 +125,10 @@ def test_what_was_stopped_can_be_continued(chats: ChatClient, executor: FakeExec
     _, answer = chats.ask(chat_id, "one")
     executor.steps.release(4)
     chats.until(answer, lambda node: len(node["text"]) >= 3)
-    stopped = chats.post(f"/messages/{answer['id']}/stop")
+    stopped = chats.call("stop", answer["id"])
     executor.open.set()
-    chats.patch(chat_id, settings={"max_tokens": 4})
-    resumed = chats.post(f"/messages/{answer['id']}/continue")
+    chats.call("set", chat_id, max_tokens=4)
+    resumed = chats.call("resume", answer["id"])
     assert (resumed["state"], resumed["text"]) == ("waiting", stopped["text"])
     whole = chats.ended(answer)
     count = len(stopped["text"]) + 4
@@ -149,27 +146,9 @@ def test_several_chats_are_answered_at_once(
     executor.steps.release(6)
     for answer in asked:
         chats.until(answer, lambda node: bool(node["text"]))
-    assert all(chat["is_streaming"] for chat in chats.get("/chats")["chats"])
+    assert all(chat["is_streaming"] for chat in chats.entries())
     executor.open.set()
     assert {chats.ended(answer)["text"] for answer in asked} == {letters("<user>1<assistant>", 20)}
-
-
-def test_all_who_look_see_the_same(chats: ChatClient, executor: FakeExecutor) -> None:
-    executor.open.clear()
-    chat_id = chats.new_chat(max_tokens=30)
-    with chats.events(chat=chat_id) as first:
-        _, answer = chats.ask(chat_id, "one")
-        executor.steps.release(10)
-        first.read_until(lambda page: bool(page.nodes.get(answer["id"], {}).get("blocks")))
-        with chats.events(chat=chat_id) as second:  # comes in the middle
-            second.read_until(lambda page: answer["id"] in page.nodes)
-            executor.open.set()
-            for page in (first, second):
-                page.read_until(lambda page: page.nodes[answer["id"]]["state"] == "done")
-                page.read_until(lambda page: not page.chats[0]["is_streaming"])
-    assert first.nodes == second.nodes == {node["id"]: node for node in chats.chat(chat_id)["nodes"]}
-    assert first.chat["leaf_id"] == answer["id"]
-    assert "context" in first.names
 
 
 @pytest.mark.parametrize(
@@ -188,7 +167,7 @@ def test_what_cannot_be_answered_says_why_and_keeps_the_question(
     assert answer["state"] == "failed"
     assert reason in answer["error"]
     assert chats.chat(chat_id)["nodes"][0]["text"] == text
-    chats.patch(chat_id, settings={"max_tokens": 1})
+    chats.call("set", chat_id, max_tokens=1)
     assert chats.answered(chat_id, "again", answer["id"])["state"] == "done"  # as if never asked
 
 
@@ -205,14 +184,10 @@ def test_an_answer_under_way_cannot_be_followed_or_continued(
     executor.open.clear()
     chat_id = chats.new_chat()
     _, answer = chats.ask(chat_id, "one")
-    for path, body in (
-        (f"/messages/{answer['id']}/continue", None),
-        (f"/chats/{chat_id}/messages", {"text": "two", "parent_id": answer["id"]}),
-    ):
-        with pytest.raises(httpx.HTTPStatusError) as refused:
-            chats.post(path, body)
-        assert refused.value.response.status_code == 409
-        assert "wait for its end" in refused.value.response.json()["error"]["message"]
+    for call in (("resume", answer["id"]), ("ask", chat_id, answer["id"], "two")):
+        with pytest.raises(RefusedError, match="wait for its end") as refused:
+            chats.call(*call)
+        assert refused.value.kind == "BeingAnsweredError"
 
 
 def test_a_deleted_chat_is_answered_no_more_and_comes_back_with_what_it_had(
@@ -223,9 +198,10 @@ def test_a_deleted_chat_is_answered_no_more_and_comes_back_with_what_it_had(
     _, answer = chats.ask(chat_id, "one")
     executor.steps.release(4)
     grown = chats.until(answer, lambda node: len(node["text"]) >= 3)
-    chats.call("DELETE", f"/chats/{chat_id}")
+    chats.call("delete", chat_id)
     assert chats.titles() == []
-    restored = chats.post(f"/chats/{chat_id}/restore")
+    chats.call("restore", chat_id)
+    restored = chats.chat(chat_id)
     assert restored["nodes"][1]["state"] == "stopped"
     assert restored["nodes"][1]["text"].startswith(grown["text"])
     assert chats.titles() == ["one"]
@@ -239,32 +215,29 @@ def test_answers_that_cannot_be_saved_go_on_and_are_saved_later(
 
     executor.open.clear()
     chat_id = chats.new_chat(max_tokens=30)
-    with chats.events(chat=chat_id) as page:
-        _, answer = chats.ask(chat_id, "one")
-        monkeypatch.setattr(ChatStore, "save", full)
-        executor.steps.release(5)
-        page.read_until(lambda page: "the disk is full" in (page.notice or ""))
-        executor.open.set()
-        page.read_until(lambda page: page.nodes[answer["id"]]["state"] == "done")
-        monkeypatch.undo()
-        page.read_until(lambda page: page.notice is None)
-        page.read_until(lambda page: not page.chats[0]["is_streaming"])
+    _, answer = chats.ask(chat_id, "one")
+    monkeypatch.setattr(ChatStore, "save", full)
+    executor.steps.release(5)
+    eventually(lambda: "the disk is full" in (chats.call("notice") or ""))
+    executor.open.set()
+    assert chats.ended(answer)["state"] == "done"
+    monkeypatch.undo()
+    eventually(lambda: chats.call("notice") is None)
+    eventually(lambda: not chats.entries()[0]["is_streaming"])
     assert chats.ended(answer)["text"] == letters("<user>one<assistant>", 30)
 
 
 def test_a_question_without_a_model_is_kept_and_can_be_answered_later(tmp_path: Path) -> None:
     with serving(ModelHost(), tmp_path) as chats:
         chat_id = chats.new_chat()
-        assert chats.chat(chat_id)["context"] is None
         answer = chats.answered(chat_id, "one")
         assert (answer["state"], answer["text"]) == ("failed", "")
         assert "load one" in answer["error"]
-        assert chats.get("/examples")["examples"]
     with running(make_engine(FakeExecutor()), data_folder=tmp_path) as server:
         chats = ChatClient(server.url)
-        chats.patch(chat_id, settings={"max_tokens": 3})
-        assert chats.ended(chats.post(f"/messages/{answer['id']}/retry"))["state"] == "done"
-        chats.post(f"/messages/{answer['id']}/continue")
+        chats.call("set", chat_id, max_tokens=3)
+        assert chats.ended(chats.call("retry", answer["id"]))["state"] == "done"
+        chats.call("resume", answer["id"])
         assert chats.ended(answer)["text"] == letters("<user>one<assistant>", 3)
 
 
@@ -277,21 +250,19 @@ def test_a_question_waits_for_the_model_that_is_being_loaded(tmp_path: Path) -> 
 
     with serving(ModelHost(load=load, name="slow"), tmp_path) as chats:
         chat_id = chats.new_chat(max_tokens=3)
-        with chats.events(chat=chat_id) as page:
-            _, answer = chats.ask(chat_id, "one")
-            page.read_until(lambda page: answer["id"] in page.nodes)
-            assert chats.node(chat_id, answer["id"])["state"] == "waiting"
-            assert page.chat["context"] is None
-            may_load.set()
-            page.read_until(lambda page: page.nodes[answer["id"]]["state"] == "done")
-            page.read_until(lambda page: (page.chat["context"] or {}).get("max_tokens") == 512)
+        _, answer = chats.ask(chat_id, "one")
+        assert chats.node(chat_id, answer["id"])["state"] == "waiting"
+        may_load.set()
+        assert chats.ended(answer)["state"] == "done"
 
 
 @contextmanager
 def serving(host: ModelHost, folder: Path) -> Iterator[ChatClient]:
     sock = claim_port("127.0.0.1", 0)
     is_ready = threading.Event()
-    server = Server(create_app(host, data_folder=folder), is_ready.set)
+    app = create_app(host, data_folder=folder)
+    install(app)
+    server = Server(app, is_ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
     assert is_ready.wait(30)
@@ -302,44 +273,24 @@ def serving(host: ModelHost, folder: Path) -> Iterator[ChatClient]:
         thread.join(30)
 
 
-def test_chats_need_the_key_like_everything_else(executor: FakeExecutor, tmp_path: Path) -> None:
-    with running(make_engine(executor), data_folder=tmp_path, api_key="a-key") as server:
-        for path in ("/api/chats", "/api/events"):
-            assert httpx.get(f"{server.url}{path}", trust_env=False).status_code == 401
-        # As a browser does that has asked for the key when it got the page.
-        answer = httpx.get(f"{server.url}/api/chats", auth=("me", "a-key"), trust_env=False)
-        assert answer.json() == {"chats": [], "notice": None}
-
-
-def test_serve_has_no_chats(server: RunningServer) -> None:
-    assert httpx.get(f"{server.url}/api/chats", trust_env=False).status_code == 404
-
-
 @pytest.mark.parametrize(
-    ("method", "path", "body", "status"),
+    ("call", "settings", "kind"),
     [
-        ("POST", "/chats", b'{"settings": {"temperature": 1000}}', 400),
-        ("POST", "/chats", b'{"settings": {"top_k": 1e300}}', 400),
-        ("POST", "/chats", b'{"settings": {"max_tokens": 100000000000000000000}}', 400),
-        ("POST", "/chats", b'{"settings": {"colour": 1}}', 400),
-        ("POST", "/chats", b"[" * 100_000, 400),
-        ("POST", "/chats/CHAT/messages", b'{"text": " "}', 400),
-        ("POST", "/chats/CHAT/messages", b'{"text": "\\ud800"}', 400),
-        ("POST", "/chats/CHAT/messages", b'{"text": "x", "parent_id": "none"}', 404),
-        ("POST", "/chats/none/messages", b'{"text": "x"}', 404),
-        ("PATCH", "/chats/CHAT", b'{"title": ""}', 400),
-        ("PATCH", "/chats/CHAT", b'{"leaf_id": "none"}', 404),
-        ("DELETE", "/chats/none", b"", 404),
-        ("POST", "/messages/none/stop", b"", 404),
-        ("GET", "/chats/%00", b"", 404),
-        ("GET", "/nothing", b"", 404),
+        (("new_chat",), {"temperature": 1000}, "SettingError"),
+        (("new_chat",), {"max_tokens": -5}, "SettingError"),
+        (("ask", "CHAT", "none", "x"), {}, "NotFoundError"),
+        (("ask", "none", None, "x"), {}, "NotFoundError"),
+        (("show", "CHAT", "none"), {}, "NotFoundError"),
+        (("delete", "none"), {}, "NotFoundError"),
+        (("stop", "none"), {}, "NotFoundError"),
+        (("chat", "\0"), {}, "NotFoundError"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_a_sentence(
-    chats: ChatClient, method: str, path: str, body: bytes, status: int
+    chats: ChatClient, call: tuple[str | None, ...], settings: dict[str, Any], kind: str
 ) -> None:
     chat_id = chats.new_chat()
-    answer = chats.http.request(method, path.replace("CHAT", chat_id), content=body)
-    assert answer.status_code == status
-    assert len(answer.json()["error"]["message"]) > 10
+    with pytest.raises(RefusedError, match=r".{10}") as refused:
+        chats.call(*(chat_id if one == "CHAT" else one for one in call), **settings)
+    assert refused.value.kind == kind
     assert chats.chat(chat_id)["nodes"] == []

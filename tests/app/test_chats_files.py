@@ -1,19 +1,21 @@
 """Files in and out of chats: export, import, attachments."""
 
+import asyncio
 import io
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from pypdf import PdfWriter
 
 from neo_desktop.app.chats import attachments
+from neo_desktop.app.web.errors import ApiError
 
-from .chat_client import ChatClient
+from .chat_client import ChatClient, RefusedError
 from .conftest import running
 from .fake_engine import FakeExecutor, make_engine
 
@@ -24,13 +26,8 @@ def chats(executor: FakeExecutor, tmp_path: Path) -> Iterator[ChatClient]:
         yield ChatClient(server.url)
 
 
-def refusal(chats: ChatClient, method: str, path: str, **options: Any) -> tuple[int, str]:
-    answer = chats.http.request(method, path, **options)
-    return answer.status_code, answer.json()["error"]["message"]
-
-
 def attach(chats: ChatClient, name: str, content: bytes) -> Any:
-    return chats.call("POST", "/attachments", params={"name": name}, content=content)
+    return chats.call("attach", name, content.decode("latin-1"))
 
 
 def make_pdf(*pages: str) -> bytes:
@@ -70,19 +67,18 @@ def test_an_export_comes_back_exactly_with_all_branches(chats: ChatClient) -> No
     file = attach(chats, "notes.txt", "Ünïcode\n".encode())
     first = chats.answered(chat_id, "one 💡", attachment_ids=[file["id"]])
     chats.answered(chat_id, "two", first["id"])
-    chats.ended(chats.post(f"/messages/{first['id']}/retry"))
+    chats.ended(chats.call("retry", first["id"]))
     chats.answered(chat_id, "edited")
-    chats.patch(chat_id, leaf_id=first["id"], title="A *title* / with: signs")
-    exported = chats.http.get(f"/chats/{chat_id}/export", params={"format": "json"})
-    assert "A%20_title_%20_%20with" in exported.headers["content-disposition"]
-    (imported,) = chats.call("POST", "/import", content=exported.content)["chats"]
-    assert imported["id"] != chat_id
-    again = chats.http.get(f"/chats/{imported['id']}/export")
-    assert again.json() == exported.json()
-    assert len(chats.chat(imported["id"])["nodes"]) == 7
-    everything = chats.http.get("/export").json()
-    assert everything["chats"] == exported.json()["chats"] * 2
-    chats.call("POST", "/import", json=everything)
+    chats.call("show", chat_id, first["id"])
+    chats.call("rename", chat_id, "A *title* / with: signs")
+    exported = chats.call("export", chat_id)
+    (imported,) = chats.call("add", exported.encode().decode("latin-1"))
+    assert imported != chat_id
+    assert chats.call("export", imported) == exported
+    assert len(chats.chat(imported)["nodes"]) == 7
+    everything = chats.call("export", None)
+    assert json.loads(everything)["chats"] == json.loads(exported)["chats"] * 2
+    chats.call("add", everything.encode().decode("latin-1"))
     assert len(chats.titles()) == 4
     assert len(chats.titles("edited")) == 4  # imported texts are found
 
@@ -91,9 +87,8 @@ def test_markdown_shows_the_branch_that_is_shown(chats: ChatClient) -> None:
     chat_id = chats.new_chat(max_tokens=3)
     chats.answered(chat_id, "hidden")
     answer = chats.answered(chat_id, "shown")
-    text = chats.http.get(f"/chats/{chat_id}/export", params={"format": "markdown"}).text
+    text = chats.call("export", chat_id, as_markdown=True)
     assert text == f"# hidden\n\n## Question\n\nshown\n\n## Answer (alphabet)\n\n{answer['text']}\n"
-    assert refusal(chats, "GET", f"/chats/{chat_id}/export?format=docx")[0] == 400
 
 
 def chats_file(**chat: Any) -> dict[str, Any]:
@@ -109,7 +104,7 @@ def message(role: str, parent: int | None, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (b"[" * 100_000, "not valid JSON"),
+        (b"[" * 100_000, "Invalid JSON"),
         (b"{}", "format"),
         ({"format": "neo-desktop chats", "version": 2, "chats": []}, "version"),
         (chats_file(messages=[message("user", 0)]), "parent"),
@@ -129,9 +124,9 @@ def message(role: str, parent: int | None, **fields: Any) -> dict[str, Any]:
 )
 def test_a_hostile_import_is_refused_as_a_whole(chats: ChatClient, body: Any, reason: str) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    status, told = refusal(chats, "POST", "/import", content=content)
-    assert status == 400
-    assert reason in told
+    with pytest.raises(RefusedError, match=re.escape(reason)) as refused:
+        chats.call("add", content.decode("latin-1"))
+    assert refused.value.kind == "ValidationError"
     assert chats.titles() == []
 
 
@@ -148,7 +143,7 @@ def test_texts_are_read_in_their_encoding(
     chats: ChatClient, page_prompts: list[str], content: bytes, text: str
 ) -> None:
     file = attach(chats, "../../etc/no\x00tes\n.txt", content)
-    assert (file["name"], file["kind"], file["num_chars"]) == ("notes.txt", "text", len(text))
+    assert (file["name"], file["kind"], file["text"]) == ("notes.txt", "text", text)
     chat_id = chats.new_chat(max_tokens=1)
     question, answer = chats.ask(chat_id, "Sum it up.", attachment_ids=[file["id"]])
     assert question["attachments"] == [file]
@@ -175,7 +170,7 @@ def page_prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_pdf_is_read(chats: ChatClient) -> None:
     file = attach(chats, "paper.pdf", make_pdf("The first page", "The second page"))
-    assert (file["kind"], file["num_chars"]) == ("pdf", len("The first page\n\nThe second page"))
+    assert (file["kind"], file["text"]) == ("pdf", "The first page\n\nThe second page")
 
 
 def locked_pdf() -> bytes:
@@ -215,28 +210,24 @@ def pdf_bomb() -> bytes:
         ("locked.pdf", locked_pdf(), 415, "protected by a password"),
     ],
 )
-def test_what_cannot_be_read_says_why(
-    chats: ChatClient, name: str, content: bytes, status: int, reason: str
-) -> None:
-    told = refusal(chats, "POST", "/attachments", params={"name": name}, content=content)
-    assert told[0] == status
-    assert reason in told[1]
+def test_what_cannot_be_read_says_why(name: str, content: bytes, status: int, reason: str) -> None:
+    with pytest.raises(ApiError, match=re.escape(reason)) as refused:
+        asyncio.run(attachments.read_file(name, content, asyncio.Semaphore(1)))
+    assert refused.value.status == status
 
 
 def test_a_pdf_bomb_costs_little_and_the_server_lives_on(chats: ChatClient) -> None:
-    status, reason = refusal(chats, "POST", "/attachments", params={"name": "bomb.pdf"}, content=pdf_bomb())
-    assert status == 415
-    assert "bomb.pdf" in reason
-    assert attach(chats, "paper.pdf", make_pdf("The first page"))["num_chars"] == len("The first page")
+    with pytest.raises(RefusedError, match=r"bomb\.pdf"):
+        attach(chats, "bomb.pdf", pdf_bomb())
+    assert attach(chats, "paper.pdf", make_pdf("The first page"))["text"] == "The first page"
 
 
-def test_presets_and_examples(chats: ChatClient) -> None:
-    chats.call("PUT", "/presets/Pirate%2FParrot 🦜", json={"text": "Talk like one."})
-    chats.call("PUT", "/presets/Brief", json={"text": "x"})
-    chats.call("PUT", "/presets/Brief", json={"text": "Be brief."})
-    assert [preset["name"] for preset in chats.get("/presets")["presets"]] == ["Brief", "Pirate/Parrot 🦜"]
-    chats.call("DELETE", "/presets/Brief")
-    assert chats.get("/presets")["presets"] == [{"name": "Pirate/Parrot 🦜", "text": "Talk like one."}]
-    with pytest.raises(httpx.HTTPStatusError):
-        chats.call("DELETE", "/presets/Brief")
-    assert len(chats.get("/examples")["examples"]) >= 3
+def test_presets(chats: ChatClient) -> None:
+    chats.call("set_preset", "Pirate/Parrot 🦜", "Talk like one.")
+    chats.call("set_preset", "Brief", "x")
+    chats.call("set_preset", "Brief", "Be brief.")
+    assert chats.call("presets") == {"Brief": "Be brief.", "Pirate/Parrot 🦜": "Talk like one."}
+    chats.call("set_preset", "Brief", "")
+    assert chats.call("presets") == {"Pirate/Parrot 🦜": "Talk like one."}
+    with pytest.raises(RefusedError):
+        chats.call("set_preset", "Brief", "")

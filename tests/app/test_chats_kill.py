@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 from held_process import HeldProcess, held_process
 
-from .chat_client import ChatClient, Json
+from .chat_client import ChatClient, Json, RefusedError
 from .conftest import eventually
 
 PROGRAM = """
     import sys, threading
     from pathlib import Path
     sys.path.insert(0, {tests!r})
+    from app import chat_client
     from app.fake_engine import FakeExecutor, make_engine
     from neo_desktop.app.shelf.hosting import ModelHost
     from neo_desktop.app.web.server import claim_port, create_app, serve
@@ -33,6 +33,7 @@ PROGRAM = """
     sock = claim_port("127.0.0.1", 0)
     service = EngineService(make_engine(executor, num_blocks=512))
     app = create_app(ModelHost(service), data_folder=Path({folder!r}))
+    chat_client.install(app)
     serve(app, sock, lambda: print(sock.getsockname()[1], flush=True))
     print("the end", flush=True)
 """
@@ -82,7 +83,7 @@ def test_what_was_shown_survives_a_kill_and_is_gone_on_with(tmp_path: Path) -> N
     with started(tmp_path) as program:
         chats = program.chats
         program.tell("go on")
-        assert [chat["is_streaming"] for chat in chats.get("/chats")["chats"]] == [False] * 3
+        assert [entry["is_streaming"] for entry in chats.entries()] == [False] * 3
         for chat_id, node in zip(chat_ids, shown, strict=True):
             chat = chats.chat(chat_id)
             question, cut = chat["nodes"]
@@ -90,7 +91,7 @@ def test_what_was_shown_survives_a_kill_and_is_gone_on_with(tmp_path: Path) -> N
             assert (cut["id"], cut["state"]) == (node["id"], "cut")
             assert cut["text"].startswith(node["text"])
             assert cut["figures"]["output_tokens"] == len(cut["text"])
-            chats.post(f"/messages/{cut['id']}/continue")
+            chats.call("resume", cut["id"])
             whole = chats.ended(cut)
             assert whole["text"] == letters("<user>one<assistant>", len(cut["text"]) + 60)
 
@@ -102,11 +103,7 @@ def test_a_server_that_ends_orderly_loses_nothing(tmp_path: Path) -> None:
         _, answer = chats.ask(chat_id, "one")
         program.tell("10")
         shown = chats.until(answer, has_at_least(5))
-        with chats.events(chat=chat_id) as page:
-            page.read_until(lambda page: answer["id"] in page.nodes)
-            program.process.send_signal(signal.SIGTERM)
-            with pytest.raises(AssertionError, match="the events have ended"):  # not broken off
-                page.read_until(lambda _: False)
+        program.process.send_signal(signal.SIGTERM)
         program.tell("go on")
         assert program.process.wait(30) == 0
     with started(tmp_path) as program:
@@ -125,16 +122,15 @@ def test_two_servers_share_a_file(tmp_path: Path) -> None:
         with started(tmp_path) as second:
             seen = second.chats.node(chat_id, answer["id"])
             assert (seen["state"], seen["text"][:4]) == ("streaming", letters("<user>one<assistant>", 4))
-            for what in ("stop", "continue"):
-                with pytest.raises(httpx.HTTPStatusError):
-                    second.chats.post(f"/messages/{answer['id']}/{what}")
+            for what in ("stop", "resume"):
+                with pytest.raises(RefusedError):
+                    second.chats.call(what, answer["id"])
             second.tell("go on")
             other = second.chats.answered(second.chats.new_chat(max_tokens=3), "two")
             assert other["state"] == "done"
-            with second.chats.events(chat=chat_id) as page:  # of what the other one does
-                page.read_until(lambda page: bool(page.chat))
-                first.tell("go on")
-                page.read_until(lambda page: page.nodes[answer["id"]]["state"] == "done")
+            version = second.chats.call("version")
+            first.tell("go on")
+            eventually(lambda: second.chats.call("version") != version)  # what the other one does is noticed
             assert first.chats.ended(answer)["text"] == letters("<user>one<assistant>", 20)
             whole = second.chats.ended(answer)
             assert whole["state"] == "done"

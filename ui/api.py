@@ -1,0 +1,50 @@
+"""The page's named functions, for `gradio_client`."""
+
+from collections.abc import AsyncIterator
+
+import gradio as gr
+
+from neo_desktop.app.chats.messages import Settings
+from neo_desktop.app.news import chat_topic, text_topic
+from neo_desktop.app.page_services import PageServices
+from neo_desktop.ui.chat import REFUSALS, told
+
+
+def add_api(services: PageServices) -> None:
+    """Offer `chat` and `models`."""
+    chats = services.chats
+
+    async def chat(message: str, chat_id: str = "") -> AsyncIterator[dict[str, str]]:
+        """Ask a question in a chat, "" for a new one; yields {"chat_id", "text", "thought", "state"} as it grows."""
+        try:
+            present = await (chats.chat(chat_id) if chat_id else chats.create(Settings()))
+            _, answer = await chats.answers.ask(present.entry.id, present.leaf_id, message)
+            with services.news.follow(text_topic(answer.chat_id), chat_topic(answer.chat_id)) as grown:
+                while True:
+                    grown.clear()
+                    now = chats.present(answer)
+                    if now is answer and not grown.is_set():
+                        whole = await chats.chat(answer.chat_id)
+                        now = next(one for one in whole.messages if one.id == answer.id)
+                    yield {
+                        "chat_id": now.chat_id,
+                        "text": now.text,
+                        "thought": now.thought,
+                        "state": now.state,
+                    }
+                    if not now.is_live:
+                        return
+                    await grown.wait()
+        except REFUSALS as error:
+            raise told(error) from None
+
+    async def models() -> list[dict[str, object]]:
+        """Return the models on this computer; `name` is what `chat` loads with."""
+        view = await services.shelf.fresh_view()
+        return [
+            {"name": one["name"], "runnable": one["runnable"], "reason": one["reason"]}
+            for one in view["models"]
+        ]
+
+    gr.api(chat, api_name="chat")
+    gr.api(models, api_name="models")
