@@ -9,27 +9,15 @@ from neo_desktop.app.web.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
-# Gradio's routes that the page and `gradio_client` use; a trailing slash stands for all below.
-GRADIO_PATHS = (
-    *("/", "/engine", "/models", "/self-test", "/config", "/theme.css", "/manifest.json", "/favicon.ico"),
-    *("/assets/", "/static/", "/pwa_icon", "/pwa_icon/", "/svelte/"),
-    *(
-        "/gradio_api/upload",
-        "/gradio_api/upload_progress",
-        "/gradio_api/queue/join",
-        "/gradio_api/queue/data",
-    ),
-    *(
-        "/gradio_api/heartbeat/",
-        "/gradio_api/cancel",
-        "/gradio_api/info",
-        "/gradio_api/call/",
-        "/gradio_api/startup-events",
-    ),
-    *("/gradio_api/run/", "/gradio_api/component_server", "/gradio_api/reset"),
+# Gradio's routes that the page and `gradio_client` use.
+GRADIO_PATHS = frozenset(
+    ["/", "/engine", "/models", "/self-test", "/config", "/theme.css", "/manifest.json", "/favicon.ico"]
+    + ["/pwa_icon", "/gradio_api/upload", "/gradio_api/upload_progress", "/gradio_api/queue/join"]
+    + ["/gradio_api/queue/data", "/gradio_api/cancel", "/gradio_api/info", "/gradio_api/startup-events"]
+    + ["/gradio_api/component_server", "/gradio_api/reset"]
 )
+GRADIO_FOLDERS = ("/assets/", "/static/", "/pwa_icon/", "/svelte/", "/gradio_api/heartbeat/", "/gradio_api/call/")
 FILES = "/gradio_api/file="
-OURS = ("/v1", "/health", "/metrics", "/stats", "/docs", "/openapi.json")
 HEADERS = [
     (
         b"content-security-policy",
@@ -46,47 +34,50 @@ HEADERS = [
 
 
 class PageGuard:
-    """ASGI middleware: 404 for routes of Gradio that are not listed, 500 without a traceback for its errors.
+    """ASGI app around Gradio's: 404 for routes that are not listed, 400 without a traceback for its failures.
 
     Args:
+        app: Gradio's.
         uploads: the folder of which files may be read.
     """
 
     def __init__(self, app: ASGIApp, uploads: Path) -> None:
         self._app = app
-        self._uploads = str(uploads.resolve())
+        self._uploads = uploads.resolve()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it."""
         path = str(scope.get("path", ""))
-        if scope["type"] != "http" or any(path == one or path.startswith(f"{one}/") for one in OURS):
-            await self._app(scope, receive, send)
+        if scope["type"] != "http":
             return
         if not self._is_served(path):
             await ApiError(404, f"there is no {path}").response(path)(scope, receive, send)
             return
-        has_begun = False
+        has_begun = has_failed = False
 
-        async def send_with_headers(message: Message) -> None:
-            nonlocal has_begun
+        async def send_unless_failed(message: Message) -> None:
+            nonlocal has_begun, has_failed
             if message["type"] == "http.response.start":
-                has_begun = True
+                has_failed = message["status"] >= 500
+                has_begun = not has_failed
                 message = {**message, "headers": [*message.get("headers", ()), *HEADERS]}
-            await send(message)
+            if not has_failed:
+                await send(message)
 
         try:
-            await self._app(scope, receive, send_with_headers)
+            await self._app(scope, receive, send_unless_failed)
         except Exception as error:
-            # What a browser sends wrongly: it must not fill the log.
+            # A browser or a program sent what Gradio did not expect: one line in the log.
             logger.warning("%s failed: %s: %s", path, type(error).__name__, str(error)[:200])
-            if not has_begun:
-                await ApiError(400, "the page's server did not understand this request").response(path)(
-                    scope, receive, send
-                )
+            has_failed = True
+        if has_failed and not has_begun:
+            refusal = ApiError(400, "the page's server did not understand this request")
+            await refusal.response(path)(scope, receive, send)
 
     def _is_served(self, path: str) -> bool:
         if path.startswith(FILES):
-            return str(Path(path.removeprefix(FILES)).resolve()).startswith(f"{self._uploads}/")
-        return any(
-            path == one or (one.endswith("/") and one != "/" and path.startswith(one)) for one in GRADIO_PATHS
-        )
+            try:
+                return Path(path.removeprefix(FILES)).resolve().is_relative_to(self._uploads)
+            except (ValueError, OSError):
+                return False
+        return path in GRADIO_PATHS or any(path.startswith(one) for one in GRADIO_FOLDERS)

@@ -67,11 +67,8 @@ class Panel(gr.HTML):
     def get_block_name(self) -> str:
         """Return the component that shows it."""
         return "html"
-    from collections.abc import Callable, Sequence
-    from typing import TYPE_CHECKING, Any, Literal
-
+    from typing import Callable, Literal, Sequence, Any, TYPE_CHECKING
     from gradio.blocks import Block
-
     if TYPE_CHECKING:
         from gradio.components import Timer
         from gradio.components.base import Component

@@ -12,6 +12,7 @@ os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # before the import: nothing m
 
 import gradio as gr
 from fastapi import FastAPI
+from starlette.routing import Mount
 
 from neo_desktop.app.news import CHATS, MODELS
 from neo_desktop.app.page_services import PageServices
@@ -60,7 +61,9 @@ def mount(app: FastAPI) -> FastAPI:
         pwa=True,
         mcp_server=False,
     )
-    app.add_middleware(PageGuard, uploads=uploads)
+    mounted = app.routes[-1]
+    assert isinstance(mounted, Mount)
+    mounted.app = PageGuard(mounted.app, uploads)
     return app
 
 

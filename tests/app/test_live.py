@@ -15,7 +15,6 @@ from neo_desktop.app.live.view import engine_view
 from neo_desktop.app.live.words import IMITATED, notes, sentence
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.shelf.hosting import ModelHost
-from neo_desktop.app.web.events import Hub
 from neo_desktop.engine.execute.timeline import NO_SUB_BATCH, Span, Stage
 from neo_desktop.engine.kv.cache import PoolUsage
 from neo_desktop.engine.live import LiveIteration, LiveRequest, LiveView, Phase, Rates
@@ -248,42 +247,6 @@ async def feeding(executor: FakeExecutor) -> AsyncIterator[tuple[EngineFeed, Eng
     finally:
         executor.open.set()
         await host.stop()
-
-
-def test_views_are_published_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeds, "PERIOD_S", 0.01)
-    asked = 0
-
-    async def run() -> None:
-        nonlocal asked
-        async with feeding(FakeExecutor()) as (feed, service):
-            look = service.live_view
-
-            async def counted() -> LiveView:
-                nonlocal asked
-                asked += 1
-                return await look()
-
-            service.live_view = counted  # type: ignore[method-assign]
-            hub = Hub()
-            task = asyncio.create_task(feed.publish(hub))
-            async with await hub.subscribe():
-                for _ in range(20):
-                    await asyncio.sleep(0)
-                assert asked == 0  # somebody listens, but not for this
-            async with asyncio.timeout(20), await hub.subscribe(with_engine=True) as subscription:
-                async for name, data in subscription:
-                    assert (name, data["state"]) == ("engine", "idle")
-                    json.dumps(data)
-                    if asked >= 3:
-                        break
-            await asyncio.sleep(0.1)
-            after = asked
-            await asyncio.sleep(0.1)
-            assert asked == after  # nobody listens any more
-            task.cancel()
-
-    asyncio.run(run())
 
 
 def test_a_busy_engine_is_not_waited_for_and_not_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ def test_pages_of_other_sites_are_not_let_in(origin: str, status: int) -> None:
         ("/", f"Basic {b64encode(f'anna:{KEY}'.encode()).decode()}", 200),
         ("/", f"Basic {b64encode(b'anna:wrong').decode()}", 401),
         ("/", "Basic %%%", 401),
-        ("/static/app.js", None, 401),
+        ("/gradio_api/info", None, 401),
         ("/health", None, 200),
     ],
 )

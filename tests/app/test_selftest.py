@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from neo_desktop.app.news import SELFTEST, News
 from neo_desktop.app.selftest import MAX_REPORTS, SUITES, SelfTest, SelfTestError, reports_folder
 
 from .conftest import until
@@ -63,8 +64,8 @@ def _data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NEO_DESKTOP_DATA", str(tmp_path))
 
 
-def fake(how: str) -> SelfTest:
-    return SelfTest(command=(sys.executable, "-c", CHILD.replace("HOW", repr(how))))
+def fake(how: str, news: News | None = None) -> SelfTest:
+    return SelfTest(news or News(), command=(sys.executable, "-c", CHILD.replace("HOW", repr(how))))
 
 
 @asynccontextmanager
@@ -76,20 +77,23 @@ async def ended(selftest: SelfTest) -> AsyncIterator[None]:
 
 
 async def test_progress_is_told_and_the_report_is_there_and_after_a_restart_too() -> None:
-    selftest, told = fake("well"), []
-    selftest.listeners.append(lambda: told.append(selftest.running and selftest.running.share))
-    async with ended(selftest):
-        selftest.start(["throughput", "hardware"])
-        await until(lambda: selftest.running is None)
-    assert told[0] == 0.0
-    assert 0.25 in told
-    assert told[-1] is None
+    news = News()
+    selftest, told = fake("well", news), [0.0]
+    async with ended(selftest), asyncio.timeout(TIMEOUT_S):
+        with news.follow(SELFTEST) as changed:
+            selftest.start(["throughput", "hardware"])
+            while selftest.running is not None:
+                await changed.wait()
+                changed.clear()
+                told.append(1.0 if selftest.running is None else selftest.running.share)
+    assert told == sorted(told)
+    assert len(set(told)) > 1
     assert selftest.error is None
-    (report,) = SelfTest().view()["reports"]
+    (report,) = SelfTest(News()).view()["reports"]
     assert report["suites"] == ["hardware", "throughput"]
-    page = SelfTest().report(report["name"])
+    page = SelfTest(News()).report(report["name"])
     assert page is not None
-    assert page == SelfTest().report(None)
+    assert page == SelfTest(News()).report(None)
     assert "--suite" in page.read_text()
 
 
