@@ -1,5 +1,6 @@
 """Stands before Gradio: what it does not need to answer is not there, and its errors show no traceback."""
 
+import contextlib
 import logging
 from pathlib import Path
 
@@ -70,7 +71,10 @@ class PageGuard:
             # A browser or a program sent what Gradio did not expect: one line in the log.
             logger.warning("%s failed: %s: %s", path, type(error).__name__, str(error)[:200])
             has_failed = True
-        if has_failed and not has_begun:
+        if has_failed and has_begun:
+            with contextlib.suppress(Exception):  # it may have ended
+                await send({"type": "http.response.body", "body": b""})
+        elif has_failed:
             refusal = ApiError(400, "the page's server did not understand this request")
             await refusal.response(path)(scope, receive, send)
 

@@ -309,7 +309,7 @@ def test_names_of_uploads_stay_in_their_folder(
 ) -> None:
     # CVE-2024-47165 and its kin (Gradio): a file that is written elsewhere by its name.
     answer = http.post("/gradio_api/upload", files={"files": (name, b"text")}, timeout=60)
-    assert answer.status_code in (200, 400, 422)
+    assert answer.status_code in (200, 400, 413, 422)
     uploads = data / "uploads"
     if answer.is_success:
         assert all(Path(path).resolve().is_relative_to(uploads) for path in answer.json())

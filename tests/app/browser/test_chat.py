@@ -1,0 +1,225 @@
+"""A chat as its user sees it, in a real browser."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import expect
+
+from ..conftest import RunningServer
+from ..fake_engine import ScriptedExecutor
+from .conftest import ChatPage
+
+pytestmark = pytest.mark.browser
+
+LONG = " ".join(f"w{number}" for number in range(2000))
+
+
+def test_an_answer_grows_survives_a_reload_shows_on_two_pages_and_stops_from_either(
+    chat: ChatPage, executor: ScriptedExecutor, server: RunningServer, new_page: Callable[..., ChatPage]
+) -> None:
+    executor.answers = [LONG]
+    executor.open.clear()
+    chat.send("count")
+    executor.steps.release(20)
+    expect(chat.answers.last).to_contain_text("w3")
+    chat.page.wait_for_url("**/?chat=*")
+    other = new_page(chat.page.url)
+    expect(other.answers.last).to_contain_text("w3")
+    chat.page.reload()
+    executor.steps.release(40)
+    for one in (chat, other):
+        expect(one.answers.last).to_contain_text("w12")
+    expect(chat.page.locator("#chats .streaming")).to_have_count(1)
+    chat.stop.click()
+    executor.open.set()
+    for one in (other, chat):
+        expect(one.page.locator("#messages")).to_contain_text("Stopped")
+        expect(one.stop).to_have_count(0)
+    executor.answers = ["and the end"]
+    chat.option("Continue").click()
+    expect(other.answers.last).to_contain_text("and the end")
+    expect(chat.option("Continue")).to_have_count(0)
+
+
+def test_an_answer_goes_on_without_a_page(
+    chat: ChatPage, executor: ScriptedExecutor, server: RunningServer, new_page: Callable[..., ChatPage]
+) -> None:
+    executor.answers = ["one two three"]
+    executor.open.clear()
+    chat.send("go")
+    chat.page.wait_for_url("**/?chat=*")
+    address = chat.page.url
+    chat.page.close()
+    executor.open.set()
+    expect(new_page(address).answers.last).to_have_text("one two three")
+
+
+def test_retry_and_edit_make_variants_that_stay(chat: ChatPage, executor: ScriptedExecutor) -> None:
+    executor.answers = ["first", "second", "third"]
+    chat.ask("one")
+    chat.page.get_by_label("Retry").last.click()
+    expect(chat.answers.last).to_contain_text("second")
+    chat.option("1/2").or_(chat.option("2/2")).first.click()
+    expect(chat.answers.last).to_contain_text("first")
+    chat.page.reload()
+    expect(chat.answers.last).to_contain_text("first")
+    chat.page.get_by_label("Edit").first.click()
+    field = chat.page.locator("#messages textarea")
+    field.fill("another question")
+    chat.page.locator("#messages").get_by_label("Submit").click()
+    expect(chat.questions.last).to_contain_text("another question")
+    expect(chat.answers.last).to_contain_text("third")
+    chat.option("1/2").or_(chat.option("2/2")).first.click()
+    expect(chat.questions.last).to_contain_text("one")
+
+
+def test_chats_are_listed_searched_renamed_deleted_and_restored(chat: ChatPage) -> None:
+    for text in ("about apples", "about pears"):
+        chat.page.locator("#new-chat").click()
+        expect(chat.questions).to_have_count(0)
+        chat.ask(text)
+    expect(chat.chats).to_have_count(2)
+    chat.page.locator("#search textarea, #search input").fill("apples")
+    expect(chat.chats).to_have_count(1)
+    chat.chats.first.click()
+    expect(chat.questions.last).to_contain_text("about apples")
+    chat.page.locator("#search textarea, #search input").fill("")
+    expect(chat.chats).to_have_count(2)
+    chat.page.get_by_text("This chat").click()
+    title = chat.page.locator("#title textarea, #title input")
+    expect(title).to_have_value("about apples")
+    title.fill("Fruit")
+    title.press("Enter")
+    expect(chat.chats.filter(has_text="Fruit")).to_have_count(1)
+    row = chat.page.locator("#chats li", has_text="Fruit")
+    row.hover()
+    row.get_by_role("button").click()
+    expect(chat.chats).to_have_count(1)
+    expect(chat.questions).to_have_count(0)
+    chat.page.locator("#chats").get_by_role("button", name="Undo").click()
+    expect(chat.chats).to_have_count(2)
+    expect(chat.questions.last).to_contain_text("about apples")
+
+
+def test_settings_are_kept_and_out_of_range_ones_are_refused(
+    chat: ChatPage, executor: ScriptedExecutor
+) -> None:
+    chat.ask("one")
+    chat.page.locator("#settings .toggle-button").click()
+    tokens = chat.page.locator("#max_tokens input")
+    tokens.fill("2")
+    tokens.blur()
+    chat.page.locator("#temperature input").fill("1000")
+    chat.page.locator("#temperature input").blur()
+    expect(chat.page.get_by_text(re.compile("temperature must"))).to_be_visible()
+    chat.page.reload()
+    chat.page.locator("#settings .toggle-button").click()
+    expect(tokens).to_have_value("2")
+    expect(chat.page.locator("#temperature input")).to_have_value("")
+    executor.answers = ["abcdef"]
+    chat.ask("two")
+    assert executor.seen[-1].params.max_tokens == 2
+
+
+def test_attachments_reach_the_model_and_what_cannot_be_read_is_refused(
+    chat: ChatPage, executor: ScriptedExecutor, tmp_path: Path
+) -> None:
+    notes, picture = tmp_path / "notes <b>.txt", tmp_path / "picture.png"
+    notes.write_text("the secret is 42")
+    picture.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(100))
+    chat.page.locator("#question input[type=file]").set_input_files(picture)
+    expect(chat.page.locator("#question .thumbnail-item, #question .thumbnails button").first).to_be_visible()
+    chat.send("what is this?")
+    expect(chat.page.get_by_text("neither text nor a PDF")).to_be_visible()
+    chat.page.reload()
+    chat.page.locator("#question input[type=file]").set_input_files(notes)
+    expect(chat.page.locator("#question .thumbnail-item, #question .thumbnails button").first).to_be_visible()
+    chat.ask("what is the secret?")
+    expect(chat.questions.first).to_contain_text("notes")
+    assert "the secret is 42" in bytes(next(iter(executor.prompts.values()))[:2000]).decode()
+
+
+MARKUP = [
+    "<script>window.hacked = 1</script>",
+    "<img src=x onerror='window.hacked = 1'>",
+    "<svg><animate onbegin='window.hacked = 1' attributeName=x dur=1s></svg>",
+    "<math><mtext><table><mglyph><style><!--</style><img title='--&gt;&lt;img src onerror=window.hacked=1&gt;'>",
+    "[x](javascript:window.hacked=1)",
+    "[x](data:text/html,<script>parent.hacked=1</script>)",
+    "![x](http://evil.example/pixel.png)",
+    "$$\\href{javascript:window.hacked=1}{x}$$",
+    "$$\\htmlStyle{background:url(http://evil.example/a)}{x}$$",
+    '<a href="java\nscript:window.hacked=1">x</a>',
+    "```html\n<img src=x onerror=window.hacked=1>\n```",
+    "`<b>` and <details open ontoggle='window.hacked=1'>",
+    "<form><math><mtext></form><form><mglyph><style></math><img src onerror=window.hacked=1>",
+    "{{constructor.constructor('window.hacked=1')()}} ${window.hacked=1}",
+]
+
+
+def test_markup_is_shown_as_text_wherever_it_comes_from(chat: ChatPage, executor: ScriptedExecutor) -> None:
+    everything = "\n\n".join(MARKUP)
+    executor.answers = [everything]
+    chat.ask(everything)
+    for link in chat.page.locator("#messages a, #chats a").all():
+        assert not re.match(r"\s*(javascript|data):", link.get_attribute("href") or "")
+    for link in chat.page.locator("#messages a").all():
+        assert link.get_attribute("target") == "_blank"
+    assert chat.page.locator("#messages .message img").count() == 0
+    expect(chat.answers.last).to_contain_text("<script>")
+    expect(chat.page.locator("#chats .title").first).to_contain_text("<script>")
+    assert chat.page.evaluate("window.hacked") is None
+
+
+def test_thoughts_are_folded_and_code_and_formulas_are_drawn(
+    chat: ChatPage, executor: ScriptedExecutor
+) -> None:
+    executor.answers = ["<think>let me see</think>So $$x^2$$ and\n\n```python\nx = 1\n```"]
+    chat.ask("think")
+    expect(chat.page.locator("#messages .katex").first).to_be_visible()
+    expect(chat.page.locator("#messages pre code")).to_contain_text("x = 1")
+    thought = chat.page.locator("#messages").get_by_text("Thought")
+    expect(thought).to_be_visible()
+
+
+def test_keys(chat: ChatPage, executor: ScriptedExecutor) -> None:
+    chat.page.keyboard.press("Control+k")
+    expect(chat.page.locator("#search textarea, #search input")).to_be_focused()
+    chat.page.locator("#new-chat").focus()
+    chat.page.keyboard.press("/")
+    expect(chat.box).to_be_focused()
+    executor.open.clear()
+    chat.send("one")
+    expect(chat.stop).to_be_visible()
+    chat.page.keyboard.press("Escape")
+    executor.open.set()
+    expect(chat.page.locator("#messages")).to_contain_text("Stopped")
+    chat.page.keyboard.press("Control+Shift+O")
+    expect(chat.questions).to_have_count(0)
+
+
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(390, "dark"), (768, "light"), (1280, "dark"), (1920, "light")]
+)
+def test_the_column_is_centred_and_nothing_is_cut_off(
+    server: RunningServer,
+    new_page: Callable[..., ChatPage],
+    executor: ScriptedExecutor,
+    width: int,
+    scheme: str,
+) -> None:
+    executor.answers = ["| a | b |\n|---|---|\n| 1 | 2 |\n\n" + "word " * 200]
+    chat = new_page(server.url, viewport={"width": width, "height": 800}, color_scheme=scheme)
+    chat.ask("hello")
+    box = chat.page.locator("#question").bounding_box()
+    assert box is not None
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= width
+    assert box["y"] + box["height"] <= 800
+    assert chat.page.evaluate("document.documentElement.scrollWidth") <= width
+    pane = chat.page.locator("#chat").bounding_box()
+    assert pane is not None
+    left = pane["x"] - (280 if width >= 768 else 0)
+    assert abs(left - (width - pane["x"] - pane["width"])) <= 60

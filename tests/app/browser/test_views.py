@@ -1,0 +1,67 @@
+"""The Engine, Models and Self-test views, in a real browser."""
+
+from collections.abc import Callable
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from neo_desktop.ui.page import mount
+
+from ..conftest import RunningServer, eventually, running
+from ..fake_engine import FakeExecutor, ScriptedExecutor, make_engine
+from .conftest import ChatPage
+
+pytestmark = pytest.mark.browser
+
+
+def test_the_engine_view_shows_who_is_served_and_costs_nothing_when_left(
+    chat: ChatPage, executor: ScriptedExecutor, server: RunningServer
+) -> None:
+    executor.open.clear()
+    chat.send("hello")
+    expect(chat.stop).to_be_visible()
+    executor.steps.release(3)
+    chat.page.goto(f"{server.url}/engine")
+    expect(chat.page.locator("#engine")).to_contain_text("GPU-cache")
+    expect(chat.page.locator("#engine .dot")).to_have_count(1)
+    executor.open.set()
+    expect(chat.page.locator("#engine")).to_contain_text("Ask something")
+    looked = 0
+    service, look = server.service, server.service.live_view
+
+    async def counted() -> object:
+        nonlocal looked
+        looked += 1
+        return await look()
+
+    service.live_view = counted  # type: ignore[method-assign]
+    eventually(lambda: looked >= 2)
+    chat.page.goto(f"{server.url}/models")
+    expect(chat.page.locator("#models")).to_contain_text("One model is loaded at a time")
+    eventually(lambda: not server.app.state.page.news._followers.get("nobody"))
+    before = looked
+    chat.page.wait_for_timeout(2500)
+    assert looked <= before + 1
+
+
+def test_a_report_is_shown_in_a_frame_without_scripts(chat: ChatPage, server: RunningServer) -> None:
+    folder = server.app.state.page.selftest._folder / "2026-01-01-000000"
+    folder.mkdir(parents=True)
+    (folder / "report.html").write_text("<h1>It went well</h1><script>parent.hacked = 1</script>")
+    chat.page.goto(f"{server.url}/self-test")
+    chat.page.get_by_role("button", name="2026-01-01").click()
+    frame = chat.page.frame_locator("#report iframe")
+    expect(frame.get_by_role("heading")).to_have_text("It went well")
+    assert chat.page.evaluate("window.hacked") is None
+
+
+def test_the_key_is_asked_for(
+    browser: Browser, new_page: Callable[..., ChatPage], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("key")
+    with running(make_engine(FakeExecutor()), data_folder=folder, api_key="k", mount=mount) as server:
+        answer = browser.new_context().request.get(server.url)
+        assert answer.status == 401
+        assert "Basic" in answer.headers["www-authenticate"]
+        chat = new_page(server.url, http_credentials={"username": "me", "password": "k"})
+        chat.ask("hello")
