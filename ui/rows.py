@@ -7,6 +7,7 @@ from typing import Any
 
 from neo_desktop.app.chats.messages import Attachment, Message, branch
 
+MAX_VARIANTS = 3  # messages with variants that can be walked, the last ones of the branch
 WINDOW = 40  # messages that are shown at first: gr.Chatbot draws all of them at each update
 
 Row = dict[str, Any]
@@ -41,14 +42,24 @@ def rows_of(messages: Sequence[Message], leaf_id: str | None, window: int = WIND
     ids: list[str] = []
     for message in way[-window:]:
         new = _question(message) if message.role == "user" else _answer(message)
-        options = _variants(siblings[message.parent_id], message.id)
-        if message.role == "assistant" and not message.is_live and (message.text or message.thought):
-            if message is way[-1] and _is_unfinished(message):
-                options.append({"label": "Continue", "value": f"continue {message.id}"})
-        new[-1]["options"] = options
         rows += new
         ids += [message.id] * len(new)
+    if rows and not way[-1].is_live:
+        rows[-1]["options"] = _options(way, siblings)
     return Rows(rows, ids, max(len(way) - window, 0), any(message.is_live for message in way))
+
+
+def _options(way: Sequence[Message], siblings: dict[str | None, list[str]]) -> list[Row]:
+    """Return what can be chosen below the last row, where gr.Chatbot shows options: variants, and Continue."""
+    options: list[Row] = []
+    for message in [one for one in way if len(siblings[one.parent_id]) > 1][-MAX_VARIANTS:]:
+        name = "Question " if message.role == "user" else "Answer " if message is not way[-1] else ""
+        options += _variants(name, siblings[message.parent_id], message.id)
+    last = way[-1]
+    was_cut = last.figures is not None and last.figures.finish_reason == "length"
+    if last.role == "assistant" and (last.text or last.thought) and (was_cut or last.state in _ENDED):
+        options.append({"label": "Continue", "value": f"continue {last.id}"})
+    return options
 
 
 def _question(message: Message) -> list[Row]:
@@ -75,18 +86,12 @@ def _answer(message: Message) -> list[Row]:
     return rows
 
 
-def _is_unfinished(message: Message) -> bool:
-    was_cut = message.figures is not None and message.figures.finish_reason == "length"
-    return was_cut or message.state in _ENDED
-
-
-def _variants(ids: Sequence[str], shown: str) -> list[Row]:
-    """Return "‹ 2/3 ›" as options; none where there is one variant alone."""
-    if len(ids) < 2:
-        return []
+def _variants(name: str, ids: Sequence[str], shown: str) -> list[Row]:
+    """Return "‹ 2/3" and "2/3 ›" as options; each leads to the variant beside the shown one."""
     at = ids.index(shown)
-    options = [{"label": f"‹ {at + 1}/{len(ids)}", "value": f"show {ids[at - 1]}"}]
-    return [*options, {"label": f"{at + 1}/{len(ids)} ›", "value": f"show {ids[(at + 1) % len(ids)]}"}]
+    place = f"{name}{at + 1}/{len(ids)}"
+    before = {"label": f"‹ {place}", "value": f"show {ids[at - 1]}"}  # noqa: RUF001
+    return [before, {"label": f"{place} ›", "value": f"show {ids[(at + 1) % len(ids)]}"}]  # noqa: RUF001
 
 
 def _file(attachment: Attachment) -> str:

@@ -25,7 +25,7 @@ document.addEventListener('keydown', (event) => {
 });
 // On a phone the list would cover the chat.
 window.addEventListener('load', () => {
-  if (innerWidth >= 768) return;
+  if (innerWidth > 768) return;
   const close = () => document.querySelector('#sidebar .toggle-button')?.click();
   const wait = setInterval(() => { if (document.querySelector('#sidebar .toggle-button')) { clearInterval(wait); close(); } }, 50);
 });
