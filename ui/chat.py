@@ -19,7 +19,7 @@ from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.loading import BUILTIN_NAME
 from neo_desktop.engine.options import BUILTIN
-from neo_desktop.ui.html import Markup, Panel, tag
+from neo_desktop.ui.html import Markup, panel, tag
 from neo_desktop.ui.look import Look
 from neo_desktop.ui.rows import WINDOW, rows_of
 
@@ -77,7 +77,7 @@ class ChatView:
         self.services = services
         self.chats = services.chats
         self.look = gr.State()
-        self.header = Panel(elem_id="model-line")
+        self.header = panel(elem_id="model-line")
         self.earlier = gr.Button("Earlier messages", visible=False, size="sm", elem_id="earlier")
         self.bot = gr.Chatbot(
             elem_id="messages",
@@ -93,7 +93,7 @@ class ChatView:
             placeholder="## What can I do for you?",
             examples=[{"text": text} for text in self.example_texts()],
         )
-        self.foot = Panel(elem_id="figures")
+        self.foot = panel(elem_id="figures")
         self.box = gr.MultimodalTextbox(
             elem_id="question",
             show_label=False,

@@ -11,7 +11,7 @@ from neo_desktop.app.live.schema import Cache, EngineState, EngineView, RequestL
 from neo_desktop.app.page_services import PageServices
 from neo_desktop.engine.stats import LLAMACPP
 from neo_desktop.ui.engine_charts import bars, bound, curves, figure, prediction, timeline
-from neo_desktop.ui.html import Markup, Panel, tag
+from neo_desktop.ui.html import Markup, panel, tag
 
 PERIOD_S = 1.0
 HISTORY = 120  # seconds of rates
@@ -33,7 +33,7 @@ ABOUT = {
 
 def engine_view(services: PageServices) -> None:
     """Build the view; it asks the engine once a second while it is seen."""
-    panel = Panel("<p>Asking the engine …</p>", elem_id="engine")
+    shown = panel("<p>Asking the engine …</p>", elem_id="engine")
 
     async def follow() -> AsyncIterator[str]:
         rates: deque[tuple[float, float]] = deque(maxlen=HISTORY)
@@ -44,17 +44,17 @@ def engine_view(services: PageServices) -> None:
             yield engine_html(view, list(rates))
             await asyncio.sleep(PERIOD_S)
 
-    while_seen(panel, follow)
+    while_seen(shown, follow)
 
 
-def while_seen(panel: Panel, follow: Any) -> None:
+def while_seen(shown: gr.HTML, follow: Any) -> None:
     """Let a generator write a panel as long as its page is seen."""
     context = gr.context.Context.root_block
     assert context is not None
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-    seen = panel.seen(follow, None, [panel], **quiet)
-    first = context.load(follow, None, [panel], **quiet)
-    panel.hide(None, None, None, cancels=[seen, first], **quiet)
+    seen = shown.seen(follow, None, [shown], **quiet)
+    first = context.load(follow, None, [shown], **quiet)
+    shown.hide(None, None, None, cancels=[seen, first], **quiet)
 
 
 def engine_html(view: EngineView, rates: list[tuple[float, float]]) -> Markup:

@@ -12,10 +12,7 @@ logger = logging.getLogger(__name__)
 
 # Gradio's routes that the page and `gradio_client` use.
 GRADIO_PATHS = frozenset(
-    ["/", "/engine", "/models", "/self-test", "/config", "/theme.css", "/manifest.json", "/favicon.ico"]
-    + ["/pwa_icon", "/gradio_api/upload", "/gradio_api/upload_progress", "/gradio_api/queue/join"]
-    + ["/gradio_api/queue/data", "/gradio_api/cancel", "/gradio_api/info", "/gradio_api/startup-events"]
-    + ["/gradio_api/component_server", "/gradio_api/reset"]
+    ["/", "/engine", "/models", "/self-test", "/config", "/theme.css", "/manifest.json", "/favicon.ico", "/pwa_icon", "/gradio_api/upload", "/gradio_api/upload_progress", "/gradio_api/queue/join", "/gradio_api/queue/data", "/gradio_api/cancel", "/gradio_api/info", "/gradio_api/startup-events", "/gradio_api/component_server", "/gradio_api/reset"]
 )
 GRADIO_FOLDERS = ("/assets/", "/static/", "/pwa_icon/", "/svelte/", "/gradio_api/heartbeat/", "/gradio_api/call/")
 FILES = "/gradio_api/file="

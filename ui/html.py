@@ -69,12 +69,6 @@ def button(label: str, act: str, *, kind: str = "", title: str | None = None, **
     )
 
 
-class Panel(gr.HTML):
-    """HTML that Python makes; its events are `act`, `hide` and `seen`."""
-
-    def __init__(self, value: str = "", **options: Any) -> None:
-        super().__init__(value, js_on_load=_SCRIPT, **options)
-
-    def get_block_name(self) -> str:
-        """Return the component that shows it."""
-        return "html"
+def panel(value: str = "", **options: Any) -> gr.HTML:
+    """Return a component for HTML that Python makes; its events are `act`, `hide` and `seen`."""
+    return gr.HTML(value, js_on_load=_SCRIPT, **options)

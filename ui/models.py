@@ -10,13 +10,13 @@ from neo_desktop.app.page_services import PageServices
 from neo_desktop.app.shelf.model_shelf import ShelfError
 from neo_desktop.ui.chat import told
 from neo_desktop.ui.engine import while_seen
-from neo_desktop.ui.html import Markup, Panel, button, tag
+from neo_desktop.ui.html import Markup, button, panel, tag
 
 
 def models_view(services: PageServices) -> None:
     """Build the view."""
     shelf = services.shelf
-    panel = Panel("<p>Looking for models …</p>", elem_id="models")
+    shown = panel("<p>Looking for models …</p>", elem_id="models")
     with gr.Group(elem_id="pull"):
         name = gr.Textbox(
             label="Get another model",
@@ -58,8 +58,8 @@ def models_view(services: PageServices) -> None:
         return ""
 
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-    while_seen(panel, follow)
-    panel.act(act, None, None, **quiet)
+    while_seen(shown, follow)
+    shown.act(act, None, None, **quiet)
     gr.on([name.submit, start.click], pull, [name], [name], **quiet)
 
 

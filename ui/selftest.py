@@ -11,7 +11,7 @@ from neo_desktop.app.page_services import PageServices
 from neo_desktop.app.selftest import SUITES, SelfTestError
 from neo_desktop.ui.chat import told
 from neo_desktop.ui.engine import while_seen
-from neo_desktop.ui.html import Markup, Panel, button, tag
+from neo_desktop.ui.html import Markup, button, panel, tag
 
 
 def selftest_view(services: PageServices) -> None:
@@ -23,8 +23,8 @@ def selftest_view(services: PageServices) -> None:
     )
     suites = gr.CheckboxGroup(list(SUITES), value=list(SUITES), label="What to measure")
     start = gr.Button("Start", variant="primary")
-    panel = Panel(elem_id="selftest")
-    report = Panel(elem_id="report")
+    shown = panel(elem_id="selftest")
+    report = panel(elem_id="report")
 
     async def follow() -> AsyncIterator[str]:
         with services.news.follow(SELFTEST) as changed:
@@ -53,9 +53,9 @@ def selftest_view(services: PageServices) -> None:
         )
 
     quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
-    while_seen(panel, follow)
+    while_seen(shown, follow)
     start.click(begin, [suites], None, **quiet)
-    panel.act(act, None, [report], **quiet)
+    shown.act(act, None, [report], **quiet)
 
 
 def selftest_html(view: dict[str, Any]) -> Markup:

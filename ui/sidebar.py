@@ -14,7 +14,7 @@ import gradio as gr
 from neo_desktop.app.chats.errors import NotFoundError
 from neo_desktop.app.chats.messages import ChatEntry
 from neo_desktop.ui.chat import REFUSALS, ChatView, read_upload, told
-from neo_desktop.ui.html import Markup, Panel, button, tag
+from neo_desktop.ui.html import Markup, button, panel, tag
 from neo_desktop.ui.look import Look
 
 DAY_S = 24 * 3600
@@ -30,7 +30,7 @@ class Sidebar:
         self.search = gr.Textbox(
             show_label=False, container=False, placeholder="Search", elem_id="search", max_lines=1
         )
-        self.list = Panel(elem_id="chats")
+        self.list = panel(elem_id="chats")
         with gr.Accordion("This chat", open=False):
             self.title = gr.Textbox(label="Title", max_lines=1, max_length=200, elem_id="title")
             with gr.Row():
