@@ -438,7 +438,11 @@ def new_requests(
             arrival=next(arrivals),
             max_context_tokens=intake.max_context_tokens,
             eos_token_ids=eos_token_ids,
-            text=IncrementalText(intake.tokenizer.decode_stream(), params.stop),
+            text=IncrementalText(
+                intake.tokenizer.decode_stream(is_chat=params.thoughts is not None),
+                params.stop,
+                params.thoughts,
+            ),
             grammar=None if params.grammar is None else grammars.start(params.grammar, params.grammar_after),
             block_hashes=prepared.block_hashes,
         )

@@ -36,6 +36,7 @@ class RequestOutput(NamedTuple):
     num_cached_tokens: int  # prompt tokens whose KV was reused from earlier requests
     num_output_tokens: int  # so far
     embedding: FloatArray | None = None  # of length 1, [hidden]; at the end, if pooling was asked for
+    stopped_by: str | None = None  # the stop string that ended it
 
 
 class RequestState:
@@ -221,6 +222,7 @@ class Request(RequestState):
             num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=len(self.token_ids) - self.num_prompt_tokens,
             embedding=None if self.finish_reason is not FinishReason.STOP else self._embedding(),
+            stopped_by=self._text.stopped_by,
         )
 
     def _embedding(self) -> FloatArray | None:

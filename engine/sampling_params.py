@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from neo_desktop.engine.errors import SettingError
+from neo_desktop.models.thoughts import Thoughts
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -33,6 +34,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # subtracted once per occurrence in the output
     seed: int | None = None  # same seed, same tokens, whatever else is in the batch
     stop: Sequence[str] = ()  # text that ends the output and is left out of it
+    thoughts: Thoughts | None = None  # of a chat, in which stop strings do not count; None: raw text
     stop_token_ids: Sequence[int] = ()  # tokens that end the output, beside the model's own
     logprobs: int | None = None  # return log-probabilities: of the chosen token and this many top ones
     n: int = 1  # independent outputs for the one prompt
@@ -65,6 +67,9 @@ class SamplingParams:
             raise SettingError("stop", f"may hold at most {MAX_STOP_STRINGS} strings, got {len(stop)}")
         if any(not isinstance(text, str) or not text for text in stop):
             raise SettingError("stop", "must hold strings that are not empty")
+        if self.thoughts not in (None, *get_args(Thoughts)):
+            names = " or ".join(get_args(Thoughts))
+            raise SettingError("thoughts", f"must be {names}, got {self.thoughts!r}")
         for token_id in self.stop_token_ids:
             _check_integer("stop_token_ids", token_id, 0)
         if self.logprobs is not None:

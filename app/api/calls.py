@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from typing import Literal, NamedTuple
 
 from neo_desktop.app.api.tools import ToolFormat
-from neo_desktop.app.thoughts import split_off_beginning
+from neo_desktop.models.thoughts import split_off_beginning
 
 _MAX_NAME_CHARS = 256
 _LETTERS = string.ascii_letters + string.digits

@@ -1,6 +1,5 @@
 """POST /v1/chat/completions: OpenAI's chats, with what vLLM and llama.cpp add."""
 
-import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal, Self
 
@@ -11,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from neo_desktop.app.api.calls import CallStart, Piece, Text, Thought
 from neo_desktop.app.api.conversation import Conversation, thinking_fields
 from neo_desktop.app.api.fields import MAX_TOOLS, Content, Json, Model, Only, Unsupported, described, given
+from neo_desktop.app.api.history import arguments_of
 from neo_desktop.app.api.outputs import Answer, Call, Outputs, begin, collect
 from neo_desktop.app.api.replies import head, token_logprobs, until_done, usage_body
 from neo_desktop.app.api.sampling import GenerationRequest
@@ -43,14 +43,7 @@ class ToolCall(Model):
 
     def for_template(self) -> Json:
         """The call as chat templates expect it: with the arguments as an object, if they are one."""
-        try:
-            arguments = json.loads(self.function.arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-        function = {
-            "name": self.function.name,
-            "arguments": arguments if isinstance(arguments, dict) else self.function.arguments,
-        }
+        function = {"name": self.function.name, "arguments": arguments_of(self.function.arguments)}
         return {"id": self.id, "type": "function", "function": function}
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from neo_desktop.app.api.conversation import Conversation, prepare, thinking_fields
 from neo_desktop.app.api.fields import MAX_TOOLS, Content, Json, Model, Only, Unsupported, given
-from neo_desktop.app.api.message_events import Stops, blocks_of, message_body, message_events
+from neo_desktop.app.api.message_events import blocks_of, message_body, message_events, stop_reason
 from neo_desktop.app.api.outputs import begin, collect
 from neo_desktop.app.api.sampling import sampling_params
 from neo_desktop.app.api.structure import Structure
@@ -241,13 +241,11 @@ class MessagesRequest(CountTokensRequest):
 async def answer(service: EngineService, body: MessagesRequest, params: SamplingParams) -> Response:
     """Answer a chat, in one piece or as a stream of events."""
     outputs = await begin(service, body.conversation(service.tokenizer.chat_template), params)
-    stops = Stops(service.tokenizer, body.stop_sequences or ())
     if body.stream:
-        return EventStream(message_events(outputs, stops, service.model_name), outputs)
+        return EventStream(message_events(outputs, service.model_name), outputs)
     (answer,) = await collect(outputs)
-    stops.add(answer.raw_text, answer.tokens)
     message = message_body(service.model_name, outputs.usage)
-    message |= {"content": blocks_of(answer), **stops.reason(answer.end)}
+    message |= {"content": blocks_of(answer), **stop_reason(answer.end, answer.stopped_by)}
     return JSONResponse(message)
 
 
@@ -255,7 +253,7 @@ async def count_tokens(service: EngineService, body: CountTokensRequest) -> Resp
     """Tell how many tokens the prompt of a chat has."""
     prepared = await prepare(service, body.conversation(service.tokenizer.chat_template))
     try:
-        token_ids = await asyncio.to_thread(service.tokenizer.encode, prepared.prompt, False)
+        token_ids = await asyncio.to_thread(service.tokenizer.encode_chat, prepared.prompt)
     except ValueError as error:
         raise ApiError(400, str(error), param="messages") from error
     return JSONResponse({"input_tokens": len(token_ids)})

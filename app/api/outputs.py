@@ -12,13 +12,13 @@ from neo_desktop.app.api.structure import Structure
 from neo_desktop.app.generation import Generation
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.service_errors import EngineFailedError
-from neo_desktop.app.thoughts import ThoughtSplitter
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.errors import ContextLengthError, SettingError
 from neo_desktop.engine.intake import Prompt
 from neo_desktop.engine.request import RequestOutput
 from neo_desktop.engine.sampling_params import SamplingParams
+from neo_desktop.models.thoughts import ThoughtSplitter
 from neo_desktop.models.tokenizer import Tokenizer
 
 
@@ -31,6 +31,7 @@ class Step:
     tokens: Sequence[SampledToken]
     end: str | None  # "stop", "length" or "tool_calls"; None: more will follow
     text: str  # as the model wrote it, marks included
+    stopped_by: str | None = None  # the stop string that ended it
 
 
 @dataclass(slots=True)
@@ -109,7 +110,7 @@ class Outputs:
         if end is not None:
             pieces += reader.flush()
             end = "tool_calls" if reader.has_calls and end == "stop" else end
-        return Step(index, pieces, output.tokens, end, text)
+        return Step(index, pieces, output.tokens, end, text, output.stopped_by)
 
 
 class _Reader:
@@ -168,7 +169,7 @@ class Answer:
     calls: list[Call] = field(default_factory=list)
     tokens: list[SampledToken] = field(default_factory=list)
     end: str | None = None
-    raw_text: str = ""
+    stopped_by: str | None = None
 
     def add(self, step: Step) -> None:
         """Take in what came."""
@@ -183,8 +184,7 @@ class Answer:
                 case CallArguments(number, text):
                     self.calls[number].arguments += text
         self.tokens += step.tokens
-        self.raw_text += step.text
-        self.end = step.end
+        self.end, self.stopped_by = step.end, step.stopped_by
 
 
 async def collect(outputs: Outputs) -> list[Answer]:
@@ -236,7 +236,7 @@ async def begin(service: EngineService, conversation: Conversation, params: Samp
     forms = conversation.structure[0] if conversation.structure else "tools"
     if prepared.grammar is not None:
         params = _with_grammar(params, prepared.grammar, forms, prepared.grammar_after)
-    # The template has written the special tokens out.
+    params = dataclasses.replace(params, thoughts="open" if prepared.is_thinking else "possible")
     generation = await submit(
         service, [prepared.prompt], params, conversation.field, add_special_tokens=False, grammar_field=forms
     )

@@ -1,12 +1,12 @@
 """The items of a response's conversation: messages, thoughts, calls and their results."""
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from neo_desktop.app.api.fields import Content, Json, Model, Only
+from neo_desktop.app.api.history import arguments_of
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -101,9 +101,5 @@ def for_template(items: Sequence[Item]) -> list[Json]:
 
 
 def _call(item: FunctionCallItem) -> Json:
-    try:
-        arguments = json.loads(item.arguments)
-    except (ValueError, RecursionError):
-        arguments = None
-    function = {"name": item.name, "arguments": arguments if isinstance(arguments, dict) else item.arguments}
+    function = {"name": item.name, "arguments": arguments_of(item.arguments)}
     return {"id": item.call_id, "type": "function", "function": function}

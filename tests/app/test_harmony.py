@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from neo_desktop.app.thoughts import ThoughtSplitter
 from neo_desktop.models.harmony import MARKS
+from neo_desktop.models.thoughts import ThoughtSplitter
 from neo_desktop.models.tokenizer import Tokenizer
 
 from .conftest import running
@@ -61,7 +61,7 @@ def read(tokenizer: Tokenizer, text: str) -> str:
         ),
         (
             f"{THOUGHT}Hm.<|end|><|start|>assistant to=functions.add<|channel|>commentary json<|message|>1",
-            "<think>Hm.</think><tool_call>add1",
+            '<think>Hm.</think><tool_call>add{"arguments": 1}',
         ),
         (' to=functions.add<|channel|>commentary<|message|>{"a": 1}', '<tool_call>add{"a": 1}'),
         ("<|channel|>commentary<|message|>I look it up.<|end|>", "I look it up."),

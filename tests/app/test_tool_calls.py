@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neo_desktop.app.api.calls import CallArguments, CallReader, CallStart, Text, short_id
+from neo_desktop.app.api.history import explained, paired
 from neo_desktop.app.api.tools import (
     EXPLAINED,
     HARMONY,
@@ -17,9 +18,7 @@ from neo_desktop.app.api.tools import (
     MISTRAL_NAMES,
     Tool,
     ToolFormat,
-    explained,
     format_of,
-    with_single_calls,
 )
 
 NAMES = {"add", "weather"}
@@ -189,7 +188,7 @@ def test_a_template_that_takes_one_call_per_message_gets_them_one_by_one() -> No
         {"role": "tool", "content": "2", "tool_call_id": "b"},
         {"role": "assistant", "content": "done"},
     ]
-    assert with_single_calls(chat) == [
+    assert paired(chat, single_calls=True) == [
         chat[0],
         {"role": "assistant", "content": "well", "tool_calls": calls[:1]},
         chat[2],

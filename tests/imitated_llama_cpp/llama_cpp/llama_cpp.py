@@ -5,12 +5,14 @@ the logits are no numbers. `gate` holds evaluations while it is not set.
 """
 
 import ctypes
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 llama_token = ctypes.c_int32
 LLAMA_TOKEN_ATTR_UNKNOWN, LLAMA_TOKEN_ATTR_NORMAL, LLAMA_TOKEN_ATTR_CONTROL = 1, 4, 8
+LLAMA_TOKEN_ATTR_USER_DEFINED, LLAMA_TOKEN_ATTR_LSTRIP, LLAMA_TOKEN_ATTR_RSTRIP = 16, 128, 256
 END, BEGIN, SIZE = 256, 257, 258
 BELL, NO_NUMBER = 7, 6
 NAMES = {END: b"<end>", BEGIN: b"<begin>"}
@@ -113,7 +115,7 @@ def llama_model_is_diffusion(model):
 
 
 def llama_model_chat_template(model, name):
-    return TEMPLATE
+    return TEMPLATE if name is None else None
 
 
 def llama_model_meta_val_str(model, key, buffer, size):
@@ -148,7 +150,9 @@ def llama_vocab_is_eog(vocab, token):
 
 
 def llama_tokenize(vocab, text, length, tokens, size, add_special, parse_special):
-    found = [BEGIN] * add_special + list(text[:length])
+    found, text = [BEGIN] * add_special, text[:length]
+    for part in re.split(b"(<end>|<begin>)", text) if parse_special else [text]:
+        found += [token for token, name in NAMES.items() if name == part] or list(part)
     if len(found) > size:
         return -len(found)
     tokens[: len(found)] = found
