@@ -75,21 +75,20 @@ class ChatBackends:
         original_ids = {}
         for token_id, token in sorted(backend.get_added_tokens_decoder().items()):
             is_mark = token.content in self._marks
-            added = self._signed(token, sign) if is_mark else token
+            added = _signed(token, sign) if is_mark else token
             copy.add_tokens([added])
             new_id = copy.token_to_id(added.content)
             assert new_id is not None
             original_ids[new_id] = token_id
         return copy, original_ids
 
-    def _signed(self, token: AddedToken, sign: str) -> AddedToken:
-        content = sign + token.content
-        normalizer = self._backend.normalizer
-        keeps_sign = normalizer is None or sign in normalizer.normalize_str(content)
-        return AddedToken(
-            content,
-            single_word=token.single_word,
-            lstrip=token.lstrip,
-            rstrip=token.rstrip,
-            normalized=token.normalized and keeps_sign,
-        )
+
+def _signed(token: AddedToken, sign: str) -> AddedToken:
+    # It is found as it stands: a normaliser might take the sign away.
+    return AddedToken(
+        sign + token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=False,
+    )

@@ -68,7 +68,7 @@ class Chat:
         submit = server.service.submit
 
         async def noting(prompts: Any, *args: Any, **options: Any) -> Any:
-            self.prompts += prompts
+            self.prompts += map(str, prompts)
             return await submit(prompts, *args, **options)
 
         server.service.submit = noting  # type: ignore[method-assign]
@@ -284,7 +284,7 @@ def test_a_message_can_be_continued(hermes: Chat) -> None:
     begun = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "one two "}]
     (choice,) = hermes.ask("three", messages=begun, extra_body={"continue_final_message": True}).choices
     assert choice.message.content == "three"
-    assert hermes.prompts[-1].endswith("<assistant>one two")
+    assert hermes.prompts[-1].endswith("<assistant>one two ")
 
 
 def test_what_llama_cpp_and_vllm_call_it(hermes: Chat) -> None:

@@ -61,8 +61,8 @@ def test_the_model_reads_the_branch_that_is_asked_on(
     prompts: list[str] = []
     submit = page_server.service.submit
 
-    async def listen(asked: Sequence[str], *args: Any, **options: Any) -> Generation:
-        prompts.extend(asked)
+    async def listen(asked: Sequence[object], *args: Any, **options: Any) -> Generation:
+        prompts.extend(map(str, asked))
         return await submit(asked, *args, **options)
 
     monkeypatch.setattr(page_server.service, "submit", listen)

@@ -37,7 +37,7 @@ from .conftest import RunningServer, eventually, is_idle, running
 IMITATION = Path(__file__).parents[1] / "imitated_llama_cpp"
 CPU = EngineOptions(device="cpu")
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
-PROMPT = "<user>hello<assistant>"
+NUM_PROMPT_TOKENS = len("<user>hello<assistant>") + 1  # with the token at its beginning
 needs_llama_cpp = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
 )
@@ -110,9 +110,9 @@ def answer_of(engine: LlamaCppEngine, prompt: Any, **params: Any) -> tuple[str, 
 def test_chats_are_answered_as_by_the_engine(server: RunningServer, client: openai.OpenAI) -> None:
     answer = ask(client, logprobs=True, top_logprobs=2)
     (choice_,) = answer.choices
-    expected = letters(len(PROMPT), 3)
+    expected = letters(NUM_PROMPT_TOKENS, 3)
     assert (choice_.message.content, choice_.finish_reason) == (expected, "length")
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT), 3)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (NUM_PROMPT_TOKENS, 3)
     assert [token.token for token in choice_.logprobs.content] == list(expected)
     parts = list(ask(client, stream=True, stream_options={"include_usage": True}))
     assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == expected
@@ -127,7 +127,7 @@ def test_chats_are_answered_as_by_the_engine(server: RunningServer, client: open
 
 
 def test_every_setting_of_the_engine_holds(server: RunningServer, client: openai.OpenAI) -> None:
-    first, second = list(letters(len(PROMPT), 2))
+    first, second = list(letters(NUM_PROMPT_TOKENS, 2))
     biased = ask(client, logit_bias={str(ord("!")): 100})
     assert biased.choices[0].message.content == "!!!"
     followed = ask(client, max_tokens=20, extra_body={"structured_outputs": {"regex": "(yes|no)"}})
@@ -140,9 +140,9 @@ def test_a_chat_that_goes_on_is_not_read_again(
 ) -> None:
     ask(client)
     api.decoded.clear()
-    more = [*MESSAGES, {"role": "assistant", "content": letters(len(PROMPT), 3)}, *MESSAGES]
+    more = [*MESSAGES, {"role": "assistant", "content": letters(NUM_PROMPT_TOKENS, 3)}, *MESSAGES]
     answer = ask(client, messages=more)
-    cached = len(PROMPT) + 2  # the last token of an answer is never computed
+    cached = NUM_PROMPT_TOKENS + 2  # the last token of an answer is never computed
     assert answer.usage.prompt_tokens_details.cached_tokens == cached
     assert sum(map(len, api.decoded)) == answer.usage.prompt_tokens - cached + 2
 
@@ -212,7 +212,7 @@ def test_a_failure_is_told_and_the_next_request_is_answered(
 ) -> None:
     with pytest.raises(openai.InternalServerError, match=message):
         client.completions.create(model="strange", prompt=text, max_tokens=3)
-    assert ask(client).choices[0].message.content == letters(len(PROMPT), 3)
+    assert ask(client).choices[0].message.content == letters(NUM_PROMPT_TOKENS, 3)
 
 
 def test_the_context_is_a_limit_as_elsewhere(server: RunningServer, client: openai.OpenAI) -> None:

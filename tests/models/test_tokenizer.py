@@ -213,7 +213,7 @@ def test_a_role_makes_a_token_special(tmp_path):
             None,
             "yes",
         ),
-        ({"chat_template": [{"name": "rag", "template": "no"}]}, None, None),
+        ({"chat_template": [{"name": "rag", "template": "only"}]}, None, "only"),
     ],
 )
 def test_the_chat_template_is_found(config, jinja, expected, tmp_path):
