@@ -1,5 +1,6 @@
 """The chat templates of one model: messages in, text and marks out."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,8 @@ class ChatTemplates:
         self._processes = {source: TemplateProcess(source, tokenizer.special_tokens) for source in sources}
 
     async def start(self) -> None:
-        """Start the child processes, so that the first chat need not wait for them."""
+        """Start the child processes and find the marks, so that the first chat need not wait for them."""
+        await asyncio.to_thread(getattr, self._tokenizer, "marks")
         for process in self._processes.values():
             await process.start()
 

@@ -10,11 +10,11 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 MAX_MARK_CHARS = 256  # longer texts of control tokens are never recognised in chats
-MAX_NESTED_MARKS = 64  # marks that begin with one another
+MAX_NESTED_MARKS = 32  # levels of common beginnings; regular expressions nest in Python's stack
 MAX_NESTED_JSON = 200  # levels of lists and objects in tools and arguments
 # Characters without a meaning of their own: those that are none first.
 SIGNS = tuple(map(chr, chain(range(0xFDD0, 0xFDF0), (0xFFFE, 0xFFFF), range(0xE000, 0xF900))))
@@ -57,15 +57,14 @@ class Marks:
     Args:
         control: texts of control tokens.
         spoken: those that an assistant's own message may hold, such as `<think>`.
-
-    Raises:
-        ValueError: too many of them begin with one another.
     """
 
     def __init__(self, control: Iterable[str], spoken: Iterable[str] = ()) -> None:
         spoken = frozenset(filter(_is_mark, spoken))
         self.texts = frozenset(filter(_is_mark, control)) | spoken
-        self._every, self._spoken, self._unspoken = map(_Finder, (self.texts, spoken, self.texts - spoken))
+        self._every = _Finder(self.texts)
+        self._spoken = _Finder(spoken)
+        self._unspoken = _Finder(self.texts - spoken) if spoken else self._every
 
     def split(self, text: str, *, is_spoken: bool = False) -> ChatText:
         """Return a text in which everything that looks like a mark is one.
@@ -89,7 +88,6 @@ class _Finder:
         nothing = "(?!)"
         pattern = _alternatives(sorted(marks)) if marks else nothing
         self._whole = re.compile(f"({pattern})")
-        self._starts = re.compile(f"(?={pattern}).", re.DOTALL)
         self._sorted = sorted(marks)
         self._mirrored = sorted(mark[::-1] for mark in marks)
         self._longest = max(map(len, marks), default=1)
@@ -100,8 +98,12 @@ class _Finder:
         return tuple(self._whole.split(text))
 
     def broken(self, text: str, sign: str) -> str:
-        if self._starts.search(text):
-            text = self._starts.sub(rf"\g<0>{sign}", text)
+        starts, at = [], -1
+        while found := self._whole.search(text, at + 1):  # marks may overlap
+            starts.append(at := found.start())
+        if starts:
+            ends = [*(start + 1 for start in starts), len(text)]
+            text = sign.join(text[start:end] for start, end in pairwise([0, *ends]))
         room = self._longest - 1
         if self._last.search(text, 0, room):
             text = sign + text if _ends_with_beginning(text[room - 1 :: -1], self._mirrored) else text
@@ -126,7 +128,7 @@ def _is_mark(text: str) -> bool:
 def _alternatives(texts: Sequence[str], depth: int = 0) -> str:
     """Return a regular expression of sorted texts that takes the longest; common beginnings stand once."""
     if depth > MAX_NESTED_MARKS:
-        raise ValueError(f"more than {MAX_NESTED_MARKS} special tokens begin with one another")
+        return f"(?:{'|'.join(map(re.escape, reversed(texts)))})"
     is_optional = texts[0] == ""
     branches, start = [], int(is_optional)
     while start < len(texts):

@@ -69,8 +69,8 @@ def read(tokenizer: Tokenizer, text: str) -> str:
         ),
         (' to=functions.add<|channel|>commentary<|message|>{"a": 1}', '<tool_call>add{"a": 1}'),
         (
-            f"{THOUGHT}Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.f<|constrain|>json<|message|>{{}}",
-            "<think>Hm.</think><tool_call>f{}",
+            "<|channel|>commentary to=functions.f<|constrain|>json<|message|>{}",
+            "<tool_call>f{}",
         ),
         (" to=functions.f<|constrain|>json<|message|> {}", "<tool_call>f {}"),
         ("<|channel|>commentary<|message|>I look it up.<|end|>", "I look it up."),

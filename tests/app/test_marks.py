@@ -197,15 +197,14 @@ def test_an_assistants_own_marks_of_thoughts_stay() -> None:
     assert text.pieces[1::2] == ("<|im_start|>", "<|im_end|>") * 2 + ("<|im_start|>", "<think>")
 
 
-def test_marks_that_begin_with_one_another_are_bounded() -> None:
-    assert Marks(["<a", "<ab", "<abc>"]).split("x<abc><ab<a").pieces == (
-        "x",
-        "<abc>",
-        "",
-        "<ab",
-        "",
-        "<a",
-        "",
-    )
-    with pytest.raises(ValueError, match="begin with one another"):
-        Marks(["<" + "a" * length for length in range(1, 200)])
+@given(st.lists(st.text("<ab>", min_size=2, max_size=80)), st.text("<ab>", max_size=80))
+def test_the_longest_mark_is_found_first(texts: list[str], text: str) -> None:
+    nested = ["<" + "a" * length for length in range(1, 100)]
+    pieces = Marks([*texts, *nested]).split(text).pieces
+    assert "".join(pieces) == text
+    rest = text
+    for before, mark in zip(pieces[::2], [*pieces[1::2], ""], strict=True):
+        here = [one for one in (*texts, *nested) if rest[len(before) :].startswith(one)]
+        assert mark == max(here, key=len, default="")
+        assert not any(rest.startswith(one, at) for one in (*texts, *nested) for at in range(len(before)))
+        rest = rest[len(before) + len(mark) :]
