@@ -56,7 +56,7 @@ class Marks:
 
     Args:
         control: texts of control tokens.
-        spoken: those that an assistant's own message may hold, such as `<think>`.
+        spoken: marks that an assistant's own message may hold, like `<think>`.
     """
 
     def __init__(self, control: Iterable[str], spoken: Iterable[str] = ()) -> None:

@@ -95,10 +95,10 @@ class ThoughtSplitter:
 
 
 def is_open(prompt: str, begun: str = "") -> bool:
-    """True if the model is to go on within a thought.
+    """True if the next token belongs to a thought.
 
     Args:
-        prompt: with all of it.
+        prompt: all text before that token.
         begun: the text of the answer that the prompt ends with.
     """
     splitter = ThoughtSplitter(is_open=False)

@@ -324,7 +324,7 @@ def control_texts(
 
     Args:
         special: texts of special tokens.
-        ordinary: texts that are one token wherever they stand.
+        ordinary: texts that are one token without being special.
         templates: source of the chat templates.
     """
     named = [text for text in ordinary if _is_bracketed(text) and text in templates]

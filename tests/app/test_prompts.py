@@ -1,4 +1,4 @@
-"""From a request to the prompt's tokens, and stop strings on the way back, whatever the protocol."""
+"""From a request to the prompt's tokens, and stop strings on the way back, in every protocol."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -64,7 +64,7 @@ def gpt(server: RunningServer) -> openai.OpenAI:
 
 
 def noted(server: RunningServer) -> list[list[int]]:
-    """The tokens of each prompt that the service is asked for from now on."""
+    """Prompts that the service gets from now on, as tokens."""
     found: list[list[int]] = []
     submit = server.service.submit
 
