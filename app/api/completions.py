@@ -147,7 +147,7 @@ class _Shape:
         return body
 
 
-def _text(tokenizer: Tokenizer, prompt: Prompt) -> str:
+def _text(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> str:
     return prompt if isinstance(prompt, str) else tokenizer.decode(list(prompt), skip_special_tokens=False)
 
 

@@ -31,6 +31,7 @@ from neo_desktop.engine.options import EngineOptions
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.marks import Shield
 
 from .conftest import RunningServer, eventually, is_idle, running
 
@@ -124,6 +125,14 @@ def test_chats_are_answered_as_by_the_engine(server: RunningServer, client: open
     assert ended.message.content.endswith("z")
     stopped = ask(client, max_tokens=100, stop=[expected[1:]]).choices[0]
     assert (stopped.message.content, stopped.finish_reason) == (expected[0], "stop")
+
+
+def test_text_of_a_chat_is_no_control_token(api: Any, file: Path) -> None:
+    tokenizer = LlamaCppTokenizer(file)
+    shield = Shield(tokenizer.marks, said := "a<end>b<begin>")
+    text = shield.read(f"<begin>{shield.broken(said)}<end>")
+    assert tokenizer.encode_chat(text) == [api.BEGIN, *said.encode(), api.END]
+    assert tokenizer.encode_chat(shield.read("a<end>")) == [api.BEGIN, *b"a", api.END]
 
 
 def test_every_setting_of_the_engine_holds(server: RunningServer, client: openai.OpenAI) -> None:
