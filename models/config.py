@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from neo_desktop.models.experts_config import ExpertsConfig
-from neo_desktop.models.families import experts_of, family_of, layer_windows, refuse_unsupported, stored_dtype
+from neo_desktop.models.families import described, experts_of, family_of, flag, layer_windows, stored_dtype
 from neo_desktop.models.json_file import JsonFile, ModelError
 from neo_desktop.models.limits import (
     MAX_CONTEXT_TOKENS,
@@ -113,22 +113,21 @@ class ModelConfig:
             raise ModelError(f"{path} is not a folder: point at a downloaded Hugging Face model folder.")
         file = JsonFile.read(path / "config.json")
         family = family_of(file)
-        refuse_unsupported(file, family)
+        file = described(file, family)
 
         num_layers = file.integer("num_hidden_layers", maximum=MAX_LAYERS)
         hidden_size = file.integer("hidden_size", maximum=MAX_HIDDEN_SIZE)
         num_heads = file.integer("num_attention_heads", maximum=MAX_HEADS)
-        derived_head_dim = family.head_dim or max(hidden_size // num_heads, 1)
-        head_dim = file.integer("head_dim", derived_head_dim, maximum=MAX_HEAD_DIM)
+        head_dim = file.integer("head_dim", max(hidden_size // num_heads, 1), maximum=MAX_HEAD_DIM)
         num_kv_heads = file.integer("num_key_value_heads", num_heads, maximum=MAX_HEADS)
         check_heads(file.path, num_heads, num_kv_heads, head_dim)
 
-        trained_tokens = file.integer("max_position_embeddings", family.max_position_embeddings)
+        trained_tokens = file.integer("max_position_embeddings")
         rope = RopeConfig.from_config(file, trained_tokens)
         max_context_tokens = stretched_tokens(trained_tokens, rope)
-        attention_bias = family.reads_attention_bias and file.boolean("attention_bias", family.attention_bias)
+        attention_bias = flag(file, family, "attention_bias")
         generation = generation_file(path)
-        eos_token_ids = file.token_ids("eos_token_id", family.eos_token_ids)
+        eos_token_ids = file.token_ids("eos_token_id", ())
         return cls(
             architecture=family.architecture,
             vocab_size=file.integer("vocab_size", maximum=MAX_VOCAB_SIZE),
@@ -139,23 +138,23 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             max_context_tokens=max_context_tokens,
-            rms_norm_eps=file.number("rms_norm_eps", family.rms_norm_eps),
+            rms_norm_eps=file.number("rms_norm_eps"),
             rope=rope,
-            tie_word_embeddings=file.boolean("tie_word_embeddings", False),
+            tie_word_embeddings=file.boolean("tie_word_embeddings"),
             # A window as long as the context hides nothing.
             layer_windows=tuple(
                 window if window is not None and window < max_context_tokens else None
                 for window in layer_windows(file, family, num_layers)
             ),
-            dtype=stored_dtype(file, family),
+            dtype=stored_dtype(file, family.dtype),
             qkv_bias=family.qkv_bias or attention_bias,
             output_bias=attention_bias,
-            mlp_bias=family.reads_mlp_bias and file.boolean("mlp_bias", False),
+            mlp_bias=flag(file, family, "mlp_bias"),
             qk_norm=family.qk_norm,
             attention_sinks=family.attention_sinks,
             experts=experts_of(file, family, num_layers, hidden_size),
             eos_token_ids=generation.token_ids("eos_token_id", eos_token_ids) or eos_token_ids,
-            bos_token_id=next(iter(file.token_ids("bos_token_id", family.bos_token_ids)), None),
+            bos_token_id=next(iter(file.token_ids("bos_token_id", ())), None),
             generation=GenerationDefaults.from_json(generation),
         )
 

@@ -3,15 +3,13 @@
 import inspect
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
-from logging import ERROR
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from neo_desktop.models.families import FAMILIES
+from neo_desktop.models.families import FAMILIES, is_language_model
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.traced.capture import (
     EXPERTS,
@@ -24,22 +22,9 @@ from neo_desktop.models.traced.capture import (
 )
 from neo_desktop.models.traced.experts import mixed
 from neo_desktop.models.traced.sizes import Fused, Outline
-from neo_desktop.models.traced.source import Source
+from neo_desktop.models.traced.source import Source, configuration, fix_rotations, quiet
 
 ROWS = 5  # of the run; any number that is no size of a model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' advice to itself."""
-    from transformers.utils import logging  # noqa: PLC0415 - large, and rarely needed
-
-    before = logging.get_verbosity()
-    logging.set_verbosity(ERROR)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def empty_model(source: Source, dtype: torch.dtype) -> Any:
@@ -48,16 +33,11 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
     Raises:
         ModelError: transformers is not installed, or does not know it.
     """
-    try:
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - as above
-    except ImportError:
-        raise ModelError(
-            f"{source.named} describes a model that only transformers knows: install "
-            "neo-desktop[transformers], or choose another model."
-        ) from None
-    with _quiet():
+    config = configuration(source)
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - large, and rarely needed
+
+    with quiet():
         try:
-            config = source.config()
             with torch.device("meta"), intercepted(Calls()):  # so that its name is known
                 make: Any = AutoModelForCausalLM
                 others = {"experts_implementation": EXPERTS, "dtype": dtype}
@@ -70,12 +50,13 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
                 f"{source.named} describes a model that is not supported: transformers cannot "
                 f"make it ({_shortly(error)})."
             ) from None
-    names = config.architectures or [type(model).__name__]
-    if type(model).__name__ not in names:
+    names = config.architectures
+    if not is_language_model(names) and type(model).__name__ not in names:
         raise ModelError(
-            f"{source.named} describes {str(names[0])[:50]!r}, of which transformers knows no "
-            "decoder: choose another model."
+            f"{source.named} describes {str(names[0])[:50]!r}, which has another head than a language "
+            "model: choose another model."
         )
+    fix_rotations(model)
     return model.eval()
 
 
@@ -88,7 +69,7 @@ def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tenso
     given = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, "return_dict": True}
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise CannotCutError("it takes no positions")
-    with _quiet(), intercepted(calls), Catching(calls):
+    with quiet(), intercepted(calls), Catching(calls):
         logits: Tensor = model(**given).logits
     return logits
 
