@@ -1,6 +1,6 @@
 """The shape of a model, read once from a checkpoint's JSON; nothing else ever sees that JSON."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -11,6 +11,8 @@ from neo_desktop.models.experts_config import ExpertsConfig
 from neo_desktop.models.families import described, experts_of, family_of, flag, layer_windows, stored_dtype
 from neo_desktop.models.json_file import JsonFile, ModelError
 from neo_desktop.models.limits import (
+    HEAD_UNIT,
+    LARGEST_HEAD,
     MAX_CONTEXT_TOKENS,
     MAX_HEAD_DIM,
     MAX_HEADS,
@@ -18,12 +20,25 @@ from neo_desktop.models.limits import (
     MAX_INTERMEDIATE_SIZE,
     MAX_LAYERS,
     MAX_VOCAB_SIZE,
+    SAMPLING_BOUNDS,
 )
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.rope import RopeConfig, YarnScaling
 
 __all__ = ["GenerationDefaults", "ModelConfig", "ModelError", "RopeConfig"]
+
+
+# Recommendations that the engine does not follow, with the values that ask for nothing.
+_NOT_DONE: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("typical_p", "guidance_scale", "encoder_repetition_penalty", "num_beams"), (1,)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "penalty_alpha"), (0,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_length", "min_new_tokens"), (0,)),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "stop_strings"), ([],)),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "max_new_tokens", "top_h"), ()),
+    **dict.fromkeys(("sequence_bias", "exponential_decay_length_penalty", "dola_layers"), ()),
+    **dict.fromkeys(("watermarking_config", "force_words_ids", "constraints"), ()),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +51,44 @@ class GenerationDefaults:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    ignored: tuple[str, ...] = ()  # what the file recommends and the engine does not do
 
     @classmethod
     def from_json(cls, file: JsonFile) -> "GenerationDefaults":
         """Read generation_config.json; ModelError for a value of the wrong kind."""
-
-        def number(key: str) -> float | None:
-            return None if file.raw(key) is None else file.number(key, allow_zero=True)
-
-        return cls(
+        top_k = None if file.raw("top_k") is None else file.integer("top_k", minimum=0)
+        others = [key for key, neutral in _NOT_DONE.items() if file.raw(key) not in (None, *neutral)]
+        return cls.within_bounds(
+            {name: _number(file, name) for name in SAMPLING_BOUNDS},
             do_sample=None if file.raw("do_sample") is None else file.boolean("do_sample", False),
-            temperature=number("temperature"),
-            top_k=None if file.raw("top_k") is None else file.integer("top_k", minimum=0),
-            top_p=number("top_p"),
-            min_p=number("min_p"),
-            repetition_penalty=number("repetition_penalty"),
+            top_k=top_k,
+            ignored=tuple(f"{key} of {str(file.raw(key))[:50]}" for key in others),
         )
+
+    @classmethod
+    def within_bounds(
+        cls,
+        values: Mapping[str, float | None],
+        do_sample: bool | None = None,
+        top_k: int | None = None,
+        ignored: tuple[str, ...] = (),
+    ) -> "GenerationDefaults":
+        """Return recommendations without the numbers that no request may ask for."""
+        outside = [
+            name
+            for name, value in values.items()
+            if value is not None and not SAMPLING_BOUNDS[name][0] <= value <= SAMPLING_BOUNDS[name][1]
+        ]
+        return cls(
+            do_sample=do_sample,
+            top_k=top_k,
+            ignored=(*ignored, *(f"{name} of {values[name]:g}" for name in outside)),
+            **{name: value for name, value in values.items() if name not in outside},
+        )
+
+
+def _number(file: JsonFile, key: str) -> float | None:
+    return None if file.raw(key) is None else file.number(key, allow_zero=True)
 
 
 class Matrix(NamedTuple):
@@ -249,12 +286,23 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
-def check_heads(path: Path, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    """Raise ModelError for heads that the decoder cannot compute."""
+def check_heads(
+    path: Path,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    unsupported: type[ModelError] = ModelError,
+) -> None:
+    """Raise ModelError for heads that cannot be, and `unsupported` for those without a kernel."""
     if num_heads % num_kv_heads:
         raise ModelError(f"{path}: {num_heads} heads cannot share {num_kv_heads} key-value heads.")
     if head_dim % 2:
         raise ModelError(f"{path}: a head_dim of {head_dim} is odd and cannot be rotated in pairs.")
+    if head_dim % HEAD_UNIT or head_dim > LARGEST_HEAD:
+        raise unsupported(
+            f"{path}: heads of {head_dim} numbers are not supported; attention is computed for multiples "
+            f"of {HEAD_UNIT} up to {LARGEST_HEAD}."
+        )
 
 
 def stretched_tokens(trained_tokens: int, rope: RopeConfig) -> int:

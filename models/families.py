@@ -250,9 +250,9 @@ def experts_of(file: JsonFile, family: Family, num_layers: int, hidden_size: int
     if keys is None:
         return None
     count = file.integer(next(key for key in keys.count if key in file), minimum=0, maximum=MAX_EXPERTS)
-    step, dense = file.integer("decoder_sparse_step", 1), []
-    if "mlp_only_layers" in family.defaults:
-        dense = file.raw("mlp_only_layers") or []
+    reads = family.defaults
+    step = file.integer("decoder_sparse_step") if "decoder_sparse_step" in reads else 1
+    dense = (file.raw("mlp_only_layers") if "mlp_only_layers" in reads else None) or []
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise ModelError(f"{file.path} has 'mlp_only_layers' that are no list of layers: correct the file.")
     layers = [layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from neo_desktop.models.config import GenerationDefaults, Matrix, ModelConfig, generation_file
+from neo_desktop.models.config import GenerationDefaults, Matrix, ModelConfig, check_heads, generation_file
 from neo_desktop.models.families import stored_dtype, written_family
 from neo_desktop.models.json_file import JsonFile, ModelError, NotWrittenError
 from neo_desktop.models.limits import (
@@ -165,6 +165,7 @@ def traced_config(
     from neo_desktop.models.traced.outline import outline  # noqa: PLC0415 - rarely needed
 
     found = outline(source, modified_ns)
+    check_heads(source.named, found.heads, found.kv_heads, found.head_dim)
     return TracedConfig(
         architecture=architecture,
         vocab_size=found.vocab_size,

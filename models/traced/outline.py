@@ -56,7 +56,6 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
             f"{source.named} describes {str(names[0])[:50]!r}, which has another head than a language "
             "model: choose another model."
         )
-    fix_rotations(model)
     return model.eval()
 
 
@@ -87,6 +86,7 @@ def outline(source: Source, _modified_ns: int) -> Outline:
 
 def _traced(source: Source) -> Outline:
     model, calls = empty_model(source, torch.float32), Calls()
+    fix_rotations(model)
     ids = torch.zeros(1, ROWS, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad():

@@ -96,8 +96,8 @@ def test_scaled_rotations_agree_with_transformers(variant: str, make_checkpoint:
     torch.testing.assert_close(logits(path, token_ids), expected, rtol=0, atol=1e-4)
 
 
-def test_a_sliding_window_hides_what_transformers_hides(make_checkpoint: Any, tmp_path: Path) -> None:
-    _, model = make_checkpoint("MistralForCausalLM", **SIZES | {"sliding_window": 5})
+def test_a_window_that_llama_cpp_does_not_read_hides_nothing(make_checkpoint: Any, tmp_path: Path) -> None:
+    _, model = make_checkpoint("MistralForCausalLM", **SIZES | {"sliding_window": None})
     path = write_gguf(tmp_path / "model.gguf", model, metadata={"llama.attention.sliding_window": 5})
     token_ids = torch.randint(0, 320, (40,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
