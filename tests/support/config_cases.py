@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from dense_model import logits_of_all
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -183,6 +184,7 @@ def expected_scores(folder: Path, values: Edit) -> torch.Tensor | None:
     """Write a checkpoint and return the scores of transformers; None: it cannot read or compute it."""
     (folder / "config.json").write_text(json.dumps(values))
     logging.getLogger("transformers").setLevel(logging.CRITICAL)
+    transformers.utils.logging.disable_progress_bar()
     make: Any = AutoModelForCausalLM
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -207,16 +209,23 @@ def expected_scores(folder: Path, values: Edit) -> torch.Tensor | None:
     return scores
 
 
-def own_scores(folder: Path) -> tuple[torch.Tensor, bool]:
-    """Return the scores of this project, and True for the code of transformers; raises ModelError."""
+def own_scores(folder: Path, *, with_traced: bool) -> torch.Tensor | None:
+    """Return the scores of this project; None: it refuses the folder, or leaves it to transformers' code.
+
+    Args:
+        with_traced: compute them by the code of transformers, too, which takes seconds.
+    """
     checkpoint = open_checkpoint(folder)
-    config = checkpoint.config()
-    if config.max_context_tokens < PROMPT_TOKENS:
-        raise ModelError("the prompt is longer than the context")
-    decoder = load_model(checkpoint, config, dtype=torch.float32, device=CPU)
-    is_traced = isinstance(config, TracedConfig)
-    stages = stages_of(decoder, None) if is_traced else None
-    return logits_of_all(decoder, _prompt(config.vocab_size), stages=stages), is_traced
+    try:
+        config = checkpoint.config()
+        is_traced = isinstance(config, TracedConfig)
+        if config.max_context_tokens < PROMPT_TOKENS or (is_traced and not with_traced):
+            return None
+        decoder = load_model(checkpoint, config, dtype=torch.float32, device=CPU)
+        stages = stages_of(decoder, None) if is_traced else None
+    except ModelError:
+        return None
+    return logits_of_all(decoder, _prompt(config.vocab_size), stages=stages)
 
 
 def _prompt(vocab_size: int) -> torch.Tensor:
