@@ -51,7 +51,7 @@ _GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-# Keys that the code of transformers reads of any configuration, and what changes nothing.
+# Keys that the code of transformers reads of any configuration, and what it takes for their absence.
 _GENERAL = {"is_causal": True, "per_layer_config": None, "attention_chunk_size": None}
 
 
@@ -234,7 +234,7 @@ def described(file: JsonFile, family: Family) -> JsonFile:
     if activation not in ("silu", "swish"):
         raise NotWrittenError(f"{file.path} has hidden_act {activation!r}; the decoder here computes 'silu'.")
     for key, neutral in _GENERAL.items():
-        if whole.raw(key) not in (None, neutral):
+        if key in whole and whole.raw(key) != neutral:
             raise NotWrittenError(f"{file.path} sets {key}, which the decoder here does not read.")
     return whole
 

@@ -63,12 +63,13 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
             *("expert_weights_scale", "expert_weights_norm", "expert_gating_func"),  # a softmax, normalised
             *("expert_group_count", "expert_group_used_count", "interleave_moe_layer_step"),
             *("rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor"),
-            *("moe_every_n_layers", "attention.causal"),
+            "moe_every_n_layers",
         ),
         (0, 1),
     ),
     **dict.fromkeys(("expert_shared_count", "leading_dense_block_count", "nextn_predict_layers"), (0,)),
     "rope.scaling.yarn_log_multiplier": (0,),
+    "attention.causal": (True,),
 }
 # The entries that are read, or that change nothing here.
 _KNOWN = frozenset(

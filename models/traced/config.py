@@ -22,7 +22,7 @@ from neo_desktop.models.rank import ALONE, Rank
 from neo_desktop.models.rope import RopeConfig
 from neo_desktop.models.safetensors.scheme import read_scheme
 from neo_desktop.models.traced.sizes import NOTHING, Outline
-from neo_desktop.models.traced.source import Source, description
+from neo_desktop.models.traced.source import Source
 
 ROTATIONS = 4  # heads for which there is room in what depends on positions: cos and sin of two rotations
 
@@ -125,7 +125,10 @@ def read_traced(path: Path) -> TracedConfig:
         for each in (file, text):
             if key in each:
                 each.integer(key, maximum=most)
+    from neo_desktop.models.traced.outline import description, outline  # noqa: PLC0415 - rarely needed
+
     source, modified_ns = Source(path), config_json.stat().st_mtime_ns
+    outline(source, modified_ns)  # complains of what is not supported
     described = description(source, modified_ns)
     generation = generation_file(path)
     eos_token_ids = generation.token_ids("eos_token_id", ()) or described.eos_token_ids

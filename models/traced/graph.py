@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from neo_desktop.models.traced.capture import TRACING, Calls, CannotCutError
 from neo_desktop.models.traced.outline import cannot_cut, empty_model, is_wide, parameters_of, run
 from neo_desktop.models.traced.rows import check_rows, name_of
-from neo_desktop.models.traced.source import Source, fix_rotations
+from neo_desktop.models.traced.source import Source
 
 ROWS = 7  # of the numbers that the graph is made with; it serves any number
 
@@ -94,7 +94,6 @@ def _exported(
     model = empty_model(source, dtype)
     try:
         _fill_buffers(model)
-        fix_rotations(model)
         with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
             known: dict[int, nn.Parameter] = {}
             for module, name, parameter in parameters_of(model):

@@ -3,7 +3,9 @@
 import inspect
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
+from logging import ERROR
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from neo_desktop.models.families import FAMILIES, is_language_model
 from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.limits import MAX_CONTEXT_TOKENS
 from neo_desktop.models.traced.capture import (
     EXPERTS,
     NAME,
@@ -21,10 +24,26 @@ from neo_desktop.models.traced.capture import (
     intercepted,
 )
 from neo_desktop.models.traced.experts import mixed
-from neo_desktop.models.traced.sizes import Fused, Outline
-from neo_desktop.models.traced.source import Source, configuration, fix_rotations, quiet
+from neo_desktop.models.traced.sizes import Description, Fused, Outline
+from neo_desktop.models.traced.source import Source
 
+# Attributes of configurations with the number of positions; most classes map a name of theirs to the first.
+_CONTEXT = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+_UNKNOWN_CONTEXT = 2048
 ROWS = 5  # of the run; any number that is no size of a model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' advice to itself."""
+    from transformers.utils import logging  # noqa: PLC0415 - large, and rarely needed
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def empty_model(source: Source, dtype: torch.dtype) -> Any:
@@ -33,11 +52,16 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
     Raises:
         ModelError: transformers is not installed, or does not know it.
     """
-    config = configuration(source)
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415 - large, and rarely needed
-
-    with quiet():
+    try:
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - as above
+    except ImportError:
+        raise ModelError(
+            f"{source.named} describes a model that only transformers knows: install "
+            "neo-desktop[transformers], or choose another model."
+        ) from None
+    with _quiet():
         try:
+            config = source.config()
             with torch.device("meta"), intercepted(Calls()):  # so that its name is known
                 make: Any = AutoModelForCausalLM
                 others = {"experts_implementation": EXPERTS, "dtype": dtype}
@@ -68,7 +92,7 @@ def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tenso
     given = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, "return_dict": True}
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise CannotCutError("it takes no positions")
-    with quiet(), intercepted(calls), Catching(calls):
+    with _quiet(), intercepted(calls), Catching(calls):
         logits: Tensor = model(**given).logits
     return logits
 
@@ -86,7 +110,6 @@ def outline(source: Source, _modified_ns: int) -> Outline:
 
 def _traced(source: Source) -> Outline:
     model, calls = empty_model(source, torch.float32), Calls()
-    fix_rotations(model)
     ids = torch.zeros(1, ROWS, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad():
@@ -233,3 +256,31 @@ def parameters_of(model: Any) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield module, name, parameter
+
+
+@lru_cache(maxsize=32)
+def description(source: Source, _modified_ns: int) -> Description:
+    """Return what a configuration says of a model's text that its code does not show.
+
+    The model's outline is known: so the configuration can be read.
+
+    Raises:
+        ModelError: the context is absurd.
+    """
+    with _quiet():
+        config = source.config()
+    text = config.get_text_config(decoder=True)
+    contexts = (getattr(text, name, None) for name in _CONTEXT)
+    context = next((each for each in contexts if type(each) is int), _UNKNOWN_CONTEXT)
+    if not 1 <= context <= MAX_CONTEXT_TOKENS:
+        raise ModelError(f"{source.named} has a context of {context} tokens: correct the file.")
+
+    def ids(name: str) -> tuple[int, ...]:
+        for each in (config, text):
+            value = getattr(each, name, None)
+            found = value if isinstance(value, list) else [value]
+            if all(type(token) is int and 0 <= token < text.vocab_size for token in found):
+                return tuple(found)
+        return ()
+
+    return Description(context, ids("bos_token_id")[:1], ids("eos_token_id"))
