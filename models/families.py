@@ -81,7 +81,7 @@ class ExpertKeys:
     """Names of experts' sizes in config.json.
 
     Args:
-        count: names of the number of experts; the first that is there counts.
+        count: names of the number of experts, the one with precedence first.
         normalises: None: the file says it.
         has_bias: experts and the router have biases.
     """
@@ -227,7 +227,7 @@ def described(file: JsonFile, family: Family) -> JsonFile:
         ModelError: the weights are quantised in a way that is not supported.
     """
     read_scheme(file, has_experts_in_one=family.has_experts_in_one)  # complains of what is not supported
-    whole = JsonFile(file.path, family.defaults | file.values)
+    whole = JsonFile(file.path, {**family.defaults, **file.values})
     if whole.raw("rope_parameters") is None:
         whole.values["rope_parameters"] = family.defaults["rope_parameters"]
     activation = whole.raw("hidden_act") if "hidden_act" in family.defaults else "silu"

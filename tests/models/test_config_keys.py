@@ -16,7 +16,7 @@ from config_cases import (
     sample,
 )
 
-ALL = "NEO_DESKTOP_ALL_KEYS"  # of the environment: try every edit, by the code of transformers, too
+ALL = "NEO_DESKTOP_ALL_KEYS"  # of the environment: try every edit, also by the code of transformers
 SAMPLED = 14  # edits of a family
 YARN: Edit = {"rope_type": "yarn", "factor": 4.0}
 WINDOWS: Edit = {"use_sliding_window": True, "sliding_window": 9}

@@ -1,4 +1,4 @@
-"""Edits of config.json, key by key, and the scores that transformers and this project make of them."""
+"""Edits of config.json, key by key, and the scores of transformers and of this project."""
 
 import json
 import logging
@@ -159,7 +159,7 @@ def edits_of(model_type: str) -> Iterator[Edit]:
 
 
 def sample(model_type: str, count: int, seed: int) -> list[Edit]:
-    """Return single edits, and every third time two of them together."""
+    """Return edits, every third one a pair."""
     chosen, edits = random.Random(f"{model_type} {seed}"), list(edits_of(model_type))
     found = chosen.sample(edits, count)
     return [edit | chosen.choice(edits) if index % 3 == 2 else edit for index, edit in enumerate(found)]
@@ -203,7 +203,7 @@ def expected_scores(folder: Path, values: Edit) -> torch.Tensor | None:
             model = make.from_pretrained(folder, dtype=torch.float32).eval()
             with torch.inference_mode():
                 scores: torch.Tensor = model(_prompt(config.get_text_config().vocab_size)[None]).logits[0]
-        except Exception:  # of whatever kind: there is nothing to compare with
+        except Exception:  # any kind: there is nothing to compare with
             (folder / "config.json").write_text(json.dumps(values))
             return None
     return scores
@@ -213,7 +213,7 @@ def own_scores(folder: Path, *, with_traced: bool) -> torch.Tensor | None:
     """Return the scores of this project; None: it refuses the folder, or leaves it to transformers' code.
 
     Args:
-        with_traced: compute them by the code of transformers, too, which takes seconds.
+        with_traced: let the code of transformers compute what is left to it, which takes seconds.
     """
     checkpoint = open_checkpoint(folder)
     try:
