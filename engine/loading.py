@@ -97,6 +97,9 @@ def load(
     started_s = time.perf_counter()
     checkpoint = open_checkpoint(model_path(options.model))
     whole = checkpoint.config()
+    if whole.generation.ignored and rank.number == 0:
+        ignored = ", ".join(whole.generation.ignored)
+        logger.warning("%s: recommended, but not done here: %s", checkpoint.name, ignored)
     weights = check_model(checkpoint, whole)  # before anything is decided by numbers that may be wrong
     use = None
     if whole.experts is not None and rank.count == 1:

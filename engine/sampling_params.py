@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from neo_desktop.engine.errors import SettingError
+from neo_desktop.models.limits import SAMPLING_BOUNDS
 from neo_desktop.models.thoughts import Thoughts
 
 MAX_LOGPROBS = 20
@@ -52,13 +53,14 @@ class SamplingParams:
 
         if self.max_tokens is not None:
             _check_integer("max_tokens", self.max_tokens, 1)
-        _check_number("temperature", self.temperature, 0.0, 100.0)
+        _check_number("temperature", self.temperature, *SAMPLING_BOUNDS["temperature"])
         _check_integer("top_k", self.top_k, 0)
         _check_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0:
             raise SettingError("top_p", "must be above 0 and at most 1, got 0")
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_number("min_p", self.min_p, *SAMPLING_BOUNDS["min_p"])
+        bounds = SAMPLING_BOUNDS["repetition_penalty"]
+        _check_number("repetition_penalty", self.repetition_penalty, *bounds)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:

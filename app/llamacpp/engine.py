@@ -233,10 +233,10 @@ def _sampling_defaults(model: LlamaModel) -> GenerationDefaults:
         return None if value is None else float(value)
 
     top_k = number("top_k")
-    return GenerationDefaults(
-        temperature=number("temp"),
-        top_k=None if top_k is None else int(top_k),
-        top_p=number("top_p"),
-        min_p=number("min_p"),
-        repetition_penalty=number("penalty_repeat"),
-    )
+    values = {
+        "temperature": number("temp"),
+        "top_p": number("top_p"),
+        "min_p": number("min_p"),
+        "repetition_penalty": number("penalty_repeat"),
+    }
+    return GenerationDefaults.within_bounds(values, top_k=None if top_k is None else int(top_k))

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neo_desktop.models.families import FAMILIES
+from neo_desktop.models.families import FAMILIES, is_language_model
 from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.limits import MAX_CONTEXT_TOKENS
 from neo_desktop.models.traced.capture import (
     EXPERTS,
     NAME,
@@ -23,9 +24,12 @@ from neo_desktop.models.traced.capture import (
     intercepted,
 )
 from neo_desktop.models.traced.experts import mixed
-from neo_desktop.models.traced.sizes import Fused, Outline
+from neo_desktop.models.traced.sizes import Description, Fused, Outline
 from neo_desktop.models.traced.source import Source
 
+# Attributes of configurations with the number of positions; most classes map a name of theirs to the first.
+_CONTEXT = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+_UNKNOWN_CONTEXT = 2048
 ROWS = 5  # of the run; any number that is no size of a model
 
 
@@ -70,11 +74,11 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
                 f"{source.named} describes a model that is not supported: transformers cannot "
                 f"make it ({_shortly(error)})."
             ) from None
-    names = config.architectures or [type(model).__name__]
-    if type(model).__name__ not in names:
+    names = config.architectures
+    if not is_language_model(names) and type(model).__name__ not in names:
         raise ModelError(
-            f"{source.named} describes {str(names[0])[:50]!r}, of which transformers knows no "
-            "decoder: choose another model."
+            f"{source.named} describes {str(names[0])[:50]!r}, which has another head than a language "
+            "model: choose another model."
         )
     return model.eval()
 
@@ -252,3 +256,31 @@ def parameters_of(model: Any) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield module, name, parameter
+
+
+@lru_cache(maxsize=32)
+def description(source: Source, _modified_ns: int) -> Description:
+    """Return what a configuration says of a model's text that its code does not show.
+
+    The model's outline is known: so the configuration can be read.
+
+    Raises:
+        ModelError: the context is absurd.
+    """
+    with _quiet():
+        config = source.config()
+    text = config.get_text_config(decoder=True)
+    contexts = (getattr(text, name, None) for name in _CONTEXT)
+    context = next((each for each in contexts if type(each) is int), _UNKNOWN_CONTEXT)
+    if not 1 <= context <= MAX_CONTEXT_TOKENS:
+        raise ModelError(f"{source.named} has a context of {context} tokens: correct the file.")
+
+    def ids(name: str) -> tuple[int, ...]:
+        for each in (config, text):
+            value = getattr(each, name, None)
+            found = value if isinstance(value, list) else [value]
+            if all(type(token) is int and 0 <= token < text.vocab_size for token in found):
+                return tuple(found)
+        return ()
+
+    return Description(context, ids("bos_token_id")[:1], ids("eos_token_id"))

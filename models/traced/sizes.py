@@ -59,3 +59,18 @@ class Outline:
 
 
 NOTHING = Outline({}, (), None, "", 0, 0, {}, (), 0, 0, 0, 1.0, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a configuration says of a model's text that its code does not show.
+
+    Args:
+        context_tokens: positions that the model has.
+        bos_token_ids: none, or one.
+        eos_token_ids: tokens after which it stops.
+    """
+
+    context_tokens: int
+    bos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
