@@ -43,6 +43,7 @@ from neo_desktop.app.web.limits import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.web.metrics import EngineCollector, HttpMetrics, exposition
 from neo_desktop.app.web.page_api import BODY_LIMITS, create_page_api
 from neo_desktop.app.web.security import AccessGuard
+from neo_desktop.app.web.warnings import Warnings
 
 GRACE_S = 1  # at the end, clients get this long to read what they were told
 COUNTED_PATHS = (
@@ -111,6 +112,7 @@ def create_app(
     app.state.host = host
     app.state.hub = hub
     # The one added last sees a request first.
+    app.add_middleware(Warnings)
     app.add_middleware(ClientConnection, max_body_bytes=limits.max_body_bytes, exceptions=BODY_LIMITS)
     app.add_middleware(
         AccessGuard, api_key=api_key, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins
