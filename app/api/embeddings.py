@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from fastapi.responses import JSONResponse, Response
 
-from neo_desktop.app.api.fields import Model, Only, Prompts, Unsupported
+from neo_desktop.app.api.fields import Label, Model, Only, Prompts, Unsupported
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.errors import ContextLengthError
@@ -23,8 +23,8 @@ class EmbeddingRequest(Model):
     pooling: Literal["mean", "last"] | None = None  # over all tokens (the default), or the last one alone
 
     # They say nothing about the answer.
-    user: str | None = None
-    request_id: str | None = None
+    user: Label = None
+    request_id: Label = None
 
     add_special_tokens: Annotated[Any, Only(True)] = None
     normalize: Annotated[Any, Only(True)] = None  # vectors have length 1

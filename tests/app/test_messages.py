@@ -184,7 +184,7 @@ def test_tokens_can_be_counted(claude: anthropic.Anthropic, executor: ScriptedEx
         {"messages": [{"role": "robot", "content": "x"}]},
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
         {"tool_choice": {"type": "any"}},
-        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        {"tools": [{"type": "bash_20250124", "name": "bash"}]},
         {"extra_body": {"beam_width": 4}},
     ],
     ids=str,
