@@ -21,6 +21,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens reached or the context full
     ABORT = "abort"  # its owner no longer wants it
     ERROR = "error"  # the engine could not go on with it; `error` says why
+    DEAD_END = "dead_end"  # its grammar allows nothing more; `error` says why
 
 
 class RequestOutput(NamedTuple):
@@ -189,7 +190,7 @@ class Request(RequestState):
     def append(self, token: SampledToken) -> None:
         """Take in the token that was under way and find out whether it ends the request."""
         if self._grammar is not None and not self._grammar.accept(token.token_id):
-            self.finish(FinishReason.ERROR, self._grammar.error)
+            self.finish(FinishReason.DEAD_END, self._grammar.error)
             return
         self.token_ids.append(token.token_id)
         self._new_tokens.append(token)

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from neo_desktop.app.api.fields import Label, Model, Only, Prompts, Unsupported
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.web.errors import ApiError
-from neo_desktop.engine.errors import ContextLengthError
+from neo_desktop.engine.errors import ContextLengthError, NoEmbeddingsError
 
 
 class EmbeddingRequest(Model):
@@ -38,6 +38,8 @@ async def answer(service: EngineService, body: EmbeddingRequest) -> Response:
         found = await service.embed(body.input, body.pooling or "mean")
     except ContextLengthError as error:
         raise ApiError(400, str(error), param="input", code="context_length_exceeded") from error
+    except NoEmbeddingsError as error:
+        raise ApiError(400, str(error), param="model", code="no_embeddings") from error
     except ValueError as error:
         raise ApiError(400, str(error), param="input") from error
     num_dimensions = len(found[0][0])

@@ -26,6 +26,7 @@ from neo_desktop.app.service import EngineService
 from neo_desktop.app.web.connection import EventStream
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.app.web.warnings import warn
+from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
 
@@ -189,7 +190,13 @@ class MessagesRequest(CountTokensRequest):
 
 async def answer(service: EngineService, body: MessagesRequest, params: SamplingParams) -> Response:
     """Answer a chat, in one piece or as a stream of events."""
-    outputs = await begin(service, body.conversation(service.tokenizer.chat_template), params)
+    conversation = body.conversation(service.tokenizer.chat_template)
+    try:
+        outputs = await begin(service, conversation, params, cuts_max_tokens=True)
+    except ApiError as error:
+        if isinstance(length := error.__cause__, ContextLengthError):
+            raise ApiError(400, _too_long(length), param="messages") from length
+        raise
     stops = Stops(service.tokenizer, body.stop_sequences or ())
     if body.stream:
         return EventStream(message_events(outputs, stops, service.model_name), outputs)
@@ -198,6 +205,12 @@ async def answer(service: EngineService, body: MessagesRequest, params: Sampling
     message = message_body(service.model_name, outputs.usage)
     message |= {"content": blocks_of(answer), **stops.reason(answer.end)}
     return JSONResponse(message)
+
+
+def _too_long(error: ContextLengthError) -> str:
+    """Anthropic's words, which agents look for."""
+    more = "" if error.is_whole else " (in its beginning alone)"
+    return f"prompt is too long: {error.num_tokens} tokens > {error.limit - 1} maximum{more}"
 
 
 async def count_tokens(service: EngineService, body: CountTokensRequest) -> Response:

@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from pydantic_core.core_schema import ErrorType
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from neo_desktop.app.service_errors import EngineFailedError, EngineRestartingError, ServiceError
 
@@ -128,6 +129,15 @@ def from_service(error: ServiceError) -> ApiError:
     return ApiError(503, str(error), code=error.code, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
+def _allowed(app: FastAPI, request: Request) -> str:
+    """The methods of all routes of a path; HEAD goes wherever GET does."""
+    found: set[str] = set()
+    for route in app.router.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found |= set(getattr(route, "methods", None) or ())
+    return ", ".join(sorted(found | ({"HEAD"} if "GET" in found else set())))
+
+
 def install(app: FastAPI) -> None:
     """Let all errors of an app have this shape."""
 
@@ -145,7 +155,10 @@ def install(app: FastAPI) -> None:
             404: f"there is no {request.url.path}",
             405: f"{request.url.path} does not take {request.method}",
         }.get(error.status_code, error.detail)
-        return ApiError(error.status_code, message, headers=error.headers).response(request.url.path)
+        headers = dict(error.headers or {})
+        if error.status_code == 405:
+            headers["Allow"] = _allowed(app, request)
+        return ApiError(error.status_code, message, headers=headers).response(request.url.path)
 
     @app.exception_handler(Exception)
     async def unexpected_error(request: Request, error: Exception) -> JSONResponse:
