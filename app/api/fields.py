@@ -269,7 +269,8 @@ class Entry:
     """One field, or one type of a part, in the table."""
 
     kind: Kind
-    is_open: bool = False  # it takes any JSON of the client's
+    is_open: bool = False  # it is treated as a whole, whatever it holds
+    annotation: Any = None  # of a hint: what it may be
 
 
 def table(model: type[Model]) -> dict[str, Entry]:
@@ -292,7 +293,7 @@ def _enter(entries: dict[str, Entry], path: str, annotation: Any) -> None:
     if kind is Annotated:
         for mark in args[1:]:
             if isinstance(mark, Only | LeftOut | _Hint):
-                entries[path] = Entry(mark.kind, is_open=True)
+                entries[path] = Entry(mark.kind, is_open=True, annotation=args[0])
                 return
             if isinstance(mark, Tagged | Joined):
                 union, place = (mark, path) if isinstance(mark, Tagged) else (mark.union, f"{path}[]")
@@ -307,6 +308,8 @@ def _enter(entries: dict[str, Entry], path: str, annotation: Any) -> None:
     elif kind is dict or annotation is Any:
         entries[path] = replace(entries.get(path, Entry(Kind.HONOURED)), is_open=True)
     elif isinstance(annotation, type) and issubclass(annotation, Model):
+        if "type" in annotation.model_fields:
+            entries |= {path + in_marks(tag): Entry(Kind.HONOURED) for tag in tags(annotation)}
         _enter_fields(entries, path, annotation)
 
 

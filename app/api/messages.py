@@ -1,13 +1,13 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's form, which coding agents speak."""
 
 import asyncio
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from fastapi.responses import JSONResponse, Response
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from neo_desktop.app.api.conversation import Conversation, prepare, thinking_fields
-from neo_desktop.app.api.fields import HINT, MAX_TOOLS, Json, Label, Model, Only, Unsupported
+from neo_desktop.app.api.fields import HINT, MAX_TOOLS, Json, Label, LeftOut, Model, Only, Tagged, Unsupported
 from neo_desktop.app.api.message_blocks import (
     AnthropicMessage,
     AnthropicTool,
@@ -25,7 +25,6 @@ from neo_desktop.app.api.tools import AUTO, REQUIRED, ToolChoice
 from neo_desktop.app.service import EngineService
 from neo_desktop.app.web.connection import EventStream
 from neo_desktop.app.web.errors import ApiError
-from neo_desktop.app.web.warnings import warn
 from neo_desktop.engine.errors import ContextLengthError
 from neo_desktop.engine.sampling_params import SamplingParams
 from neo_desktop.models.config import GenerationDefaults
@@ -39,6 +38,9 @@ class Choice(Model):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
+
+
+OTHER_THINKING = {"between_tools": "ask for adaptive"}
 
 
 class Thinking(Model):
@@ -71,26 +73,6 @@ class Metadata(Model):
     user_id: Label = None
 
 
-class ContextEdit(Model):
-    """What to clear of a long conversation."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str
-
-
-class ContextManagement(Model):
-    """What to clear; prompts stay as they are sent."""
-
-    edits: list[ContextEdit] | None = None
-
-    @model_validator(mode="after")
-    def _warn(self) -> Self:
-        if any(edit.model_dump() != KEEP_THOUGHTS for edit in self.edits or ()):
-            warn("context_management is left out: the conversation is read as it was sent")
-        return self
-
-
 class CountTokensRequest(Model):
     """Body of POST /v1/messages/count_tokens."""
 
@@ -99,9 +81,17 @@ class CountTokensRequest(Model):
     system: list[SystemBlock] | None = None
     tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
-    thinking: Thinking | None = None
+    thinking: Annotated[Thinking, Tagged(Thinking, refused=OTHER_THINKING)] | None = None
     output_config: OutputConfig | None = None
-    context_management: ContextManagement | None = None
+    context_management: Annotated[
+        Json | None,
+        LeftOut(
+            "context_management is left out: the conversation is read as it was sent",
+            {},
+            {"edits": []},
+            {"edits": [KEEP_THOUGHTS]},
+        ),
+    ] = None
     mcp_servers: Annotated[Any, Only([])] = None
     compaction: Unsupported = None
     thread: Unsupported = None
