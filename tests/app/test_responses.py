@@ -149,6 +149,7 @@ def test_agents_tools_are_told_as_their_clients_read_them(ask: Any, prompts: lis
     assert (shell.type, shell.action.type, shell.action.command) == ("local_shell_call", "exec", ["ls", "-l"])
     (named,) = ask(f"</think>{call('mcp__docs__weather', {'place': 'Wien'})}", **CODEX).output
     assert (named.type, named.name, named.namespace) == ("function_call", "weather", "mcp__docs__")
+    results = ("done", "files", "rain")
     history = [
         {"role": "developer", "content": "Be kind."},
         {"role": "user", "content": "patch"},
@@ -162,14 +163,7 @@ def test_agents_tools_are_told_as_their_clients_read_them(ask: Any, prompts: lis
         {"type": "function_call_output", "call_id": named.call_id, "output": "rain"},
     ]
     ask("</think>ok", input=history, **CODEX)
-    for said in (
-        "[apply_patch ",
-        "<tool>done",
-        "[local_shell ",
-        "<tool>files",
-        "[mcp__docs__weather",
-        "<tool>rain",
-    ):
+    for said in ("[apply_patch ", "[local_shell ", "[mcp__docs__weather", *map("<tool>{}".format, results)):
         assert said in prompts[-1]
 
 
@@ -180,13 +174,9 @@ def test_events_of_a_custom_call(client: openai.OpenAI, executor: ScriptedExecut
         final: Any = stream.get_final_response()
     kinds = [event.type for event in events]
     told = [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before]
-    item = [
-        "output_item.added",
-        "custom_tool_call_input.delta",
-        "custom_tool_call_input.done",
-        "output_item.done",
-    ]
-    assert told[-5:] == [f"response.{kind}" for kind in (*item, "completed")]
+    texts = ("custom_tool_call_input.delta", "custom_tool_call_input.done")
+    item = ("output_item.added", *texts, "output_item.done", "completed")
+    assert told[-5:] == [f"response.{kind}" for kind in item]
     deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
     assert len(deltas) > 10
     assert "".join(deltas) == PATCH == final.output[-1].input
@@ -197,18 +187,12 @@ def test_what_is_left_out_is_said(client: openai.OpenAI, executor: ScriptedExecu
     raw = client.responses.with_raw_response.create(model=MODEL, input="?", **CODEX)
     warnings = raw.headers.get_list(HEADER)
     assert len(warnings) == 3
-    for what in (
-        "'web_search' is left out",
-        "verbosity is left out",
-        "the grammar of the tool 'apply_patch'",
-    ):
+    for what in ("'web_search' is left out", "verbosity is left out", "the grammar of the tool"):
         assert any(what in warning for warning in warnings)
     assert HEADER not in client.responses.with_raw_response.create(model=MODEL, input="?").headers
 
 
-def test_items_of_stored_responses_may_be_referred_to(
-    ask: Any, client: openai.OpenAI, prompts: list[str]
-) -> None:
+def test_stored_items_may_be_referred_to(ask: Any, client: openai.OpenAI, prompts: list[str]) -> None:
     message = ask("</think>Rain.").output[-1]
     ask("ok", input=[{"type": "item_reference", "id": message.id}, {"role": "user", "content": "Why?"}])
     assert prompts[-1].endswith("Rain.<user>Why?<assistant>")
