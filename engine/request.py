@@ -32,7 +32,7 @@ class RequestOutput(NamedTuple):
     text: str  # new text; may be empty while a character or a possible stop string is unfinished
     tokens: tuple[SampledToken, ...]  # new tokens
     finish_reason: FinishReason | None  # None: more will follow
-    error: str | None  # set when finish_reason is ERROR
+    error: str | None  # set when finish_reason is ERROR or DEAD_END
     num_prompt_tokens: int
     num_cached_tokens: int  # prompt tokens whose KV was reused from earlier requests
     num_output_tokens: int  # so far

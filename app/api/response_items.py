@@ -83,7 +83,7 @@ class FunctionCallItem(NamedCallItem):
     arguments: str  # JSON
 
     def called(self) -> tuple[str, Any]:
-        """The tool's name, as the model sees it, and the arguments."""
+        """Return the tool's name, as the model sees it, and the arguments."""
         try:
             arguments = json.loads(self.arguments)
         except (ValueError, RecursionError):
@@ -99,7 +99,7 @@ class CustomCallItem(NamedCallItem):
     input: str
 
     def called(self) -> tuple[str, Any]:
-        """See `FunctionCallItem`."""
+        """Return the tool's name, as the model sees it, and the arguments."""
         return full_name(self.name, self.namespace), {"input": self.input}
 
 
@@ -121,7 +121,7 @@ class LocalShellCallItem(CallItem):
     action: ShellAction
 
     def called(self) -> tuple[str, Any]:
-        """See `FunctionCallItem`."""
+        """Return the tool's name, as the model sees it, and the arguments."""
         action = self.action.model_dump(exclude_none=True, exclude={"type"})
         return LOCAL_SHELL, {name: value for name, value in action.items() if value != {}}
 

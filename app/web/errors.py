@@ -130,7 +130,7 @@ def from_service(error: ServiceError) -> ApiError:
 
 
 def _allowed(app: FastAPI, request: Request) -> str:
-    """The methods of all routes of a path; HEAD goes wherever GET does."""
+    """Return the methods of a path's routes; HEAD is one of them if GET is."""
     found: set[str] = set()
     for route in app.router.routes:
         if route.matches(request.scope)[0] is not Match.NONE:

@@ -9,7 +9,7 @@ _ANY_FORM = 32 + zlib.MAX_WBITS  # gzip and zlib
 
 
 def inflate(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    """Return a body as it was before it was compressed.
+    """Return the content of a compressed body.
 
     Raises:
         ApiError: 415 for other encodings, 413 above `max_bytes`, 400 for damaged data.
