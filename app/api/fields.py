@@ -165,13 +165,12 @@ class Tagged:
             raise PydanticCustomError("tag", reason)
         if tag in self.models:
             return handler(value if value.get("type") else value | {"type": tag})
-        if (what := _matching(self.left_out, tag)) is not None:
-            warn(f"a part of type {tag!r} {what}")
+        if (warning := _matching(self.left_out, tag)) is not None:
+            warn(f"a part of type {tag!r} {warning}")
             return Skipped(type=tag)
-        what = _matching(self.refused, tag)
         known = ", ".join(map(repr, self.models))
-        what = what or f"this server takes {known}"
-        raise PydanticCustomError("tag", "is of type {tag}: {what}", {"tag": repr(tag[:100]), "what": what})
+        reason = _matching(self.refused, tag) or f"this server takes {known}"
+        raise PydanticCustomError("tag", "is of type {tag}: {what}", {"tag": repr(tag[:100]), "what": reason})
 
     def _tag_in_marks(self, value: Json) -> str:
         return in_marks(value["type"])
@@ -227,7 +226,7 @@ class Joined:
         return core_schema.no_info_wrap_validator_function(self._check, parts, serialization=_AS_IT_IS)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
-        parts = handler(schema["schema"])  # type: ignore[typeddict-item]
+        parts = handler(schema["schema"])
         return {"anyOf": [{"type": "string"}, parts]}
 
     def _check(self, value: object, handler: ValidatorFunctionWrapHandler) -> object:
