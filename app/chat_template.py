@@ -67,6 +67,8 @@ class ChatTemplate:
                     raise ChatTemplateError(f"the text exceeds {MAX_TEXT_CHARS} characters")
                 pieces.append(piece)
             return "".join(pieces)
+        except ChatTemplateError:
+            raise
         except MemoryError:
             raise ChatTemplateError("the model's chat template refused: it needs too much memory") from None
         except Exception as error:  # a template can raise anything, like any program

@@ -202,13 +202,19 @@ class EngineService:
         return view
 
     async def submit(
-        self, prompts: Sequence[Prompt], params: SamplingParams, *, add_special_tokens: bool = True
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
+        cuts_max_tokens: bool = False,
     ) -> Generation:
         """Check prompts and send them to the engine.
 
         Args:
             prompts: texts or token ids.
             add_special_tokens: let the tokenizer put its special tokens around texts.
+            cuts_max_tokens: see `Intake.prepare`.
 
         Raises:
             ServiceBusyError: too many requests are waiting.
@@ -218,7 +224,7 @@ class EngineService:
         """
         if self._successor is not None:
             return await (await self._successor()).submit(
-                prompts, params, add_special_tokens=add_special_tokens
+                prompts, params, add_special_tokens=add_special_tokens, cuts_max_tokens=cuts_max_tokens
             )
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
@@ -241,7 +247,7 @@ class EngineService:
         self._idle_since_s = None
         self._queued |= _choices(generation)
         try:
-            prepared = await self._prepare(prompts, params, add_special_tokens)
+            prepared = await self._prepare(prompts, params, add_special_tokens, cuts_max_tokens)
             generation.prompt_token_ids = [each.token_ids for each in prepared]
             if params.grammar is not None:  # so that the engine finds it ready
                 await self._ask(Compile(next(self._ordinals), params.grammar))
@@ -264,11 +270,17 @@ class EngineService:
         ]
 
     async def _prepare(
-        self, prompts: Sequence[Prompt], params: SamplingParams, add_special_tokens: bool
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        add_special_tokens: bool,
+        cuts_max_tokens: bool,
     ) -> list[PreparedRequest]:
         def prepare() -> list[PreparedRequest]:
             return [
-                self._intake.prepare(prompt, params, add_special_tokens=add_special_tokens)
+                self._intake.prepare(
+                    prompt, params, add_special_tokens=add_special_tokens, cuts_max_tokens=cuts_max_tokens
+                )
                 for prompt in prompts
             ]
 

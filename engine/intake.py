@@ -36,13 +36,19 @@ class Intake:
     block_size: int
 
     def prepare(
-        self, prompt: Prompt, params: SamplingParams, *, add_special_tokens: bool = True
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
+        cuts_max_tokens: bool = False,
     ) -> PreparedRequest:
         """Tokenise a prompt and find out whether it can be run.
 
         Args:
             prompt: text, a chat or token ids.
             add_special_tokens: let the tokenizer put its special tokens around a text; chats have theirs.
+            cuts_max_tokens: where `max_tokens` is more than the context has room for, take what there is.
 
         Raises:
             ContextLengthError: prompt and output would not fit into the context.
@@ -53,7 +59,7 @@ class Intake:
             token_ids = self._tokenise(prompt, add_special_tokens)
         else:
             token_ids = tuple(prompt)
-        self._check_length(len(token_ids), params.max_tokens)
+        self._check_length(len(token_ids), None if cuts_max_tokens else params.max_tokens)
         if (unknown := self._unknown(token_ids)) is not None:
             raise ValueError(f"the prompt {self._outside(unknown)}")
         for field in ("stop_token_ids", "logit_bias"):
@@ -71,10 +77,7 @@ class Intake:
         token_ids = self._encode(beginning, add_special_tokens)
         if len(beginning) < len(text):
             if len(token_ids) > self.max_context_tokens:
-                raise ContextLengthError(
-                    f"the prompt has more tokens than the {self.max_context_tokens} that the context holds "
-                    "including the answer: shorten the prompt"
-                )
+                raise ContextLengthError(self.max_context_tokens, len(token_ids), is_whole=False)
             token_ids = self._encode(text, add_special_tokens)
         return tuple(token_ids)
 
@@ -88,15 +91,9 @@ class Intake:
         if not num_tokens:
             raise ValueError("the prompt is empty: give at least one token")
         if num_tokens >= limit:
-            raise ContextLengthError(
-                f"the prompt has {num_tokens} tokens, but the context holds {limit} including the answer: "
-                "shorten the prompt"
-            )
+            raise ContextLengthError(limit, num_tokens)
         if max_tokens is not None and num_tokens + max_tokens > limit:
-            raise ContextLengthError(
-                f"the prompt has {num_tokens} tokens and max_tokens asks for {max_tokens} more, but "
-                f"the context holds {limit}: shorten the prompt or ask for {limit - num_tokens} at most"
-            )
+            raise ContextLengthError(limit, num_tokens, max_tokens)
 
     def _unknown(self, token_ids: Iterable[int]) -> int | None:
         """Return the first token id outside the vocabulary."""

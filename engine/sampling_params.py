@@ -13,6 +13,7 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 100.0
+RANDOM_SEEDS = (-1, 2**32 - 1)  # no seed, as vLLM and llama.cpp write it
 
 Pooling = Literal["mean", "last"]
 
@@ -33,7 +34,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # divides the logits of tokens seen in prompt and output (CTRL)
     presence_penalty: float = 0.0  # subtracted once from the logits of tokens in the output
     frequency_penalty: float = 0.0  # subtracted once per occurrence in the output
-    seed: int | None = None  # same seed, same tokens, whatever else is in the batch
+    seed: int | None = None  # same seed, same tokens, whatever else is in the batch; -1: none
     stop: Sequence[str] = ()  # text that ends the output and is left out of it
     thoughts: Thoughts | None = None  # of a chat, in which stop strings do not count; None: raw text
     stop_token_ids: Sequence[int] = ()  # tokens that end the output, beside the model's own
@@ -63,6 +64,8 @@ class SamplingParams:
         _check_number("repetition_penalty", self.repetition_penalty, *bounds)
         _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if type(self.seed) is int and self.seed in RANDOM_SEEDS:
+            object.__setattr__(self, "seed", None)
         if self.seed is not None:
             _check_integer("seed", self.seed, -(2**63), 2**63 - 1)
         if len(stop) > MAX_STOP_STRINGS:

@@ -11,7 +11,7 @@ from neo_desktop.app.api.conversation import Conversation, Prepared, prepare, sp
 from neo_desktop.app.api.structure import Structure
 from neo_desktop.app.generation import Generation
 from neo_desktop.app.service import EngineService
-from neo_desktop.app.service_errors import EngineFailedError
+from neo_desktop.app.service_errors import DeadEndError
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine.batch import SampledToken
 from neo_desktop.engine.errors import ContextLengthError, SettingError
@@ -70,7 +70,14 @@ class Outputs:
         ServiceError, ApiError: while iterating, when the rest will not come.
     """
 
-    def __init__(self, generation: Generation, tokenizer: Tokenizer, prepared: Prepared | None) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        prepared: Prepared | None,
+        grammar_field: str | None = None,
+    ) -> None:
+        self._grammar_field = grammar_field  # of the body, which the answer's form comes from
         self.usage = TokensUsed()
         self._generation = generation
         self._prepared = prepared
@@ -93,10 +100,8 @@ class Outputs:
         try:
             async for index, output in self._generation:
                 yield self._step(index, output)
-        except EngineFailedError as error:
-            if not str(error).startswith("grammar"):
-                raise
-            raise ApiError(400, str(error), param="grammar") from error
+        except DeadEndError as error:
+            raise ApiError(400, f"the answer's {error}", param=self._grammar_field) from error
 
     def _step(self, index: int, output: RequestOutput) -> Step:
         reader, text = self._readers[index], output.text
@@ -225,8 +230,17 @@ def _with_grammar(
         raise ApiError(400, f"{field} cannot be enforced: {error}", param=field) from error
 
 
-async def begin(service: EngineService, conversation: Conversation, params: SamplingParams) -> Outputs:
+async def begin(
+    service: EngineService,
+    conversation: Conversation,
+    params: SamplingParams,
+    *,
+    cuts_max_tokens: bool = False,
+) -> Outputs:
     """Queue the next message of a conversation.
+
+    Args:
+        cuts_max_tokens: see `Intake.prepare`.
 
     Raises:
         ApiError: the template, the grammar or the engine cannot take it.
@@ -238,9 +252,15 @@ async def begin(service: EngineService, conversation: Conversation, params: Samp
         params = _with_grammar(params, prepared.grammar, forms, prepared.grammar_after)
     params = dataclasses.replace(params, thoughts="open" if prepared.is_thinking else "possible")
     generation = await submit(
-        service, [prepared.prompt], params, conversation.field, add_special_tokens=False, grammar_field=forms
+        service,
+        [prepared.prompt],
+        params,
+        conversation.field,
+        add_special_tokens=False,
+        cuts_max_tokens=cuts_max_tokens,
+        grammar_field=forms,
     )
-    return Outputs(generation, service.tokenizer, prepared)
+    return Outputs(generation, service.tokenizer, prepared, forms)
 
 
 async def submit(
@@ -251,6 +271,7 @@ async def submit(
     *,
     add_special_tokens: bool,
     grammar_field: str,
+    cuts_max_tokens: bool = False,
 ) -> Generation:
     """Queue prompts; `field` of the body holds them.
 
@@ -259,7 +280,9 @@ async def submit(
         ServiceError: the service takes no requests.
     """
     try:
-        return await service.submit(prompts, params, add_special_tokens=add_special_tokens)
+        return await service.submit(
+            prompts, params, add_special_tokens=add_special_tokens, cuts_max_tokens=cuts_max_tokens
+        )
     except ContextLengthError as error:
         raise ApiError(400, str(error), param=field, code="context_length_exceeded") from error
     except SettingError as error:

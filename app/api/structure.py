@@ -4,12 +4,12 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import Field
 
-from neo_desktop.app.api.fields import Json, Model
+from neo_desktop.app.api.fields import HINT, Json, Label, Model
 from neo_desktop.app.web.errors import ApiError
 from neo_desktop.engine import grammar
 
@@ -19,10 +19,10 @@ _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 class JsonSchemaFormat(Model):
     """A JSON schema by name."""
 
-    name: str | None = None
-    description: str | None = None
+    name: Label = None
+    description: Label = None
     schema_: Json = Field(alias="schema")
-    strict: bool | None = None  # the schema always holds
+    strict: Annotated[bool | None, HINT] = None  # the schema always holds
 
 
 class ResponseFormat(Model):
@@ -48,9 +48,17 @@ class Structure:
         return cls("grammar", f"start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}")
 
     @classmethod
-    def from_response_format(cls, form: ResponseFormat) -> "Structure":
-        """What OpenAI's clients ask for, other than text."""
+    def from_response_format(cls, form: ResponseFormat) -> "Structure | None":
+        """What OpenAI's clients ask for; None: any text."""
+        if form.schema_ is not None and form.json_schema is not None:
+            message = "response_format has schema and json_schema: give one of them"
+            raise ApiError(400, message, param="response_format")
         schema = form.schema_ if form.json_schema is None else form.json_schema.schema_
+        if form.type == "text" and schema is not None:
+            message = "response_format has a schema, which its type text leaves out: use the type json_schema"
+            raise ApiError(400, message, param="response_format")
+        if form.type == "text":
+            return None
         if schema is not None:
             return cls("json_schema", schema)
         if form.type == "json_schema":

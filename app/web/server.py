@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp
 
 from neo_desktop.app.api import create_api, docs_page
 from neo_desktop.app.chats.chats import Chats
@@ -42,7 +43,9 @@ from neo_desktop.app.web.http_protocol import LimitedProtocol, Turnstile, allow_
 from neo_desktop.app.web.limits import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.web.metrics import EngineCollector, HttpMetrics, exposition
 from neo_desktop.app.web.page_api import BODY_LIMITS, create_page_api
+from neo_desktop.app.web.request_target import RequestTarget
 from neo_desktop.app.web.security import AccessGuard
+from neo_desktop.app.web.warnings import Warnings
 
 GRACE_S = 1  # at the end, clients get this long to read what they were told
 COUNTED_PATHS = (
@@ -66,6 +69,7 @@ def create_app(
     api_key: str | None = None,
     allowed_hosts: Collection[str] = (),
     allowed_origins: Collection[str] = (),
+    model_aliases: Collection[str] = (),
     limits: ServerLimits = DEFAULT_LIMITS,
     data_folder: Path | None = None,
     loader: ModelLoader | None = None,
@@ -78,6 +82,7 @@ def create_app(
         api_key: needed for /v1 and /stats when given.
         allowed_hosts: names, beside those of loopback, under which the server may be addressed.
         allowed_origins: sites whose pages may use the server, see `AllowedOrigins`.
+        model_aliases: further names of the loaded model, see `create_api`.
         limits: what requests may take; those of the service are its own.
         data_folder: where chats are kept, for the page; None: there is no page.
         loader: the host's, for the page to choose models; None: it cannot.
@@ -110,15 +115,13 @@ def create_app(
     errors.install(app)
     app.state.host = host
     app.state.hub = hub
-    # The one added last sees a request first.
-    app.add_middleware(ClientConnection, max_body_bytes=limits.max_body_bytes, exceptions=BODY_LIMITS)
-    app.add_middleware(
-        AccessGuard, api_key=api_key, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins
-    )
     http_registry = CollectorRegistry()
     ProcessCollector(registry=http_registry)
-    app.add_middleware(HttpMetrics, registry=http_registry, paths=COUNTED_PATHS)
-    app.mount("/v1", create_api(host, max_messages=limits.max_messages))
+    guard = partial(
+        AccessGuard, api_key=api_key, allowed_hosts=allowed_hosts, allowed_origins=allowed_origins
+    )
+    _add_layers(app, guard, http_registry, limits)
+    app.mount("/v1", create_api(host, max_messages=limits.max_messages, model_aliases=model_aliases))
     if chats is not None:
         parts = [shelf.routes(), selftest_routes(selftest, host, hub)]
         app.mount("/api", create_page_api(host, hub, chats, engine, parts, trouble))
@@ -156,6 +159,17 @@ def create_app(
         return host.service.stats.to_json()
 
     return app
+
+
+def _add_layers(
+    app: FastAPI, guard: Callable[[ASGIApp], ASGIApp], registry: CollectorRegistry, limits: ServerLimits
+) -> None:
+    """Add what sees requests before routes do; the layer added last sees them first."""
+    app.add_middleware(Warnings)
+    app.add_middleware(ClientConnection, max_body_bytes=limits.max_body_bytes, exceptions=BODY_LIMITS)
+    app.add_middleware(guard)
+    app.add_middleware(HttpMetrics, registry=registry, paths=COUNTED_PATHS)
+    app.add_middleware(RequestTarget)
 
 
 def _health(service: EngineService) -> dict[str, str]:

@@ -29,7 +29,7 @@ class WorkerState:
     """What people are told of a worker."""
 
     address: str
-    lost: str | None  # why it is lost; None: it attends
+    lost: str | None  # why it is lost, without its name and address; None: it attends
     num_losses: int
 
 
@@ -173,7 +173,7 @@ class Workers:
         (place,) = (place for place in self._links if place.name == name)
         link = self._links[place]
         link.close()
-        logger.warning("%s; its requests are computed again", reason)
+        logger.warning("%s is lost: %s; its requests are computed again", name, reason)
         with self._changes:
             self._losses[place] += 1
         self._await(place, reason)

@@ -175,9 +175,9 @@ def test_all_who_look_see_the_same(chats: ChatClient, executor: FakeExecutor) ->
 @pytest.mark.parametrize(
     ("text", "settings", "reason"),
     [
-        ("x" * 600, {}, "the context holds 512"),
+        ("x" * 600, {}, "maximum context length is 512"),
         ("one", {"system_prompt": "refuse"}, "that I will not read"),
-        ("one", {"max_tokens": 1000}, "max_tokens asks for 1000"),
+        ("one", {"max_tokens": 1000}, "1000 by max_tokens"),
     ],
 )
 def test_what_cannot_be_answered_says_why_and_keeps_the_question(

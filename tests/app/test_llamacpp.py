@@ -171,7 +171,7 @@ def test_what_is_missing_is_said(server: RunningServer, http: httpx.Client) -> N
     assert 'backend="llamacpp"' in http.get("/metrics").text
     refused = http.post("/v1/embeddings", json={"model": "strange", "input": "x"})
     assert refused.status_code == 400
-    assert "pooling is not to be had" in refused.json()["error"]["message"]
+    assert "llama.cpp computes this model, for answers only" in refused.json()["error"]["message"]
 
 
 def test_requests_wait_for_their_turn_and_are_cancelled(
