@@ -83,12 +83,8 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _check_integer("logit_bias", token_id, 0)
             _check_number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
-        for name, text in (("grammar", self.grammar), ("grammar_after", self.grammar_after)):
-            if text is not None and (not isinstance(text, str) or not text):
-                raise SettingError(name, f"must be text that is not empty, got {text!r}")
+        _check_grammar(self)
         _check_pooling(self)
-        if self.grammar_after is not None and self.grammar is None:
-            raise SettingError("grammar_after", "needs a grammar")
 
     @property
     def is_greedy(self) -> bool:
@@ -104,6 +100,14 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether earlier tokens change the logits, so that the sampler must see them."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _check_grammar(params: SamplingParams) -> None:
+    for name, text in (("grammar", params.grammar), ("grammar_after", params.grammar_after)):
+        if text is not None and (not isinstance(text, str) or not text):
+            raise SettingError(name, f"must be text that is not empty, got {text!r}")
+    if params.grammar_after is not None and params.grammar is None:
+        raise SettingError("grammar_after", "needs a grammar")
 
 
 def _check_pooling(params: SamplingParams) -> None:

@@ -268,7 +268,9 @@ class ResponsesRequest(Model):
 
 
 def _told(tool: Model) -> Json:
-    empty = {"strict": None, "description": None, "parameters": {}} if isinstance(tool, FunctionTool) else {}
+    empty: Json = (
+        {"strict": None, "description": None, "parameters": {}} if isinstance(tool, FunctionTool) else {}
+    )
     return empty | tool.model_dump(exclude_none=True, by_alias=True)
 
 
