@@ -1,4 +1,4 @@
-"""Attention of prompt chunks: by our own kernel on a CPU, by the best one of torch that the ladder allows on a GPU.
+"""Attention of prompt chunks: our own kernel on a CPU, on a GPU the best of torch that the ladder allows.
 
 Chunks are attended to in groups, whose contexts lie one after the other:
 
