@@ -130,12 +130,11 @@ class PrefillGroup:
             RuntimeError: no kernel can do it, or the GPU failed or has no memory left.
         """
         windowed = window is not None and window < max(chunk.context_len for chunk in self.chunks)
-        if softcap is not None and q.device.type != "cpu":  # torch has no kernel that knows of it
-            self._attend_with(PrefillKernel.MATH, q, contexts, out, scale, window, sinks, softcap)
-            return
         while True:
             rung = ladder.rung("prompt_attention")
             kernel = kernel_on(q.device, q.dtype, q.shape[2], windowed, rung)
+            if softcap is not None and kernel is not PrefillKernel.NATIVE:
+                kernel = PrefillKernel.MATH  # torch has no kernel that knows of it
             try:
                 self._attend_with(kernel, q, contexts, out, scale, window, sinks, softcap)
                 return
