@@ -20,6 +20,9 @@ from neo_desktop.engine.waiting import Watch
 
 MAX_GRAPHS = 128  # iterations that are kept; then all are captured anew. Each takes about a megabyte
 
+# Graphs whose captures the driver did not end. torch's allocator of pinned memory goes on asking them.
+_BROKEN: list[torch.cuda.CUDAGraph] = []
+
 NEVER_FIXED = (Lane.STORE, Lane.SWAP, Lane.PEER)  # what they get depends on the plan
 
 
@@ -274,18 +277,36 @@ class StreamBackend:
                     self._join()
                 except BaseException:
                     with suppress(RuntimeError):  # what broke the capture is the error to tell
-                        graph.capture_end()
+                        self._join()  # a capture with streams of its own outside cannot end
+                    with suppress(RuntimeError):
+                        self._end_capture(graph)
                     raise
                 finally:
                     tape.is_capturing = False
                     tape.number += 1
-                graph.capture_end()
+                self._end_capture(graph)
             except BaseException:
                 self.forget()  # since this one goes
                 self._has_failed = True
                 raise
         keep_workspaces(self)
         return _Graph(graph, tape.spans)
+
+    def _end_capture(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture, for torch's allocator of device memory, too, if the driver refuses.
+
+        torch tells its allocators only after the driver. An allocator that believes in a capture for ever
+        never frees cached blocks to serve a request.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            index = self._device.device.index
+            with suppress(RuntimeError):  # it knows already: the error came later
+                torch._C._cuda_endAllocateToPool(index, self._pool)
+                _BROKEN.append(graph)
+                torch._C._cuda_releasePool(index, self._pool)
+            raise
 
     def _fork(self) -> None:
         """Let all streams wait for the device's: so a capture includes them."""
