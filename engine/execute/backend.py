@@ -1,5 +1,6 @@
 """What runs programs: threads, where the model runs on the CPU, or a GPU's streams and graphs."""
 
+import ctypes
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -19,9 +20,6 @@ from neo_desktop.engine.execute.timeline import TimedEvents, Timeline
 from neo_desktop.engine.waiting import Watch
 
 MAX_GRAPHS = 128  # iterations that are kept; then all are captured anew. Each takes about a megabyte
-
-# Graphs whose captures the driver did not end. torch's allocator of pinned memory goes on asking them.
-_BROKEN: list[torch.cuda.CUDAGraph] = []
 
 NEVER_FIXED = (Lane.STORE, Lane.SWAP, Lane.PEER)  # what they get depends on the plan
 
@@ -267,8 +265,7 @@ class StreamBackend:
         tape = self._tape
         with torch.cuda.stream(self._device):
             try:
-                # Other threads may use CUDA meanwhile, a server's or a benchmark's.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                self._begin_capture(graph)
                 tape.is_capturing, tape.spans = True, []
                 tape.number += 1
                 try:
@@ -292,21 +289,39 @@ class StreamBackend:
         keep_workspaces(self)
         return _Graph(graph, tape.spans)
 
-    def _end_capture(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture, for torch's allocator of device memory, too, if the driver refuses.
+    def _begin_capture(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            # Other threads may use CUDA meanwhile, a server's or a benchmark's.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        except BaseException:
+            self._end_allocation()
+            _keep_for_ever(graph)
+            raise
 
-        torch tells its allocators only after the driver. An allocator that believes in a capture for ever
-        never frees cached blocks to serve a request.
-        """
+    def _end_capture(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
             graph.capture_end()
-        except RuntimeError:
-            index = self._device.device.index
-            with suppress(RuntimeError):  # it knows already: the error came later
-                torch._C._cuda_endAllocateToPool(index, self._pool)
-                _BROKEN.append(graph)
-                torch._C._cuda_releasePool(index, self._pool)
+        except BaseException:
+            if self._end_allocation():
+                _keep_for_ever(graph)
             raise
+
+    def _end_allocation(self) -> bool:
+        """Tell torch's allocator that a capture is over which the driver did not begin or end.
+
+        torch does so only after the driver. An allocator that waits for the end of a capture never frees
+        cached blocks to serve a request.
+
+        Returns:
+            Whether the allocator did not know.
+        """
+        index = self._device.device.index
+        try:
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)
+        except RuntimeError:
+            return False
+        return True
 
     def _fork(self) -> None:
         """Let all streams wait for the device's: so a capture includes them."""
@@ -322,6 +337,15 @@ class StreamBackend:
         for lane, stream in self._streams.items():
             if lane is not Lane.DEVICE and not (self._tape.is_capturing and lane in NEVER_FIXED):
                 self._device.wait_event(stream.record_event())
+
+
+def _keep_for_ever(graph: torch.cuda.CUDAGraph) -> None:
+    """Never free a graph whose capture did not begin or end, not even when the process ends.
+
+    torch's allocator of pinned memory may still ask it. And where there was no memory for the state of its
+    random numbers, torch (2.11) aborts the process when it is freed.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
 
 
 def open_backend(

@@ -72,26 +72,37 @@ def test_memory_that_is_refused_in_the_middle_makes_iterations_smaller(
         assert imitated.num_failed == 2
 
 
-def test_after_a_capture_without_memory_cached_blocks_are_freed_for_others(imitated: ImitatedDevice) -> None:
-    """torch frees what it caches before it gives up, but not while it takes a capture to be under way."""
+@pytest.mark.parametrize("call", ["cudaMalloc", "cudaStreamBeginCapture", "cudaStreamEndCapture"])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_after_a_capture_that_fails_cached_blocks_are_freed_for_others(
+    imitated: ImitatedDevice, call: str, is_first: bool
+) -> None:
+    """torch frees what it caches before it gives up, but not while it takes a capture to be under way.
+
+    For the first of several graphs beginning takes memory, too.
+    """
     runs = StreamBackend(WholeDevice(torch.device("cuda")), None)
     tensors: list[torch.Tensor] = []
+    counter = torch.zeros(1, device="cuda")
 
-    def record(recorder: Recorder) -> None:
+    def program(key: str, count: int) -> SmallProgram:
         stage = Stage("work", 0, 0, 1)
-        sent = recorder.run(Lane.TO_HOST, stage, lambda: None)
-        recorder.run(
-            Lane.DEVICE, stage, lambda: tensors.append(torch.empty(64 << 20, device="cuda")), (sent,)
-        )
 
-    program = SmallProgram("needs memory", record)
-    runs.start(program, with_flags=False, with_graphs=True)
-    runs.wait()
+        def record(recorder: Recorder) -> None:
+            recorder.run(Lane.TO_HOST, stage, lambda: counter.add_(1))
+            recorder.run(Lane.DEVICE, stage, lambda: tensors.append(torch.empty(count, device="cuda")))
+
+        return SmallProgram(key, record)
+
+    large = program("large", 64 << 20)
+    for each in (large, *[program("small", 1)] * (0 if is_first else 2)):
+        runs.start(each, with_flags=False, with_graphs=True)
+        runs.wait()
     tensors.clear()
     torch.cuda.empty_cache()
-    imitated.fail("cudaMalloc", OUT_OF_MEMORY, times=2)
-    with pytest.raises(torch.OutOfMemoryError):
-        runs.start(program, with_flags=False, with_graphs=True)
+    imitated.fail(call, OUT_OF_MEMORY, times=ALWAYS)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        runs.start(large, with_flags=False, with_graphs=True)
     assert runs.abandon(RuntimeError()) is None
     assert imitated.num_failed > 0
     imitated.recover()
