@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import neo_desktop.models
-from neo_desktop.engine.cuda.pinned import weight_bytes
+from neo_desktop.engine.cuda.pinned import check_weight_pages, weight_bytes
 from neo_desktop.engine.cuda.presence import why_unusable
 from neo_desktop.engine.cuda.streams import Streams, open_streams
 from neo_desktop.engine.kernels import dispatch
@@ -92,6 +92,7 @@ def load(
         with streams.on_device():
             form = placed_form(DENSE, config, dtype, device, plan)
             decoder = random_model(config, dtype=dtype, device=device, form=form)
+        check_weight_pages()
         return LoadedModel(f"{options.shape} (random weights)", config, decoder, ByteTokenizer(), streams)
 
     started_s = time.perf_counter()
@@ -116,6 +117,7 @@ def load(
         decoder = load_model(
             checkpoint, whole, dtype=dtype, device=device, progress=loaded, form=form, rank=rank
         )
+    check_weight_pages()
     name = BUILTIN_NAME if options.model == BUILTIN else checkpoint.name
     seconds, gb = time.perf_counter() - started_s, weights.nbytes / 1e9
     logger.info("%s: loaded in %.2f s, %.2f GB of files, %.2f GB/s", name, seconds, gb, gb / seconds)
