@@ -27,6 +27,7 @@ from neo_desktop.engine.progress import Progress
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
+from neo_desktop.models.families import exceeds_float16
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.linear.split import SplitForm
@@ -223,7 +224,8 @@ def choose_dtype(
 
     On a GPU that is the checkpoint's own dtype, or float16 instead of bfloat16 where the GPU has no bfloat16
     (Turing). On a CPU it is float32, which every CPU computes at full speed, unless the weights would then
-    take more than half of the free memory.
+    take more than half of the free memory. Where a model gives infinities in float16, it is bfloat16 instead
+    of float16, or float32 where there is no bfloat16.
 
     Args:
         available_bytes: of host memory; None: what is free now.
@@ -241,9 +243,15 @@ def choose_dtype(
         )
     if name in DTYPES:
         return DTYPES[name]
+    dtype = config.dtype
+    if dtype is not torch.float32:
+        if exceeds_float16(config.architecture):
+            dtype = torch.bfloat16 if has_bfloat16 else torch.float32
+        elif dtype is torch.bfloat16 and not has_bfloat16:
+            dtype = torch.float16
     if device.type == "cuda":
-        return torch.float16 if config.dtype is torch.bfloat16 and not has_bfloat16 else config.dtype
+        return dtype
     available = host_memory().available_bytes if available_bytes is None else available_bytes
     if config.weight_bytes(torch.float32, form) <= available // 2:
         return torch.float32
-    return config.dtype
+    return dtype

@@ -172,7 +172,8 @@ class AnswerChecks:
         free = FreeMemory.now(device).gpu_bytes or 0
         parts = self._memory("gpu-only")
         kv_bytes = parts.tokens_in(host_memory=False) * config.kv_bytes_per_token(self._rig.dtype)
-        promised = kv_bytes + activation_bytes(config, parts.limits, self._rig.dtype) + DEVICE_RESERVE_BYTES
+        activations = activation_bytes(config, parts.limits, self._rig.dtype, device)
+        promised = kv_bytes + activations + DEVICE_RESERVE_BYTES
         with Engine.from_parts(parts, "gpu-only") as engine:
             engine.generate([[1] * 100], GREEDY)
             used = free - (FreeMemory.now(device).gpu_bytes or 0)
