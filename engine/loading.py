@@ -18,7 +18,13 @@ from neo_desktop.engine.kernels.toolchain import limit_kernels
 from neo_desktop.engine.ladder import ladder
 from neo_desktop.engine.options import BUILTIN, EngineOptions
 from neo_desktop.engine.predict.weight_plan import WeightPlan, host_form
-from neo_desktop.engine.profiling.budget import FreeMemory
+from neo_desktop.engine.profiling.budget import (
+    DEVICE_RESERVE_BYTES,
+    FreeMemory,
+    MemoryCaps,
+    activation_bytes,
+    limits_of,
+)
 from neo_desktop.engine.profiling.expert_use import ExpertUse
 from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.engine.profiling.rates import measured_rates
@@ -107,8 +113,11 @@ def load(
     config, weights = config_of_rank(whole, rank), weights_of_rank(weights, whole, rank)
     checkpoint.read_ahead()
     tokenizer = checkpoint.tokenizer()
-    form = kept_form(stored_form(weights, config), options, device)
+    stored = stored_form(weights, config)
+    form = kept_form(stored, options, device, config)
     dtype = choose_dtype(asked_dtype(options), config, device, available_bytes(rank), form)
+    if device.type == "cuda" and isinstance(stored, StoredForm) and ladder.rung("quantised") != "triton":
+        _tell_of_no_kernels(stored, form, config, dtype)
 
     def loaded(done_bytes: int, total_bytes: int) -> None:
         progress(done_bytes / max(total_bytes, 1), LOADING)
@@ -199,13 +208,46 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda")
 
 
-def kept_form(stored: LinearForm, options: EngineOptions, device: torch.device) -> LinearForm:
-    """Return how matrices are kept: as they are stored where it is wanted, and the device has kernels."""
+def kept_form(
+    stored: LinearForm,
+    options: EngineOptions,
+    device: torch.device,
+    config: ModelConfig,
+    gpu_bytes: int | None = None,
+) -> LinearForm:
+    """Return how matrices are kept: as they are stored where it is wanted, and the device has kernels.
+
+    Without kernels a GPU keeps floats, which are multiplied faster than torch's operators unpack weights; but
+    as they are stored if floats have no room.
+
+    Args:
+        gpu_bytes: free memory of the GPU; None: what is free now.
+    """
     if options.weights_dtype != "auto" or not isinstance(stored, StoredForm):
         return DENSE
     if device.type == "cpu":
         return stored
-    return stored.on_gpu(dispatch) if ladder.rung("quantised") == "triton" else DENSE
+    packed = stored.on_gpu(dispatch)
+    if ladder.rung("quantised") == "triton":
+        return packed
+    dtype = choose_dtype(asked_dtype(options), config, device)
+    free = FreeMemory.now(device).gpu_bytes if gpu_bytes is None else gpu_bytes
+    cap = MemoryCaps.of(options).gpu_bytes
+    iteration = activation_bytes(config, limits_of(options, device), dtype, device) + DEVICE_RESERVE_BYTES
+    room = min(each for each in (free, cap) if each is not None) - iteration
+    return DENSE if config.weight_bytes(dtype) <= room else packed
+
+
+def _tell_of_no_kernels(
+    stored: LinearForm, form: LinearForm, config: ModelConfig, dtype: torch.dtype
+) -> None:
+    """Log what weights take on a GPU whose kernels cannot multiply them as they are stored."""
+    floats, bits = (config.weight_bytes(dtype, each) / 1e9 for each in (DENSE, stored))
+    if form == DENSE:
+        what = f"become floats and take {floats:.1f} GB of GPU memory instead of {bits:.1f} GB"
+    else:
+        what = f"stay packed in {bits:.1f} GB, since {floats:.1f} GB of floats have no room, and are slower"
+    logger.warning("without Triton's kernels the weights %s", what)
 
 
 def asked_dtype(options: EngineOptions) -> str:
