@@ -184,8 +184,15 @@ FAMILIES = (
         ),
     ),
 )
+# Whose activations reach beyond the numbers of float16 (65,504), by the beginning of the architecture's name.
+_BEYOND_FLOAT16 = ("Gemma2", "Gemma3", "Gemma4", "Glm4", "GptOss", "PLaMo2", "Plamo2", "T5")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "Model")
+
+
+def exceeds_float16(architecture: str) -> bool:
+    """Return whether a model was trained in bfloat16 and gives infinities in float16."""
+    return architecture.startswith(_BEYOND_FLOAT16)
 
 
 def family_of(file: JsonFile) -> Family:

@@ -81,7 +81,9 @@ def fit(
         stored: the form of its matrices on a CPU where some are quantised.
     """
     device, rank = choose_device(options.device), Rank(0, options.tensor_parallel)
-    whole_bytes = partial(config.weight_bytes, form=kept_form(stored, options, device))
+    whole_bytes = partial(
+        config.weight_bytes, form=kept_form(stored, options, device, config, free.gpu_bytes)
+    )
     reason = None
     try:
         part = config_of_rank(config, rank)
@@ -90,7 +92,7 @@ def fit(
     # From here on a rank's: each takes as much, of a GPU of its own and of its share of the host's memory.
     config, stored = part, form_of_rank(stored, config, rank)
     free = replace(free, host_bytes=free.host_bytes // rank.count)
-    form = kept_form(stored, options, device)
+    form = kept_form(stored, options, device, config, free.gpu_bytes)
     dtype = choose_dtype(asked_dtype(options), config, device, free.host_bytes, form)
     weights = config.weight_bytes(dtype, form)
     rates = _rates(figures)

@@ -58,7 +58,8 @@ class TracedStages(Stages):
         except CannotCutError as error:
             raise cannot_cut(config.source, config, error) from None
         on_cpu = native_operators if decoder.device.type == "cpu" else in_torch
-        builder = Builder(graph, found, decoder, operators or on_cpu, sums)
+        self._operators = operators or on_cpu
+        builder = Builder(graph, found, decoder, self._operators, sums)
         self._is_checking = True
         self._rotate, every = builder.rotation(), range(len(found.pieces))
         pieces = [builder.piece(index) for index in every]
@@ -181,7 +182,7 @@ class TracedStages(Stages):
         """Put keys and values into a cache; None: there is none, as behind the last layer."""
         if store is not None:
             _, keys, values = self.heads(state)
-            in_torch.write_rows(keys, values, store.k_cache, store.v_cache, store.slots)
+            self._operators.write_rows(keys, values, store.k_cache, store.v_cache, store.slots)
 
     def steps(
         self, finished: int | None, begun: int | None, state: State, store: Store | None = None

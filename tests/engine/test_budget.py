@@ -1,10 +1,13 @@
 """How much memory KV gets, from what is free, what others use and what caps allow."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from ladder_rungs import Rungs
 
+from neo_desktop.engine.execute.prefill_kernels import choose_kernel
 from neo_desktop.engine.kv.layout import BLOCK_SIZE, BLOCKS_PER_RUN
 from neo_desktop.engine.placement import Place
 from neo_desktop.engine.profiling import budget
@@ -43,6 +46,43 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def kv(device: torch.device, caps: MemoryCaps | None = None) -> dict[Place, int]:
     return budget.kv_bytes(CONFIG, DTYPE, LIMITS, FreeMemory.now(device), caps or MemoryCaps())
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "rung", "has_masks"),
+    [
+        ((8, 6), "llama-3.1-8b", "flash", False),
+        ((8, 6), "gpt-oss-20b", "flash", False),  # with windows
+        ((7, 5), "llama-3.1-8b", "flash", False),
+        ((7, 5), "gpt-oss-20b", "flash", True),
+        ((8, 6), "gpt-oss-20b", "memory-efficient", True),
+        ((8, 6), "llama-3.1-8b", "math", True),
+    ],
+)
+def test_masks_count_where_a_kernel_is_given_some(
+    capability: tuple[int, int],
+    name: str,
+    rung: str,
+    has_masks: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    rungs: Rungs,
+) -> None:
+    rungs(prompt_attention=rung)
+    config = shape(name)
+    monkeypatch.setattr(budget, "kernel_on", lambda device, *rest: choose_kernel(capability, *rest))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    context = min(config.max_context_tokens, budget.LONG_CONTEXT_TOKENS)
+    masks = context * LIMITS.max_batch_tokens * (1 + DTYPE.itemsize)
+    less = activation_bytes(config, LIMITS, DTYPE) - activation_bytes(config, LIMITS, DTYPE, CUDA)
+    assert less == (0 if has_masks else masks)
+    assert activation_bytes(replace(config, attention_softcap=50.0), LIMITS, DTYPE, CUDA) > masks
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB, 80 * GIB))
+    free = FreeMemory.now(CUDA)
+    gained = [
+        budget.kv_bytes(config, DTYPE, LIMITS, free, MemoryCaps(), device=device)[Place.DEVICE]
+        for device in (CUDA, None)
+    ]
+    assert gained[0] - gained[1] == less
 
 
 def test_gpu_kv_is_what_is_free_less_what_an_iteration_needs(machine: SimpleNamespace) -> None:
