@@ -108,7 +108,7 @@ def fit(
             CPU_CACHE_DTYPES[options.cpu_cache_dtype],
             _beside_weights(free, weights, plan, streaming_bytes(layer_matrices(config, form, dtype))),
             weights if plan is None else plan.gpu_bytes,
-            (*PLACES, *(place for place in places if place.is_swapped)),
+            places,
             rates.bus_bytes_per_s / rates.gpu_bytes_per_s,
         )
     except MemoryError as error:

@@ -149,7 +149,7 @@ class LimitedProtocol(H11Protocol):
 def allow_connections() -> tuple[int, int]:
     """Let this process have many connections, as far as the system lets it.
 
-    Of the files that may still be opened, connections leave `OTHER_FILES` to everything else, or half of them.
+    Of the files that may still be opened, connections leave `OTHER_FILES` to all else, or half of them.
 
     Returns:
         How many connections are kept; and how many are accepted in one turn of the event loop. One that is
