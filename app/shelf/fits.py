@@ -94,7 +94,7 @@ def fit(
     dtype = choose_dtype(asked_dtype(options), config, device, free.host_bytes, form)
     weights = config.weight_bytes(dtype, form)
     rates = _rates(figures)
-    places, most_chats = get_policy(options.policy).places, options.max_batch_requests
+    places, most_chats = get_policy(options.policy).places, options.most_requests
     plan, blocks = None, dict.fromkeys(PLACES, 0)
     try:
         plan = plan_memory(config, form, dtype, device, options, lambda: rates, free)

@@ -68,7 +68,7 @@ class MemoryCaps:
 
 def limits_of(options: EngineOptions, device: torch.device) -> SchedulerLimits:
     """Return what an iteration may hold."""
-    most = options.max_batch_requests
+    most = options.most_requests
     return SchedulerLimits(
         max_batch_tokens=options.max_batch_tokens or max(MAX_BATCH_TOKENS[device.type], most),
         max_batch_requests=most,
