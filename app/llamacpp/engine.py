@@ -16,7 +16,6 @@ from neo_desktop.app.live.words import LLAMACPP_NOTE
 from neo_desktop.app.llamacpp.library import LlamaContext, LlamaModel
 from neo_desktop.app.llamacpp.tokenizer import LlamaCppTokenizer
 from neo_desktop.engine.engine import new_requests
-from neo_desktop.engine.errors import SettingError
 from neo_desktop.engine.grammar import GrammarCompiler
 from neo_desktop.engine.intake import Intake, PreparedRequest, Prompt
 from neo_desktop.engine.kv.cache import PoolUsage
@@ -39,7 +38,7 @@ class LlamaCppIntake(Intake):
     ) -> PreparedRequest:
         """See `Intake`. SettingError also for embeddings."""
         if params.pooling is not None:
-            raise SettingError("pooling", "is not to be had: llama.cpp computes this model, for answers only")
+            raise ValueError("llama.cpp computes this model, for answers only: it gives no embeddings")
         return super().prepare(prompt, params, add_special_tokens=add_special_tokens)
 
 
