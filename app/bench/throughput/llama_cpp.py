@@ -274,18 +274,18 @@ class LlamaCppBaseline:
                 future.result()
                 progress(done / len(futures))
         except OSError as error:
-            if self._has_ended():
+            if self._has_crashed():
                 raise RuntimeError(self._death(self._process)) from error
             raise RuntimeError(f"llama.cpp's server failed: {error}; {self._last_lines()}") from error
         finally:  # those under way end with the server
             pool.shutdown(wait=False, cancel_futures=True)
         return [future.result() for future in futures]
 
-    def _has_ended(self) -> bool:
-        """Whether the server that hung up has ended; the system may need a moment to know."""
+    def _has_crashed(self) -> bool:
+        """Whether the server that hung up has crashed; the system may need a moment to know."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
-        return self._process.poll() is not None
+            return crash_signal(self._process.wait(_END_S)) is not None
+        return False
 
     def _death(self, process: subprocess.Popen[bytes]) -> str:
         code = process.wait()
