@@ -76,7 +76,7 @@ def _whole(value: Any) -> int:
     return int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)
 
 
-def _number(value: object) -> float:
+def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError
     try:

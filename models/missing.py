@@ -56,12 +56,12 @@ def why_no_model(path: Path) -> str:
 
 
 def is_model_folder(path: Path) -> bool:
-    """Whether a folder holds a part of a model at least."""
+    """Return True for a folder that holds a part of a model at least."""
     return any(name == "config.json" or name.endswith(WEIGHTS_ENDS) for name in _names(path))
 
 
 def _is_path(name: str) -> bool:
-    """Whether a name that is nowhere was meant as a path: those of models have one slash at most."""
+    """Return True for what was meant as a path: names of models have one slash at most."""
     begins = (".", "~", os.sep, *([os.altsep] if os.altsep else []))
     return name.startswith(begins) or name.count("/") > 1 or name.endswith(("/", *_FILE_ENDS))
 

@@ -343,11 +343,11 @@ def _look_at_memory(root: Path) -> HostMemory:
     memory = psutil.virtual_memory()
     total, available, limit = memory.total, memory.available, None
     for folder, limit_file, used_file in _memory_cgroups(root):
-        text = _read_surely(folder / limit_file)
+        text = _read(folder / limit_file, surely=True)
         if not text.isdigit() or int(text) >= memory.total:  # "max", or the huge number of cgroup v1
             continue
-        used = _read_surely(folder / used_file)
-        stat = dict(line.split() for line in _read_surely(folder / "memory.stat").splitlines())
+        used = _read(folder / used_file, surely=True)
+        stat = dict(line.split() for line in _read(folder / "memory.stat", surely=True).splitlines())
         # What it holds of files that were read once is given back when somebody needs the room.
         reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
         room = int(text) - (int(used) if used.isdigit() else 0) + reclaimable
@@ -363,7 +363,7 @@ def _memory_cgroups(root: Path) -> list[tuple[Path, str, str]]:
     mounted top is the container's own group.
     """
     found = []
-    for line in _read_surely(root / "proc/self/cgroup").splitlines():
+    for line in _read(root / "proc/self/cgroup", surely=True).splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         if controllers == "":
             top, files = root / "sys/fs/cgroup", ("memory.max", "memory.current")
@@ -383,20 +383,15 @@ def _process_name(pid: int) -> str:
         return "unknown"
 
 
-def _read(path: Path) -> str:
-    """Return what a file of the system says; "" where there is none, or it cannot be read."""
-    try:
-        return _read_surely(path)
-    except OSError:
-        return ""
+def _read(path: Path, *, surely: bool = False) -> str:
+    """Return what a file of the system says; "" where there is none, or it cannot be read.
 
-
-def _read_surely(path: Path) -> str:
-    """Return what `_read` returns; OSError where the system has nothing left to read it with."""
+    With `surely`, OSError where the system has nothing left to read with: the file may be there.
+    """
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError as error:
-        if error.errno in _EXHAUSTED:  # the file may be there
+        if surely and error.errno in _EXHAUSTED:
             raise
         return ""
 

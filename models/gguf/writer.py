@@ -93,7 +93,7 @@ def write_gguf(gguf: Any, decoder: Decoder, path: Path, type_name: str | None = 
 
 
 def _type(tensor: Tensor, type_name: str | None) -> str:
-    """Return the name of a tensor's type; what is no matrix stays as it is."""
+    """Return the name of a tensor's type; what is no matrix keeps its own."""
     return _TYPES[tensor.dtype] if type_name is None or tensor.ndim == 1 else type_name
 
 
