@@ -48,7 +48,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         return GGUFCheckpoint(path)
     if not is_model_folder(path):
-        raise ModelError(why_no_model(path))
+        raise ModelError(f"{why_no_model(path)}.")
     models = [] if any(path.glob("*.safetensors")) else gguf_files(path)
     if len(models) > 1:
         names = ", ".join(model.name for model in models[:5])

@@ -95,8 +95,8 @@ class GGUFFile:
         self.path = path
         self._bytes = _mapped(path)
         reader = _Reader(path, self._bytes)
-        if self._bytes[: len(MAGIC)] != MAGIC:
-            raise ModelError(why_no_model(path))
+        if not MAGIC.startswith(self._bytes[: len(MAGIC)]):
+            raise ModelError(f"{why_no_model(path)}.")
         reader.take(len(MAGIC))
         version = reader.integer("I")
         if version not in VERSIONS:
