@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack, cast
 
 import torch
 
@@ -122,7 +122,7 @@ class Engine:
             RuntimeError: the GPU cannot be cut into slices.
             MemoryError: weights or caches do not fit.
         """
-        return cls.from_options(EngineOptions(model=model, **options), cost_model, progress)
+        return cls.from_options(EngineOptions(model=model, **cast("Any", options)), cost_model, progress)
 
     @classmethod
     def from_options(

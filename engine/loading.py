@@ -30,13 +30,15 @@ from neo_desktop.engine.profiling.hardware import host_memory
 from neo_desktop.engine.profiling.rates import measured_rates
 from neo_desktop.engine.profiling.weight_memory import plan_memory
 from neo_desktop.engine.progress import Progress
-from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.checkpoint import Checkpoint, open_checkpoint
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder
 from neo_desktop.models.families import exceeds_float16
+from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.linear.dense import DENSE
 from neo_desktop.models.linear.protocol import LinearForm
 from neo_desktop.models.linear.split import SplitForm
+from neo_desktop.models.missing import why_missing
 from neo_desktop.models.rank import ALONE, Rank
 from neo_desktop.models.ranks import config_of_rank, weights_of_rank
 from neo_desktop.models.registry import check_model, load_model, random_model
@@ -103,7 +105,7 @@ def load(
         return LoadedModel(f"{options.shape} (random weights)", config, decoder, ByteTokenizer(), streams)
 
     started_s = time.perf_counter()
-    checkpoint = open_checkpoint(model_path(options.model))
+    checkpoint = open_model(options.model)
     whole = checkpoint.config()
     if whole.generation.ignored and rank.number == 0:
         ignored = ", ".join(whole.generation.ignored)
@@ -189,6 +191,14 @@ def model_path(model: str | Path) -> Path:
     if model == BUILTIN:
         return Path(neo_desktop.models.__file__).parent / BUILTIN
     return Path(model).expanduser()
+
+
+def open_model(model: str | Path) -> Checkpoint:
+    """Open a checkpoint, or the built-in model; ModelError where there is none, or it cannot be used."""
+    path = model_path(model)
+    if model == "" or not path.exists():
+        raise ModelError(why_missing(str(model), (BUILTIN,)))
+    return open_checkpoint(path)
 
 
 def choose_device(name: str) -> torch.device:

@@ -1,9 +1,9 @@
 """How the tokens of one request are chosen and when it ends."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from neo_desktop.engine.errors import SettingError
 from neo_desktop.models.limits import SAMPLING_BOUNDS
@@ -14,6 +14,7 @@ MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIAS = 100.0
 RANDOM_SEEDS = (-1, 2**32 - 1)  # no seed, as vLLM and llama.cpp write it
+LEAST_TEMPERATURE = 2.0**-126  # what is less is 0 to some devices' float32
 
 Pooling = Literal["mean", "last"]
 
@@ -27,7 +28,7 @@ class SamplingParams:
     """
 
     max_tokens: int | None = None  # output tokens at most; None: until the context is full
-    temperature: float = 1.0  # 0: greedy, the most probable token every time
+    temperature: float = 1.0  # below LEAST_TEMPERATURE: greedy, the most probable token every time
     top_k: int = 0  # keep only the k most probable tokens; 0: keep all
     top_p: float = 1.0  # keep the smallest set of tokens with at least this probability
     min_p: float = 0.0  # drop tokens less probable than min_p times the most probable one
@@ -47,9 +48,11 @@ class SamplingParams:
     grammar_after: str | None = None  # text, such as the end of a thought, that comes before what follows it
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _sequence("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _sequence("stop_token_ids", self.stop_token_ids))
+        if not isinstance(self.logit_bias, Mapping):
+            raise SettingError("logit_bias", f"must map token ids to numbers, got {self.logit_bias!r}")
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
         if self.max_tokens is not None:
@@ -89,7 +92,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the most probable token is taken every time."""
-        return self.temperature == 0
+        return self.temperature < LEAST_TEMPERATURE
 
     @property
     def is_truncated(self) -> bool:
@@ -121,11 +124,19 @@ def _check_pooling(params: SamplingParams) -> None:
         raise SettingError("pooling", "gives no output, so that n, logprobs and grammar cannot be asked for")
 
 
+def _sequence(name: str, values: object) -> tuple[Any, ...]:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise SettingError(name, f"must be a list, got {values!r}")
+    return tuple(values)
+
+
 def _check_number(name: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise SettingError(name, f"must be a finite number, got {value!r}")
-    if not low <= value <= high:
-        raise SettingError(name, f"must be between {low:g} and {high:g}, got {value:g}")
+    if not low <= value <= high:  # NaN is not between them
+        if isinstance(value, float) and not math.isfinite(value):
+            raise SettingError(name, f"must be a finite number, got {value!r}")
+        raise SettingError(name, f"must be between {low:g} and {high:g}, got {value}")
 
 
 def _check_integer(name: str, value: int, low: int, high: int | None = None) -> None:

@@ -15,6 +15,7 @@ from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.gguf.checkpoint import GGUFCheckpoint, gguf_files, split_files
 from neo_desktop.models.gguf.container import GGUFFile
 from neo_desktop.models.json_file import ModelError, UnsupportedModelError
+from neo_desktop.models.missing import is_model_folder, why_no_model
 from neo_desktop.models.registry import check_model
 from neo_desktop.models.safetensors.folder import SafetensorsFolder
 from neo_desktop.models.stored_form import StoredForm, stored_form
@@ -68,6 +69,8 @@ def summarize(path: Path) -> Summary:
     try:
         if models:
             raise _UnusableError(f"it has {len(models)} GGUF models: name the file that is meant")
+        if not is_model_folder(path):
+            raise _UnusableError(why_no_model(path))
         if "config.json" not in names:
             raise _UnusableError("it has no config.json: complete the download")
         raw = _read_json(path / "config.json")

@@ -96,7 +96,7 @@ def fit(
     dtype = choose_dtype(asked_dtype(options), config, device, free.host_bytes, form)
     weights = config.weight_bytes(dtype, form)
     rates = _rates(figures)
-    places, most_chats = get_policy(options.policy).places, options.max_batch_requests
+    places, most_chats = get_policy(options.policy).places, options.most_requests
     plan, blocks = None, dict.fromkeys(PLACES, 0)
     try:
         plan = plan_memory(config, form, dtype, device, options, lambda: rates, free)
@@ -110,7 +110,7 @@ def fit(
             CPU_CACHE_DTYPES[options.cpu_cache_dtype],
             _beside_weights(free, weights, plan, streaming_bytes(layer_matrices(config, form, dtype))),
             weights if plan is None else plan.gpu_bytes,
-            (*PLACES, *(place for place in places if place.is_swapped)),
+            places,
             rates.bus_bytes_per_s / rates.gpu_bytes_per_s,
         )
     except MemoryError as error:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import logging
 import signal
 import socket
 import sys
@@ -39,9 +40,15 @@ from neo_desktop.app.shelf.model_shelf import ModelShelf
 from neo_desktop.app.web import errors
 from neo_desktop.app.web.connection import ClientConnection
 from neo_desktop.app.web.events import Hub
-from neo_desktop.app.web.http_protocol import LimitedProtocol, Turnstile, allow_connections
+from neo_desktop.app.web.http_protocol import (
+    ACCEPTS_PER_TURN,
+    LimitedProtocol,
+    Turnstile,
+    allow_connections,
+)
 from neo_desktop.app.web.limits import DEFAULT_LIMITS, ServerLimits
 from neo_desktop.app.web.metrics import EngineCollector, HttpMetrics, exposition
+from neo_desktop.app.web.open_files import OncePerSecond
 from neo_desktop.app.web.page_api import BODY_LIMITS, create_page_api
 from neo_desktop.app.web.request_target import RequestTarget
 from neo_desktop.app.web.security import AccessGuard
@@ -54,8 +61,8 @@ COUNTED_PATHS = (
     "/openapi.json",
 )
 KEEP_ALIVE_S = 30  # a connection without a request
-ACCEPTS_PER_TURN = 16  # of the event loop, so that it sees to others as well
 BACKLOG = 4096  # connections that the system holds until they are accepted
+_once_per_second = OncePerSecond()
 GIL_SWITCH_S = 0.001  # how long the event loop waits at most while the engine's thread computes in Python
 
 
@@ -210,21 +217,28 @@ def serve(app: FastAPI, sock: socket.socket, on_ready: Callable[[], None] | None
         on_ready: called once when requests are answered.
     """
     sys.setswitchinterval(GIL_SWITCH_S)
-    LimitedProtocol.max_connections = allow_connections()
-    Server(app, on_ready).run(sockets=[sock])
+    LimitedProtocol.max_connections, accepts_per_turn = allow_connections()
+    for name in ("asyncio", "uvicorn.error", errors.__name__):
+        logging.getLogger(name).addFilter(_once_per_second)
+    Server(app, on_ready, accepts_per_turn).run(sockets=[sock])
 
 
 class Server(uvicorn.Server):
     """uvicorn, except that requests are ended rather than waited for, and signals are not raised again."""
 
-    def __init__(self, app: FastAPI, on_ready: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        on_ready: Callable[[], None] | None = None,
+        accepts_per_turn: int = ACCEPTS_PER_TURN,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 http=cast("type[asyncio.Protocol]", partial(LimitedProtocol, Turnstile())),
                 ws="none",  # nothing here speaks WebSocket
                 timeout_keep_alive=KEEP_ALIVE_S,
-                backlog=ACCEPTS_PER_TURN,
+                backlog=accepts_per_turn,
                 log_config=None,
                 log_level="error",  # what clients do wrong is theirs; it must not fill the log
                 access_log=False,

@@ -68,7 +68,7 @@ class MemoryCaps:
 
 def limits_of(options: EngineOptions, device: torch.device) -> SchedulerLimits:
     """Return what an iteration may hold."""
-    most = options.max_batch_requests
+    most = options.most_requests
     return SchedulerLimits(
         max_batch_tokens=options.max_batch_tokens or max(MAX_BATCH_TOKENS[device.type], most),
         max_batch_requests=most,
@@ -115,7 +115,7 @@ def pool_blocks(
         cpu_cache_dtype: of KV in host memory; None: the model's.
         free: to reckon with; None: what is.
         weight_bytes: of the loaded model; None: as if all were of `dtype`.
-        places: whether KV is swapped: then a part of the memory of the other places is for it.
+        places: where KV may live. If some of it is swapped, a part of the others' memory is for that.
         bus_share: of what the GPU reads of its memory, that comes over the bus in the same time; None: nobody
             knows.
 
@@ -133,6 +133,8 @@ def pool_blocks(
                 config, dtype, limits, places, available, free, cache_tokens, weights, bus_share
             )
     for place, bytes_ in available.items():
+        if place not in places:
+            continue
         kv_dtype = (cpu_cache_dtype if place.host_attends else None) or dtype
         bytes_per_block = config.num_layers * block_bytes(config, BLOCK_SIZE, kv_dtype)
         bytes_per_token = bytes_per_block // BLOCK_SIZE

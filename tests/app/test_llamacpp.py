@@ -2,6 +2,9 @@
 
 import importlib.util
 import itertools
+import os
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,9 +24,11 @@ from neo_desktop.app.engines.thread import EngineThread
 from neo_desktop.app.live.view import engine_view
 from neo_desktop.app.llamacpp import choice, library
 from neo_desktop.app.llamacpp.choice import check_llamacpp
+from neo_desktop.app.llamacpp.crash import LlamaCppCrashError
 from neo_desktop.app.llamacpp.engine import LlamaCppEngine
-from neo_desktop.app.llamacpp.recipe import LlamaCppRecipe
+from neo_desktop.app.llamacpp.recipe import TRYING, LlamaCppRecipe
 from neo_desktop.app.llamacpp.tokenizer import LlamaCppTokenizer
+from neo_desktop.app.llamacpp.trial import try_llamacpp
 from neo_desktop.app.shelf.catalogue import Catalogue
 from neo_desktop.app.shelf.model_loader import ModelLoader
 from neo_desktop.app.shelf.model_shelf import _look
@@ -273,6 +278,44 @@ def test_it_runs_in_a_process_of_its_own(api: Any, file: Path) -> None:
         assert service.sampling_defaults.temperature == 0.5
     finally:
         service.close()
+
+
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGILL", "SIGABRT"])
+def test_a_build_that_crashes_is_tried_twice_and_said(
+    name: str, api: Any, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IMITATED_CRASH", str(int(signal.Signals[name])))
+    loader = ModelLoader(Catalogue([file.parent], model=str(file)), CPU)
+    stages: list[str] = []
+    with pytest.raises(LlamaCppCrashError, match=rf"crashed twice \({name}\).*Trying.*-DGGML_NATIVE=OFF"):
+        loader("strange", lambda _, what: stages.append(what))
+    starts = [before for before, after in itertools.pairwise(stages) if after == TRYING != before]
+    assert len(starts) == 2
+
+
+def test_the_doctor_tries_it_in_a_process(api: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = try_llamacpp()
+    assert outcome is not None
+    assert outcome.is_ok, outcome.reason
+    monkeypatch.setenv("IMITATED_CRASH", str(int(signal.SIGSEGV)))
+    outcome = try_llamacpp()
+    assert outcome is not None
+    assert outcome.has_failed
+    assert "Q4_1: llama.cpp crashed twice (SIGSEGV)" in (outcome.reason or "")
+
+
+def test_serve_ends_with_the_sentence_of_a_build_that_crashes(file: Path, tmp_path: Path) -> None:
+    path = os.pathsep.join((str(IMITATION), os.environ.get("PYTHONPATH", "")))
+    environment = os.environ | {"PYTHONPATH": path, "IMITATED_CRASH": str(int(signal.SIGSEGV))}
+    program = Path(sys.executable).with_name("neo-desktop")
+    arguments = ("serve", "--model", str(file), "--backend", "llamacpp", "--port", "0")
+    run = subprocess.run(
+        [program, *arguments], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.returncode == 1
+    (said,) = [line for line in run.stderr.splitlines() if line.startswith("error:")]
+    assert "llama.cpp crashed twice (SIGSEGV)" in said
+    assert "Traceback" not in run.stderr
 
 
 @pytest.mark.parametrize(

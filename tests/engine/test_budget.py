@@ -20,6 +20,7 @@ from neo_desktop.engine.profiling.budget import (
     activation_bytes,
 )
 from neo_desktop.engine.profiling.hardware import HostMemory
+from neo_desktop.engine.schedule.policies import POLICIES
 from neo_desktop.engine.schedule.scheduler import SchedulerLimits
 from neo_desktop.models.shapes import shape
 from neo_desktop.models.stored_form import uniform_form
@@ -173,7 +174,7 @@ def test_swapped_kv_and_the_other_pools_together_take_no_more(
     on_device, on_host = blocks[Place.SWAPPED] * of_block * 3 / 32, blocks[Place.SWAPPED] * of_block * 31 / 32
     assert blocks[Place.SWAPPED] > blocks[Place.DEVICE]  # which is what it is for
     assert blocks[Place.DEVICE] * of_block + on_device <= available[Place.DEVICE]
-    assert blocks[Place.HOST] * of_block + on_host <= available[Place.HOST]
+    assert blocks.get(Place.HOST, 0) * of_block + on_host <= available[Place.HOST]
     assert on_device <= available[Place.DEVICE] / 8
 
 
@@ -236,6 +237,23 @@ def test_a_number_of_tokens_that_was_asked_for_is_what_there_is(machine: SimpleN
     asked = {Place.DEVICE: 400, Place.HOST: 1000}
     blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, CUDA, asked, MemoryCaps())
     assert blocks == {Place.DEVICE: 25, Place.HOST: 62}
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "asked", [{}, {Place.DEVICE: 400}, {Place.HOST: 1000}, {Place.DEVICE: 400, Place.HOST: 1000}]
+)
+def test_every_policy_has_room_under_every_cap(
+    machine: SimpleNamespace, device: torch.device, policy: str, asked: dict[Place, int]
+) -> None:
+    machine.host = 17 * GIB
+    places = POLICIES[policy].places
+    blocks = budget.pool_blocks(CONFIG, DTYPE, LIMITS, device, ALL_THAT_FITS | asked, places=places)
+    assert set(blocks) == set(places)
+    assert any(blocks.values())
+    for place, tokens in asked.items():
+        assert blocks.get(place, tokens // BLOCK_SIZE) == tokens // BLOCK_SIZE
 
 
 def test_a_cpu_cache_in_8_bits_holds_nearly_twice_the_tokens(machine: SimpleNamespace) -> None:

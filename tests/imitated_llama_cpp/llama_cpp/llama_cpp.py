@@ -1,11 +1,14 @@
 """Functions of llama.h over a "model" that writes the alphabet, one token per byte, and ends behind "z".
 
 A file that holds the word "damaged" cannot be loaded, a bell (byte 7) breaks an evaluation, and behind byte 6
-the logits are no numbers. `gate` holds evaluations while it is not set.
+the logits are no numbers. `gate` holds evaluations while it is not set, and the signal whose number is in
+IMITATED_CRASH ends the process that evaluates.
 """
 
 import ctypes
+import os
 import re
+import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -212,6 +215,8 @@ def llama_decode(context, batch):
     assert gate.wait(60), "an evaluation was held and never let go"
     assert 0 < len(batch) <= context.batch
     decoded.append(batch)
+    if number := os.environ.get("IMITATED_CRASH"):
+        signal.raise_signal(int(number))
     if BELL in batch:
         _log[0](4, b"decode: error: the bell rang\n", None)
         return -3
