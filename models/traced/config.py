@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -166,6 +166,21 @@ def traced_config(
         generation=generation,
         source=source,
         of_model=found,
+    )
+
+
+def untied(config: TracedConfig, names: tuple[str, ...]) -> TracedConfig:
+    """Return the configuration of a model of which some parameters are not tied; see `Source`."""
+    source = replace(config.source, untied=names)
+    return traced_config(
+        source,
+        source.named.stat().st_mtime_ns,
+        architecture=config.architecture,
+        max_context_tokens=config.max_context_tokens,
+        dtype=config.dtype,
+        eos_token_ids=config.eos_token_ids,
+        bos_token_id=config.bos_token_id,
+        generation=config.generation,
     )
 
 

@@ -22,6 +22,7 @@ from neo_desktop.models.traced.capture import (
     Catching,
     intercepted,
 )
+from neo_desktop.models.traced.conversions import Conversions
 from neo_desktop.models.traced.experts import mixed
 from neo_desktop.models.traced.sizes import Fused, Outline
 from neo_desktop.models.traced.source import Source
@@ -76,6 +77,10 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
             f"{source.named} describes {str(names[0])[:50]!r}, of which transformers knows no "
             "decoder: choose another model."
         )
+    for name in source.untied:
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        module._parameters[own] = nn.Parameter(torch.empty_like(module._parameters[own]), requires_grad=False)
     return model.eval()
 
 
@@ -93,24 +98,33 @@ def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tenso
     return logits
 
 
-@lru_cache(maxsize=32)
-def outline(source: Source, _modified_ns: int) -> Outline:
+def outline(source: Source, modified_ns: int) -> Outline:
     """Return the outline of a model.
 
     Raises:
         ModelError: transformers does not know it, or it cannot be cut into stages.
     """
+    return _traced(source, modified_ns)[0]
+
+
+def conversions_of(source: Source) -> Conversions:
+    """Return how the parameters of a model come out of its checkpoint; raises as `outline` does."""
+    return _traced(source, source.named.stat().st_mtime_ns)[1]
+
+
+@lru_cache(maxsize=32)
+def _traced(source: Source, _modified_ns: int) -> tuple[Outline, Conversions]:
     with TRACING:
-        return _traced(source)
+        return _run_without_numbers(source)
 
 
-def _traced(source: Source) -> Outline:
+def _run_without_numbers(source: Source) -> tuple[Outline, Conversions]:
     model, calls = empty_model(source, torch.float32), Calls()
     ids = torch.zeros(1, ROWS, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad():
             logits = run(model, ids, ids, calls)
-        return _outline(model, calls, logits)
+        return _outline(model, calls, logits), Conversions(model)
     except Exception as error:  # of whatever kind: it is other people's code
         raise cannot_cut(source, model, error) from None
 
@@ -189,7 +203,6 @@ def _outline(model: Any, calls: Calls, logits: Tensor) -> Outline:
         vocab_size=logits.shape[-1],
         hidden_size=last.weight.shape[1],
         aliases=aliases,
-        renamed=_renamed(model),
         heads=first.heads,
         kv_heads=first.kv_heads,
         head_dim=first.head_dim,
@@ -198,19 +211,6 @@ def _outline(model: Any, calls: Calls, logits: Tensor) -> Outline:
         softcap=first.softcap,
         mixtures=mixtures,
         wide=tuple(name for name in buffers if is_wide(model, name)),
-    )
-
-
-def _renamed(model: Any) -> tuple[tuple[str, str], ...]:
-    """Return how names of checkpoints become those of parameters, where they are not the same."""
-    from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
-    from transformers.core_model_loading import WeightRenaming  # noqa: PLC0415
-
-    found = [each for each in get_model_conversion_mapping(model) if type(each) is WeightRenaming]
-    return tuple(
-        (source, target)
-        for each in found
-        for source, target in zip(each.source_patterns, each.target_patterns, strict=False)
     )
 
 

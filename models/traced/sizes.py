@@ -42,7 +42,6 @@ class Outline:
     vocab_size: int
     hidden_size: int  # that the head multiplies
     aliases: dict[str, str] = field(hash=False)  # another name of a parameter -> its name
-    renamed: tuple[tuple[str, str], ...]  # (regular expression of a name in files, what stands for it)
     heads: int
     kv_heads: int
     head_dim: int
@@ -58,4 +57,4 @@ class Outline:
         return (*self.matrices, *(fused for each in self.mixtures for fused in each.matrices))
 
 
-NOTHING = Outline({}, (), None, "", 0, 0, {}, (), 0, 0, 0, 1.0, ())
+NOTHING = Outline({}, (), None, "", 0, 0, {}, 0, 0, 0, 1.0, ())
