@@ -1,8 +1,7 @@
 """Tensors of a checkpoint that are no weights of its model: buffers, and layers that are not used."""
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Protocol
 
 # Frequencies and angles of rotations, and numbers of positions, which code computes by itself today.
@@ -37,24 +36,28 @@ def is_buffer(name: str, stored: _Shaped, ignored: Iterable[re.Pattern[str]] = (
     return is_mask or _BUFFERS.search(name) is not None or any(each.search(name) for each in ignored)
 
 
-def predicting_layers(names: Iterable[str], num_layers: int) -> dict[str, list[str]]:
-    """Return the layers of multi-token prediction that a checkpoint has: each with the names of its tensors.
+def predicting_layers(names: Iterable[str], num_layers: int) -> tuple[list[str], int]:
+    """Return the tensors of multi-token prediction that a checkpoint has, and of how many layers they are.
 
-    DeepSeek-V3, GLM-4.5 and others number them after the model's layers; others have a module for them.
+    DeepSeek-V3, GLM-4.5 and others number these layers after the model's; others have a module for them.
 
     Args:
         names: tensors that are no parameters of the model.
         num_layers: of the model.
     """
-    found: Mapping[str, list[str]] = defaultdict(list)
+    of_layer: dict[str, list[str]] = {}
+    numbers: dict[str, set[str]] = {}  # of a module's layers
     for name in names:
         module, layer = _MTP_MODULE.search(name), _LAYER.search(name)
         if module is not None and (layer is None or layer.start() >= module.start()):
-            found[f"{module[1]}.{module[2] or (layer[1] if layer else '')}"].append(name)
+            of_layer.setdefault(module[1], []).append(name)
+            numbers.setdefault(module[1], set()).update([module[2]] if module[2] else [])
         elif layer is not None and int(layer[1]) >= num_layers:
-            found[layer[1]].append(name)
-    return {
+            of_layer.setdefault(layer[1], []).append(name)
+    found = {
         layer: names_of
-        for layer, names_of in found.items()
+        for layer, names_of in of_layer.items()
         if any(_PREDICTS_MORE.search(name) for name in names_of)
     }
+    count = sum(max(len(numbers.get(layer, ())), 1) for layer in found)
+    return [name for names_of in found.values() for name in names_of], count

@@ -347,11 +347,12 @@ class Weights:
                 is_buffer(name, stored, self._ignored) or (is_spare and _is_zero(stored))
             ):
                 del self.tensors[name]
-        layers = predicting_layers([each for each in self.tensors if each not in expected], config.num_layers)
-        for name in (each for of_layer in layers.values() for each in of_layer):
+        unknown = [name for name in self.tensors if name not in expected]
+        names, layers = predicting_layers(unknown, config.num_layers)
+        for name in names:
             del self.tensors[name]
         if layers:
-            count = f"{len(layers)} layer{'s' if len(layers) > 1 else ''}"
+            count = f"{layers} layer{'s' if layers > 1 else ''}"
             self.notes.append(f"skips {count} of multi-token prediction, which this engine does not use yet")
 
     def load_into(

@@ -1,0 +1,212 @@
+"""Folders as the hub has them, against what transformers loads from the same folder."""
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dense_model import logits_of_all
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from traced_models import EXPERTS, LATENT, save
+from transformers import AutoModelForCausalLM
+
+from neo_desktop.app.shelf.checkpoint_summary import summarize
+from neo_desktop.models.checkpoint import open_checkpoint
+from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.registry import check_model, load_model, stages_of
+from neo_desktop.models.traced.config import TracedConfig
+from neo_desktop.models.weights import named_weights
+
+CPU = torch.device("cpu")
+TOKENS = torch.randint(3, 300, (20,), generator=torch.Generator().manual_seed(1))
+Tensors = dict[str, Tensor]
+TIED = {"tie_word_embeddings": True}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", TIED),
+    "qwen3-moe": ("qwen3_moe", EXPERTS | {"num_experts": 8, "head_dim": 16}),
+    "gpt2": ("gpt2", {"n_inner": 96}),
+    "gpt-neox": ("gpt_neox", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo2-tied": ("olmo2", TIED),
+    "deepseek-v3": ("deepseek_v3", EXPERTS | LATENT | {"n_group": 4, "topk_group": 2}),
+    "sarvam-moe": (
+        "sarvam_moe",
+        EXPERTS | {"num_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 16},
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_words() -> None:
+    """Torch says much about an export."""
+    logging.getLogger("torch").setLevel(logging.WARNING)
+    logging.getLogger("torch.__trace").setLevel(logging.WARNING)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root, saved = tmp_path_factory.mktemp("hub"), set[str]()
+
+    def folder(name: str) -> Path:
+        if name not in saved:
+            saved.add(name)
+            save(root / name, *FAMILIES[name])
+        return root / name
+
+    return folder
+
+
+def changed(path: Path, to: Path, change: Callable[[Tensors], Tensors]) -> Path:
+    """Copy a folder with other tensors."""
+    shutil.copytree(path, to)
+    tensors = change(load_file(path / "model.safetensors"))
+    save_file({name: each.contiguous().clone() for name, each in tensors.items()}, to / "model.safetensors")
+    return to
+
+
+def scores(path: Path, form: Any = None) -> Tensor:
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config()
+    decoder = load_model(checkpoint, config, dtype=torch.float32, device=CPU)
+    is_traced = isinstance(config, TracedConfig)
+    return logits_of_all(decoder, TOKENS, stages=stages_of(decoder, None) if is_traced else None)
+
+
+def of_transformers(path: Path) -> Tensor:
+    make: Any = AutoModelForCausalLM
+    model = make.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        found: Tensor = model(TOKENS[None]).logits[0]
+    return found
+
+
+def check_scores(path: Path) -> None:
+    found, expected = scores(path), of_transformers(path)
+    assert torch.linalg.vector_norm(found - expected) <= 1e-4 * torch.linalg.vector_norm(expected)
+
+
+def check_weights(path: Path) -> None:
+    """Compare each weight with the parameter of that name, or with the expert's part of one."""
+    checkpoint = open_checkpoint(path)
+    decoder = load_model(checkpoint, checkpoint.config(), dtype=torch.float32, device=CPU)
+    make: Any = AutoModelForCausalLM
+    expected = make.from_pretrained(path, dtype=torch.float32).state_dict()
+    for weight in named_weights(decoder):
+        value = expected.get(weight.name)
+        if value is None:
+            module, expert, kind = re.fullmatch(r"(.+)\.(\d+)\.(gate|up|down)_proj\.weight", weight.name).groups()
+            stack = expected[f"{module}.{'down' if kind == 'down' else 'gate_up'}_proj"][int(expert)]
+            value = stack if kind == "down" else stack.chunk(2)[kind == "up"]
+        assert torch.equal(weight.dense(), value), weight.name
+
+
+def _own_head(tensors: Tensors) -> Tensors:
+    embedding = next(each for name, each in tensors.items() if name.split(".")[-2] in ("embed_tokens", "wte"))
+    head = embedding.clone()
+    head[-1, -1] += 1  # one number alone
+    head[3] *= -2
+    return tensors | {"lm_head.weight": head}
+
+
+def _same_head(tensors: Tensors) -> Tensors:
+    embedding = next(each for name, each in tensors.items() if name.split(".")[-2] in ("embed_tokens", "wte"))
+    return tensors | {"lm_head.weight": embedding}
+
+
+def _head_alone(tensors: Tensors) -> Tensors:
+    tensors = _same_head(tensors)
+    return {name: each for name, each in tensors.items() if name.split(".")[-2] not in ("embed_tokens", "wte")}
+
+
+def _without_prefix(tensors: Tensors) -> Tensors:
+    return {
+        name if name.startswith(("lm_head", "embed_out")) else name.split(".", 1)[1]: each
+        for name, each in tensors.items()
+    }
+
+
+def _with_prefix(tensors: Tensors) -> Tensors:
+    prefix = next(name for name in tensors if not name.startswith(("lm_head", "embed_out"))).split(".")[0]
+    return {
+        f"{prefix}.{name}" if name.startswith(("lm_head", "embed_out")) else name: each
+        for name, each in tensors.items()
+    }
+
+
+def _buffers(tensors: Tensors) -> Tensors:
+    """Whatever old code has saved, in the types that it had."""
+    mask = torch.ones(1, 1, 256, 256).tril()
+    found = dict(tensors)
+    for layer in {name[: name.index(".0.") + 3] for name in tensors if ".0." in name and "expert" not in name}:
+        found |= {
+            f"{layer}{module}.{name}": value.clone()
+            for module in ("attn", "attention", "self_attn")
+            for name, value in {
+                "bias": mask.to(torch.uint8) if module == "attention" else mask.bool(),
+                "masked_bias": torch.tensor(-1e9),
+                "rotary_emb.inv_freq": torch.ones(8, dtype=torch.float64),
+            }.items()
+        }
+    return found | {"model.embeddings.position_ids": torch.arange(256)[None]}
+
+
+def _predicting(tensors: Tensors) -> Tensors:
+    """DeepSeek's layer behind the last one, and a module as others have."""
+    last = {
+        name.replace(".2.", ".3.", 1): each
+        for name, each in tensors.items()
+        if name.startswith("model.layers.2.")
+    }
+    others = {
+        f"model.layers.3.{name}": torch.ones(64)
+        for name in ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+    }
+    module = {"mtp.layers.0.input_layernorm.weight": torch.ones(64), "mtp.fc.weight": torch.ones(64, 128)}
+    return tensors | last | others | module | {"model.layers.3.eh_proj.weight": torch.ones(64, 128)}
+
+
+CHANGES: dict[str, tuple[Callable[[Tensors], Tensors], tuple[str, ...]]] = {
+    "own head": (_own_head, ("llama-tied", "olmo2-tied", "gpt2")),
+    "same head": (_same_head, ("llama-tied", "gpt2")),
+    "head alone": (_head_alone, ("llama-tied", "olmo2-tied")),
+    "without prefix": (_without_prefix, ("llama", "llama-tied", "qwen3-moe", "gpt2", "gpt-neox", "deepseek-v3")),
+    "with prefix": (_with_prefix, ("llama", "olmo2")),
+    "buffers": (_buffers, ("llama", "gpt2", "gpt-neox", "olmo2")),
+    "more predictions": (_predicting, ("deepseek-v3", "qwen3-moe")),
+    "as saved": (lambda tensors: tensors, ("sarvam-moe",)),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "family"), [(change, family) for change, (_, of_it) in CHANGES.items() for family in of_it]
+)
+def test_weights_are_those_of_transformers(
+    change: str, family: str, folders: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = changed(folders(family), tmp_path / "changed", CHANGES[change][0])
+    with caplog.at_level(logging.WARNING, "neo_desktop"):
+        check_weights(path)
+    assert summarize(path).reason is None
+    said = [record.message for record in caplog.records if record.name.endswith("registry")]
+    if change == "own head":
+        assert ["other numbers" in each for each in said] == [True]
+    elif change == "more predictions":
+        assert [each.split("changed ")[1] for each in said] == [
+            "skips 2 layers of multi-token prediction, which this engine does not use yet"
+        ]
+    else:
+        assert said == []
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "olmo2-tied"])
+def test_scores_come_from_the_head_in_the_file(
+    family: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    check_scores(changed(folders(family), tmp_path / "changed", _own_head))
