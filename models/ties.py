@@ -1,38 +1,17 @@
 """Weights that a configuration ties, of which a checkpoint may hold each one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from neo_desktop.models.config import ModelConfig
+from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.traced.config import TracedConfig, untied
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # of the written decoders
 _ROWS = 4096  # compared at once
 _EQUAL: dict[tuple[object, ...], bool] = {}  # what has been compared
-
-
-class Readable(Protocol):
-    """What is needed of a `weights.StoredTensor` to compare it."""
-
-    @property
-    def file(self) -> Path:
-        """The file that has it."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Rows first."""
-
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the first row and floats of some rows, until all were there."""
 
 
 def ties_of(config: ModelConfig) -> dict[str, str]:
@@ -42,7 +21,7 @@ def ties_of(config: ModelConfig) -> dict[str, str]:
     return {HEAD: EMBEDDING} if config.tie_word_embeddings else {}
 
 
-def are_equal(name: str, one: Readable, of_other: str, other: Readable) -> bool:
+def are_equal(name: str, one: StoredTensor, of_other: str, other: StoredTensor) -> bool:
     """Return whether two tensors hold the same numbers; they are read once, until their files change."""
     key = tuple(
         (each.file, each.file.stat().st_mtime_ns, each.nbytes, of_it)
@@ -53,7 +32,7 @@ def are_equal(name: str, one: Readable, of_other: str, other: Readable) -> bool:
     return _EQUAL[key]
 
 
-def _have_equal_numbers(one: Readable, other: Readable) -> bool:
+def _have_equal_numbers(one: StoredTensor, other: StoredTensor) -> bool:
     if one.shape != other.shape:
         return False
     for (first, a), (first_of_other, b) in zip(one.pieces(), other.pieces(), strict=False):

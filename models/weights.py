@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from neo_desktop.models.linear.protocol import Linear
 from neo_desktop.models.linear.quantised import Quantised
 from neo_desktop.models.linear.quantised_gpu import QuantisedOnGPU
 from neo_desktop.models.linear.split import Split
+from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.ties import HEAD, are_equal, ties_of, without_ties
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.traced.decoder import TracedDecoder
@@ -187,37 +187,6 @@ def _load_stored(linear: Packed, first: int, row: int, raw: Tensor) -> None:
 
 def _dense_rows(linear: Linear, rows: slice) -> Tensor:
     return linear.dense()[rows]
-
-
-class StoredTensor(Protocol):
-    """One tensor of a checkpoint, still in its file."""
-
-    @property
-    def file(self) -> Path:
-        """Where it lies."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Rows first."""
-
-    @property
-    def type_name(self) -> str:
-        """How it is stored, as its format calls it."""
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether its numbers are stored with less than 16 bits."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes in the file."""
-
-    @property
-    def blocks(self) -> Blocks | None:
-        """How it can be had without becoming floats; None: it cannot."""
-
-    def pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """Read it: yield the first row and floats of some rows, until all were there."""
 
 
 class Weights:

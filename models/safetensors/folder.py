@@ -16,10 +16,11 @@ from neo_desktop.models.safetensors.packed import NAMES, packed_tensor
 from neo_desktop.models.safetensors.scaled import TYPES, scaled_tensor
 from neo_desktop.models.safetensors.scheme import Packed, Scaled, read_scheme
 from neo_desktop.models.safetensors.tensor import SafeTensor
+from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.ties import ties_of
 from neo_desktop.models.tokenizer import Tokenizer
 from neo_desktop.models.traced.config import read_config
-from neo_desktop.models.weights import StoredTensor, Weights
+from neo_desktop.models.weights import Weights
 
 MAX_HEADER_BYTES = 8 << 20  # 1,024 layers in one file have less than 2 MB
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")

@@ -1,7 +1,7 @@
 """How `transformers` makes parameters of the tensors in a checkpoint: by its own table of conversions."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from neo_desktop.models.gguf.types import Blocks
 from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.stored_tensor import StoredTensor
 from neo_desktop.models.traced.experts import KINDS
 from neo_desktop.models.traced.sizes import Mixed
 
@@ -43,11 +44,13 @@ class Conversions:
         patterns += [rf"^{re.escape(name)}$" for name in sorted(buffers)]
         self.ignored = tuple(re.compile(pattern) for pattern in patterns)
 
-    def apply(self, tensors: Mapping[str, Any], mixtures: Sequence[Mixed]) -> dict[str, Any]:
+    def apply(
+        self, tensors: Mapping[str, StoredTensor], mixtures: Sequence[Mixed]
+    ) -> dict[str, StoredTensor]:
         """Return tensors by the names of parameters; those of no parameter keep their names.
 
         Args:
-            tensors: of a checkpoint, `weights.StoredTensor`s.
+            tensors: of a checkpoint.
             mixtures: whose experts are named one by one.
 
         Raises:
@@ -55,7 +58,7 @@ class Conversions:
         """
         from transformers.core_model_loading import dot_natural_key  # noqa: PLC0415 - as above
 
-        found: dict[str, Any] = {}
+        found: dict[str, StoredTensor] = {}
         groups: dict[str, dict[str, list[str]]] = {}
         renamings = deepcopy(self._renamings)  # some remember what they have seen
         for name in sorted(tensors, key=dot_natural_key):
@@ -75,7 +78,7 @@ class Conversions:
             converter = next(each for each in self._converters if next(iter(group)) in each.source_patterns)
             steps = [type(step).__name__ for step in converter.operations]
             if target in of_mixtures and steps in _OF_EXPERTS:
-                for name, stored in group_of_experts(of_mixtures[target], target, converter, group):
+                for name, stored in _of_experts(of_mixtures[target], target, converter, group):
                     found[name] = tensors[stored]
                 continue
             sources = {
@@ -96,7 +99,7 @@ class Conversions:
         return target, pattern
 
 
-def group_of_experts(
+def _of_experts(
     mixture: Mixed, target: str, converter: Any, group: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, str]]:
     """Yield, for each stored matrix of one expert, what it is called here, and there."""
@@ -131,14 +134,19 @@ class _Conversion:
     """
 
     def __init__(
-        self, converter: Any, target: str, sources: Mapping[str, Sequence[Any]], model: _Shapes, config: Any
+        self,
+        converter: Any,
+        target: str,
+        sources: Mapping[str, Sequence[StoredTensor]],
+        model: _Shapes,
+        config: Any,
     ) -> None:
         self._converter, self._target, self._model, self._config = converter, target, model, config
         self.sources = sources
         self._ready: dict[str, Tensor] = {}  # converted, and not yet taken
 
     @property
-    def stored(self) -> list[Any]:
+    def stored(self) -> list[StoredTensor]:
         """All tensors."""
         return [each for of_pattern in self.sources.values() for each in of_pattern]
 
@@ -158,7 +166,7 @@ class _Conversion:
             self._ready = self._converted(_whole)
         return self._ready.pop(name)
 
-    def _converted(self, read: Any) -> dict[str, Tensor]:
+    def _converted(self, read: Callable[[StoredTensor], Tensor]) -> dict[str, Tensor]:
         converter = deepcopy(self._converter)
         for pattern, stored in self.sources.items():
             converter.collected_tensors[pattern] = [partial(read, each) for each in stored]
@@ -175,7 +183,7 @@ class _Conversion:
 
 @dataclass(frozen=True, slots=True)
 class ConvertedTensor:
-    """See `weights.StoredTensor`: a parameter that is computed from tensors of a file."""
+    """See `StoredTensor`: a parameter that is computed from tensors of a file."""
 
     conversion: _Conversion
     name: str
@@ -184,12 +192,11 @@ class ConvertedTensor:
 
     @property
     def file(self) -> Path:  # noqa: D102
-        path: Path = self.conversion.stored[0].file
-        return path
+        return self.conversion.stored[0].file
 
     @property
     def type_name(self) -> str:  # noqa: D102
-        return str(self.conversion.stored[0].type_name)
+        return self.conversion.stored[0].type_name
 
     @property
     def is_quantised(self) -> bool:  # noqa: D102
@@ -203,6 +210,6 @@ class ConvertedTensor:
         yield 0, self.conversion.take(self.name)
 
 
-def _whole(stored: Any) -> Tensor:
+def _whole(stored: StoredTensor) -> Tensor:
     pieces = [piece for _, piece in stored.pieces()]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

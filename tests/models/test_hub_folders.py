@@ -1,6 +1,5 @@
 """Folders as the hub has them, against what transformers loads from the same folder."""
 
-import json
 import logging
 import re
 import shutil
@@ -18,8 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from neo_desktop.app.shelf.checkpoint_summary import summarize
 from neo_desktop.models.checkpoint import open_checkpoint
-from neo_desktop.models.json_file import ModelError
-from neo_desktop.models.registry import check_model, load_model, stages_of
+from neo_desktop.models.registry import load_model, stages_of
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.weights import named_weights
 
@@ -38,7 +36,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("deepseek_v3", EXPERTS | LATENT | {"n_group": 4, "topk_group": 2}),
     "sarvam-moe": (
         "sarvam_moe",
-        EXPERTS | {"num_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 16},
+        EXPERTS
+        | {"num_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 16},
     ),
 }
 
@@ -101,7 +100,9 @@ def check_weights(path: Path) -> None:
     for weight in named_weights(decoder):
         value = expected.get(weight.name)
         if value is None:
-            module, expert, kind = re.fullmatch(r"(.+)\.(\d+)\.(gate|up|down)_proj\.weight", weight.name).groups()
+            module, expert, kind = re.fullmatch(
+                r"(.+)\.(\d+)\.(gate|up|down)_proj\.weight", weight.name
+            ).groups()
             stack = expected[f"{module}.{'down' if kind == 'down' else 'gate_up'}_proj"][int(expert)]
             value = stack if kind == "down" else stack.chunk(2)[kind == "up"]
         assert torch.equal(weight.dense(), value), weight.name
@@ -122,7 +123,9 @@ def _same_head(tensors: Tensors) -> Tensors:
 
 def _head_alone(tensors: Tensors) -> Tensors:
     tensors = _same_head(tensors)
-    return {name: each for name, each in tensors.items() if name.split(".")[-2] not in ("embed_tokens", "wte")}
+    return {
+        name: each for name, each in tensors.items() if name.split(".")[-2] not in ("embed_tokens", "wte")
+    }
 
 
 def _without_prefix(tensors: Tensors) -> Tensors:
@@ -144,7 +147,9 @@ def _buffers(tensors: Tensors) -> Tensors:
     """Whatever old code has saved, in the types that it had."""
     mask = torch.ones(1, 1, 256, 256).tril()
     found = dict(tensors)
-    for layer in {name[: name.index(".0.") + 3] for name in tensors if ".0." in name and "expert" not in name}:
+    for layer in {
+        name[: name.index(".0.") + 3] for name in tensors if ".0." in name and "expert" not in name
+    }:
         found |= {
             f"{layer}{module}.{name}": value.clone()
             for module in ("attn", "attention", "self_attn")
@@ -176,7 +181,10 @@ CHANGES: dict[str, tuple[Callable[[Tensors], Tensors], tuple[str, ...]]] = {
     "own head": (_own_head, ("llama-tied", "olmo2-tied", "gpt2")),
     "same head": (_same_head, ("llama-tied", "gpt2")),
     "head alone": (_head_alone, ("llama-tied", "olmo2-tied")),
-    "without prefix": (_without_prefix, ("llama", "llama-tied", "qwen3-moe", "gpt2", "gpt-neox", "deepseek-v3")),
+    "without prefix": (
+        _without_prefix,
+        ("llama", "llama-tied", "qwen3-moe", "gpt2", "gpt-neox", "deepseek-v3"),
+    ),
     "with prefix": (_with_prefix, ("llama", "olmo2")),
     "buffers": (_buffers, ("llama", "gpt2", "gpt-neox", "olmo2")),
     "more predictions": (_predicting, ("deepseek-v3", "qwen3-moe")),
