@@ -14,11 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from traced_models import EXPERTS, LATENT, save
 from transformers import AutoModelForCausalLM
+from transformers.models.olmo2 import modeling_olmo2
 
 from neo_desktop.app.shelf.checkpoint_summary import summarize
 from neo_desktop.models.checkpoint import open_checkpoint
 from neo_desktop.models.registry import load_model, stages_of
+from neo_desktop.models.traced import fused, patterns, stages
 from neo_desktop.models.traced.config import TracedConfig
+from neo_desktop.models.traced.experts import _is_silu
 from neo_desktop.models.weights import named_weights
 
 CPU = torch.device("cpu")
@@ -218,3 +221,43 @@ def test_scores_come_from_the_head_in_the_file(
     family: str, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     check_scores(changed(folders(family), tmp_path / "changed", _own_head))
+
+
+def test_rotations_of_rows_before_heads_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = modeling_olmo2.apply_rotary_pos_emb
+
+    def rows_first(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+        turned = usual(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
+        return [each.transpose(1, 2) for each in turned]
+
+    monkeypatch.setattr(modeling_olmo2, "apply_rotary_pos_emb", rows_first)
+    check_scores(save(tmp_path / "rows-first", "olmo2", {"num_hidden_layers": 2}))
+
+
+@pytest.mark.parametrize("part", ["find_patterns", "lowered", "run"])
+def test_an_operator_that_fails_is_not_used(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise IndexError
+
+    path = save(tmp_path / "model", "olmo2", {"num_hidden_layers": 1})
+    if part == "find_patterns":
+        monkeypatch.setattr(patterns._Finder, "gate", fails)
+    elif part == "lowered":
+        monkeypatch.setattr(stages, "lowered", fails)
+    else:
+        monkeypatch.setattr(fused.Gate, "forward", fails)
+    check_scores(path)
+
+
+@pytest.mark.parametrize("limit", [0.5, 7.0, 10.0, 1000.0])
+@pytest.mark.parametrize("which", ["gate", "up", "both"])
+def test_gates_with_a_limit_are_not_taken_for_silu(limit: float, which: str) -> None:
+    def apply_gate(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        gate = gate if which == "up" else gate.clamp(max=limit)
+        return torch.nn.functional.silu(gate) * (up if which == "gate" else up.clamp(-limit, limit))
+
+    assert not _is_silu(apply_gate)
+    assert _is_silu(lambda both: torch.nn.functional.silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1])
