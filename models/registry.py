@@ -39,6 +39,10 @@ def load_model(
     divided.
     """
     whole = check_model(checkpoint, config)
+    if isinstance(config, TracedConfig) and config.of_model.most_tokens is not None:
+        whole.notes.append(
+            f"has a context of {config.max_context_tokens} tokens here: in longer ones it rotates otherwise"
+        )
     for note in whole.notes if rank.number == 0 else ():
         logger.warning("%s %s", checkpoint.name, note)
     weights = weights_of_rank(whole, config, rank)

@@ -234,7 +234,7 @@ def intercepted(calls: Calls) -> Iterator[None]:
             raise CannotCutError("its tokens attend to later ones")
         for name, value_ in rest.items():
             if isinstance(value_, Tensor) and name not in HARMLESS:
-                raise CannotCutError(f"its attention is given {name}")
+                raise CannotCutError(f"its attention is given {name}, which this engine does not know")
         out = attend(
             calls,
             query,

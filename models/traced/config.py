@@ -143,6 +143,7 @@ def traced_config(
     from neo_desktop.models.traced.outline import outline  # noqa: PLC0415 - rarely needed
 
     found = outline(source, modified_ns)
+    max_context_tokens = min(max_context_tokens, found.most_tokens or max_context_tokens)
     return TracedConfig(
         architecture=architecture,
         vocab_size=found.vocab_size,

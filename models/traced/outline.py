@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from neo_desktop.models.families import FAMILIES
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.traced.capture import (
     EXPERTS,
@@ -24,9 +23,11 @@ from neo_desktop.models.traced.capture import (
 )
 from neo_desktop.models.traced.conversions import Conversions
 from neo_desktop.models.traced.experts import mixed
+from neo_desktop.models.traced.refusals import cannot_cut, not_made
 from neo_desktop.models.traced.sizes import Fused, Outline
 from neo_desktop.models.traced.source import Source
 
+_CHANGING = ("dynamic", "longrope")  # rotations whose frequencies depend on a prompt's length
 ROWS = 5  # of the run; any number that is no size of a model
 
 
@@ -56,6 +57,7 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
             f"{source.named} describes a model that only transformers knows: install "
             "neo-desktop[transformers], or choose another model."
         ) from None
+    config: Any = None
     with _quiet():
         try:
             config = source.config()
@@ -67,10 +69,7 @@ def empty_model(source: Source, dtype: torch.dtype) -> Any:
                 except KeyError:  # its attention is chosen from a list of its own
                     model = make.from_config(config, attn_implementation="sdpa", **others)
         except Exception as error:  # of whatever kind: it is other people's code
-            raise ModelError(
-                f"{source.named} describes a model that is not supported: transformers cannot "
-                f"make it ({_shortly(error)})."
-            ) from None
+            raise not_made(source, config, error) from None
     names = config.architectures or [type(model).__name__]
     if type(model).__name__ not in names:
         raise ModelError(
@@ -93,7 +92,7 @@ def run(model: Any, token_ids: Tensor, positions: Tensor, calls: Calls) -> Tenso
     given = {"input_ids": token_ids, "position_ids": positions, "use_cache": False, "return_dict": True}
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise CannotCutError("it takes no positions")
-    with _quiet(), intercepted(calls), Catching(calls):
+    with _quiet(), intercepted(calls), Catching(calls), _steady(model):
         logits: Tensor = model(**given).logits
     return logits
 
@@ -110,6 +109,39 @@ def outline(source: Source, modified_ns: int) -> Outline:
 def conversions_of(source: Source) -> Conversions:
     """Return how the parameters of a model come out of its checkpoint; raises as `outline` does."""
     return _traced(source, source.named.stat().st_mtime_ns)[1]
+
+
+@contextmanager
+def _steady(model: nn.Module) -> Iterator[None]:
+    """Keep the frequencies of rotations that change once a prompt is long; see `Outline.most_tokens`."""
+    modules: list[Any] = [each for each in model.modules() if hasattr(each, "rope_type")]
+    kept = [each.rope_type for each in modules]
+    for each in modules:
+        each.rope_type = _without_change(each.rope_type)
+    try:
+        yield
+    finally:
+        for each, before in zip(modules, kept, strict=True):
+            each.rope_type = before
+
+
+def _without_change(rope_type: Any) -> Any:
+    if isinstance(rope_type, dict):
+        return {kind: _without_change(each) for kind, each in rope_type.items()}
+    return "default" if rope_type in _CHANGING else rope_type
+
+
+def _most_tokens(config: Any) -> int | None:
+    """Return how many tokens leave all frequencies as they are; None: any number."""
+    text = config.get_text_config()
+    parameters = getattr(text, "rope_parameters", None) or {}
+    sections = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
+    found = [
+        int(each.get("original_max_position_embeddings") or text.max_position_embeddings)
+        for each in sections
+        if each.get("rope_type") in _CHANGING
+    ]
+    return min(found, default=None)
 
 
 @lru_cache(maxsize=32)
@@ -129,31 +161,9 @@ def _run_without_numbers(source: Source) -> tuple[Outline, Conversions]:
         raise cannot_cut(source, model, error) from None
 
 
-def cannot_cut(source: Source, model: Any, error: Exception) -> ModelError:
-    """Return the sentence for a model that cannot be cut; `model` is it, or its configuration."""
-    said = _shortly(error)
-    if not isinstance(error, CannotCutError) and isinstance(model, nn.Module) and _has_experts(model):
-        known = ", ".join(family.model_type for family in FAMILIES if family.experts)
-        said = f"it is a mixture of experts of a kind that is not supported, as those of {known} are"
-    elif not isinstance(error, CannotCutError):
-        said = f"its code cannot be followed without numbers ({type(error).__name__}: {said})"
-    name = getattr(model, "architecture", type(model).__name__)
-    return ModelError(
-        f"{source.named} describes {name}, which cannot be cut into stages at attention: {said}."
-    )
-
-
-def _has_experts(model: nn.Module) -> bool:
-    return any(type(module).__name__.endswith("Experts") for module in model.modules())
-
-
 def is_wide(model: Any, name: str) -> bool:
     """Return whether something of a model is kept in float32, whatever the others' dtype."""
     return any(part in name for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-
-
-def _shortly(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:100].rstrip(".")
 
 
 def _outline(model: Any, calls: Calls, logits: Tensor) -> Outline:
@@ -211,6 +221,7 @@ def _outline(model: Any, calls: Calls, logits: Tensor) -> Outline:
         softcap=first.softcap,
         mixtures=mixtures,
         wide=tuple(name for name in buffers if is_wide(model, name)),
+        most_tokens=_most_tokens(model.config),
     )
 
 
@@ -226,15 +237,17 @@ def _fused(products: list[Any], names: dict[int, str]) -> Fused:
 def _same_attention(model: Any, calls: Calls) -> Any:
     """Return the first layer's attention, of which the others differ by windows at most."""
     layers = model.config.get_text_config().num_hidden_layers
-    if len(calls.attention) != layers:
+    if len(calls.attention) < layers:
         raise CannotCutError(
-            f"{len(calls.attention)} of its {layers} layers have attention that can be told apart"
+            f"{layers - len(calls.attention)} of its {layers} layers have no attention that this engine knows"
         )
+    if len(calls.attention) > layers:
+        raise CannotCutError(f"its {layers} layers attend {len(calls.attention)} times")
     first = calls.attention[0]
     for call in calls.attention:
         sizes = (call.heads, call.kv_heads, call.head_dim)
         if sizes != (first.heads, first.kv_heads, first.head_dim):
-            raise CannotCutError("its layers have attention of different sizes")
+            raise CannotCutError("its layers have heads of different numbers or sizes")
         if not math.isclose(call.scale, first.scale):
             raise CannotCutError("its layers scale scores of attention differently")
         if call.softcap != first.softcap:

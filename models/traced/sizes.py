@@ -50,6 +50,8 @@ class Outline:
     softcap: float | None = None
     mixtures: tuple[Mixed, ...] = ()
     wide: tuple[str, ...] = ()  # those of `parameters` that are kept in float32
+    # For longer prompts a rotation has other frequencies, which cached keys do not follow; None: it has not.
+    most_tokens: int | None = None
 
     @property
     def all_matrices(self) -> tuple[Fused, ...]:

@@ -20,8 +20,8 @@ from neo_desktop.models.traced.decoder import TracedDecoder
 from neo_desktop.models.traced.division import divide
 from neo_desktop.models.traced.graph import exported
 from neo_desktop.models.traced.lowered import lowered
-from neo_desktop.models.traced.outline import cannot_cut
 from neo_desktop.models.traced.places import NotRowsError
+from neo_desktop.models.traced.refusals import cannot_cut
 from neo_desktop.models.traced.rows import width_of
 from neo_desktop.models.traced.segments import Segment, segments
 from neo_desktop.native import RowProgram

@@ -1,5 +1,6 @@
 """Folders as the hub has them, against what transformers loads from the same folder."""
 
+import json
 import logging
 import re
 import shutil
@@ -14,11 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from traced_models import EXPERTS, LATENT, save
 from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.olmo2 import modeling_olmo2
 
 from neo_desktop.app.shelf.checkpoint_summary import summarize
 from neo_desktop.models.checkpoint import open_checkpoint
-from neo_desktop.models.registry import load_model, stages_of
+from neo_desktop.models.json_file import ModelError
+from neo_desktop.models.registry import check_model, load_model, stages_of
 from neo_desktop.models.traced import fused, patterns, stages
 from neo_desktop.models.traced.config import TracedConfig
 from neo_desktop.models.traced.experts import _is_silu
@@ -261,3 +264,99 @@ def test_gates_with_a_limit_are_not_taken_for_silu(limit: float, which: str) -> 
 
     assert not _is_silu(apply_gate)
     assert _is_silu(lambda both: torch.nn.functional.silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1])
+
+
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0 + 0.1 * number for number in range(8)],
+    "long_factor": [2.0 + 0.5 * number for number in range(8)],
+    "original_max_position_embeddings": 64,
+}
+BY_ITS_CODE: dict[str, tuple[str, dict[str, Any], int]] = {  # and the context that is served
+    "clipped": ("olmo", {"clip_qkv": 0.5, "num_hidden_layers": 2}, 256),
+    "longrope": (
+        "phi3",
+        {"rope_parameters": LONG, "original_max_position_embeddings": 64, "num_hidden_layers": 2},
+        64,
+    ),
+    "dynamic": (
+        "olmo2",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0},
+            "num_hidden_layers": 2,
+        },
+        256,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_ITS_CODE)
+def test_more_is_computed_by_the_code_of_transformers(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_type, changes, context = BY_ITS_CODE[name]
+    path = save(tmp_path / "model", model_type, changes)
+    with caplog.at_level(logging.WARNING, "neo_desktop"):
+        check_scores(path)
+    assert ("rotates otherwise" in caplog.text) == (model_type != "olmo")
+    assert open_checkpoint(path).config().max_context_tokens == context
+
+
+MLX = {"group_size": 64, "bits": 4}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "deltanet": (
+        "qwen3_next",
+        {},
+        "has Gated DeltaNet layers, which .* yet: its GGUF",
+    ),
+    "short convolutions": (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention", "conv"]},
+        "has short",
+    ),
+    "mamba": ("mamba", {}, "has Mamba layers"),
+    "hybrid": ("jamba", {}, "has Mamba layers"),
+    "rwkv": ("rwkv", {}, "has RWKV's recurrent layers"),
+    "alibi": ("bloom", {}, "has ALiBi"),
+    "falcon's alibi": ("falcon", {"alibi": True, "num_attention_heads": 4}, "has ALiBi"),
+    "lightning": ("minimax", {}, "has lightning attention layers"),
+    "several streams": ("gemma3n_text", {"num_kv_shared_layers": 0}, "has AltUp"),
+    "images": ("qwen2_5_vl", {}, r"Qwen2_5_VL\w*, which reads images and text, .* --backend llamacpp"),
+    "an encoder": ("t5", {}, "has an encoder"),
+    "mlx": ("llama", {"quantization_config": MLX}, "quantised by MLX"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_what_a_model_has(name: str, tmp_path: Path) -> None:
+    model_type, changes, said = REFUSED[name]
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3} if model_type not in ("qwen2_5_vl", "t5") else {}
+    config = CONFIG_MAPPING[model_type](**(sizes | changes)).to_dict() | changes
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    with pytest.raises(ModelError, match=said) as error:
+        open_checkpoint(tmp_path).config()
+    assert "<class" not in str(error.value)
+    assert "told apart" not in str(error.value)
+
+
+@pytest.mark.parametrize("is_beside", [True, False])
+def test_adapters_are_named(is_beside: bool, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    path = tmp_path / "adapter"
+    if is_beside:
+        shutil.copytree(folders("llama"), path)
+    path.mkdir(exist_ok=True)
+    (path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "someone/a-model"}))
+    with pytest.raises(ModelError, match=r"adapter of PEFT for someone/a-model.* merge"):
+        open_checkpoint(path).config()
+    assert "adapter of PEFT" in str(summarize(path).reason)
+
+
+@pytest.mark.parametrize("name", ["layers.0.self_attn.bias", "layers.7.mlp.up_proj.weight", "extra.weight"])
+def test_what_is_no_weight_of_a_model_is_an_error(
+    name: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = changed(folders("llama"), tmp_path / "changed", lambda tensors: tensors | {name: torch.ones(64)})
+    checkpoint = open_checkpoint(path)
+    with pytest.raises(ModelError, match=rf"does not describe, {re.escape(name)}"):
+        check_model(checkpoint, checkpoint.config())
