@@ -1,7 +1,6 @@
 """What a model of `transformers` consists of, found out by a run without numbers."""
 
 import inspect
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -23,7 +22,7 @@ from neo_desktop.models.traced.capture import (
 )
 from neo_desktop.models.traced.conversions import Conversions
 from neo_desktop.models.traced.experts import mixed
-from neo_desktop.models.traced.refusals import cannot_cut, not_made
+from neo_desktop.models.traced.refusals import cannot_cut, missing_part, not_made
 from neo_desktop.models.traced.sizes import Fused, Outline
 from neo_desktop.models.traced.source import Source
 
@@ -154,6 +153,8 @@ def _run_without_numbers(source: Source) -> tuple[Outline, Conversions]:
     model, calls = empty_model(source, torch.float32), Calls()
     ids = torch.zeros(1, ROWS, dtype=torch.int64, device="meta")
     try:
+        if (part := missing_part(model)) is not None:
+            raise CannotCutError(part)
         with torch.no_grad():
             logits = run(model, ids, ids, calls)
         return _outline(model, calls, logits), Conversions(model)
@@ -196,7 +197,7 @@ def _outline(model: Any, calls: Calls, logits: Tensor) -> Outline:
             groups.setdefault((id(each.x), each.bias is None), []).append(each)
     matrices = tuple(_fused(group, names) for group in groups.values())
     is_tied = id(last.weight) in looked_up
-    if times[id(last.weight)] > 1 or (is_tied and last.bias is not None):
+    if times[id(last.weight)] > 1:
         raise CannotCutError("its head is used elsewhere, too")
     head = None if is_tied else _fused([last], names)
     mixtures = tuple(mixed(model, call, names) for call in calls.experts)
@@ -248,12 +249,10 @@ def _same_attention(model: Any, calls: Calls) -> Any:
         sizes = (call.heads, call.kv_heads, call.head_dim)
         if sizes != (first.heads, first.kv_heads, first.head_dim):
             raise CannotCutError("its layers have heads of different numbers or sizes")
-        if not math.isclose(call.scale, first.scale):
-            raise CannotCutError("its layers scale scores of attention differently")
         if call.softcap != first.softcap:
             raise CannotCutError("its layers cap scores of attention differently")
         if call.sinks is not None:
-            raise CannotCutError("its attention has sinks")
+            raise CannotCutError("its attention has sinks, which this engine knows of gpt-oss alone")
     if first.head_dim % 2:
         raise CannotCutError(f"a head_dim of {first.head_dim} is odd")
     return first
