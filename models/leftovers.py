@@ -19,7 +19,7 @@ _MTP_MODULE = re.compile(r"(?:^|\.)(mtp\w*)(?:\.(?:layers\.)?(\d+))?(?=\.|$)")
 class _Shaped(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor."""
+        """Return its sizes, rows first."""
 
 
 def is_buffer(name: str, stored: _Shaped, ignored: Iterable[re.Pattern[str]] = ()) -> bool:

@@ -16,9 +16,7 @@ from neo_desktop.models.linear.quantised import PartShape, Quantised
 from neo_desktop.models.linear.quantised_gpu import Kernels, QuantisedOnGPU, merged
 from neo_desktop.models.linear.split import SplitForm
 from neo_desktop.models.traced.config import TracedConfig
-from neo_desktop.models.weights import Weights
-
-FLOATS = {stored.name for stored in TYPES.values() if stored.dtype is not None}
+from neo_desktop.models.weights import FLOATS, Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What is asked of a tensor in a checkpoint, whatever its format."""
+"""The interface of a tensor in a checkpoint, the same for all formats."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ class StoredTensor(Protocol):
 
     @property
     def file(self) -> Path:
-        """Where it lies."""
+        """The file that holds it."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -22,11 +22,11 @@ class StoredTensor(Protocol):
 
     @property
     def type_name(self) -> str:
-        """How it is stored, as its format calls it."""
+        """The name of its type in its format."""
 
     @property
     def is_quantised(self) -> bool:
-        """Whether its numbers are stored with less than 16 bits."""
+        """True if its numbers have less than 16 bits."""
 
     @property
     def nbytes(self) -> int:
@@ -34,7 +34,7 @@ class StoredTensor(Protocol):
 
     @property
     def blocks(self) -> Blocks | None:
-        """How it can be had without becoming floats; None: it cannot."""
+        """Its bytes as stored, for kernels that take them; None: it is read as floats."""
 
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         """Read it: yield the first row and floats of some rows, until all were there."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from neo_desktop.models.config import ModelConfig
 from neo_desktop.models.decoder import Decoder, Experts
 from neo_desktop.models.experts_config import expert_names
-from neo_desktop.models.gguf.types import Blocks
+from neo_desktop.models.gguf.types import TYPES, Blocks
 from neo_desktop.models.json_file import ModelError
 from neo_desktop.models.leftovers import is_buffer, predicting_layers
 from neo_desktop.models.linear.packed import TILE_ROWS
@@ -32,7 +32,7 @@ BytesRead = Callable[[int, int], None]  # (bytes read so far, bytes in total)
 """Called with (done_bytes, total_bytes) of the checkpoint after each tensor."""
 Packed = Quantised | QuantisedOnGPU | Split
 SMALL_SHARE = 0.02  # of the bytes; norms have less
-UNSUPPORTED = ("F64", "I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL", "F8_E4M3", "F8_E5M2")
+FLOATS = {stored.name for stored in TYPES.values() if stored.dtype is not None}
 PREFIX = "model."  # of names in a base model's checkpoint that others have
 
 
@@ -206,7 +206,7 @@ class Weights:
         self.description = description
         self.tensors = tensors
         self.says_tied = says_tied
-        self.notes: list[str] = []  # what the log says of them, once they are checked
+        self.notes: list[str] = []  # for the log, once the tensors are checked
         self._ignored: tuple[re.Pattern[str], ...] = ()
 
     @property
@@ -287,7 +287,7 @@ class Weights:
             self.notes.append(f"holds {head} with other numbers than its embeddings: they are not tied")
         self._drop(config, expected)
         for name, stored in self.tensors.items():
-            if not stored.is_quantised and stored.type_name in UNSUPPORTED:
+            if not stored.is_quantised and stored.type_name not in FLOATS:
                 raise ModelError(
                     f"{name} in {stored.file} is stored as {stored.type_name}, which is not supported: "
                     "choose the original float16 or bfloat16 checkpoint of this model."
@@ -311,7 +311,7 @@ class Weights:
 
     def _drop(self, config: ModelConfig, expected: Container[str]) -> None:
         for name, stored in list(self.tensors.items()):
-            is_spare = name.endswith(".bias") and stored.type_name not in UNSUPPORTED
+            is_spare = name.endswith(".bias") and stored.type_name in FLOATS
             if name not in expected and (
                 is_buffer(name, stored, self._ignored) or (is_spare and _is_zero(stored))
             ):

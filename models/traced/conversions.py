@@ -1,4 +1,4 @@
-"""How `transformers` makes parameters of the tensors in a checkpoint: by its own table of conversions."""
+"""The conversions by which `transformers` makes parameters of the tensors in a checkpoint."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -113,7 +113,7 @@ def _of_experts(
 
 @dataclass(frozen=True, slots=True)
 class _Shapes:
-    """What conversions ask a model for."""
+    """Stand in for the model that conversions ask for shapes."""
 
     shapes: Mapping[str, torch.Size]
 
@@ -172,7 +172,7 @@ class _Conversion:
             converter.collected_tensors[pattern] = [partial(read, each) for each in stored]
         try:
             found = converter.convert(self._target, model=self._model, config=self._config)
-        except Exception as error:  # of whatever kind: it is other people's code
+        except Exception as error:  # code of transformers may raise anything
             names = ", ".join(self.sources)
             raise ModelError(
                 f"{self.stored[0].file} has {names} in shapes that transformers cannot make {self._target} "

@@ -1,4 +1,4 @@
-"""What a model has that this engine does not compute, in words: the one table of them."""
+"""Sentences for models that this engine cannot run, with one table of the parts that it lacks."""
 
 import re
 from typing import Any
@@ -38,7 +38,7 @@ MOST_CHARACTERS = 200  # of what others say
 
 
 def missing_part(model: nn.Module) -> str | None:
-    """Return the words for what a model has and this engine has not; None: the table has no such part."""
+    """Return the words for what a model has and this engine has not; None: it has nothing of the table."""
     classes = {type(module).__name__ for module in model.modules()}
     for pattern, words in _PARTS:
         if any(pattern.search(name) for name in classes):
@@ -52,7 +52,7 @@ def not_made(source: Source, config: Any, error: Exception) -> ModelError:
     """Return the sentence for a configuration of which transformers makes no decoder.
 
     Args:
-        source: of it.
+        source: the folder or file.
         config: of transformers; None: it could not be read.
         error: what transformers said.
     """
@@ -100,7 +100,7 @@ def _has_experts(model: nn.Module) -> bool:
 
 
 def shortly(error: Exception) -> str:
-    """Return the first line of what others say, without paths of classes, and whole words of it."""
+    """Return the first line of what others say, without paths of classes, cut between words."""
     return _cut(_CLASS.sub(r"\1", str(error).strip().split("\n")[0])).rstrip(".: ")
 
 

@@ -150,7 +150,7 @@ def _with_prefix(tensors: Tensors) -> Tensors:
 
 
 def _buffers(tensors: Tensors) -> Tensors:
-    """Whatever old code has saved, in the types that it had."""
+    """Add the buffers that old code has saved, in its types."""
     mask = torch.ones(1, 1, 256, 256).tril()
     found = dict(tensors)
     for layer in {
