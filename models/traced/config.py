@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -169,6 +169,7 @@ def traced_config(
 
     found = outline(source, modified_ns)
     check_heads(source.named, found.heads, found.kv_heads, found.head_dim)
+    max_context_tokens = min(max_context_tokens, found.most_tokens or max_context_tokens)
     return TracedConfig(
         architecture=architecture,
         vocab_size=found.vocab_size,
@@ -192,6 +193,21 @@ def traced_config(
         generation=generation,
         source=source,
         of_model=found,
+    )
+
+
+def untied(config: TracedConfig, names: tuple[str, ...]) -> TracedConfig:
+    """Return the configuration of a model of which some parameters are not tied; see `Source`."""
+    source = replace(config.source, untied=names)
+    return traced_config(
+        source,
+        source.named.stat().st_mtime_ns,
+        architecture=config.architecture,
+        max_context_tokens=config.max_context_tokens,
+        dtype=config.dtype,
+        eos_token_ids=config.eos_token_ids,
+        bos_token_id=config.bos_token_id,
+        generation=config.generation,
     )
 
 
