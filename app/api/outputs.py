@@ -107,7 +107,7 @@ class Outputs:
             self.usage.num_thought_tokens += len(output.tokens)
         end = None if output.finish_reason is None else str(output.finish_reason)
         if end is not None:
-            pieces += reader.flush()
+            pieces += reader.flush(is_cut=end == "length")
             end = "tool_calls" if reader.has_calls and end == "stop" else end
         return Step(index, pieces, output.tokens, end, text)
 
@@ -132,12 +132,12 @@ class _Reader:
             return [Text(text)] if text else []
         return [piece for kind, part in self._thoughts.feed(text) for piece in self._read(kind, part)]
 
-    def flush(self) -> list[Piece]:
-        """End the text."""
+    def flush(self, *, is_cut: bool) -> list[Piece]:
+        """End the text; `is_cut`: the model would have written more."""
         if self._thoughts is None:
             return []
         pieces = [piece for kind, part in self._thoughts.flush() for piece in self._read(kind, part)]
-        return pieces + (self._told(self._calls.flush()) if self._calls else [])
+        return pieces + (self._told(self._calls.flush(is_cut=is_cut)) if self._calls else [])
 
     def _read(self, kind: str, text: str) -> list[Piece]:
         if kind == "thought":
@@ -156,7 +156,7 @@ class Call:
 
     call_id: str
     name: str
-    arguments: str = ""  # JSON, unless the model wrote something else
+    arguments: str = ""  # the text of a JSON object, or of the beginning of one that was cut
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ class ToolFormat:
 
     opening: str
     closing: str = ""
-    separators: str = WHITE_SPACE  # what else may stand between calls
+    separators: str = ""  # what else than white space may stand between calls
     arguments_key: str = "arguments"
     in_list: bool = False  # the objects stand in one list after one mark
     is_bare: bool = False  # a text that begins with "{" is a call without any mark
@@ -95,12 +95,12 @@ HERMES = ToolFormat("<tool_call>", "</tool_call>")
 EXPLAINED = ToolFormat("<tool_call>", "</tool_call>", in_template=False)
 LLAMA = ToolFormat(
     "<|python_tag|>",
-    separators=f"{WHITE_SPACE};",
+    separators=";",
     arguments_key="parameters",
     is_bare=True,
     single_calls=True,
 )
-MISTRAL = ToolFormat("[TOOL_CALLS]", separators=f"{WHITE_SPACE},[]", in_list=True, short_ids=True)
+MISTRAL = ToolFormat("[TOOL_CALLS]", in_list=True, short_ids=True)
 MISTRAL_NAMES = ToolFormat("[TOOL_CALLS]", has_names=True, short_ids=True)
 HARMONY = ToolFormat(harmony.CALL, has_names=True, single_calls=True, on_channels=True)
 
