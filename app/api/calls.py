@@ -160,6 +160,8 @@ class CallReader:
         char = text[begun]
         if char == "{":
             return self._begin_call(begun)
+        if self._has_mark and text.startswith(self._format.opening, begun):
+            return begun, self._as_text()
         end = self._after_mark(text, begun)
         if end is None and self._is_separator(char):
             end = begun + 1
