@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from neo_desktop.engine.errors import SettingError
+from neo_desktop.engine.grammar_schema import Enforceable, enforceable
 from neo_desktop.engine.grammar_trial import GrammarTrial, limits
 from neo_desktop.models.tokenizer import Tokenizer
 
@@ -36,22 +37,46 @@ def any_json() -> str:
     return from_json_schema({"type": "object"})
 
 
-def from_json_schema(schema: Mapping[str, Any] | bool | str) -> str:
+def from_json_schema(schema: Mapping[str, Any] | bool | str, *, is_strict: bool = False) -> str:
     """Return the grammar of JSON that a schema allows, in one line or indented.
 
-    Whether the schema can be followed shows when it is compiled.
+    Constraints that cannot be enforced are left out: `grammar_schema.enforceable` lists them.
+
+    Args:
+        schema: or its JSON text.
+        is_strict: refuse a schema with such constraints.
 
     Raises:
-        SettingError: it is no JSON object, or too long.
+        SettingError: it is no JSON schema, too long, or cannot be followed.
     """
-    matchers = _matchers()
+    text = json_rule(parsed_schema(schema, is_strict=is_strict).schema, whitespace_pattern=_WHITE_SPACE)
+    return _checked(_matchers().grammar_from_json_schema(text))
+
+
+def parsed_schema(schema: Mapping[str, Any] | bool | str, *, is_strict: bool = False) -> Enforceable:
+    """Return a schema as it can be enforced.
+
+    Raises:
+        SettingError: see `from_json_schema`.
+    """
     try:
-        # The library takes no schema that is just true.
-        text = schema if isinstance(schema, str) else json.dumps({} if schema is True else schema)
-        grammar = matchers.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITE_SPACE})
-    except (TypeError, ValueError, RecursionError) as error:
-        raise SettingError("grammar", f"needs a JSON schema: {_reason(str(error))}") from None
-    return _checked(grammar)
+        value = json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError) as error:
+        raise SettingError("grammar", f"needs a JSON schema: {error}") from None
+    return enforceable(value, is_strict=is_strict)
+
+
+def json_rule(schema: Mapping[str, Any], **spacing: Any) -> str:
+    """Return the JSON text of an enforceable schema, for `%json` in Lark.
+
+    Args:
+        spacing: of llguidance's options; by default JSON is written as Python writes it, in one line.
+    """
+    spacing = spacing or {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    text = json.dumps(schema)
+    # Each character has one way to be written then, unless a control character must be possible.
+    escapes = {} if "\\u00" in text else {"json_allowed_escapes": 'nrbtf\\"'}
+    return json.dumps({**schema, "x-guidance": spacing | escapes})
 
 
 def from_regex(pattern: str) -> str:
