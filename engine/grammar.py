@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from neo_desktop.engine.errors import SettingError
-from neo_desktop.engine.grammar_schema import Enforceable, enforceable
 from neo_desktop.engine.grammar_trial import GrammarTrial, limits
+from neo_desktop.engine.json_schema.walk import Enforceable, enforceable
 from neo_desktop.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # an engine without grammars needs no llguidance
